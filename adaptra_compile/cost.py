@@ -1,0 +1,300 @@
+"""The cost model: how long ops take, how links behave, how much memory a microbatch holds.
+
+It is the one thing that changes at run time; every plan is recomputed from it. A :class:`Case` is a cost model with a number
+of microbatches and a placement: what ``adaptra plan`` and ``adaptra simulate`` read. The JSON form is documented in
+``docs/formats.md``. Times may be in any unit as long as all share it; the runtime uses seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final
+
+from adaptra.errors import CaseError
+from adaptra.program import Kind
+
+FORMAT_VERSION: Final = 1
+
+
+class Blocking(Enum):
+    """Whether communication holds the stage that communicates, as GPU-side communication kernels do."""
+
+    NONE = "none"
+    SEND = "send"
+    """The sender starts nothing until its message has arrived at the other side."""
+    BOTH = "both"
+    """As SEND, and the receiver starts nothing while a message to it is in transit."""
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs per stage and per directed edge. Edge ``i`` joins stages ``i`` and ``i + 1``.
+
+    A message whose producer ends at ``e`` departs at ``d = max(e, edge free)``, occupies the edge until ``d + occupancy`` and
+    arrives at ``d + occupancy + latency``: messages queue for each other's occupancy, never for their latency.
+
+    Attributes:
+        forward, input_grad, weight_grad: Durations of F, I and W, one per stage. B takes ``input_grad + weight_grad``.
+        latency_forward, latency_backward: Latency of a message from stage i to i+1, and from i+1 to i; one per edge.
+        occupancy_forward, occupancy_backward: How long one message occupies the edge (size / bandwidth); one per edge.
+        half_duplex: Whether the two directions of an edge share it, first come first served.
+        blocking: Whether communication holds the stages.
+        memory_forward: What one microbatch holds on a stage from the start of F, one per stage.
+        memory_input_grad: The part of it freed when I ends; W frees the rest when it ends.
+        memory_limit: The most one rank may hold at a time, one per rank, or None.
+    """
+
+    forward: tuple[float, ...]
+    input_grad: tuple[float, ...]
+    weight_grad: tuple[float, ...]
+    latency_forward: tuple[float, ...]
+    latency_backward: tuple[float, ...]
+    occupancy_forward: tuple[float, ...]
+    occupancy_backward: tuple[float, ...]
+    half_duplex: bool = False
+    blocking: Blocking = Blocking.NONE
+    memory_forward: tuple[float, ...] = ()
+    memory_input_grad: tuple[float, ...] = ()
+    memory_limit: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        stages = len(self.forward)
+        if stages == 0:
+            raise CaseError("forward: expected one duration per stage, got none")
+        if not self.memory_forward:
+            object.__setattr__(self, "memory_forward", (1.0,) * stages)
+        if not self.memory_input_grad:
+            object.__setattr__(self, "memory_input_grad", tuple(0.5 * held for held in self.memory_forward))
+        for name in ("forward", "input_grad", "weight_grad", "memory_forward", "memory_input_grad"):
+            _check_numbers(name, getattr(self, name), stages)
+        for name in ("latency_forward", "latency_backward", "occupancy_forward", "occupancy_backward"):
+            _check_numbers(name, getattr(self, name), stages - 1)
+        if self.memory_limit is not None:
+            _check_numbers("memory_limit", self.memory_limit, len(self.memory_limit))
+        for stage, (held, freed) in enumerate(zip(self.memory_forward, self.memory_input_grad, strict=True)):
+            if freed > held:
+                raise CaseError(f"memory_input_grad of stage {stage} is {freed}: expected at most memory_forward, {held}")
+
+    @staticmethod
+    def uniform(
+        stages: int, forward: float, input_grad: float, weight_grad: float, latency: float = 0.0, occupancy: float = 0.0
+    ) -> CostModel:
+        """A cost model whose stages are all alike, and whose edges are too."""
+        edges = stages - 1
+        return CostModel(
+            (float(forward),) * stages,
+            (float(input_grad),) * stages,
+            (float(weight_grad),) * stages,
+            (float(latency),) * edges,
+            (float(latency),) * edges,
+            (float(occupancy),) * edges,
+            (float(occupancy),) * edges,
+        )
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.forward)
+
+    def duration(self, stage: int, kind: Kind) -> float:
+        """How long a compute op takes; communication ops take no time of the stage."""
+        match kind:
+            case Kind.F:
+                return self.forward[stage]
+            case Kind.I:
+                return self.input_grad[stage]
+            case Kind.W:
+                return self.weight_grad[stage]
+            case Kind.B:
+                return self.input_grad[stage] + self.weight_grad[stage]
+            case Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B:
+                return 0.0
+
+    def with_latency(self, source: int, destination: int, latency: float) -> CostModel:
+        """The same model with another latency on the directed edge between two neighbouring stages."""
+        return self._with_edge("latency", source, destination, latency)
+
+    def with_occupancy(self, source: int, destination: int, occupancy: float) -> CostModel:
+        """The same model with another occupancy per message on the directed edge between two neighbouring stages."""
+        return self._with_edge("occupancy", source, destination, occupancy)
+
+    def _with_edge(self, what: str, source: int, destination: int, value: float) -> CostModel:
+        edge = min(source, destination)
+        if abs(source - destination) != 1 or not 0 <= edge < self.stages - 1:
+            raise CaseError(f"edge {source}→{destination}: expected two neighbouring stages of 0..{self.stages - 1}")
+        name = f"{what}_forward" if destination > source else f"{what}_backward"
+        values = list(getattr(self, name))
+        values[edge] = float(value)
+        return replace(self, **{name: tuple(values)})
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cost model, how many microbatches a step has, and where the stages lie: one planning problem.
+
+    ``name`` is for people; ``placement[stage]`` is the stage's rank.
+    """
+
+    cost: CostModel
+    microbatches: int
+    placement: tuple[int, ...]
+    name: str = "case"
+
+    def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise CaseError(f"M={self.microbatches}: expected at least one microbatch")
+        ranks = set(self.placement)
+        if len(self.placement) != self.cost.stages or ranks != set(range(len(ranks))):
+            raise CaseError(f"placement {list(self.placement)}: expected {self.cost.stages} stages on ranks 0..R-1")
+        limit = self.cost.memory_limit
+        if limit is not None and len(limit) != len(ranks):
+            raise CaseError(f"mem_cap: expected {len(ranks)} numbers, one per rank, got {len(limit)}")
+
+    @staticmethod
+    def load(path: str | Path) -> Case:
+        """Read a case file.
+
+        Raises:
+            CaseError: Names the file, the field, what was given and what was expected.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise CaseError(f"{path}: {error.strerror}") from error
+        except json.JSONDecodeError as error:
+            raise CaseError(f"{path}: not JSON: {error}") from error
+        try:
+            return Case.from_json(data, name=Path(path).stem)
+        except CaseError as error:
+            raise CaseError(f"{path}: {error}") from None
+
+    @staticmethod
+    def from_json(data: Any, name: str = "case") -> Case:
+        """Read a case from its JSON object, which may also be wrapped as ``{"name": …, "case": {…}}``."""
+        if not isinstance(data, Mapping):
+            raise CaseError(f"expected a JSON object, got {type(data).__name__}")
+        name = str(data.get("name", name))
+        fields: Mapping[str, Any] = data.get("case", data)
+        if not isinstance(fields, Mapping):
+            raise CaseError(f"case: expected a JSON object, got {type(fields).__name__}")
+        unknown = set(fields) - _FIELDS
+        if unknown:
+            raise CaseError(f"unknown field {min(unknown)!r}: expected some of {', '.join(sorted(_FIELDS))}")
+        if fields.get("version", FORMAT_VERSION) != FORMAT_VERSION:
+            raise CaseError(f"case version {fields['version']!r}: this adaptra reads version {FORMAT_VERSION}")
+        stages, microbatches = _count(fields, "S"), _count(fields, "M")
+        placement = _placement(fields.get("placement"), stages)
+        ranks, edges = max(placement) + 1, stages - 1
+        c_f, o_f = fields.get("c_f", 0), fields.get("o_f") or 0
+        limit = fields.get("mem_cap")
+        memory_forward = _numbers("mem_f", fields.get("mem_f", 1), stages)
+        cost = CostModel(
+            forward=_numbers("t_f", _required(fields, "t_f"), stages),
+            input_grad=_numbers("t_b", _required(fields, "t_b"), stages),
+            weight_grad=_numbers("t_w", _required(fields, "t_w"), stages),
+            latency_forward=_numbers("c_f", c_f, edges),
+            latency_backward=_numbers("c_b", fields.get("c_b", c_f), edges),
+            occupancy_forward=_numbers("o_f", o_f, edges),
+            occupancy_backward=_numbers("o_b", fields.get("o_b", o_f) or 0, edges),
+            half_duplex=_one_of(fields, "duplex", {"full": False, "half": True}, "full"),
+            blocking=_blocking(fields.get("blocking_comm", False)),
+            memory_forward=memory_forward,
+            memory_input_grad=_numbers("mem_b", fields.get("mem_b", 0.5), stages),
+            memory_limit=None if limit is None else _numbers("mem_cap", limit, ranks),
+        )
+        return Case(cost, microbatches, placement, name)
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object that :meth:`from_json` reads back to an equal case."""
+        cost = self.cost
+        ranks = max(self.placement) + 1
+        fields: dict[str, Any] = {
+            "version": FORMAT_VERSION,
+            "S": cost.stages,
+            "M": self.microbatches,
+            "t_f": list(cost.forward),
+            "t_b": list(cost.input_grad),
+            "t_w": list(cost.weight_grad),
+            "c_f": list(cost.latency_forward),
+            "c_b": list(cost.latency_backward),
+            "o_f": list(cost.occupancy_forward),
+            "o_b": list(cost.occupancy_backward),
+            "duplex": "half" if cost.half_duplex else "full",
+            "blocking_comm": {Blocking.NONE: False, Blocking.SEND: "send", Blocking.BOTH: "both"}[cost.blocking],
+            "mem_f": list(cost.memory_forward),
+            "mem_b": list(cost.memory_input_grad),
+            "mem_cap": None if cost.memory_limit is None else list(cost.memory_limit),
+            "placement": [[s for s, r in enumerate(self.placement) if r == rank] for rank in range(ranks)],
+        }
+        return {"name": self.name, "case": fields}
+
+
+_FIELDS: Final = frozenset("version S M t_f t_b t_w c_f c_b o_f o_b duplex blocking_comm mem_cap mem_f mem_b placement".split())
+
+
+def _check_numbers(name: str, values: Sequence[float], count: int) -> None:
+    if len(values) != count:
+        raise CaseError(f"{name}: expected {count} numbers, got {len(values)}")
+    for index, value in enumerate(values):
+        if not (math.isfinite(value) and value >= 0):
+            raise CaseError(f"{name}[{index}] is {value}: expected a finite number that is not negative")
+
+
+def _numbers(name: str, given: Any, count: int) -> tuple[float, ...]:
+    values: list[Any] = list(given) if isinstance(given, list | tuple) else [given] * count
+    if len(values) != count:
+        raise CaseError(f"{name}: expected a number or a list of {count}, got a list of {len(values)}")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CaseError(f"{name}: expected a number or a list of {count}, got {value!r}")
+    numbers = tuple(float(value) for value in values)
+    _check_numbers(name, numbers, count)
+    return numbers
+
+
+def _required(fields: Mapping[str, Any], name: str) -> Any:
+    if name not in fields:
+        raise CaseError(f"missing field {name!r}")
+    return fields[name]
+
+
+def _count(fields: Mapping[str, Any], name: str) -> int:
+    value = _required(fields, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CaseError(f"{name}: expected a whole number of at least 1, got {value!r}")
+    return value
+
+
+def _one_of(fields: Mapping[str, Any], name: str, choices: Mapping[str, bool], default: str) -> bool:
+    value = fields.get(name, default)
+    if value not in choices:
+        raise CaseError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+    return choices[value]
+
+
+def _blocking(value: Any) -> Blocking:
+    match value:
+        case False | None:
+            return Blocking.NONE
+        case "send":
+            return Blocking.SEND
+        case True | "both":
+            return Blocking.BOTH
+        case _:
+            raise CaseError(f"blocking_comm: expected false, true, 'send' or 'both', got {value!r}")
+
+
+def _placement(given: Any, stages: int) -> tuple[int, ...]:
+    if given is None:
+        return tuple(range(stages))
+    if not isinstance(given, list) or not all(isinstance(held, list) and held for held in given):
+        raise CaseError(f"placement: expected a list with one list of stages per rank, got {given!r}")
+    rank_of = {stage: rank for rank, held in enumerate(given) for stage in held}
+    if sorted(stage for held in given for stage in held) != list(range(stages)):
+        raise CaseError(f"placement: expected each of the stages 0..{stages - 1} once, got {given!r}")
+    return tuple(rank_of[stage] for stage in range(stages))

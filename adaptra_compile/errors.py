@@ -1,0 +1,53 @@
+"""Every error adaptra raises on purpose, in one place, so that a user can catch them by name.
+
+Errors of the user's input also derive from ValueError, errors of the running system from RuntimeError, so code that knows
+nothing of adaptra still catches them.
+"""
+
+
+class AdaptraError(Exception):
+    """The base of all errors raised by adaptra on purpose."""
+
+
+class ScheduleError(AdaptraError, ValueError):
+    """A schedule that can't be read, or that no set of ranks could execute."""
+
+
+class CaseError(AdaptraError, ValueError):
+    """A cost model or case file with a missing, unknown or impossible value."""
+
+
+class PassError(AdaptraError, ValueError):
+    """A pass pipeline that can't be read, or a pass that refuses the program it is given."""
+
+
+class PlanError(AdaptraError, ValueError):
+    """No plan satisfies the given limits."""
+
+
+class CaptureError(AdaptraError, ValueError):
+    """A model that can't become one graph; names the module and the line of the user's model."""
+
+
+class PartitionError(AdaptraError, ValueError):
+    """A graph that can't be cut into the number of stages asked for."""
+
+
+class BatchError(AdaptraError, ValueError):
+    """Inputs of a step that don't fit what the pipeline was compiled for."""
+
+
+class LaunchError(AdaptraError, ValueError):
+    """Ranks, stages and replicas that don't fit together."""
+
+
+class TransportError(AdaptraError, RuntimeError):
+    """A message that could not be sent or received; names the edge and carries the system's own text."""
+
+
+class PeerLostError(TransportError):
+    """Another rank of the job died or stopped answering."""
+
+
+class MissingExtraError(AdaptraError, ImportError):
+    """An optional part is not installed; says what to install."""

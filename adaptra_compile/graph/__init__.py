@@ -1,0 +1,1 @@
+"""From a model to stage graphs: capture, partition, differentiate. Imports torch."""

@@ -1,0 +1,1 @@
+#include "schedule/types.h"

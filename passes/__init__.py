@@ -1,0 +1,1 @@
+"""Compiler passes: each file is one pass, named like the file."""
