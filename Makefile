@@ -1,0 +1,54 @@
+# Two commands do everything, set-up included: `make demo` and `make test`.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+CXX_SOURCES := $(wildcard csrc/*.cc csrc/*/*.cc csrc/*/*.h)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types unit bench clean
+
+help:
+	@echo "make demo    train a GPT over 4 ranks through a link that turns slow (sets everything up first)"
+	@echo "make test    lint, types, and all tests (sets everything up first)"
+	@echo "make bench   print the tables behind the README's figures"
+	@echo "make clean   remove the virtual environment and everything built"
+
+setup: $(READY)
+
+$(READY): pyproject.toml CMakeLists.txt $(CXX_SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "adaptra needs Python 3.11 or newer; $(PYTHON) is older: try make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "Python's venv is missing: apt-get install python3-venv"; exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || { echo "a C++20 compiler is missing: apt-get install g++"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--config-settings=cmake.define.ADAPTRA_WARNINGS_AS_ERRORS=ON --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/torchrun --nproc-per-node=4 examples/train_gpt.py --output out/demo
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
+
+types: $(READY)
+	$(BIN)/pyright
+
+unit: $(READY)
+	$(BIN)/pytest
+
+test: lint types unit
+
+bench: $(READY)
+	$(BIN)/python bench/simulate.py
+	$(BIN)/python bench/plan.py
+	$(BIN)/python bench/runtime.py
+
+clean:
+	rm -rf $(VENV) build dist out
