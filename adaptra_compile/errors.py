@@ -25,6 +25,10 @@ class PlanError(AdaptraError, ValueError):
     """No plan satisfies the given limits."""
 
 
+class ReportError(AdaptraError, ValueError):
+    """A picture or trace that can't be drawn, read or written as asked."""
+
+
 class CaptureError(AdaptraError, ValueError):
     """A model that can't become one graph; names the module and the line of the user's model."""
 
@@ -47,6 +51,10 @@ class TransportError(AdaptraError, RuntimeError):
 
 class PeerLostError(TransportError):
     """Another rank of the job died or stopped answering."""
+
+
+class ControlError(AdaptraError, RuntimeError):
+    """The control plane failed: ranks that disagree about a plan, a control message that is not what it should be, a lost store."""
 
 
 class MissingExtraError(AdaptraError, ImportError):

@@ -1,0 +1,237 @@
+"""The monitor: what ran, what travelled and what waited on one rank, recorded at the cost of an append.
+
+The executor records while a step runs; :meth:`Monitor.end_step` condenses the step to the small vector that the detector
+reads and keeps the raw records of the last few steps for traces. Records are plain JSON, so those of all ranks can be gathered
+into one timeline.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+from adaptra.errors import ControlError, ScheduleError
+from adaptra.program import Kind, Op, Program, parse_op
+from adaptra.runtime.measurement import EdgeMeasurement, StageMeasurement, StepMeasurement, estimate_edge
+from adaptra.runtime.schema import Fields
+from adaptra.timeline import MessageInterval, OpInterval, Source, Timeline
+
+
+class OpRecord(NamedTuple):
+    """A compute op and when it ran, in seconds of the monotonic clock."""
+
+    op: Op
+    start: float
+    end: float
+
+
+class MessageRecord(NamedTuple):
+    """A message that arrived: ``kind`` is SEND_F or SEND_B, ``source`` and ``destination`` are stages, times are seconds."""
+
+    kind: Kind
+    source: int
+    destination: int
+    microbatch: int
+    nbytes: int
+    sent_at: float
+    arrived_at: float
+    consumed_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecords:
+    """Everything one rank recorded in one step, in the order it happened there."""
+
+    rank: int
+    step: int
+    start: float
+    end: float
+    ops: tuple[OpRecord, ...]
+    messages: tuple[MessageRecord, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object that :meth:`from_json` reads back to equal records."""
+        return {
+            "rank": self.rank,
+            "step": self.step,
+            "start": self.start,
+            "end": self.end,
+            "ops": [{"op": str(op), "start": start, "end": end} for op, start, end in self.ops],
+            "messages": [{**message._asdict(), "kind": message.kind.value} for message in self.messages],
+        }
+
+    @staticmethod
+    def from_json(data: object) -> StepRecords:
+        """Read the records of a step.
+
+        Raises:
+            ControlError: A field is missing, unknown or not what it should be.
+        """
+        fields = Fields(data, "records of a step")
+        records = StepRecords(
+            rank=fields.whole("rank"),
+            step=fields.whole("step"),
+            start=fields.instant("start"),
+            end=fields.instant("end"),
+            ops=tuple(map(_read_op, fields.objects("ops"))),
+            messages=tuple(map(_read_message, fields.objects("messages"))),
+        )
+        fields.end()
+        return records
+
+
+def _read_op(fields: Fields) -> OpRecord:
+    try:
+        op = parse_op(fields.text("op", at_most=64))
+    except ScheduleError as error:
+        raise ControlError(f"records of a step: {error}") from None
+    record = OpRecord(op, fields.instant("start"), fields.instant("end"))
+    fields.end()
+    return record
+
+
+def _read_message(fields: Fields) -> MessageRecord:
+    kind = fields.text("kind", at_most=16)
+    if kind not in (Kind.SEND_F.value, Kind.SEND_B.value):
+        raise ControlError(f"records of a step: message of kind {kind!r}: expected SEND_F or SEND_B")
+    whole = [fields.whole(name) for name in ("source", "destination", "microbatch", "nbytes")]
+    instants = [fields.instant(name) for name in ("sent_at", "arrived_at", "consumed_at")]
+    fields.end()
+    return MessageRecord(Kind(kind), *whole, *instants)
+
+
+class Monitor:
+    """Records of one rank. Used by the thread that runs the steps; only :meth:`records` and :meth:`timeline` by any.
+
+    Args:
+        rank: This rank.
+        placement: ``placement[stage]`` is the stage's rank.
+        keep: Of how many steps the raw records are kept.
+    """
+
+    def __init__(self, rank: int, placement: Sequence[int], keep: int = 8) -> None:
+        self._rank = rank
+        self._own = tuple(stage for stage, holder in enumerate(placement) if holder == rank)
+        self._kept: deque[StepRecords] = deque(maxlen=keep)
+        self._ops: list[tuple[Op, float, float]] = []
+        self._messages: list[tuple[Kind, int, int, int, int, float, float, float]] = []
+        self._waits: list[tuple[Op, float]] = []
+
+    def begin_step(self) -> None:
+        """Forget what was recorded since the last :meth:`end_step`: a step that failed, or one that only evaluated."""
+        self._ops, self._messages, self._waits = [], [], []
+
+    def op(self, op: Op, start: float, end: float) -> None:
+        """Record that a compute op ran."""
+        self._ops.append((op, start, end))
+
+    def message(
+        self,
+        kind: Kind,
+        source: int,
+        destination: int,
+        microbatch: int,
+        nbytes: int,
+        sent_at: float,
+        arrived_at: float,
+        consumed_at: float,
+    ) -> None:
+        """Record that a message arrived: handed over at ``sent_at``, there at ``arrived_at``, used from ``consumed_at`` on."""
+        self._messages.append((kind, source, destination, microbatch, nbytes, sent_at, arrived_at, consumed_at))
+
+    def wait(self, op: Op, seconds: float) -> None:
+        """Record how long a compute op waited for its message."""
+        self._waits.append((op, seconds))
+
+    def end_step(self, step: int, start: float, end: float) -> StepMeasurement:
+        """Condense the step that ran from ``start`` to ``end``, keep its records and begin the next one."""
+        records = StepRecords(
+            self._rank, step, start, end, tuple(map(OpRecord._make, self._ops)), tuple(map(MessageRecord._make, self._messages))
+        )
+        waits = self._waits
+        self.begin_step()
+        self._kept.append(records)
+        return StepMeasurement(self._rank, step, end - start, self._measure_stages(records), _measure_edges(records, waits))
+
+    def records(self, step: int) -> StepRecords:
+        """What was recorded in a step.
+
+        Raises:
+            KeyError: The step is not among the last ones kept.
+        """
+        kept = tuple(self._kept)
+        for records in kept:
+            if records.step == step:
+                return records
+        raise KeyError(f"step {step}: the records of rank {self._rank} hold the steps {[records.step for records in kept]}")
+
+    def timeline(self, program: Program, step: int) -> Timeline:
+        """This rank's part of a step's timeline: its own ops and the messages that reached it. The other ranks' are empty.
+
+        Raises:
+            KeyError: The step is not among the last ones kept.
+        """
+        return merge_timelines(program, [self.records(step)])
+
+    def _measure_stages(self, records: StepRecords) -> tuple[StageMeasurement, ...]:
+        durations: dict[tuple[int, Kind], list[float]] = {}
+        for op, start, end in records.ops:
+            durations.setdefault((op.stage, op.kind), []).append(end - start)
+        medians = {key: median(values) for key, values in durations.items()}
+        return tuple(
+            StageMeasurement(stage, *(medians.get((stage, kind)) for kind in (Kind.F, Kind.I, Kind.W, Kind.B)))
+            for stage in self._own
+        )
+
+
+def _measure_edges(records: StepRecords, waits: Iterable[tuple[Op, float]]) -> tuple[EdgeMeasurement, ...]:
+    flights: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for message in records.messages:
+        flights.setdefault((message.source, message.destination), []).append((message.sent_at, message.arrived_at))
+    waiting = dict.fromkeys(flights, 0.0)
+    for op, seconds in waits:
+        edge = (op.stage - 1 if op.kind is Kind.F else op.stage + 1, op.stage)
+        waiting[edge] = waiting.get(edge, 0.0) + seconds
+    return tuple(
+        EdgeMeasurement(source, destination, len(pairs), waiting[source, destination], estimate_edge(pairs))
+        for (source, destination), pairs in sorted(flights.items())
+    )
+
+
+def merge_timelines(program: Program, records: Iterable[StepRecords]) -> Timeline:
+    """One measured timeline of a step from the records of its ranks. Times are seconds since the first rank's start.
+
+    Args:
+        program: The program that ran.
+        records: Of one step, one per rank; ranks that are missing have no ops.
+
+    Raises:
+        ValueError: The records are of several steps, or name a rank twice or one that the program does not have.
+    """
+    by_rank: dict[int, StepRecords] = {}
+    for one in records:
+        if one.rank in by_rank or not one.rank < program.ranks:
+            raise ValueError(f"records of rank {one.rank}: expected each of the ranks 0..{program.ranks - 1} at most once")
+        by_rank[one.rank] = one
+    steps = sorted({one.step for one in by_rank.values()})
+    if len(steps) != 1:
+        raise ValueError(f"records of the steps {steps}: expected those of one step")
+    zero = min(one.start for one in by_rank.values())
+    ops = tuple(
+        tuple(OpInterval(rank, op, start - zero, end - zero) for op, start, end in by_rank[rank].ops) if rank in by_rank else ()
+        for rank in range(program.ranks)
+    )
+    messages = sorted(
+        (
+            MessageInterval(
+                m.kind, m.source, m.destination, m.microbatch, m.sent_at - zero, m.sent_at - zero, m.arrived_at - zero
+            )
+            for one in by_rank.values()
+            for m in one.messages
+        ),
+        key=lambda message: message.posted,
+    )
+    return Timeline(program, Source.MEASURED, ops, tuple(messages), seconds_per_unit=1.0)

@@ -1,0 +1,127 @@
+"""Control data from other ranks, checked field by field before anything looks at it.
+
+Whatever arrives through a store is text of bounded size that must be JSON. A :class:`Fields` reads one JSON object: each field
+by name with its type and range, and :meth:`Fields.end` refuses fields that nobody asked for. Nothing is ever unpickled or
+executed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, Final, cast
+
+from adaptra.errors import ControlError
+
+MAX_BYTES: Final = 64 * 1024 * 1024
+"""The longest control message that is read. The plan of 64 stages and 512 microbatches is about 1 MB."""
+
+
+def encode(data: dict[str, Any]) -> str:
+    """A JSON object as the text that travels.
+
+    Raises:
+        ControlError: The text would be longer than :data:`MAX_BYTES`.
+        ValueError: A number is not finite.
+    """
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    if len(text) > MAX_BYTES:
+        raise ControlError(f"control message of {len(text)} bytes: expected at most {MAX_BYTES}")
+    return text
+
+
+def decode(payload: bytes, where: str) -> Fields:
+    """Read a JSON object that travelled.
+
+    Raises:
+        ControlError: It is too long, not JSON or not an object.
+    """
+    if len(payload) > MAX_BYTES:
+        raise ControlError(f"{where}: {len(payload)} bytes: expected at most {MAX_BYTES}")
+    try:
+        data = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise ControlError(f"{where}: not JSON: {error}") from None
+    return Fields(data, where)
+
+
+class Fields:
+    """The fields of one JSON object.
+
+    Args:
+        data: What was decoded.
+        where: Begins every error message, such as ``measurement of rank 2``.
+
+    Raises:
+        ControlError: ``data`` is not an object; every method raises it for a field that is missing or not as expected.
+    """
+
+    def __init__(self, data: object, where: str) -> None:
+        if not isinstance(data, dict):
+            raise ControlError(f"{where}: expected a JSON object, got {type(data).__name__}")
+        self._left = dict(cast("dict[str, object]", data))
+        self._where = where
+
+    def whole(self, name: str, at_least: int = 0) -> int:
+        """A whole number."""
+        value = self._take(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+            raise self._refuse(name, f"a whole number of at least {at_least}", value)
+        return value
+
+    def number(self, name: str) -> float:
+        """A finite number that is not negative."""
+        return self._number(name, self._take(name))
+
+    def number_or_none(self, name: str) -> float | None:
+        """A finite number that is not negative, or null."""
+        value = self._take(name)
+        return None if value is None else self._number(name, value)
+
+    def instant(self, name: str) -> float:
+        """A finite number of either sign: a reading of a clock."""
+        value = self._take(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self._refuse(name, "a finite number", value)
+        return float(value)
+
+    def text(self, name: str, at_most: int = MAX_BYTES) -> str:
+        """A string of bounded length."""
+        value = self._take(name)
+        if not isinstance(value, str) or len(value) > at_most:
+            raise self._refuse(name, f"a string of at most {at_most} characters", value)
+        return value
+
+    def items(self, name: str) -> list[object]:
+        """A list; its items are for the caller to check."""
+        value = self._take(name)
+        if not isinstance(value, list):
+            raise self._refuse(name, "a list", value)
+        return cast("list[object]", value)
+
+    def objects(self, name: str) -> list[Fields]:
+        """A list of objects."""
+        return [Fields(item, f"{self._where}: {name}[{index}]") for index, item in enumerate(self.items(name))]
+
+    def raw(self, name: str) -> object:
+        """A field whose check is another reader's."""
+        return self._take(name)
+
+    def end(self) -> None:
+        """Refuse fields that nobody read."""
+        if self._left:
+            raise ControlError(f"{self._where}: unknown field {min(self._left)!r}")
+
+    def _take(self, name: str) -> object:
+        if name not in self._left:
+            raise ControlError(f"{self._where}: missing field {name!r}")
+        return self._left.pop(name)
+
+    def _number(self, name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
+            raise self._refuse(name, "a finite number that is not negative", value)
+        return float(value)
+
+    def _refuse(self, name: str, expected: str, value: object) -> ControlError:
+        shown = repr(value)
+        return ControlError(f"{self._where}: field {name!r}: expected {expected}, got {shown[:80]}")
