@@ -1,6 +1,198 @@
-// The only file that knows nanobind: adaptra._C.
+// The only file that knows nanobind: adaptra._C. Each concern has one bind_… function; how Python's Program, CostModel and RULE
+// become plain numbers is written once, at the top.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <array>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "schedule/simulate.h"
+#include "schedule/types.h"
 
 namespace nb = nanobind;
+namespace schedule = adaptra::schedule;
 
-NB_MODULE(_C, m) { m.doc() = "Event simulation and list scheduling of pipeline programs."; }
+namespace {
+
+// The members of adaptra.program.Kind that compute, looked up once per call: an enum member is one object, so comparing
+// addresses is enough.
+class Kinds {
+ public:
+  Kinds() {
+    const nb::object kind = nb::module_::import_("adaptra.program").attr("Kind");
+    for (const auto& [name, value] : kNames) members_[static_cast<std::size_t>(value)] = kind.attr(name);
+  }
+
+  // False for communication kinds.
+  bool find(PyObject* member, schedule::Kind& kind) const {
+    for (const auto& [name, value] : kNames) {
+      if (members_[static_cast<std::size_t>(value)].ptr() == member) {
+        kind = value;
+        return true;
+      }
+    }
+    return false;
+  }
+
+  [[nodiscard]] nb::handle member(schedule::Kind kind) const { return members_[static_cast<std::size_t>(kind)]; }
+
+ private:
+  static constexpr std::array<std::pair<const char*, schedule::Kind>, 4> kNames = {
+      {{"F", schedule::Kind::F}, {"I", schedule::Kind::I}, {"W", schedule::Kind::W}, {"B", schedule::Kind::B}}};
+  std::array<nb::object, 4> members_;
+};
+
+nb::object attribute(nb::handle object, nb::handle name) {
+  PyObject* value = PyObject_GetAttr(object.ptr(), name.ptr());
+  if (value == nullptr) throw nb::python_error();
+  return nb::steal(value);
+}
+
+std::int32_t to_index(nb::handle value) {
+  const long index = PyLong_AsLong(value.ptr());
+  if (index == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
+  if (index < 0 || index > INT32_MAX) throw std::invalid_argument("a stage or microbatch number is negative or too large");
+  return static_cast<std::int32_t>(index);
+}
+
+// adaptra.program.Program.orders without communication ops.
+std::vector<schedule::Order> to_orders(const nb::tuple& orders) {
+  const Kinds kinds;
+  const nb::str stage("stage"), kind_name("kind"), microbatch("microbatch");
+  std::vector<schedule::Order> converted;
+  converted.reserve(orders.size());
+  for (const nb::handle item : orders) {
+    schedule::Order& ops = converted.emplace_back();
+    ops.reserve(nb::len(item));
+    for (const nb::handle op : item) {
+      schedule::Kind kind;
+      if (!kinds.find(attribute(op, kind_name).ptr(), kind)) continue;
+      ops.push_back({to_index(attribute(op, stage)), kind, to_index(attribute(op, microbatch))});
+    }
+  }
+  return converted;
+}
+
+std::vector<double> numbers(nb::handle object, const char* name) {
+  return nb::cast<std::vector<double>>(nb::getattr(object, name));
+}
+
+// adaptra.cost.CostModel.
+schedule::Cost to_cost(nb::handle model) {
+  schedule::Cost cost;
+  cost.forward = numbers(model, "forward");
+  cost.input_grad = numbers(model, "input_grad");
+  cost.weight_grad = numbers(model, "weight_grad");
+  cost.latency_forward = numbers(model, "latency_forward");
+  cost.latency_backward = numbers(model, "latency_backward");
+  cost.occupancy_forward = numbers(model, "occupancy_forward");
+  cost.occupancy_backward = numbers(model, "occupancy_backward");
+  cost.half_duplex = nb::cast<bool>(nb::getattr(model, "half_duplex"));
+  const auto blocking = nb::cast<std::string>(nb::getattr(nb::getattr(model, "blocking"), "value"));
+  cost.blocking = blocking == "none"   ? schedule::Blocking::None
+                  : blocking == "send" ? schedule::Blocking::Send
+                                       : schedule::Blocking::Both;
+  cost.memory_forward = numbers(model, "memory_forward");
+  cost.memory_input_grad = numbers(model, "memory_input_grad");
+  const nb::object limit = nb::getattr(model, "memory_limit");
+  if (!limit.is_none()) cost.memory_limit = nb::cast<std::vector<double>>(limit);
+  return cost;
+}
+
+// `owner` is an adaptra.program.Program or an adaptra.cost.Case: both have a placement and microbatches.
+schedule::Problem to_problem(nb::handle owner, nb::handle model) {
+  schedule::Problem problem;
+  problem.cost = to_cost(model);
+  problem.microbatches = nb::cast<std::int32_t>(nb::getattr(owner, "microbatches"));
+  problem.placement = nb::cast<std::vector<std::int32_t>>(nb::getattr(owner, "placement"));
+  if (problem.placement.size() != problem.cost.forward.size()) {
+    throw std::invalid_argument("the placement and the cost model have different numbers of stages");
+  }
+  for (const std::int32_t rank : problem.placement) problem.ranks = std::max(problem.ranks, rank + 1);
+  return problem;
+}
+
+// adaptra.dependencies.RULE, without the rows of communication ops.
+schedule::Rule to_rule(const nb::dict& table) {
+  const Kinds kinds;
+  schedule::Rule rule;
+  for (const auto& [member, rows] : table) {
+    schedule::Kind kind;
+    if (!kinds.find(member.ptr(), kind)) continue;
+    for (const nb::handle row : rows) {
+      std::uint8_t mask = 0;
+      for (const nb::handle met_by : nb::getattr(row, "kinds")) {
+        schedule::Kind producer;
+        if (kinds.find(met_by.ptr(), producer)) mask = static_cast<std::uint8_t>(mask | schedule::bit_of(producer));
+      }
+      rule.push_back({kind, nb::cast<std::int32_t>(nb::getattr(row, "offset")), mask});
+    }
+  }
+  return rule;
+}
+
+template <typename Value>
+nb::tuple to_tuple(const std::vector<Value>& values) {
+  nb::list list;
+  for (const Value value : values) list.append(value);
+  return nb::tuple(list);
+}
+
+template <typename Record>
+nb::bytes to_bytes(const std::vector<Record>& records) {
+  return nb::bytes(records.data(), records.size() * sizeof(Record));
+}
+
+// Op sequences that have left Python, so that converting and simulating can be told apart.
+struct Orders {
+  std::vector<schedule::Order> orders;
+};
+
+// A simulation together with what its orders alone decide.
+struct Simulated {
+  schedule::Result result;
+  schedule::Peaks peaks;
+};
+
+void bind_simulation(nb::module_& m) {
+  nb::class_<Simulated>(m, "Simulated")
+      .def_prop_ro("complete", [](const Simulated& self) { return self.result.complete; })
+      .def_prop_ro("makespan", [](const Simulated& self) { return self.result.makespan; })
+      .def_prop_ro("busy", [](const Simulated& self) { return to_tuple(self.result.busy); })
+      .def_prop_ro("first_start", [](const Simulated& self) { return to_tuple(self.result.first_start); })
+      .def_prop_ro("last_end", [](const Simulated& self) { return to_tuple(self.result.last_end); })
+      .def_prop_ro("peak_in_flight", [](const Simulated& self) { return to_tuple(self.peaks.in_flight); })
+      .def_prop_ro("peak_memory", [](const Simulated& self) { return to_tuple(self.peaks.memory); })
+      .def("intervals", [](const Simulated& self, std::size_t rank) { return to_bytes(self.result.ops.at(rank)); })
+      .def("messages", [](const Simulated& self) { return to_bytes(self.result.messages); });
+
+  nb::class_<Orders>(m, "Orders").def("__len__", [](const Orders& self) {
+    std::size_t ops = 0;
+    for (const schedule::Order& order : self.orders) ops += order.size();
+    return ops;
+  });
+
+  m.def("to_orders", [](const nb::tuple& orders) { return Orders{to_orders(orders)}; }, nb::arg("orders"));
+  m.def(
+      "simulate",
+      [](nb::handle program, nb::handle cost, const Orders& converted, const nb::dict& rule) {
+        const std::vector<schedule::Order>& orders = converted.orders;
+        const schedule::Problem problem = to_problem(program, cost);
+        const schedule::Rule rows = to_rule(rule);
+        const nb::gil_scoped_release release;
+        if (!schedule::well_formed(problem, orders)) return Simulated{};
+        return Simulated{schedule::simulate(problem, orders, rows, schedule::Detail::Times), schedule::peaks(problem, orders)};
+      },
+      nb::arg("program"), nb::arg("cost"), nb::arg("orders"), nb::arg("rule"));
+}
+
+}  // namespace
+
+NB_MODULE(_C, m) {
+  m.doc() = "Event simulation and list scheduling of pipeline programs.";
+  bind_simulation(m);
+}

@@ -52,4 +52,16 @@ struct Problem {
   std::int32_t ranks = 0;
 };
 
+// One line of adaptra.dependencies.RULE: an op of `kind` on stage s needs an op of one of `kinds` on stage s + offset and the
+// same microbatch. `kinds` has bit_of(kind) set for every kind that meets the need.
+struct Row {
+  Kind kind;
+  std::int32_t offset;
+  std::uint8_t kinds;
+};
+
+using Rule = std::vector<Row>;
+
+[[nodiscard]] constexpr std::uint8_t bit_of(Kind kind) { return static_cast<std::uint8_t>(1U << static_cast<unsigned>(kind)); }
+
 }  // namespace adaptra::schedule
