@@ -44,6 +44,9 @@ class Kind(Enum):
     def __repr__(self) -> str:
         return self.value
 
+    # Members are singletons; Enum's own hash is a Python function, which programs of 100,000 ops call millions of times.
+    __hash__ = object.__hash__
+
 
 COMPUTE_KINDS: Final = frozenset({Kind.F, Kind.I, Kind.W, Kind.B})
 
@@ -145,12 +148,13 @@ class Program:
 
 
 _BACKWARD = frozenset({Kind.I, Kind.W, Kind.B})
+_NUMBER = "(?:0|[1-9][0-9]{0,8})"
 _NAME = re.compile(r"[A-Za-z0-9_.+-]+")
 _HEADER = re.compile(
-    r"schedule (?P<name>[A-Za-z0-9_.+-]+)(?: version=(?P<version>\d+))?"
-    r" placement=(?P<placement>\d+(?:,\d+)*) microbatches=(?P<microbatches>\d+)"
+    rf"schedule (?P<name>[A-Za-z0-9_.+-]+)(?: version=(?P<version>{_NUMBER}))?"
+    rf" placement=(?P<placement>{_NUMBER}(?:,{_NUMBER})*) microbatches=(?P<microbatches>{_NUMBER})"
 )
-_OP = re.compile(r"(0|[1-9]\d*)(SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B)(0|[1-9]\d*)(?:@([a-z][a-z0-9_.-]*))?")
+_OP = re.compile(rf"({_NUMBER})(SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B)({_NUMBER})(?:@([a-z][a-z0-9_.-]*))?")
 
 
 def parse_op(token: str) -> Op:
