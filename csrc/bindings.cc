@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "schedule/bounds.h"
 #include "schedule/simulate.h"
 #include "schedule/types.h"
 
@@ -190,9 +191,38 @@ void bind_simulation(nb::module_& m) {
       nb::arg("program"), nb::arg("cost"), nb::arg("orders"), nb::arg("rule"));
 }
 
+const char* name_of(schedule::BoundKind kind) {
+  switch (kind) {
+    case schedule::BoundKind::Load: return "load";
+    case schedule::BoundKind::Drain: return "drain";
+    case schedule::BoundKind::Chain: return "chain";
+    case schedule::BoundKind::Memory: return "memory";
+    case schedule::BoundKind::LinkForward: return "link forward";
+    case schedule::BoundKind::LinkBackward: return "link backward";
+    case schedule::BoundKind::OneMachine: return "one machine";
+  }
+  return "";  // unreachable; GCC does not see that the switch is complete
+}
+
+void bind_bounds(nb::module_& m) {
+  m.def(
+      "lower_bound",
+      [](nb::handle planning_case) {
+        const schedule::Problem problem = to_problem(planning_case, nb::getattr(planning_case, "cost"));
+        schedule::Bound bound;
+        {
+          const nb::gil_scoped_release release;
+          bound = schedule::lower_bound(problem);
+        }
+        return nb::make_tuple(bound.value, name_of(bound.kind), bound.where);
+      },
+      nb::arg("planning_case"));
+}
+
 }  // namespace
 
 NB_MODULE(_C, m) {
   m.doc() = "Event simulation and list scheduling of pipeline programs.";
   bind_simulation(m);
+  bind_bounds(m);
 }

@@ -1,0 +1,54 @@
+# ruff: noqa: N999 - the underscore and capital say that this is the extension module, as in torch._C
+"""The C++ part: event simulation and list scheduling. Its callers are adaptra.simulate and the passes, nobody else."""
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+from adaptra.cost import Case, CostModel
+from adaptra.dependencies import Row
+from adaptra.program import Kind, Op, Program
+
+@final
+class Orders:
+    """Op sequences outside Python, without communication ops. ``len()`` is the number of ops."""
+
+    def __len__(self) -> int: ...
+
+@final
+class Simulated:
+    """What a simulation found. Tuples have one entry per rank, ``peak_in_flight`` one per stage."""
+
+    @property
+    def complete(self) -> bool:
+        """False when the ranks deadlock or an op is misplaced or occurs twice; nothing else has a meaning then."""
+
+    @property
+    def makespan(self) -> float: ...
+    @property
+    def busy(self) -> tuple[float, ...]: ...
+    @property
+    def first_start(self) -> tuple[float, ...]: ...
+    @property
+    def last_end(self) -> tuple[float, ...]: ...
+    @property
+    def peak_in_flight(self) -> tuple[int, ...]: ...
+    @property
+    def peak_memory(self) -> tuple[float, ...]: ...
+    def intervals(self, rank: int) -> bytes:
+        """One record ``=2d`` per compute op of the rank, in its order: start, end."""
+
+    def messages(self) -> bytes:
+        """One record ``=3i4x3d`` per message: source stage, destination stage, microbatch; posted, departed, arrived."""
+
+def to_orders(orders: tuple[tuple[Op, ...], ...]) -> Orders:
+    """Take the compute ops of a program out of Python."""
+
+def simulate(program: Program, cost: CostModel, orders: Orders, rule: Mapping[Kind, Sequence[Row]]) -> Simulated:
+    """Run ``orders`` (of ``program``, whose placement and microbatches count) under the rule; releases the interpreter lock.
+
+    Raises:
+        ValueError: The program and the cost model have different numbers of stages.
+    """
+
+def lower_bound(planning_case: Case) -> tuple[float, str, int]:
+    """The greatest lower bound: its value, its name, and the stage, edge or rank that binds."""
