@@ -50,7 +50,21 @@ class TransportError(AdaptraError, RuntimeError):
 
 
 class PeerLostError(TransportError):
-    """Another rank of the job died or stopped answering."""
+    """Another rank of the job failed, died or stopped answering.
+
+    Attributes:
+        rank: The rank that is lost, or None when it is not a rank: the control store's host.
+        edge: The directed edge of stages (source, destination) where it was noticed, if known.
+        op: The op of the message that was waited for, such as ``1SEND_F3``, if known.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int | None = None, edge: tuple[int, int] | None = None, op: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.edge = edge
+        self.op = op
 
 
 class ControlError(AdaptraError, RuntimeError):

@@ -1,0 +1,118 @@
+"""A table that grows while a model trains: one row per step, drawn in place on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Final, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+_COLUMNS: Final = {
+    "step": 8,
+    "loss": 10,
+    "tokens/s": 10,
+    "iteration ms": 12,
+    "bubble %": 8,
+    "plan": 6,
+    "slow edges": 10,
+    "note": 4,
+}
+_ABSENT: Final = "-"
+
+
+class LiveTable:
+    """Use as a context manager and call :meth:`update` once per step.
+
+    On a terminal the last ``rows`` steps stay in view and redraw in place. Where standard output is a file or a pipe, a
+    heading and then one aligned line per step are written, without colours.
+
+    Args:
+        console: Where to write; standard output when None.
+        rows: How many steps stay in view on a terminal.
+        title: A heading.
+    """
+
+    def __init__(self, console: Console | None = None, *, rows: int = 12, title: str | None = None) -> None:
+        self._console = console if console is not None else Console(soft_wrap=False)
+        self._title = title
+        self._rows: deque[tuple[str, ...]] = deque(maxlen=rows)
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = Live(self._table(), console=self._console, auto_refresh=False)
+            self._live.start()
+        else:
+            if self._title is not None:
+                self._line(self._title)
+            self._line(_aligned(tuple(_COLUMNS)))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def update(
+        self,
+        *,
+        step: int,
+        loss: float,
+        tokens_per_second: float | None = None,
+        iteration_seconds: float | None = None,
+        bubble: float | None = None,
+        plan_version: int | None = None,
+        slow_edges: Iterable[tuple[int, int]] = (),
+        note: str = "",
+    ) -> None:
+        """Add the row of one step; what is None shows as ``-``.
+
+        Args:
+            step: The step's number.
+            loss: Its loss.
+            tokens_per_second: Throughput.
+            iteration_seconds: How long the step took, in seconds; shown in ms.
+            bubble: The share of the ranks' time that was idle, 0 … 1; shown in %.
+            plan_version: The plan that the step ran under.
+            slow_edges: (sending stage, receiving stage) pairs now held to be slow.
+            note: Anything else, such as "plan switched".
+        """
+        row = (
+            str(step),
+            f"{loss:.4f}",
+            _ABSENT if tokens_per_second is None else f"{tokens_per_second:,.0f}",
+            _ABSENT if iteration_seconds is None else f"{1e3 * iteration_seconds:.1f}",
+            _ABSENT if bubble is None else f"{100 * bubble:.1f}",
+            _ABSENT if plan_version is None else f"v{plan_version}",
+            " ".join(f"{source}→{destination}" for source, destination in slow_edges) or _ABSENT,
+            note,
+        )
+        self._rows.append(row)
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+        else:
+            self._line(_aligned(row))
+
+    def _table(self) -> Table:
+        table = Table(title=self._title, title_justify="left")
+        for name, width in _COLUMNS.items():
+            left = name in ("slow edges", "note")
+            table.add_column(name, justify="left" if left else "right", min_width=width, no_wrap=not left)
+        for row in self._rows:
+            slow = row[6] != _ABSENT
+            table.add_row(*row, style="bold magenta" if slow else None)
+        return table
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _aligned(row: tuple[str, ...]) -> str:
+    *numbers, slow, note = row
+    widths = list(_COLUMNS.values())
+    right = [text.rjust(width) for text, width in zip(numbers, widths, strict=False)]
+    return "  ".join([*right, slow.ljust(widths[-2]), note]).rstrip()

@@ -1,0 +1,255 @@
+"""Timelines as a Chrome trace that Perfetto opens, and back.
+
+A process per timeline, a thread per rank, and below the ranks the threads of each directed edge between stages: one thread
+holds messages that don't overlap, so an edge has as many as it had messages in flight. An arrow runs from the op that
+produces a message over the message to the op that consumes it. Perfetto reads microseconds; the exact times, in the
+timeline's own unit, stand in each event's ``args``, so that :func:`load_all` gives back equal timelines. The format is
+described in ``docs/formats.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+from adaptra.dependencies import RULE
+from adaptra.errors import ReportError, ScheduleError
+from adaptra.program import Kind, Program, parse_op
+from adaptra.report.files import check_suffix, write_whole
+from adaptra.report.text import origin
+from adaptra.timeline import MessageInterval, OpInterval, Source, Timeline
+
+FORMAT: Final = "adaptra-trace"
+FORMAT_VERSION: Final = 1
+
+SECONDS_PER_CASE_UNIT: Final = 1e-3
+"""How long Perfetto shows one unit of a timeline that does not know its unit: a millisecond."""
+
+_FIRST_EDGE_THREAD: Final = 1001
+_ARGUMENTS: Final = {"op": ("start", "end"), "message": ("posted", "departed", "arrived")}
+
+
+def trace(timelines: Sequence[tuple[str, Timeline]]) -> dict[str, Any]:
+    """The trace as a JSON object, from (title, timeline) pairs; the time axis of each starts where its makespan does."""
+    ids = count(1)
+    events: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
+    for process, (title, timeline) in enumerate(timelines, 1):
+        events += _events(process, title, timeline, ids)
+        runs.append(
+            {
+                "title": title,
+                "source": timeline.source.value,
+                "seconds_per_unit": timeline.seconds_per_unit,
+                "program": str(timeline.program),
+            }
+        )
+    other = {"format": FORMAT, "version": FORMAT_VERSION, "runs": runs}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+
+
+def write(timelines: Sequence[tuple[str, Timeline]], path: str | Path) -> None:
+    """Write the trace to a ``.json`` file, which appears whole or not at all.
+
+    Raises:
+        ReportError: Another suffix, a folder that is not there, or the system refused.
+    """
+    check_suffix(path, (".json",))
+    write_whole(path, json.dumps(trace(timelines), allow_nan=False) + "\n")
+
+
+def load(path: str | Path, run: int = 0) -> Timeline:
+    """One timeline of a trace file, the first unless ``run`` says another.
+
+    Raises:
+        ReportError: As :func:`load_all`, or the file holds no such run.
+    """
+    runs = load_all(path)
+    if not 0 <= run < len(runs):
+        raise ReportError(f"{path}: run {run}: expected one of the {len(runs)} runs that the trace holds, counted from 0")
+    return runs[run][1]
+
+
+def load_all(path: str | Path) -> tuple[tuple[str, Timeline], ...]:
+    """All (title, timeline) pairs of a trace file, equal to those that were written.
+
+    Raises:
+        ReportError: The file can't be read, is not a trace of this format and version, or holds an impossible event; names
+            the file and what was expected.
+    """
+    try:
+        data = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ReportError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ReportError(f"{path}: not JSON: {error}") from error
+    try:
+        return _read(data)
+    except (ReportError, ScheduleError) as error:
+        raise ReportError(f"{path}: {error}") from None
+
+
+def _events(process: int, title: str, timeline: Timeline, ids: Iterator[int]) -> Iterator[dict[str, Any]]:
+    zero = origin(timeline)
+    scale = 1e6 * (timeline.seconds_per_unit or SECONDS_PER_CASE_UNIT)
+    placement = timeline.program.placement
+    yield _named(process, 0, "process", title)
+    for rank in range(len(timeline.ops)):
+        stages = ", ".join(str(stage) for stage, holder in enumerate(placement) if holder == rank)
+        yield _named(process, rank + 1, "thread", f"rank {rank} (stage {stages})")
+    middle: dict[tuple[int, Kind, int], tuple[int, float]] = {}
+    for interval in timeline:
+        op, thread = interval.op, interval.rank + 1
+        start, length = (interval.start - zero) * scale, (interval.end - interval.start) * scale
+        times = {"start": interval.start, "end": interval.end}
+        yield _slice(process, thread, str(op), op.kind.value, start, length, {"op": str(op)} | times)
+        middle[op.stage, op.kind, op.microbatch] = thread, start + length / 2
+    threads = tuple(_message_threads(timeline.messages))
+    for thread, label in sorted(set(threads)):
+        yield _named(process, thread, "thread", label)
+    # In the timeline's own order, which the reader keeps for messages posted at one time.
+    for (thread, _), message in zip(threads, timeline.messages, strict=True):
+        name = f"{message.source}{message.kind.value}{message.microbatch}"
+        start, length = (message.posted - zero) * scale, (message.arrived - message.posted) * scale
+        times = {"posted": message.posted, "departed": message.departed, "arrived": message.arrived}
+        arguments = {"message": name, "destination": message.destination} | times
+        yield _slice(process, thread, name, message.kind.value, start, length, arguments)
+        yield from _flow(process, message, middle, (thread, start + length / 2), ids)
+
+
+def _flow(
+    process: int,
+    message: MessageInterval,
+    middle: Mapping[tuple[int, Kind, int], tuple[int, float]],
+    way: tuple[int, float],
+    ids: Iterator[int],
+) -> Iterator[dict[str, Any]]:
+    """The arrow from producer over message to consumer. Its points lie in the middle of slices, where none is ambiguous."""
+    ((_, producers),) = RULE[message.kind]
+    consumers = (Kind.F,) if message.kind is Kind.SEND_F else producers
+    ends = [
+        next((middle[key] for kind in kinds if (key := (stage, kind, message.microbatch)) in middle), None)
+        for stage, kinds in ((message.source, producers), (message.destination, consumers))
+    ]
+    number = next(ids)
+    for phase, point in zip("stf", (ends[0], way, ends[1]), strict=True):
+        if point is not None:
+            flow = {
+                "ph": phase,
+                "id": number,
+                "pid": process,
+                "tid": point[0],
+                "ts": point[1],
+                "name": "message",
+                "cat": "flow",
+            }
+            yield flow | ({"bp": "e"} if phase == "f" else {})
+
+
+def _message_threads(messages: Sequence[MessageInterval]) -> Iterator[tuple[int, str]]:
+    """Per message a thread on which it overlaps no other, and the thread's name; threads are numbered by edge."""
+    by_edge: defaultdict[tuple[int, int], list[MessageInterval]] = defaultdict(list)
+    for message in messages:
+        by_edge[message.source, message.destination].append(message)
+    found: dict[MessageInterval, tuple[int, str]] = {}
+    threads = count(_FIRST_EDGE_THREAD)
+    for (source, destination), on_edge in sorted(by_edge.items()):
+        lanes: list[tuple[int, str]] = []
+        free: list[float] = []
+        for message in sorted(on_edge, key=lambda message: message.posted):
+            lane = next((lane for lane, until in enumerate(free) if until <= message.posted), len(lanes))
+            if lane == len(lanes):
+                lanes.append((next(threads), f"stage {source} → {destination}" + (f" #{lane + 1}" if lane else "")))
+                free.append(message.arrived)
+            free[lane] = message.arrived
+            found[message] = lanes[lane]
+    return (found[message] for message in messages)
+
+
+def _named(process: int, thread: int, what: str, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{what}_name", "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _slice(
+    process: int, thread: int, name: str, category: str, start: float, length: float, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": process,
+        "tid": thread,
+        "ts": start,
+        "dur": length,
+        "args": arguments,
+    }
+
+
+def _read(data: Any) -> tuple[tuple[str, Timeline], ...]:
+    other = data.get("otherData") if isinstance(data, Mapping) else None
+    if not isinstance(other, Mapping) or other.get("format") != FORMAT:
+        raise ReportError(f"not an adaptra trace: expected otherData.format to be {FORMAT!r}")
+    if other.get("version") != FORMAT_VERSION:
+        raise ReportError(f"trace version {other.get('version')!r}: this adaptra reads version {FORMAT_VERSION}")
+    runs, events = other.get("runs"), data.get("traceEvents")
+    if not isinstance(runs, list) or not isinstance(events, list):
+        raise ReportError("expected a list traceEvents and a list otherData.runs")
+    by_process: defaultdict[Any, list[Mapping[str, Any]]] = defaultdict(list)
+    for number, event in enumerate(events):
+        if not isinstance(event, Mapping):
+            raise ReportError(f"traceEvents[{number}]: expected an object, got {event!r}")
+        if event.get("ph") == "X":
+            by_process[event.get("pid")].append(event)
+    return tuple(_read_run(run, by_process[number]) for number, run in enumerate(runs, 1))
+
+
+def _read_run(run: Any, events: Iterable[Mapping[str, Any]]) -> tuple[str, Timeline]:
+    match run:
+        case {"title": str(title), "source": "simulated" | "measured" as source, "program": str(text)}:
+            program = Program.parse(text)
+        case _:
+            raise ReportError(f"run {run!r}: expected title, source (simulated or measured), program and seconds_per_unit")
+    unit = run.get("seconds_per_unit")
+    if unit is not None and not (_is_time(unit) and unit > 0):
+        raise ReportError(f"seconds_per_unit {unit!r}: expected a number above 0 or null")
+    orders: list[list[OpInterval]] = [[] for _ in range(program.ranks)]
+    messages: list[MessageInterval] = []
+    for event in events:
+        match event.get("args"):
+            case {"op": str(token)} as arguments:
+                op = parse_op(token)
+                if not op.kind.is_compute or op.stage >= program.stages:
+                    raise ReportError(f"event {token}: expected a compute op of the stages 0..{program.stages - 1}")
+                rank = program.placement[op.stage]
+                orders[rank].append(OpInterval(rank, op, *_times(token, arguments, "op")))
+            case {"message": str(token), "destination": int(destination)} as arguments:
+                op = parse_op(token)
+                ends = op.stage, destination
+                if op.kind not in (Kind.SEND_F, Kind.SEND_B) or not all(0 <= end < program.stages for end in ends):
+                    raise ReportError(f"event {token} to {destination}: expected a SEND between stages 0..{program.stages - 1}")
+                times = _times(token, arguments, "message")
+                messages.append(MessageInterval(op.kind, op.stage, destination, op.microbatch, *times))
+            case arguments:
+                raise ReportError(f"event with args {arguments!r}: expected those of an op or of a message")
+    for order in orders:
+        order.sort(key=lambda interval: interval.start)
+    messages.sort(key=lambda message: message.posted)
+    return title, Timeline(program, Source(source), tuple(map(tuple, orders)), tuple(messages), unit)
+
+
+def _times(token: str, arguments: Mapping[str, Any], what: str) -> tuple[float, ...]:
+    names = _ARGUMENTS[what]
+    given: list[Any] = [arguments.get(name) for name in names]
+    times = tuple(float(value) for value in given if _is_time(value))
+    if len(times) < len(names) or list(times) != sorted(times):
+        raise ReportError(f"event {token}: expected finite {' <= '.join(names)}, got {', '.join(map(str, given))}")
+    return times
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

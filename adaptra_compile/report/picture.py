@@ -1,0 +1,316 @@
+"""Timelines as an SVG or PNG picture: ranks × time, several runs one above the other on the same time axis.
+
+Every op is a box in the colour of its kind with its microbatch in it, where it fits. A rank's lane is white where the rank
+waits. Messages are lines from the sender's lane to the receiver's; those of slow edges are arrows in a marked, wider gap.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+from adaptra.errors import MissingExtraError, ReportError
+from adaptra.program import Kind
+from adaptra.report.files import check_suffix, write_whole
+from adaptra.report.text import bubble_ratio, duration, origin, percent
+from adaptra.timeline import MessageInterval, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUFFIXES: Final = (".svg", ".png")
+
+COLOURS: Final = {Kind.F: "#2F78B7", Kind.I: "#F2A93B", Kind.W: "#8FD3BF", Kind.B: "#C8502B"}
+"""One colour per compute kind; told apart without red-green vision and, F and B against I and W, in grey too."""
+
+MESSAGE: Final = "#A53C8F"
+_INK: Final = {Kind.F: "white", Kind.I: "black", Kind.W: "black", Kind.B: "white"}
+_MEANING: Final = {Kind.F: "F forward", Kind.I: "I input gradient", Kind.W: "W weight gradient", Kind.B: "B both gradients"}
+_TEXT: Final = "#222222"
+_GROUND: Final = "#EEEFF2"
+_SLOW_GROUND: Final = "#F6E4F1"
+
+# Inches, as everything below that is not a time.
+_LANE, _GAP, _SLOW_GAP = 0.30, 0.13, 0.46
+_LEFT, _RIGHT, _TOP, _PANEL_TITLE, _AXIS = 0.95, 0.25, 0.28, 0.36, 0.55
+_LEAST_WIDTH, _MOST_WIDTH, _WIDTH_PER_OP = 9.0, 30.0, 0.19
+_POINTS = 72.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Panel:
+    """One timeline with the scale of its times and the vertical places of its ranks, in inches from its top."""
+
+    title: str
+    timeline: Timeline
+    scale: float
+    lanes: tuple[float, ...]
+    gaps: tuple[tuple[float, float, str], ...]
+    height: float
+
+    def time(self, value: float) -> float:
+        return (value - origin(self.timeline)) * self.scale
+
+    @property
+    def end(self) -> float:
+        return self.timeline.makespan * self.scale
+
+
+def draw(
+    timelines: Sequence[tuple[str, Timeline]],
+    path: str | Path,
+    *,
+    slow_edges: Iterable[tuple[int, int]] = (),
+    title: str | None = None,
+) -> None:
+    """Write a picture of one or more timelines, the first at the top.
+
+    All share one time axis that starts where the makespan starts to count. From the second on, a dotted line marks where the
+    first ended. Each is headed by its title, makespan and bubble.
+
+    Args:
+        timelines: (title, timeline) pairs. Either all know what their unit is in seconds or none does.
+        path: A file name ending in ``.svg`` or ``.png``; the file appears whole or not at all.
+        slow_edges: (sending stage, receiving stage) pairs to mark.
+        title: A heading of the whole picture.
+
+    Raises:
+        ReportError: No timelines, mixed units, another suffix, an edge that no timeline has, or a folder that is not there.
+        MissingExtraError: matplotlib is not installed.
+    """
+    suffix = check_suffix(path, SUFFIXES)
+    slow = frozenset(slow_edges)
+    panels = _panels(timelines, slow)
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError("pictures need matplotlib: pip install 'adaptra[viz]'") from error
+    # Text stays text in SVG, so that a picture of thousands of boxes remains small and searchable; the fixed salt makes
+    # the same timelines give the same file.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "adaptra", "font.family": "DejaVu Sans"}):
+        figure = Figure()
+        _compose(figure, panels, slow, title)
+        buffer = io.BytesIO()
+        metadata = {"Date": None} if suffix == ".svg" else None
+        figure.savefig(buffer, format=suffix[1:], dpi=150, facecolor="white", metadata=metadata)
+    write_whole(path, buffer.getvalue())
+
+
+def _panels(timelines: Sequence[tuple[str, Timeline]], slow: frozenset[tuple[int, int]]) -> list[_Panel]:
+    if not timelines:
+        raise ReportError("no timeline to draw: expected at least one")
+    units = [timeline.seconds_per_unit for _, timeline in timelines]
+    if None in units and any(unit is not None for unit in units):
+        raise ReportError("timelines in seconds beside timelines in a case's own unit: expected all to be of one sort")
+    most = max(timeline.program.stages for _, timeline in timelines)
+    for source, destination in sorted(slow):
+        if abs(source - destination) != 1 or not (0 <= source < most and 0 <= destination < most):
+            raise ReportError(f"slow edge {source}→{destination}: expected two neighbouring stages of 0..{most - 1}")
+    # Milliseconds where the unit is known, else the case's own unit.
+    return [_panel(name, timeline, 1e3 * (timeline.seconds_per_unit or 1e-3), slow) for name, timeline in timelines]
+
+
+def _panel(name: str, timeline: Timeline, scale: float, slow: frozenset[tuple[int, int]]) -> _Panel:
+    placement = timeline.program.placement
+    marked: dict[int, list[str]] = {}
+    for source, destination in sorted(slow):
+        if max(source, destination) >= len(placement) or abs(placement[source] - placement[destination]) != 1:
+            continue
+        names = marked.setdefault(min(placement[source], placement[destination]), [])
+        if f"{destination}→{source}" in names:
+            names[names.index(f"{destination}→{source}")] = f"{destination}⇄{source}"
+        else:
+            names.append(f"{source}→{destination}")
+    lanes: list[float] = []
+    gaps: list[tuple[float, float, str]] = []
+    place = _GAP
+    for rank in range(len(timeline.ops)):
+        lanes.append(place)
+        place += _LANE
+        if rank in marked:
+            gaps.append((place, place + _SLOW_GAP, "slow " + "\n".join(marked[rank])))
+        place += _SLOW_GAP if rank in marked else _GAP
+    return _Panel(name, timeline, scale, tuple(lanes), tuple(gaps), place)
+
+
+def _compose(figure: Figure, panels: Sequence[_Panel], slow: frozenset[tuple[int, int]], title: str | None) -> None:
+    whole = max(panel.end for panel in panels) or 1.0
+    lengths = sorted((i.end - i.start) * p.scale for p in panels for i in p.timeline if i.end > i.start)
+    narrow = lengths[len(lengths) // 5] if lengths else whole
+    plot = min(_MOST_WIDTH, max(_LEAST_WIDTH, _WIDTH_PER_OP * whole / narrow)) - _LEFT - _RIGHT
+    head = _TOP + (0.3 if title else 0.0)
+    width, height = plot + _LEFT + _RIGHT, head + sum(_PANEL_TITLE + panel.height for panel in panels) + _AXIS
+    figure.set_size_inches(width, height)
+    if title:
+        figure.text(_LEFT / width, 1 - 0.12 / height, title, va="top", fontsize=13, weight="bold", color=_TEXT)
+    _legend(figure, panels, slow, 1 - (head - _TOP + 0.08) / height, _LEFT / width)
+    points_per_time = plot * _POINTS / (whole * 1.005)
+    size = _number_size(narrow * points_per_time, panels)
+    top = head
+    for index, panel in enumerate(panels):
+        top += _PANEL_TITLE
+        bottom = 1 - (top + panel.height) / height
+        axes = figure.add_axes((_LEFT / width, bottom, plot / width, panel.height / height))
+        axes.set_xlim(0, whole * 1.005)
+        axes.set_ylim(panel.height, 0)
+        last = index == len(panels) - 1
+        _frame(axes, panel, last, bool(panel.timeline.seconds_per_unit))
+        _lanes(axes, panel)
+        _messages(axes, panel, slow)
+        _ops(axes, panel, points_per_time, size)
+        _heading(axes, panel, panels[0] if index else None)
+        top += panel.height
+
+
+def _number_size(points: float, panels: Sequence[_Panel]) -> float:
+    """One font size for all microbatch numbers: as large as a narrow box allows, within what can be read."""
+    digits = max(len(str(panel.timeline.program.microbatches - 1)) for panel in panels)
+    return min(8.0, max(4.5, 0.95 * points / (0.64 * digits)))
+
+
+def _frame(axes: Axes, panel: _Panel, last: bool, known_unit: bool) -> None:
+    axes.set_facecolor(_GROUND)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    stages_of = [[s for s, r in enumerate(panel.timeline.program.placement) if r == rank] for rank in range(len(panel.lanes))]
+    labels = [
+        f"rank {rank}" if stages == [rank] else f"rank {rank} ({'+'.join(map(str, stages))})"
+        for rank, stages in enumerate(stages_of)
+    ]
+    axes.set_yticks([lane + _LANE / 2 for lane in panel.lanes], labels, fontsize=9, color=_TEXT)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelbottom=last, length=3 if last else 0, colors=_TEXT, labelsize=9)
+    if last:
+        axes.set_xlabel("time (ms)" if known_unit else "time (the case's unit)", fontsize=9, color=_TEXT)
+    for upper, lower, names in panel.gaps:
+        axes.axhspan(upper, lower, color=_SLOW_GROUND, linewidth=0, zorder=0.5)
+        axes.annotate(
+            names,
+            (0, (upper + lower) / 2),
+            xytext=(-6, 0),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            fontsize=8,
+            weight="bold",
+            color=MESSAGE,
+            annotation_clip=False,
+        )
+
+
+def _lanes(axes: Axes, panel: _Panel) -> None:
+    for lane in panel.lanes:
+        axes.broken_barh([(0, panel.end)], (lane, _LANE), facecolors="white", edgecolors="#C9CBD1", linewidth=0.5, zorder=1)
+
+
+def _ops(axes: Axes, panel: _Panel, points_per_time: float, size: float) -> None:
+    order_of_stage = _order_on_rank(panel.timeline.program.placement)
+    for kind, colour in COLOURS.items():
+        for lane, order in zip(panel.lanes, panel.timeline.ops, strict=True):
+            intervals = [interval for interval in order if interval.op.kind is kind]
+            if not intervals:
+                continue
+            boxes = [(panel.time(i.start), (i.end - i.start) * panel.scale) for i in intervals]
+            edge = min(0.6, 0.08 * median(length for _, length in boxes) * points_per_time)
+            axes.broken_barh(
+                boxes,
+                (lane, _LANE),
+                facecolors=[_lighter(colour, order_of_stage[i.op.stage]) for i in intervals],
+                edgecolors="white",
+                linewidth=edge,
+                zorder=3,
+            )
+            for interval, (left, length) in zip(intervals, boxes, strict=True):
+                text = str(interval.op.microbatch)
+                if length * points_per_time >= 0.64 * len(text) * size:
+                    ink = "black" if order_of_stage[interval.op.stage] else _INK[kind]
+                    axes.text(
+                        left + length / 2, lane + _LANE / 2, text, ha="center", va="center_baseline",
+                        fontsize=size, color=ink, zorder=4,
+                    )  # fmt: skip
+
+
+def _messages(axes: Axes, panel: _Panel, slow: frozenset[tuple[int, int]]) -> None:
+    from matplotlib.collections import LineCollection
+
+    usual = [_line(panel, m) for m in panel.timeline.messages if (m.source, m.destination) not in slow]
+    marked = [_line(panel, m) for m in panel.timeline.messages if (m.source, m.destination) in slow]
+    axes.add_collection(LineCollection(usual, colors=MESSAGE, linewidths=0.7, alpha=0.55, zorder=2), autolim=False)
+    for start, end in marked:
+        axes.annotate(
+            "", end, start, zorder=5,
+            arrowprops={"arrowstyle": "-|>,head_width=0.16,head_length=0.34", "color": MESSAGE, "linewidth": 1.0,
+                        "shrinkA": 0, "shrinkB": 0},
+        )  # fmt: skip
+
+
+def _line(panel: _Panel, message: MessageInterval) -> tuple[tuple[float, float], tuple[float, float]]:
+    """From the edge of the sender's lane that faces the receiver to the facing edge of the receiver's."""
+    placement = panel.timeline.program.placement
+    source, destination = panel.lanes[placement[message.source]], panel.lanes[placement[message.destination]]
+    down = source < destination
+    return (
+        (panel.time(message.departed), source + (_LANE if down else 0.0)),
+        (panel.time(message.arrived), destination + (0.0 if down else _LANE)),
+    )
+
+
+def _heading(axes: Axes, panel: _Panel, first: _Panel | None) -> None:
+    timeline = panel.timeline
+    axes.annotate(
+        panel.title, (0, 1), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
+        fontsize=11, weight="bold", color=_TEXT,
+    )  # fmt: skip
+    change = ""
+    if first is not None and first.end and panel.end != first.end:
+        change = f" ({_signed(100 * (panel.end / first.end - 1))} %)"
+        axes.axvline(first.end, color="#555555", linewidth=1.0, linestyle=(0, (1.5, 2)), zorder=2)
+    axes.annotate(
+        f"{timeline.source.value} · makespan {duration(timeline, timeline.makespan)}{change}"
+        f" · bubble {percent(bubble_ratio(timeline))}",
+        (1, 1), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
+        ha="right", fontsize=9.5, color=_TEXT,
+    )  # fmt: skip
+
+
+def _legend(figure: Figure, panels: Sequence[_Panel], slow: frozenset[tuple[int, int]], top: float, left: float) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    seen = {interval.op.kind for panel in panels for interval in panel.timeline}
+    handles: list[Patch | Line2D] = [
+        Patch(facecolor=colour, label=_MEANING[kind]) for kind, colour in COLOURS.items() if kind in seen
+    ]
+    handles.append(Patch(facecolor="white", edgecolor="#9A9DA5", linewidth=0.7, label="waiting"))
+    if any(panel.timeline.messages for panel in panels):
+        handles.append(Line2D([], [], color=MESSAGE, linewidth=0.9, alpha=0.6, label="message"))
+    if slow:
+        handles.append(Line2D([], [], color=MESSAGE, linewidth=1.4, marker=">", markersize=5, label="message on a slow edge"))
+    if any(len(set(panel.timeline.program.placement)) < panel.timeline.program.stages for panel in panels):
+        handles.append(Patch(facecolor=_lighter(COLOURS[Kind.F], 1), label="lighter: the rank's later stages"))
+    figure.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(left, top), borderaxespad=0, borderpad=0, ncols=len(handles),
+        frameon=False, fontsize=9, handlelength=1.5, handletextpad=0.5, columnspacing=1.4, labelcolor=_TEXT,
+    )  # fmt: skip
+
+
+def _order_on_rank(placement: Sequence[int]) -> tuple[int, ...]:
+    """Per stage, how many earlier stages its rank holds."""
+    return tuple(placement[:stage].count(rank) for stage, rank in enumerate(placement))
+
+
+def _lighter(colour: str, steps: int) -> str:
+    """The colour mixed with white, more so for each of a rank's later stages."""
+    share = 1 - 0.55 ** min(steps, 3)
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * share):02X}" for part in parts)
+
+
+def _signed(number: float) -> str:
+    return f"{number:+.1f}".replace("-", "−")

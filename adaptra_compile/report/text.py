@@ -1,0 +1,86 @@
+"""A timeline as plain text, for terminals and log files."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from adaptra.errors import ReportError
+from adaptra.timeline import OpInterval, Timeline
+
+WAITING: Final = "."
+RUNNING: Final = "-"
+LEAST_WIDTH: Final = 40
+
+
+def render(timeline: Timeline, width: int = 120) -> str:
+    """Ranks × time: one line per rank, each op as its letter and microbatch, dots where the rank waits.
+
+    ::
+
+        1f1b, simulated: makespan 14, bubble 42.9 %
+        rank 0 F0F1.......B0..B1..
+        rank 1 ..F0F1..B0..B1.....
+
+    An op whose columns don't hold its number shows its letter alone, one narrower than half a column may not show at all.
+    On ranks that hold several stages the label is the whole op, such as ``2F0``.
+
+    Args:
+        timeline: What to show.
+        width: The length of the longest line in characters, at least 40.
+
+    Returns:
+        The text, ending in a newline; it needs neither colours nor characters beyond ASCII.
+
+    Raises:
+        ReportError: ``width`` is below 40.
+    """
+    if width < LEAST_WIDTH:
+        raise ReportError(f"width {width}: expected at least {LEAST_WIDTH} characters")
+    labels = [f"rank {rank} " for rank in range(len(timeline.ops))]
+    margin = max(map(len, labels), default=0)
+    lines = [summary(timeline)]
+    for label, order in zip(labels, timeline.ops, strict=True):
+        lines.append(label.ljust(margin) + _lane(timeline, order, width - margin))
+    return "\n".join(lines) + "\n"
+
+
+def summary(timeline: Timeline) -> str:
+    """One line: the program's name, where the times come from, makespan and bubble."""
+    name, source = timeline.program.name, timeline.source.value
+    return f"{name}, {source}: makespan {duration(timeline, timeline.makespan)}, bubble {percent(bubble_ratio(timeline))}"
+
+
+def bubble_ratio(timeline: Timeline) -> float:
+    """The share of all ranks' time within the makespan in which they idled, 0 … 1."""
+    whole = timeline.makespan * len(timeline.ops)
+    return sum(timeline.bubble) / whole if whole else 0.0
+
+
+def percent(ratio: float) -> str:
+    """A share as ``12.3 %``."""
+    return f"{100 * ratio:.1f} %"
+
+
+def duration(timeline: Timeline, time: float) -> str:
+    """A time of this timeline for people: in ms when its unit is known, else in the case's own unit and without a name."""
+    if timeline.seconds_per_unit is None:
+        return f"{time:.6g}"
+    return f"{1e3 * time * timeline.seconds_per_unit:.4g} ms"
+
+
+def origin(timeline: Timeline) -> float:
+    """The time from which the makespan counts."""
+    return timeline.end - timeline.makespan
+
+
+def _lane(timeline: Timeline, order: tuple[OpInterval, ...], columns: int) -> str:
+    several = len({interval.op.stage for interval in order}) > 1
+    zero, scale = origin(timeline), columns / timeline.makespan if timeline.makespan else 0.0
+    cells = [WAITING] * columns
+    for interval in order:
+        first, last = (min(columns, round((time - zero) * scale)) for time in (interval.start, interval.end))
+        label = str(interval.op) if several else f"{interval.op.kind.value}{interval.op.microbatch}"
+        if len(label) > last - first:
+            label = interval.op.kind.value
+        cells[first:last] = label[: last - first].ljust(last - first, RUNNING)
+    return "".join(cells)
