@@ -66,7 +66,7 @@ class Fields:
         """A whole number."""
         value = self._take(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-            raise self._refuse(name, f"a whole number of at least {at_least}", value)
+            raise self.refuse(name, f"a whole number of at least {at_least}", value)
         return value
 
     def number(self, name: str) -> float:
@@ -82,21 +82,21 @@ class Fields:
         """A finite number of either sign: a reading of a clock."""
         value = self._take(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self._refuse(name, "a finite number", value)
+            raise self.refuse(name, "a finite number", value)
         return float(value)
 
     def text(self, name: str, at_most: int = MAX_BYTES) -> str:
         """A string of bounded length."""
         value = self._take(name)
         if not isinstance(value, str) or len(value) > at_most:
-            raise self._refuse(name, f"a string of at most {at_most} characters", value)
+            raise self.refuse(name, f"a string of at most {at_most} characters", value)
         return value
 
     def items(self, name: str) -> list[object]:
         """A list; its items are for the caller to check."""
         value = self._take(name)
         if not isinstance(value, list):
-            raise self._refuse(name, "a list", value)
+            raise self.refuse(name, "a list", value)
         return cast("list[object]", value)
 
     def objects(self, name: str) -> list[Fields]:
@@ -119,9 +119,10 @@ class Fields:
 
     def _number(self, name: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
-            raise self._refuse(name, "a finite number that is not negative", value)
+            raise self.refuse(name, "a finite number that is not negative", value)
         return float(value)
 
-    def _refuse(self, name: str, expected: str, value: object) -> ControlError:
+    def refuse(self, name: str, expected: str, value: object) -> ControlError:
+        """The error for a field that is not as expected."""
         shown = repr(value)
         return ControlError(f"{self._where}: field {name!r}: expected {expected}, got {shown[:80]}")

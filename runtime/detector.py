@@ -1,0 +1,322 @@
+"""The detector: measurements of steps in, a new cost model and its reasons out.
+
+Every stage and every directed edge has a level: the value in the current cost model. The first steps are warm-up, the next
+ones calibrate the levels; after that a level moves only if the last ``persist`` steps all lie on the same side of it, further
+away than ``change`` of the op times and than ``noise`` times the scatter of the recent steps, and agree with each other about
+where. So an outlier, a step during which something changed and mere noise move nothing, and slow and healed are found in the
+same way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+from typing import Final
+
+from adaptra.cost import CostModel
+from adaptra.errors import ControlError
+from adaptra.runtime.measurement import EdgeMeasurement, StageMeasurement, StepMeasurement
+
+AGREEMENT: Final = 0.2
+"""Two steps agree about a change if they differ by at most this part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DetectorOptions:
+    """What counts as a change.
+
+    Attributes:
+        warm_up: How many first steps are not looked at.
+        calibration: Over how many steps after them the first levels are the medians.
+        persist: How many steps in a row must agree on a change.
+        change: The smallest change, as a part of a stage's F + I + W, and for an edge of the mean forward.
+        edge_change: The smallest change of an edge as a part of its own flight; links are less steady than devices.
+        noise: The smallest change in units of the recent steps' scatter (median absolute deviation).
+        window: Over how many recent steps that scatter is taken.
+    """
+
+    warm_up: int = 1
+    calibration: int = 3
+    persist: int = 2
+    change: float = 0.1
+    edge_change: float = 0.2
+    noise: float = 6.0
+    window: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StageChange:
+    """A stage whose ops take longer or shorter: seconds of F + I + W before, now, and when it was calibrated."""
+
+    stage: int
+    was: float
+    now: float
+    calibrated: float
+    is_healed: bool
+
+    def __str__(self) -> str:
+        factor = f"{self.now / max(self.calibrated, 1e-9):.2f}x"
+        return f"stage {self.stage} {_word(self.was, self.now, self.is_healed)}: {factor} the calibrated time"
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeChange:
+    """A directed edge between stages whose messages take longer or shorter; seconds.
+
+    ``was``, ``now`` and ``calibrated`` are flights of a message that does not queue; ``occupancy`` is the part of ``now`` for
+    which it keeps the next one from departing.
+    """
+
+    source: int
+    destination: int
+    was: float
+    now: float
+    calibrated: float
+    occupancy: float
+    is_healed: bool
+
+    def __str__(self) -> str:
+        edge = f"edge {self.source}→{self.destination} {_word(self.was, self.now, self.is_healed)}"
+        queueing = f", {_milliseconds(self.occupancy)} of it occupancy" if self.occupancy > 0 else ""
+        return f"{edge}: {_milliseconds(self.now)} (was {_milliseconds(self.was)}){queueing}"
+
+
+def _word(was: float, now: float, is_healed: bool) -> str:
+    return "healed" if is_healed else "slow" if now > was else "faster"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """A new cost model and why: ``changes`` are empty for the first one, which calibrates."""
+
+    step: int
+    changes: tuple[StageChange | EdgeChange, ...]
+    cost: CostModel
+
+    @property
+    def reason(self) -> str:
+        """One line for people."""
+        return "; ".join(map(str, self.changes)) or "calibrated by measurement"
+
+
+@dataclass(slots=True)
+class _Level:
+    """One followed value: where it stands, where it was calibrated, the recent steps there, and the latest ones elsewhere."""
+
+    level: float
+    calibrated: float
+    scatter: float
+    recent: deque[float]
+    suspects: list[float] = field(default_factory=list[float])
+
+    @staticmethod
+    def calibrate(values: Sequence[float], window: int) -> _Level:
+        level = median(values)
+        return _Level(level, level, _scatter(values), deque(values, maxlen=window))
+
+    def limit(self, smallest: float, noise: float) -> float:
+        """How far apart two values are that differ by more than noise."""
+        return max(smallest, noise * max(self.scatter, _scatter(self.recent)))
+
+    def moves(self, value: float, persist: int, smallest: float, noise: float) -> bool:
+        """Take a step's value; whether the last ones agree that the level has moved."""
+        limit = self.limit(smallest, noise)
+        same_side = not self.suspects or (value > self.level) == (self.suspects[-1] > self.level)
+        if abs(value - self.level) <= limit or not same_side:
+            # What came to nothing was noise, and widens the scatter from here on.
+            self.recent.extend([*self.suspects, value])
+            self.suspects.clear()
+            return False
+        self.suspects.append(value)
+        last = self.suspects[-persist:]
+        agree = max(last) - min(last) <= max(limit, AGREEMENT * abs(value - self.level))
+        return len(last) == persist and (agree or len(self.suspects) == self.recent.maxlen)
+
+    def settle(self, persist: int) -> float:
+        """Move the level to where the latest steps are, if they are elsewhere."""
+        if self.suspects:
+            latest = self.suspects[-persist:]
+            self.level = median(latest)
+            self.recent.clear()
+            self.recent.extend(latest)
+            self.suspects.clear()
+        return self.level
+
+
+def _scatter(values: Sequence[float] | deque[float]) -> float:
+    middle = median(values)
+    return median(abs(value - middle) for value in values)
+
+
+@dataclass(slots=True)
+class _Calibration:
+    """The measurements of the calibrating steps."""
+
+    stages: dict[int, list[StageMeasurement]] = field(default_factory=dict[int, list[StageMeasurement]])
+    edges: dict[tuple[int, int], list[EdgeMeasurement]] = field(default_factory=dict[tuple[int, int], list[EdgeMeasurement]])
+
+
+class Detector:
+    """Follows a pipeline's measurements.
+
+    Args:
+        cost: The estimated cost model. What is measured replaces it; memory and what is never measured stays.
+        options: What counts as a change.
+    """
+
+    def __init__(self, cost: CostModel, options: DetectorOptions | None = None) -> None:
+        self._options = options or DetectorOptions()
+        self._cost = cost
+        self._seen = 0
+        self._calibration = _Calibration()
+        self._stages: dict[int, _Level] = {}
+        self._flights: dict[tuple[int, int], _Level] = {}
+        self._occupancies: dict[tuple[int, int], _Level] = {}
+
+    @property
+    def cost(self) -> CostModel:
+        """The current cost model, in seconds."""
+        return self._cost
+
+    @property
+    def slow_edges(self) -> tuple[tuple[int, int], ...]:
+        """The directed edges, as stages, that are slower than they were calibrated."""
+        return tuple(
+            edge
+            for edge, flight in self._flights.items()
+            if flight.level - flight.calibrated > flight.limit(self._edge_limit(flight.calibrated), self._options.noise)
+        )
+
+    def observe(self, measurements: Sequence[StepMeasurement]) -> Detection | None:
+        """Take the measurements of all ranks of one step; a detection if they change the cost model.
+
+        Raises:
+            ControlError: A measurement names a stage or edge that the pipeline does not have.
+        """
+        step = max(measurement.step for measurement in measurements)
+        stages = [stage for measurement in measurements for stage in measurement.stages]
+        edges = [edge for measurement in measurements for edge in measurement.edges]
+        self._check(stages, edges)
+        self._seen += 1
+        if self._seen <= self._options.warm_up:
+            return None
+        if self._seen <= self._options.warm_up + self._options.calibration:
+            for stage in stages:
+                self._calibration.stages.setdefault(stage.stage, []).append(stage)
+            for edge in edges:
+                self._calibration.edges.setdefault((edge.source, edge.destination), []).append(edge)
+            if self._seen < self._options.warm_up + self._options.calibration:
+                return None
+            self._calibrate()
+            return Detection(step, (), self._cost)
+        changes = (*filter(None, map(self._observe_stage, stages)), *filter(None, map(self._observe_edge, edges)))
+        return Detection(step, changes, self._cost) if changes else None
+
+    def _check(self, stages: Sequence[StageMeasurement], edges: Sequence[EdgeMeasurement]) -> None:
+        count = self._cost.stages
+        for stage in stages:
+            if stage.stage >= count:
+                raise ControlError(f"measurement of stage {stage.stage}: expected stages 0..{count - 1}")
+        for edge in edges:
+            if abs(edge.source - edge.destination) != 1 or max(edge.source, edge.destination) >= count:
+                raise ControlError(
+                    f"measurement of edge {edge.source}→{edge.destination}: expected neighbours of 0..{count - 1}"
+                )
+
+    def _calibrate(self) -> None:
+        window = self._options.window
+        for stage, measured in self._calibration.stages.items():
+            ordered = sorted(measured, key=lambda m: _total(m) or 0.0)
+            self._set_stage(ordered[len(ordered) // 2])
+            totals = [total for total in map(_total, measured) if total is not None]
+            if totals:
+                self._stages[stage] = _Level.calibrate(totals, window)
+        for edge, measured in self._calibration.edges.items():
+            self._flights[edge] = _Level.calibrate([m.estimate.flight for m in measured], window)
+            known = self._edge_occupancy(edge)
+            self._occupancies[edge] = _Level.calibrate([_occupancy(m, known) for m in measured], window)
+            self._set_edge(edge, self._flights[edge].level, self._occupancies[edge].level)
+        self._calibration = _Calibration()
+
+    def _observe_stage(self, measured: StageMeasurement) -> StageChange | None:
+        total, level = _total(measured), self._stages.get(measured.stage)
+        if total is None or level is None:
+            return None
+        smallest = self._options.change * level.level
+        if not level.moves(total, self._options.persist, smallest, self._options.noise):
+            return None
+        near = self._options.change * level.calibrated
+        was, now = level.level, level.settle(self._options.persist)
+        healed = abs(now - level.calibrated) <= level.limit(near, self._options.noise)
+        change = StageChange(measured.stage, was, now, level.calibrated, healed)
+        self._set_stage(measured)
+        return change
+
+    def _observe_edge(self, measured: EdgeMeasurement) -> EdgeChange | None:
+        edge = (measured.source, measured.destination)
+        if edge not in self._flights:
+            return None
+        flight, occupancy = self._flights[edge], self._occupancies[edge]
+        smallest, options = self._edge_limit(flight.level), self._options
+        flight_moved = flight.moves(measured.estimate.flight, options.persist, smallest, options.noise)
+        occupancy_moved = occupancy.moves(_occupancy(measured, occupancy.level), options.persist, smallest, options.noise)
+        if not (flight_moved or occupancy_moved):
+            return None
+        was, now, occupied = flight.level, flight.settle(options.persist), occupancy.settle(options.persist)
+        near = self._edge_limit(flight.calibrated)
+        healed = abs(now - flight.calibrated) <= flight.limit(near, options.noise)
+        healed = healed and occupied - occupancy.calibrated <= occupancy.limit(near, options.noise)
+        self._set_edge(edge, now, occupied)
+        return EdgeChange(*edge, was, now, flight.calibrated, min(occupied, now), healed)
+
+    def _edge_limit(self, flight: float) -> float:
+        return max(self._options.change * fmean(self._cost.forward), self._options.edge_change * flight)
+
+    def _edge_occupancy(self, edge: tuple[int, int]) -> float:
+        source, destination = edge
+        values = self._cost.occupancy_forward if destination > source else self._cost.occupancy_backward
+        return values[min(edge)]
+
+    def _set_edge(self, edge: tuple[int, int], flight: float, occupancy: float) -> None:
+        # Both are medians of their own, so the part may exceed the whole by a trifle.
+        occupancy = min(occupancy, flight)
+        self._cost = self._cost.with_occupancy(*edge, occupancy).with_latency(*edge, flight - occupancy)
+
+    def _set_stage(self, measured: StageMeasurement) -> None:
+        """Put a stage's measured durations into the cost model; where only B ran, I and W keep their share of it."""
+        stage, cost = measured.stage, self._cost
+        input_grad, weight_grad = measured.input_grad, measured.weight_grad
+        if (input_grad is None or weight_grad is None) and measured.both is not None:
+            known = cost.input_grad[stage] + cost.weight_grad[stage]
+            share = cost.input_grad[stage] / known if known > 0 else 0.5
+            input_grad, weight_grad = share * measured.both, (1 - share) * measured.both
+        self._cost = replace(
+            cost,
+            forward=_with(cost.forward, stage, measured.forward),
+            input_grad=_with(cost.input_grad, stage, input_grad),
+            weight_grad=_with(cost.weight_grad, stage, weight_grad),
+        )
+
+
+def _total(measured: StageMeasurement) -> float | None:
+    """F, I and W (or B) of one microbatch; None when the stage did not run both directions."""
+    backward = measured.backward
+    return None if measured.forward is None or backward is None else measured.forward + backward
+
+
+def _occupancy(measured: EdgeMeasurement, known: float) -> float:
+    """The occupancy that was seen, or as much of the known one as the flight and the spacing of the arrivals allow."""
+    estimate = measured.estimate
+    if estimate.occupancy is not None:
+        return estimate.occupancy
+    return min(known, estimate.flight, known if estimate.spacing is None else estimate.spacing)
+
+
+def _with(values: tuple[float, ...], index: int, value: float | None) -> tuple[float, ...]:
+    return values if value is None else (*values[:index], value, *values[index + 1 :])

@@ -1,0 +1,67 @@
+"""What the controller tells about itself: typed events for logs, live tables and tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class EventKind(Enum):
+    """What happened. DETECTED to WITHDRAWN are told by the coordinator's rank, the others by each rank for itself."""
+
+    DETECTED = "detected"
+    """The cost model changed; ``text`` says how."""
+    KEPT = "kept"
+    """No other plan is worth a switch, or switching is turned off."""
+    PROPOSED = "proposed"
+    """A better plan was put to the ranks."""
+    AGREED = "agreed"
+    """All ranks have confirmed a plan and run it from ``step`` on."""
+    WITHDRAWN = "withdrawn"
+    """A rank refused the plan or did not answer in time; everyone keeps the old one."""
+    CONFIRMED = "confirmed"
+    """This rank is ready to run a plan."""
+    REFUSED = "refused"
+    """This rank can't run a plan; ``text`` says why."""
+    SWITCHED = "switched"
+    """This rank is about to run ``step``, the first one under another plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlEvent:
+    """One event.
+
+    Attributes:
+        kind: What happened.
+        rank: The rank that tells it.
+        step: The step it belongs to: the last one measured for DETECTED to WITHDRAWN, the first one of the plan for AGREED and
+            SWITCHED, the last one asked for by this rank otherwise.
+        version: The plan it is about.
+        text: For people.
+        predicted: That plan's simulated makespan, where it is known; seconds.
+        predicted_before: The simulated makespan of the plan it replaces or would have, under the same cost model; seconds.
+    """
+
+    kind: EventKind
+    rank: int
+    step: int
+    version: int
+    text: str
+    predicted: float | None = None
+    predicted_before: float | None = None
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.kind.value} plan {self.version}: {self.text}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return {
+            "kind": self.kind.value,
+            "rank": self.rank,
+            "step": self.step,
+            "version": self.version,
+            "text": self.text,
+            "predicted": self.predicted,
+            "predicted_before": self.predicted_before,
+        }

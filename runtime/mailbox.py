@@ -1,0 +1,168 @@
+"""Mail between the control threads of a pipeline's ranks: one queue per rank in the common store.
+
+A control thread waits for its own queue and for nothing else. Sending is one request without an answer, so it never waits for
+another rank. A client of a TCPStore that waits holds up all other users of the same client, so waiting has a client of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+from torch.distributed import Store
+
+from adaptra.runtime.measurement import StepMeasurement
+from adaptra.runtime.schema import decode, encode
+
+PATIENCE: Final = timedelta(days=30)
+"""A control thread without mail waits for so long; the end of a wait is mail, never a timeout."""
+
+MAX_TEXT: Final = 10_000
+"""The longest explanation that travels, in characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A rank has run a step."""
+
+    measurement: StepMeasurement
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """The coordinator proposes a plan: the JSON of a :class:`adaptra.runtime.plan_log.Plan`, unchecked."""
+
+    version: int
+    plan: object
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """A rank is ready to run a plan whose program has this digest."""
+
+    rank: int
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A rank can't run a plan."""
+
+    rank: int
+    version: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class LogGrew:
+    """There is a new entry in the plan log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The control thread of a rank has failed."""
+
+    rank: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """To oneself: something happened in this process."""
+
+
+Mail = Measured | Proposed | Confirmed | Refused | LogGrew | Failed | Wake
+
+
+def to_json(mail: Mail) -> dict[str, Any]:
+    """The JSON object that :func:`from_json` reads back to equal mail."""
+    data: dict[str, Any]
+    match mail:
+        case Measured(measurement):
+            data = {"mail": "measured", "measurement": measurement.to_json()}
+        case Proposed(version, plan):
+            data = {"mail": "proposed", "version": version, "plan": plan}
+        case Confirmed(rank, version, digest):
+            data = {"mail": "confirmed", "rank": rank, "version": version, "digest": digest}
+        case Refused(rank, version, why):
+            data = {"mail": "refused", "rank": rank, "version": version, "why": why[:MAX_TEXT]}
+        case LogGrew():
+            data = {"mail": "log"}
+        case Failed(rank, error):
+            data = {"mail": "failed", "rank": rank, "error": error[:MAX_TEXT]}
+        case Wake():
+            data = {"mail": "wake"}
+    return data
+
+
+def from_json(payload: bytes) -> Mail:
+    """Read mail.
+
+    Raises:
+        ControlError: It is not mail, or a field is missing, unknown or not what it should be.
+    """
+    fields = decode(payload, "mail")
+    mail: Mail
+    match fields.text("mail", at_most=16):
+        case "measured":
+            mail = Measured(StepMeasurement.from_json(fields.raw("measurement")))
+        case "proposed":
+            mail = Proposed(fields.whole("version"), fields.raw("plan"))
+        case "confirmed":
+            mail = Confirmed(fields.whole("rank"), fields.whole("version"), fields.text("digest", at_most=64))
+        case "refused":
+            mail = Refused(fields.whole("rank"), fields.whole("version"), fields.text("why", at_most=MAX_TEXT))
+        case "log":
+            mail = LogGrew()
+        case "failed":
+            mail = Failed(fields.whole("rank"), fields.text("error", at_most=MAX_TEXT))
+        case "wake":
+            mail = Wake()
+        case other:
+            raise fields.refuse("mail", "one of measured, proposed, confirmed, refused, log, failed, wake", other)
+    fields.end()
+    return mail
+
+
+def _clone(store: Store) -> Store:
+    """Another client of the same store."""
+    return store.clone()  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack the method
+
+
+class Mailbox:
+    """One rank's mail.
+
+    Args:
+        store: The pipeline's store. It is cloned, so that waiting here holds up nobody.
+        rank: This rank.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._rank = rank
+        self._sending = _clone(store)
+        self._waiting = _clone(store)
+        self._waiting.set_timeout(PATIENCE)
+
+    @property
+    def store(self) -> Store:
+        """The client that sends: what is written through it is there before mail sent after it by the same thread."""
+        return self._sending
+
+    def send(self, rank: int, mail: Mail) -> None:
+        """Send mail to a rank, in order, without waiting for anything. Any thread may.
+
+        Raises:
+            torch.distributed.DistError: The store is lost.
+        """
+        self._sending.queue_push(f"mail/{rank}", encode(to_json(mail)))
+
+    def receive(self) -> Mail:
+        """Wait for the next mail. Only one thread may.
+
+        Raises:
+            ControlError: What arrived is not mail.
+            torch.distributed.DistError: The store is lost.
+        """
+        return from_json(self._waiting.queue_pop(f"mail/{self._rank}"))

@@ -1,0 +1,334 @@
+"""Plans and the agreement about them: which plan runs which step, the same on all ranks.
+
+There is one log per pipeline, in the ranks' common store. Its entry i says "the steps from where entry i-1 ended up to
+``until`` run plan ``version``", and entries are never changed. A rank starts a step only when the log covers it, so two ranks
+never run one step under different plans, however late either reads. The coordinator alone appends. It keeps the log ``ahead``
+steps beyond the slowest rank, so that nobody waits for it, and it names a new version only after every rank has confirmed that
+version. A rank that does not confirm keeps everyone on the old plan; a rank that is slow delays the switch, not the step.
+
+:class:`Agreement` is the coordinator's part and :class:`Coverage` each rank's; neither touches the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from adaptra.cost import Case
+from adaptra.errors import CaseError, ControlError, ScheduleError
+from adaptra.program import Program
+from adaptra.runtime.schema import Fields, decode, encode
+
+MAX_REASON: Final = 10_000
+"""The longest reason of a plan, in characters."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A program with what it was made for.
+
+    Attributes:
+        version: Counts the plans of a pipeline from 0; never used twice.
+        program: Compute ops only; every rank lowers it for its own transport.
+        case: The cost model, microbatches and placement that it was planned for; seconds.
+        predicted: Its simulated makespan under that case, seconds.
+        bound: What no program can beat under that case, seconds.
+        reason: Why it was made, for people.
+    """
+
+    version: int
+    program: Program
+    case: Case
+    predicted: float
+    bound: float
+    reason: str
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the program's text: two ranks with the same digest run the same program."""
+        return digest_of(self.program)
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object that :meth:`from_json` reads back to an equal plan."""
+        return {
+            "version": self.version,
+            "program": str(self.program),
+            "digest": self.digest,
+            "case": self.case.to_json(),
+            "predicted": self.predicted,
+            "bound": self.bound,
+            "reason": self.reason,
+        }
+
+    @staticmethod
+    def from_json(data: object) -> Plan:
+        """Read a plan.
+
+        Raises:
+            ControlError: A field is missing, unknown or not what it should be, the digest is not that of the program, or the
+                program holds communication ops.
+        """
+        fields = Fields(data, "plan")
+        try:
+            plan = Plan(
+                version=fields.whole("version"),
+                program=Program.parse(fields.text("program")),
+                case=Case.from_json(fields.raw("case")),
+                predicted=fields.number("predicted"),
+                bound=fields.number("bound"),
+                reason=fields.text("reason", at_most=MAX_REASON),
+            )
+        except (ScheduleError, CaseError) as error:
+            raise ControlError(f"plan: {error}") from None
+        digest = fields.text("digest", at_most=64)
+        fields.end()
+        if digest != plan.digest:
+            raise ControlError(f"plan {plan.version}: the program's digest is {plan.digest[:12]}, the plan says {digest[:12]}")
+        if plan.program.is_lowered:
+            raise ControlError(f"plan {plan.version}: expected compute ops only, got a program with communication ops")
+        return plan
+
+
+def digest_of(program: Program) -> str:
+    """The SHA-256 of a program's text, in hexadecimal."""
+    return hashlib.sha256(str(program).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of the log: the steps from the previous entry's ``until`` up to, not including, ``until`` run ``version``."""
+
+    until: int
+    version: int
+
+
+class Store(Protocol):
+    """What the log needs of a torch.distributed Store."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Set a key."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """The value of a key that is set."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are set."""
+        ...
+
+    def delete_key(self, key: str, /) -> bool:
+        """Remove a key."""
+        ...
+
+
+class LogWriter:
+    """The coordinator's end of the log. Entries that every rank must have read are removed."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._count = 0
+        self._kept: list[tuple[int, int]] = []
+
+    def append(self, entry: Entry) -> None:
+        """Append an entry; it is visible to all ranks or to none."""
+        self._store.set(f"log/{self._count}", encode({"until": entry.until, "version": entry.version}))
+        self._kept.append((self._count, entry.until))
+        self._count += 1
+
+    def forget(self, step: int) -> None:
+        """Remove the entries that end at ``step`` or before it. Every rank must have run all steps before ``step``."""
+        while self._kept and self._kept[0][1] <= step:
+            self._store.delete_key(f"log/{self._kept.pop(0)[0]}")
+
+
+class LogReader:
+    """A rank's end of the log."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._count = 0
+
+    def read(self) -> list[Entry]:
+        """The entries since the last call. Does not wait.
+
+        Raises:
+            ControlError: An entry is not what it should be.
+        """
+        entries: list[Entry] = []
+        while self._store.check([f"log/{self._count}"]):
+            fields = decode(self._store.get(f"log/{self._count}"), f"log entry {self._count}")
+            entries.append(Entry(fields.whole("until"), fields.whole("version")))
+            fields.end()
+            self._count += 1
+        return entries
+
+
+class Agreement:
+    """Decides what the log says next; the coordinator's part.
+
+    Args:
+        ranks: How many ranks must confirm and report.
+        first_step: The first step of the log.
+        ahead: How many steps beyond the next step of the slowest rank the log covers.
+    """
+
+    def __init__(self, ranks: int, first_step: int = 0, ahead: int = 2) -> None:
+        self._reported = [first_step - 1] * ranks
+        self._until = first_step
+        self._ahead = ahead
+        self._current: Plan | None = None
+        self._proposal: Plan | None = None
+        self._confirmed: set[int] = set()
+
+    @property
+    def current(self) -> Plan | None:
+        """The plan of the latest entry, or of the next one if all have confirmed it; None until the first is confirmed."""
+        return self._current
+
+    @property
+    def proposal(self) -> Plan | None:
+        """The plan that is waiting for confirmations."""
+        return self._proposal
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that have not confirmed the proposal."""
+        return tuple(rank for rank in range(len(self._reported)) if rank not in self._confirmed)
+
+    @property
+    def slowest(self) -> int:
+        """The last step that all ranks have reported."""
+        return min(self._reported)
+
+    @property
+    def until(self) -> int:
+        """The first step that the log does not cover."""
+        return self._until
+
+    def propose(self, plan: Plan) -> None:
+        """Put a plan to the ranks. There is one proposal at a time, and versions only grow."""
+        assert self._proposal is None, "one proposal at a time"
+        assert self._current is None or plan.version > self._current.version, "versions only grow"
+        self._proposal, self._confirmed = plan, set()
+
+    def confirm(self, rank: int, version: int, digest: str) -> bool:
+        """A rank is ready to run a version. True when this was the last one: the plan is then the current one.
+
+        A confirmation of anything but the proposal comes late, after a withdrawal, and changes nothing.
+
+        Raises:
+            ControlError: The rank confirms a program other than the one proposed.
+        """
+        plan = self._proposal
+        if plan is None or version != plan.version:
+            return False
+        if digest != plan.digest:
+            raise ControlError(f"rank {rank} holds program {digest[:12]} as plan {version}: expected {plan.digest[:12]}")
+        self._confirmed.add(rank)
+        if self.missing:
+            return False
+        self._current, self._proposal = plan, None
+        return True
+
+    def withdraw(self) -> None:
+        """Give the proposal up; the current plan stays."""
+        self._proposal = None
+
+    def report(self, rank: int, step: int) -> None:
+        """A rank has run a step.
+
+        Raises:
+            ControlError: The step is not after the rank's last one, or beyond what the log covers.
+        """
+        if not self._reported[rank] < step < self._until:
+            raise ControlError(
+                f"rank {rank} reports step {step}: expected one of {self._reported[rank] + 1}..{self._until - 1}"
+            )
+        self._reported[rank] = step
+
+    def advance(self) -> Entry | None:
+        """The entry to append now, if any."""
+        target = self.slowest + 1 + self._ahead
+        if self._current is None or target <= self._until:
+            return None
+        self._until = target
+        return Entry(target, self._current.version)
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Consecutive steps that run one plan."""
+
+    start: int
+    until: int
+    plan: Plan
+
+
+class Coverage:
+    """Which plan runs which step, as far as this rank has read the log. One thread extends it, another asks."""
+
+    def __init__(self, first_step: int = 0) -> None:
+        self._changed = threading.Condition()
+        self._segments: tuple[_Segment, ...] = ()
+        self._until = first_step
+        self._error: Exception | None = None
+
+    def extend(self, until: int, plan: Plan) -> None:
+        """Take the next entry of the log.
+
+        Raises:
+            ControlError: The entry does not end after the previous one.
+        """
+        with self._changed:
+            if until <= self._until:
+                raise ControlError(f"log entry ends at step {until}: expected an end after {self._until}")
+            last = self._segments[-1] if self._segments else None
+            if last is not None and last.plan.version == plan.version:
+                self._segments = (*self._segments[:-1], _Segment(last.start, until, plan))
+            else:
+                self._segments = (*self._segments, _Segment(self._until, until, plan))
+            self._until = until
+            self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """End it: whoever asks or waits from now on gets the error. The first error stays."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def plan_for(self, step: int, timeout: float | None) -> Plan:
+        """The plan that runs a step; waits only if this rank has not read so far.
+
+        Earlier steps than the one asked for are forgotten.
+
+        Args:
+            step: The step; not before the last one asked for.
+            timeout: Seconds to wait at most, or None.
+
+        Raises:
+            ControlError: The control plane has failed or ended, or the log does not reach the step in time.
+        """
+        if not (self._error is None and step < self._until):
+            with self._changed:
+                reached = self._changed.wait_for(lambda: self._error is not None or step < self._until, timeout)
+                if self._error is not None:
+                    raise ControlError(f"step {step} has no plan: {self._error}") from self._error
+                if not reached:
+                    raise ControlError(
+                        f"step {step} has no plan after {timeout} s: the log covers the steps before {self._until}; "
+                        "a rank has not reported its last step"
+                    )
+        segments = self._segments
+        for segment in segments:
+            if segment.start <= step < segment.until:
+                if segment is not segments[0]:
+                    self._forget(step)
+                return segment.plan
+        raise ControlError(f"step {step} has no plan: it lies before step {segments[0].start}, the first one still known")
+
+    def _forget(self, step: int) -> None:
+        with self._changed:
+            self._segments = tuple(segment for segment in self._segments if step < segment.until)

@@ -1,0 +1,178 @@
+"""The detector calibrates by measurement, finds slow and healed alike, and does not move for outliers or noise."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from adaptra.cost import CostModel
+from adaptra.errors import ControlError
+from adaptra.runtime.detector import Detection, Detector, DetectorOptions, EdgeChange, StageChange
+from adaptra.runtime.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
+
+STAGES = 4
+ESTIMATED = CostModel.uniform(STAGES, 0.005, 0.005, 0.005, latency=0.001)
+
+
+def measured(
+    step: int, cost: CostModel, *, noise: Callable[[], float] = lambda: 1.0, both: bool = False
+) -> list[StepMeasurement]:
+    """What four ranks would measure in a step with these costs."""
+    found: list[StepMeasurement] = []
+    for stage in range(STAGES):
+        forward, input_grad, weight_grad = (
+            values[stage] * noise() for values in (cost.forward, cost.input_grad, cost.weight_grad)
+        )
+        durations = (forward, None, None, input_grad + weight_grad) if both else (forward, input_grad, weight_grad, None)
+        edges: list[EdgeMeasurement] = []
+        for source in (stage - 1, stage + 1):
+            if 0 <= source < STAGES:
+                ahead = source < stage
+                latency = (cost.latency_forward if ahead else cost.latency_backward)[min(source, stage)]
+                occupancy = (cost.occupancy_forward if ahead else cost.occupancy_backward)[min(source, stage)]
+                seen = EdgeEstimate((latency + occupancy) * noise(), occupancy or None, max(occupancy, 0.005))
+                edges.append(EdgeMeasurement(source, stage, 16, 0.0, seen))
+        found.append(StepMeasurement(stage, step, 1.0, (StageMeasurement(stage, *durations),), tuple(edges)))
+    return found
+
+
+def run(detector: Detector, costs: list[CostModel], first: int = 0) -> list[Detection]:
+    found = (detector.observe(measured(first + index, cost)) for index, cost in enumerate(costs))
+    return [detection for detection in found if detection is not None]
+
+
+HEALTHY = CostModel(
+    (0.02, 0.021, 0.019, 0.02),
+    (0.02,) * 4,
+    (0.01,) * 4,
+    (2e-4,) * 3,
+    (3e-4,) * 3,
+    (0.0,) * 3,
+    (0.0,) * 3,
+    memory_forward=(7.0,) * 4,
+)
+
+
+def calibrated() -> Detector:
+    detector = Detector(HEALTHY)
+    (detection,) = run(detector, [HEALTHY] * 4)
+    assert detection.changes == ()
+    return detector
+
+
+def test_the_first_steps_replace_the_estimates_by_what_was_measured() -> None:
+    """The slow first step is warm-up; memory, which nobody measures, stays."""
+    detector = Detector(ESTIMATED)
+    first = CostModel.uniform(STAGES, 3.0, 3.0, 3.0, latency=1.0)
+    (detection,) = run(detector, [first, HEALTHY, HEALTHY, HEALTHY])
+    assert (detection.step, detection.reason) == (3, "calibrated by measurement")
+    assert detection.cost.forward == HEALTHY.forward
+    assert detection.cost.latency_backward == pytest.approx(HEALTHY.latency_backward)
+    assert detection.cost.memory_forward == ESTIMATED.memory_forward
+    assert detector.slow_edges == ()
+
+
+def test_a_slow_edge_is_found_after_two_steps_and_only_that_edge() -> None:
+    detector = calibrated()
+    slow = HEALTHY.with_latency(1, 2, 0.06)
+    (detection,) = run(detector, [HEALTHY, slow, slow, slow, slow], first=4)
+    assert detection.step == 6
+    assert detection.reason == "edge 1→2 slow: 60.0 ms (was 0.2 ms)"
+    assert detection.cost == slow
+    assert detector.slow_edges == ((1, 2),)
+
+
+def test_a_healed_edge_is_found_in_the_same_way() -> None:
+    detector = calibrated()
+    slow = HEALTHY.with_latency(2, 1, 0.06)
+    became_slow, became_healed = run(detector, [slow] * 5 + [HEALTHY] * 5, first=4)
+    assert became_slow.reason == "edge 2→1 slow: 60.0 ms (was 0.3 ms)"
+    assert became_healed.reason == "edge 2→1 healed: 0.3 ms (was 60.0 ms)"
+    assert became_healed.step == 10
+    assert became_healed.cost == HEALTHY
+    assert detector.slow_edges == ()
+
+
+def test_a_change_in_the_middle_of_a_step_waits_until_steps_agree() -> None:
+    """The step in which the link turned slow shows something in between, which is nobody's cost."""
+    detector = calibrated()
+    slow = HEALTHY.with_latency(1, 2, 0.06)
+    (detection,) = run(detector, [HEALTHY.with_latency(1, 2, 0.03), slow, slow, slow], first=4)
+    assert detection.step == 6
+    assert detection.cost == slow
+
+
+def test_a_slow_stage_is_found_with_its_factor() -> None:
+    detector = calibrated()
+    slow = CostModel(
+        (0.02, 0.021, 0.0285, 0.02),
+        (0.02, 0.02, 0.03, 0.02),
+        (0.01, 0.01, 0.015, 0.01),
+        HEALTHY.latency_forward,
+        HEALTHY.latency_backward,
+        HEALTHY.occupancy_forward,
+        HEALTHY.occupancy_backward,
+        memory_forward=HEALTHY.memory_forward,
+    )
+    became_slow, became_healed = run(detector, [slow] * 3 + [HEALTHY] * 3, first=4)
+    assert became_slow.reason == "stage 2 slow: 1.50x the calibrated time"
+    assert became_slow.cost == slow
+    assert became_healed.reason == "stage 2 healed: 1.00x the calibrated time"
+
+
+def test_a_lost_rate_shows_as_occupancy() -> None:
+    detector = calibrated()
+    slow = HEALTHY.with_occupancy(0, 1, 0.03)
+    (detection,) = run(detector, [slow] * 4, first=4)
+    assert detection.reason == "edge 0→1 slow: 30.2 ms (was 0.2 ms), 30.0 ms of it occupancy"
+    assert detection.cost.occupancy_forward[0] == pytest.approx(0.03)
+    assert detection.cost.latency_forward[0] == pytest.approx(2e-4)
+    (healed,) = run(detector, [HEALTHY] * 4, first=8)
+    assert healed.cost.occupancy_forward[0] <= 0.005
+    assert "healed" in healed.reason
+
+
+def test_single_outliers_move_nothing() -> None:
+    detector = calibrated()
+    outlier = HEALTHY.with_latency(1, 2, 0.5).with_latency(2, 1, 0.5)
+    assert run(detector, [outlier, HEALTHY, HEALTHY, outlier, HEALTHY] * 4, first=4) == []
+    assert detector.cost == HEALTHY
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_moves_nothing_and_a_change_in_noise_is_found(seed: int) -> None:
+    """Ten percent of noise on every duration and flight, for a hundred steps; then one edge turns slow."""
+    noise = random.Random(seed)
+    detector = Detector(ESTIMATED, DetectorOptions(calibration=6))
+    found = [detector.observe(measured(step, HEALTHY, noise=lambda: noise.gauss(1.0, 0.1))) for step in range(100)]
+    assert [detection.reason for detection in found if detection] == ["calibrated by measurement"]
+    slow = HEALTHY.with_latency(1, 2, 0.06)
+    later = [detector.observe(measured(step, slow, noise=lambda: noise.gauss(1.0, 0.1))) for step in range(100, 104)]
+    changes = [change for detection in later if detection for change in detection.changes]
+    assert [(change.source, change.destination) for change in changes if isinstance(change, EdgeChange)] == [(1, 2)]
+    assert not any(isinstance(change, StageChange) for change in changes)
+    assert detector.cost.latency_forward[1] == pytest.approx(0.06, rel=0.3)
+
+
+def test_small_changes_are_not_worth_a_detection() -> None:
+    """A millisecond more is a twentieth of a forward here."""
+    assert run(calibrated(), [HEALTHY.with_latency(1, 2, 0.0012)] * 10, first=4) == []
+
+
+def test_joint_backwards_keep_the_share_of_input_and_weight_gradients() -> None:
+    detector = Detector(CostModel.uniform(STAGES, 1.0, 2.0, 1.0))
+    for step in range(4):
+        detector.observe(measured(step, HEALTHY, both=True))
+    assert detector.cost.input_grad == pytest.approx((0.02,) * 4)
+    assert detector.cost.weight_grad == pytest.approx((0.01,) * 4)
+
+
+def test_measurements_of_another_pipeline_are_refused() -> None:
+    detector = Detector(CostModel.uniform(2, 1.0, 1.0, 1.0))
+    with pytest.raises(ControlError, match=r"measurement of stage 2: expected stages 0\.\.1"):
+        detector.observe(measured(0, HEALTHY))
+    skipping = EdgeMeasurement(0, 2, 1, 0.0, EdgeEstimate(1.0, None, None))
+    with pytest.raises(ControlError, match=r"measurement of edge 0→2: expected neighbours of 0\.\.1"):
+        detector.observe([StepMeasurement(0, 0, 1.0, (), (skipping,))])
