@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from adaptra.dependencies import SENT_BY, needs, peer_stage
 from adaptra.errors import ScheduleError
+from adaptra.lockstep import run_in_lockstep
 from adaptra.program import Kind, Op, Program
 
 
@@ -238,72 +239,26 @@ def _channels_keep_their_order(facts: Facts) -> None:
 
 
 def _no_deadlock(facts: Facts) -> None:
-    """Run the program: in every step each rank executes its next op if what it waits for ran in an earlier step."""
-    orders = facts.program.orders
-    position = [0] * len(orders)
-    steps: dict[Op, int] = {}
-    waiting: defaultdict[Op, list[int]] = defaultdict(list)
-    active = [rank for rank, order in enumerate(orders) if order]
-    step = 0
-    while active:
-        executed: list[tuple[int, Op]] = []
-        for rank in active:
-            op = orders[rank][position[rank]]
-            missing = _missing(facts, steps, op)
-            if missing is None:
-                executed.append((rank, op))
-            else:
-                waiting[missing].append(rank)
-        active = []
-        for rank, op in executed:
-            steps[op] = step
-            position[rank] += 1
-            if position[rank] < len(orders[rank]):
-                active.append(rank)
-            active += waiting.pop(op, ())
-        step += 1
-    if waiting:
-        raise facts.error("\n".join(_deadlock(facts, position, steps, waiting)))
-
-
-def _missing(facts: Facts, steps: Mapping[Op, int], op: Op) -> Op | None:
-    """The first op that ``op`` waits for and that has not run."""
-    if op.kind in SENT_BY:
+    def waits_for(op: Op, executed: Container[Op]) -> Op | None:
+        if op.kind in SENT_BY:
+            return None
+        for needed in facts.needed(op):
+            if needed not in executed:
+                return needed
+            if needed.kind in SENT_BY and _sender(needed) not in executed:
+                return _sender(needed)
         return None
-    for needed in facts.needed(op):
-        if needed not in steps:
-            return needed
-        if needed.kind in SENT_BY:
-            send = _sender(needed)
-            if send not in steps:
-                return send
-    return None
 
-
-def _deadlock(facts: Facts, position: list[int], steps: Mapping[Op, int], waiting: Mapping[Op, list[int]]) -> Iterator[str]:
-    waits_for = sorted(((rank, missing) for missing, ranks in waiting.items() for rank in ranks), key=lambda one: one[0])
-    yield f"deadlock: {len(waits_for)} of {facts.program.ranks} ranks wait forever"
-    for rank, missing in waits_for:
-        op, place = facts.program.orders[rank][position[rank]], facts.places[missing]
-        behind = ", behind it" if place.rank == rank else ""
-        yield f"  rank {rank}: {op}, op {position[rank]}, waits for {missing}, {place}{behind}"
-    yield from _grid(facts.program, position, steps)
-
-
-def _grid(program: Program, position: list[int], steps: Mapping[Op, int]) -> Iterator[str]:
-    """Ranks × steps: what ran in the last steps, then ``→`` and the op that waits, then the first ops behind it."""
-    end = max(steps.values(), default=-1) + 1
-    shown = range(max(0, end - _GRID_STEPS), end)
-    rows = [["step", *map(str, shown)]]
-    for rank, order in enumerate(program.orders):
-        ran = {steps[op]: str(op) for op in order[: position[rank]]}
-        ahead = [str(op) for op in order[position[rank] : position[rank] + 1 + _GRID_AHEAD]]
-        marked = [f"→{ahead[0]}", *ahead[1:]] if ahead else ["end"]
-        rows.append([f"rank {rank}", *(ran.get(step, ".") for step in shown), *marked])
-    columns = max(map(len, rows))
-    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(columns)]
-    for row in rows:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+    run = run_in_lockstep(facts.program, waits_for)
+    if run.stuck:
+        lines = [f"deadlock: {len(run.stuck)} of {facts.program.ranks} ranks wait forever"]
+        for rank, (number, missing) in run.stuck.items():
+            there = facts.places[missing]
+            behind = ", behind it" if there.rank == rank else ""
+            lines.append(
+                f"  rank {rank}: {facts.program.orders[rank][number]}, op {number}, waits for {missing}, {there}{behind}"
+            )
+        raise facts.error("\n".join([*lines, *(f"  {line}" for line in run.grid())]))
 
 
 _LANE: Final = re.compile(r"[a-z][a-z0-9_.-]*")
@@ -320,8 +275,6 @@ _IN_ORDER: Final[dict[Kind, tuple[str, ...]]] = {
     Kind.SEND_B: (),
     Kind.RECV_B: (),
 }
-_GRID_STEPS: Final = 12
-_GRID_AHEAD: Final = 4
 
 OP_RULES: Final[tuple[Callable[[Program, int, Op], str | None], ...]] = (
     _stage_is_on_this_rank,

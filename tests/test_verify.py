@@ -171,6 +171,15 @@ def test_a_receive_behind_its_compute_op_is_refused():
     assert "rank 1: 1F0, op 0, waits for 1RECV_F0, op 1 of rank 1, behind it\n" in text
 
 
+def test_a_rank_that_reached_its_end_is_marked_so_in_the_grid():
+    text = refusal(program("0F0 0W0 0I0", "1F0 1B0"))
+    assert text.endswith("  step    0    1    2\n  rank 0  0F0  .    .    →0W0  0I0\n  rank 1  .    1F0  1B0  end")
+
+
+def test_a_program_of_a_hundred_thousand_ops_verifies_in_far_less_than_the_time_limit():
+    verify(Program.parse(str(zb_h2(64, 512))))
+
+
 def test_the_grid_of_a_long_program_shows_the_last_steps_only():
     whole = zb_h2(8, 64)
     kept, rest = whole.orders[3][:60], whole.orders[3][60:]
