@@ -52,3 +52,28 @@ def simulate(program: Program, cost: CostModel, orders: Orders, rule: Mapping[Ki
 
 def lower_bound(planning_case: Case) -> tuple[float, str, int]:
     """The greatest lower bound: its value, its name, and the stage, edge or rank that binds."""
+
+def search_orders(
+    program: Program,
+    cost: CostModel,
+    in_flight: Sequence[int],
+    warm_ups: Sequence[Sequence[int]],
+    alternations: Sequence[tuple[Sequence[int], Sequence[int]]],
+    effort: int,
+    rule: Mapping[Kind, Sequence[Row]],
+) -> list[list[tuple[int, Kind, int]]] | None:
+    """The best orders found for the placement and microbatches of ``program``: stage, kind and microbatch of every op, rank by
+    rank. None when none was found within the limits. Releases the interpreter lock while it searches.
+
+    Args:
+        program: Its placement and microbatches count, not its orders.
+        cost: Times and memory; ``memory_limit`` is kept.
+        in_flight: Per stage, the most microbatches in flight.
+        warm_ups: Where to start; every one has a number per stage, at least 1.
+        alternations: (warm-up, W deferred by) per stage; the result is never worse than any of these that fits.
+        effort: About how many ops to dispatch and simulate before the search ends.
+        rule: The dependency rule.
+
+    Raises:
+        ValueError: The program and the cost model have different numbers of stages.
+    """

@@ -1,16 +1,20 @@
 // The only file that knows nanobind: adaptra._C. Each concern has one bind_… function; how Python's Program, CostModel and RULE
 // become plain numbers is written once, at the top.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
 #include "schedule/bounds.h"
+#include "schedule/search_orders.h"
 #include "schedule/simulate.h"
 #include "schedule/types.h"
 
@@ -219,10 +223,51 @@ void bind_bounds(nb::module_& m) {
       nb::arg("planning_case"));
 }
 
+void bind_search(nb::module_& m) {
+  m.def(
+      "search_orders",
+      [](nb::handle program, nb::handle cost, const std::vector<std::int32_t>& in_flight,
+         const std::vector<std::vector<std::int32_t>>& warm_ups,
+         const std::vector<std::pair<std::vector<std::int32_t>, std::vector<std::int32_t>>>& alternations, std::int64_t effort,
+         const nb::dict& rule) -> nb::object {
+        const schedule::Problem problem = to_problem(program, cost);
+        const schedule::Rule rows = to_rule(rule);
+        const auto one_per_stage = [&](const std::vector<std::int32_t>& counts) {
+          if (counts.size() != problem.placement.size()) throw std::invalid_argument("expected one number per stage");
+        };
+        one_per_stage(in_flight);
+        for (const auto& warm_up : warm_ups) one_per_stage(warm_up);
+        for (const auto& [warm_up, deferred] : alternations) {
+          one_per_stage(warm_up);
+          one_per_stage(deferred);
+        }
+        schedule::SearchOptions options{in_flight, warm_ups, {}, 0.0, effort};
+        for (const auto& [warm_up, deferred] : alternations) options.alternations.push_back({warm_up, deferred});
+        std::optional<schedule::Plan> plan;
+        {
+          const nb::gil_scoped_release release;
+          options.target = schedule::lower_bound(problem).value;
+          plan = schedule::search_orders(problem, rows, options);
+        }
+        if (!plan) return nb::none();
+        const Kinds kinds;
+        nb::list orders;
+        for (const schedule::Order& order : plan->orders) {
+          nb::list ops;
+          for (const schedule::Op& op : order) ops.append(nb::make_tuple(op.stage, kinds.member(op.kind), op.microbatch));
+          orders.append(ops);
+        }
+        return nb::object(orders);
+      },
+      nb::arg("program"), nb::arg("cost"), nb::arg("in_flight"), nb::arg("warm_ups"), nb::arg("alternations"),
+      nb::arg("effort"), nb::arg("rule"));
+}
+
 }  // namespace
 
 NB_MODULE(_C, m) {
   m.doc() = "Event simulation and list scheduling of pipeline programs.";
   bind_simulation(m);
   bind_bounds(m);
+  bind_search(m);
 }

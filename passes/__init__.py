@@ -1,1 +1,32 @@
-"""Compiler passes: each file is one pass, named like the file."""
+"""adaptra.passes: one pass per file, the file name is the pass name.
+
+A pass turns a valid program into a valid program; see :class:`adaptra.passes.base.Pass`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from adaptra.passes.adapt_order import AdaptOrder
+from adaptra.passes.base import Pass, Pipeline
+from adaptra.passes.insert_comm import InsertComm
+from adaptra.passes.lower_comm import LowerComm
+from adaptra.passes.split_backward import SplitBackward
+
+__all__ = ["PASSES", "AdaptOrder", "InsertComm", "LowerComm", "Pass", "Pipeline", "SplitBackward", "parse_pipeline"]
+
+PASSES: Final[Mapping[str, type[Pass]]] = MappingProxyType(
+    {known.name: known for known in (SplitBackward, AdaptOrder, InsertComm, LowerComm)}
+)
+"""adaptra's passes by name."""
+
+
+def parse_pipeline(text: str) -> Pipeline:
+    """Read a pipeline of adaptra's passes, such as ``split-backward,adapt-order{memory=12}``.
+
+    Raises:
+        PassError: Names the token, its column and the form expected.
+    """
+    return Pipeline.parse(text, PASSES)

@@ -63,7 +63,8 @@ class Dispatcher {
     for (std::int32_t stage = stages - 1; stage >= 0; --stage) {
       RankState& rank = ranks_[at(problem.placement[at(stage)])];
       rank.stages.push_back(stage);
-      rank.work_left += problem.microbatches * (cost_.forward[at(stage)] + cost_.input_grad[at(stage)] + cost_.weight_grad[at(stage)]);
+      rank.work_left +=
+          problem.microbatches * (cost_.forward[at(stage)] + cost_.input_grad[at(stage)] + cost_.weight_grad[at(stage)]);
       stages_[at(stage)].forward_due.assign(microbatches, stage == 0 ? 0.0 : kNever);
       stages_[at(stage)].gradient_due.assign(microbatches, kNever);
     }
@@ -227,7 +228,9 @@ class Dispatcher {
       const bool warming_up = state.input_grads == 0 && state.forwards < policy_.stages[at(gradient_stage)].warm_up;
       if (!warming_up || forward_stage != gradient_stage) return Op{gradient_stage, Kind::I, state.input_grads};
     }
-    if (forward_stage >= 0) {
+    const bool overdue = weight_stage >= 0 && stages_[at(weight_stage)].input_grads - stages_[at(weight_stage)].weight_grads >
+                                                  policy_.stages[at(weight_stage)].backlog;
+    if (forward_stage >= 0 && !overdue) {
       const double patience = policy_.stages[at(forward_stage)].patience_forward;
       if (gradient_stage >= 0 || patience == 0.0 || gradient_due >= now + patience * cost_.forward[at(forward_stage)]) {
         return Op{forward_stage, Kind::F, stages_[at(forward_stage)].forwards};
@@ -287,135 +290,10 @@ class Dispatcher {
   std::int64_t ops_left_ = 0;
 };
 
-// A small generator with a fixed seed (splitmix64), so that the same problem gets the same plan on every machine.
-class Dice {
- public:
-  std::int32_t below(std::int32_t count) {
-    state_ += 0x9E3779B97F4A7C15ULL;
-    std::uint64_t mixed = state_;
-    mixed = (mixed ^ (mixed >> 30U)) * 0xBF58476D1CE4E5B9ULL;
-    mixed = (mixed ^ (mixed >> 27U)) * 0x94D049BB133111EBULL;
-    mixed ^= mixed >> 31U;
-    return static_cast<std::int32_t>(mixed % static_cast<std::uint64_t>(count));
-  }
-
- private:
-  std::uint64_t state_ = 1;
-};
-
-class Search {
- public:
-  Search(const Problem& problem, const Rule& rule, const SearchOptions& options)
-      : problem_(problem), rule_(rule), options_(options), stages_(problem.cost.stages()) {
-    ops_ = static_cast<std::int64_t>(3) * stages_ * problem.microbatches;
-    for (std::int32_t stage = 0; stage < stages_; ++stage) {
-      std::int32_t most = std::min(options.in_flight[at(stage)], problem.microbatches);
-      const double held = problem.cost.memory_forward[at(stage)];
-      if (!problem.cost.memory_limit.empty() && held > 0.0) {
-        const double limit = problem.cost.memory_limit[at(problem.placement[at(stage)])];
-        most = std::min(most, static_cast<std::int32_t>(std::floor(std::min(limit / held + kTolerance, 1e9))));
-      }
-      most_.push_back(std::max(most, 1));
-    }
-  }
-
-  std::optional<Plan> run() {
-    for (const auto& warm_up : options_.warm_ups) try_start(warm_up);
-    climb();
-    return std::move(best_);
-  }
-
- private:
-  bool done() const { return spent_ >= options_.effort || (best_ && best_->makespan <= options_.target + kTolerance); }
-
-  // The makespan of what the policy leads to, or infinity when that is longer than `cutoff` or not within the limits.
-  double evaluate(const Policy& policy, double cutoff) {
-    spent_ += 2 * ops_;
-    std::optional<std::vector<Order>> orders = list_schedule(problem_, policy, cutoff);
-    if (!orders) return kNever;
-    const Result result = simulate(problem_, *orders, rule_);
-    if (!result.complete) return kNever;
-    if (!best_ || result.makespan < best_->makespan) best_ = Plan{result.makespan, std::move(*orders)};
-    return result.makespan;
-  }
-
-  void consider(const Policy& policy) {
-    if (done()) return;
-    const double makespan = evaluate(policy, current_ + kTolerance);
-    if (makespan < current_) {
-      current_ = makespan;
-      policy_ = policy;
-    }
-  }
-
-  void try_start(const std::vector<std::int32_t>& warm_up) {
-    for (const float patience : {0.0F, 1.0F, 0.5F}) {
-      for (const bool bounded : {false, true}) {
-        Policy policy;
-        for (std::int32_t stage = 0; stage < stages_; ++stage) {
-          const std::int32_t most = most_[at(stage)];
-          const std::int32_t quota = std::clamp(warm_up[at(stage)], 1, most);
-          policy.stages.push_back({quota, bounded ? quota : most, patience, patience == 1.0F ? 0.5F : 0.0F});
-        }
-        consider(policy);
-      }
-    }
-  }
-
-  void climb() {
-    if (policy_.stages.empty()) return;
-    while (!done()) {
-      Policy changed = policy_;
-      do {
-        change(changed);
-      } while (dice_.below(3) == 0);
-      const double makespan = evaluate(changed, current_ + kTolerance);
-      if (makespan <= current_) {
-        current_ = makespan;
-        policy_ = std::move(changed);
-      }
-    }
-  }
-
-  void change(Policy& policy) {
-    std::int32_t first = dice_.below(stages_), last = first;
-    if (dice_.below(2) == 0) last = dice_.below(stages_);
-    if (first > last) std::swap(first, last);
-    const std::int32_t what = dice_.below(4);
-    const std::int32_t by = (dice_.below(2) == 0 ? 1 : -1) * (1 + dice_.below(2));
-    const float patience = 0.25F * static_cast<float>(dice_.below(5));
-    for (std::int32_t stage = first; stage <= last; ++stage) {
-      StagePolicy& mine = policy.stages[at(stage)];
-      const std::int32_t most = most_[at(stage)];
-      switch (what) {
-        case 0: mine.warm_up = std::clamp(mine.warm_up + by, 1, most); break;
-        case 1: mine.in_flight = std::clamp(mine.in_flight + by, 1, most); break;
-        case 2: mine.patience_weight = patience; break;
-        case 3: mine.patience_forward = patience; break;
-      }
-    }
-  }
-
-  const Problem& problem_;
-  const Rule& rule_;
-  const SearchOptions& options_;
-  std::int32_t stages_;
-  std::int64_t ops_ = 0, spent_ = 0;
-  std::vector<std::int32_t> most_;
-  Policy policy_;
-  double current_ = kNever;
-  std::optional<Plan> best_;
-  Dice dice_;
-};
-
 }  // namespace
 
 std::optional<std::vector<Order>> list_schedule(const Problem& problem, const Policy& policy, double cutoff) {
   return Dispatcher(problem, policy, cutoff).run();
-}
-
-std::optional<Plan> search_orders(const Problem& problem, const Rule& rule, const SearchOptions& options) {
-  return Search(problem, rule, options).run();
 }
 
 }  // namespace adaptra::schedule

@@ -1,26 +1,26 @@
-// List scheduling over an event simulation: orders made by a greedy rule, and a search for the rule that serves a problem best.
+// List scheduling over an event simulation: orders made by a greedy rule.
 //
 // A dispatcher plays the step forward in time. Whenever a rank is free it starts the op that its policy prefers among those
 // whose inputs are there: input gradients, then forwards within their quota, then weight gradients, which nobody waits for. It
 // may leave a rank idle when it knows that something more urgent is about to arrive. Orders made this way keep F, I and W each
-// in microbatch order on every stage.
+// in microbatch order on every stage. What the dispatcher believes about time is never the last word: simulate() is.
 #pragma once
 
 #include <cstdint>
 #include <optional>
 #include <vector>
 
-#include "schedule/simulate.h"
 #include "schedule/types.h"
 
 namespace adaptra::schedule {
 
 // What the dispatcher prefers on one stage.
 struct StagePolicy {
-  std::int32_t warm_up = 1;     // forwards that go before the first input gradient even when that is ready (x_i)
-  std::int32_t in_flight = 1;   // most forwards started whose input gradient has not ended
-  float patience_weight = 0.0F;   // idle rather than start a W when an awaited input is due within this share of W's duration
-  float patience_forward = 0.0F;  // the same for starting an F when an input gradient is due
+  std::int32_t warm_up = 1;        // forwards that go before the first input gradient even when that is ready (x_i)
+  std::int32_t in_flight = 1;      // most forwards started whose input gradient has not ended
+  float patience_weight = 0.0F;    // idle rather than start a W when an awaited input is due within this share of W's duration
+  float patience_forward = 0.0F;   // the same for starting an F when an input gradient is due
+  std::int32_t backlog = 1 << 30;  // most W put off before they go ahead of forwards
 };
 
 // A rule for each stage. Ranks that hold several stages prefer the deepest stage with a ready forward when `deep_first`.
@@ -34,22 +34,5 @@ struct Policy {
 //
 // Requires in_flight >= 1 everywhere and, under a memory limit, room for one microbatch.
 [[nodiscard]] std::optional<std::vector<Order>> list_schedule(const Problem& problem, const Policy& policy, double cutoff);
-
-// The best orders found, and their exact makespan.
-struct Plan {
-  double makespan;
-  std::vector<Order> orders;
-};
-
-struct SearchOptions {
-  std::vector<std::int32_t> in_flight;              // per stage: the most microbatches in flight, never exceeded
-  std::vector<std::vector<std::int32_t>> warm_ups;  // where to start: one number per stage, each at least 1
-  double target;                                    // stop as soon as a plan is this short: a proven lower bound
-  std::int64_t effort;                              // about how many ops to dispatch before giving up
-};
-
-// Searches policies around the given warm-up counts. Every plan is judged by simulate(), and the same input always leads to the
-// same plan: the search counts ops, not time. None when no policy led to a plan within the limits.
-[[nodiscard]] std::optional<Plan> search_orders(const Problem& problem, const Rule& rule, const SearchOptions& options);
 
 }  // namespace adaptra::schedule

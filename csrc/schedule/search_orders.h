@@ -1,0 +1,37 @@
+// The search for the list-scheduling policy that serves a problem best.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "schedule/simulate.h"
+#include "schedule/types.h"
+
+namespace adaptra::schedule {
+
+// The best orders found, and their exact makespan.
+struct Plan {
+  double makespan;
+  std::vector<Order> orders;
+};
+
+// Orders of the family of 1F1B, ZB-H1 and ZB-H2, one number per stage: `warm_up` forwards, then I, the W that is `deferred`
+// microbatches older, and a forward in turn.
+struct Alternation {
+  std::vector<std::int32_t> warm_up, deferred;
+};
+
+struct SearchOptions {
+  std::vector<std::int32_t> in_flight;              // per stage: the most microbatches in flight, never exceeded
+  std::vector<std::vector<std::int32_t>> warm_ups;  // where to start: one number per stage, each at least 1
+  std::vector<Alternation> alternations;            // the search never ends worse than any of these that fits
+  double target;                                    // stop as soon as a plan is this short: a proven lower bound
+  std::int64_t effort;                              // about how many ops to dispatch before giving up
+};
+
+// Searches policies around the given warm-up counts. Every plan is judged by simulate(), and the same input always leads to the
+// same plan: the search counts ops, not time. None when no policy led to a plan within the limits.
+[[nodiscard]] std::optional<Plan> search_orders(const Problem& problem, const Rule& rule, const SearchOptions& options);
+
+}  // namespace adaptra::schedule

@@ -1,0 +1,248 @@
+"""What a pass is, and how passes are put in a row.
+
+A pass is a frozen dataclass whose fields are its options; it turns a valid program into a valid program. A pipeline is
+passes in a row, and has a text form that parses and prints::
+
+    split-backward,adapt-order{memory=12},insert-comm{receives=ahead},lower-comm{slow=1>2}
+
+Options left at their default are not printed. The runner knows no pass: it verifies the program before the first and after
+each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+from adaptra.cost import CostModel
+from adaptra.errors import PassError, ScheduleError
+from adaptra.program import Program
+from adaptra.verify import verify
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """A transformation of programs. Subclasses are frozen dataclasses; each field is an option made by :func:`option`.
+
+    Contract of :meth:`apply`: it never changes its input, gives the same program for the same input on every machine, and its
+    result verifies if its input does. A subclass's docstring says what it guarantees beyond that and what it refuses.
+    """
+
+    name: ClassVar[str]
+    """The name in pipelines: the file name with ``-`` for ``_``."""
+
+    @abstractmethod
+    def apply(self, program: Program, cost: CostModel) -> Program:
+        """The transformed program.
+
+        Raises:
+            PassError: The pass refuses the program.
+            PlanError: No program satisfies the limits.
+        """
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, str]) -> Pass:
+        """Make the pass from the texts of its options.
+
+        Raises:
+            PassError: An option is unknown or its value has not the form expected.
+        """
+        forms = {entry.name: entry.metadata["form"] for entry in dataclasses.fields(cls)}
+        values: dict[str, Any] = {}
+        for name, text in options.items():
+            if name not in forms:
+                raise PassError(f"{cls.name}: option {name!r}: expected {_one_of(forms)}")
+            form: OptionForm = forms[name]
+            try:
+                values[name] = form.parse(text)
+            except ValueError:
+                raise PassError(f"{cls.name}: {name}={text}: expected {name}={form.expected}") from None
+        return cls(**values)
+
+    def __str__(self) -> str:
+        given: list[str] = []
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            if value != entry.default:
+                form: OptionForm = entry.metadata["form"]
+                given.append(f"{entry.name}={form.print(value)}")
+        return f"{self.name}{{{','.join(given)}}}" if given else self.name
+
+
+class OptionForm(ABC):
+    """How the value of an option is written: :meth:`parse` and :meth:`print` are each other's inverse."""
+
+    expected: str
+    """What to write, for error messages."""
+
+    @abstractmethod
+    def parse(self, text: str) -> Any:
+        """The value that the text stands for; ValueError if it stands for none."""
+
+    def print(self, value: Any) -> str:
+        """The text of a value."""
+        return str(value)
+
+
+def option(default: Any, form: OptionForm) -> Any:
+    """A dataclass field that is an option of a pass."""
+    return field(default=default, metadata={"form": form})
+
+
+class Count(OptionForm):
+    """A whole number."""
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+        self.expected = f"N with N a whole number of at least {least}"
+
+    def parse(self, text: str) -> int:
+        """The number."""
+        return _count(text, self.least)
+
+
+class CountPerStage(OptionForm):
+    """One whole number for all stages, or ``+``-separated numbers, one per stage."""
+
+    expected = "N or N+N+… (one per stage) with whole numbers of at least 1"
+
+    def parse(self, text: str) -> int | tuple[int, ...]:
+        """One number, or a tuple of them."""
+        numbers = tuple(_count(part, 1) for part in text.split("+"))
+        return numbers[0] if len(numbers) == 1 else numbers
+
+    def print(self, value: Any) -> str:
+        """One number, or all joined by ``+``."""
+        return str(value) if isinstance(value, int) else "+".join(map(str, value))
+
+
+class Word(OptionForm):
+    """One word out of a few, or any that matches a pattern."""
+
+    def __init__(self, pattern: str, expected: str) -> None:
+        self.pattern = re.compile(pattern)
+        self.expected = expected
+
+    def parse(self, text: str) -> str:
+        """The word."""
+        if self.pattern.fullmatch(text) is None:
+            raise ValueError(text)
+        return text
+
+
+class Edges(OptionForm):
+    """Directed edges between stages such as ``1>2+2>1``."""
+
+    expected = "SOURCE>DESTINATION, several joined by +, such as 1>2+2>1"
+
+    def parse(self, text: str) -> tuple[tuple[int, int], ...]:
+        """Pairs of source and destination stage."""
+        edges: list[tuple[int, int]] = []
+        for part in text.split("+"):
+            source, _, destination = part.partition(">")
+            edges.append((_count(source, 0), _count(destination, 0)))
+        return tuple(edges)
+
+    def print(self, value: Any) -> str:
+        """The edges joined by ``+``."""
+        return "+".join(f"{source}>{destination}" for source, destination in value)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Passes in a row.
+
+    Attributes:
+        passes: They are applied first to last.
+    """
+
+    passes: tuple[Pass, ...]
+
+    def apply(self, program: Program, cost: CostModel) -> Program:
+        """Run all passes, and verify the program before the first and after each that changes it.
+
+        Raises:
+            ScheduleError: ``program`` is not valid.
+            PassError: A pass refuses its program.
+            PlanError: No program satisfies the limits.
+            AssertionError: A pass turned a valid program into one that is not: a bug of that pass, which it names.
+        """
+        verify(program)
+        for step in self.passes:
+            before, program = program, step.apply(program, cost)
+            if program is before:
+                continue
+            try:
+                verify(program)
+            except ScheduleError as error:
+                raise AssertionError(f"bug in pass {step}: its result does not verify: {error}") from error
+            log.debug("%s: %s", step, program.name)
+        return program
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.passes))
+
+    @staticmethod
+    def parse(text: str, known: Mapping[str, type[Pass]]) -> Pipeline:
+        """Read the text form.
+
+        Args:
+            text: Pass names separated by commas, each with its options in braces.
+            known: The passes by name; :func:`adaptra.passes.parse_pipeline` hands over all of adaptra's.
+
+        Raises:
+            PassError: Names the token, its column and the form expected.
+        """
+        passes: list[Pass] = []
+        position = 0
+        while True:
+            match = _PASS.match(text, position)
+            if match is None:
+                found = text[position:] or "the end"
+                raise PassError(f"pipeline {text!r}: column {position + 1}: {found!r}: expected PASS or PASS{{OPTION=VALUE,…}}")
+            name, options = match["name"], match["options"]
+            if name not in known:
+                raise PassError(f"pipeline {text!r}: column {position + 1}: pass {name!r}: expected {_one_of(known)}")
+            try:
+                passes.append(known[name].from_options(_options(name, options)))
+            except PassError as error:
+                raise PassError(f"pipeline {text!r}: column {position + 1}: {error}") from None
+            position = match.end()
+            if position == len(text):
+                return Pipeline(tuple(passes))
+            if text[position] != ",":
+                raise PassError(f"pipeline {text!r}: column {position + 1}: {text[position:]!r}: expected ',' or the end")
+            position += 1
+
+
+_PASS: Final = re.compile(r"(?P<name>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)(?:\{(?P<options>[^{}]*)\})?")
+_OPTION: Final = re.compile(r"(?P<name>[a-z][a-z0-9_]*)=(?P<value>[^,={}\s]+)")
+
+
+def _options(name: str, text: str | None) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for token in [] if text is None else text.split(","):
+        match = _OPTION.fullmatch(token)
+        if match is None:
+            raise PassError(f"{name}: option {token!r}: expected OPTION=VALUE")
+        if match["name"] in options:
+            raise PassError(f"{name}: option {match['name']!r} is given twice")
+        options[match["name"]] = match["value"]
+    return options
+
+
+def _count(text: str, least: int) -> int:
+    if re.fullmatch(r"0|[1-9]\d*", text) is None or int(text) < least:
+        raise ValueError(text)
+    return int(text)
+
+
+def _one_of(names: Mapping[str, Any]) -> str:
+    return f"one of {', '.join(sorted(names))}" if names else "no options"

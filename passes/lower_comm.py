@@ -1,0 +1,61 @@
+"""The pass ``lower-comm``: put the messages of slow edges on another lane."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from adaptra.cost import CostModel
+from adaptra.dependencies import peer_stage
+from adaptra.errors import PassError
+from adaptra.passes.base import Edges, Pass, Word, option
+from adaptra.program import Kind, Op, Program
+
+
+@dataclass(frozen=True)
+class LowerComm(Pass):
+    """Mark SEND and RECV of the named directed edges with a lane, and take the lane from all others.
+
+    One slow edge moves alone: the lanes of a program are a function of ``slow``, whatever lanes it came with, so an edge that
+    recovered goes back by leaving it out.
+
+    Guarantees: no op moves; both ends of a message are on the same lane.
+
+    Refuses: a program without communication ops when an edge is named, and an edge over which the program sends nothing.
+
+    Attributes:
+        slow: Directed edges between neighbouring stages, as (source, destination): ``slow=1>2+2>1``.
+        lane: What the runtime calls the path they take.
+    """
+
+    name: ClassVar[str] = "lower-comm"
+    slow: tuple[tuple[int, int], ...] = option((), Edges())
+    lane: str = option("delegate", Word(r"[a-z][a-z0-9_.-]*", "a lower-case word such as delegate"))
+
+    def apply(self, program: Program, cost: CostModel) -> Program:
+        """The program with its lanes set; ``cost`` does not matter."""
+        if self.slow and not program.is_lowered:
+            raise PassError(f"{self}: {program.name} has no SEND and RECV to mark: run insert-comm first")
+        used = {_edge(op) for order in program.orders for op in order if not op.kind.is_compute}
+        for source, destination in self.slow:
+            if (source, destination) not in used:
+                known = " ".join(f"{a}>{b}" for a, b in sorted(used))
+                raise PassError(f"{self}: {program.name} sends nothing over {source}>{destination}: expected some of {known}")
+        orders = tuple(tuple(map(self._marked, order)) for order in program.orders)
+        return replace(program, orders=orders)
+
+    def _marked(self, op: Op) -> Op:
+        if op.kind.is_compute:
+            return op
+        return replace(op, lane=self.lane if _edge(op) in self.slow else None)
+
+
+def _edge(op: Op) -> tuple[int, int]:
+    """Source and destination stage of a communication op."""
+    match op.kind:
+        case Kind.SEND_F | Kind.SEND_B:
+            return op.stage, peer_stage(op)
+        case Kind.RECV_F | Kind.RECV_B:
+            return peer_stage(op), op.stage
+        case Kind.F | Kind.I | Kind.W | Kind.B:
+            raise ValueError(f"{op} has no edge: it computes")
