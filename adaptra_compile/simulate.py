@@ -177,6 +177,8 @@ class BoundKind(Enum):
     """All forward messages of an edge occupy it one after the other."""
     LINK_BACKWARD = "link backward"
     """All backward messages of an edge (of a shared edge: all messages) occupy it one after the other."""
+    IDLE = "idle"
+    """A stage's load, and the time it idles before its first input gradients and after its last forwards for want of memory."""
     ONE_MACHINE = "one machine"
     """The best schedule of one rank's ops with interruptions, each with the least time that must pass before and after it."""
 
@@ -207,7 +209,7 @@ def lower_bound(case: Case) -> Bound:
     match kind:
         case BoundKind.LOAD | BoundKind.ONE_MACHINE:
             place = f"rank {where}"
-        case BoundKind.DRAIN | BoundKind.CHAIN | BoundKind.MEMORY:
+        case BoundKind.DRAIN | BoundKind.CHAIN | BoundKind.MEMORY | BoundKind.IDLE:
             place = f"stage {where}"
         case BoundKind.LINK_FORWARD:
             place = f"edge {where}→{where + 1}"

@@ -203,6 +203,7 @@ const char* name_of(schedule::BoundKind kind) {
     case schedule::BoundKind::Memory: return "memory";
     case schedule::BoundKind::LinkForward: return "link forward";
     case schedule::BoundKind::LinkBackward: return "link backward";
+    case schedule::BoundKind::Idle: return "idle";
     case schedule::BoundKind::OneMachine: return "one machine";
   }
   return "";  // unreachable; GCC does not see that the switch is complete

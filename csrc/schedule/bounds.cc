@@ -189,8 +189,52 @@ class Bounds {
         machine.push_back({head_i(s, k) + t_i_[s], t_w_[s], 0.0});
       }
     }
+    idle(head_f, head_i, tail_f);
     for (std::size_t rank = 0; rank < jobs.size(); ++rank)
       offer(one_machine(std::move(jobs[rank])), BoundKind::OneMachine, rank);
+  }
+
+  // Idle: a stage alone on its rank idles when more time must pass than the ops take that memory lets it run meanwhile: before
+  // its k-th I starts; between the start of its k-th F and that of its k-th I, a round trip; after its k-th F has ended. The
+  // k-th F starts after the (k - A)-th I, so of these times any chain I, F, I, F, … with such gaps is disjoint, and the bound
+  // is head + M·(T_F + T_I + T_W) + the greatest sum along a chain.
+  void idle(Table& head_f, Table& head_i, Table& tail_f) {
+    Numbers before_i(microbatches_);
+    for (std::size_t s = 0; s < stages_; ++s) {
+      if (std::count(problem_.placement.begin(), problem_.placement.end(), problem_.placement[s]) > 1) continue;
+      const std::size_t most = in_flight_[s];
+      const double gradients = t_i_[s] + t_w_[s];
+      double greatest = 0.0;
+      for (std::size_t k = 0; k < microbatches_; ++k) {
+        const std::size_t forwards = std::min(microbatches_, most + k);
+        const double forced = gradient_work_before(s, k);
+        const double before_f = k >= most ? before_i[k - most] : 0.0;
+        const double beginning = head_i(s, k) - head_f(s, 0) - times(forwards, t_f_[s]) - times(k, gradients);
+        const double trip = t_f_[s] + down_[s] - times(forwards - k, t_f_[s]) - times(k, gradients) + forced;
+        const double end = tail_f(s, k) - times(microbatches_ - 1 - k, t_f_[s]) - times(microbatches_, gradients) + forced;
+        before_i[k] = std::max({k > 0 ? before_i[k - 1] : 0.0, beginning, before_f + std::max(0.0, trip)});
+        greatest = std::max({greatest, before_i[k], before_f + std::max(0.0, end)});
+      }
+      offer(head_f(s, 0) + times(microbatches_, t_f_[s] + gradients) + greatest, BoundKind::Idle, s);
+    }
+  }
+
+  // The least time that I and W ops take which must have freed memory before the k-th F can start: of all numbers i of I ops
+  // and w <= i of W ops that free enough, the cheapest.
+  [[nodiscard]] double gradient_work_before(std::size_t s, std::size_t k) const {
+    if (k < in_flight_[s] || cost_.memory_limit.empty()) return 0.0;
+    const double held = cost_.memory_forward[s];
+    const double by_i = cost_.memory_input_grad[s];
+    const double by_w = held - by_i;
+    const double limit = cost_.memory_limit[static_cast<std::size_t>(problem_.placement[s])] + kMemoryTolerance;
+    const double excess = times(k + 1, held) - limit;
+    double cheapest = std::numeric_limits<double>::infinity();
+    for (std::size_t i = k + 1 - in_flight_[s]; i <= k; ++i) {
+      const double missing = excess - times(i, by_i);
+      const double w = missing <= 0.0 ? 0.0 : std::ceil(missing / by_w - kMemoryTolerance);
+      if (w <= static_cast<double>(i)) cheapest = std::min(cheapest, times(i, t_i_[s]) + w * t_w_[s]);
+    }
+    return std::isfinite(cheapest) ? cheapest : 0.0;
   }
 
   // The earliest start of the k-th F and I on each stage: after the k-th on the neighbour and its message, messages one

@@ -7,7 +7,7 @@
 
 namespace adaptra::schedule {
 
-enum class BoundKind : std::uint8_t { Load, Drain, Chain, Memory, LinkForward, LinkBackward, OneMachine };
+enum class BoundKind : std::uint8_t { Load, Drain, Chain, Memory, LinkForward, LinkBackward, Idle, OneMachine };
 
 // `where` is the stage that binds, the edge (links), or the rank (load and one machine).
 struct Bound {
