@@ -166,7 +166,7 @@ class Case:
             data = json.loads(Path(path).read_text())
         except OSError as error:
             raise CaseError(f"{path}: {error.strerror}") from error
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise CaseError(f"{path}: not JSON: {error}") from error
         try:
             return Case.from_json(data, name=Path(path).stem)
@@ -237,6 +237,10 @@ class Case:
 _FIELDS: Final = frozenset("version S M t_f t_b t_w c_f c_b o_f o_b duplex blocking_comm mem_cap mem_f mem_b placement".split())
 
 
+_MOST: Final = 1_000_000
+"""The most stages or microbatches of a case; more are taken for a mistake before they fill the memory."""
+
+
 def _check_numbers(name: str, values: Sequence[float], count: int) -> None:
     if len(values) != count:
         raise CaseError(f"{name}: expected {count} numbers, got {len(values)}")
@@ -252,7 +256,10 @@ def _numbers(name: str, given: Any, count: int) -> tuple[float, ...]:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CaseError(f"{name}: expected a number or a list of {count}, got {value!r}")
-    numbers = tuple(float(value) for value in values)
+    try:
+        numbers = tuple(float(value) for value in values)
+    except OverflowError:
+        raise CaseError(f"{name}: expected numbers of at most 1.8e308, got a larger one") from None
     _check_numbers(name, numbers, count)
     return numbers
 
@@ -267,12 +274,14 @@ def _count(fields: Mapping[str, Any], name: str) -> int:
     value = _required(fields, name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CaseError(f"{name}: expected a whole number of at least 1, got {value!r}")
+    if value > _MOST:
+        raise CaseError(f"{name}: expected at most {_MOST}, got {value}")
     return value
 
 
 def _one_of(fields: Mapping[str, Any], name: str, choices: Mapping[str, bool], default: str) -> bool:
     value = fields.get(name, default)
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise CaseError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
     return choices[value]
 
@@ -294,7 +303,8 @@ def _placement(given: Any, stages: int) -> tuple[int, ...]:
         return tuple(range(stages))
     if not isinstance(given, list) or not all(isinstance(held, list) and held for held in given):
         raise CaseError(f"placement: expected a list with one list of stages per rank, got {given!r}")
-    rank_of = {stage: rank for rank, held in enumerate(given) for stage in held}
-    if sorted(stage for held in given for stage in held) != list(range(stages)):
+    held_stages: list[Any] = [stage for held in given for stage in held]
+    if any(type(stage) is not int for stage in held_stages) or sorted(held_stages) != list(range(stages)):
         raise CaseError(f"placement: expected each of the stages 0..{stages - 1} once, got {given!r}")
+    rank_of = {stage: rank for rank, held in enumerate(given) for stage in held}
     return tuple(rank_of[stage] for stage in range(stages))

@@ -7,6 +7,7 @@ waits. Messages are lines from the sender's lane to the receiver's; those of slo
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from adaptra.timeline import MessageInterval, Timeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
 SUFFIXES: Final = (".svg", ".png")
 
@@ -37,7 +40,8 @@ _SLOW_GROUND: Final = "#F6E4F1"
 
 # Inches, as everything below that is not a time.
 _LANE, _GAP, _SLOW_GAP = 0.30, 0.13, 0.46
-_LEFT, _RIGHT, _TOP, _PANEL_TITLE, _AXIS = 0.95, 0.25, 0.28, 0.36, 0.55
+_LEFT, _RIGHT, _PANEL_TITLE, _AXIS = 0.95, 0.25, 0.36, 0.55
+_LEGEND_LINE, _LEGEND_KEY, _LEGEND_LETTER = 0.2, 0.45, 0.077
 _LEAST_WIDTH, _MOST_WIDTH, _WIDTH_PER_OP = 9.0, 30.0, 0.19
 _POINTS = 72.0
 
@@ -144,12 +148,19 @@ def _compose(figure: Figure, panels: Sequence[_Panel], slow: frozenset[tuple[int
     lengths = sorted((i.end - i.start) * p.scale for p in panels for i in p.timeline if i.end > i.start)
     narrow = lengths[len(lengths) // 5] if lengths else whole
     plot = min(_MOST_WIDTH, max(_LEAST_WIDTH, _WIDTH_PER_OP * whole / narrow)) - _LEFT - _RIGHT
-    head = _TOP + (0.3 if title else 0.0)
+    handles = _legend(panels, slow)
+    lines = math.ceil(sum(_LEGEND_KEY + _LEGEND_LETTER * len(str(handle.get_label())) for handle in handles) / plot)
+    above = 0.08 + (0.3 if title else 0.0)
+    head = above + _LEGEND_LINE * lines
     width, height = plot + _LEFT + _RIGHT, head + sum(_PANEL_TITLE + panel.height for panel in panels) + _AXIS
     figure.set_size_inches(width, height)
     if title:
         figure.text(_LEFT / width, 1 - 0.12 / height, title, va="top", fontsize=13, weight="bold", color=_TEXT)
-    _legend(figure, panels, slow, 1 - (head - _TOP + 0.08) / height, _LEFT / width)
+    figure.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(_LEFT / width, 1 - above / height), borderaxespad=0, borderpad=0,
+        ncols=math.ceil(len(handles) / lines), frameon=False, fontsize=9, handlelength=1.5, handletextpad=0.5,
+        columnspacing=1.4, labelcolor=_TEXT,
+    )  # fmt: skip
     points_per_time = plot * _POINTS / (whole * 1.005)
     size = _number_size(narrow * points_per_time, panels)
     top = head
@@ -279,7 +290,8 @@ def _heading(axes: Axes, panel: _Panel, first: _Panel | None) -> None:
     )  # fmt: skip
 
 
-def _legend(figure: Figure, panels: Sequence[_Panel], slow: frozenset[tuple[int, int]], top: float, left: float) -> None:
+def _legend(panels: Sequence[_Panel], slow: frozenset[tuple[int, int]]) -> list[Patch | Line2D]:
+    """What stands in the legend: only what is in the picture."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -292,12 +304,9 @@ def _legend(figure: Figure, panels: Sequence[_Panel], slow: frozenset[tuple[int,
         handles.append(Line2D([], [], color=MESSAGE, linewidth=0.9, alpha=0.6, label="message"))
     if slow:
         handles.append(Line2D([], [], color=MESSAGE, linewidth=1.4, marker=">", markersize=5, label="message on a slow edge"))
-    if any(len(set(panel.timeline.program.placement)) < panel.timeline.program.stages for panel in panels):
+    if any(panel.timeline.program.ranks < panel.timeline.program.stages for panel in panels):
         handles.append(Patch(facecolor=_lighter(COLOURS[Kind.F], 1), label="lighter: the rank's later stages"))
-    figure.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(left, top), borderaxespad=0, borderpad=0, ncols=len(handles),
-        frameon=False, fontsize=9, handlelength=1.5, handletextpad=0.5, columnspacing=1.4, labelcolor=_TEXT,
-    )  # fmt: skip
+    return handles
 
 
 def _order_on_rank(placement: Sequence[int]) -> tuple[int, ...]:

@@ -1,0 +1,168 @@
+"""The command ``adaptra``: plan, simulate, explain, trace, schedule, doctor. ``docs/command-line.md`` shows each.
+
+Starting it loads neither torch nor sympy nor matplotlib; a command loads what it uses when it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from adaptra import __version__
+from adaptra.errors import AdaptraError
+
+_Add = Callable[[str, str], ArgumentParser]
+
+_CASE: Final = "cost model as JSON (docs/formats.md); all its times share one unit, its memory another"
+_PROGRAM: Final = (
+    "a program: a .sched file, a .csv of torch.distributed.pipelining, - for a program on standard input, "
+    "or the name of a generated schedule (gpipe, 1f1b, zb_h1, zb_h2)"
+)
+_SLOW: Final = (
+    "mark messages from stage A to its neighbour B in the picture; repeatable. Without it, directed edges that take "
+    "more than twice the time of the median edge are marked"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line; the program's own arguments when None.
+
+    Returns:
+        The exit status: 0 done, 1 standard output was closed early, 2 wrong input (one line on standard error says what),
+        130 interrupted.
+    """
+    options = _parser().parse_args(arguments)
+    from adaptra.cli import commands
+
+    try:
+        # By lines: where Python runs unbuffered, a single write whose reader has gone ends early and without an error.
+        sys.stdout.writelines(commands.run(options).splitlines(keepends=True))
+        sys.stdout.flush()
+    except AdaptraError as error:
+        sys.stderr.write(f"adaptra: {error}\n")
+        return 2
+    except BrokenPipeError:
+        # What reads our output has gone; without this, Python would say so again while it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="adaptra",
+        description="Plan, time and look at pipeline-parallel programs.",
+        epilog="adaptra COMMAND --help describes one command.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"adaptra {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, description: str) -> ArgumentParser:
+        first, _, _ = description.partition(".\n")
+        return commands.add_parser(
+            name,
+            help=first.rstrip("."),
+            description=description,
+            formatter_class=RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    for command in (_plan, _simulate, _explain, _trace, _schedule, _doctor):
+        command(add)
+    return parser
+
+
+def _plan(add: _Add) -> None:
+    parser = add(
+        "plan",
+        "Find the order of ops with the shortest step for a case, and write it as a program.\n\n"
+        "Without -o the program goes to standard output. Times are in the case's own unit.",
+    )
+    parser.add_argument("case", metavar="CASE", help=_CASE)
+    parser.add_argument(
+        "--memory", type=_at_least_one, metavar="N", help="microbatches in flight per stage at most (F started, I not ended)"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the program here: .sched, or .csv for torch's form")
+    parser.add_argument(
+        "--lower", action="store_true", help="insert SEND and RECV; otherwise the program holds compute ops only"
+    )
+    _picture(parser)
+    _json(parser)
+
+
+def _simulate(add: _Add) -> None:
+    parser = add(
+        "simulate",
+        "Time one step of a program under a case, exactly.\n\n"
+        "Times are in the case's own unit: makespan, the lower bound that no program beats, bubble (idle time within\n"
+        "the makespan, per rank). In flight: the most microbatches whose F has started and whose I has not ended, per stage.",
+    )
+    parser.add_argument("program", metavar="PROGRAM", help=_PROGRAM)
+    parser.add_argument("case", metavar="CASE", help=_CASE)
+    parser.add_argument("--trace", metavar="FILE.json", help="write a trace for Perfetto, one unit of time as one millisecond")
+    parser.add_argument("--width", type=_at_least_one, metavar="N", help="characters per line of the printed timeline")
+    _picture(parser)
+    _json(parser)
+
+
+def _explain(add: _Add) -> None:
+    parser = add(
+        "explain",
+        "Show why a plan has the warm-up forwards it has: the bubble equations with the plan's numbers filled in.\n\n"
+        "Times are in the case's own unit.",
+    )
+    parser.add_argument("case", metavar="CASE", help=_CASE)
+    parser.add_argument("program", metavar="PROGRAM", nargs="?", help=f"{_PROGRAM}; the plan for CASE when left out")
+    _json(parser)
+
+
+def _trace(add: _Add) -> None:
+    parser = add(
+        "trace",
+        "Draw a saved trace, simulated or measured: all its runs on one time axis.\n\n"
+        "Without -o they are printed as text. Times are in milliseconds where the trace knows its unit.",
+    )
+    parser.add_argument("file", metavar="FILE", help="a trace that adaptra wrote (.json)")
+    parser.add_argument("-o", "--output", metavar="PICTURE", help="the picture to write: .svg or .png")
+    parser.add_argument("--title", help="a heading of the picture")
+    parser.add_argument("--slow-edge", type=_edge, action="append", metavar="A-B", help="mark messages from stage A to stage B")
+    parser.add_argument("--width", type=_at_least_one, metavar="N", help="characters per line of the printed timeline")
+
+
+def _schedule(add: _Add) -> None:
+    parser = add("schedule", "Print a schedule of the literature as a program, one stage per rank.")
+    parser.add_argument("name", metavar="NAME", help="gpipe, 1f1b, zb_h1 or zb_h2")
+    parser.add_argument("-s", "--stages", type=_at_least_one, required=True, metavar="S", help="number of stages")
+    parser.add_argument("-m", "--microbatches", type=_at_least_one, required=True, metavar="M", help="microbatches per step")
+
+
+def _doctor(add: _Add) -> None:
+    _json(add("doctor", "Show versions, what is installed, and what to install for the rest."))
+
+
+def _json(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on standard output")
+
+
+def _picture(parser: ArgumentParser) -> None:
+    parser.add_argument("--picture", metavar="FILE", help="draw the timeline: .svg or .png (needs the extra viz)")
+    parser.add_argument("--slow-edge", type=_edge, action="append", metavar="A-B", help=_SLOW)
+
+
+def _at_least_one(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) >= 1):
+        raise ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
+    return int(text)
+
+
+def _edge(text: str) -> tuple[int, int]:
+    source, dash, destination = text.partition("-")
+    if not (dash and source.isascii() and destination.isascii() and source.isdigit() and destination.isdigit()):
+        raise ArgumentTypeError(f"{text!r}: expected two stages such as 1-2")
+    return int(source), int(destination)

@@ -1,0 +1,7 @@
+"""``python -m adaptra.cli``: the command ``adaptra`` where its script is not on the path."""
+
+import sys
+
+from adaptra.cli import main
+
+sys.exit(main())

@@ -1,0 +1,73 @@
+"""What ``adaptra doctor`` reports: what is installed here, and what to install for the rest."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.util
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+from adaptra import __version__
+
+EXTRAS: Final = {"viz": ("matplotlib", "pictures"), "rdma": ("pyverbs", "RDMA devices"), "exact": ("ortools", "exact plans")}
+_BACKENDS: Final = ("gloo", "nccl", "mpi", "xccl")
+
+
+def examine() -> dict[str, Any]:
+    """Versions and availability as JSON values. Loads torch; opens no device and no connection."""
+    return {
+        "adaptra": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "extension": importlib.util.find_spec("adaptra._C") is not None,
+        "torch": _torch(),
+        "sympy": _version("sympy"),
+        "rich": _version("rich"),
+        "extras": {extra: {"package": package, "version": _version(package)} for extra, (package, _) in EXTRAS.items()},
+        "libibverbs": ctypes.util.find_library("ibverbs"),
+    }
+
+
+def report(found: dict[str, Any]) -> str:
+    """What :func:`examine` found, for people."""
+    torch = found["torch"]
+    lines = [
+        ("adaptra", found["adaptra"]),
+        ("python", f"{found['python']}, {found['system']}"),
+        ("extension", "built" if found["extension"] else "missing: pip install . builds it"),
+        ("torch", "missing: pip install torch" if torch is None else torch["version"]),
+    ]
+    if torch is not None:
+        backends = [name for name, available in torch["distributed"].items() if available]
+        lines.append(("distributed", ", ".join(backends) or "no backend"))
+        lines.append(("accelerator", torch["accelerator"] or "none"))
+    lines += [(name, found[name] or f"missing: pip install {name}") for name in ("sympy", "rich")]
+    for extra, (package, use) in EXTRAS.items():
+        installed = found["extras"][extra]["version"]
+        state = f"{package} {installed}" if installed else f"missing, needed for {use}: pip install 'adaptra[{extra}]'"
+        lines.append((f"extra {extra}", state))
+    lines.append(("libibverbs", found["libibverbs"] or "not found: RDMA devices can't be used"))
+    return "".join(f"{name:<13}{state}\n" for name, state in lines)
+
+
+def _torch() -> dict[str, Any] | None:
+    try:
+        import torch
+        from torch import distributed
+    except ImportError:
+        return None
+    available = distributed.is_available()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return {
+        "version": torch.__version__,
+        "accelerator": None if accelerator is None else f"{torch.accelerator.device_count()} × {accelerator.type}",
+        "distributed": {name: available and distributed.is_backend_available(name) for name in _BACKENDS},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
