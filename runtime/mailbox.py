@@ -157,6 +157,8 @@ class Mailbox:
             torch.distributed.DistError: The store is lost.
         """
         self._sending.queue_push(f"mail/{rank}", encode(to_json(mail)))
+        # HashStore's queue_push wakes one waiting thread, whichever queue that waits for; its set wakes all.
+        self._sending.set("mail/bell", "")
 
     def receive(self) -> Mail:
         """Wait for the next mail. Only one thread may.

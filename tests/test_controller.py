@@ -1,0 +1,485 @@
+"""The controller: all ranks run every step under one plan, switch together or not at all, and train on while planning.
+
+Ranks are threads over a HashStore; one test runs processes over a TCPStore. What a rank would measure follows from the plan
+that it runs, so a switch brings about the next change and a run ends at a plan version, not after a time.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from adaptra.cost import Case, CostModel
+from adaptra.errors import ControlError, PlanError
+from adaptra.program import Program
+from adaptra.runtime.controller import Controller, ControllerOptions, Planning
+from adaptra.runtime.events import ControlEvent, EventKind
+from adaptra.runtime.mailbox import Confirmed, Mailbox, Measured, Proposed, Refused
+from adaptra.runtime.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
+from adaptra.runtime.plan_log import Plan
+from adaptra.schedules import gpipe, one_f_one_b, zb_h1
+from adaptra.simulate import lower_bound, simulate
+
+RANKS, MICROBATCHES = 4, 8
+HEALTHY = CostModel.uniform(RANKS, 0.02, 0.02, 0.01, latency=2e-4)
+SLOW = HEALTHY.with_latency(1, 2, 0.06).with_latency(2, 1, 0.06)
+CASE = Case(HEALTHY, MICROBATCHES, tuple(range(RANKS)))
+HEALTHY_PROGRAM, SLOW_PROGRAM = zb_h1(RANKS, MICROBATCHES), gpipe(RANKS, MICROBATCHES)
+
+
+def predict(program: Program, cost: CostModel) -> float:
+    return simulate(program, cost).makespan
+
+
+def best(case: Case, incumbent: Program) -> Program:
+    """The better of two schedules: zb_h1 for healthy links, gpipe for slow ones."""
+    return min((incumbent, HEALTHY_PROGRAM, SLOW_PROGRAM), key=lambda program: predict(program, case.cost))
+
+
+def bound(case: Case) -> float:
+    return lower_bound(case).value
+
+
+def plan_zero(program: Program = HEALTHY_PROGRAM) -> Plan:
+    return Plan(0, program, CASE, predict(program, HEALTHY), bound(CASE), "initial")
+
+
+def measurement(rank: int, step: int, cost: CostModel) -> StepMeasurement:
+    """What a rank with one stage measures under these costs."""
+    stage = StageMeasurement(rank, cost.forward[rank], cost.input_grad[rank], cost.weight_grad[rank], None)
+    edges: list[EdgeMeasurement] = []
+    if rank > 0:
+        flight = EdgeEstimate(cost.latency_forward[rank - 1], None, 0.01)
+        edges.append(EdgeMeasurement(rank - 1, rank, MICROBATCHES, 0.0, flight))
+    if rank < RANKS - 1:
+        flight = EdgeEstimate(cost.latency_backward[rank], None, 0.01)
+        edges.append(EdgeMeasurement(rank + 1, rank, MICROBATCHES, 0.0, flight))
+    return StepMeasurement(rank, step, 0.5, (stage,), tuple(edges))
+
+
+def against(plan: Plan) -> CostModel:
+    """The costs that make the other program the better one."""
+    return SLOW if str(plan.program) == str(HEALTHY_PROGRAM) else HEALTHY
+
+
+def slow_after_ten(step: int, plan: Plan) -> CostModel:
+    return SLOW if step > 10 else HEALTHY
+
+
+class Journal:
+    """What all ranks did, in one order."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Condition()
+        self.events: list[ControlEvent] = []
+        self.runs: list[tuple[int, int, int]] = []
+
+    def event(self, event: ControlEvent) -> None:
+        with self._lock:
+            self.events.append(event)
+            self._lock.notify_all()
+
+    def run(self, rank: int, step: int, version: int) -> None:
+        with self._lock:
+            self.runs.append((rank, step, version))
+
+    def wait_for(self, *kinds: EventKind) -> ControlEvent:
+        def found() -> ControlEvent | None:
+            return next((event for event in self.events if event.kind in kinds), None)
+
+        with self._lock:
+            event = self._lock.wait_for(found, 30.0)
+            assert event is not None, f"no {kinds} within 30 s, only {self.events}"
+            return event
+
+    def of(self, kind: EventKind) -> list[ControlEvent]:
+        with self._lock:
+            return [event for event in self.events if event.kind is kind]
+
+    def versions(self) -> dict[int, set[int]]:
+        """Per step, the versions that any rank ran it under."""
+        with self._lock:
+            found: dict[int, set[int]] = {}
+            for _, step, version in self.runs:
+                found.setdefault(step, set()).add(version)
+            return found
+
+
+@contextmanager
+def controllers(
+    journal: Journal,
+    *,
+    ranks: Sequence[int] = range(RANKS),
+    store: dist.Store | None = None,
+    planner: Callable[[Case, Program], Program] = best,
+    options: ControllerOptions | None = None,
+    initial: Callable[[int], Plan] = lambda rank: plan_zero(),
+    prepare: Callable[[int, Plan], None] = lambda rank, plan: None,
+    on_error: Callable[[Exception], None] | None = None,
+    first_step: int = 0,
+) -> Iterator[list[Controller]]:
+    common = store or dist.HashStore()
+    started = [
+        Controller(
+            rank,
+            RANKS,
+            common,
+            initial(rank),
+            Planning(planner, predict, bound),
+            options=options,
+            prepare=lambda plan, rank=rank: prepare(rank, plan),
+            on_event=journal.event,
+            on_error=on_error,
+            first_step=first_step,
+        )
+        for rank in ranks
+    ]
+    try:
+        yield started
+    finally:
+        for controller in started:
+            controller.close()
+
+
+def train(
+    started: Sequence[Controller],
+    journal: Journal,
+    until: Callable[[int, Plan], bool],
+    cost: Callable[[int, Plan], CostModel] = lambda step, plan: against(plan),
+    ranks: Sequence[int] = range(RANKS),
+    first_step: int = 0,
+) -> list[BaseException]:
+    """Every rank runs steps of random length on its own thread; returns what they raised.
+
+    All ranks end at the same step: two after the one for which ``until(step, plan)`` holds on the first rank. No rank can have
+    begun that one, since the log covers two steps more than the first rank has reported.
+    """
+    raised: list[BaseException] = []
+    end: list[int] = []
+
+    def work(rank: int, controller: Controller) -> None:
+        noise = random.Random(rank)
+        step = first_step
+        try:
+            while True:
+                plan = controller.plan_for(step)
+                if rank == ranks[0] and not end and until(step, plan):
+                    end.append(step + 2)
+                if end and step == end[0]:
+                    return
+                journal.run(rank, step, plan.version)
+                # The step's work: one rank is slow now and then, so that ranks are steps apart.
+                time.sleep(noise.choice((0.0, 0.0, 0.0005, 0.003)))
+                controller.report(measurement(rank, step, cost(step, plan)))
+                step += 1
+        except Exception as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(ranks, started, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(50.0)
+    assert not any(thread.is_alive() for thread in threads)
+    return raised
+
+
+def assert_agreed(journal: Journal) -> None:
+    """No step ran under two versions, and no version ran before every rank had confirmed it."""
+    assert all(len(versions) == 1 for versions in journal.versions().values())
+    order = journal.events
+    for agreed in journal.of(EventKind.AGREED):
+        confirmed = [
+            event
+            for event in order[: order.index(agreed)]
+            if (event.kind, event.version) == (EventKind.CONFIRMED, agreed.version)
+        ]
+        assert sorted(event.rank for event in confirmed) == list(range(RANKS))
+        switched = [event for event in order if (event.kind, event.version) == (EventKind.SWITCHED, agreed.version)]
+        assert {event.step for event in switched} <= {agreed.step}
+    assert {event.version for event in journal.of(EventKind.SWITCHED)} <= {
+        event.version for event in journal.of(EventKind.AGREED)
+    }
+
+
+def test_many_switches_and_every_step_ran_under_one_plan_on_all_ranks() -> None:
+    journal, last = Journal(), 12
+    with controllers(journal) as started:
+        assert train(started, journal, lambda step, plan: plan.version == last) == []
+    assert_agreed(journal)
+    versions = journal.versions()
+    assert {version for found in versions.values() for version in found} == set(range(last + 1))
+    assert Counter(event.version for event in journal.of(EventKind.SWITCHED)) == dict.fromkeys(range(1, last + 1), RANKS)
+    first = {version: min(step for step, found in versions.items() if version in found) for version in range(last + 1)}
+    assert {event.version: event.step for event in journal.of(EventKind.AGREED)} == {
+        version: step for version, step in first.items() if version > 0
+    }
+    for proposed in journal.of(EventKind.PROPOSED):
+        assert proposed.predicted is not None and proposed.predicted_before is not None
+        assert proposed.predicted < 0.97 * proposed.predicted_before
+
+
+def test_training_goes_on_while_the_planner_plans() -> None:
+    """The planner returns only after every rank has run twenty more steps than when it began."""
+    journal = Journal()
+    started_planning, enough = threading.Event(), threading.Event()
+    began: list[int] = []
+
+    def slow_planner(case: Case, incumbent: Program) -> Program:
+        began.append(max(journal.versions(), default=0))
+        started_planning.set()
+        assert enough.wait(30.0)
+        return best(case, incumbent)
+
+    def until(step: int, plan: Plan) -> bool:
+        if started_planning.is_set() and step > began[0] + 20:
+            enough.set()
+        return plan.version == 1
+
+    with controllers(journal, planner=slow_planner) as started:
+        assert train(started, journal, until) == []
+    assert_agreed(journal)
+    (agreed,) = journal.of(EventKind.AGREED)
+    assert agreed.step > began[0] + 20
+
+
+def test_a_rank_that_refuses_keeps_all_on_the_old_plan() -> None:
+    journal = Journal()
+
+    def prepare(rank: int, plan: Plan) -> None:
+        if rank == 2:
+            raise ValueError("no room for it")
+
+    def until(step: int, plan: Plan) -> bool:
+        return step == 60
+
+    with controllers(journal, prepare=prepare) as started:
+        assert train(started, journal, until, cost=slow_after_ten) == []
+        withdrawn = journal.wait_for(EventKind.WITHDRAWN)
+    assert withdrawn.text == "refused by rank 2: no room for it"
+    assert journal.of(EventKind.AGREED) == journal.of(EventKind.SWITCHED) == []
+    assert {version for found in journal.versions().values() for version in found} == {0}
+
+
+def run_with_one_by_hand(answer: Callable[[Mailbox, Proposed], None], options: ControllerOptions | None = None) -> Journal:
+    """Three controllers, and rank 3 by hand: it confirms plan 0, measures, and answers proposals as told."""
+    journal = Journal()
+    store, by_hand = dist.HashStore(), RANKS - 1
+    mailbox = Mailbox(store, by_hand)
+    mailbox.send(0, Confirmed(by_hand, 0, plan_zero().digest))
+    ended = threading.Event()
+
+    def serve() -> None:
+        while not ended.is_set():
+            mail = mailbox.receive()
+            if isinstance(mail, Proposed):
+                answer(mailbox, mail)
+
+    server = threading.Thread(target=serve)
+    server.start()
+
+    def until(step: int, plan: Plan) -> bool:
+        mailbox.send(0, Measured(measurement(by_hand, step, slow_after_ten(step, plan))))
+        return plan.version > 0 or (step > 60 and bool(journal.of(EventKind.WITHDRAWN)))
+
+    try:
+        with controllers(journal, ranks=range(by_hand), store=store, options=options) as started:
+            assert train(started, journal, until, slow_after_ten, ranks=range(by_hand)) == []
+    finally:
+        ended.set()
+        mailbox.send(by_hand, Refused(by_hand, 0, "wakes the server"))
+        server.join(10.0)
+    return journal
+
+
+def test_a_rank_that_holds_another_program_keeps_all_on_the_old_plan() -> None:
+    def other_digest(mailbox: Mailbox, proposed: Proposed) -> None:
+        mailbox.send(0, Confirmed(RANKS - 1, proposed.version, "0" * 64))
+
+    journal = run_with_one_by_hand(other_digest)
+    assert journal.of(EventKind.WITHDRAWN)[0].text.startswith("rank 3 holds program 000000000000 as plan 1: expected")
+    assert journal.of(EventKind.AGREED) == []
+    assert {version for found in journal.versions().values() for version in found} == {0}
+
+
+def test_a_rank_that_never_answers_delays_the_switch_and_not_the_steps() -> None:
+    journal = run_with_one_by_hand(lambda mailbox, proposed: None, ControllerOptions(confirm_seconds=0.05))
+    assert journal.of(EventKind.WITHDRAWN)[0].text == "not confirmed by rank 3 within 0.05 s"
+    assert journal.of(EventKind.AGREED) == []
+    assert {version for found in journal.versions().values() for version in found} == {0}
+
+
+def test_a_plan_that_gains_too_little_is_kept_from_running() -> None:
+    journal = Journal()
+    with controllers(journal, options=ControllerOptions(switch_gain=0.5)) as started:
+
+        def until(step: int, plan: Plan) -> bool:
+            return len(journal.of(EventKind.KEPT)) >= 1 and step > 30
+
+        assert train(started, journal, until, cost=lambda step, plan: HEALTHY) == []
+    (kept,) = journal.of(EventKind.KEPT)
+    assert kept.text == "the best plan found takes 492.4 ms, the running one 492.4 ms"
+    assert kept.predicted_before == pytest.approx(predict(HEALTHY_PROGRAM, HEALTHY))
+    assert journal.of(EventKind.PROPOSED) == []
+
+
+def test_without_adapting_it_measures_detects_and_predicts_but_never_switches() -> None:
+    journal = Journal()
+
+    def until(step: int, plan: Plan) -> bool:
+        return any(
+            kept.predicted_before == pytest.approx(predict(HEALTHY_PROGRAM, SLOW)) for kept in journal.of(EventKind.KEPT)
+        )
+
+    with controllers(journal, options=ControllerOptions(adapt=False)) as started:
+        assert train(started, journal, until, cost=lambda step, plan: SLOW if step > 20 else HEALTHY) == []
+    calibrated, slow, *others = [event.text for event in journal.of(EventKind.DETECTED)]
+    assert (calibrated, others) == ("calibrated by measurement", [])
+    assert sorted(slow.split("; ")) == ["edge 1→2 slow: 60.0 ms (was 0.2 ms)", "edge 2→1 slow: 60.0 ms (was 0.2 ms)"]
+    assert journal.of(EventKind.PROPOSED) == journal.of(EventKind.SWITCHED) == []
+
+
+def test_ranks_that_start_with_different_programs_are_told_at_the_first_step() -> None:
+    other = one_f_one_b(RANKS, MICROBATCHES)
+    journal = Journal()
+    with controllers(journal, initial=lambda rank: plan_zero(other if rank == 3 else HEALTHY_PROGRAM)) as started:
+        raised = train(started, journal, lambda step, plan: True)
+    assert len(raised) == RANKS
+    assert all(
+        "rank 3 holds program" in str(error) and "every rank must compile the same program" in str(error) for error in raised
+    )
+
+
+def test_a_planner_without_a_plan_keeps_the_old_one() -> None:
+    journal = Journal()
+
+    def no_plan(case: Case, incumbent: Program) -> Program:
+        raise PlanError("12 microbatches fit nowhere")
+
+    with controllers(journal, planner=no_plan) as started:
+        assert train(started, journal, lambda step, plan: bool(journal.of(EventKind.KEPT)) and step > 20) == []
+    assert journal.of(EventKind.KEPT)[0].text == "no other plan: 12 microbatches fit nowhere"
+
+
+def test_a_bug_in_the_planner_ends_training_on_all_ranks_with_its_error() -> None:
+    journal = Journal()
+    errors: list[Exception] = []
+
+    def broken(case: Case, incumbent: Program) -> Program:
+        return [][len(case.name)]
+
+    with controllers(journal, planner=broken, on_error=errors.append) as started:
+        raised = train(started, journal, lambda step, plan: False)
+        with pytest.raises(ControlError, match="list index out of range"):
+            started[3].plan_for(0)
+    assert len(raised) == RANKS
+    assert all(isinstance(error, ControlError) and "list index out of range" in str(error) for error in raised)
+    assert len(errors) == RANKS
+    assert any(isinstance(error, IndexError) for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\x80\x04K\x01.", "mail: not JSON"),
+        ('{"mail": "run"}', "expected one of measured, proposed, confirmed, refused, log, failed, wake, got 'run'"),
+        ('{"mail": "wake", "more": 1}', "mail: unknown field 'more'"),
+        ('{"mail": "refused", "rank": 9, "version": 0, "why": ""}', "mail of rank 9: expected ranks 0..3"),
+    ],
+)
+def test_mail_that_is_none_ends_the_control_plane_everywhere(text: str, message: str) -> None:
+    journal, store = Journal(), dist.HashStore()
+    with controllers(journal, store=store) as started:
+        store.queue_push("mail/0", text)
+        raised = train(started, journal, lambda step, plan: False)
+    assert len(raised) == RANKS
+    assert all(message in str(error) for error in raised)
+
+
+def test_closing_wakes_a_rank_that_waits_for_its_plan_and_ends_the_thread() -> None:
+    """Rank 3 never starts, so plan 0 is never agreed."""
+    journal = Journal()
+    raised: list[Exception] = []
+
+    def wait(controller: Controller) -> None:
+        try:
+            controller.plan_for(0)
+        except ControlError as error:
+            raised.append(error)
+
+    with controllers(journal, ranks=range(3)) as started:
+        thread = threading.Thread(target=wait, args=(started[1],))
+        thread.start()
+        started[1].close()
+        started[1].close()
+        thread.join(10.0)
+    assert [str(error) for error in raised] == ["step 0 has no plan: the controller of rank 1 is closed"]
+    assert not any("adaptra-controller" in thread.name for thread in threading.enumerate())
+
+
+def test_a_step_without_a_plan_in_time_says_so() -> None:
+    with (
+        controllers(Journal(), ranks=range(3), options=ControllerOptions(plan_seconds=0.05)) as started,
+        pytest.raises(ControlError, match=r"step 0 has no plan after 0\.05 s: the log covers the steps before 0"),
+    ):
+        started[1].plan_for(0)
+
+
+def test_a_later_first_step_and_a_store_that_stays_small() -> None:
+    journal, store = Journal(), dist.HashStore()
+    with controllers(journal, store=store, first_step=1000) as started:
+        assert train(started, journal, lambda step, plan: step == 1200, first_step=1000) == []
+        assert store.num_keys() < 10
+    assert_agreed(journal)
+    assert min(journal.versions()) == 1000
+
+
+def test_events_are_plain_data() -> None:
+    event = ControlEvent(EventKind.AGREED, 0, 7, 2, "edge 1→2 slow", 0.5, 0.9)
+    assert json.loads(json.dumps(event.to_json()))["kind"] == "agreed"
+    assert str(event) == "step 7: agreed plan 2: edge 1→2 slow"
+
+
+def rank_process(rank: int, port: int) -> None:
+    """One rank of the test below: trains until plan 2, and puts what it ran into the store."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    controller = Controller(rank, RANKS, dist.PrefixStore("control", store), plan_zero(), Planning(best, predict, bound))
+    ran: list[int] = []
+    while (plan := controller.plan_for(len(ran))).version < 2:
+        controller.report(measurement(rank, len(ran), against(plan)))
+        ran.append(plan.version)
+    controller.close()
+    store.set(f"ran/{rank}", json.dumps(ran))
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_processes_switch_at_the_same_step() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=45))
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=rank_process, args=(rank, store.port)) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    try:
+        keys = [f"ran/{rank}" for rank in range(RANKS)]
+        store.wait(keys, timedelta(seconds=45))
+        ran = [json.loads(store.get(key)) for key in keys]
+    finally:
+        for process in processes:
+            process.join(10.0)
+            if process.is_alive():
+                process.kill()
+    assert [process.exitcode for process in processes] == [0] * RANKS
+    assert ran[0] == sorted(ran[0])
+    assert set(ran[0]) == {0, 1}
+    assert ran == [ran[0]] * RANKS
