@@ -38,7 +38,7 @@ def test_every_documented_example_prints_what_the_document_says(folder: Path, ca
         for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL)
         for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)
     ]
-    assert len(examples) == 14
+    assert len(examples) == 15
     for command, expected in examples:
         program, *arguments = shlex.split(command)
         assert program == "adaptra"
@@ -48,7 +48,7 @@ def test_every_documented_example_prints_what_the_document_says(folder: Path, ca
         pattern = ".*".join(map(re.escape, expected.split("…")))
         assert re.fullmatch(pattern, shown.err if status else shown.out, re.DOTALL), f"{command}\n{shown.out}"
     files = {path.name for path in folder.iterdir()}
-    assert files == {"slow.json", "plan.sched", "plan.svg", "lowered.sched", "step.json", "step.svg"}
+    assert files == {"slow.json", "plan.sched", "plan.svg", "lowered.sched", "before.json", "step.json", "step.svg"}
 
 
 def test_every_command_is_documented() -> None:
@@ -130,6 +130,7 @@ def test_an_infinite_bound_is_null_in_json(folder: Path, capsys: pytest.CaptureF
     Path("slow.json").write_text(json.dumps(CASE | {"mem_cap": 0.5}))
     found = run_json(capsys, "simulate", "1f1b", "slow.json", "--json")
     assert (found["bound"], found["gap"]) == (None, None)
+    assert run_json(capsys, "explain", "slow.json", "1f1b", "--json")["bound"] is None
 
 
 def test_simulate_saves_a_trace_of_the_simulated_timeline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,6 +154,19 @@ def test_pictures_mark_the_edges_that_are_slower_than_most_or_those_named(
     )
     assert "slow 2→1" in Path("c.svg").read_text()
     assert "slow 1→0" in Path("c.svg").read_text()
+
+
+def test_traces_of_several_files_are_drawn_on_one_axis(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("1f1b", "gpipe"):
+        run_json(capsys, "simulate", name, "slow.json", "--json", "--trace", f"{name}.json")
+    assert main(["trace", "1f1b.json", "gpipe.json", "-o", "both.svg"]) == 0
+    assert capsys.readouterr().out == ""
+    drawn = Path("both.svg").read_text()
+    assert drawn.index("1f1b on slow") < drawn.index("gpipe on slow")
+    assert main(["trace", "1f1b.json", "gpipe.json"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [shown[0], shown[6]] == ["1f1b on slow", "gpipe on slow"]
+    assert shown[5] == ""
 
 
 # plan

@@ -125,10 +125,10 @@ def _explain(add: _Add) -> None:
 def _trace(add: _Add) -> None:
     parser = add(
         "trace",
-        "Draw a saved trace, simulated or measured: all its runs on one time axis.\n\n"
+        "Draw saved traces, simulated or measured: all their runs on one time axis.\n\n"
         "Without -o they are printed as text. Times are in milliseconds where the trace knows its unit.",
     )
-    parser.add_argument("file", metavar="FILE", help="a trace that adaptra wrote (.json)")
+    parser.add_argument("files", metavar="FILE", nargs="+", help="traces that adaptra wrote (.json), such as before and after")
     parser.add_argument("-o", "--output", metavar="PICTURE", help="the picture to write: .svg or .png")
     parser.add_argument("--title", help="a heading of the picture")
     parser.add_argument("--slow-edge", type=_edge, action="append", metavar="A-B", help="mark messages from stage A to stage B")

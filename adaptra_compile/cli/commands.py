@@ -90,7 +90,7 @@ def _explain(options: Namespace) -> str:
 
 def _trace(options: Namespace) -> str:
     _check_outputs({options.output: picture.SUFFIXES})
-    runs = perfetto.load_all(options.file)
+    runs = [run for file in options.files for run in perfetto.load_all(file)]
     if options.output is not None:
         picture.draw(runs, options.output, slow_edges=options.slow_edge or (), title=options.title)
         return ""
@@ -140,11 +140,11 @@ def _title(case: Case, program: Program) -> str:
 
 
 def _figures(case: Case, simulation: Simulation, bound: Bound | None) -> dict[str, Any]:
-    """The JSON object of ``simulate``. No bound, or an infinite one, is null: JSON knows no infinity."""
+    """The JSON object of ``simulate``."""
     return {
         "name": simulation.program.name,
         "case": case.name,
-        "bound": bound.value if bound is not None and math.isfinite(bound.value) else None,
+        "bound": None if bound is None else bound.value,
         "bound_kind": None if bound is None else bound.kind.value,
         "bound_where": None if bound is None else bound.where,
         "gap": _gap(simulation, bound),
@@ -192,7 +192,20 @@ def _table(simulation: Simulation) -> str:
 
 
 def _as_json(value: dict[str, Any]) -> str:
-    return json.dumps(value, allow_nan=False) + "\n"
+    """One line of JSON, which knows no infinity: such numbers are null."""
+    return json.dumps(_finite(value), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {name: _finite(part) for name, part in value.items()}
+        case list() | tuple():
+            return [_finite(part) for part in value]
+        case _:
+            return value
 
 
 def _width(options: Namespace) -> int:
