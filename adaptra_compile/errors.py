@@ -68,7 +68,7 @@ class PeerLostError(TransportError):
 
 
 class ControlError(AdaptraError, RuntimeError):
-    """The control plane failed: ranks that disagree about a plan, a control message that is not what it should be, a lost store."""
+    """The control plane failed: ranks disagree about a plan, a control message is not what it should be, the store is lost."""
 
 
 class MissingExtraError(AdaptraError, ImportError):

@@ -1,0 +1,354 @@
+"""Faults to order: a link that turns slow, a stage that does, from one step on, on any transport.
+
+The text form of a fault is one line::
+
+    delay 1-2 60ms @8          each message between stages 1 and 2, both ways, arrives 60 ms later, from step 8 on
+    delay 1>2 60ms @8..20      only from 1 to 2, in steps 8 to 19
+    rate 1>2 50MB @8           the edge carries 50 MB a second
+    slow 2 1.5x @8             ops of stage 2 take one and a half times as long
+    slow 2 5ms                 ops of stage 2 take 5 ms longer, always
+
+A slow edge behaves as in :class:`adaptra.cost.CostModel`: messages queue for each other's occupancy (bytes / rate), never for
+their latency. :class:`FaultyTransport` holds each message back at its sender, several at a time, and never its sender itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import re
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from enum import Enum
+from typing import Final
+
+from torch import Tensor
+
+from adaptra.errors import CaseError, TransportError
+from adaptra.graph.specs import MessageSpec
+from adaptra.runtime.transports.base import Identity, Pending, Transport, now
+
+
+class Effect(Enum):
+    """What a fault does, and the unit of its amount."""
+
+    DELAY = "delay"
+    """Seconds that a message arrives later."""
+    RATE = "rate"
+    """Bytes a second that an edge carries at most."""
+    FACTOR = "factor"
+    """Times as long as before that the ops of a stage take; at least 1."""
+    EXTRA = "extra"
+    """Seconds that the ops of a stage take longer."""
+
+
+_TIMES: Final = {"s": 1, "ms": 1000, "us": 1000000}
+_RATES: Final = {"GB": 1000000000, "MB": 1000000, "kB": 1000, "B": 1}
+_EXPECTED: Final = (
+    "expected such as 'delay 1-2 60ms @8', 'delay 1>2 60ms @8..20', 'rate 1>2 50MB @8', 'slow 2 1.5x @8' or 'slow 2 5ms'"
+)
+_NUMBER: Final = r"\d+(?:\.\d+)?"
+_WHOLE: Final = r"0|[1-9]\d*"
+_SPAN: Final = rf"(?: @(?P<first>{_WHOLE})(?:\.\.(?P<until>{_WHOLE}))?)?"
+_EDGE: Final = rf"(?P<stage>{_WHOLE})(?P<ways>[->])(?P<peer>{_WHOLE})"
+_FORMS: Final = (
+    re.compile(rf"delay {_EDGE} (?P<number>{_NUMBER})(?P<unit>s|ms|us){_SPAN}"),
+    re.compile(rf"rate {_EDGE} (?P<number>{_NUMBER})(?P<unit>GB|MB|kB|B){_SPAN}"),
+    re.compile(rf"slow (?P<stage>{_WHOLE}) (?P<number>{_NUMBER})(?P<unit>x|s|ms|us){_SPAN}"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        effect: What it does.
+        amount: How much, in the effect's unit.
+        stage: The slow stage, or the stage at one end of the edge.
+        peer: The stage at the edge's other end, None for a slow stage.
+        both_ways: Whether messages from ``peer`` to ``stage`` are affected too.
+        from_step: The first step affected.
+        until_step: The first step not affected any more, None for ever.
+
+    Raises:
+        CaseError: The parts don't fit together.
+    """
+
+    effect: Effect
+    amount: float
+    stage: int
+    peer: int | None = None
+    both_ways: bool = False
+    from_step: int = 0
+    until_step: int | None = None
+
+    def __post_init__(self) -> None:
+        is_edge = self.effect in {Effect.DELAY, Effect.RATE}
+        if is_edge != (self.peer is not None) or self.peer == self.stage or (self.both_ways and not is_edge):
+            raise CaseError(f"fault {self.effect.value} of stage {self.stage} and {self.peer}: {_EXPECTED}")
+        least = {Effect.DELAY: 0.0, Effect.RATE: math.ulp(0.0), Effect.FACTOR: 1.0, Effect.EXTRA: 0.0}[self.effect]
+        if not (math.isfinite(self.amount) and self.amount >= least):
+            raise CaseError(f"fault {self.effect.value} {self.amount}: expected a finite number of at least {least}")
+        if self.until_step is not None and self.until_step <= self.from_step:
+            raise CaseError(f"fault @{self.from_step}..{self.until_step}: expected the second step to be after the first")
+
+    @staticmethod
+    def parse(text: str) -> Fault:
+        """Read the text form.
+
+        Raises:
+            CaseError: Shows the text and the forms expected.
+        """
+        found = next(filter(None, (form.fullmatch(text) for form in _FORMS)), None)
+        if found is None:
+            raise CaseError(f"fault {text!r}: {_EXPECTED}")
+        parts = found.groupdict()
+        number, unit = float(parts["number"]), parts["unit"]
+        if unit == "x":
+            effect, amount = Effect.FACTOR, number
+        elif unit in _RATES:
+            effect, amount = Effect.RATE, number * _RATES[unit]
+        else:
+            effect, amount = Effect.DELAY if "peer" in parts else Effect.EXTRA, number / _TIMES[unit]
+        peer, until = parts.get("peer"), parts["until"]
+        return Fault(
+            effect,
+            amount,
+            int(parts["stage"]),
+            None if peer is None else int(peer),
+            parts.get("ways") == "-",
+            int(parts["first"] or 0),
+            None if until is None else int(until),
+        )
+
+    def __str__(self) -> str:
+        where = str(self.stage) if self.peer is None else f"{self.stage}{'-' if self.both_ways else '>'}{self.peer}"
+        match self.effect:
+            case Effect.DELAY:
+                what, amount = "delay", _seconds(self.amount)
+            case Effect.RATE:
+                what, amount = "rate", _rate(self.amount)
+            case Effect.FACTOR:
+                what, amount = "slow", f"{_decimal(self.amount)}x"
+            case Effect.EXTRA:
+                what, amount = "slow", _seconds(self.amount)
+        if self.until_step is not None:
+            span = f" @{self.from_step}..{self.until_step}"
+        else:
+            span = f" @{self.from_step}" if self.from_step else ""
+        return f"{what} {where} {amount}{span}"
+
+    def is_on(self, step: int) -> bool:
+        """Whether the fault is there in a step."""
+        return self.from_step <= step and (self.until_step is None or step < self.until_step)
+
+    def is_of_edge(self, source: int, destination: int) -> bool:
+        """Whether messages from stage ``source`` to stage ``destination`` are affected."""
+        ends = (self.stage, self.peer)
+        return ends == (source, destination) or (self.both_ways and ends == (destination, source))
+
+
+def compute_factor(faults: Iterable[Fault], stage: int, step: int) -> float:
+    """How many times as long as otherwise the ops of a stage take; factors multiply."""
+    return math.prod(f.amount for f in faults if f.effect is Effect.FACTOR and f.stage == stage and f.is_on(step))
+
+
+def compute_extra(faults: Iterable[Fault], stage: int, step: int) -> float:
+    """How many seconds longer than otherwise each op of a stage takes, after the factor."""
+    return sum(f.amount for f in faults if f.effect is Effect.EXTRA and f.stage == stage and f.is_on(step))
+
+
+def link_delay(faults: Iterable[Fault], identity: Identity) -> float:
+    """How many seconds later a message arrives."""
+    return sum(f.amount for f in faults if f.effect is Effect.DELAY and f.is_of_edge(*identity.edge) and f.is_on(identity.step))
+
+
+def link_occupancy(faults: Iterable[Fault], identity: Identity) -> float:
+    """For how many seconds a message occupies its edge: its bytes at the lowest rate ordered."""
+    rates = [f.amount for f in faults if f.effect is Effect.RATE and f.is_of_edge(*identity.edge) and f.is_on(identity.step)]
+    return sum(spec.bytes for spec in identity.specs) / min(rates) if rates else 0.0
+
+
+class _HeldSend(Pending):
+    """A send that is held back first and then its transport's own."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.sent_at = 0.0
+        self.arrived_at = 0.0
+        self._handed = threading.Event()
+        self._inner: Pending | None = None
+        self._error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` returns or raises at once."""
+        return self._handed.is_set() and (self._inner is None or self._inner.done)
+
+    def hand(self, inner: Pending) -> None:
+        """The message goes on its way."""
+        self._inner = inner
+        self._handed.set()
+
+    def fail(self, error: Exception) -> None:
+        """The message will never go."""
+        self._error = error
+        self._handed.set()
+
+    def wait(self, timeout: float | None = None) -> tuple[Tensor, ...]:
+        """See :meth:`Pending.wait`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self._handed.wait(timeout):
+            raise TransportError(f"{self.identity}: held by a fault for more than {timeout} s")
+        if self._error is not None:
+            raise self._error
+        assert self._inner is not None
+        return self._inner.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+
+@dataclass(order=True, slots=True)
+class _Held:
+    """A message that waits for its time to go."""
+
+    due: float
+    ordinal: int
+    destination_rank: int = field(compare=False)
+    tensors: Sequence[Tensor] = field(compare=False)
+    posted_at: float = field(compare=False)
+    pending: _HeldSend = field(compare=False)
+
+
+class FaultyTransport(Transport):
+    """Any transport, with faults on its edges.
+
+    A held message keeps its order on its channel and the time at which it was posted, so that the receiver measures the fault
+    as it would measure a slow link. Tensors must not be written to while they are held.
+
+    Args:
+        transport: What carries the messages.
+        faults: Those that slow stages are for the executor, see :func:`compute_factor`, and change nothing here.
+    """
+
+    def __init__(self, transport: Transport, faults: Iterable[Fault]) -> None:
+        self.contract = transport.contract
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self.store = transport.store
+        self.faults = tuple(faults)
+        self._transport = transport
+        self._condition = threading.Condition()
+        self._held: list[_Held] = []
+        self._ordinal = 0
+        self._edge_free: dict[tuple[int, int], float] = {}
+        self._last_due: dict[tuple[int, bool], float] = {}
+        self._held_on: dict[tuple[int, bool], int] = {}
+        self._error: Exception | None = None
+        self._ends = False
+        self._thread = threading.Thread(target=self._release_in_time, name=f"adaptra rank {self.rank} faults", daemon=True)
+        self._thread.start()
+
+    def send(
+        self, destination_rank: int, identity: Identity, tensors: Sequence[Tensor], *, posted_at: float | None = None
+    ) -> Pending:
+        """See :meth:`Transport.send`."""
+        posted_at = now() if posted_at is None else posted_at
+        delay, occupancy = link_delay(self.faults, identity), link_occupancy(self.faults, identity)
+        channel = (destination_rank, identity.is_backward)
+        with self._condition:
+            if self._error is not None:
+                raise self._error
+            if not delay and not occupancy and not self._held_on.get(channel):
+                return self._transport.send(destination_rank, identity, tensors, posted_at=posted_at)
+            departed = posted_at
+            if occupancy:
+                departed = max(posted_at, self._edge_free.get(identity.edge, 0.0)) + occupancy
+                self._edge_free[identity.edge] = departed
+            due = max(departed + delay, self._last_due.get(channel, 0.0))
+            self._last_due[channel] = due
+            self._held_on[channel] = self._held_on.get(channel, 0) + 1
+            self._ordinal += 1
+            pending = _HeldSend(identity)
+            heapq.heappush(self._held, _Held(due, self._ordinal, destination_rank, tuple(tensors), posted_at, pending))
+            self._condition.notify_all()
+        return pending
+
+    def receive(self, source_rank: int, identity: Identity) -> Pending:
+        """See :meth:`Transport.receive`."""
+        return self._transport.receive(source_rank, identity)
+
+    def release(self, pending: Pending) -> None:
+        """See :meth:`Transport.release`."""
+        self._transport.release(pending)
+
+    def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
+        """See :meth:`Transport.reserve`."""
+        self._transport.reserve(counts)
+
+    def waiting_for(self, rank: int) -> Identity | None:
+        """See :meth:`Transport.waiting_for`."""
+        return self._transport.waiting_for(rank)
+
+    def abort(self, error: Exception) -> None:
+        """See :meth:`Transport.abort`. Held messages are dropped."""
+        self._drop(error)
+        self._transport.abort(error)
+
+    def close(self) -> None:
+        """See :meth:`Transport.close`. Held messages are sent first, each at its time."""
+        with self._condition:
+            self._ends = True
+            self._condition.notify_all()
+        self._thread.join()
+        self._drop(TransportError(f"the transport of rank {self.rank} is closed"))
+        self._transport.close()
+
+    def _drop(self, error: Exception) -> None:
+        with self._condition:
+            if self._error is None:
+                self._error = error
+            held, self._held = self._held, []
+            self._condition.notify_all()
+        for each in held:
+            each.pending.fail(error)
+
+    def _release_in_time(self) -> None:
+        while True:
+            with self._condition:
+                while self._held and (left := self._held[0].due - now()) > 0:
+                    self._condition.wait(left)
+                if not self._held:
+                    if self._ends or self._error is not None:
+                        return
+                    self._condition.wait()
+                    continue
+                # Handed on under the lock: a message behind it on its channel must not overtake it.
+                held = heapq.heappop(self._held)
+                identity = held.pending.identity
+                try:
+                    inner = self._transport.send(held.destination_rank, identity, held.tensors, posted_at=held.posted_at)
+                except Exception as error:
+                    held.pending.fail(error)
+                else:
+                    held.pending.hand(inner)
+                self._held_on[held.destination_rank, identity.is_backward] -= 1
+
+
+def _decimal(value: float) -> str:
+    text = format(Decimal(repr(value)), "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _seconds(value: float) -> str:
+    """The shortest text that reads back to the same number of seconds."""
+    texts = [(f"{_decimal(value * per_second)}{unit}", value * per_second / per_second) for unit, per_second in _TIMES.items()]
+    return min((text for text, again in texts if again == value), key=len)
+
+
+def _rate(value: float) -> str:
+    """The shortest text that reads back to the same number of bytes a second."""
+    texts = [(f"{_decimal(value / bytes_each)}{unit}", value / bytes_each * bytes_each) for unit, bytes_each in _RATES.items()]
+    return min((text for text, again in texts if again == value), key=len)

@@ -1,0 +1,418 @@
+"""How the ranks of a job learn of each other's end.
+
+Every rank keeps one record in the control store: a heartbeat, whether it runs, has failed or has left, and if it failed, why.
+One thread writes the rank's own record and reads the others'. A rank whose heartbeat stands still, or whose record says that it
+failed, is lost: the callback then ends this rank's waits. A second thread watches the first, because a store whose host is
+gone may leave it stuck in a call for minutes.
+
+One failure soon looks like many, as every rank that waits for a failed one fails too. Failures are numbered by the store, and
+a rank that reports the loss of another gives way to that other's own report, so that all ranks name the same cause.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Final
+
+from adaptra.errors import ControlError, PeerLostError, TransportError
+from adaptra.runtime.schema import Fields, decode, encode
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from adaptra.runtime.transports.base import Identity
+
+logger = logging.getLogger(__name__)
+
+VERSION: Final = 1
+_TEXT_LIMIT: Final = 4000
+_KNOWN_SECONDS: Final = 3.0
+"""How long a rank that fails or leaves stays until the others know it: the store may end with its process."""
+_HURRY_INTERVAL: Final = 0.01
+
+
+class State(Enum):
+    """What a rank says of itself."""
+
+    RUNNING = "running"
+    FAILED = "failed"
+    LEFT = "left"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rank failed.
+
+    Attributes:
+        ordinal: The how manieth failure of the job it is.
+        message: The error's text.
+        lost: The rank whose loss it reports, None if it is the rank's own failure.
+        edge: The directed edge of stages where it was noticed, if known.
+        op: The op at hand, if known.
+    """
+
+    ordinal: int
+    message: str
+    lost: int | None
+    edge: tuple[int, int] | None
+    op: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a rank keeps in the store. ``seen`` are the ranks whose failing or leaving it has read."""
+
+    beat: int
+    state: State
+    failure: Failure | None
+    seen: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Peer:
+    """What this rank knows of another: its last record, and when that last changed on this rank's clock."""
+
+    record: Record | None = None
+    changed_at: float = field(default_factory=time.monotonic)
+
+
+class Membership:
+    """One rank's part in the job. Starts its threads at once.
+
+    Args:
+        store: Shared by all ranks; a connection of its own, so that nobody's blocking read holds up a heartbeat.
+        rank: This rank.
+        world_size: The number of ranks.
+        on_lost: Called once, from a thread of the membership, when another rank or the store is lost.
+        waiting_for: Which message this rank waits for from a given rank, to name the edge and the op of a loss; a transport's
+            ``waiting_for``.
+        interval: Seconds between two heartbeats; a failure reaches the others within about as long.
+        lost_after: Seconds without a heartbeat after which a rank is lost.
+
+    Raises:
+        ValueError: ``lost_after`` does not leave time for several heartbeats.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        on_lost: Callable[[PeerLostError], object],
+        *,
+        waiting_for: Callable[[int], Identity | None] | None = None,
+        interval: float = 0.5,
+        lost_after: float = 10.0,
+    ) -> None:
+        if not 0 < interval <= lost_after / 3:
+            raise ValueError(f"interval={interval}, lost_after={lost_after}: expected 0 < interval <= lost_after / 3")
+        self._store = store
+        self._rank = rank
+        self._on_lost = on_lost
+        self._waiting_for = waiting_for or _unknown
+        self._interval = interval
+        self._lost_after = lost_after
+        self._peers = {peer: _Peer() for peer in range(world_size) if peer != rank}
+        self._condition = threading.Condition()
+        self._state = State.RUNNING
+        self._failure: Failure | None = None
+        self._is_known = False
+        self._hurry_until = 0.0
+        self._is_cause = False
+        self._store_is_lost = False
+        self._lost: PeerLostError | None = None
+        self._ends = False
+        self._beat = 0
+        self._round_at = time.monotonic()
+        self._threads = [
+            threading.Thread(target=target, name=f"adaptra rank {rank} membership {what}", daemon=True)
+            for what, target in (("heartbeat", self._beat_for_ever), ("watch", self._watch_for_ever))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def lost(self) -> PeerLostError | None:
+        """Why the job ended, if another rank or the store is lost."""
+        return self._lost
+
+    def fail(self, error: BaseException, *, edge: tuple[int, int] | None = None, op: str | None = None) -> BaseException:
+        """Tell the others that this rank failed. Blocks until those that live know, at most three seconds.
+
+        Args:
+            error: Why. A :class:`PeerLostError` reports the loss of its rank, with its edge and op.
+            edge: The directed edge of stages at hand, if known.
+            op: The op at hand, if known.
+
+        Returns:
+            What caused it all, to be raised instead of ``error``: the failure of another rank if one was first, else ``error``.
+        """
+        is_report = isinstance(error, PeerLostError)
+        failure = Failure(
+            ordinal=0,
+            message=f"{type(error).__name__}: {error}"[:_TEXT_LIMIT],
+            lost=error.rank if is_report else None,
+            edge=edge or (error.edge if is_report else None),
+            op=op or (error.op if is_report else None),
+        )
+        with self._condition:
+            # After another's loss a failed message is a consequence, anything else a failure of its own.
+            is_own = self._lost is None or not isinstance(error, TransportError)
+            if is_own and self._failure is None and not self._ends and not self._store_is_lost:
+                self._failure = failure
+                self._enter(State.FAILED)
+            elif self._state is State.RUNNING:
+                self._enter(State.LEFT)
+            self._condition.wait_for(lambda: self._is_known or self._ends or self._store_is_lost, _KNOWN_SECONDS)
+            return error if self._lost is None or self._is_cause else _placed(self._lost, failure)
+
+    def close(self) -> None:
+        """Leave the job. Waits until the others know, at most three seconds, so that none mistakes it for a loss."""
+        with self._condition:
+            if self._state is State.RUNNING:
+                self._enter(State.LEFT)
+            if not self._ends:
+                self._condition.wait_for(lambda: self._is_known or self._ends or self._store_is_lost, _KNOWN_SECONDS)
+            self._ends = True
+            self._condition.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_KNOWN_SECONDS)
+
+    def _enter(self, state: State) -> None:
+        self._state = state
+        self._hurry_until = time.monotonic() + _KNOWN_SECONDS
+        self._condition.notify_all()
+
+    def _beat_for_ever(self) -> None:
+        while True:
+            try:
+                written = self._publish()
+                self._read()
+            except ControlError as error:
+                self._lose(PeerLostError(str(error)))
+                self._give_up_store()
+                return
+            except RuntimeError as error:
+                self._lose_store(str(error))
+                return
+            with self._condition:
+                self._round_at = time.monotonic()
+                self._is_known = written is not State.RUNNING and self._is_known_to_all()
+                if self._is_known:
+                    self._condition.notify_all()
+                if self._ends:
+                    return
+                if self._state is written:
+                    hurries = written is not State.RUNNING and not self._is_known and self._round_at < self._hurry_until
+                    self._condition.wait(_HURRY_INTERVAL if hurries else self._interval)
+
+    def _watch_for_ever(self) -> None:
+        with self._condition:
+            while not self._ends and self._lost is None:
+                left = self._round_at + self._lost_after - time.monotonic()
+                if left <= 0:
+                    break
+                self._condition.wait(left)
+            is_stuck = not self._ends and self._lost is None
+        if is_stuck:
+            self._lose_store(f"no answer for {self._lost_after} s")
+
+    def _publish(self) -> State:
+        """Write this rank's record; the state that it now shows."""
+        with self._condition:
+            failure, state = self._failure, self._state
+            seen = tuple(rank for rank, peer in self._peers.items() if peer.record and peer.record.state is not State.RUNNING)
+        if failure is not None and failure.ordinal == 0:
+            failure = Failure(int(self._store.add("failures", 1)), failure.message, failure.lost, failure.edge, failure.op)
+        self._beat += 1
+        self._store.set(_key(self._rank), _write(Record(self._beat, state, failure, seen)))
+        if failure is not None:
+            self._failure = failure
+        return state
+
+    def _read(self) -> None:
+        """Read all records and judge them."""
+        for rank, peer in self._peers.items():
+            if peer.record is None and not self._store.check([_key(rank)]):
+                continue
+            record = _parse(self._store.get(_key(rank)), rank)
+            if peer.record is None or record.beat != peer.record.beat:
+                peer.record, peer.changed_at = record, time.monotonic()
+        failures = {rank: peer.record.failure for rank, peer in self._peers.items() if peer.record and peer.record.failure}
+        if self._failure is not None and self._failure.ordinal:
+            failures[self._rank] = self._failure
+        if failures:
+            rank = _cause(failures)
+            self._is_cause = rank == self._rank
+            if rank != self._rank:
+                self._lose(_failed(rank, failures[rank], self._rank))
+            return
+        for rank, peer in self._peers.items():
+            silent = time.monotonic() - peer.changed_at
+            has_left = peer.record is not None and peer.record.state is State.LEFT
+            awaited = self._waiting_for(rank)
+            # A rank further away waits for another, which waits for the lost one.
+            waits_at = awaited or self._awaited()
+            if silent > self._lost_after and (not has_left or awaited is not None):
+                what = "left the job" if has_left else f"gave no sign of life for {silent:.1f} s"
+                lost = _lost(rank, f"rank {rank} {what}", waits_at)
+                self._report(lost)
+                self._lose(lost)
+                return
+
+    def _report(self, lost: PeerLostError) -> None:
+        """Tell the others at once what they would notice a moment later."""
+        with self._condition:
+            if self._failure is None and self._lost is None and self._state is State.RUNNING:
+                self._failure = Failure(0, str(lost), lost.rank, lost.edge, lost.op)
+                self._enter(State.FAILED)
+
+    def _awaited(self) -> Identity | None:
+        """A message that this rank waits for."""
+        return next(filter(None, map(self._waiting_for, self._peers)), None)
+
+    def _is_known_to_all(self) -> bool:
+        """Whether every peer, but one that is lost, knows that this rank failed or left, or has no use for it any more."""
+        gone = {self._failure.lost if self._failure else None, self._lost.rank if self._lost else None}
+        records = [peer.record for rank, peer in self._peers.items() if rank not in gone]
+        return all(record and (record.state is not State.RUNNING or self._rank in record.seen) for record in records)
+
+    def _lose_store(self, text: str) -> None:
+        # Ranks that left may have taken the store with them: then there is nobody left to train with, and nothing to report.
+        with self._condition:
+            is_expected = self._ends or any(peer.record and peer.record.state is State.LEFT for peer in self._peers.values())
+            is_expected = is_expected or self._state is State.LEFT
+        awaited = self._awaited()
+        if is_expected and awaited is None:
+            with self._condition:
+                self._ends = True
+                self._condition.notify_all()
+            return
+        message = f"the control store is lost: the process that hosts it died or can't be reached: {text}"
+        self._lose(_lost(None, message, awaited))
+        self._give_up_store()
+
+    def _give_up_store(self) -> None:
+        with self._condition:
+            self._store_is_lost = True
+            self._condition.notify_all()
+
+    def _lose(self, error: PeerLostError) -> None:
+        with self._condition:
+            if self._lost is not None or self._ends:
+                return
+            self._lost = error
+            self._condition.notify_all()
+        try:
+            self._on_lost(error)
+        except Exception:
+            logger.exception("rank %d: the callback for %s failed", self._rank, error)
+
+
+def _unknown(rank: int) -> Identity | None:
+    """What is waited for where nobody says."""
+
+
+def _placed(error: PeerLostError, failure: Failure) -> PeerLostError:
+    """``error``, with the edge and the op at which this rank's own ``failure`` was noticed if it knows none itself."""
+    if error.edge is not None or failure.edge is None:
+        return error
+    message = f"{error}, noticed at {failure.op} on edge {failure.edge[0]}→{failure.edge[1]}"
+    return PeerLostError(message, rank=error.rank, edge=failure.edge, op=failure.op)
+
+
+def _lost(rank: int | None, message: str, awaited: Identity | None) -> PeerLostError:
+    if awaited is None:
+        return PeerLostError(message, rank=rank)
+    message = f"{message}, while edge {awaited.source}→{awaited.destination} waits for {awaited.op} of step {awaited.step}"
+    return PeerLostError(message, rank=rank, edge=awaited.edge, op=awaited.op)
+
+
+def _cause(failures: dict[int, Failure]) -> int:
+    """The rank whose failure caused the others: the first, or if that reports a rank that failed by itself, that one."""
+    rank = min(failures, key=lambda rank: failures[rank].ordinal)
+    passed = {rank}
+    while (lost := failures[rank].lost) is not None and lost in failures and lost not in passed:
+        rank = lost
+        passed.add(rank)
+    return rank
+
+
+def _failed(rank: int, failure: Failure, reader: int) -> PeerLostError:
+    """The error for the failure of ``rank``."""
+    where = "".join(
+        [
+            f" at {failure.op}" if failure.op else "",
+            f" on edge {failure.edge[0]}→{failure.edge[1]}" if failure.edge else "",
+        ]
+    )
+    if failure.lost is None or failure.lost == reader:
+        message, who = f"rank {rank} failed{where}: {failure.message}", rank
+    else:
+        message, who = f"rank {failure.lost} is lost, as rank {rank} noticed{where}: {failure.message}", failure.lost
+    return PeerLostError(message, rank=who, edge=failure.edge, op=failure.op)
+
+
+def _key(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _write(record: Record) -> str:
+    failure = None if record.failure is None else asdict(record.failure)
+    return encode(
+        {"version": VERSION, "beat": record.beat, "state": record.state.value, "failure": failure, "seen": list(record.seen)}
+    )
+
+
+def _parse(payload: bytes, rank: int) -> Record:
+    """Read a rank's record.
+
+    Raises:
+        ControlError: It is not one.
+    """
+    where = f"membership record of rank {rank}"
+    fields = decode(payload, where)
+    if fields.whole("version") != VERSION:
+        raise ControlError(f"{where}: field 'version': expected {VERSION}")
+    state = fields.text("state", 16)
+    if state not in {each.value for each in State}:
+        raise ControlError(f"{where}: field 'state': expected running, failed or left, got {state!r}")
+    failure = fields.raw("failure")
+    record = Record(
+        beat=fields.whole("beat"),
+        state=State(state),
+        failure=None if failure is None else _parse_failure(failure, f"{where}: failure"),
+        seen=tuple(_whole_numbers(fields.items("seen"), f"{where}: field 'seen'")),
+    )
+    fields.end()
+    return record
+
+
+def _parse_failure(data: object, where: str) -> Failure:
+    fields = Fields(data, where)
+    lost, edge, op = fields.raw("lost"), fields.raw("edge"), fields.raw("op")
+    if lost is not None:
+        (lost,) = _whole_numbers([lost], f"{where}: field 'lost'")
+    if edge is not None:
+        ends = _whole_numbers(edge if isinstance(edge, list) else [edge], f"{where}: field 'edge'")
+        if len(ends) != 2:
+            raise ControlError(f"{where}: field 'edge': expected two stages, got {edge!r}")
+        edge = (ends[0], ends[1])
+    if op is not None and (not isinstance(op, str) or len(op) > _TEXT_LIMIT):
+        raise ControlError(f"{where}: field 'op': expected a short text, got {op!r:.80}")
+    failure = Failure(fields.whole("ordinal"), fields.text("message", _TEXT_LIMIT * 2), lost, edge, op)
+    fields.end()
+    return failure
+
+
+def _whole_numbers(values: list[object], where: str) -> list[int]:
+    numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool) and value >= 0]
+    if len(numbers) != len(values):
+        raise ControlError(f"{where}: expected whole numbers, got {values!r:.80}")
+    return numbers

@@ -1,0 +1,317 @@
+"""What every transport does: carry messages that know who they are from one rank to another.
+
+A message is the tensors that one stage sends another for one microbatch of one step; its :class:`Identity` names it. Both
+sides state the identity, and the receiver refuses a message that is not the one it expects. A :class:`Transport` belongs to
+one rank; neither :meth:`Transport.send` nor :meth:`Transport.receive` ever waits for the other side, both return a
+:class:`Pending`. A channel is (source rank, destination rank, forward or backward); messages of one channel are received in
+the order of their sends, and channels never queue behind each other.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from adaptra.errors import PeerLostError, TransportError
+from adaptra.graph.specs import MessageSpec
+from adaptra.program import Kind
+from adaptra.runtime.transports.contract import Contract
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+Layout = tuple[tuple[tuple[int, ...], str], ...]
+"""Shape and dtype of every tensor of a message: all of a :data:`MessageSpec` that a message must agree on."""
+
+
+def layout_of(specs: MessageSpec) -> Layout:
+    """What of ``specs`` a message must agree on. Whether a tensor requires a gradient is each side's own business."""
+    return tuple((tuple(spec.shape), str(spec.dtype).removeprefix("torch.")) for spec in specs)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which message this is: the same on both sides.
+
+    Attributes:
+        step: The training step; negative steps are evaluations.
+        kind: What was sent: SEND_B (or another backward kind) travels on the backward channel, all else on the forward one.
+        source: The sending stage.
+        destination: The receiving stage.
+        microbatch: The microbatch within the step.
+        specs: One per tensor.
+    """
+
+    step: int
+    kind: Kind
+    source: int
+    destination: int
+    microbatch: int
+    specs: MessageSpec
+
+    @property
+    def key(self) -> tuple[int, Kind, int, int, int]:
+        """Everything but the specs."""
+        return (self.step, self.kind, self.source, self.destination, self.microbatch)
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether the message travels on the backward channel of its pair of ranks."""
+        match self.kind:
+            case Kind.I | Kind.W | Kind.B | Kind.SEND_B | Kind.RECV_B:
+                return True
+            case Kind.F | Kind.SEND_F | Kind.RECV_F:
+                return False
+
+    @property
+    def op(self) -> str:
+        """The op that sends the message, such as ``1SEND_F3``."""
+        return f"{self.source}{self.kind.value}{self.microbatch}"
+
+    @property
+    def edge(self) -> tuple[int, int]:
+        """The directed edge of stages that the message crosses."""
+        return (self.source, self.destination)
+
+    def __str__(self) -> str:
+        edge = f"edge {self.source}→{self.destination}"
+        return f"{self.op} of step {self.step} on {edge} with {describe_layout(layout_of(self.specs))}"
+
+
+def describe_layout(layout: Layout) -> str:
+    """The layout for people: ``float32[2,3] int64[]``."""
+    return " ".join(f"{dtype}[{','.join(map(str, shape))}]" for shape, dtype in layout) or "no tensors"
+
+
+def check_tensors(identity: Identity, tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors that are not what the identity of their message says.
+
+    Raises:
+        TransportError: Names the message, what was given and what was expected.
+    """
+    given = tuple((tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors)
+    if given != layout_of(identity.specs):
+        raise TransportError(f"send of {identity}: got {describe_layout(given)}")
+
+
+class Pending(ABC):
+    """A message under way: what :meth:`Transport.send` and :meth:`Transport.receive` return."""
+
+    identity: Identity
+    sent_at: float
+    """A received message's posting time at its sender, in seconds of this rank's ``time.monotonic``."""
+    arrived_at: float
+    """When a received message had arrived, in seconds of this rank's ``time.monotonic``, whoever was waiting for it."""
+
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether :meth:`wait` returns or raises at once."""
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> tuple[Tensor, ...]:
+        """Wait until the message has arrived, or until a sent message's buffer is no longer needed.
+
+        Args:
+            timeout: Seconds, or None to wait for ever. A wait that times out may be repeated.
+
+        Returns:
+            The tensors of a received message, () for a sent one.
+
+        Raises:
+            TransportError: The message is not the expected one, was not exchanged, or nothing happened within ``timeout``.
+        """
+
+
+class Completion(Pending):
+    """A :class:`Pending` that its transport completes or fails, once; what comes later is ignored."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.sent_at = 0.0
+        self.arrived_at = 0.0
+        self._tensors: tuple[Tensor, ...] = ()
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+        self._event = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` returns or raises at once."""
+        return self._event.is_set()
+
+    def complete(self, tensors: tuple[Tensor, ...] = (), sent_at: float = 0.0, arrived_at: float = 0.0) -> None:
+        """The message is there, or has been sent."""
+        with self._lock:
+            if self._event.is_set():
+                return
+            self._tensors, self.sent_at, self.arrived_at = tensors, sent_at, arrived_at
+            self._event.set()
+
+    def fail(self, error: Exception) -> None:
+        """The message will never be there."""
+        with self._lock:
+            if self._event.is_set():
+                return
+            self._error = error
+            self._event.set()
+
+    def wait(self, timeout: float | None = None) -> tuple[Tensor, ...]:
+        """See :meth:`Pending.wait`."""
+        if not self._event.wait(timeout):
+            raise TransportError(f"{self.identity}: not exchanged within {timeout} s")
+        if self._error is not None:
+            raise self._error
+        return self._tensors
+
+
+class Transport(ABC):
+    """One rank's end of the network.
+
+    Sent tensors must not be written to before the send is done, unless the contract says that the transport buffers them.
+    All methods may be called from any thread.
+
+    Attributes:
+        contract: How messages behave; decides where SEND and RECV stand in a program.
+        rank: This rank, 0 … world_size-1.
+        world_size: How many ranks the transport joins.
+        store: The control plane: small texts under names, seen by all ranks.
+    """
+
+    contract: Contract
+    rank: int
+    world_size: int
+    store: Store
+
+    @abstractmethod
+    def send(
+        self, destination_rank: int, identity: Identity, tensors: Sequence[Tensor], *, posted_at: float | None = None
+    ) -> Pending:
+        """Start to send a message.
+
+        Args:
+            destination_rank: Another rank.
+            identity: What the message is.
+            tensors: As the identity's specs say.
+            posted_at: When the message was handed over, in ``time.monotonic`` seconds, if that was before this call.
+
+        Raises:
+            TransportError: The tensors don't fit the identity, there is no such rank, or the transport was aborted or closed.
+        """
+
+    @abstractmethod
+    def receive(self, source_rank: int, identity: Identity) -> Pending:
+        """Post a receive of exactly this message. It takes a buffer of the pool until :meth:`release`.
+
+        Raises:
+            TransportError: There is no such rank, or the transport was aborted or closed.
+            AssertionError: The pool has no such buffer left: the program needs more than :meth:`reserve` was told.
+        """
+
+    @abstractmethod
+    def release(self, pending: Pending) -> None:
+        """Give a received message's buffer back to the pool; its tensors must not be used any more."""
+
+    @abstractmethod
+    def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
+        """Size the pool of receive buffers.
+
+        Args:
+            counts: For (source rank, specs of a message) how many such messages may be posted or held at a time. Replaces what
+                was reserved before; buffers in use stay valid.
+        """
+
+    @abstractmethod
+    def waiting_for(self, rank: int) -> Identity | None:
+        """The oldest message that this rank has posted a receive for and that ``rank`` has not delivered."""
+
+    @abstractmethod
+    def abort(self, error: Exception) -> None:
+        """Make every pending and every later operation raise ``error``. Only the first call counts. Never blocks for long."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the transport's threads. Sends under way get a few seconds, what is still pending then fails. May be repeated."""
+
+
+class Guard:
+    """The state that all transports share: the receives posted per rank, what is pending, and why it all ended.
+
+    Args:
+        rank: The rank whose transport this is.
+        world_size: The number of ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+        self._pending: dict[Completion, int | None] = {}
+
+    def post(self, peer: int, identity: Identity, is_receive: bool) -> Completion:
+        """A new pending operation with ``peer``.
+
+        Raises:
+            TransportError: ``peer`` is no other rank, or the reason why the transport ended.
+        """
+        if not 0 <= peer < self._world_size or peer == self._rank:
+            direction = "receive from" if is_receive else "send to"
+            raise TransportError(
+                f"{direction} rank {peer}: {identity}: "
+                f"expected another rank of 0..{self._world_size - 1}, this is rank {self._rank}"
+            )
+        pending = Completion(identity)
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            self._pending[pending] = peer if is_receive else None
+        return pending
+
+    def settle(self, pending: Completion) -> None:
+        """Forget an operation that was completed or failed."""
+        with self._lock:
+            self._pending.pop(pending, None)
+
+    def waiting_for(self, rank: int) -> Identity | None:
+        """The oldest receive that waits for ``rank``."""
+        with self._lock:
+            return next((pending.identity for pending, source in self._pending.items() if source == rank), None)
+
+    def sends(self) -> list[Completion]:
+        """The sends that are under way."""
+        with self._lock:
+            return [pending for pending, source in self._pending.items() if source is None]
+
+    def has_pending(self) -> bool:
+        """Whether anything was posted and not settled."""
+        with self._lock:
+            return bool(self._pending)
+
+    def end(self, error: Exception) -> bool:
+        """Fail everything, now and later. False if it ended before."""
+        with self._lock:
+            if self._error is not None:
+                return False
+            self._error = error
+            pending, self._pending = list(self._pending), {}
+        for each in pending:
+            each.fail(error)
+        return True
+
+
+def peer_lost(rank: int, identity: Identity, text: str) -> PeerLostError:
+    """The error of a message whose other side, ``rank``, is gone; ``text`` is the system's own."""
+    where = f"edge {identity.source}→{identity.destination} failed at {identity.op} of step {identity.step}"
+    return PeerLostError(f"rank {rank} is lost: {where}: {text}", rank=rank, edge=identity.edge, op=identity.op)
+
+
+def now() -> float:
+    """The clock of all posting and arrival times, in seconds."""
+    return time.monotonic()

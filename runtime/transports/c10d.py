@@ -1,0 +1,316 @@
+"""Messages over torch.distributed: gloo between hosts without GPUs, NCCL between GPUs.
+
+Each direction (forward, backward) has communicators of its own; NCCL, whose communicators run one thing at a time, has one per
+direction and pair of ranks. A message is two operations, header and tensors, see :mod:`adaptra.runtime.transports.wire`; gloo
+matches the tensors by a tag made of their size, because gloo ends the process that receives more than it expects.
+
+A thread per incoming channel waits for messages, so that an arrival is stamped when it happens, whatever the rank computes at
+that time; a thread per outgoing channel holds the buffers of messages until they are sent. gloo can't take back a wait: an
+abort lets an operation of no importance run into its timeout, upon which gloo closes all connections of the group and every
+wait ends.
+
+One lost rank ends the job's step, so the first failure of a channel fails everything of this rank's transport.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from itertools import combinations
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import PrefixStore, ProcessGroup, Work
+
+from adaptra.errors import LaunchError, TransportError
+from adaptra.graph.specs import MessageSpec
+from adaptra.runtime.transports import clock
+from adaptra.runtime.transports.base import (
+    Completion,
+    Guard,
+    Identity,
+    Layout,
+    Pending,
+    Transport,
+    check_tensors,
+    layout_of,
+    now,
+    peer_lost,
+)
+from adaptra.runtime.transports.contract import Contract
+from adaptra.runtime.transports.pool import Pool
+from adaptra.runtime.transports.wire import MessageBuffer
+
+logger = logging.getLogger(__name__)
+
+CONTRACTS: Final = {
+    "gloo": Contract(send_waits_for_receiver=True, in_order=False, buffered=False),
+    # The directions have communicators of their own here too, but a posted receive holds a part of the device until its
+    # message comes, so receives belong as late as in one shared queue.
+    "nccl": Contract(send_waits_for_receiver=True, in_order=True, buffered=False),
+}
+_HEADER_TAG: Final = 0
+# Liveness is the membership's business: a message may be waited for as long as its sender lives.
+_FOR_EVER: Final = timedelta(days=7)
+_CLOSE_SECONDS: Final = 5.0
+
+
+class _Channel(NamedTuple):
+    peer: int
+    is_backward: bool
+    is_receive: bool
+
+
+class _Posted(NamedTuple):
+    pending: Completion
+    buffer: MessageBuffer
+    header: Work
+    payload: Work
+
+
+class C10dTransport(Transport):
+    """One rank's end of torch.distributed.
+
+    All ranks of the group create it at the same time; creating it makes communicators and compares clocks.
+
+    Args:
+        group: The ranks to join; None for the default group, which is set up from the launcher's environment if nobody did.
+        device: Where tensors are sent from and wanted.
+        backend: ``gloo`` or ``nccl``; None for NCCL if the device is a GPU, else gloo, which carries tensors of a GPU by
+            way of the CPU.
+
+    Attributes:
+        clock_offsets: For every rank how far its clock is ahead of this one's, with the uncertainty.
+
+    Raises:
+        LaunchError: There is no such backend, or no group and no launcher.
+    """
+
+    def __init__(
+        self, group: ProcessGroup | None = None, device: torch.device | str = "cpu", backend: str | None = None
+    ) -> None:
+        self._device = torch.device(device)
+        backend = backend or ("nccl" if self._device.type == "cuda" else "gloo")
+        if backend not in CONTRACTS or not distributed.is_backend_available(backend):
+            raise LaunchError(f"backend {backend!r}: expected one of {', '.join(CONTRACTS)} that this torch was built with")
+        self._owns_default = group is None and _initialise(backend)
+        ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
+        self.contract = CONTRACTS[backend]
+        self.rank = distributed.get_rank(group)
+        self.world_size = len(ranks)
+        self._wire_device = torch.device("cpu") if backend == "gloo" else self._device
+        self._groups = _make_groups(ranks, self.rank, backend)
+        self._stream = torch.cuda.Stream(self._wire_device) if self._wire_device.type == "cuda" else None
+        self._guard = Guard(self.rank, self.world_size)
+        self._pool = Pool(self._allocate)
+        self._held: dict[Pending, tuple[int, MessageBuffer]] = {}
+        self._sent: dict[Layout, list[MessageBuffer]] = {}
+        self._lock = threading.Lock()
+        self._channels: dict[_Channel, queue.SimpleQueue[_Posted | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+        # A connection of its own: who waits on the control plane holds up nobody else.
+        control = self._groups.get((False, None)) or _new_group(ranks, "gloo")
+        self.store = PrefixStore("adaptra", control.get_group_store().clone())  # pyright: ignore[reportAttributeAccessIssue] - not in torch's stub
+        self.clock_offsets = self._compare_clocks()
+
+    def send(
+        self, destination_rank: int, identity: Identity, tensors: Sequence[Tensor], *, posted_at: float | None = None
+    ) -> Pending:
+        """See :meth:`Transport.send`."""
+        posted_at = now() if posted_at is None else posted_at
+        check_tensors(identity, tensors)
+        pending = self._guard.post(destination_rank, identity, is_receive=False)
+        free = self._sent.setdefault(layout_of(identity.specs), [])
+        try:
+            buffer = free.pop()
+        except IndexError:
+            buffer = self._allocate(identity.specs)
+        buffer.pack(identity, tensors, posted_at)
+        self._start(_Channel(destination_rank, identity.is_backward, False), pending, buffer)
+        return pending
+
+    def receive(self, source_rank: int, identity: Identity) -> Pending:
+        """See :meth:`Transport.receive`."""
+        pending = self._guard.post(source_rank, identity, is_receive=True)
+        buffer = self._pool.take(source_rank, identity)
+        self._held[pending] = (source_rank, buffer)
+        self._start(_Channel(source_rank, identity.is_backward, True), pending, buffer)
+        return pending
+
+    def release(self, pending: Pending) -> None:
+        """See :meth:`Transport.release`."""
+        rank, buffer = self._held.pop(pending)
+        self._pool.give(rank, pending.identity, buffer)
+
+    def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
+        """See :meth:`Transport.reserve`."""
+        self._pool.reserve(counts)
+
+    def waiting_for(self, rank: int) -> Identity | None:
+        """See :meth:`Transport.waiting_for`."""
+        return self._guard.waiting_for(rank)
+
+    def abort(self, error: Exception) -> None:
+        """See :meth:`Transport.abort`. Also closes the connections, so the ranks at their other ends notice."""
+        if self._guard.end(error):
+            self._end_waits()
+
+    def close(self) -> None:
+        """See :meth:`Transport.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        deadline = now() + _CLOSE_SECONDS
+        with contextlib.suppress(Exception):
+            for pending in self._guard.sends():
+                pending.wait(max(0.0, deadline - now()))
+        unfinished = self._guard.has_pending()
+        if self._guard.end(TransportError(f"the transport of rank {self.rank} is closed")) and unfinished:
+            self._end_waits()
+        for channel in self._channels.values():
+            channel.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_CLOSE_SECONDS)
+                if thread.is_alive():
+                    logger.warning("rank %d: %s still waits for its last message", self.rank, thread.name)
+        self._groups = {}
+        if self._owns_default:
+            distributed.destroy_process_group()
+
+    def _start(self, channel: _Channel, pending: Completion, buffer: MessageBuffer) -> None:
+        group, peer = self._group_of(channel)
+        try:
+            # One message at a time: its header and its tensors are not to be parted by another thread's.
+            with self._lock:
+                if channel not in self._channels:
+                    self._open(channel)
+                start = group.recv if channel.is_receive else group.send
+                header = start([buffer.header], peer, _HEADER_TAG)
+                payload = start([buffer.payload], peer, buffer.tag)
+                self._channels[channel].put(_Posted(pending, buffer, header, payload))
+        except RuntimeError as error:
+            lost = peer_lost(channel.peer, pending.identity, str(error))
+            self.abort(lost)
+            pending.wait()
+
+    def _open(self, channel: _Channel) -> None:
+        self._channels[channel] = posted = queue.SimpleQueue()
+        direction = f"{'backward' if channel.is_backward else 'forward'} {'from' if channel.is_receive else 'to'}"
+        name = f"adaptra rank {self.rank} {direction} {channel.peer}"
+        thread = threading.Thread(target=self._serve, args=(channel, posted), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _serve(self, channel: _Channel, queued: queue.SimpleQueue[_Posted | None]) -> None:
+        """Wait for the messages of one channel, one after the other."""
+        while (posted := queued.get()) is not None:
+            try:
+                self._await(posted.header)
+                sent_at = posted.buffer.check(posted.pending.identity) if channel.is_receive else 0.0
+                self._await(posted.payload)
+            except TransportError as error:
+                # The messages behind it are not those that their receives expect either.
+                self.abort(error)
+                continue
+            except RuntimeError as error:
+                self.abort(peer_lost(channel.peer, posted.pending.identity, str(error)))
+                continue
+            if channel.is_receive:
+                arrived_at = now()
+                sent_at -= self.clock_offsets[channel.peer].ahead
+                posted.pending.complete(posted.buffer.tensors(self._device), sent_at, arrived_at)
+            else:
+                posted.pending.complete()
+                self._sent[layout_of(posted.pending.identity.specs)].append(posted.buffer)
+            self._guard.settle(posted.pending)
+
+    def _await(self, work: Work) -> None:
+        if self._stream is None:
+            work.wait()
+            return
+        with torch.cuda.stream(self._stream):
+            work.wait()
+            self._stream.synchronize()
+
+    def _end_waits(self) -> None:
+        for group in self._groups.values():
+            if self._stream is not None:
+                group.abort()
+                continue
+            for peer in range(group.size()):
+                if peer != group.rank():
+                    # Expected to fail: its timeout is what ends the others' waits.
+                    with contextlib.suppress(RuntimeError):
+                        group.recv([torch.empty(1, dtype=torch.uint8)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
+
+    def _allocate(self, specs: MessageSpec) -> MessageBuffer:
+        return MessageBuffer(specs, self._wire_device)
+
+    def _group_of(self, channel: _Channel) -> tuple[ProcessGroup, int]:
+        """The communicator of a channel and the peer's rank within it."""
+        group = self._groups.get((channel.is_backward, None))
+        if group is not None:
+            return group, channel.peer
+        pair = (min(self.rank, channel.peer), max(self.rank, channel.peer))
+        return self._groups[channel.is_backward, pair], pair.index(channel.peer)
+
+    def _compare_clocks(self) -> tuple[clock.Offset, ...]:
+        cell = torch.zeros(1, dtype=torch.float64, device=self._wire_device)
+        to_next: clock.Offset | None = None
+        # From rank to rank, each pair over both communicators: NCCL sets them up on first use.
+        for lower in (self.rank - 1, self.rank):
+            if lower < 0 or lower + 1 >= self.world_size:
+                continue
+            is_initiator = lower == self.rank
+            peer = lower + 1 if is_initiator else lower
+            out, out_peer = self._group_of(_Channel(peer, not is_initiator, False))
+            back, back_peer = self._group_of(_Channel(peer, is_initiator, True))
+
+            def send(value: float, out: ProcessGroup = out, peer: int = out_peer) -> None:
+                out.send([torch.full_like(cell, value)], peer, _HEADER_TAG).wait()
+
+            def receive(back: ProcessGroup = back, peer: int = back_peer) -> float:
+                back.recv([cell], peer, _HEADER_TAG).wait()
+                return float(cell.item())
+
+            if is_initiator:
+                to_next = clock.initiate(send, receive)
+            else:
+                clock.answer(send, receive)
+        return clock.share(PrefixStore("clock", self.store), self.rank, self.world_size, to_next)
+
+
+def _initialise(backend: str) -> bool:
+    """Set up the default group from the launcher's environment, unless there is one. True if this call did."""
+    if distributed.is_initialized():
+        return False
+    try:
+        distributed.init_process_group(backend)
+    except ValueError as error:
+        raise LaunchError(f"transport c10d: no process group and no launcher such as torchrun: {error}") from error
+    return True
+
+
+def _make_groups(ranks: Sequence[int], rank: int, backend: str) -> dict[tuple[bool, tuple[int, int] | None], ProcessGroup]:
+    """The communicators by direction (is it backward?) and, where each pair has its own, by pair of ranks."""
+    pairs: list[tuple[int, int] | None] = [None] if backend == "gloo" else list(combinations(range(len(ranks)), 2))
+    groups: dict[tuple[bool, tuple[int, int] | None], ProcessGroup] = {}
+    for is_backward in (False, True):
+        for pair in pairs:
+            if pair is None or rank in pair:
+                members = list(ranks) if pair is None else [ranks[member] for member in pair]
+                groups[is_backward, pair] = _new_group(members, backend)
+    return groups
+
+
+def _new_group(members: Sequence[int], backend: str) -> ProcessGroup:
+    group = distributed.new_group(list(members), timeout=_FOR_EVER, backend=backend, use_local_synchronization=True)
+    assert isinstance(group, ProcessGroup)
+    return group

@@ -1,0 +1,168 @@
+"""Messages between threads of one process, handed over by reference.
+
+Ranks are threads. A message is there the moment it is sent: nothing is copied, so both sides must leave the tensors as they
+are. Messages are matched by identity in any order. A :class:`LocalHub` joins the ranks and hands out one transport each.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from torch import Tensor, distributed
+
+from adaptra.errors import LaunchError, TransportError
+from adaptra.graph.specs import MessageSpec
+from adaptra.runtime.transports.base import (
+    Completion,
+    Guard,
+    Identity,
+    Pending,
+    Transport,
+    check_tensors,
+    describe_layout,
+    layout_of,
+    now,
+)
+from adaptra.runtime.transports.contract import Contract
+from adaptra.runtime.transports.pool import Pool
+
+CONTRACT: Final = Contract(send_waits_for_receiver=False, in_order=False, buffered=False)
+"""A message leaves at once and in no queue, but it is the sender's own tensors that the receiver reads."""
+
+_Address = tuple[int, int, tuple[object, ...]]
+
+
+class _Message:
+    """A message on its way: its tensors and when it was posted and arrived."""
+
+    __slots__ = ("arrived_at", "identity", "sent_at", "tensors")
+
+    def __init__(self, identity: Identity, tensors: tuple[Tensor, ...], sent_at: float) -> None:
+        self.identity = identity
+        self.tensors = tensors
+        self.sent_at = sent_at
+        self.arrived_at = now()
+
+
+class LocalHub:
+    """The network of ``world_size`` ranks in one process.
+
+    Args:
+        world_size: The number of ranks.
+
+    Raises:
+        LaunchError: There is no rank, or this torch was built without torch.distributed, whose in-memory store is used.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        if world_size < 1:
+            raise LaunchError(f"world_size={world_size}: expected at least one rank")
+        if not distributed.is_available():
+            raise LaunchError("the local transport needs torch.distributed, and this torch was built without it")
+        self.world_size = world_size
+        self.store = distributed.HashStore()
+        self._lock = threading.Lock()
+        self._arrived: dict[_Address, _Message] = {}
+        self._posted: dict[_Address, tuple[LocalTransport, Completion]] = {}
+
+    def transport(self, rank: int) -> LocalTransport:
+        """The transport of one rank; each rank asks once.
+
+        Raises:
+            LaunchError: There is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise LaunchError(f"rank {rank}: expected a rank of 0..{self.world_size - 1}")
+        return LocalTransport(self, rank)
+
+    def deliver(self, source: int, destination: int, message: _Message) -> None:
+        """Hand a message to the receive that waits for it, or keep it for the one to come."""
+        address = (source, destination, message.identity.key)
+        with self._lock:
+            posted = self._posted.pop(address, None)
+            if posted is None:
+                if address in self._arrived:
+                    raise TransportError(f"send of {message.identity}: this message was sent before")
+                self._arrived[address] = message
+        if posted is not None:
+            posted[0].arrive(posted[1], message)
+
+    def expect(self, source: int, transport: LocalTransport, pending: Completion) -> None:
+        """Give a receive the message that came before it, or keep it for the one to come."""
+        address = (source, transport.rank, pending.identity.key)
+        with self._lock:
+            message = self._arrived.pop(address, None)
+            if message is None:
+                if address in self._posted:
+                    raise TransportError(f"receive of {pending.identity}: this receive was posted before")
+                self._posted[address] = (transport, pending)
+        if message is not None:
+            transport.arrive(pending, message)
+
+
+class LocalTransport(Transport):
+    """One thread's end of a :class:`LocalHub`."""
+
+    def __init__(self, hub: LocalHub, rank: int) -> None:
+        self.contract = CONTRACT
+        self.rank = rank
+        self.world_size = hub.world_size
+        self.store = hub.store
+        self._hub = hub
+        self._guard = Guard(rank, hub.world_size)
+        # The pool holds no memory here, it counts: a program that breaks its reservation does so on every transport.
+        self._pool: Pool[None] = Pool(lambda _: None)
+        self._held: dict[Pending, int] = {}
+
+    def send(
+        self, destination_rank: int, identity: Identity, tensors: Sequence[Tensor], *, posted_at: float | None = None
+    ) -> Pending:
+        """See :meth:`Transport.send`."""
+        check_tensors(identity, tensors)
+        pending = self._guard.post(destination_rank, identity, is_receive=False)
+        message = _Message(identity, tuple(tensors), now() if posted_at is None else posted_at)
+        self._hub.deliver(self.rank, destination_rank, message)
+        pending.complete()
+        self._guard.settle(pending)
+        return pending
+
+    def receive(self, source_rank: int, identity: Identity) -> Pending:
+        """See :meth:`Transport.receive`."""
+        pending = self._guard.post(source_rank, identity, is_receive=True)
+        self._pool.take(source_rank, identity)
+        self._held[pending] = source_rank
+        self._hub.expect(source_rank, self, pending)
+        return pending
+
+    def arrive(self, pending: Completion, message: _Message) -> None:
+        """The message that ``pending`` waits for is there."""
+        expected, given = layout_of(pending.identity.specs), layout_of(message.identity.specs)
+        if given == expected:
+            # Detached, so that what one side asks of its tensor's gradient never reaches the other's.
+            tensors = tuple(tensor.detach() for tensor in message.tensors)
+            pending.complete(tensors, message.sent_at, message.arrived_at)
+        else:
+            pending.fail(TransportError(f"receive of {pending.identity}: got {describe_layout(given)}"))
+        self._guard.settle(pending)
+
+    def release(self, pending: Pending) -> None:
+        """See :meth:`Transport.release`."""
+        self._pool.give(self._held.pop(pending), pending.identity, None)
+
+    def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
+        """See :meth:`Transport.reserve`."""
+        self._pool.reserve(counts)
+
+    def waiting_for(self, rank: int) -> Identity | None:
+        """See :meth:`Transport.waiting_for`."""
+        return self._guard.waiting_for(rank)
+
+    def abort(self, error: Exception) -> None:
+        """See :meth:`Transport.abort`."""
+        self._guard.end(error)
+
+    def close(self) -> None:
+        """See :meth:`Transport.close`."""
+        self._guard.end(TransportError(f"the transport of rank {self.rank} is closed"))

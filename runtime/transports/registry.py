@@ -1,0 +1,72 @@
+"""Transports by name: those of adaptra, and those that installed packages add.
+
+A package adds a transport by an entry point in the group ``adaptra.transports`` whose object is called with the options given
+to :func:`create_transport` and returns a :class:`Transport`. The names ``local`` and ``c10d`` are adaptra's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final
+
+from adaptra.errors import LaunchError
+from adaptra.runtime.transports.base import Transport
+
+ENTRY_POINT_GROUP: Final = "adaptra.transports"
+
+_BUILT_IN: Final = {
+    "c10d": ("adaptra.runtime.transports.c10d", "C10dTransport"),
+    "local": ("adaptra.runtime.transports.local", "LocalTransport"),
+}
+
+
+def transport_names() -> tuple[str, ...]:
+    """The names of all transports that can be created here, sorted."""
+    return tuple(sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))}))
+
+
+def create_transport(transport: str | Transport, **options: Any) -> Transport:
+    """The transport of this rank.
+
+    Args:
+        transport: A name, or a transport, which is returned as it is.
+        options: Handed to the named transport: ``hub`` and ``rank`` for ``local``; ``group``, ``device`` and ``backend`` for
+            ``c10d``.
+
+    Raises:
+        LaunchError: No such transport, several packages add one of that name, one can't be loaded or does not return a
+            transport, or options come with a transport that exists already.
+    """
+    if isinstance(transport, Transport):
+        if options:
+            raise LaunchError(f"options {', '.join(sorted(options))}: this transport exists already, they change nothing")
+        return transport
+    if transport in _BUILT_IN:
+        module, name = _BUILT_IN[transport]
+        return getattr(importlib.import_module(module), name)(**options)
+    return _create(_find(transport), options)
+
+
+def _find(name: str) -> EntryPoint:
+    points = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
+    if not points:
+        raise LaunchError(f"transport {name!r}: expected one of {', '.join(transport_names())}")
+    if len(points) > 1:
+        raise LaunchError(f"transport {name!r}: added by several packages: {', '.join(sorted(map(_describe, points)))}")
+    return points[0]
+
+
+def _create(point: EntryPoint, options: dict[str, Any]) -> Transport:
+    try:
+        factory = point.load()
+    except Exception as error:
+        raise LaunchError(f"transport {point.name!r} of {_describe(point)} can't be loaded: {error}") from error
+    made = factory(**options)
+    if not isinstance(made, Transport):
+        raise LaunchError(f"transport {point.name!r} of {_describe(point)}: expected a Transport, got {type(made).__name__}")
+    return made
+
+
+def _describe(point: EntryPoint) -> str:
+    return f"{point.dist.name if point.dist else 'an unknown package'} ({point.value})"

@@ -1,0 +1,136 @@
+"""How a message lies in memory and on the wire: a header that says what it is, then its tensors in one flat buffer.
+
+The header is :data:`HEADER_BYTES` long, little-endian, and travels ahead of the tensors: a receiver that finds another message
+than it expects never has to read that message's tensors, which may be larger than its buffer. Every tensor begins at a
+multiple of :data:`ALIGNMENT` bytes. Nothing in a message is executed or unpickled.
+
+==========  =====  ================================================================
+field       bytes  meaning
+==========  =====  ================================================================
+magic       4      ``adpt``
+version     1      1
+kind        1      the sending op's kind, by its place in :class:`adaptra.program.Kind`
+            2      zero
+step        8      signed
+source      4      sending stage
+destination 4      receiving stage
+microbatch  4
+sent at     8      double, the sender's ``time.monotonic`` seconds
+digest      16     of shapes and dtypes
+length      2      of the text
+text        138    shapes and dtypes for people, cut to fit
+==========  =====  ================================================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from adaptra.errors import TransportError
+from adaptra.graph.specs import MessageSpec
+from adaptra.program import Kind
+from adaptra.runtime.transports.base import Identity, describe_layout, layout_of
+
+ALIGNMENT: Final = 64
+HEADER_BYTES: Final = 192
+VERSION: Final = 1
+_MAGIC: Final = b"adpt"
+_FORMAT: Final = struct.Struct("<4sBBxxqiiId16sH138s")
+_KINDS: Final = tuple(Kind)
+_CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
+_TEXT_BYTES: Final = 138
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class MessageBuffer:
+    """The memory of one message of given specs, with the views of its tensors.
+
+    Attributes:
+        header: The header as it travels, (HEADER_BYTES,) uint8 on the wire's device.
+        payload: The tensors as they travel, uint8 on the wire's device.
+    """
+
+    def __init__(self, specs: MessageSpec, device: torch.device) -> None:
+        layout = layout_of(specs)
+        described = describe_layout(layout)
+        self._digest = hashlib.blake2b(described.encode(), digest_size=16).digest()
+        self._text = described.encode()[:_TEXT_BYTES]
+        self._header_bytes = bytearray(HEADER_BYTES)
+        self._header_tensor = torch.frombuffer(self._header_bytes, dtype=torch.uint8)
+        sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in specs]
+        self.header = (
+            self._header_tensor if device.type == "cpu" else torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
+        )
+        # Never empty, so that a message without elements still travels.
+        self.payload = torch.empty(max(ALIGNMENT, sum(map(_aligned, sizes))), dtype=torch.uint8, device=device)
+        self._views: list[Tensor] = []
+        offset = 0
+        for spec, size in zip(specs, sizes, strict=True):
+            self._views.append(self.payload[offset : offset + size].view(spec.dtype).view(spec.shape))
+            offset += _aligned(size)
+
+    @property
+    def tag(self) -> int:
+        """A tag for the tensors that only messages of the same size share; never 0, the header's."""
+        return 1 + (self.payload.numel() // ALIGNMENT) % (2**31 - 2)
+
+    def pack(self, identity: Identity, tensors: Sequence[Tensor], sent_at: float) -> None:
+        """Fill the buffer with a message."""
+        step, kind, source, destination, microbatch = identity.key
+        code = _CODES[kind]
+        _FORMAT.pack_into(
+            self._header_bytes,
+            0,
+            _MAGIC,
+            VERSION,
+            code,
+            step,
+            source,
+            destination,
+            microbatch,
+            sent_at,
+            self._digest,
+            len(self._text),
+            self._text,
+        )
+        if self.header is not self._header_tensor:
+            self.header.copy_(self._header_tensor)
+        with torch.no_grad():
+            for view, tensor in zip(self._views, tensors, strict=True):
+                view.copy_(tensor)
+
+    def check(self, expected: Identity) -> float:
+        """Read the received header.
+
+        Returns:
+            When the message was sent, on the sender's clock.
+
+        Raises:
+            TransportError: It is another message; names the edge, what was expected and what came.
+        """
+        if self.header is not self._header_tensor:
+            self._header_tensor.copy_(self.header)
+        magic, version, code, step, source, destination, microbatch, sent_at, digest, length, text = _FORMAT.unpack(
+            self._header_bytes
+        )
+        if magic != _MAGIC or version != VERSION or code >= len(_KINDS) or not math.isfinite(sent_at):
+            raise TransportError(f"receive of {expected}: got bytes that are no message of version {VERSION}: {magic!r}")
+        kind = _KINDS[code]
+        if (step, kind, source, destination, microbatch) != expected.key or digest != self._digest:
+            got = f"{source}{kind.value}{microbatch} of step {step} on edge {source}→{destination}"
+            raise TransportError(f"receive of {expected}: got {got} with {text[:length].decode(errors='replace')}")
+        return sent_at
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, ...]:
+        """The tensors of a received message on ``device``: views of this buffer if it lies there."""
+        return tuple(view.detach().to(device) for view in self._views)

@@ -1,0 +1,99 @@
+"""Run a function in several processes that stand for the ranks of a job."""
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one process ended: what it returned, or its error's traceback, or neither if it was killed."""
+
+    value: Any = None
+    error: str | None = None
+    exit_code: int | None = None
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def run_processes(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 45.0, may_die: tuple[int, ...] = ()
+) -> list[Any]:
+    """Call ``function(rank, *args)`` in ``world_size`` processes, with RANK, WORLD_SIZE and MASTER_* set.
+
+    Args:
+        function: At the top level of a module; ``args`` and its result can be pickled.
+        world_size: The number of processes.
+        timeout: Seconds after which all that is left is killed.
+        may_die: Ranks whose death is part of the test; their value is None.
+
+    Returns:
+        What each rank returned.
+
+    Raises:
+        AssertionError: A process failed, died or took too long; the others are killed.
+    """
+    context = multiprocessing.get_context("spawn")
+    port = free_port()
+    processes, ends = [], []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_run, args=(theirs, function, rank, world_size, port, args), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        ends.append(ours)
+    try:
+        return _collect(ends, processes, may_die, time.monotonic() + timeout, timeout)
+    finally:
+        for process, end in zip(processes, ends, strict=True):
+            process.kill()
+            process.join()
+            end.close()
+
+
+def _collect(
+    ends: list[Connection], processes: list[Any], may_die: tuple[int, ...], deadline: float, timeout: float
+) -> list[Any]:
+    values: list[Any] = [None] * len(ends)
+    # A rank that may die need not end: it may be stopped.
+    missing = {end: rank for rank, end in enumerate(ends) if rank not in may_die}
+    while missing:
+        ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
+        assert ready, f"ranks {sorted(missing.values())} did not end within {timeout} s"
+        for end in ready:
+            assert isinstance(end, Connection)
+            rank = missing.pop(end)
+            try:
+                outcome = end.recv()
+            except EOFError:
+                processes[rank].join(5)
+                outcome = Outcome(exit_code=processes[rank].exitcode)
+            assert outcome.error is None, f"rank {rank}: {outcome.error}"
+            assert outcome.exit_code is None, f"rank {rank} died with exit code {outcome.exit_code}"
+            values[rank] = outcome.value
+    return values
+
+
+def _run(end: Connection, function: Callable[..., Any], rank: int, world_size: int, port: int, args: tuple[Any, ...]) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        outcome = Outcome(value=function(rank, *args))
+    except BaseException:
+        outcome = Outcome(error=traceback.format_exc())
+    end.send(outcome)
+    end.close()

@@ -1,0 +1,162 @@
+"""Membership: who learns what of whose end, over a store in one process."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+from transport_bodies import backward
+
+from adaptra.errors import PeerLostError, TransportError
+from adaptra.runtime.membership import Membership
+
+
+class Job:
+    """Ranks in one process that beat fast; ``lost[rank].wait()`` until a rank was told of a loss."""
+
+    def __init__(self, world_size, store=None, lost_after=5.0, waiting_for=None):
+        self.store = store or dist.HashStore()
+        self.told = [threading.Event() for _ in range(world_size)]
+        self.errors = [[] for _ in range(world_size)]
+        self.members = [
+            Membership(
+                self.store,
+                rank,
+                world_size,
+                lambda error, rank=rank: self.tell(rank, error),
+                waiting_for=waiting_for,
+                interval=0.05,
+                lost_after=lost_after,
+            )
+            for rank in range(world_size)
+        ]
+
+    def tell(self, rank, error):
+        self.errors[rank].append(error)
+        self.told[rank].set()
+
+    def wait(self, rank):
+        assert self.told[rank].wait(20), f"rank {rank} was told nothing"
+        (error,) = self.errors[rank]
+        assert isinstance(error, PeerLostError)
+        assert self.members[rank].lost is error
+        return error
+
+    def close(self):
+        with ThreadPoolExecutor(len(self.members)) as pool:
+            list(pool.map(Membership.close, self.members))
+        assert not [thread.name for thread in threading.enumerate() if "membership" in thread.name]
+
+
+def test_a_failure_reaches_all_others_once():
+    job = Job(3)
+    error = ZeroDivisionError("by zero")
+    assert job.members[1].fail(error, edge=(0, 1), op="1F3") is error
+    for rank in (0, 2):
+        lost = job.wait(rank)
+        assert str(lost) == "rank 1 failed at 1F3 on edge 0→1: ZeroDivisionError: by zero"
+        assert (lost.rank, lost.edge, lost.op) == (1, (0, 1), "1F3")
+        # Its own failure is only a consequence.
+        assert job.members[rank].fail(TransportError("connection closed")) is lost
+    job.close()
+    assert not job.errors[1]
+
+
+def test_who_reports_a_loss_gives_way_to_the_lost_ranks_own_report():
+    """Rank 2 notices first that rank 1 is gone; rank 1's own report, though later, is the cause for everyone."""
+    job = Job(4)
+    report = PeerLostError("connection closed", rank=1, edge=(1, 2), op="1SEND_F0")
+    assert job.members[2].fail(report) in (report, job.members[2].lost)
+    assert str(job.wait(3)).startswith("rank 1 is lost, as rank 2 noticed at 1SEND_F0 on edge 1→2: ")
+    cause = MemoryError("no memory")
+    assert job.members[1].fail(cause) in (cause, job.members[1].lost)
+    late = Membership(job.store, 0, 4, job.errors[0].append, interval=0.05)
+    try:
+        found = late.fail(TransportError("connection closed"))
+    finally:
+        late.close()
+    assert str(found) == "rank 1 failed: MemoryError: no memory"
+    job.close()
+
+
+def test_a_rank_that_stops_beating_is_lost_with_the_edge_that_waits():
+    """Rank 1 never starts; rank 0 waits for a message from it."""
+    store = dist.HashStore()
+    told = threading.Event()
+    member = Membership(store, 0, 2, lambda _: told.set(), waiting_for=lambda rank: backward(4), interval=0.05, lost_after=0.3)
+    assert told.wait(20)
+    lost = member.lost
+    assert lost is not None
+    assert str(lost).startswith("rank 1 gave no sign of life for 0.3")
+    assert str(lost).endswith("while edge 1→0 waits for 1SEND_B4 of step 0")
+    assert (lost.rank, lost.edge, lost.op) == (1, (1, 0), "1SEND_B4")
+    member.close()
+
+
+def test_leaving_in_turn_is_no_loss():
+    job = Job(3, lost_after=0.3)
+    for member in job.members:
+        member.close()
+    job.close()
+    assert job.errors == [[], [], []]
+
+
+class Stuck:
+    """A store whose host is gone without a word: calls don't return until the test ends."""
+
+    def __init__(self):
+        self.end = threading.Event()
+
+    def set(self, key, value):
+        self.end.wait(30)
+
+    def check(self, keys):
+        return False
+
+
+def test_a_store_that_does_not_answer_is_lost():
+    store = Stuck()
+    job = Job(2, store=store, lost_after=0.3)
+    assert str(job.wait(0)) == (
+        "the control store is lost: the process that hosts it died or can't be reached: no answer for 0.3 s"
+    )
+    store.end.set()
+    job.close()
+
+
+GOOD = {"version": 1, "beat": 1, "state": "running", "failure": None, "seen": []}
+FAILURE = {"ordinal": 1, "message": "m", "lost": None, "edge": None, "op": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "expected a JSON object"),
+        (json.dumps(GOOD | {"version": 2}), "field 'version': expected 1"),
+        (json.dumps(GOOD | {"state": "asleep"}), "field 'state': expected running, failed or left, got 'asleep'"),
+        (json.dumps(GOOD | {"beat": "1"}), "field 'beat'"),
+        (json.dumps(GOOD | {"seen": [True]}), "field 'seen': expected whole numbers"),
+        (json.dumps(GOOD | {"mood": "good"}), "unknown field 'mood'"),
+        (json.dumps(GOOD | {"failure": "x"}), "failure: expected a JSON object"),
+        (json.dumps(GOOD | {"failure": FAILURE | {"edge": [1]}}), "field 'edge': expected two stages"),
+        (json.dumps(GOOD | {"failure": FAILURE | {"op": 7}}), "field 'op': expected a short text"),
+        (json.dumps(GOOD | {"failure": FAILURE | {"lost": -1}}), "field 'lost': expected whole numbers"),
+    ],
+)
+def test_a_record_that_is_none_ends_the_job_with_its_rank(text, message):
+    """Whatever lies in the store is checked field by field before anything looks at it."""
+    store = dist.HashStore()
+    store.set("rank 1", text)
+    told = threading.Event()
+    member = Membership(store, 0, 2, lambda _: told.set(), interval=0.05)
+    assert told.wait(20)
+    assert "membership record of rank 1" in str(member.lost)
+    assert message in str(member.lost)
+    member.close()
+
+
+def test_limits_that_leave_no_time_for_a_heartbeat_are_refused():
+    with pytest.raises(ValueError, match="expected 0 < interval <= lost_after / 3"):
+        Membership(dist.HashStore(), 0, 1, print, interval=5, lost_after=10)
