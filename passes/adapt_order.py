@@ -11,11 +11,11 @@ from typing import ClassVar, Final
 from adaptra import _C
 from adaptra.cost import CostModel
 from adaptra.dependencies import RULE
-from adaptra.equations import SlackRule, in_flight_limits, warm_up
 from adaptra.errors import PassError, PlanError
 from adaptra.passes.base import Count, CountPerStage, Pass, option
 from adaptra.program import Kind, Op, Program
 from adaptra.simulate import Simulation, simulate
+from adaptra.warm_up import SlackRule, in_flight_limits, warm_up
 
 log = logging.getLogger(__name__)
 

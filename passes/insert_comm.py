@@ -7,7 +7,7 @@ Where a receive stands decides what a slow link costs. Measured with one adapted
 transport                              receives as torch's   late, at the consumer   ahead of need
 =====================================  ====================  ======================  ======================
 gloo: a send waits for its receiver    1786 ms               3233 ms                 1188 ms
-one in-order stream per pair of ranks  1683 ms               1115 ms                 the sends queue behind
+one in-order stream per pair of ranks  1683 ms               1115 ms                 not measured
 =====================================  ====================  ======================  ======================
 
 A transport says which of the two it is in its :class:`adaptra.runtime.transports.contract.Contract`.

@@ -121,7 +121,7 @@ class Search {
 
   void try_start(const std::vector<std::int32_t>& warm_up) {
     for (const float patience : {0.0F, 1.0F, 0.5F}) {
-      for (const bool bounded : {false, true}) {
+      for (const bool bounded : {true, false}) {
         Policy policy;
         for (std::int32_t stage = 0; stage < stages_; ++stage) {
           const std::int32_t most = most_[at(stage)];

@@ -1,0 +1,179 @@
+"""adapt-order: never over the budget, never worse than what came in, as good as the published rule on every case."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import cost_models, programs
+
+from adaptra.cost import Blocking, Case, CostModel
+from adaptra.errors import PassError, PlanError
+from adaptra.passes import AdaptOrder, InsertComm
+from adaptra.planner import plan
+from adaptra.program import Kind, Program
+from adaptra.schedules import forward_only, generate, gpipe, one_f_one_b
+from adaptra.simulate import Simulation, lower_bound, simulate
+from adaptra.verify import verify
+
+TEN = CostModel.uniform(4, 10, 10, 10)
+CASES = sorted((Path(__file__).parent / "cases").glob("*.json"))
+SMALL = [path for path in CASES if path.stem != "L07"]
+QUICK = 20_000
+"""Effort for tests that look at guarantees, which hold at any effort."""
+
+
+def check(program: Program, cost: CostModel, limits: tuple[int, ...] | None = None) -> Simulation:
+    verify(program)
+    found = simulate(program, cost)
+    assert not found.over_memory
+    if limits is not None:
+        assert all(peak <= limit for peak, limit in zip(found.peak_in_flight, limits, strict=True))
+    return found
+
+
+# ── how good ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_as_good_as_the_papers_rule_and_within_four_percent_of_the_best_known(path: Path) -> None:
+    known = json.loads(path.read_text())
+    case = Case.load(path)
+    found = check(plan(case), case.cost)
+    assert found.makespan <= known["reference_rule"] * (1 + 1e-9)
+    assert found.makespan <= known["best_known"] * 1.04
+    assert found.makespan >= lower_bound(case).value * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("path", SMALL, ids=lambda path: path.stem)
+def test_no_generated_schedule_that_fits_is_shorter(path: Path) -> None:
+    case = Case.load(path)
+    found = simulate(plan(case, effort=QUICK), case.cost)
+    for name in ("gpipe", "1f1b", "zb_h1", "zb_h2"):
+        known = simulate(generate(name, case.cost.stages, case.microbatches), case.cost)
+        assert known.over_memory or found.makespan <= known.makespan, name
+
+
+@pytest.mark.parametrize("latency", [0, 10, 20, 30, 40, 60])
+@pytest.mark.parametrize("edge", [0, 1, 2])
+def test_a_delayed_link_costs_its_delay_once(latency: float, edge: int) -> None:
+    cost = TEN.with_latency(edge, edge + 1, latency).with_latency(edge + 1, edge, latency)
+    assert check(plan(Case(cost, 12, (0, 1, 2, 3))), cost).makespan <= 390 + latency
+
+
+@pytest.mark.parametrize("blocking", Blocking)
+@pytest.mark.parametrize("half_duplex", [False, True])
+def test_every_mode_of_communication(blocking: Blocking, half_duplex: bool) -> None:
+    slow = TEN.with_latency(1, 2, 25).with_occupancy(2, 1, 8).with_occupancy(1, 2, 8)
+    cost = replace(slow, blocking=blocking, half_duplex=half_duplex)
+    found = check(plan(Case(cost, 8, (0, 1, 2, 3)), effort=QUICK), cost)
+    for name in ("gpipe", "1f1b", "zb_h1", "zb_h2"):
+        assert found.makespan <= simulate(generate(name, 4, 8), cost).makespan
+
+
+# ── what always holds ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@settings(deadline=None, max_examples=60)
+@given(programs(lowered=False), st.data())
+def test_any_program_comes_back_valid_within_limits_and_not_worse(program: Program, data: st.DataObject) -> None:
+    stages = program.stages
+    cost = data.draw(cost_models(stages))
+    held = [sum(cost.memory_forward[s] for s in range(stages) if program.placement[s] == rank) for rank in range(program.ranks)]
+    limit = data.draw(st.none() | st.tuples(*[st.floats(least, 3 * least) for least in held]))
+    blocking, half_duplex = data.draw(st.sampled_from(Blocking)), data.draw(st.booleans())
+    cost = replace(cost, memory_limit=limit, blocking=blocking, half_duplex=half_duplex)
+    memory = data.draw(st.none() | st.integers(1, 4) | st.tuples(*[st.integers(1, 4)] * stages))
+    each = (memory or program.microbatches,) * stages if memory is None or isinstance(memory, int) else memory
+
+    adapted = AdaptOrder(memory, effort=2_000).apply(program, cost)
+
+    found = check(adapted, cost, each)
+    incoming = simulate(program, cost)
+    fits = not incoming.over_memory and all(p <= most for p, most in zip(incoming.peak_in_flight, each, strict=True))
+    assert not fits or found.makespan <= incoming.makespan
+    assert (adapted.placement, adapted.microbatches) == (program.placement, program.microbatches)
+    assert AdaptOrder(memory, effort=2_000).apply(program, cost) == adapted, "the same input gives the same plan"
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (1, 5), (5, 1), (6, 2), (2, 40)])
+@pytest.mark.parametrize("memory", [None, 1, 100])
+def test_sizes_that_break_the_papers_formulas(stages: int, microbatches: int, memory: int | None) -> None:
+    cost = CostModel.uniform(stages, 10, 10, 10, latency=100)
+    found = check(plan(Case(cost, microbatches, tuple(range(stages))), memory=memory, effort=QUICK), cost)
+    assert max(found.peak_in_flight) <= (memory or microbatches)
+
+
+def test_less_memory_never_makes_a_plan_shorter() -> None:
+    cost = TEN.with_latency(1, 2, 60).with_latency(2, 1, 60)
+    case = Case(cost, 16, (0, 1, 2, 3))
+    bound = lower_bound(case).value
+    makespans = [check(plan(case, memory=memory), cost, (memory,) * 4).makespan for memory in (4, 8, 16)]
+    assert makespans[0] > makespans[1] >= makespans[2] >= bound
+
+
+def test_stages_that_share_a_rank_are_adapted_too() -> None:
+    cost = CostModel.uniform(4, 10, 10, 10)
+    case = Case(cost, 8, (0, 1, 1, 0))
+    found = check(plan(case), cost)
+    assert found.program.name == "adapted"
+    assert found.makespan <= 500
+    assert found.makespan >= lower_bound(case).value
+
+
+def test_stages_that_share_a_rank_and_its_memory_never_deadlock() -> None:
+    cost = replace(CostModel.uniform(6, 10, 10, 10, latency=7), memory_limit=(3.0, 4.0))
+    check(plan(Case(cost, 9, (0, 1, 0, 1, 0, 1)), effort=QUICK), cost)
+
+
+def test_the_incumbent_stays_when_nothing_is_better() -> None:
+    best = plan(Case(TEN, 12, (0, 1, 2, 3)))
+    assert plan(Case(TEN, 12, (0, 1, 2, 3)), incumbent=best) == best
+
+
+def test_forward_only_programs_stay() -> None:
+    program = forward_only(4, 3)
+    assert AdaptOrder().apply(program, TEN) is program
+
+
+def test_golden(golden: Callable[[str, str], None]) -> None:
+    cost = TEN.with_latency(1, 2, 30).with_latency(2, 1, 30)
+    golden("pass_adapt_order.sched", str(AdaptOrder(memory=6).apply(one_f_one_b(4, 8), cost)))
+
+
+# ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_refuses_a_lowered_program() -> None:
+    lowered = InsertComm(receives="late").apply(gpipe(4, 2), TEN)
+    with pytest.raises(PassError, match=r"adapt-order: gpipe holds SEND and RECV ops: run adapt-order before insert-comm"):
+        AdaptOrder().apply(lowered, TEN)
+
+
+def test_refuses_a_cost_model_of_another_size() -> None:
+    with pytest.raises(PassError, match=r"gpipe has 3 stages, the cost model 4: expected as many"):
+        AdaptOrder().apply(gpipe(3, 2), TEN)
+
+
+def test_an_impossible_limit_says_the_smallest_that_works() -> None:
+    cost = replace(CostModel.uniform(2, 10, 10, 10), memory_forward=(4.0, 2.0), memory_input_grad=(1.0, 1.0))
+    with pytest.raises(PlanError, match=r"memory limit of rank 0 is 3: one microbatch holds 4, the smallest that works"):
+        plan(Case(replace(cost, memory_limit=(3.0, 3.0)), 4, (0, 1)))
+    check(plan(Case(replace(cost, memory_limit=(4.0, 2.0)), 4, (0, 1)), effort=QUICK), replace(cost, memory_limit=(4.0, 2.0)))
+
+
+def test_an_incumbent_of_another_pipeline_is_refused() -> None:
+    with pytest.raises(
+        PlanError, match=r"incumbent 1f1b: placement 0,1,2 and 8 microbatches: expected those of case, 0,1,2,3 and 8"
+    ):
+        plan(Case(TEN, 8, (0, 1, 2, 3)), incumbent=one_f_one_b(3, 8))
+
+
+def test_a_fused_incumbent_is_split() -> None:
+    found = plan(Case(TEN, 8, (0, 1, 2, 3)), incumbent=one_f_one_b(4, 8, split=False), effort=QUICK)
+    assert not any(op.kind is Kind.B for order in found.orders for op in order)
