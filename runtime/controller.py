@@ -105,6 +105,7 @@ class Controller:
         behind.
 
         Raises:
+            TransportError: :meth:`abort` was given it.
             ControlError: The control plane has failed or is closed, or the log does not reach the step within ``plan_seconds``.
         """
         self._step = step
@@ -124,6 +125,10 @@ class Controller:
             self._mailbox.send(COORDINATOR, Measured(measurement))
         except DistError as error:
             raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
+
+    def abort(self, error: Exception) -> None:
+        """Training has failed elsewhere: whoever waits in :meth:`plan_for`, or asks it later, gets ``error``. Any thread may."""
+        self._coverage.fail(error)
 
     def close(self) -> None:
         """End the control thread; whoever waits in :meth:`plan_for` gets a ControlError. May be called twice.

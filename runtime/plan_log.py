@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from adaptra.cost import Case
-from adaptra.errors import CaseError, ControlError, ScheduleError
+from adaptra.errors import CaseError, ControlError, ScheduleError, TransportError
 from adaptra.program import Program
 from adaptra.runtime.schema import Fields, decode, encode
 
@@ -309,11 +309,14 @@ class Coverage:
             timeout: Seconds to wait at most, or None.
 
         Raises:
+            TransportError: It was given to :meth:`fail`.
             ControlError: The control plane has failed or ended, or the log does not reach the step in time.
         """
         if not (self._error is None and step < self._until):
             with self._changed:
                 reached = self._changed.wait_for(lambda: self._error is not None or step < self._until, timeout)
+                if isinstance(self._error, TransportError):
+                    raise self._error
                 if self._error is not None:
                     raise ControlError(f"step {step} has no plan: {self._error}") from self._error
                 if not reached:

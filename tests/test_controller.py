@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from adaptra.cost import Case, CostModel
-from adaptra.errors import ControlError, PlanError
+from adaptra.errors import ControlError, PeerLostError, PlanError
 from adaptra.program import Program
 from adaptra.runtime.controller import Controller, ControllerOptions, Planning
 from adaptra.runtime.events import ControlEvent, EventKind
@@ -425,6 +425,28 @@ def test_closing_wakes_a_rank_that_waits_for_its_plan_and_ends_the_thread() -> N
         thread.join(10.0)
     assert [str(error) for error in raised] == ["step 0 has no plan: the controller of rank 1 is closed"]
     assert not any("adaptra-controller" in thread.name for thread in threading.enumerate())
+
+
+def test_a_failure_of_training_reaches_a_rank_that_waits_for_its_plan() -> None:
+    with controllers(Journal(), ranks=range(3)) as started:
+        started[1].abort(PeerLostError("rank 3 died"))
+        with pytest.raises(PeerLostError, match=r"^rank 3 died$"):
+            started[1].plan_for(0)
+
+
+def test_a_lost_store_ends_training_with_an_error() -> None:
+    """The store's server goes away while all ranks wait for a fourth one."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    errors: list[Exception] = []
+    journal = Journal()
+    with controllers(journal, ranks=range(3), store=client, on_error=errors.append) as started:
+        del server
+        raised = train(started, journal, lambda step, plan: False, ranks=range(3))
+    assert len(raised) == 3
+    assert all(isinstance(error, ControlError) for error in raised)
+    assert all(isinstance(error, dist.DistError) for error in errors)
+    assert len(errors) == 3
 
 
 def test_a_step_without_a_plan_in_time_says_so() -> None:
