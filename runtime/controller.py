@@ -127,7 +127,7 @@ class Controller:
             raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
 
     def abort(self, error: Exception) -> None:
-        """Training has failed elsewhere: whoever waits in :meth:`plan_for`, or asks it later, gets ``error``. Any thread may."""
+        """Training has failed elsewhere: whoever waits in :meth:`plan_for`, or asks later, gets ``error``. Any thread may."""
         self._coverage.fail(error)
 
     def close(self) -> None:
