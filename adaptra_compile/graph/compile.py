@@ -1,0 +1,196 @@
+"""From a model to compiled stages: capture, partition and differentiate in one call."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from adaptra.errors import CaptureError, PartitionError
+from adaptra.graph.analyze import Analysis, analyze
+from adaptra.graph.batch import InputFormat, OutputFormat, TargetFormat
+from adaptra.graph.capture import FlatGraph, Loss, StateNames, capture, state_names
+from adaptra.graph.differentiate import EvalStage, StageGraphs, differentiate, evaluate
+from adaptra.graph.fake import fake_like, fake_mode
+from adaptra.graph.partition import Piece, align, balance, cut_before, find_cuts, pieces, state_uses
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TiedParameter:
+    """A trainable parameter that several stages use: each has a copy, and W on each returns its own contribution.
+
+    Attributes:
+        name: The name it goes by; every stage's copy has it.
+        aliases: Its other names in the user's model.
+        stages: The stages that hold a copy, ascending.
+        owner: The stage whose copy counts for the model's state: the first.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    stages: tuple[int, ...]
+    owner: int
+
+    @property
+    def users(self) -> tuple[int, ...]:
+        """The stages in the order in which the contributions of one microbatch must be added: the latest use first.
+
+        That is autograd's own order, so the sum is bitwise autograd's unless a stage before the last of them uses the parameter
+        several times: autograd adds each use to the sum so far, a stage adds its own uses up first.
+        """
+        return tuple(reversed(self.stages))
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledStages:
+    """A model as a pipeline of stages.
+
+    Attributes:
+        train: The training stages.
+        eval: The same stages in evaluation mode, forward only.
+        tied: The trainable parameters that several stages use.
+        names: Every name of the model's state, aliases included, to the stages that hold it.
+        aliases: Every name of the model's state to the one it goes by in stages.
+        non_persistent: The buffers that the model's state_dict leaves out.
+        inputs, targets: Flatten and check what a user gives.
+        outputs: Puts together what the model returns in evaluation mode.
+    """
+
+    train: tuple[StageGraphs, ...]
+    eval: tuple[EvalStage, ...]
+    tied: tuple[TiedParameter, ...]
+    names: Mapping[str, tuple[int, ...]]
+    aliases: Mapping[str, str]
+    non_persistent: frozenset[str]
+    inputs: InputFormat
+    targets: TargetFormat
+    outputs: OutputFormat
+
+
+def compile_stages(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    stages: int,
+    loss: Loss | None = None,
+    targets: Any = None,
+    split: Sequence[str] | None = None,
+) -> CompiledStages:
+    """Compile a model into stages. The model is only read: no reference to it or to its state is kept.
+
+    The same model, example and arguments give the same stages in every process. Whether a parameter is trainable is decided
+    by its ``requires_grad`` now.
+
+    Args:
+        model: The model. If it is in training mode its modules' own modes are kept for training, so that a part that was set to
+            evaluation mode stays frozen; else the training stages are captured in training mode.
+        args, kwargs: One microbatch of the model's inputs. Values that are not tensors become constants.
+        stages: How many stages.
+        loss: Called as ``loss(outputs, targets)``, returns a scalar. None when the model returns the loss itself: a scalar,
+            or a dict, tuple or dataclass whose ``.loss`` or first element it is.
+        targets: One microbatch of targets; they enter at the last stage.
+        split: Names of the modules that begin stages 1, 2, …; None balances by estimated cost.
+
+    Raises:
+        CaptureError: The model can't become one graph; names its module and line.
+        PartitionError: It can't be cut like that; says what to change.
+        BatchError: The example is not a call the model takes.
+    """
+    if stages < 1:
+        raise PartitionError(f"stages={stages}: expected at least 1")
+    names = state_names(model)
+    inputs, target_format = InputFormat(model, args, kwargs), TargetFormat(targets)
+    flat_inputs, flat_targets = tuple(inputs.flatten(args, kwargs)), tuple(target_format.flatten(targets))
+    mode = fake_mode()
+
+    def captured(evaluation: bool) -> tuple[FlatGraph, Analysis, OutputFormat | None]:
+        flat, outputs = capture(
+            model, flat_inputs, inputs, flat_targets, target_format, loss, names=names, evaluation=evaluation
+        )
+        with mode:
+            example = _example(model, flat, flat_inputs, flat_targets, names)
+            return flat, analyze(flat, frozenset(names.buffers), example), outputs
+
+    flat, analysis, _ = captured(evaluation=False)
+    if not analysis.values[flat.loss].requires_grad:
+        logger.warning("the loss depends on no trainable parameter: training will change nothing")
+    cuts = find_cuts(flat, analysis)
+    positions = balance(cuts, stages) if split is None else cut_before(flat, analysis, cuts, split, stages)
+    parts = pieces(flat, analysis, cuts, positions, [flat.loss])
+
+    eval_flat, eval_analysis, outputs = captured(evaluation=True)
+    assert outputs is not None, "an evaluation capture has outputs"
+    eval_cuts = find_cuts(eval_flat, eval_analysis)
+    stage_of = {use: sum(position <= index for position in positions) for use, index in state_uses(flat, analysis).items()}
+    eval_positions = align(eval_cuts, state_uses(eval_flat, eval_analysis), stage_of, stages)
+    eval_parts = pieces(eval_flat, eval_analysis, eval_cuts, eval_positions, [eval_flat.loss, *eval_flat.outputs])
+
+    holders = _holders(names, [(flat, parts), (eval_flat, eval_parts)], stages)
+    sizes = _state_bytes(model)
+    with mode:
+        train = differentiate(flat, analysis, parts, holders, names, sizes)
+        evaluation = evaluate(eval_flat, eval_analysis, eval_parts)
+    return CompiledStages(
+        train=train,
+        eval=evaluation,
+        tied=_tied(names, holders, train),
+        names={name: holders[first] for name, first in names.aliases.items()},
+        aliases=dict(names.aliases),
+        non_persistent=frozenset(name for name in names.buffers if name not in names.persistent),
+        inputs=inputs,
+        targets=target_format,
+        outputs=outputs,
+    )
+
+
+def _example(
+    model: nn.Module, flat: FlatGraph, inputs: Sequence[Tensor], targets: Sequence[Tensor], names: StateNames
+) -> dict[fx.Node, Tensor]:
+    tensors: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
+    example = {node: fake_like(tensors[name], name in names.trainable) for node, name in flat.state.items()}
+    example |= {node: fake_like(tensor) for node, tensor in flat.constants.items()}
+    example |= {node: fake_like(tensor) for node, tensor in zip(flat.inputs, inputs, strict=True)}
+    example |= {node: fake_like(tensor) for node, tensor in zip(flat.targets, targets, strict=True)}
+    return example
+
+
+def _holders(names: StateNames, graphs: Sequence[tuple[FlatGraph, Sequence[Piece]]], stages: int) -> dict[str, tuple[int, ...]]:
+    """Which stages hold each parameter and buffer. State that no graph uses lies with the state named before it."""
+    found: dict[str, set[int]] = {}
+    for flat, parts in graphs:
+        for piece in parts:
+            for node in piece.state:
+                found.setdefault(flat.state[node], set()).add(piece.index)
+    holders: dict[str, tuple[int, ...]] = {}
+    last: tuple[int, ...] = (0,)
+    for name in (*names.parameters, *names.buffers):
+        last = tuple(sorted(found[name])) if name in found else last[:1]
+        holders[name] = last
+    return holders
+
+
+def _tied(names: StateNames, holders: Mapping[str, tuple[int, ...]], train: Sequence[StageGraphs]) -> tuple[TiedParameter, ...]:
+    found: list[TiedParameter] = []
+    for name in names.parameters:
+        held = holders[name]
+        if len(held) > 1 and name in names.trainable:
+            if any(name not in train[stage].trainable for stage in held):
+                raise CaptureError(
+                    f"{name}: evaluation mode uses this trainable parameter on stages {list(held)}, training mode does "
+                    "not: expected "
+                    "every stage that holds a trainable parameter to train it; use split= to keep it on one stage"
+                )
+            aliases = tuple(alias for alias, first in names.aliases.items() if first == name and alias != name)
+            found.append(TiedParameter(name, aliases, held, held[0]))
+    return tuple(found)
+
+
+def _state_bytes(model: nn.Module) -> dict[str, int]:
+    tensors: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}

@@ -1,0 +1,425 @@
+"""Differentiate: from the pieces of a flat graph to stages that run F, I and W.
+
+Stages are traced from the last to the first, since a stage's backward pass begins with what the stage behind it sends back.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, fx, nn
+
+from adaptra.errors import BatchError
+from adaptra.graph.analyze import Analysis
+from adaptra.graph.capture import FlatGraph, StateNames
+from adaptra.graph.partition import Piece
+from adaptra.graph.random_state import RandomKey
+from adaptra.graph.specs import MessageSpec, TensorSpec
+from adaptra.graph.split import SplitPiece, build, forward_part, split
+from adaptra.graph.trace import GradientMessage, Layout, TracedPiece, trace_piece
+from adaptra.graph.work import flops_of_nodes
+
+NOTHING_RANDOM: Final = RandomKey(0, 0, 0)
+"""For models that draw no random numbers in evaluation mode: nearly all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Floating-point operations of one microbatch on one stage; a multiply-add is two."""
+
+    forward: int
+    input_grad: int
+    weight_grad: int
+
+
+@dataclass(slots=True)
+class Saved:
+    """What F leaves for I, or I for W. The run that uses it empties it, so that each tensor is freed after its last use."""
+
+    values: list[Tensor]
+
+    def take(self) -> list[Tensor]:
+        """The values; they are then no longer here."""
+        values, self.values = self.values, []
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardGraph:
+    """A forward graph and what it is called with: state and constants by name, then inputs, targets and a RandomKey."""
+
+    module: fx.GraphModule
+    state: tuple[str, ...]
+    constants: tuple[Tensor, ...]
+
+    def run(
+        self, state: Mapping[str, Tensor], inputs: Sequence[Tensor], targets: Sequence[Tensor], random: RandomKey
+    ) -> list[Tensor]:
+        """Run it without autograd. Buffers in ``state`` are changed in place where the model does so."""
+        values: list[Tensor | RandomKey] = [*(state[name] for name in self.state), *self.constants, *inputs, *targets, random]
+        with torch.no_grad():
+            return self.module(values)
+
+
+@dataclass(frozen=True, slots=True)
+class StageGraphs:
+    """One stage of a training pipeline.
+
+    Attributes:
+        index: Which stage.
+        parameters, buffers: The state this stage holds, by the names in the user's model.
+        trainable: The parameters W computes a gradient of, in W's order.
+        inputs, outputs: What F receives and returns. A tensor travels contiguous, with its dimensions in the order of its
+            strides.
+        grad_inputs, grad_outputs: What I returns and receives: a gradient for each input, or output, that has one.
+        flops: Of F, I and W.
+        parameter_bytes: Of the stage's parameters.
+        kept_after_forward: Bytes that one microbatch keeps from F to I, inputs included, state not.
+        kept_after_input_grad: Bytes that one microbatch keeps from I to W.
+    """
+
+    index: int
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    trainable: tuple[str, ...]
+    inputs: MessageSpec
+    outputs: MessageSpec
+    targets: MessageSpec
+    grad_inputs: MessageSpec
+    grad_outputs: MessageSpec
+    flops: Flops
+    parameter_bytes: int
+    kept_after_forward: int
+    kept_after_input_grad: int
+    _forward: ForwardGraph
+    _input_grad: fx.GraphModule
+    _input_grad_takes: tuple[int, ...]
+    _weight_grad: fx.GraphModule
+    _weight_grad_takes: tuple[int, ...]
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the message F receives."""
+        return _bytes(self.inputs)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the message F returns."""
+        return _bytes(self.outputs)
+
+    @property
+    def grad_input_bytes(self) -> int:
+        """Bytes of the message I returns."""
+        return _bytes(self.grad_inputs)
+
+    @property
+    def grad_output_bytes(self) -> int:
+        """Bytes of the message I receives."""
+        return _bytes(self.grad_outputs)
+
+    def state(self, model: nn.Module) -> OrderedDict[str, Tensor]:
+        """This stage's own parameters and buffers out of the whole model: the model's tensors, not copies."""
+        return state_of(model, (*self.parameters, *self.buffers))
+
+    def run_forward(
+        self, state: Mapping[str, Tensor], inputs: Sequence[Tensor], random: RandomKey, targets: Sequence[Tensor] = ()
+    ) -> tuple[tuple[Tensor, ...], Saved]:
+        """Run F on one microbatch.
+
+        Args:
+            state: The stage's state by name; buffers are changed in place where the model does so.
+            inputs: As ``inputs`` says. Both the outputs and what is saved may refer to their memory: it must not be written to
+                before W has run and the outputs have been sent.
+            random: Which random numbers to draw.
+            targets: On the last stage, the flat targets.
+
+        Returns:
+            The tensors for the next stage, on the last stage the loss; and what I and W need.
+
+        Raises:
+            BatchError: An input or target has not the shape or dtype the stage was compiled for.
+        """
+        check("inputs", self.index, inputs, self.inputs)
+        check("targets", self.index, targets, self.targets)
+        results = self._forward.run(state, inputs, targets, random)
+        count = len(self.outputs)
+        return tuple(results[:count]), Saved(results[count:])
+
+    def run_input_grad(self, saved: Saved, grad_outputs: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], Saved]:
+        """Run I on one microbatch.
+
+        Args:
+            saved: What F left; it is empty afterwards.
+            grad_outputs: As ``grad_outputs`` says; None stands for zeros. On the last stage the gradient of the loss.
+
+        Returns:
+            The gradients for the stage before, and what W needs.
+        """
+        check("output gradients", self.index, [one for one in grad_outputs if one is not None], self.grad_outputs, grad_outputs)
+        values = saved.take()
+        for given, spec in zip(grad_outputs, self.grad_outputs, strict=True):
+            values.append(torch.zeros(spec.shape, dtype=spec.dtype) if given is None else given)
+        taken = [values[index] for index in self._input_grad_takes]
+        passed = [values[index] for index in self._weight_grad_takes]
+        values.clear()
+        with torch.no_grad():
+            results: list[Tensor] = self._input_grad(taken)
+        count = len(self.grad_inputs)
+        return tuple(results[:count]), Saved(passed + results[count:])
+
+    def run_weight_grad(self, saved: Saved) -> tuple[Tensor, ...]:
+        """Run W on one microbatch.
+
+        Args:
+            saved: What I left; it is empty afterwards.
+
+        Returns:
+            One gradient for each of ``trainable``.
+        """
+        with torch.no_grad():
+            results: list[Tensor] = self._weight_grad(saved.take())
+        return tuple(results)
+
+
+@dataclass(frozen=True, slots=True)
+class EvalStage:
+    """One stage of the model in evaluation mode, forward only.
+
+    Attributes:
+        index: Which stage.
+        inputs: What it receives.
+        outputs: What it returns; on the last stage the model's outputs.
+        loss: On the last stage, what the loss looks like.
+        targets: On the last stage, what the targets look like.
+    """
+
+    index: int
+    inputs: MessageSpec
+    outputs: MessageSpec
+    loss: MessageSpec
+    targets: MessageSpec
+    _forward: ForwardGraph
+    _loss: ForwardGraph | None
+
+    def run_forward(
+        self,
+        state: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor] = (),
+        *,
+        with_loss: bool = True,
+        random: RandomKey = NOTHING_RANDOM,
+    ) -> tuple[Tensor, ...]:
+        """Run one microbatch.
+
+        Args:
+            state: The stage's state by name.
+            inputs: As ``inputs`` says.
+            targets: The flat targets; only looked at on the last stage and with the loss.
+            with_loss: On the last stage: return the loss, else the model's outputs.
+            random: Which random numbers to draw, should the model draw any in evaluation mode.
+
+        Returns:
+            The tensors for the next stage; on the last stage ``(loss,)`` or the flat outputs.
+
+        Raises:
+            BatchError: An input or target has not the shape or dtype the stage was compiled for.
+        """
+        check("inputs", self.index, inputs, self.inputs)
+        if self._loss is None or not with_loss:
+            return tuple(self._forward.run(state, inputs, (), random))
+        check("targets", self.index, targets, self.targets)
+        return tuple(self._loss.run(state, inputs, targets, random))
+
+
+def differentiate(
+    flat: FlatGraph,
+    analysis: Analysis,
+    parts: Sequence[Piece],
+    holders: Mapping[str, tuple[int, ...]],
+    names: StateNames,
+    state_bytes: Mapping[str, int],
+) -> tuple[StageGraphs, ...]:
+    """Make the training stages; to be called inside the fake mode of the analysis.
+
+    Args:
+        flat: The training graph.
+        analysis: Of it.
+        parts: Its pieces.
+        holders: Which stages hold each parameter and buffer.
+        names: Of the model's state.
+        state_bytes: The size of each parameter and buffer.
+    """
+    shared = frozenset(name for name, stages in holders.items() if len(stages) > 1 and name in names.trainable)
+    loss = analysis.values[flat.loss]
+    gradients: tuple[GradientMessage, ...] = ()
+    if loss.requires_grad:
+        gradients = (GradientMessage(0, Layout(()), TensorSpec((), loss.dtype, False)),)
+    last = len(parts) - 1
+    traced: list[tuple[TracedPiece, tuple[GradientMessage, ...]]] = []
+    for piece in reversed(parts):
+        one = trace_piece(
+            flat.module,
+            piece,
+            analysis,
+            flat.state,
+            flat.constants,
+            gradients=gradients,
+            is_last=piece.index == last,
+            shared=shared,
+        )
+        traced.append((one, gradients))
+        gradients = one.grad_messages
+    stages: list[StageGraphs] = []
+    ordinal = 0
+    for index, (one, received) in enumerate(reversed(traced)):
+        held = [name for name, stages_of in holders.items() if index in stages_of]
+        stage, ordinal = _stage(index, one, received, held, names, state_bytes, analysis.changed_state, ordinal)
+        stages.append(stage)
+    return tuple(stages)
+
+
+def evaluate(flat: FlatGraph, analysis: Analysis, parts: Sequence[Piece]) -> tuple[EvalStage, ...]:
+    """Make the evaluation stages; to be called inside the fake mode of the analysis. The last piece's outputs begin with the
+    loss."""
+    last = len(parts) - 1
+    stages: list[EvalStage] = []
+    ordinal = 0
+    for piece in parts:
+        is_last = piece.index == last
+        one = trace_piece(flat.module, piece, analysis, flat.state, flat.constants, gradients=None, is_last=is_last)
+        results = one.outputs[1:] if is_last else one.outputs
+        forward, count = _forward_graph(one, results, (), ordinal, with_targets=not is_last)
+        loss = _forward_graph(one, one.outputs[:1], (), ordinal, with_targets=True)[0] if is_last else None
+        ordinal += count
+        stages.append(
+            EvalStage(
+                index=piece.index,
+                inputs=one.input_specs,
+                outputs=one.output_specs[1:] if is_last else one.output_specs,
+                loss=one.output_specs[:1] if is_last else (),
+                targets=_specs(one.targets),
+                _forward=forward,
+                _loss=loss,
+            )
+        )
+    return tuple(stages)
+
+
+def state_of(model: nn.Module, names: Iterable[str]) -> OrderedDict[str, Tensor]:
+    """Parameters and buffers of a model by name: the model's tensors, not copies."""
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    return OrderedDict((name, tensors[name]) for name in names)
+
+
+def check(
+    what: str, stage: int, given: Sequence[Tensor], specs: MessageSpec, positions: Sequence[Tensor | None] | None = None
+) -> None:
+    """Refuse tensors that a stage was not compiled for.
+
+    Raises:
+        BatchError: Says which stage, which tensor, what it is and what was expected.
+    """
+    count = len(given if positions is None else positions)
+    if count != len(specs):
+        raise BatchError(f"stage {stage}: {count} {what}: expected {len(specs)}")
+    chosen = specs if positions is None else [spec for spec, one in zip(specs, positions, strict=True) if one is not None]
+    for index, (tensor, spec) in enumerate(zip(given, chosen, strict=True)):
+        if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
+            raise BatchError(
+                f"stage {stage}: {what}: tensor {index} is {tensor.dtype}{list(tensor.shape)}: expected {spec.dtype}"
+                f"{list(spec.shape)}, as when the pipeline was compiled; a smaller last batch must be dropped or padded"
+            )
+
+
+def _stage(
+    index: int,
+    traced: TracedPiece,
+    received: Sequence[GradientMessage],
+    held: Sequence[str],
+    names: StateNames,
+    state_bytes: Mapping[str, int],
+    changed_state: frozenset[str],
+    ordinal: int,
+) -> tuple[StageGraphs, int]:
+    parts = split(traced)
+    changed = [node for node in parts.kept if traced.state.get(node) in changed_state]
+    forward, count = _forward_graph(traced, [*traced.outputs, *parts.kept], changed, ordinal, nodes=parts.forward)
+    input_grad, input_grad_takes = _taking(
+        parts.backward_inputs, parts.input_grad, (*parts.grad_inputs, *parts.kept_by_input_grad)
+    )
+    weight_grad, weight_grad_takes = _taking(
+        parts.backward_inputs, parts.weight_grad, parts.grad_weights, parts.kept_by_input_grad
+    )
+    parameters = tuple(name for name in held if name in names.parameters)
+    stage = StageGraphs(
+        index=index,
+        parameters=parameters,
+        buffers=tuple(name for name in held if name in names.buffers),
+        trainable=tuple(name for name, _ in traced.weights),
+        inputs=traced.input_specs,
+        outputs=traced.output_specs,
+        targets=_specs(traced.targets),
+        grad_inputs=tuple(one.spec for one in traced.grad_messages),
+        grad_outputs=tuple(one.spec for one in received),
+        flops=Flops(flops_of_nodes(parts.forward), flops_of_nodes(parts.input_grad), flops_of_nodes(parts.weight_grad)),
+        parameter_bytes=sum(state_bytes[name] for name in parameters),
+        kept_after_forward=_kept_bytes(traced, parts, range(len(parts.kept))),
+        kept_after_input_grad=_kept_bytes(traced, parts, weight_grad_takes)
+        + sum(_size(node) for node in parts.kept_by_input_grad),
+        _forward=forward,
+        _input_grad=input_grad,
+        _input_grad_takes=input_grad_takes,
+        _weight_grad=weight_grad,
+        _weight_grad_takes=weight_grad_takes,
+    )
+    return stage, ordinal + count
+
+
+def _forward_graph(
+    traced: TracedPiece,
+    outputs: Sequence[fx.Node],
+    copied: Sequence[fx.Node],
+    ordinal: int,
+    *,
+    nodes: tuple[fx.Node, ...] | None = None,
+    with_targets: bool = True,
+) -> tuple[ForwardGraph, int]:
+    nodes = forward_part(traced, outputs) if nodes is None else nodes
+    inputs = [*traced.state, *traced.constants, *traced.inputs, *(traced.targets if with_targets else ())]
+    module, count = build(inputs, nodes, outputs, copied, ordinal)
+    return ForwardGraph(module, tuple(traced.state.values()), tuple(traced.constants.values())), count
+
+
+def _taking(
+    available: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], more: Sequence[fx.Node] = ()
+) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    """A graph that takes only those of the available values that it uses, then ``more``; and which those are."""
+    used = {one for node in nodes for one in node.all_input_nodes} | set(outputs)
+    takes = tuple(index for index, node in enumerate(available) if node in used)
+    module, _ = build([*(available[index] for index in takes), *more], nodes, outputs, (), None)
+    return module, takes
+
+
+def _kept_bytes(traced: TracedPiece, parts: SplitPiece, positions: Iterable[int]) -> int:
+    """Bytes of values at these positions of I's inputs, without those that the stage holds anyway."""
+    sources = (*parts.kept, *traced.grad_outputs)
+    return sum(_size(sources[i]) for i in positions if sources[i] not in traced.state and sources[i] not in traced.constants)
+
+
+def _size(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return value.numel() * value.element_size()
+
+
+def _specs(nodes: Sequence[fx.Node]) -> MessageSpec:
+    return tuple(TensorSpec(tuple(node.meta["val"].shape), node.meta["val"].dtype, False) for node in nodes)
+
+
+def _bytes(message: MessageSpec) -> int:
+    return sum(spec.bytes for spec in message)

@@ -1,0 +1,41 @@
+"""Running nodes of a graph on fake tensors: shapes, strides, dtypes and autograd, but no numbers and no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from adaptra.graph.ops import call
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which no real tensor can slip in unseen."""
+    return FakeTensorMode(allow_non_fake_inputs=False)
+
+
+def fake_like(tensor: Tensor, requires_grad: bool = False) -> Tensor:
+    """A new fake tensor of the same shape, strides, dtype and device; to be called inside a fake mode."""
+    made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.requires_grad_(requires_grad)
+
+
+def run_nodes(module: fx.GraphModule, nodes: Iterable[fx.Node], values: dict[fx.Node, Any]) -> None:
+    """Execute nodes in the order given, reading from and adding to ``values``."""
+    for node in nodes:
+        values[node] = run_node(module, node, values)
+
+
+def run_node(module: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """Execute one ``call_function`` node."""
+
+    def look_up(argument: fx.Node) -> Any:
+        if argument.op == "get_attr":
+            return attrgetter(str(argument.target))(module)
+        return values[argument]
+
+    return call(node, fx.map_arg(node.args, look_up), fx.map_arg(node.kwargs, look_up))
