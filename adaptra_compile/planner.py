@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from adaptra.cost import Case
 from adaptra.errors import PlanError
-from adaptra.passes.adapt_order import AdaptOrder
+from adaptra.passes.adapt_order import AdaptOrder, one_at_a_time
 from adaptra.passes.base import Pipeline
 from adaptra.passes.split_backward import SplitBackward
-from adaptra.program import Kind, Op, Program
+from adaptra.program import Program
 
 
 def plan(
@@ -36,23 +36,13 @@ def plan(
         PassError: The incumbent holds communication ops.
         ScheduleError: The incumbent is not valid.
     """
+    limits = memory if memory is None or isinstance(memory, int) else tuple(memory)
+    adapt = AdaptOrder(limits, effort)
     if incumbent is None:
-        incumbent = _phases(case)
+        return Pipeline((adapt,)).apply(one_at_a_time(case.placement, case.microbatches), case.cost, trusted=True)
     if incumbent.placement != case.placement or incumbent.microbatches != case.microbatches:
         raise PlanError(
             f"incumbent {incumbent.name}: placement {','.join(map(str, incumbent.placement))} and {incumbent.microbatches} "
             f"microbatches: expected those of {case.name}, {','.join(map(str, case.placement))} and {case.microbatches}"
         )
-    limits = memory if memory is None or isinstance(memory, int) else tuple(memory)
-    return Pipeline((SplitBackward(), AdaptOrder(limits, effort))).apply(incumbent, case.cost)
-
-
-def _phases(case: Case) -> Program:
-    """Stage after stage all forwards, then back all gradients: valid for every placement."""
-    orders: list[list[Op]] = [[] for _ in range(max(case.placement) + 1)]
-    for stage, rank in enumerate(case.placement):
-        orders[rank] += [Op(stage, Kind.F, microbatch) for microbatch in range(case.microbatches)]
-    for stage in reversed(range(case.cost.stages)):
-        for microbatch in range(case.microbatches):
-            orders[case.placement[stage]] += [Op(stage, Kind.I, microbatch), Op(stage, Kind.W, microbatch)]
-    return Program("gpipe", case.placement, case.microbatches, tuple(map(tuple, orders)))
+    return Pipeline((SplitBackward(), adapt)).apply(incumbent, case.cost)

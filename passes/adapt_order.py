@@ -42,7 +42,7 @@ class AdaptOrder(Pass):
     - never more microbatches in flight on a stage than ``memory``, never more memory on a rank than the cost model's limit;
     - if the incoming program is within these limits, the result's simulated makespan is not longer: if nothing better is found,
       the incoming program is the result;
-    - with one stage per rank, not longer than 1f1b, zb_h1 or zb_h2, of those that fit;
+    - with one stage per rank, not longer than gpipe, 1f1b, zb_h1 or zb_h2, of those that fit;
     - F, I and W each in microbatch order on every stage; the same result for the same input on every machine.
 
     Where the incoming program is not within the limits and the search finds nothing, which only ranks with several stages
@@ -77,7 +77,7 @@ class AdaptOrder(Pass):
         _refuse_impossible_limit(program, cost)
         best = simulate(program, cost)
         if not _fits(best, limits):
-            best = simulate(_one_at_a_time(program), cost)
+            best = simulate(one_at_a_time(program.placement, program.microbatches), cost)
         found = self._search(program, cost, limits)
         if found is not None:
             adapted = simulate(found, cost)
@@ -93,7 +93,7 @@ class AdaptOrder(Pass):
             cost,
             limits,
             _starts(program, cost, limits),
-            _known_alternations(program.stages) if one_stage_per_rank else [],
+            _known_alternations(program.stages, program.microbatches) if one_stage_per_rank else [],
             self.effort or max(LEAST_EFFORT, LEAST_ROUNDS * 3 * program.stages * program.microbatches),
             RULE,
         )
@@ -120,15 +120,15 @@ def _fits(simulation: Simulation, limits: Sequence[int]) -> bool:
     return not simulation.over_memory and all(peak <= limit for peak, limit in in_flight)
 
 
-def _one_at_a_time(program: Program) -> Program:
+def one_at_a_time(placement: tuple[int, ...], microbatches: int) -> Program:
     """Every microbatch goes all the way before the next starts: slow, and within every limit that is not impossible."""
-    orders: list[list[Op]] = [[] for _ in range(program.ranks)]
-    for microbatch in range(program.microbatches):
-        for stage in range(program.stages):
-            orders[program.placement[stage]].append(Op(stage, Kind.F, microbatch))
-        for stage in reversed(range(program.stages)):
-            orders[program.placement[stage]] += [Op(stage, Kind.I, microbatch), Op(stage, Kind.W, microbatch)]
-    return Program("one_at_a_time", program.placement, program.microbatches, tuple(map(tuple, orders)))
+    orders: list[list[Op]] = [[] for _ in range(max(placement) + 1)]
+    for microbatch in range(microbatches):
+        for stage, rank in enumerate(placement):
+            orders[rank].append(Op(stage, Kind.F, microbatch))
+        for stage, rank in reversed(list(enumerate(placement))):
+            orders[rank] += [Op(stage, Kind.I, microbatch), Op(stage, Kind.W, microbatch)]
+    return Program("one_at_a_time", placement, microbatches, tuple(map(tuple, orders)))
 
 
 def _starts(program: Program, cost: CostModel, limits: Sequence[int]) -> list[tuple[int, ...]]:
@@ -154,8 +154,9 @@ def _memory_shares(program: Program, cost: CostModel) -> list[int]:
     return shares
 
 
-def _known_alternations(stages: int) -> list[tuple[list[int], list[int]]]:
-    """1f1b, zb_h1 and zb_h2 of :mod:`adaptra.schedules`: warm-up and by how many microbatches W is late, per stage."""
+def _known_alternations(stages: int, microbatches: int) -> list[tuple[list[int], list[int]]]:
+    """gpipe, 1f1b, zb_h1 and zb_h2 of :mod:`adaptra.schedules`: warm-up and by how many microbatches W is late, per stage."""
     ahead = [stages - stage for stage in range(stages)]
-    late = list(range(stages))
-    return [(ahead, [0] * stages), (ahead, late), ([2 * count - 1 for count in ahead], [2 * stage for stage in late])]
+    late, at_once = list(range(stages)), [0] * stages
+    h2 = [2 * count - 1 for count in ahead], [2 * stage for stage in late]
+    return [([microbatches] * stages, at_once), (ahead, at_once), (ahead, late), h2]
