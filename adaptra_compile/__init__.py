@@ -12,26 +12,38 @@ if TYPE_CHECKING:
     from adaptra.api import Pipeline, compile
     from adaptra.cost import Case, CostModel
     from adaptra.program import Kind, Op, Program
+    from adaptra.runtime.emulation import EmulatedDevice
+    from adaptra.runtime.options import Options
     from adaptra.schedules import GENERATORS, generate
-    from adaptra.simulate import simulate
-    from adaptra.verify import verify
 
 __version__: Final = "0.1.0"
 
-__all__ = ["GENERATORS", "Case", "CostModel", "Kind", "Op", "Pipeline", "Program", "compile", "generate", "simulate", "verify"]
+__all__ = [
+    "GENERATORS",
+    "Case",
+    "CostModel",
+    "EmulatedDevice",
+    "Kind",
+    "Op",
+    "Options",
+    "Pipeline",
+    "Program",
+    "compile",
+    "generate",
+]
 
 _HOMES: Final = {
     "GENERATORS": "adaptra.schedules",
     "Case": "adaptra.cost",
     "CostModel": "adaptra.cost",
+    "EmulatedDevice": "adaptra.runtime.emulation",
     "Kind": "adaptra.program",
     "Op": "adaptra.program",
+    "Options": "adaptra.runtime.options",
     "Pipeline": "adaptra.api",
     "Program": "adaptra.program",
     "compile": "adaptra.api",
     "generate": "adaptra.schedules",
-    "simulate": "adaptra.simulate",
-    "verify": "adaptra.verify",
 }
 
 

@@ -14,6 +14,7 @@ from torch.distributed import Store
 
 from adaptra.runtime.measurement import StepMeasurement
 from adaptra.runtime.schema import decode, encode
+from adaptra.runtime.stores import clone
 
 PATIENCE: Final = timedelta(days=30)
 """A control thread without mail waits for so long; the end of a wait is mail, never a timeout."""
@@ -126,11 +127,6 @@ def from_json(payload: bytes) -> Mail:
     return mail
 
 
-def _clone(store: Store) -> Store:
-    """Another client of the same store."""
-    return store.clone()  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack the method
-
-
 class Mailbox:
     """One rank's mail.
 
@@ -141,8 +137,8 @@ class Mailbox:
 
     def __init__(self, store: Store, rank: int) -> None:
         self._rank = rank
-        self._sending = _clone(store)
-        self._waiting = _clone(store)
+        self._sending = clone(store)
+        self._waiting = clone(store)
         self._waiting.set_timeout(PATIENCE)
 
     @property

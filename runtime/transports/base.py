@@ -41,7 +41,7 @@ class Identity:
 
     Attributes:
         step: The training step; negative steps are evaluations.
-        kind: What was sent: SEND_B (or another backward kind) travels on the backward channel, all else on the forward one.
+        kind: What was sent; decides the channel, see :attr:`is_backward`.
         source: The sending stage.
         destination: The receiving stage.
         microbatch: The microbatch within the step.
@@ -62,10 +62,16 @@ class Identity:
 
     @property
     def is_backward(self) -> bool:
-        """Whether the message travels on the backward channel of its pair of ranks."""
+        """Whether the message travels on the backward channel of its pair of ranks.
+
+        Weight gradients of shared parameters take the channel on which activations and their gradients travel the other way, so
+        they are never in line with them.
+        """
         match self.kind:
-            case Kind.I | Kind.W | Kind.B | Kind.SEND_B | Kind.RECV_B:
+            case Kind.I | Kind.B | Kind.SEND_B | Kind.RECV_B:
                 return True
+            case Kind.W:
+                return self.source < self.destination
             case Kind.F | Kind.SEND_F | Kind.RECV_F:
                 return False
 

@@ -29,6 +29,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Work
 
 from adaptra.errors import LaunchError, TransportError
 from adaptra.graph.specs import MessageSpec
+from adaptra.runtime.stores import clone
 from adaptra.runtime.transports import clock
 from adaptra.runtime.transports.base import (
     Completion,
@@ -116,7 +117,7 @@ class C10dTransport(Transport):
         self._closed = False
         # A connection of its own: who waits on the control plane holds up nobody else.
         control = self._groups.get((False, None)) or _new_group(ranks, "gloo")
-        self.store = PrefixStore("adaptra", control.get_group_store().clone())  # pyright: ignore[reportAttributeAccessIssue] - not in torch's stub
+        self.store = PrefixStore("adaptra", clone(control.get_group_store()))
         self.clock_offsets = self._compare_clocks()
 
     def send(

@@ -1,0 +1,276 @@
+"""What users call: compile a model into a pipeline, train with it, look at it.
+
+    pipe = adaptra.compile(model, stages=4, microbatches=16, example_inputs=(inputs, targets), loss=loss_function)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    loss = pipe.step(inputs, targets)
+    optimizer.step()
+    optimizer.zero_grad()
+
+Under torchrun every rank runs the same lines and holds one stage; without a launcher all stages run as threads of this
+process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from adaptra.build import Built, Request, build
+from adaptra.errors import AdaptraError
+from adaptra.explanation import explain
+from adaptra.report import perfetto, picture
+from adaptra.report.stages import stage_table
+from adaptra.runtime.events import ControlEvent
+from adaptra.runtime.options import Options
+from adaptra.runtime.plan_log import Plan
+from adaptra.simulate import simulate
+from adaptra.timeline import Timeline
+
+
+def compile(
+    model: nn.Module,
+    *,
+    stages: int,
+    microbatches: int,
+    example_inputs: Any = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    memory: int | None = None,
+    split: Sequence[str] | None = None,
+    transport: str | None = None,
+    options: Options | None = None,
+) -> Pipeline:
+    """Compile a model into a training pipeline that adapts to slow links and stages.
+
+    Args:
+        model: Any module that torch.export can capture. Every rank builds the same one; the pipeline keeps only its own
+            stage's parameters, so delete the model to free the others.
+        stages: Number of pipeline stages. Under torchrun the number of ranks is a multiple of it; more ranks than stages make
+            data-parallel replicas.
+        microbatches: Into how many parts a batch is split along its first dimension.
+        example_inputs: The positional arguments of :meth:`Pipeline.step`, a whole batch: inputs alone, or
+            ``(inputs, targets)``. Only shapes, dtypes and constants matter. Without it the first call of step compiles.
+        example_kwargs: The keyword arguments of step, if the model takes any.
+        loss: ``loss(outputs, targets)`` → scalar. Without it the model itself returns the scalar loss, and targets, if given,
+            are its last positional argument.
+        memory: The most microbatches a stage may have in flight (forward run, backward not), or None for no limit.
+        split: Names of the modules that begin stages 1, 2, …; without it the stages are balanced by estimated cost.
+        transport: ``"local"``, ``"c10d"``, the name of an installed transport, or None for c10d under a launcher, else local.
+        options: How the runtime behaves; see :class:`adaptra.runtime.options.Options`.
+
+    Raises:
+        CaptureError, PartitionError: The model can't be captured or cut; says where and what to change.
+        BatchError: The example's batch does not divide into microbatches.
+        LaunchError: The ranks don't fit the stages.
+        PlanError: No plan fits the memory.
+    """
+    for name, value in (("stages", stages), ("microbatches", microbatches)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: expected at least 1")
+    request = Request(model, stages, microbatches, loss, memory, split, transport, options or Options())
+    pipeline = Pipeline(request)
+    if example_inputs is not None or example_kwargs is not None:
+        given = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+        pipeline.build(*given, **(example_kwargs or {}))
+    return pipeline
+
+
+class Pipeline:
+    """A compiled training pipeline: the ranks of it that run in this process.
+
+    Made by :func:`compile`. Usable as a context manager; :meth:`close` ends its threads.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._built: Built | None = None
+        self._losses: Tensor | None = None
+
+    def build(self, inputs: Any = None, targets: Any = None, /, **kwargs: Any) -> None:
+        """Compile for batches like this one; called by :func:`compile` when it is given an example, else by the first step."""
+        if self._built is not None:
+            raise AdaptraError("this pipeline is compiled already: call adaptra.compile again for batches of another shape")
+        self._built = build(self._request, *_arguments(self._request, inputs, targets), kwargs)
+
+    def step(self, inputs: Any = None, targets: Any = None, /, **kwargs: Any) -> Tensor:
+        """Run one training step on a batch and add its gradients to every parameter's ``grad``.
+
+        Args:
+            inputs: The model's input, or a tuple of its positional inputs: a whole batch. Needed on the first stage's rank.
+            targets: What the loss compares with: a whole batch. Needed on the last stage's rank (and, when the model returns
+                the loss itself, on the first stage's rank).
+            kwargs: The model's keyword inputs. Needed on the first stage's rank.
+
+        Returns:
+            The mean of the microbatches' losses, a scalar without gradient, on every rank.
+
+        Raises:
+            BatchError: The batch is not what the pipeline was compiled for.
+            PeerLostError: Another rank failed; names it. The pipeline is unusable afterwards.
+        """
+        if self._built is None:
+            self.build(inputs, targets, **kwargs)
+        built = self._require()
+        args, given = _arguments(self._request, inputs, targets)
+        microbatches = built.split_inputs(args, kwargs)
+        wanted = built.split_targets(given)
+        self._losses = built.on_every_rank(lambda worker: worker.step(microbatches, wanted))[0]
+        return self._losses.mean()
+
+    @property
+    def microbatch_losses(self) -> Tensor:
+        """The losses of the last step's microbatches, in microbatch order."""
+        if self._losses is None:
+            raise AdaptraError("no step has run yet")
+        return self._losses
+
+    def eval_step(self, inputs: Any = None, targets: Any = None, /, **kwargs: Any) -> Any:
+        """Run the model forward in evaluation mode (no dropout, no buffer updates, no gradients) on a batch.
+
+        Returns:
+            With targets, or when the model returns the loss itself, the mean of the microbatches' losses on every rank. Without
+            targets the model's outputs on the rank of the last stage, each tensor concatenated over the microbatches, and None
+            elsewhere.
+        """
+        built = self._require()
+        args, given = _arguments(self._request, inputs, targets)
+        with_loss = given is not None or self._request.loss is None
+        microbatches = built.split_inputs(args, kwargs)
+        wanted = built.split_targets(given) if with_loss else None
+        *_, results = built.on_every_rank(lambda worker: worker.evaluate(microbatches, wanted))
+        if with_loss:
+            return torch.stack([loss for (loss,) in results.values()]).mean()
+        return built.compiled.outputs.merge([results[index] for index in sorted(results)]) if results else None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of the stages in this process, for any torch optimizer."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of the stages in this process with their names in the user's model.
+
+        A parameter that several stages use appears once for each of them, under its one name: every stage has a copy.
+        """
+        for worker in self._require().workers:
+            for name, value in worker.state.items():
+                if isinstance(value, nn.Parameter):
+                    yield name, value
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The state of the stages in this process, by the names that the user's model gives it.
+
+        Under torchrun that is one stage; the stages' dictionaries together are the plain model's.
+        """
+        built = self._require()
+        held = built.state
+        return {name: held[canonical].detach() for name, canonical in built.saved_names.items() if canonical in held}
+
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Copy values into the stages of this process. A checkpoint of the plain model works on every rank.
+
+        Args:
+            state: Tensors by their names in the user's model.
+            strict: Whether a missing name of these stages, or a name that the model does not have, is an error.
+
+        Raises:
+            ValueError: Names are missing or unknown, or a shape differs; nothing has been changed then.
+        """
+        built = self._require()
+        names = built.saved_names
+        wanted = {name: canonical for name, canonical in names.items() if canonical in built.state}
+        missing, unknown = sorted(set(wanted) - set(state)), sorted(set(state) - set(names))
+        if strict and (missing or unknown):
+            raise ValueError(f"state_dict: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}")
+        present = {name: canonical for name, canonical in wanted.items() if name in state}
+        for name, canonical in present.items():
+            if state[name].shape != built.state[canonical].shape:
+                raise ValueError(
+                    f"state_dict: {name} has shape {list(state[name].shape)}: expected {list(built.state[canonical].shape)}"
+                )
+        with torch.no_grad():
+            for worker in built.workers:
+                for name, canonical in present.items():
+                    if canonical in worker.state:
+                        worker.state[canonical].copy_(state[name])
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the last step ran under, or that the first one will."""
+        return self._require().workers[0].plan
+
+    @property
+    def events(self) -> tuple[ControlEvent, ...]:
+        """What the controller has told in this process: detections, proposals, switches; oldest first.
+
+        Under torchrun the rank of the first stage coordinates and tells most of them.
+        """
+        return self._require().workers[0].controller.events
+
+    @property
+    def slow_edges(self) -> tuple[tuple[int, int], ...]:
+        """The directed edges (sending stage, receiving stage) on which the plan expects a message to take over F / 10."""
+        cost = self.plan.case.cost
+        limit = sum(cost.forward) / cost.stages / 10
+        edges = range(cost.stages - 1)
+        forward = [(i, i + 1) for i in edges if cost.latency_forward[i] + cost.occupancy_forward[i] > limit]
+        backward = [(i + 1, i) for i in edges if cost.latency_backward[i] + cost.occupancy_backward[i] > limit]
+        return tuple(sorted(forward + backward))
+
+    def explain(self) -> str:
+        """Why the plan is as it is: the bubble equations with its numbers filled in, its bound and what limits it."""
+        plan = self.plan
+        return str(explain(plan.program, plan.case.cost, plan.case.microbatches))
+
+    def report(self) -> str:
+        """A table of what was compiled: per stage the FLOPs, parameters, activations and messages."""
+        built = self._require()
+        peaks = simulate(self.plan.program, self.plan.case.cost).peak_in_flight
+        return stage_table(built.compiled.train, self.plan.program, peaks)
+
+    def timeline(self) -> Timeline | None:
+        """The measured timeline of the last step. Under torchrun all ranks call this; only the first stage's rank gets it."""
+        built = self._require()
+        return built.on_every_rank(lambda worker: worker.timeline())[0]
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the measured last step as a trace for Perfetto (.json) or a picture (.svg, .png).
+
+        Under torchrun all ranks call this; the first stage's rank writes.
+        """
+        timeline = self.timeline()
+        if timeline is None:
+            return
+        named = [(f"step under plan {self.plan.version}", timeline)]
+        if Path(path).suffix == ".json":
+            perfetto.write(named, path)
+        else:
+            picture.draw(named, path)
+
+    def close(self) -> None:
+        """End the pipeline's threads and connections. May be called twice; the parameters stay usable."""
+        if self._built is not None:
+            self._built.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _require(self) -> Built:
+        if self._built is None:
+            raise AdaptraError("this pipeline is not compiled yet: give adaptra.compile example_inputs=, or run a first step")
+        return self._built
+
+
+def _arguments(request: Request, inputs: Any, targets: Any) -> tuple[tuple[Any, ...], Any]:
+    """The model's positional arguments and the loss's targets, from what the user gave to step."""
+    args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    if request.loss is None and targets is not None:
+        return (*args, targets), None
+    return args, targets

@@ -1,0 +1,199 @@
+"""From a request to running ranks: capture and cut the model, plan, and start a worker for every rank of this process.
+
+This is the path from model to instruction list in one place, top to bottom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from adaptra.cost import Case, CostModel
+from adaptra.errors import BatchError, PeerLostError, PlanError
+from adaptra.estimate import estimated_cost
+from adaptra.graph import CompiledStages, compile_stages
+from adaptra.planner import plan
+from adaptra.program import Program
+from adaptra.runtime.batch import example_microbatch, split_batch
+from adaptra.runtime.coordinator import Planning
+from adaptra.runtime.emulation import Pacing
+from adaptra.runtime.faults import Fault, FaultyTransport
+from adaptra.runtime.launch import agree, launch
+from adaptra.runtime.options import Options
+from adaptra.runtime.plan_log import Plan
+from adaptra.runtime.worker import Batch, Worker
+from adaptra.schedules import generate
+from adaptra.simulate import lower_bound, simulate
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked compile() for; see :func:`adaptra.api.compile`."""
+
+    model: nn.Module
+    stages: int
+    microbatches: int
+    loss: Callable[..., Any] | None
+    memory: int | None
+    split: Sequence[str] | None
+    transport: str | None
+    options: Options
+
+
+class Built:
+    """A compiled pipeline: its stages and the workers of this process.
+
+    Args:
+        compiled: The model's stages.
+        workers: One per rank run here, by rank.
+        microbatches: Microbatches per step.
+        stages: Stages of the pipeline.
+    """
+
+    def __init__(self, compiled: CompiledStages, workers: Sequence[Worker], microbatches: int) -> None:
+        self.compiled = compiled
+        self.workers = tuple(workers)
+        self._microbatches = microbatches
+        self._ranks = {worker.rank for worker in workers}
+        self._threads = ThreadPoolExecutor(len(workers), "adaptra-rank") if len(workers) > 1 else None
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The state of this process's stages; of a parameter with several copies the first stage's."""
+        merged: dict[str, Tensor] = {}
+        for worker in self.workers:
+            merged = {**worker.state, **merged}
+        return merged
+
+    @property
+    def saved_names(self) -> dict[str, str]:
+        """Every name of the model's state_dict, on whatever rank, to the one that stages know the tensor by."""
+        left_out = self.compiled.non_persistent
+        return {name: canonical for name, canonical in self.compiled.aliases.items() if canonical not in left_out}
+
+    def split_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
+        """The microbatches of a batch's inputs, or nothing where the first stage is elsewhere."""
+        if 0 not in self._ranks:
+            return ()
+        form = self.compiled.inputs
+        return split_batch(form.flatten(args, kwargs), form.specs, self._microbatches, "inputs")
+
+    def split_targets(self, targets: Any) -> Batch:
+        """The microbatches of a batch's targets, or nothing where the last stage is elsewhere."""
+        if len(self.compiled.train) - 1 not in self._ranks:
+            return ()
+        form = self.compiled.targets
+        return split_batch(form.flatten(targets), form.specs, self._microbatches, "targets")
+
+    def on_every_rank(self, run: Callable[[Worker], Result]) -> list[Result]:
+        """Run something on every worker of this process, each on its own thread, and wait for all.
+
+        Raises:
+            Exception: What the first worker to fail raised; the others' errors only say that it failed.
+        """
+        if self._threads is None:
+            return [run(self.workers[0])]
+        futures = [self._threads.submit(run, worker) for worker in self.workers]
+        errors = [error for error in (future.exception() for future in futures) if error is not None]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, PeerLostError)), errors[0])
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """End all workers."""
+        self.on_every_rank(lambda worker: worker.close())
+        if self._threads is not None:
+            self._threads.shutdown()
+
+
+def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any]) -> Built:
+    """Compile a model for batches like this one and start its workers.
+
+    Args:
+        request: What to compile.
+        args, kwargs: The model's arguments, a whole batch.
+        targets: The loss's targets, a whole batch, or None.
+
+    Raises:
+        As :func:`adaptra.api.compile`.
+    """
+    if request.loss is not None and targets is None:
+        raise BatchError("loss= compares outputs with targets: give example_inputs=(inputs, targets)")
+    options = request.options
+    faults = [Fault.parse(text) for text in options.faults]
+    launched = launch(request.stages, request.transport)
+    args, targets, kwargs = example_microbatch((args, targets, dict(kwargs)), request.microbatches, "example_inputs")
+    compiled = compile_stages(
+        request.model, args, kwargs, stages=request.stages, loss=request.loss, targets=targets, split=request.split
+    )
+    cost = estimated_cost(compiled)
+    if options.emulate is not None:
+        cost = options.emulate.apply(cost)
+    case = Case(cost, request.microbatches, tuple(range(request.stages)), name="compiled")
+
+    def planner(costs: Case, incumbent: Program | None) -> Program:
+        return plan(costs, memory=request.memory, incumbent=incumbent)
+
+    planning = Planning(planner, _makespan, lambda costs: lower_bound(costs).value)
+    initial = _first_plan(options.schedule, case, request.memory, planning)
+    if len(launched.transports) == 1:  # the ranks of one process have compiled once, for all
+        agree(launched.transports[0], "pipeline", _facts(compiled, initial), options.timeout)
+    pacing = Pacing(cost if options.emulate is not None else None, faults)
+    workers = [
+        Worker(
+            compiled,
+            _state(compiled, transport.rank, request.model),
+            request.microbatches,
+            FaultyTransport(transport, faults) if faults else transport,
+            initial,
+            planning,
+            launched.replicas,
+            pacing,
+            options,
+        )
+        for transport in launched.transports
+    ]
+    return Built(compiled, workers, request.microbatches)
+
+
+def _facts(compiled: CompiledStages, initial: Plan) -> list[object]:
+    """What every rank must have come to for itself."""
+    stages = [[str(one.inputs), str(one.outputs), *one.parameters, *one.buffers] for one in compiled.train]
+    return [str(initial.program), stages]
+
+
+def _state(compiled: CompiledStages, stage: int, model: nn.Module) -> dict[str, Tensor]:
+    """A stage's state: the model's own tensors, but a copy of a tied parameter that another stage owns."""
+    state = dict(compiled.train[stage].state(model))
+    for tied in compiled.tied:
+        if tied.name in state and tied.owner != stage:
+            state[tied.name] = nn.Parameter(state[tied.name].detach().clone())
+    return state
+
+
+def _makespan(program: Program, cost: CostModel) -> float:
+    return simulate(program, cost).makespan
+
+
+def _first_plan(schedule: str | Program | None, case: Case, memory: int | None, planning: Planning) -> Plan:
+    """Plan 0: the schedule asked for, or the one adapted to the estimated costs."""
+    if schedule is None:
+        program, reason = plan(case, memory=memory), "adapted to the estimated costs"
+    else:
+        program = generate(schedule, case.cost.stages, case.microbatches) if isinstance(schedule, str) else schedule
+        reason = f"{program.name}, as asked for"
+        if program.placement != case.placement or program.microbatches != case.microbatches:
+            raise PlanError(
+                f"schedule {program.name}: placement {program.placement} and {program.microbatches} microbatches: expected "
+                f"{case.placement} and {case.microbatches}"
+            )
+        peak = max(simulate(program, case.cost).peak_in_flight)
+        if memory is not None and peak > memory:
+            raise PlanError(f"schedule {program.name}: {peak} microbatches in flight: expected at most memory={memory}")
+    return Plan(0, program, case, planning.predict(program, case.cost), planning.bound(case), reason)

@@ -1,0 +1,37 @@
+"""The first cost model, before anything was measured: from the FLOPs and bytes of the stage graphs.
+
+Only the ratios between stages and kinds matter at this point; the first measured steps replace the numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from adaptra.cost import CostModel
+from adaptra.graph import CompiledStages
+
+FLOPS_PER_SECOND: Final = 1e11
+"""A nominal device; of the order of one CPU core with vector units."""
+
+
+def estimated_cost(compiled: CompiledStages) -> CostModel:
+    """Durations in seconds on a nominal device, free links, memory in units of one microbatch's activations per stage."""
+    flops = [stage.flops for stage in compiled.train]
+    kept = [(stage.kept_after_forward, stage.kept_after_input_grad) for stage in compiled.train]
+    free = (0.0,) * (len(compiled.train) - 1)
+    return CostModel(
+        forward=tuple(one.forward / FLOPS_PER_SECOND for one in flops),
+        input_grad=tuple(one.input_grad / FLOPS_PER_SECOND for one in flops),
+        weight_grad=tuple(one.weight_grad / FLOPS_PER_SECOND for one in flops),
+        latency_forward=free,
+        latency_backward=free,
+        occupancy_forward=free,
+        occupancy_backward=free,
+        memory_forward=(1.0,) * len(kept),
+        memory_input_grad=tuple(_freed_by_input_grad(first, second) for first, second in kept),
+    )
+
+
+def _freed_by_input_grad(after_forward: int, after_input_grad: int) -> float:
+    """The share of a microbatch's memory that I gives back. I may keep more than F left; then nothing is freed early."""
+    return max(0.0, 1.0 - after_input_grad / after_forward) if after_forward else 0.0

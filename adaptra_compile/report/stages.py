@@ -1,0 +1,69 @@
+"""The table of a compiled pipeline: what each stage computes, holds and sends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import StringIO
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from adaptra.graph import StageGraphs
+    from adaptra.program import Program
+
+_UNITS = ("", "k", "M", "G", "T", "P")
+
+
+def stage_table(stages: Sequence[StageGraphs], program: Program, in_flight: Sequence[int]) -> str:
+    """One row per stage.
+
+    Args:
+        stages: The stages' graphs.
+        program: The program that runs; named in the title.
+        in_flight: How many microbatches each stage has in flight at most under it.
+    """
+    title = f"{len(stages)} stages, {program.microbatches} microbatches, plan {program.name}; per microbatch"
+    table = Table(title=title, title_justify="left")
+    for heading in (
+        "stage",
+        "parameters",
+        "FLOPs F",
+        "I",
+        "W",
+        "kept F→I",
+        "kept I→W",
+        "sends forward",
+        "backward",
+        "in flight",
+    ):
+        table.add_column(heading, justify="right")
+    for stage, count in zip(stages, in_flight, strict=True):
+        sizes = (stage.kept_after_forward, stage.kept_after_input_grad, stage.output_bytes, stage.grad_input_bytes)
+        table.add_row(
+            str(stage.index),
+            _bytes(stage.parameter_bytes),
+            _short(stage.flops.forward),
+            _short(stage.flops.input_grad),
+            _short(stage.flops.weight_grad),
+            *map(_bytes, sizes),
+            str(count),
+        )
+    console = Console(file=StringIO(), width=120)
+    console.print(table)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def _bytes(number: int) -> str:
+    return f"{_short(number)}B" if number >= 1000 else f"{number} B"
+
+
+def _short(number: float) -> str:
+    """Three digits and a decimal prefix: 1234567 is 1.23 M."""
+    power = 0
+    while abs(number) >= 999.5 and power < len(_UNITS) - 1:
+        number /= 1000
+        power += 1
+    return f"{number:.3g} {_UNITS[power]}".strip()

@@ -1,0 +1,183 @@
+"""Gradients of one stage's parameters: accumulated per microbatch, and combined where stages share a parameter.
+
+W ops run in microbatch order on every stage whatever the plan, so the sums are taken in one order and come out bitwise the
+same (rule 1).
+
+A parameter used by several stages has a copy on each. Autograd first adds what the uses of one microbatch contribute, the
+latest use first, and then adds the microbatches up. Floating-point sums depend on that order, so the contributions travel to
+the stage that owns the parameter, one message per microbatch, and the owner adds them in autograd's order as soon as all are
+there. Nothing waits for them before the end of the step. Then the owner sends the sum back, so that every copy takes the
+same optimizer step and all copies stay equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from adaptra.graph.specs import MessageSpec, TensorSpec
+from adaptra.program import Kind
+from adaptra.runtime.transports.base import Identity, Pending, Transport
+
+POSTED_AHEAD: Final = 2
+"""For how many microbatches the owner holds receive buffers at a time: one being added, one arriving."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedParameter:
+    """A parameter that several stages use.
+
+    Attributes:
+        name: Its name in the user's model; every stage's copy goes by it.
+        users: The stages that use it, latest use first, which is the order autograd adds them in.
+        owner: The one of them that adds.
+    """
+
+    name: str
+    users: tuple[int, ...]
+    owner: int
+
+
+class Gradients:
+    """Accumulates the gradients of one stage's parameters into ``parameter.grad``.
+
+    Args:
+        stage: The stage on this rank.
+        parameters: The stage's trainable parameters by name.
+        shared: All parameters of the pipeline that several stages use, the same on every rank.
+        placement: ``placement[stage]`` is the stage's rank.
+        microbatches: How many contributions a step has.
+        transport: Carries the contributions of shared parameters.
+        timeout: Seconds the end of a step waits for other stages' contributions.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        parameters: Mapping[str, Tensor],
+        shared: Sequence[SharedParameter],
+        placement: Sequence[int],
+        microbatches: int,
+        transport: Transport,
+        timeout: float,
+    ) -> None:
+        self._stage = stage
+        self._parameters = parameters
+        self._placement = placement
+        self._microbatches = microbatches
+        self._transport = transport
+        self._timeout = timeout
+        self._step = -1
+        self._shared = [one for one in shared if stage in one.users and one.name in parameters]
+        self._owned = [one for one in self._shared if one.owner == stage]
+        # Names by the stage at the other end: what one message between the two stages holds.
+        self._lent = _by_stage((one.owner, one.name) for one in self._shared if one.owner != stage)
+        self._borrowers = _by_stage((user, one.name) for one in self._owned for user in one.users if user != stage)
+        self._own: dict[int, dict[str, Tensor]] = {}
+        self._arriving: dict[int, dict[int, Pending]] = {}
+        self._next = self._posted = 0
+        self._is_shared = {one.name for one in self._shared}
+
+    def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
+        """How many receive buffers this takes at a time, per source rank and message."""
+        counts = {(self._placement[user], self._spec(names)): POSTED_AHEAD for user, names in self._borrowers.items()}
+        return counts | {(self._placement[owner], self._spec(names)): 1 for owner, names in self._lent.items()}
+
+    def begin_step(self, step: int) -> None:
+        """Start a step; what an interrupted one left behind is forgotten."""
+        self._step = step
+        self._next = self._posted = 0
+        self._own.clear()
+        self._arriving.clear()
+
+    def add(self, name: str, microbatch: int, gradient: Tensor) -> None:
+        """Take the gradient of one parameter from one microbatch."""
+        if name in self._is_shared:
+            # Kept or sent beyond the end of W, when the buffers it may be a view of are reused.
+            self._own.setdefault(microbatch, {})[name] = gradient.clone()
+        else:
+            _accumulate(self._parameters[name], gradient)
+
+    def end_microbatch(self, microbatch: int) -> None:
+        """W of a microbatch has ended: pass on what belongs elsewhere, add up what has come."""
+        if not self._shared:
+            return
+        for owner, names in self._lent.items():
+            self._send(owner, microbatch, names, [self._own[microbatch][name] for name in names])
+        if not self._owned:
+            del self._own[microbatch]
+            return
+        self._add_up(wait=False)
+
+    def end_step(self) -> None:
+        """Finish the step: after this every copy of a shared parameter has the same gradient."""
+        self._add_up(wait=True)
+        total = self._microbatches
+        for user, names in self._borrowers.items():
+            self._send(user, total, names, [_gradient(self._parameters[name]) for name in names])
+        returning = {owner: self._receive(owner, total, names) for owner, names in self._lent.items()}
+        for owner, pending in returning.items():
+            for name, gradient in zip(self._lent[owner], pending.wait(self._timeout), strict=True):
+                self._parameters[name].grad = torch.empty_like(self._parameters[name]).copy_(gradient)
+            self._transport.release(pending)
+
+    def _add_up(self, wait: bool) -> None:
+        while self._owned:
+            while len(self._arriving) < POSTED_AHEAD and self._posted in self._own:
+                self._arriving[self._posted] = {
+                    user: self._receive(user, self._posted, names) for user, names in self._borrowers.items()
+                }
+                self._posted += 1
+            arriving = self._arriving.get(self._next)
+            if arriving is None:
+                return
+            if not wait and not all(pending.done for pending in arriving.values()):
+                return
+            contributions = {self._stage: self._own.pop(self._next)}
+            for user, pending in arriving.items():
+                contributions[user] = dict(zip(self._borrowers[user], pending.wait(self._timeout), strict=True))
+            for one in self._owned:
+                total, *others = (contributions[user][one.name] for user in one.users)
+                for other in others:
+                    total = total + other
+                _accumulate(self._parameters[one.name], total)
+            for pending in arriving.values():
+                self._transport.release(pending)
+            del self._arriving[self._next]
+            self._next += 1
+
+    def _spec(self, names: Sequence[str]) -> MessageSpec:
+        parameters = (self._parameters[name] for name in names)
+        return tuple(TensorSpec(tuple(one.shape), one.dtype) for one in parameters)
+
+    def _send(self, stage: int, microbatch: int, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        identity = Identity(self._step, Kind.W, self._stage, stage, microbatch, self._spec(names))
+        self._transport.send(self._placement[stage], identity, tensors)
+
+    def _receive(self, stage: int, microbatch: int, names: Sequence[str]) -> Pending:
+        identity = Identity(self._step, Kind.W, stage, self._stage, microbatch, self._spec(names))
+        return self._transport.receive(self._placement[stage], identity)
+
+
+def _by_stage(pairs: Iterable[tuple[int, str]]) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for stage, name in pairs:
+        found.setdefault(stage, []).append(name)
+    return found
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """Add as autograd does. The first gradient is copied, since it may be a view of a message."""
+    if parameter.grad is None:
+        parameter.grad = torch.empty_like(parameter).copy_(gradient)
+    else:
+        parameter.grad += gradient
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "the owner of a shared parameter has added its gradients"
+    return parameter.grad

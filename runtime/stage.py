@@ -1,0 +1,114 @@
+"""One stage on its rank: runs the stage's graphs and keeps what F leaves for I, and I for W."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from adaptra.graph.differentiate import EvalStage, StageGraphs
+from adaptra.graph.random_state import RandomKey
+from adaptra.runtime.gradients import Gradients
+
+
+class Stage(Protocol):
+    """What the executor needs of a stage, whether it trains or only evaluates."""
+
+    def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run F and return the tensors for the next stage; on the last stage, the results."""
+        ...
+
+    def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run I and return the gradients for the previous stage."""
+        ...
+
+    def weight_grad(self, microbatch: int) -> None:
+        """Run W and accumulate the parameters' gradients."""
+        ...
+
+
+class TrainingStage:
+    """F, I and W of one stage.
+
+    Args:
+        graphs: The stage's graphs.
+        state: The stage's own parameters and buffers by their names in the user's model.
+        seed: Seed of the job's random numbers.
+        microbatches: How many microbatches a step has; the step's loss is the mean of theirs.
+        is_last: Whether this is the last stage, whose only output is the loss.
+        gradients: Takes each parameter's gradient of each microbatch.
+    """
+
+    def __init__(
+        self,
+        graphs: StageGraphs,
+        state: Mapping[str, Tensor],
+        *,
+        seed: int,
+        microbatches: int,
+        is_last: bool,
+        gradients: Gradients,
+    ) -> None:
+        self._graphs = graphs
+        self._state = state
+        self._seed = seed
+        self._gradients = gradients
+        self._saved: dict[int, Any] = {}
+        self._loss_gradient: tuple[Tensor, ...] | None = None
+        if is_last:
+            (loss,) = graphs.outputs
+            # Divided as autograd divides, so that the quotient is rounded in the loss's own dtype.
+            self._loss_gradient = (torch.ones(loss.shape, dtype=loss.dtype) / microbatches,)
+
+    def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run F; what I and W need stays here until they run."""
+        key = RandomKey(self._seed, step, microbatch)
+        outputs, self._saved[microbatch] = self._graphs.run_forward(self._state, inputs, key, targets)
+        return outputs
+
+    def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run I. The last stage is given no ``grad_outputs``: there the gradient starts from the loss."""
+        if self._loss_gradient is not None:
+            grad_outputs = self._loss_gradient
+        grad_inputs, self._saved[microbatch] = self._graphs.run_input_grad(self._saved.pop(microbatch), grad_outputs)
+        return grad_inputs
+
+    def weight_grad(self, microbatch: int) -> None:
+        """Run W and hand each gradient on."""
+        gradients = self._graphs.run_weight_grad(self._saved.pop(microbatch))
+        for name, gradient in zip(self._graphs.trainable, gradients, strict=True):
+            self._gradients.add(name, microbatch, gradient)
+        self._gradients.end_microbatch(microbatch)
+
+    def clear(self) -> None:
+        """Forget what an interrupted step left behind."""
+        self._saved.clear()
+
+
+class EvaluationStage:
+    """The forward pass of one stage in evaluation mode: no dropout, no buffer updates, nothing kept.
+
+    Args:
+        evaluation: The stage's evaluation graph.
+        state: The stage's own parameters and buffers by their names in the user's model.
+        with_loss: Whether the last stage returns the loss (and wants targets) or the model's outputs.
+    """
+
+    def __init__(self, evaluation: EvalStage, state: Mapping[str, Tensor], *, with_loss: bool) -> None:
+        self._evaluation = evaluation
+        self._state = state
+        self._with_loss = with_loss
+
+    def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run F; ``step`` and ``microbatch`` don't matter, since nothing is random."""
+        return self._evaluation.run_forward(self._state, inputs, targets, with_loss=self._with_loss)
+
+    def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Never called: an evaluation program is forward-only."""
+        raise AssertionError(f"I of microbatch {microbatch} in an evaluation")
+
+    def weight_grad(self, microbatch: int) -> None:
+        """Never called: an evaluation program is forward-only."""
+        raise AssertionError(f"W of microbatch {microbatch} in an evaluation")

@@ -1,0 +1,282 @@
+"""One rank at work: follows the plan log from step to step, runs its stage, measures and reports.
+
+A worker owns everything of one rank: its stage's state, its transport, its monitor and its end of the controller. Under
+torchrun a process has one worker; without a launcher a process has one per rank, each on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore
+
+from adaptra.cost import CostModel
+from adaptra.errors import AdaptraError, PeerLostError
+from adaptra.graph import CompiledStages
+from adaptra.graph.specs import MessageSpec, TensorSpec
+from adaptra.passes.insert_comm import InsertComm
+from adaptra.program import Kind, Program
+from adaptra.runtime.controller import Controller
+from adaptra.runtime.coordinator import ControllerOptions, Planning
+from adaptra.runtime.emulation import Pacing
+from adaptra.runtime.executor import Executor, MessageShapes
+from adaptra.runtime.gradients import Gradients, SharedParameter
+from adaptra.runtime.launch import gather
+from adaptra.runtime.membership import Membership
+from adaptra.runtime.monitor import Monitor, StepRecords, merge_timelines
+from adaptra.runtime.options import Options
+from adaptra.runtime.plan_log import Plan
+from adaptra.runtime.replicas import Replicas
+from adaptra.runtime.stage import EvaluationStage, Stage, TrainingStage
+from adaptra.runtime.stores import clone
+from adaptra.runtime.transports.base import Identity, Transport
+from adaptra.schedules import forward_only
+from adaptra.timeline import Timeline
+from adaptra.verify import verify
+
+Batch = Sequence[Sequence[Tensor]]
+"""The tensors of a step, per microbatch."""
+
+
+class Worker:
+    """Runs the steps of one rank.
+
+    Args:
+        compiled: The model's stages; stage ``rank`` runs here.
+        state: The stage's parameters and buffers by their names in the user's model.
+        microbatches: Microbatches per step.
+        transport: This rank's transport.
+        initial: The plan of the first step, the same on every rank.
+        planning: The compiler, as the controller uses it.
+        replicas: The ranks that hold copies of this stage, or None without data parallelism.
+        pacing: Lengthens ops on emulated devices and slowed stages.
+        options: Seed and timeout.
+    """
+
+    def __init__(
+        self,
+        compiled: CompiledStages,
+        state: Mapping[str, Tensor],
+        microbatches: int,
+        transport: Transport,
+        initial: Plan,
+        planning: Planning,
+        replicas: Replicas | None,
+        pacing: Pacing,
+        options: Options,
+    ) -> None:
+        self.rank = transport.rank
+        self.state = state
+        self._compiled = compiled
+        self._microbatches = microbatches
+        self._transport = transport
+        self._replicas = replicas
+        self._pacing = pacing
+        self._options = options
+        self._stages = len(compiled.train)
+        self._last = self._stages - 1
+        self._placement = tuple(range(self._stages))
+        self.monitor = Monitor(self.rank, self._placement)
+        graphs = compiled.train[self.rank]
+        self.trainable = {name: state[name] for name in graphs.trainable}
+        self._gradients = Gradients(
+            self.rank,
+            self.trainable,
+            [SharedParameter(one.name, one.users, one.owner) for one in compiled.tied],
+            self._placement,
+            microbatches,
+            transport,
+            options.timeout,
+        )
+        self._training: Stage = TrainingStage(
+            graphs,
+            state,
+            seed=options.seed,
+            microbatches=microbatches,
+            is_last=self.rank == self._last,
+            gradients=self._gradients,
+        )
+        self._step = 0
+        self._evaluations = 0
+        self.plan = initial
+        self._executor: Executor | None = None
+        self._always = Counter(self._gradients.receive_counts())
+        if self.rank != self._last:
+            self._always[self._last, self._losses_spec()] += 1
+        self._by_program: Counter[tuple[int, MessageSpec]] = Counter()
+        self._prepared = {initial.version: self._lower(initial.program, initial.case.cost)}
+        self.controller = Controller(
+            self.rank,
+            self._stages,
+            PrefixStore("controller", transport.store),
+            initial,
+            planning,
+            options=ControllerOptions(adapt=options.adapt, plan_seconds=options.timeout),
+            prepare=self._prepare,
+            on_event=options.on_event,
+            on_error=self._abort_transport,
+        )
+        self._membership = Membership(
+            PrefixStore("membership", clone(transport.store)),
+            self.rank,
+            self._stages,
+            self._lose,
+            waiting_for=transport.waiting_for,
+        )
+
+    def step(self, inputs: Batch, targets: Batch) -> Tensor:
+        """Run one training step and accumulate gradients.
+
+        Args:
+            inputs: The model's inputs per microbatch; only looked at on the first stage's rank.
+            targets: The loss's targets per microbatch; only looked at on the last stage's rank.
+
+        Returns:
+            The loss of every microbatch, (microbatches,), in microbatch order, on every rank.
+
+        Raises:
+            PeerLostError: Another rank failed; names it, and the edge and op where known.
+            TransportError: A message could not be exchanged.
+        """
+        step = self._step
+        with self._telling_the_others():
+            executor = self._executor_of(self.controller.plan_for(step))
+            self._gradients.begin_step(step)
+            self.monitor.begin_step()
+            started = time.monotonic()
+            results = executor.run(step, inputs, targets)
+            self._gradients.end_step()
+            losses = self._share(step, results)
+            if self._replicas is not None:
+                losses = self._replicas.average(self.trainable.values(), losses)
+            self.controller.report(self.monitor.end_step(step, started, time.monotonic()))
+        self._step += 1
+        return losses
+
+    def evaluate(self, inputs: Batch, targets: Batch | None) -> dict[int, tuple[Tensor, ...]]:
+        """Run the model forward in evaluation mode.
+
+        Args:
+            inputs: As in :meth:`step`.
+            targets: As in :meth:`step`, or None for the model's outputs instead of the loss.
+
+        Returns:
+            On the last stage's rank the results per microbatch; elsewhere nothing.
+        """
+        self._evaluations += 1
+        # Evaluations count backwards, so that their messages are never taken for those of a training step.
+        step = -self._evaluations
+        program = self._lower(forward_only(self._stages, self._microbatches), self.plan.case.cost)
+        evaluation = EvaluationStage(self._compiled.eval[self.rank], self.state, with_loss=targets is not None)
+        shapes = [MessageShapes(stage.outputs, ()) for stage in self._compiled.eval]
+        with self._telling_the_others():
+            executor = self._executor_for(program, evaluation, shapes)
+            results = executor.run(step, inputs, targets or [()] * self._microbatches)
+            if targets is not None:
+                losses = self._share(step, results)
+                results = {microbatch: (loss,) for microbatch, loss in enumerate(losses.unbind())}
+        self.monitor.begin_step()
+        return results
+
+    def timeline(self) -> Timeline | None:
+        """The measured timeline of the last step, gathered from all ranks, on rank 0; None elsewhere. All ranks call it.
+
+        Raises:
+            AdaptraError: No step has run.
+        """
+        if self._step == 0:
+            raise AdaptraError("no step has run yet: a timeline shows the last step")
+        step = self._step - 1
+        with self._telling_the_others():
+            records = gather(self._transport, f"records/{step}", self.monitor.records(step).to_json(), self._options.timeout)
+        if records is None:
+            return None
+        return merge_timelines(self.plan.program, map(StepRecords.from_json, records))
+
+    def close(self) -> None:
+        """End this rank's threads and connections."""
+        self.controller.close()
+        self._membership.close()
+        self._transport.close()
+
+    @contextmanager
+    def _telling_the_others(self) -> Generator[None]:
+        """What fails here reaches all ranks; what is raised here is what failed first, wherever that was."""
+        try:
+            yield
+        except Exception as error:
+            cause = self._membership.fail(error)
+            if cause is error:
+                raise
+            raise cause from error
+
+    def _lose(self, error: PeerLostError) -> None:
+        """Another rank is lost: whoever waits here, for a message or for a plan, is told."""
+        self._transport.abort(error)
+        self.controller.abort(error)
+
+    def _abort_transport(self, error: BaseException) -> None:
+        """The control plane failed: whoever waits for a message here is told; the control plane tells the others."""
+        self._transport.abort(error if isinstance(error, Exception) else AdaptraError(str(error)))
+
+    def _prepare(self, plan: Plan) -> None:
+        """Lower a proposed plan before the step that switches to it; runs on the control thread."""
+        self._prepared[plan.version] = self._lower(plan.program, plan.case.cost)
+
+    def _executor_of(self, plan: Plan) -> Executor:
+        if self._executor is None or plan.version != self.plan.version:
+            shapes = [MessageShapes(graphs.outputs, graphs.grad_inputs) for graphs in self._compiled.train]
+            self._executor = self._executor_for(self._prepared[plan.version], self._training, shapes)
+            self.plan = plan
+            for version in [version for version in self._prepared if version < plan.version]:
+                del self._prepared[version]
+        return self._executor
+
+    def _lower(self, program: Program, cost: CostModel) -> Program:
+        """Put SEND and RECV where this transport wants them."""
+        lowered = InsertComm.for_contract(self._transport.contract).apply(program, cost)
+        verify(lowered)
+        return lowered
+
+    def _executor_for(self, lowered: Program, stage: Stage, shapes: Sequence[MessageShapes]) -> Executor:
+        executor = Executor(
+            lowered,
+            self.rank,
+            {self.rank: stage},
+            shapes,
+            self._transport,
+            self._pacing,
+            self.monitor,
+            self._options.timeout,
+        )
+        self._reserve(executor.receive_counts())
+        return executor
+
+    def _reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
+        """Let the pool grow to what a program needs besides the messages that no program holds."""
+        self._by_program |= Counter(counts)
+        self._transport.reserve(self._always + self._by_program)
+
+    def _losses_spec(self) -> MessageSpec:
+        (loss,) = self._compiled.train[self._last].outputs
+        return (TensorSpec((self._microbatches,), loss.dtype),)
+
+    def _share(self, step: int, results: Mapping[int, tuple[Tensor, ...]]) -> Tensor:
+        """Give every rank the losses that the last stage computed."""
+        spec = self._losses_spec()
+        if self.rank != self._last:
+            identity = Identity(step, Kind.F, self._last, self.rank, 0, spec)
+            pending = self._transport.receive(self._last, identity)
+            (losses,) = pending.wait(self._options.timeout)
+            losses = losses.clone()
+            self._transport.release(pending)
+            return losses
+        losses = torch.stack([results[microbatch][0].detach().reshape(()) for microbatch in range(self._microbatches)])
+        for rank in range(self._last):
+            self._transport.send(rank, Identity(step, Kind.F, self._last, rank, 0, spec), (losses,))
+        return losses
