@@ -1,9 +1,10 @@
 // List scheduling over an event simulation: orders made by a greedy rule.
 //
 // A dispatcher plays the step forward in time. Whenever a rank is free it starts the op that its policy prefers among those
-// whose inputs are there: input gradients, then forwards within their quota, then weight gradients, which nobody waits for. It
-// may leave a rank idle when it knows that something more urgent is about to arrive. Orders made this way keep F, I and W each
-// in microbatch order on every stage. What the dispatcher believes about time is never the last word: simulate() is.
+// whose inputs are there: input gradients, then forwards within their quota, then weight gradients, which nobody waits for
+// unless too many have been put off. It may leave a rank idle when it knows that something more urgent is about to arrive.
+// Orders made this way keep F, I and W each in microbatch order on every stage. What the dispatcher believes about time is
+// never the last word: simulate() is.
 #pragma once
 
 #include <cstdint>

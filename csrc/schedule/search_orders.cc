@@ -140,7 +140,7 @@ class Search {
       Policy changed = policy_;
       do {
         change(changed);
-      } while (dice_.below(3) == 0);
+      } while (dice_.below(2) == 0);
       const double makespan = evaluate(changed, current_ + kTolerance);
       if (makespan <= current_) {
         current_ = makespan;
@@ -150,6 +150,7 @@ class Search {
   }
 
   void change(Policy& policy) {
+    if (problem_.ranks < stages_ && dice_.below(8) == 0) policy.deep_first = !policy.deep_first;
     std::int32_t first = dice_.below(stages_), last = first;
     if (dice_.below(2) == 0) last = dice_.below(stages_);
     if (first > last) std::swap(first, last);
