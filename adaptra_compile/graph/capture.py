@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.function import BackwardCFunction
 from torch.export.graph_signature import InputKind, OutputKind
 
 from adaptra.errors import CaptureError
@@ -163,9 +164,30 @@ class _Step(nn.Module):
                     f"the loss function returned {shown}: expected a scalar tensor, such as the mean of the losses"
                 )
         if not self._evaluation:
+            _refuse_custom_gradients(loss)
             return (loss,)
         self._formats.append(OutputFormat(outputs))
         return (loss, *self._formats[-1].flatten(outputs))
+
+
+def _refuse_custom_gradients(loss: Tensor) -> None:
+    """A graph of ops has no place for the backward method of an autograd.Function; torch would leave it out in silence."""
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction):
+            function: Any = getattr(type(node), "_forward_cls", type(node))
+            code = function.forward.__code__
+            raise CaptureError(
+                f"{function.__qualname__} at {code.co_filename}:{code.co_firstlineno}: the model calls a "
+                "torch.autograd.Function, whose backward method a graph can't hold: expected ops of torch; make it an op with "
+                "torch.library.custom_op and register_autograd, or use the non-reentrant form of activation checkpointing"
+            )
+        waiting += [following for following, _ in node.next_functions]
 
 
 @contextmanager

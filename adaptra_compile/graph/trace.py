@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from adaptra.errors import CaptureError
 from adaptra.graph.analyze import Analysis
 from adaptra.graph.fake import fake_like, run_nodes
 from adaptra.graph.ops import arguments_of, results_of, returns_first_argument
@@ -116,11 +117,20 @@ def trace_piece(
         gradients: What the next stage sends back; None traces the forward pass only.
         is_last: Whether the outputs are results and stay as they are.
         shared: Trainable parameters that other stages use too; they get a gradient here even if it is zero.
+
+    Raises:
+        CaptureError: The model's own backward pass fails; names the stage and the modules it spans, with torch's reason.
     """
     trace = _Trace(module, piece, analysis, state, gradients, is_last, shared)
     arguments = trace.arguments()
     with torch.set_grad_enabled(gradients is not None):
-        traced = make_fx(trace, _disable_torch_fn_metadata_mode=True)(*arguments)
+        try:
+            traced = make_fx(trace, _disable_torch_fn_metadata_mode=True)(*arguments)
+        except RuntimeError as error:
+            reason = str(error).split(". Hint", 1)[0]
+            raise CaptureError(
+                f"stage {piece.index}, {_modules(piece, state)}: torch can't differentiate this part: {reason[:300]}"
+            ) from error
     graph = traced.graph
     _use_one_name(graph)
     assert not graph.find_nodes(op="get_attr"), "a traced piece holds no tensor of its own"
@@ -153,6 +163,11 @@ def trace_piece(
         grad_messages=tuple(trace.grad_messages),
         weights=tuple(zip(trace.weights, weights, strict=True)),
     )
+
+
+def _modules(piece: Piece, state: Mapping[fx.Node, str]) -> str:
+    names = list(dict.fromkeys(state[node].rpartition(".")[0] for node in piece.state))
+    return " to ".join(dict.fromkeys((names[0], names[-1]))) if names else "without state"
 
 
 _FORWARD = "adaptra_forward"
