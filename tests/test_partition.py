@@ -151,3 +151,28 @@ def test_equal_blocks_make_equal_stages() -> None:
     compiled = compile_example(gpt, gpt.make(), gpt.rows(2, 0), 4)
     work = [stage.flops.forward + stage.flops.input_grad + stage.flops.weight_grad for stage in compiled.train]
     assert max(work) < 1.3 * min(work)
+
+
+class ReadElsewhere(nn.Module):
+    """Training changes a buffer in the first layer; evaluation reads it again behind the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        if self.training:
+            self.mean.copy_(x.detach().mean(0))
+            return self.layers[2](torch.tanh(self.layers[1](x)))
+        return self.layers[2](torch.tanh(self.layers[1](x - self.mean))) + self.mean
+
+
+def test_a_buffer_that_training_changes_has_one_copy() -> None:
+    model, x = ReadElsewhere(), torch.randn(2, 4)
+    with pytest.raises(
+        PartitionError, match="mean: training changes this buffer on stage 0, and evaluation also reads it on stage 1"
+    ):
+        compile_stages(model, (x,), {}, stages=2, loss=square_loss, targets=x, split=["layers.2"])
+    assert compile_stages(model, (x,), {}, stages=1, loss=square_loss, targets=x).names["mean"] == (0,)

@@ -109,22 +109,22 @@ def compile_stages(
     flat_inputs, flat_targets = tuple(inputs.flatten(args, kwargs)), tuple(target_format.flatten(targets))
     mode = fake_mode()
 
-    def captured(evaluation: bool) -> tuple[FlatGraph, Analysis, OutputFormat | None]:
+    def captured(evaluation: bool, changed: frozenset[str]) -> tuple[FlatGraph, Analysis, OutputFormat | None]:
         flat, outputs = capture(
             model, flat_inputs, inputs, flat_targets, target_format, loss, names=names, evaluation=evaluation
         )
         with mode:
             example = _example(model, flat, flat_inputs, flat_targets, names)
-            return flat, analyze(flat, frozenset(names.buffers), example), outputs
+            return flat, analyze(flat, frozenset(names.buffers) - changed, example), outputs
 
-    flat, analysis, _ = captured(evaluation=False)
+    flat, analysis, _ = captured(evaluation=False, changed=frozenset())
     if not analysis.values[flat.loss].requires_grad:
         logger.warning("the loss depends on no trainable parameter: training will change nothing")
     cuts = find_cuts(flat, analysis)
     positions = balance(cuts, stages) if split is None else cut_before(flat, analysis, cuts, split, stages)
     parts = pieces(flat, analysis, cuts, positions, [flat.loss])
 
-    eval_flat, eval_analysis, outputs = captured(evaluation=True)
+    eval_flat, eval_analysis, outputs = captured(evaluation=True, changed=analysis.changed_state)
     assert outputs is not None, "an evaluation capture has outputs"
     eval_cuts = find_cuts(eval_flat, eval_analysis)
     stage_of = {use: sum(position <= index for position in positions) for use, index in state_uses(flat, analysis).items()}
@@ -132,6 +132,12 @@ def compile_stages(
     eval_parts = pieces(eval_flat, eval_analysis, eval_cuts, eval_positions, [eval_flat.loss, *eval_flat.outputs])
 
     holders = _holders(names, [(flat, parts), (eval_flat, eval_parts)], stages)
+    for name in names.buffers:
+        if name in analysis.changed_state and len(holders[name]) > 1:
+            raise PartitionError(
+                f"{name}: training changes this buffer on stage {holders[name][0]}, and evaluation also reads it on stage "
+                f"{holders[name][-1]}: expected one stage; use split= to keep the modules that use it together"
+            )
     sizes = _state_bytes(model)
     with mode:
         train = differentiate(flat, analysis, parts, holders, names, sizes)

@@ -161,8 +161,9 @@ class StageGraphs:
         """
         check("output gradients", self.index, [one for one in grad_outputs if one is not None], self.grad_outputs, grad_outputs)
         values = saved.take()
+        device = values[0].device if values else None
         for given, spec in zip(grad_outputs, self.grad_outputs, strict=True):
-            values.append(torch.zeros(spec.shape, dtype=spec.dtype) if given is None else given)
+            values.append(torch.zeros(spec.shape, dtype=spec.dtype, device=device) if given is None else given)
         taken = [values[index] for index in self._input_grad_takes]
         passed = [values[index] for index in self._weight_grad_takes]
         values.clear()
