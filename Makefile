@@ -49,6 +49,7 @@ bench: $(READY)
 	$(BIN)/python bench/simulate.py
 	$(BIN)/python bench/plan.py
 	$(BIN)/python bench/runtime.py
+	$(BIN)/python bench/slow_link.py
 
 clean:
 	rm -rf $(VENV) build dist out

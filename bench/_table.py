@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -58,7 +59,7 @@ def print_rows(title: str, rows: Iterable[Row], *, baseline: str = "baseline", a
         beside = "–" if row.baseline is None else _number(row.baseline)
         ratio = "–" if row.ratio is None else f"{row.ratio:.3g}×"
         table.add_row(row.name, _number(row.ours), beside, ratio, row.unit, str(row.runs))
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def median_seconds(runs: int, work: Callable[[], object]) -> float:

@@ -1,155 +1,93 @@
 """What the runtime itself costs per op, and how close a measured step comes to the simulated one.
 
-Four processes over gloo train a model so small that its computation hardly counts: what is left is dispatch, bookkeeping and
+Four processes over gloo train a model so small that its arithmetic hardly counts: what is left is dispatch, bookkeeping and
 transport. torch.distributed.pipelining runs the same schedule (its own runtime, loaded from the exported CSV) in the same
-processes, the two in turn. The cost per op is a step's time divided by the number of compute ops of a rank. A second part pads
-every op to a stated duration (emulated devices) and compares the measured iteration with the simulator's makespan.
+processes, the two in turn. Costs per op are those of a step divided by the compute ops of a rank: the wall clock's, and the
+processor time of the busiest rank, all its threads and the model's own arithmetic included. With fewer cores than ranks the
+wall clock mostly shows how the ranks share the cores. The last row pads every op to a stated duration (emulated devices) and
+compares the measured iteration with the simulator's makespan.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import socket
 import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from _table import Row, print_rows
-from torch import multiprocessing, nn
+from _ranks import layer, run_on_ranks, small_problem, squared_error, timed
+from _table import Row, parser, print_rows
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import adaptra
+from adaptra.program import Program
 from adaptra.simulate import simulate
 from adaptra.torch_csv import to_csv
 
-WIDTH = 16
+
+def torch_runtime(rank: int, program: Program) -> _PipelineScheduleRuntime:
+    """torch's runtime with the same schedule and a stage of the same size."""
+    stage = PipelineStage(layer(), rank, program.ranks, torch.device("cpu"))
+    runtime = _PipelineScheduleRuntime([stage], program.microbatches, loss_fn=squared_error)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "schedule.csv"
+        path.write_text(to_csv(program))
+        runtime._load_csv(str(path))
+    return runtime
 
 
-def layer() -> nn.Module:
-    """One stage: a few hundred multiplications, so that the runtime's own cost shows."""
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-
-
-def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The loss of both sides."""
-    return ((output - target) ** 2).mean()
-
-
-def step_times(step: Any, count: int) -> list[float]:
-    """Seconds of each of ``count`` steps, after a barrier each."""
-    times: list[float] = []
-    for _ in range(count):
-        dist.barrier()
-        started = time.perf_counter()
-        step()
-        dist.barrier()
-        times.append(time.perf_counter() - started)
-    return times
-
-
-def measure(rank: int, ranks: int, port: int, arguments: argparse.Namespace, results: str) -> None:
-    """One process: both runtimes in turn, then the emulated devices. Rank 0 writes the results."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    microbatches = arguments.microbatches
-    program = adaptra.generate(arguments.schedule, ranks, microbatches)
-    inputs = torch.randn(microbatches * 2, WIDTH, generator=torch.Generator().manual_seed(0))
-    targets = torch.zeros_like(inputs)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*(layer() for _ in range(ranks)))
-    with adaptra.compile(
-        model,
-        stages=ranks,
-        microbatches=microbatches,
-        example_inputs=(inputs, targets),
-        loss=squared_error,
-        split=[str(stage) for stage in range(1, ranks)],
-        options=adaptra.Options(adapt=False, schedule=program),
-    ) as pipe:
-        stage = PipelineStage(layer(), rank, ranks, torch.device("cpu"))
-        theirs = _PipelineScheduleRuntime([stage], microbatches, loss_fn=squared_error)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "schedule.csv"
-            path.write_text(to_csv(program))
-            theirs._load_csv(str(path))
-        given = {"args": (inputs,) if rank == 0 else (), "target": targets if rank == ranks - 1 else None}
-
-        def their_step() -> None:
-            theirs.step(*given["args"], target=given["target"])
+def measure(rank: int, program: Program, runs: int, emulated_runs: int, seconds: float) -> dict[str, Any]:
+    """One rank: both runtimes in turn, then the emulated devices."""
+    problem = small_problem(program.ranks, program.microbatches)
+    inputs, targets = problem["example_inputs"]
+    with adaptra.compile(**problem, options=adaptra.Options(adapt=False, schedule=program)) as pipe:
+        theirs = torch_runtime(rank, program)
+        args, target = (inputs,) if rank == 0 else (), targets if rank == program.ranks - 1 else None
 
         def our_step() -> None:
             pipe.step(inputs, targets)
 
-        step_times(our_step, 3), step_times(their_step, 3)
-        pairs = [(step_times(our_step, 1)[0], step_times(their_step, 1)[0]) for _ in range(arguments.runs)]
+        def their_step() -> None:
+            theirs.step(*args, target=target)
 
-    seconds = arguments.op_ms / 1e3
+        for _ in range(3):
+            timed(our_step), timed(their_step)
+        pairs = [(timed(our_step), timed(their_step)) for _ in range(runs)]
     device = adaptra.EmulatedDevice(seconds, seconds, seconds)
-    with adaptra.compile(
-        model,
-        stages=ranks,
-        microbatches=microbatches,
-        example_inputs=(inputs, targets),
-        loss=squared_error,
-        split=[str(stage) for stage in range(1, ranks)],
-        options=adaptra.Options(adapt=False, schedule=program, emulate=device),
-    ) as pipe:
-        step_times(lambda: pipe.step(inputs, targets), 1)
-        emulated = step_times(lambda: pipe.step(inputs, targets), arguments.emulated_runs)
-
-    if rank == 0:
-        found = {"pairs": pairs, "emulated": emulated, "ops": len(program.orders[0])}
-        Path(results).write_text(json.dumps(found))
-    dist.destroy_process_group()
+    with adaptra.compile(**problem, options=adaptra.Options(adapt=False, schedule=program, emulate=device)) as pipe:
+        timed(lambda: pipe.step(inputs, targets))
+        emulated = [timed(lambda: pipe.step(inputs, targets))[0] for _ in range(emulated_runs)]
+    return {"pairs": pairs, "emulated": emulated}
 
 
 def main() -> int:
-    """Start the processes and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--schedule", default="zb_h1", help="a schedule both runtimes execute")
-    parser.add_argument("--runs", type=int, default=20, help="paired steps of the two runtimes")
-    parser.add_argument("--emulated-runs", type=int, default=5)
-    parser.add_argument("--op-ms", type=float, default=20.0, help="duration of every emulated op, milliseconds")
-    parser.add_argument("--json", action="store_true", help="print rows {name, ours, baseline, ratio, unit, runs}")
-    arguments = parser.parse_args()
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        results = str(Path(folder) / "results.json")
-        multiprocessing.start_processes(
-            measure, (arguments.ranks, port, arguments, results), nprocs=arguments.ranks, start_method="spawn"
-        )
-        found = json.loads(Path(results).read_text())
-    ops = found["ops"]
-    ours, theirs = ([1e6 * pair[side] / ops for pair in found["pairs"]] for side in (0, 1))
-    program = adaptra.generate(arguments.schedule, arguments.ranks, arguments.microbatches)
-    seconds = arguments.op_ms / 1e3
-    predicted = simulate(program, adaptra.CostModel.uniform(arguments.ranks, seconds, seconds, seconds)).makespan
+    """Start the ranks and print the table."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--ranks", type=int, default=4)
+    arguments.add_argument("--microbatches", type=int, default=16)
+    arguments.add_argument("--schedule", default="zb_h1", help="a generator's name; both runtimes execute it")
+    arguments.add_argument("--runs", type=int, default=30, help="paired steps of the two runtimes")
+    arguments.add_argument("--emulated-runs", type=int, default=5)
+    arguments.add_argument("--op-ms", type=float, default=20.0, help="duration of every emulated op, milliseconds")
+    given = arguments.parse_args()
+    program = adaptra.generate(given.schedule, given.ranks, given.microbatches)
+    seconds = given.op_ms / 1e3
+    found = run_on_ranks(measure, given.ranks, program, given.runs, given.emulated_runs, seconds)
+    predicted = simulate(program, adaptra.CostModel.uniform(given.ranks, seconds, seconds, seconds)).makespan
+
+    def per_op(side: int, clock: int) -> float:
+        return 1e6 * median(pair[side][clock] for pair in found["pairs"]) / len(program.orders[0])
+
     rows = [
-        Row("cost per op, gloo, small tensors", median(ours), median(theirs), "µs", arguments.runs),
-        Row(
-            "emulated iteration, measured : simulated",
-            1e3 * median(found["emulated"]),
-            1e3 * predicted,
-            "ms",
-            arguments.emulated_runs,
-        ),
+        Row("wall clock per op", per_op(0, 0), per_op(1, 0), "µs", given.runs),
+        Row("processor time per op", per_op(0, 1), per_op(1, 1), "µs", given.runs),
+        Row("emulated iteration", 1e3 * median(found["emulated"]), 1e3 * predicted, "ms", given.emulated_runs),
     ]
-    baseline = "torch.distributed.pipelining, or the simulator"
-    print_rows("runtime", rows, baseline=baseline, as_json=arguments.json)
+    title = f"{given.schedule}, {given.ranks} ranks, {given.microbatches} microbatches, gloo, small tensors"
+    print_rows(title, rows, baseline="torch; simulator", as_json=given.json)
     return 0
 
 

@@ -1,0 +1,79 @@
+"""Several ranks over gloo on this machine, for benchmarks: starts the processes, hands back what rank 0 found."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, multiprocessing, nn
+
+WIDTH = 16
+"""Width of the small model: a few hundred multiplications per layer, so that its arithmetic hardly counts."""
+
+
+def run_on_ranks(measure: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
+    """Run ``measure(rank, *arguments)`` on every rank of a gloo group, one process each, and return rank 0's result."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        multiprocessing.start_processes(
+            _rank, (ranks, port, str(results), measure, arguments), nprocs=ranks, start_method="spawn"
+        )
+        return json.loads(results.read_text())
+
+
+def _rank(rank: int, ranks: int, port: int, results: str, measure: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = measure(rank, *arguments)
+    if rank == 0:
+        Path(results).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def timed(step: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of one step between two barriers: wall clock, and processor time of the busiest rank."""
+    dist.barrier()
+    started, worked = time.perf_counter(), time.process_time()
+    step()
+    busiest = torch.tensor(time.process_time() - worked, dtype=torch.float64)
+    dist.barrier()
+    wall = time.perf_counter() - started
+    dist.all_reduce(busiest, op=dist.ReduceOp.MAX)
+    return wall, busiest.item()
+
+
+def layer() -> nn.Module:
+    """One stage of the small model."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+def squared_error(output: Tensor, target: Tensor) -> Tensor:
+    """The small model's loss."""
+    return ((output - target) ** 2).mean()
+
+
+def small_problem(ranks: int, microbatches: int) -> dict[str, Any]:
+    """The arguments of adaptra.compile for a model of one layer per rank."""
+    torch.manual_seed(0)
+    inputs = torch.randn(2 * microbatches, WIDTH)
+    return {
+        "model": nn.Sequential(*(layer() for _ in range(ranks))),
+        "stages": ranks,
+        "microbatches": microbatches,
+        "example_inputs": (inputs, torch.zeros_like(inputs)),
+        "loss": squared_error,
+        "split": [str(stage) for stage in range(1, ranks)],
+    }
