@@ -172,7 +172,9 @@ void bind_simulation(nb::module_& m) {
       .def_prop_ro("last_end", [](const Simulated& self) { return to_tuple(self.result.last_end); })
       .def_prop_ro("peak_in_flight", [](const Simulated& self) { return to_tuple(self.peaks.in_flight); })
       .def_prop_ro("peak_memory", [](const Simulated& self) { return to_tuple(self.peaks.memory); })
-      .def("intervals", [](const Simulated& self, std::size_t rank) { return to_bytes(self.result.ops.at(rank)); })
+      .def(
+          "intervals", [](const Simulated& self, std::size_t rank) { return to_bytes(self.result.ops.at(rank)); },
+          nb::arg("rank"))
       .def("messages", [](const Simulated& self) { return to_bytes(self.result.messages); });
 
   nb::class_<Orders>(m, "Orders").def("__len__", [](const Orders& self) {
