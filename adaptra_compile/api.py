@@ -19,11 +19,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from adaptra.build import Built, Request, build
-from adaptra.errors import AdaptraError
+from adaptra.build import Built, build
+from adaptra.errors import BatchError, OptionError, PipelineError, StateError
 from adaptra.explanation import explain
 from adaptra.report import perfetto, picture
+from adaptra.report.files import check_suffix
 from adaptra.report.stages import stage_table
+from adaptra.request import Request
 from adaptra.runtime.events import ControlEvent
 from adaptra.runtime.options import Options
 from adaptra.runtime.plan_log import Plan
@@ -63,19 +65,26 @@ def compile(
         options: How the runtime behaves; see :class:`adaptra.runtime.options.Options`.
 
     Raises:
+        OptionError: An argument is not what it should be; names it.
+        CaseError: A fault to inject can't be read, or names a stage that does not exist.
         CaptureError, PartitionError: The model can't be captured or cut; says where and what to change.
         BatchError: The example's batch does not divide into microbatches.
-        LaunchError: The ranks don't fit the stages.
-        PlanError: No plan fits the memory.
+        LaunchError: The ranks don't fit the stages, there is no such transport, or another rank compiles something else.
+        ScheduleError, PlanError: ``options.schedule`` is unknown, of another pipeline, or does not fit the memory.
     """
-    for name, value in (("stages", stages), ("microbatches", microbatches)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: expected at least 1")
     request = Request(model, stages, microbatches, loss, memory, split, transport, options or Options())
     pipeline = Pipeline(request)
-    if example_inputs is not None or example_kwargs is not None:
+    named: Any = {} if example_kwargs is None else example_kwargs
+    if not isinstance(named, Mapping):
+        raise OptionError(f"example_kwargs={named!r}: expected a dict of the model's keyword arguments")
+    if example_inputs is not None or named:
         given = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-        pipeline.build(*given, **(example_kwargs or {}))
+        if len(given) > 2:
+            raise BatchError(
+                f"example_inputs: a tuple of {len(given)}: expected inputs alone or (inputs, targets); several inputs are a "
+                "tuple of their own, as in ((first, second), targets)"
+            )
+        pipeline.build(*given, **named)
     return pipeline
 
 
@@ -89,11 +98,14 @@ class Pipeline:
         self._request = request
         self._built: Built | None = None
         self._losses: Tensor | None = None
+        self._is_closed = False
 
     def build(self, inputs: Any = None, targets: Any = None, /, **kwargs: Any) -> None:
         """Compile for batches like this one; called by :func:`compile` when it is given an example, else by the first step."""
+        if self._is_closed:
+            raise PipelineError("this pipeline is closed: call adaptra.compile for another one")
         if self._built is not None:
-            raise AdaptraError("this pipeline is compiled already: call adaptra.compile again for batches of another shape")
+            raise PipelineError("this pipeline is compiled already: call adaptra.compile again for batches of another shape")
         self._built = build(self._request, *_arguments(self._request, inputs, targets), kwargs)
 
     def step(self, inputs: Any = None, targets: Any = None, /, **kwargs: Any) -> Tensor:
@@ -109,15 +121,18 @@ class Pipeline:
             The mean of the microbatches' losses, a scalar without gradient, on every rank.
 
         Raises:
-            BatchError: The batch is not what the pipeline was compiled for.
-            PeerLostError: Another rank failed; names it. The pipeline is unusable afterwards.
+            BatchError: The batch is not what the pipeline was compiled for. Without a launcher nothing has happened and the
+                next step may follow; under a launcher the other ranks are told, and the pipeline has failed on all of them.
+            PeerLostError: Another rank failed; names it. The pipeline has failed.
+            PipelineError: The pipeline has failed before or is closed.
         """
         if self._built is None:
             self.build(inputs, targets, **kwargs)
         built = self._require()
-        args, given = _arguments(self._request, inputs, targets)
-        microbatches = built.split_inputs(args, kwargs)
-        wanted = built.split_targets(given)
+        with built.at_the_door():
+            args, given = _arguments(self._request, inputs, targets)
+            microbatches = built.split_inputs(args, kwargs)
+            wanted = built.split_targets(given)
         self._losses = built.on_every_rank(lambda worker: worker.step(microbatches, wanted))[0]
         return self._losses.mean()
 
@@ -125,7 +140,7 @@ class Pipeline:
     def microbatch_losses(self) -> Tensor:
         """The losses of the last step's microbatches, in microbatch order."""
         if self._losses is None:
-            raise AdaptraError("no step has run yet")
+            raise PipelineError("no step has run yet")
         return self._losses
 
     def eval_step(self, inputs: Any = None, targets: Any = None, /, **kwargs: Any) -> Any:
@@ -137,10 +152,11 @@ class Pipeline:
             elsewhere.
         """
         built = self._require()
-        args, given = _arguments(self._request, inputs, targets)
-        with_loss = given is not None or self._request.loss is None
-        microbatches = built.split_inputs(args, kwargs)
-        wanted = built.split_targets(given) if with_loss else None
+        with built.at_the_door():
+            args, given = _arguments(self._request, inputs, targets)
+            with_loss = given is not None or self._request.loss is None
+            microbatches = built.split_inputs(args, kwargs)
+            wanted = built.split_targets(given) if with_loss else None
         *_, results = built.on_every_rank(lambda worker: worker.evaluate(microbatches, wanted))
         if with_loss:
             return torch.stack([loss for (loss,) in results.values()]).mean()
@@ -178,20 +194,26 @@ class Pipeline:
             strict: Whether a missing name of these stages, or a name that the model does not have, is an error.
 
         Raises:
-            ValueError: Names are missing or unknown, or a shape differs; nothing has been changed then.
+            StateError: Names are missing or unknown, or a value is no tensor or of another shape; nothing is changed then.
         """
         built = self._require()
+        given: Any = state
+        if not isinstance(given, Mapping):
+            raise StateError(f"state_dict: a {type(given).__name__}: expected a dict of tensors by their names in the model")
         names = built.saved_names
         wanted = {name: canonical for name, canonical in names.items() if canonical in built.state}
         missing, unknown = sorted(set(wanted) - set(state)), sorted(set(state) - set(names))
         if strict and (missing or unknown):
-            raise ValueError(f"state_dict: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}")
+            raise StateError(
+                f"state_dict: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}: expected the names of the model "
+                "that was compiled; strict=False takes what fits"
+            )
         present = {name: canonical for name, canonical in wanted.items() if name in state}
         for name, canonical in present.items():
-            if state[name].shape != built.state[canonical].shape:
-                raise ValueError(
-                    f"state_dict: {name} has shape {list(state[name].shape)}: expected {list(built.state[canonical].shape)}"
-                )
+            value: Any = state[name]
+            shape = list(value.shape) if isinstance(value, Tensor) else f"none: it is a {type(value).__name__}"
+            if shape != list(built.state[canonical].shape):
+                raise StateError(f"state_dict: {name} has shape {shape}: expected {list(built.state[canonical].shape)}")
         with torch.no_grad():
             for worker in built.workers:
                 for name, canonical in present.items():
@@ -235,24 +257,33 @@ class Pipeline:
     def timeline(self) -> Timeline | None:
         """The measured timeline of the last step. Under torchrun all ranks call this; only the first stage's rank gets it."""
         built = self._require()
+        built.require_running()
+        if self._losses is None:
+            raise PipelineError("no step has run yet: a timeline shows the last step")
         return built.on_every_rank(lambda worker: worker.timeline())[0]
 
     def save_trace(self, path: str | Path) -> None:
         """Write the measured last step as a trace for Perfetto (.json) or a picture (.svg, .png).
 
         Under torchrun all ranks call this; the first stage's rank writes.
+
+        Raises:
+            ReportError: Another suffix, or there is no such folder.
+            MissingExtraError: A picture needs matplotlib, and it is not installed; says what to install.
         """
+        suffix = check_suffix(path, (".json", *picture.SUFFIXES))
         timeline = self.timeline()
         if timeline is None:
             return
         named = [(f"step under plan {self.plan.version}", timeline)]
-        if Path(path).suffix == ".json":
+        if suffix == ".json":
             perfetto.write(named, path)
         else:
             picture.draw(named, path)
 
     def close(self) -> None:
         """End the pipeline's threads and connections. May be called twice; the parameters stay usable."""
+        self._is_closed = True
         if self._built is not None:
             self._built.close()
 
@@ -264,7 +295,7 @@ class Pipeline:
 
     def _require(self) -> Built:
         if self._built is None:
-            raise AdaptraError("this pipeline is not compiled yet: give adaptra.compile example_inputs=, or run a first step")
+            raise PipelineError("this pipeline is not compiled yet: give adaptra.compile example_inputs=, or run a first step")
         return self._built
 
 

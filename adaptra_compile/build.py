@@ -5,45 +5,31 @@ This is the path from model to instruction list in one place, top to bottom.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from adaptra.cost import Case, CostModel
-from adaptra.errors import BatchError, PeerLostError, PlanError
+from adaptra.errors import AdaptraError, BatchError, PeerLostError, PipelineError, PlanError
 from adaptra.estimate import estimated_cost
 from adaptra.graph import CompiledStages, compile_stages
 from adaptra.planner import plan
 from adaptra.program import Program
+from adaptra.request import Request
 from adaptra.runtime.batch import example_microbatch, split_batch
 from adaptra.runtime.coordinator import Planning
 from adaptra.runtime.emulation import Pacing
-from adaptra.runtime.faults import Fault, FaultyTransport
-from adaptra.runtime.launch import agree, launch
-from adaptra.runtime.options import Options
+from adaptra.runtime.faults import FaultyTransport
+from adaptra.runtime.launch import agree, disagree, launch
 from adaptra.runtime.plan_log import Plan
 from adaptra.runtime.worker import Batch, Worker
 from adaptra.schedules import generate
 from adaptra.simulate import lower_bound, simulate
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the user asked compile() for; see :func:`adaptra.api.compile`."""
-
-    model: nn.Module
-    stages: int
-    microbatches: int
-    loss: Callable[..., Any] | None
-    memory: int | None
-    split: Sequence[str] | None
-    transport: str | None
-    options: Options
 
 
 class Built:
@@ -61,6 +47,8 @@ class Built:
         self.workers = tuple(workers)
         self._microbatches = microbatches
         self._ranks = {worker.rank for worker in workers}
+        self._failure: BaseException | None = None
+        self._is_closed = False
         self._threads = ThreadPoolExecutor(len(workers), "adaptra-rank") if len(workers) > 1 else None
 
     @property
@@ -91,23 +79,72 @@ class Built:
         form = self.compiled.targets
         return split_batch(form.flatten(targets), form.specs, self._microbatches, "targets")
 
+    @contextmanager
+    def at_the_door(self) -> Generator[None]:
+        """Around what checks a batch before anything runs.
+
+        Where all ranks are in this process a batch that is refused changes nothing. The ranks of other processes may already
+        wait for this one's messages, so there it ends the pipeline on all of them.
+        """
+        self.require_running()
+        try:
+            yield
+        except Exception as error:
+            if self._threads is None and not self.workers[0].is_alone:
+                self._failure = error
+                self.workers[0].fail(error)
+            raise
+
+    def require_running(self) -> None:
+        """Refuse to go on after the end.
+
+        Raises:
+            PipelineError: The pipeline is closed or has failed.
+        """
+        if self._is_closed:
+            raise PipelineError("this pipeline is closed: call adaptra.compile for another one")
+        if self._failure is not None:
+            raise PipelineError(
+                "this pipeline has failed and can't go on: close it, call adaptra.compile again and load the last checkpoint; "
+                f"it failed by {type(self._failure).__name__}: {self._failure}"
+            ) from self._failure
+
     def on_every_rank(self, run: Callable[[Worker], Result]) -> list[Result]:
         """Run something on every worker of this process, each on its own thread, and wait for all.
 
         Raises:
-            Exception: What the first worker to fail raised; the others' errors only say that it failed.
+            PipelineError: The pipeline is closed or has failed.
+            Exception: What the first worker to fail raised; the others' errors only say that it failed. The pipeline has
+                failed then.
         """
+        self.require_running()
+        try:
+            return self._run(run)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _run(self, run: Callable[[Worker], Result]) -> list[Result]:
         if self._threads is None:
             return [run(self.workers[0])]
         futures = [self._threads.submit(run, worker) for worker in self.workers]
-        errors = [error for error in (future.exception() for future in futures) if error is not None]
+        try:
+            errors = [error for error in (future.exception() for future in futures) if error is not None]
+        except BaseException as error:
+            # Such as Ctrl-C, which reaches this thread only: the ranks would go on without it.
+            for worker in self.workers:
+                worker.abort(PipelineError(f"the step was interrupted: {type(error).__name__}"))
+            raise
         if errors:
             raise next((error for error in errors if not isinstance(error, PeerLostError)), errors[0])
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End all workers."""
-        self.on_every_rank(lambda worker: worker.close())
+        """End all workers. May be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._run(lambda worker: worker.close())
         if self._threads is not None:
             self._threads.shutdown()
 
@@ -123,28 +160,23 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
     Raises:
         As :func:`adaptra.api.compile`.
     """
-    if request.loss is not None and targets is None:
-        raise BatchError("loss= compares outputs with targets: give example_inputs=(inputs, targets)")
     options = request.options
-    faults = [Fault.parse(text) for text in options.faults]
-    launched = launch(request.stages, request.transport)
-    args, targets, kwargs = example_microbatch((args, targets, dict(kwargs)), request.microbatches, "example_inputs")
-    compiled = compile_stages(
-        request.model, args, kwargs, stages=request.stages, loss=request.loss, targets=targets, split=request.split
-    )
-    cost = estimated_cost(compiled)
-    if options.emulate is not None:
-        cost = options.emulate.apply(cost)
-    case = Case(cost, request.microbatches, tuple(range(request.stages)), name="compiled")
-
-    def planner(costs: Case, incumbent: Program | None) -> Program:
-        return plan(costs, memory=request.memory, incumbent=incumbent)
-
-    planning = Planning(planner, _makespan, lambda costs: lower_bound(costs).value)
-    initial = _first_plan(options.schedule, case, request.memory, planning)
+    launched = launch(request.stages, request.transport, request.facts(), options.timeout)
+    try:
+        compiled, initial, planning = _compile(request, args, targets, kwargs)
+    except Exception as error:
+        for transport in launched.transports:
+            disagree(transport, "pipeline", error)
+            transport.close()
+        raise
     if len(launched.transports) == 1:  # the ranks of one process have compiled once, for all
-        agree(launched.transports[0], "pipeline", _facts(compiled, initial), options.timeout)
-    pacing = Pacing(cost if options.emulate is not None else None, faults)
+        try:
+            agree(launched.transports[0], "pipeline", _facts(compiled, initial), options.timeout)
+        except AdaptraError:
+            launched.transports[0].close()
+            raise
+    faults = request.faults
+    pacing = Pacing(initial.case.cost if options.emulate is not None else None, faults)
     workers = [
         Worker(
             compiled,
@@ -160,6 +192,31 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
         for transport in launched.transports
     ]
     return Built(compiled, workers, request.microbatches)
+
+
+def _compile(
+    request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any]
+) -> tuple[CompiledStages, Plan, Planning]:
+    """The stages, the first plan, and how to make later ones: all that every rank comes to for itself."""
+    if request.loss is not None and targets is None:
+        raise BatchError(
+            "loss= compares outputs with targets, but no targets were given: expected example_inputs=(inputs, targets), a "
+            "tuple of two, or a first step with both on every rank"
+        )
+    args, targets, kwargs = example_microbatch((args, targets, dict(kwargs)), request.microbatches, "example_inputs")
+    compiled = compile_stages(
+        request.model, args, kwargs, stages=request.stages, loss=request.loss, targets=targets, split=request.split
+    )
+    cost, options = estimated_cost(compiled), request.options
+    if options.emulate is not None:
+        cost = options.emulate.apply(cost)
+    case = Case(cost, request.microbatches, tuple(range(request.stages)), name="compiled")
+
+    def planner(costs: Case, incumbent: Program | None) -> Program:
+        return plan(costs, memory=request.memory, incumbent=incumbent)
+
+    planning = Planning(planner, _makespan, lambda costs: lower_bound(costs).value)
+    return compiled, _first_plan(options.schedule, case, request.memory, planning), planning
 
 
 def _facts(compiled: CompiledStages, initial: Plan) -> list[object]:

@@ -41,6 +41,18 @@ class BatchError(AdaptraError, ValueError):
     """Inputs of a step that don't fit what the pipeline was compiled for."""
 
 
+class OptionError(AdaptraError, ValueError):
+    """An argument of compile() or an option that is not what it should be."""
+
+
+class StateError(AdaptraError, ValueError):
+    """A checkpoint that does not fit the pipeline it is loaded into."""
+
+
+class PipelineError(AdaptraError, RuntimeError):
+    """A pipeline used before it is compiled, after it failed or after it was closed."""
+
+
 class LaunchError(AdaptraError, ValueError):
     """Ranks, stages and replicas that don't fit together."""
 

@@ -6,11 +6,14 @@ their output.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from adaptra.cost import CostModel
+from adaptra.errors import OptionError
 from adaptra.program import Kind
 from adaptra.runtime.faults import Fault, compute_extra, compute_factor
 
@@ -27,18 +30,26 @@ class EmulatedDevice:
         """The cost model with this device's durations in place of the estimated ones.
 
         Raises:
-            CaseError: A sequence whose length is not the number of stages, or a negative duration.
+            OptionError: A sequence whose length is not the number of stages, or a duration that is no number or negative.
         """
         return replace(
             cost,
-            forward=_per_stage(self.forward, cost.stages),
-            input_grad=_per_stage(self.input_grad, cost.stages),
-            weight_grad=_per_stage(self.weight_grad, cost.stages),
+            forward=_per_stage("forward", self.forward, cost.stages),
+            input_grad=_per_stage("input_grad", self.input_grad, cost.stages),
+            weight_grad=_per_stage("weight_grad", self.weight_grad, cost.stages),
         )
 
 
-def _per_stage(given: float | Sequence[float], stages: int) -> tuple[float, ...]:
-    return (float(given),) * stages if isinstance(given, int | float) else tuple(map(float, given))
+def _per_stage(name: str, given: float | Sequence[float], stages: int) -> tuple[float, ...]:
+    values: list[Any] = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * stages
+    if len(values) != stages:
+        raise OptionError(
+            f"EmulatedDevice: {name} has {len(values)} durations: expected one number for all stages or {stages}, one per stage"
+        )
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
+            raise OptionError(f"EmulatedDevice: {name}={given!r}: expected seconds, finite and not negative")
+    return tuple(map(float, values))
 
 
 @dataclass(frozen=True, slots=True)

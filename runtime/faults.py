@@ -125,6 +125,16 @@ class Fault:
             None if until is None else int(until),
         )
 
+    def check_stages(self, stages: int) -> None:
+        """Refuse a fault of a stage that a pipeline of so many stages does not have.
+
+        Raises:
+            CaseError: Names the fault and the stages there are.
+        """
+        for stage in (self.stage, self.peer):
+            if stage is not None and stage >= stages:
+                raise CaseError(f"fault '{self}': there is no stage {stage}: expected stages of 0..{stages - 1}")
+
     def __str__(self) -> str:
         where = str(self.stage) if self.peer is None else f"{self.stage}{'-' if self.both_ways else '>'}{self.peer}"
         match self.effect:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Final
 
 import torch.distributed as dist
-from torch.distributed import DistStoreError
+from torch.distributed import DistError, DistStoreError, PrefixStore, Store
 
-from adaptra.errors import LaunchError
+from adaptra.errors import ControlError, LaunchError
 from adaptra.runtime.replicas import Replicas
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.transports.local import LocalHub
@@ -31,15 +33,18 @@ class Launch:
     replicas: Replicas | None = None
 
 
-def launch(stages: int, transport: str | None) -> Launch:
-    """Find the ranks of a pipeline.
+def launch(stages: int, transport: str | None, arguments: Mapping[str, str], timeout: float) -> Launch:
+    """Find the ranks of a pipeline. Under a launcher all ranks call it at the same time.
 
     Args:
         stages: Stages of the pipeline; one rank holds one stage.
         transport: ``"local"``, ``"c10d"``, the name of an installed transport, or None: c10d under a launcher, else local.
+        arguments: What the user asked for, by name: the ranks compare it before anything else.
+        timeout: Seconds to wait for the other ranks.
 
     Raises:
-        LaunchError: The number of ranks is not a multiple of the number of stages; says what to change.
+        LaunchError: The number of ranks is not a multiple of the number of stages, says what to change; or a rank was given
+            other arguments or failed before it came here, names it.
     """
     is_launched = dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())
     name = transport or ("c10d" if is_launched else "local")
@@ -53,7 +58,10 @@ def launch(stages: int, transport: str | None) -> Launch:
         )
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    ranks = dist.get_world_size()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    # Making groups waits for all ranks, so whether all ask for the same ones is settled before.
+    store = _store_of_this_call(rank)
+    _agree_on_arguments(store, rank, ranks, arguments, timeout)
     if ranks % stages:
         raise LaunchError(
             f"{ranks} ranks for {stages} stages: expected a multiple of {stages} ranks (more make data-parallel replicas); "
@@ -61,15 +69,34 @@ def launch(stages: int, transport: str | None) -> Launch:
         )
     if ranks == stages:
         return Launch((create_transport(name, group=None),))
-    # Every rank makes every group, in the same order, as torch.distributed asks for.
-    pipelines = [_new_group(range(first, first + stages)) for first in range(0, ranks, stages)]
-    columns = [_new_group(range(stage, ranks, stages)) for stage in range(stages)]
-    replica, stage = divmod(dist.get_rank(), stages)
-    return Launch((create_transport(name, group=pipelines[replica]),), Replicas(columns[stage]))
+    replica, stage = divmod(rank, stages)
+    members = range(replica * stages, (replica + 1) * stages)
+    pipeline, column = _new_group(members), _new_group(range(stage, ranks, stages))
+    return Launch((create_transport(name, group=pipeline),), Replicas(column, PrefixStore("replicas", store), members))
+
+
+def _store_of_this_call(rank: int) -> Store:
+    """The job's store with a prefix that all ranks' first, second, … call share and no two calls do."""
+    assert dist.group.WORLD is not None, "launch() has set up the default group"
+    store = dist.group.WORLD.get_group_store()
+    return PrefixStore(f"adaptra launch {store.add(f'adaptra launches/{rank}', 1)}", store)
+
+
+def _agree_on_arguments(store: Store, rank: int, ranks: int, arguments: Mapping[str, str], timeout: float) -> None:
+    found = _exchange(store, "arguments", rank, json.dumps(dict(arguments)), range(ranks), timeout)
+    for other, text in enumerate(found):
+        theirs = json.loads(text)
+        for name, value in json.loads(found[0]).items():
+            if theirs.get(name) != value:
+                raise LaunchError(
+                    f"adaptra.compile: rank {other} was given {name}={theirs.get(name)}, rank 0 {name}={value}: expected the "
+                    "same arguments on every rank"
+                )
 
 
 def _new_group(ranks: range) -> dist.ProcessGroup:
-    group = dist.new_group(list(ranks))
+    # Of its own members only, so that each rank makes the groups it belongs to.
+    group = dist.new_group(list(ranks), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -79,7 +106,7 @@ def _nearest_multiple(ranks: int, stages: int) -> int:
 
 
 def agree(transport: Transport, what: str, facts: object, timeout: float) -> None:
-    """Make sure that every rank of the pipeline holds the same facts. All ranks call it.
+    """Make sure that every rank of the pipeline holds the same facts. All ranks call this or :func:`disagree`.
 
     Args:
         transport: This rank's transport; its store carries the comparison.
@@ -88,17 +115,28 @@ def agree(transport: Transport, what: str, facts: object, timeout: float) -> Non
         timeout: Seconds to wait for the other ranks.
 
     Raises:
-        LaunchError: Ranks differ; names them.
+        LaunchError: Ranks differ, or have failed or not answered; names them.
+        ControlError: The store is lost.
     """
-    text = json.dumps(facts, sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    found = _exchange(transport, f"agree/{what}", digest, range(transport.world_size), timeout)
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    ranks = range(transport.world_size)
+    found = _exchange(transport.store, f"agree/{what}", transport.rank, digest, ranks, timeout)
+    for rank, text in enumerate(found):
+        if text.startswith(_FAILED):
+            raise LaunchError(f"{what}: rank {rank} failed: {text.removeprefix(_FAILED)}")
     different = [rank for rank, other in enumerate(found) if other != found[0]]
     if different:
         raise LaunchError(
             f"{what}: rank {', '.join(map(str, different))} compiled something else than rank 0: expected every rank to build "
             "the same model and to call adaptra.compile with the same arguments"
         )
+
+
+def disagree(transport: Transport, what: str, error: BaseException) -> None:
+    """In place of :func:`agree`: this rank has failed, and the others' :func:`agree` is to say so."""
+    text = f"{_FAILED}{type(error).__name__}: {error}"[:_TEXT_LIMIT]
+    with contextlib.suppress(DistError):  # then the others can't be told, and notice for themselves
+        transport.store.set(f"agree/{what}/{transport.rank}", text)
 
 
 def gather(transport: Transport, what: str, data: object, timeout: float) -> list[object] | None:
@@ -112,22 +150,30 @@ def gather(transport: Transport, what: str, data: object, timeout: float) -> lis
 
     Returns:
         The data by rank on rank 0, None elsewhere.
+
+    Raises:
+        LaunchError: Ranks have not answered; names them.
+        ControlError: The store is lost.
     """
     wanted = range(transport.world_size) if transport.rank == 0 else range(0)
-    found = _exchange(transport, f"gather/{what}", json.dumps(data), wanted, timeout)
+    found = _exchange(transport.store, f"gather/{what}", transport.rank, json.dumps(data), wanted, timeout)
     return [json.loads(text) for text in found] if transport.rank == 0 else None
 
 
-def _exchange(transport: Transport, name: str, text: str, wanted: Sequence[int], timeout: float) -> list[str]:
+_FAILED: Final = "failed: "
+_TEXT_LIMIT: Final = 4000
+
+
+def _exchange(store: Store, name: str, rank: int, text: str, wanted: Sequence[int], timeout: float) -> list[str]:
     """Publish this rank's text under a name and read those of the wanted ranks."""
-    store = transport.store
-    store.set(f"{name}/{transport.rank}", text)
-    keys = [f"{name}/{rank}" for rank in wanted]
-    if not keys:
-        return []
+    keys = [f"{name}/{one}" for one in wanted]
     try:
-        store.wait(keys, timedelta(seconds=timeout))
+        store.set(f"{name}/{rank}", text)
+        if keys:
+            store.wait(keys, timedelta(seconds=timeout))
+        return [store.get(key).decode() for key in keys]
     except DistStoreError as error:
-        absent = [rank for rank, key in zip(wanted, keys, strict=True) if not store.check([key])]
+        absent = [one for one, key in zip(wanted, keys, strict=True) if not store.check([key])]
         raise LaunchError(f"{name}: rank {', '.join(map(str, absent))} did not answer within {timeout:g} s") from error
-    return [store.get(key).decode() for key in keys]
+    except DistError as error:
+        raise ControlError(f"{name}: rank {rank} lost the control store: {error}") from error

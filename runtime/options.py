@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from adaptra.errors import OptionError
 from adaptra.program import Program
 from adaptra.runtime.emulation import EmulatedDevice
 
@@ -23,6 +25,9 @@ class Options:
         faults: Faults to inject, such as ``"delay 1-2 60ms @8"``: see :mod:`adaptra.runtime.faults`.
         emulate: Pad every op to a stated duration by sleeping, to see the timeline of devices this machine doesn't have.
         on_event: Called with each event of the controller, such as a detected slow edge or a switch of plans.
+
+    Raises:
+        OptionError: An option is not what it should be; names it, what was given and what is expected.
     """
 
     adapt: bool = True
@@ -32,3 +37,31 @@ class Options:
     faults: Sequence[str] = ()
     emulate: EmulatedDevice | None = None
     on_event: Callable[[Any], None] | None = None
+
+    def __post_init__(self) -> None:
+        given: Any = self.adapt
+        if not isinstance(given, bool):
+            raise OptionError(f"adapt={given!r}: expected True or False")
+        given = self.schedule
+        if given is not None and not isinstance(given, str | Program):
+            raise OptionError(f"schedule={given!r}: expected a generator's name such as '1f1b', an adaptra.Program, or None")
+        given = self.seed
+        if not is_whole(given) or not 0 <= given < 2**63:
+            raise OptionError(f"seed={given!r}: expected a whole number of 0..2**63-1")
+        given = self.timeout
+        if isinstance(given, bool) or not isinstance(given, int | float) or not (math.isfinite(given) and given > 0):
+            raise OptionError(f"timeout={given!r}: expected a number of seconds above 0")
+        given = self.faults
+        if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
+            raise OptionError(f"faults={given!r}: expected a list of texts such as ['delay 1-2 60ms @8']")
+        given = self.emulate
+        if given is not None and not isinstance(given, EmulatedDevice):
+            raise OptionError(f"emulate={given!r}: expected an adaptra.EmulatedDevice or None")
+        given = self.on_event
+        if given is not None and not callable(given):
+            raise OptionError(f"on_event={given!r}: expected a function that is called with each event, or None")
+
+
+def is_whole(given: object) -> bool:
+    """Whether this is a whole number; True and False are none."""
+    return isinstance(given, int) and not isinstance(given, bool)

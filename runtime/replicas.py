@@ -1,11 +1,24 @@
-"""Data parallelism: the ranks that hold the same stage in other pipelines average their gradients after every step."""
+"""Data parallelism: the ranks that hold the same stage in other pipelines average their gradients after every step.
+
+The ranks of one pipeline tell each other of a failure (see :mod:`adaptra.runtime.membership`); between pipelines a failure
+travels through the group of each stage: whose pipeline fails writes down why and closes the group's connections, which ends the
+wait of its peers in the other pipelines.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import threading
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store
+
+from adaptra.errors import PeerLostError
+from adaptra.runtime.stores import clone
 
 
 class Replicas:
@@ -13,20 +26,55 @@ class Replicas:
 
     Args:
         group: Their process group.
+        store: Shared by all ranks of the job.
+        pipeline: The job's ranks that make up this rank's pipeline, by stage.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, store: Store, pipeline: Sequence[int]) -> None:
         self._group = group
         self._count = dist.get_world_size(group)
+        self._store = clone(store)
+        self._pipeline = pipeline
+        self._lock = threading.Lock()
+        self._ended = False
 
     def average(self, parameters: Iterable[Tensor], losses: Tensor) -> Tensor:
         """Replace every gradient by its mean over the replicas, and return the mean of the losses.
 
         Every replica adds in the same order, so the copies stay bitwise equal.
+
+        Raises:
+            PeerLostError: Another replica has failed; says why where it could.
         """
-        for parameter in parameters:
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad, group=self._group)
-                parameter.grad /= self._count
-        dist.all_reduce(losses, group=self._group)
+        try:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad, group=self._group)
+                    parameter.grad /= self._count
+            dist.all_reduce(losses, group=self._group)
+        except RuntimeError as error:
+            raise PeerLostError(f"a data-parallel replica is lost: {self._why() or error}") from error
         return losses / self._count
+
+    def abort(self, error: BaseException) -> None:
+        """This rank's pipeline has failed: tell the peers in other pipelines why, and end their waits. Only once."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+        ranks = f"{self._pipeline[0]}..{self._pipeline[-1]}"
+        with contextlib.suppress(RuntimeError):
+            # The first text is the cause, later ones are its consequences.
+            text = f"the pipeline of the job's ranks {ranks} failed: {type(error).__name__}: {error}"[:4000]
+            self._store.compare_set("why", "", text)
+        for peer in range(self._count):
+            if peer != dist.get_rank(self._group):
+                # gloo closes all connections of a group when one of its waits times out, which ends the others.
+                with contextlib.suppress(RuntimeError):
+                    self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
+
+    def _why(self) -> str | None:
+        try:
+            return self._store.get("why").decode() if self._store.check(["why"]) else None
+        except RuntimeError:
+            return None

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from adaptra.cost import CostModel
-from adaptra.errors import AdaptraError, PeerLostError
+from adaptra.errors import AdaptraError
 from adaptra.graph import CompiledStages
 from adaptra.graph.specs import MessageSpec, TensorSpec
 from adaptra.passes.insert_comm import InsertComm
@@ -119,13 +119,13 @@ class Worker:
             options=ControllerOptions(adapt=options.adapt, plan_seconds=options.timeout),
             prepare=self._prepare,
             on_event=options.on_event,
-            on_error=self._abort_transport,
+            on_error=self._abort_by_control,
         )
         self._membership = Membership(
             PrefixStore("membership", clone(transport.store)),
             self.rank,
             self._stages,
-            self._lose,
+            self.abort,
             waiting_for=transport.waiting_for,
         )
 
@@ -186,11 +186,8 @@ class Worker:
     def timeline(self) -> Timeline | None:
         """The measured timeline of the last step, gathered from all ranks, on rank 0; None elsewhere. All ranks call it.
 
-        Raises:
-            AdaptraError: No step has run.
+        A step must have run.
         """
-        if self._step == 0:
-            raise AdaptraError("no step has run yet: a timeline shows the last step")
         step = self._step - 1
         with self._telling_the_others():
             records = gather(self._transport, f"records/{step}", self.monitor.records(step).to_json(), self._options.timeout)
@@ -204,24 +201,38 @@ class Worker:
         self._membership.close()
         self._transport.close()
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank waits for this one's messages or gradients."""
+        return self._stages == 1 and self._replicas is None
+
+    def fail(self, error: Exception) -> Exception:
+        """This rank can't go on: tell all ranks. What caused it, wherever that was, to be raised in place of ``error``."""
+        cause = self._membership.fail(error)
+        cause = cause if isinstance(cause, Exception) else error
+        self.abort(cause)
+        return cause
+
+    def abort(self, error: Exception) -> None:
+        """End all waits of this rank, now and later, with this error. Any thread may."""
+        self._transport.abort(error)
+        self.controller.abort(error)
+        if self._replicas is not None:
+            self._replicas.abort(error)
+
     @contextmanager
     def _telling_the_others(self) -> Generator[None]:
         """What fails here reaches all ranks; what is raised here is what failed first, wherever that was."""
         try:
             yield
         except Exception as error:
-            cause = self._membership.fail(error)
+            cause = self.fail(error)
             if cause is error:
                 raise
             raise cause from error
 
-    def _lose(self, error: PeerLostError) -> None:
-        """Another rank is lost: whoever waits here, for a message or for a plan, is told."""
-        self._transport.abort(error)
-        self.controller.abort(error)
-
-    def _abort_transport(self, error: BaseException) -> None:
-        """The control plane failed: whoever waits for a message here is told; the control plane tells the others."""
+    def _abort_by_control(self, error: BaseException) -> None:
+        """The control plane failed, and tells the others itself: whoever waits for a message here is told."""
         self._transport.abort(error if isinstance(error, Exception) else AdaptraError(str(error)))
 
     def _prepare(self, plan: Plan) -> None:

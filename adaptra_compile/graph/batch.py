@@ -88,7 +88,8 @@ class Structure:
 
     def _check_tensor(self, label: str, spec: TensorSpec, value: Any) -> Tensor:
         if not isinstance(value, Tensor):
-            raise BatchError(f"{self._what}: {label} is {value!r}: expected a tensor of {spec.dtype}")
+            shown = "None" if value is None else _describe(value)
+            raise BatchError(f"{self._what}: {label} is {shown}: expected a tensor of {_dtype(spec.dtype)}")
         fits = value.dtype == spec.dtype and value.dim() == len(spec.shape) and tuple(value.shape[1:]) == spec.shape[1:]
         if not fits:
             rows = ", ".join(["batch", *map(str, spec.shape[1:])] if spec.shape else [])

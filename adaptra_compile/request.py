@@ -1,0 +1,85 @@
+"""What the user asks compile() for, checked at the door."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from adaptra.errors import LaunchError, OptionError
+from adaptra.runtime.faults import Fault
+from adaptra.runtime.options import Options, is_whole
+from adaptra.runtime.transports.registry import transport_names
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The arguments of :func:`adaptra.api.compile`, which describes them.
+
+    Raises:
+        OptionError: An argument is not what it should be; names it, what was given and what is expected.
+        LaunchError: There is no such transport.
+        CaseError: A fault can't be read, or names a stage that does not exist.
+    """
+
+    model: nn.Module
+    stages: int
+    microbatches: int
+    loss: Callable[..., Any] | None
+    memory: int | None
+    split: Sequence[str] | None
+    transport: str | None
+    options: Options
+
+    def __post_init__(self) -> None:
+        given: Any = self.model
+        if not isinstance(given, nn.Module):
+            raise OptionError(f"model: a {type(given).__name__}: expected a torch.nn.Module")
+        for name in ("stages", "microbatches", "memory"):
+            given = getattr(self, name)
+            if name == "memory" and given is None:
+                continue
+            if not is_whole(given) or given < 1:
+                raise OptionError(f"{name}={given!r}: expected a whole number of at least 1")
+        given = self.loss
+        if given is not None and not callable(given):
+            raise OptionError(
+                f"loss={given!r}: expected a function of (outputs, targets), or None if the model returns the loss"
+            )
+        given = self.split
+        if given is not None and (
+            isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given)
+        ):
+            raise OptionError(f"split={given!r}: expected a list of module names, one for every stage but the first")
+        given = self.transport
+        if given is not None and given not in transport_names():
+            raise LaunchError(f"transport {given!r}: expected one of {', '.join(transport_names())}")
+        given = self.options
+        if not isinstance(given, Options):
+            raise OptionError(f"options={given!r}: expected adaptra.Options(...)")
+        for fault in self.faults:
+            fault.check_stages(self.stages)
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """The faults to inject."""
+        return tuple(map(Fault.parse, self.options.faults))
+
+    def facts(self) -> dict[str, str]:
+        """What must be the same on all ranks, as text by the argument's name; the model is compared once it is compiled."""
+        options = self.options
+        return {
+            "stages": str(self.stages),
+            "microbatches": str(self.microbatches),
+            "memory": str(self.memory),
+            "split": str(None if self.split is None else list(self.split)),
+            "transport": str(self.transport),
+            "loss": "None" if self.loss is None else "a function",
+            "options.adapt": str(options.adapt),
+            "options.schedule": str(options.schedule),
+            "options.seed": str(options.seed),
+            "options.faults": str(list(options.faults)),
+            "options.emulate": str(options.emulate),
+        }
