@@ -1,0 +1,94 @@
+"""What the options of a pipeline change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import EXAMPLES
+
+import adaptra
+from adaptra.errors import TransportError
+from adaptra.program import Program
+from adaptra.runtime.events import ControlEvent, EventKind
+
+ROWS, MICROBATCHES, STAGES = 8, 4, 4
+SLOW = ["delay 1-2 40ms @3"]
+DEVICE = adaptra.EmulatedDevice(0.005, 0.005, 0.005)
+
+
+def train(steps: int, name: str = "skip_mlp", **options: Any) -> tuple[adaptra.Pipeline, list[torch.Tensor]]:
+    """A pipeline after some steps, closed, and the microbatches' losses."""
+    example = EXAMPLES[name]
+    args, _, targets = example.rows(ROWS, seed=0)
+    losses: list[torch.Tensor] = []
+    with adaptra.compile(
+        example.make(),
+        stages=STAGES,
+        microbatches=MICROBATCHES,
+        example_inputs=(args, targets),
+        loss=example.loss,
+        options=adaptra.Options(**options),
+    ) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05)
+        for step in range(steps):
+            args, _, targets = example.rows(ROWS, seed=step)
+            pipe.step(args, targets)
+            losses.append(pipe.microbatch_losses)
+            optimizer.step()
+            optimizer.zero_grad()
+    return pipe, losses
+
+
+def test_a_slow_link_is_detected_and_adapted_to():
+    """The plan changes, everyone is told, and not one bit of the training does."""
+    told: list[ControlEvent] = []
+    pipe, losses = train(14, faults=SLOW, emulate=DEVICE, on_event=told.append)
+    kinds = {event.kind for event in told}
+    assert {EventKind.DETECTED, EventKind.PROPOSED, EventKind.AGREED, EventKind.CONFIRMED, EventKind.SWITCHED} <= kinds
+    assert pipe.plan.version >= 1
+    assert (1, 2) in pipe.slow_edges and (2, 1) in pipe.slow_edges
+    assert {event.rank for event in told if event.kind is EventKind.SWITCHED} == set(range(STAGES))
+    assert set(pipe.events) <= set(told)
+    _, undisturbed = train(14)
+    assert all(map(torch.equal, losses, undisturbed))
+
+
+def test_without_adapting_a_slow_link_is_reported_and_the_plan_stays():
+    told: list[ControlEvent] = []
+    pipe, _ = train(14, adapt=False, faults=SLOW, emulate=DEVICE, on_event=told.append)
+    kinds = {event.kind for event in told}
+    assert pipe.plan.version == 0
+    assert EventKind.DETECTED in kinds and EventKind.KEPT in kinds
+    assert not kinds & {EventKind.PROPOSED, EventKind.AGREED, EventKind.SWITCHED}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_h2"])
+def test_the_first_plan_is_the_schedule_asked_for(schedule):
+    pipe, losses = train(2, schedule=schedule)
+    assert pipe.plan.program == adaptra.generate(schedule, STAGES, MICROBATCHES)
+    _, adapted = train(2)
+    assert all(map(torch.equal, losses, adapted))
+
+
+def test_the_first_plan_may_be_a_program_of_ones_own():
+    program = adaptra.generate("gpipe", STAGES, MICROBATCHES)
+    mine = Program("mine", program.placement, program.microbatches, program.orders)
+    pipe, _ = train(1, schedule=mine)
+    assert pipe.plan.program == mine and "mine, as asked for" in pipe.plan.reason
+
+
+def test_the_seed_decides_the_random_numbers_and_nothing_else_does():
+    _, first = train(2, "gpt_dropout", seed=1)
+    _, again = train(2, "gpt_dropout", seed=1, schedule="gpipe")
+    _, other = train(2, "gpt_dropout", seed=2)
+    assert all(map(torch.equal, first, again))
+    assert not any(map(torch.equal, first, other))
+    assert not torch.equal(first[0][0], first[0][1])
+
+
+def test_a_message_is_waited_for_as_long_as_asked():
+    """Both neighbours of the slow edge wait too long: whichever is first names the message that it waited for."""
+    with pytest.raises(TransportError, match=r"of step 1 on edge (0→1|1→0) .*not exchanged within 0\.3 s"):
+        train(2, faults=["delay 0>1 5s @1"], timeout=0.3)
