@@ -16,7 +16,7 @@ from adaptra.runtime.transports.base import Identity
 from adaptra.runtime.transports.clock import Offset, share
 from adaptra.runtime.transports.local import LocalHub
 from adaptra.runtime.transports.registry import create_transport, transport_names
-from adaptra.runtime.transports.wire import HEADER_BYTES, MessageBuffer
+from adaptra.runtime.transports.wire import HEADER_BYTES, INLINE_BYTES, MessageBuffer
 
 
 @pytest.mark.parametrize("wrap", [lambda transport: transport, lambda transport: FaultyTransport(transport, ())])
@@ -120,14 +120,21 @@ class TestWire:
     def test_any_difference_is_refused_and_shown(self, other):
         with pytest.raises(TransportError, match=r"receive of 0SEND_F1 of step 0 on edge 0→1 with float32\[4\]: got "):
             sent, expected = self.buffer(other), MessageBuffer(SMALL, torch.device("cpu"))
-            expected.header.copy_(sent.header)
+            expected.first.copy_(sent.first)
             expected.check(forward(1))
+
+    def test_small_messages_travel_in_one_part_and_the_first_part_has_one_size(self):
+        small, large = (
+            MessageBuffer((TensorSpec((size,), torch.uint8),), torch.device("cpu")) for size in (INLINE_BYTES, INLINE_BYTES + 1)
+        )
+        assert small.rest is None
+        assert large.rest is not None
+        assert small.first.numel() == large.first.numel() == HEADER_BYTES + INLINE_BYTES
 
     @pytest.mark.parametrize("position", [0, 4, 5])
     def test_bytes_that_are_no_message_are_refused(self, position):
         buffer = self.buffer()
-        assert buffer.header.numel() == HEADER_BYTES
-        buffer.header[position] = 255
+        buffer.first[position] = 255
         with pytest.raises(TransportError, match="no message of version 1"):
             buffer.check(forward(1))
 

@@ -19,7 +19,7 @@ SPECS = (
     TensorSpec((3, 3), torch.bfloat16),
 )
 SMALL = (TensorSpec((4,), torch.float32),)
-LARGE = (TensorSpec((1000,), torch.float32),)
+LARGE = (TensorSpec((5000,), torch.float32),)
 
 
 def forward(microbatch, source=0, destination=1, specs=SMALL, step=0):

@@ -1,8 +1,8 @@
 """Messages over torch.distributed: gloo between hosts without GPUs, NCCL between GPUs.
 
 Each direction (forward, backward) has communicators of its own; NCCL, whose communicators run one thing at a time, has one per
-direction and pair of ranks. A message is two operations, header and tensors, see :mod:`adaptra.runtime.transports.wire`; gloo
-matches the tensors by a tag made of their size, because gloo ends the process that receives more than it expects.
+direction and pair of ranks. A message is one operation, or two if it is large, see :mod:`adaptra.runtime.transports.wire`; gloo
+matches the second by a tag made of its size, because gloo ends the process that receives more than it expects.
 
 A thread per incoming channel waits for messages, so that an arrival is stamped when it happens, whatever the rank computes at
 that time; a thread per outgoing channel holds the buffers of messages until they are sent. gloo can't take back a wait: an
@@ -55,7 +55,7 @@ CONTRACTS: Final = {
     # message comes, so receives belong as late as in one shared queue.
     "nccl": Contract(send_waits_for_receiver=True, in_order=True, buffered=False),
 }
-_HEADER_TAG: Final = 0
+_FIRST_TAG: Final = 0
 # Liveness is the membership's business: a message may be waited for as long as its sender lives.
 _FOR_EVER: Final = timedelta(days=7)
 _CLOSE_SECONDS: Final = 5.0
@@ -70,8 +70,7 @@ class _Channel(NamedTuple):
 class _Posted(NamedTuple):
     pending: Completion
     buffer: MessageBuffer
-    header: Work
-    payload: Work
+    works: tuple[Work, ...]
 
 
 class C10dTransport(Transport):
@@ -188,14 +187,15 @@ class C10dTransport(Transport):
     def _start(self, channel: _Channel, pending: Completion, buffer: MessageBuffer) -> None:
         group, peer = self._group_of(channel)
         try:
-            # One message at a time: its header and its tensors are not to be parted by another thread's.
+            # One message at a time: its parts are not to be parted by another thread's.
             with self._lock:
                 if channel not in self._channels:
                     self._open(channel)
                 start = group.recv if channel.is_receive else group.send
-                header = start([buffer.header], peer, _HEADER_TAG)
-                payload = start([buffer.payload], peer, buffer.tag)
-                self._channels[channel].put(_Posted(pending, buffer, header, payload))
+                works = [start([buffer.first], peer, _FIRST_TAG)]
+                if buffer.rest is not None:
+                    works.append(start([buffer.rest], peer, buffer.tag))
+                self._channels[channel].put(_Posted(pending, buffer, tuple(works)))
         except RuntimeError as error:
             lost = peer_lost(channel.peer, pending.identity, str(error))
             self.abort(lost)
@@ -213,9 +213,11 @@ class C10dTransport(Transport):
         """Wait for the messages of one channel, one after the other."""
         while (posted := queued.get()) is not None:
             try:
-                self._await(posted.header)
+                first, *rest = posted.works
+                self._await(first)
                 sent_at = posted.buffer.check(posted.pending.identity) if channel.is_receive else 0.0
-                self._await(posted.payload)
+                for work in rest:
+                    self._await(work)
             except TransportError as error:
                 # The messages behind it are not those that their receives expect either.
                 self.abort(error)
@@ -275,10 +277,10 @@ class C10dTransport(Transport):
             back, back_peer = self._group_of(_Channel(peer, is_initiator, True))
 
             def send(value: float, out: ProcessGroup = out, peer: int = out_peer) -> None:
-                out.send([torch.full_like(cell, value)], peer, _HEADER_TAG).wait()
+                out.send([torch.full_like(cell, value)], peer, _FIRST_TAG).wait()
 
             def receive(back: ProcessGroup = back, peer: int = back_peer) -> float:
-                back.recv([cell], peer, _HEADER_TAG).wait()
+                back.recv([cell], peer, _FIRST_TAG).wait()
                 return float(cell.item())
 
             if is_initiator:

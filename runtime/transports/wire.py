@@ -1,8 +1,11 @@
 """How a message lies in memory and on the wire: a header that says what it is, then its tensors in one flat buffer.
 
-The header is :data:`HEADER_BYTES` long, little-endian, and travels ahead of the tensors: a receiver that finds another message
-than it expects never has to read that message's tensors, which may be larger than its buffer. Every tensor begins at a
-multiple of :data:`ALIGNMENT` bytes. Nothing in a message is executed or unpickled.
+A message travels in one or two parts. The first has the same size for all messages: the header, and room for tensors that fit
+into :data:`INLINE_BYTES`. Tensors that don't are the second part. So a small message is one operation of the transport, and a
+receiver that finds another message than it expects never has to read that message's tensors, which may be larger than its
+buffer. Every tensor begins at a multiple of :data:`ALIGNMENT` bytes. Nothing in a message is executed or unpickled.
+
+The header is :data:`HEADER_BYTES` long, little-endian:
 
 ==========  =====  ================================================================
 field       bytes  meaning
@@ -40,6 +43,7 @@ from adaptra.runtime.transports.base import Identity, describe_layout, layout_of
 
 ALIGNMENT: Final = 64
 HEADER_BYTES: Final = 192
+INLINE_BYTES: Final = 4096
 VERSION: Final = 1
 _MAGIC: Final = b"adpt"
 _FORMAT: Final = struct.Struct("<4sBBxxqiiId16sH138s")
@@ -52,12 +56,19 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def _shared_memory(size: int) -> tuple[memoryview, Tensor]:
+    """Aligned host memory, once as bytes and once as a uint8 tensor."""
+    memory = bytearray(size + ALIGNMENT)
+    skipped = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % ALIGNMENT
+    return memoryview(memory)[skipped : skipped + size], torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=skipped)
+
+
 class MessageBuffer:
     """The memory of one message of given specs, with the views of its tensors.
 
     Attributes:
-        header: The header as it travels, (HEADER_BYTES,) uint8 on the wire's device.
-        payload: The tensors as they travel, uint8 on the wire's device.
+        first: What travels first, (HEADER_BYTES + INLINE_BYTES,) uint8 on the wire's device: the header, and small tensors.
+        rest: The tensors, uint8 on the wire's device, if they are too large for that; else None.
     """
 
     def __init__(self, specs: MessageSpec, device: torch.device) -> None:
@@ -65,31 +76,31 @@ class MessageBuffer:
         described = describe_layout(layout)
         self._digest = hashlib.blake2b(described.encode(), digest_size=16).digest()
         self._text = described.encode()[:_TEXT_BYTES]
-        self._header_bytes = bytearray(HEADER_BYTES)
-        self._header_tensor = torch.frombuffer(self._header_bytes, dtype=torch.uint8)
+        self._header, self._header_tensor = _shared_memory(HEADER_BYTES + INLINE_BYTES)
+        is_host = device.type == "cpu"
+        self.first = self._header_tensor if is_host else torch.empty_like(self._header_tensor, device=device)
         sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in specs]
-        self.header = (
-            self._header_tensor if device.type == "cpu" else torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
-        )
-        # Never empty, so that a message without elements still travels.
-        self.payload = torch.empty(max(ALIGNMENT, sum(map(_aligned, sizes))), dtype=torch.uint8, device=device)
+        total = sum(map(_aligned, sizes))
+        self.rest = torch.empty(total, dtype=torch.uint8, device=device) if total > INLINE_BYTES else None
+        flat = self.first[HEADER_BYTES:] if self.rest is None else self.rest
         self._views: list[Tensor] = []
         offset = 0
         for spec, size in zip(specs, sizes, strict=True):
-            self._views.append(self.payload[offset : offset + size].view(spec.dtype).view(spec.shape))
+            self._views.append(flat[offset : offset + size].view(spec.dtype).view(spec.shape))
             offset += _aligned(size)
 
     @property
     def tag(self) -> int:
-        """A tag for the tensors that only messages of the same size share; never 0, the header's."""
-        return 1 + (self.payload.numel() // ALIGNMENT) % (2**31 - 2)
+        """A tag for the second part that only messages of the same size share; never 0, the first part's."""
+        size = 0 if self.rest is None else self.rest.numel()
+        return 1 + (size // ALIGNMENT) % (2**31 - 2)
 
     def pack(self, identity: Identity, tensors: Sequence[Tensor], sent_at: float) -> None:
         """Fill the buffer with a message."""
         step, kind, source, destination, microbatch = identity.key
         code = _CODES[kind]
         _FORMAT.pack_into(
-            self._header_bytes,
+            self._header,
             0,
             _MAGIC,
             VERSION,
@@ -103,8 +114,8 @@ class MessageBuffer:
             len(self._text),
             self._text,
         )
-        if self.header is not self._header_tensor:
-            self.header.copy_(self._header_tensor)
+        if self.first is not self._header_tensor:
+            self.first[:HEADER_BYTES].copy_(self._header_tensor[:HEADER_BYTES])
         with torch.no_grad():
             for view, tensor in zip(self._views, tensors, strict=True):
                 view.copy_(tensor)
@@ -118,10 +129,10 @@ class MessageBuffer:
         Raises:
             TransportError: It is another message; names the edge, what was expected and what came.
         """
-        if self.header is not self._header_tensor:
-            self._header_tensor.copy_(self.header)
-        magic, version, code, step, source, destination, microbatch, sent_at, digest, length, text = _FORMAT.unpack(
-            self._header_bytes
+        if self.first is not self._header_tensor:
+            self._header_tensor[:HEADER_BYTES].copy_(self.first[:HEADER_BYTES])
+        magic, version, code, step, source, destination, microbatch, sent_at, digest, length, text = _FORMAT.unpack_from(
+            self._header
         )
         if magic != _MAGIC or version != VERSION or code >= len(_KINDS) or not math.isfinite(sent_at):
             raise TransportError(f"receive of {expected}: got bytes that are no message of version {VERSION}: {magic!r}")
