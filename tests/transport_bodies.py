@@ -113,7 +113,7 @@ def refuses_other_shapes(transport: Transport):
         transport.store.wait(["refused"])
     elif transport.rank == 1:
         transport.reserve({(0, SMALL): 1})
-        with pytest.raises(TransportError, match=r"0SEND_F2 of step 0 on edge 0→1 with float32\[4\]: got .*float32\[1000\]"):
+        with pytest.raises(TransportError, match=r"0SEND_F2 of step 0 on edge 0→1 with float32\[4\]: got .*float32\[5000\]"):
             transport.receive(0, forward(2)).wait(20)
         transport.store.set("refused", "")
 
