@@ -28,7 +28,7 @@ from adaptra.report.stages import stage_table
 from adaptra.request import Request
 from adaptra.runtime.events import ControlEvent
 from adaptra.runtime.options import Options
-from adaptra.runtime.plan_log import Plan
+from adaptra.runtime.plan import Plan
 from adaptra.simulate import simulate
 from adaptra.timeline import Timeline
 

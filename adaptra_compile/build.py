@@ -24,7 +24,7 @@ from adaptra.runtime.coordinator import Planning
 from adaptra.runtime.emulation import Pacing
 from adaptra.runtime.faults import FaultyTransport
 from adaptra.runtime.launch import agree, disagree, launch
-from adaptra.runtime.plan_log import Plan
+from adaptra.runtime.plan import Plan
 from adaptra.runtime.worker import Batch, Worker
 from adaptra.schedules import generate
 from adaptra.simulate import lower_bound, simulate

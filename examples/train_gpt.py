@@ -31,7 +31,7 @@ import adaptra
 from adaptra.report.live import LiveTable
 from adaptra.report.perfetto import write as write_trace
 from adaptra.report.picture import draw
-from adaptra.runtime.plan_log import Plan
+from adaptra.runtime.plan import Plan
 from adaptra.simulate import simulate
 from adaptra.timeline import Timeline
 

@@ -23,7 +23,8 @@ from adaptra.runtime.coordinator import COORDINATOR, ControllerOptions, Coordina
 from adaptra.runtime.events import ControlEvent, EventKind
 from adaptra.runtime.mailbox import Confirmed, Failed, LogGrew, Mail, Mailbox, Measured, Proposed, Refused, Wake
 from adaptra.runtime.measurement import StepMeasurement
-from adaptra.runtime.plan_log import Coverage, LogReader, Plan
+from adaptra.runtime.plan import Plan
+from adaptra.runtime.plan_log import Coverage, LogReader
 from adaptra.verify import verify
 
 KEPT_EVENTS = 4096

@@ -24,7 +24,8 @@ from adaptra.runtime.detector import Detection, Detector, DetectorOptions
 from adaptra.runtime.events import EventKind
 from adaptra.runtime.mailbox import Confirmed, LogGrew, Mailbox, Measured, Proposed, Refused, Wake
 from adaptra.runtime.measurement import StepMeasurement
-from adaptra.runtime.plan_log import Agreement, LogWriter, Plan
+from adaptra.runtime.plan import Plan
+from adaptra.runtime.plan_log import Agreement, LogWriter
 
 COORDINATOR = 0
 """The rank that coordinates."""

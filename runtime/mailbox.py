@@ -32,7 +32,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """The coordinator proposes a plan: the JSON of a :class:`adaptra.runtime.plan_log.Plan`, unchecked."""
+    """The coordinator proposes a plan: the JSON of a :class:`adaptra.runtime.plan.Plan`, unchecked."""
 
     version: int
     plan: object

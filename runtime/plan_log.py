@@ -11,89 +11,13 @@ version. A rank that does not confirm keeps everyone on the old plan; a rank tha
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Protocol
 
-from adaptra.cost import Case
-from adaptra.errors import CaseError, ControlError, ScheduleError, TransportError
-from adaptra.program import Program
-from adaptra.runtime.schema import Fields, decode, encode
-
-MAX_REASON: Final = 10_000
-"""The longest reason of a plan, in characters."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A program with what it was made for.
-
-    Attributes:
-        version: Counts the plans of a pipeline from 0; never used twice.
-        program: Compute ops only; every rank lowers it for its own transport.
-        case: The cost model, microbatches and placement that it was planned for; seconds.
-        predicted: Its simulated makespan under that case, seconds.
-        bound: What no program can beat under that case, seconds.
-        reason: Why it was made, for people.
-    """
-
-    version: int
-    program: Program
-    case: Case
-    predicted: float
-    bound: float
-    reason: str
-
-    @property
-    def digest(self) -> str:
-        """The SHA-256 of the program's text: two ranks with the same digest run the same program."""
-        return digest_of(self.program)
-
-    def to_json(self) -> dict[str, Any]:
-        """The JSON object that :meth:`from_json` reads back to an equal plan."""
-        return {
-            "version": self.version,
-            "program": str(self.program),
-            "digest": self.digest,
-            "case": self.case.to_json(),
-            "predicted": self.predicted,
-            "bound": self.bound,
-            "reason": self.reason,
-        }
-
-    @staticmethod
-    def from_json(data: object) -> Plan:
-        """Read a plan.
-
-        Raises:
-            ControlError: A field is missing, unknown or not what it should be, the digest is not that of the program, or the
-                program holds communication ops.
-        """
-        fields = Fields(data, "plan")
-        try:
-            plan = Plan(
-                version=fields.whole("version"),
-                program=Program.parse(fields.text("program")),
-                case=Case.from_json(fields.raw("case")),
-                predicted=fields.number("predicted"),
-                bound=fields.number("bound"),
-                reason=fields.text("reason", at_most=MAX_REASON),
-            )
-        except (ScheduleError, CaseError) as error:
-            raise ControlError(f"plan: {error}") from None
-        digest = fields.text("digest", at_most=64)
-        fields.end()
-        if digest != plan.digest:
-            raise ControlError(f"plan {plan.version}: the program's digest is {plan.digest[:12]}, the plan says {digest[:12]}")
-        if plan.program.is_lowered:
-            raise ControlError(f"plan {plan.version}: expected compute ops only, got a program with communication ops")
-        return plan
-
-
-def digest_of(program: Program) -> str:
-    """The SHA-256 of a program's text, in hexadecimal."""
-    return hashlib.sha256(str(program).encode()).hexdigest()
+from adaptra.errors import ControlError, TransportError
+from adaptra.runtime.plan import Plan
+from adaptra.runtime.schema import decode, encode
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from adaptra.graph.differentiate import EvalStage, StageGraphs
 from adaptra.graph.random_state import RandomKey
+from adaptra.graph.stage_graphs import EvalStage, StageGraphs
 from adaptra.runtime.gradients import Gradients
 
 

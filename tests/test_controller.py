@@ -26,7 +26,7 @@ from adaptra.runtime.controller import Controller, ControllerOptions, Planning
 from adaptra.runtime.events import ControlEvent, EventKind
 from adaptra.runtime.mailbox import Confirmed, Mailbox, Measured, Proposed, Refused
 from adaptra.runtime.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
-from adaptra.runtime.plan_log import Plan
+from adaptra.runtime.plan import Plan
 from adaptra.schedules import gpipe, one_f_one_b, zb_h1
 from adaptra.simulate import lower_bound, simulate
 

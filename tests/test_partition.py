@@ -11,8 +11,8 @@ from models import EXAMPLES, SkipMLP, square_loss
 from torch import Tensor, fx, nn
 
 from adaptra.errors import PartitionError
+from adaptra.graph.balance import TOLERANCE, Cuts, balance
 from adaptra.graph.compile import CompiledStages, compile_stages
-from adaptra.graph.partition import TOLERANCE, Cuts, balance
 from adaptra.graph.specs import TensorSpec
 
 

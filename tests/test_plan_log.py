@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from adaptra.cost import Case, CostModel
 from adaptra.errors import ControlError
 from adaptra.program import Program
-from adaptra.runtime.plan_log import Agreement, Coverage, Entry, LogReader, LogWriter, Plan
+from adaptra.runtime.plan import Plan
+from adaptra.runtime.plan_log import Agreement, Coverage, Entry, LogReader, LogWriter
 from adaptra.schedules import gpipe, one_f_one_b
 
 CASE = Case(CostModel.uniform(2, 0.02, 0.02, 0.01), 4, (0, 1))

@@ -11,11 +11,13 @@ from torch import Tensor, fx, nn
 
 from adaptra.errors import CaptureError, PartitionError
 from adaptra.graph.analyze import Analysis, analyze
+from adaptra.graph.balance import balance
 from adaptra.graph.batch import InputFormat, OutputFormat, TargetFormat
 from adaptra.graph.capture import FlatGraph, Loss, StateNames, capture, state_names
-from adaptra.graph.differentiate import EvalStage, StageGraphs, differentiate, evaluate
+from adaptra.graph.differentiate import differentiate, evaluate
 from adaptra.graph.fake import fake_like, fake_mode
-from adaptra.graph.partition import Piece, align, balance, cut_before, find_cuts, pieces, state_uses
+from adaptra.graph.partition import Piece, align, cut_before, find_cuts, pieces, state_uses
+from adaptra.graph.stage_graphs import EvalStage, StageGraphs
 
 logger = logging.getLogger(__name__)
 
