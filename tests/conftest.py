@@ -7,6 +7,11 @@ from functools import partial
 
 import pytest
 from golden_files import check_golden
+from hypothesis import settings
+
+# A loaded machine is no reason to fail: pytest's own time limit ends what hangs, and speed is measured in bench/.
+settings.register_profile("adaptra", deadline=None)
+settings.load_profile("adaptra")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

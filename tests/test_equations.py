@@ -114,7 +114,7 @@ def test_a_tight_budget_leaves_edges_short() -> None:
     assert found.short == (0, 1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases(max_stages=6, max_microbatches=40), st.data())
 def test_warm_up_is_always_within_lemma_and_budget(case: Case, data: st.DataObject) -> None:
     stages = case.cost.stages
@@ -130,7 +130,7 @@ def test_warm_up_is_always_within_lemma_and_budget(case: Case, data: st.DataObje
             assert model.slackness.evaluate(found.slack[stage - 1], found.x[stage - 1], x)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(cases(max_stages=6))
 def test_with_room_enough_no_edge_is_short(case: Case) -> None:
     found = warm_up(case.cost, 4000)
@@ -178,7 +178,7 @@ def test_an_explanation_as_json_is_plain_data() -> None:
     assert {line["where"] for line in data["equations"]} >= {"edge 0-1", "edge 2-3", "stage 0"}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases(), st.sampled_from(["gpipe", "1f1b", "zb_h1"]))
 def test_bound_equations_never_exceed_the_makespan(case: Case, name: str) -> None:
     explanation = explain(generate(name, case.cost.stages, case.microbatches), case.cost, case.microbatches)

@@ -79,7 +79,7 @@ def test_every_mode_of_communication(blocking: Blocking, half_duplex: bool) -> N
 # ── what always holds ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(programs(lowered=False), st.data())
 def test_any_program_comes_back_valid_within_limits_and_not_worse(program: Program, data: st.DataObject) -> None:
     stages = program.stages

@@ -51,7 +51,7 @@ def test_golden_late(golden: Callable[[str, str], None]) -> None:
     golden("pass_insert_comm_late.sched", str(InsertComm(receives="late").apply(zb_h1(3, 5), TEN)))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(programs(lowered=False), st.sampled_from([("late", None), ("ahead", None), ("ahead", 1), ("ahead", 3)]), st.data())
 def test_any_program_gets_exactly_its_messages_in_channel_order(
     program: Program, options: tuple[str, int | None], data: st.DataObject
@@ -70,7 +70,7 @@ def test_any_program_gets_exactly_its_messages_in_channel_order(
                 assert before.kind in (Kind.I, Kind.B)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4))
 def test_one_stage_per_rank_posts_no_more_receives_than_asked(stages: int, microbatches: int, ahead: int) -> None:
     cost = CostModel.uniform(stages, 10, 10, 10)

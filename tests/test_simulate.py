@@ -93,7 +93,7 @@ def problems(draw: st.DrawFn) -> tuple[Program, CostModel]:
     return random_program(seed, placement, microbatches, forward_only=forward_only), cost
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems())
 def test_every_time_equals_the_naive_reference(problem: tuple[Program, CostModel]) -> None:
     program, cost = problem
@@ -112,7 +112,7 @@ def test_every_time_equals_the_naive_reference(problem: tuple[Program, CostModel
         assert (message.departed, message.arrived) == travels[producer]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems())
 def test_the_critical_path_has_no_gap(problem: tuple[Program, CostModel]) -> None:
     program, cost = problem
@@ -139,7 +139,7 @@ def test_the_critical_path_has_no_gap(problem: tuple[Program, CostModel]) -> Non
                 raise AssertionError(path)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems())
 def test_no_program_beats_the_bound(problem: tuple[Program, CostModel]) -> None:
     program, cost = problem
@@ -151,7 +151,7 @@ def test_no_program_beats_the_bound(problem: tuple[Program, CostModel]) -> None:
         assert bound >= lower_bound(Case(cost, program.microbatches, program.placement)).value * (1 - 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems())
 def test_peaks_are_what_the_timeline_shows(problem: tuple[Program, CostModel]) -> None:
     program, cost = problem
