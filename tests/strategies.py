@@ -36,7 +36,7 @@ def programs(
         split: True for I and W only, False for B only, None for any mixture.
         placed: Where placements come from; by default from :func:`placements`.
     """
-    placement = draw(placed or placements(max_stages))
+    placement = draw(placements(max_stages) if placed is None else placed)
     microbatches = draw(st.integers(1, max_microbatches))
     communicates = draw(st.booleans()) if lowered is None else lowered
     stages = len(placement)
