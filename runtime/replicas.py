@@ -56,6 +56,13 @@ class Replicas:
             raise PeerLostError(f"a data-parallel replica is lost: {self._why() or error}") from error
         return losses / self._count
 
+    def placed(self, error: PeerLostError) -> PeerLostError:
+        """An error of this rank's pipeline, in which ranks count from 0, with the job's number of the lost rank."""
+        if error.rank is None or (lost := self._pipeline[error.rank]) == error.rank:
+            return error
+        message = f"{error} (rank {error.rank} of this pipeline is the job's rank {lost})"
+        return PeerLostError(message, rank=lost, edge=error.edge, op=error.op)
+
     def abort(self, error: BaseException) -> None:
         """This rank's pipeline has failed: tell the peers in other pipelines why, and end their waits. Only once."""
         with self._lock:

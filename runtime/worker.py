@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from adaptra.cost import CostModel
-from adaptra.errors import AdaptraError
+from adaptra.errors import AdaptraError, PeerLostError
 from adaptra.graph import CompiledStages
 from adaptra.graph.specs import MessageSpec, TensorSpec
 from adaptra.passes.insert_comm import InsertComm
@@ -210,6 +210,8 @@ class Worker:
         """This rank can't go on: tell all ranks. What caused it, wherever that was, to be raised in place of ``error``."""
         cause = self._membership.fail(error)
         cause = cause if isinstance(cause, Exception) else error
+        if self._replicas is not None and isinstance(cause, PeerLostError):
+            cause = self._replicas.placed(cause)
         self.abort(cause)
         return cause
 

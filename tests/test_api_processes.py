@@ -79,11 +79,11 @@ def test_a_batch_refused_on_one_rank_ends_the_step_on_all():
         assert seconds < 10
 
 
-def be_killed(rank, victim):
+def be_killed(rank, victim, stages):
     import adaptra
 
     slow = adaptra.Options(emulate=adaptra.EmulatedDevice(0.05, 0.05, 0.05))
-    example, pipe = set_up(options=slow)
+    example, pipe = set_up(stages=stages, options=slow)
     args, _, targets = example.rows(ROWS, seed=1)
     pipe.step(args, targets)
     if rank == victim:
@@ -98,7 +98,7 @@ def be_killed(rank, victim):
 @pytest.mark.parametrize("victim", [1, 3])
 def test_a_rank_killed_in_a_step_ends_the_others(victim):
     """Within 30 s, with an error that names the killed rank, and the edge on the ranks that waited for it."""
-    results = run_processes(be_killed, 4, victim, may_die=(victim,))
+    results = run_processes(be_killed, 4, victim, 4, may_die=(victim,))
     for rank in set(range(4)) - {victim}:
         assert results[rank] is not None, f"rank {rank} ended the step without an error"
         kind, message, lost, edge, seconds = results[rank]
@@ -247,11 +247,23 @@ def fail_in_a_replica(rank):
         return caught(lambda: pipe.step(args, targets))
 
 
+def test_a_rank_killed_in_one_replica_ends_all():
+    """Its pipeline names it by its number in the job, and the other pipeline ends too."""
+    results = run_processes(be_killed, 4, 3, 2, may_die=(3,))
+    kind, message, lost, edge, _ = results[2]
+    assert (kind, lost) == ("PeerLostError", 3) and "rank 1 of this pipeline is the job's rank 3" in message
+    assert edge is not None and 1 in edge
+    for kind, message, *_ in results[:2]:
+        assert kind == "PeerLostError", message
+    assert any("a data-parallel replica is lost" in message for _, message, *_ in results[:2])
+    assert all(result[-1] < 30 for result in results[:3])
+
+
 def test_a_failure_in_one_replica_reaches_the_others():
     """The ranks of the other pipeline wait for the failed one's gradients; none of them waits for long, all are told why."""
     results = run_processes(fail_in_a_replica, 4)
     assert results[2][0] == "IndexError"
-    assert results[3][:3:2] == ("PeerLostError", 0) and "out of range" in results[3][1]
+    assert results[3][:3:2] == ("PeerLostError", 2) and "out of range" in results[3][1]
     for kind, message, _, _, seconds in results[:2]:
         assert kind == "PeerLostError" and "out of range" in message and "the job's ranks 2..3" in message
         assert seconds < 15
