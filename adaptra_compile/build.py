@@ -5,6 +5,7 @@ This is the path from model to instruction list in one place, top to bottom.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -48,8 +49,9 @@ class Built:
         self._microbatches = microbatches
         self._ranks = {worker.rank for worker in workers}
         self._failure: BaseException | None = None
-        self._is_closed = False
         self._threads = ThreadPoolExecutor(len(workers), "adaptra-rank") if len(workers) > 1 else None
+        # Also when the process ends without a close: the transports' threads must not outlive the interpreter.
+        self._end = weakref.finalize(self, _end, self.workers, self._threads)
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -101,7 +103,7 @@ class Built:
         Raises:
             PipelineError: The pipeline is closed or has failed.
         """
-        if self._is_closed:
+        if not self._end.alive:
             raise PipelineError("this pipeline is closed: call adaptra.compile for another one")
         if self._failure is not None:
             raise PipelineError(
@@ -141,12 +143,17 @@ class Built:
 
     def close(self) -> None:
         """End all workers. May be called again."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._run(lambda worker: worker.close())
-        if self._threads is not None:
-            self._threads.shutdown()
+        self._end()
+
+
+def _end(workers: Sequence[Worker], threads: ThreadPoolExecutor | None) -> None:
+    """Close all workers of this process."""
+    for worker in workers:
+        worker.leave()
+    for worker in workers:
+        worker.close()
+    if threads is not None:
+        threads.shutdown()
 
 
 def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any]) -> Built:
@@ -212,11 +219,13 @@ def _compile(
         cost = options.emulate.apply(cost)
     case = Case(cost, request.microbatches, tuple(range(request.stages)), name="compiled")
 
+    memory = request.memory  # not the request, since the planner outlives the whole model that it holds
+
     def planner(costs: Case, incumbent: Program | None) -> Program:
-        return plan(costs, memory=request.memory, incumbent=incumbent)
+        return plan(costs, memory=memory, incumbent=incumbent)
 
     planning = Planning(planner, _makespan, lambda costs: lower_bound(costs).value)
-    return compiled, _first_plan(options.schedule, case, request.memory, planning), planning
+    return compiled, _first_plan(options.schedule, case, memory, planning), planning
 
 
 def _facts(compiled: CompiledStages, initial: Plan) -> list[object]:

@@ -171,11 +171,16 @@ class Membership:
             self._condition.wait_for(lambda: self._is_known or self._ends or self._store_is_lost, _KNOWN_SECONDS)
             return error if self._lost is None or self._is_cause else _placed(self._lost, failure)
 
-    def close(self) -> None:
-        """Leave the job. Waits until the others know, at most three seconds, so that none mistakes it for a loss."""
+    def leave(self) -> None:
+        """Say that this rank leaves the job; :meth:`close` waits until the others know. May be called again."""
         with self._condition:
             if self._state is State.RUNNING:
                 self._enter(State.LEFT)
+
+    def close(self) -> None:
+        """Leave the job. Waits until the others know, at most three seconds, so that none mistakes it for a loss."""
+        self.leave()
+        with self._condition:
             if not self._ends:
                 self._condition.wait_for(lambda: self._is_known or self._ends or self._store_is_lost, _KNOWN_SECONDS)
             self._ends = True

@@ -30,7 +30,7 @@ from adaptra.runtime.launch import gather
 from adaptra.runtime.membership import Membership
 from adaptra.runtime.monitor import Monitor, StepRecords, merge_timelines
 from adaptra.runtime.options import Options
-from adaptra.runtime.plan_log import Plan
+from adaptra.runtime.plan import Plan
 from adaptra.runtime.replicas import Replicas
 from adaptra.runtime.stage import EvaluationStage, Stage, TrainingStage
 from adaptra.runtime.stores import clone
@@ -194,6 +194,10 @@ class Worker:
         if records is None:
             return None
         return merge_timelines(self.plan.program, map(StepRecords.from_json, records))
+
+    def leave(self) -> None:
+        """Tell the others that this rank will close; ranks of one process do so before one of them waits for the others."""
+        self._membership.leave()
 
     def close(self) -> None:
         """End this rank's threads and connections."""
