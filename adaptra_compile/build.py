@@ -192,6 +192,7 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
             FaultyTransport(transport, faults) if faults else transport,
             initial,
             planning,
+            request.memory,
             launched.replicas,
             pacing,
             options,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from adaptra.cost import CostModel
-from adaptra.errors import AdaptraError, PeerLostError
+from adaptra.errors import AdaptraError, PeerLostError, PlanError
 from adaptra.graph import CompiledStages
 from adaptra.graph.specs import MessageSpec, TensorSpec
 from adaptra.passes.insert_comm import InsertComm
@@ -36,6 +36,7 @@ from adaptra.runtime.stage import EvaluationStage, Stage, TrainingStage
 from adaptra.runtime.stores import clone
 from adaptra.runtime.transports.base import Identity, Transport
 from adaptra.schedules import forward_only
+from adaptra.simulate import simulate
 from adaptra.timeline import Timeline
 from adaptra.verify import verify
 
@@ -53,6 +54,7 @@ class Worker:
         transport: This rank's transport.
         initial: The plan of the first step, the same on every rank.
         planning: The compiler, as the controller uses it.
+        memory: The most microbatches a stage may have in flight, or None; no plan beyond it is confirmed.
         replicas: The ranks that hold copies of this stage, or None without data parallelism.
         pacing: Lengthens ops on emulated devices and slowed stages.
         options: Seed and timeout.
@@ -66,6 +68,7 @@ class Worker:
         transport: Transport,
         initial: Plan,
         planning: Planning,
+        memory: int | None,
         replicas: Replicas | None,
         pacing: Pacing,
         options: Options,
@@ -75,6 +78,7 @@ class Worker:
         self._compiled = compiled
         self._microbatches = microbatches
         self._transport = transport
+        self._memory = memory
         self._replicas = replicas
         self._pacing = pacing
         self._options = options
@@ -242,7 +246,14 @@ class Worker:
         self._transport.abort(error if isinstance(error, Exception) else AdaptraError(str(error)))
 
     def _prepare(self, plan: Plan) -> None:
-        """Lower a proposed plan before the step that switches to it; runs on the control thread."""
+        """Check and lower a proposed plan before the step that switches to it; runs on the control thread.
+
+        Raises:
+            PlanError: The plan holds more microbatches in flight than this job allows.
+        """
+        peak = max(simulate(plan.program, plan.case.cost).peak_in_flight)
+        if self._memory is not None and peak > self._memory:
+            raise PlanError(f"plan {plan.version}: {peak} microbatches in flight: expected at most memory={self._memory}")
         self._prepared[plan.version] = self._lower(plan.program, plan.case.cost)
 
     def _executor_of(self, plan: Plan) -> Executor:

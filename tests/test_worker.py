@@ -1,0 +1,49 @@
+"""A rank refuses a plan that its memory does not allow, and all ranks keep the old one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import adaptra
+from adaptra import build
+from adaptra.runtime.events import EventKind
+
+STEPS = 40
+"""Far more than calibration, detection and a proposal take."""
+
+
+def test_a_plan_beyond_the_memory_is_refused_and_nobody_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = build.plan
+
+    def careless(case: adaptra.Case, *, memory: int | None = None, incumbent: Any = None) -> adaptra.Program:
+        return planner(case, memory=memory if incumbent is None else None, incumbent=incumbent)
+
+    monkeypatch.setattr(build, "plan", careless)
+    inputs, targets = torch.randn(8, 4), torch.randn(8, 4)
+    refused: list[str] = []
+
+    def listen(event: Any) -> None:
+        if event.kind is EventKind.REFUSED:
+            refused.append(event.text)
+
+    options = adaptra.Options(
+        emulate=adaptra.EmulatedDevice(0.004, 0.004, 0.004), faults=["delay 0-1 20ms @4"], on_event=listen
+    )
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    problem: dict[str, Any] = {"stages": 2, "microbatches": 8, "example_inputs": (inputs, targets), "loss": functional.mse_loss}
+    with adaptra.compile(model, **problem, memory=2, options=options) as pipe:
+        for _ in range(STEPS):
+            pipe.step(inputs, targets)
+            if refused:
+                break
+        assert refused, "the careless planner's plan was never proposed"
+        assert "microbatches in flight: expected at most memory=2" in refused[0]
+        for _ in range(4):
+            pipe.step(inputs, targets)
+        assert pipe.plan.version == 0
+        assert not any(event.kind is EventKind.SWITCHED for event in pipe.events)
