@@ -184,7 +184,7 @@ def train_replicas(rank, delay):
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     losses, gradients = [], {}
     with pipe:
-        for step in range(14 if delay else 3):
+        for step in range(24 if delay else 3):
             (inputs,), _, targets = example.rows(2 * ROWS, seed=step)
             half = slice(replica * ROWS, (replica + 1) * ROWS)
             losses.append(pipe.step(inputs[half], targets[half]).item())

@@ -15,11 +15,14 @@ from adaptra.runtime.faults import Fault
 COST = CostModel.uniform(3, 1.0, 2.0, 3.0, latency=0.5)
 
 
-def lasting(pacing: Pacing, stage: int, kind: Kind, step: int = 0) -> float:
-    """How long an op takes that itself takes no time."""
-    started = time.monotonic()
-    pacing.pad(stage, kind, step, started)
-    return time.monotonic() - started
+def lasting(pacing: Pacing, stage: int, kind: Kind, step: int = 0, took: float = 0.0) -> float:
+    """How long an op lasts that itself took so long: the least of a few, since a busy machine only adds to it."""
+    found = []
+    for _ in range(4):
+        started = time.monotonic() - took
+        pacing.pad(stage, kind, step, started)
+        found.append(time.monotonic() - started)
+    return min(found)
 
 
 def test_durations_are_those_of_the_device_and_all_else_stays():
@@ -51,10 +54,7 @@ def test_an_op_is_padded_to_its_duration():
 
 
 def test_an_op_that_took_longer_is_not_padded():
-    pacing = Pacing(EmulatedDevice(0.5, 0.5, 0.5).apply(COST), ())
-    started = time.monotonic()
-    pacing.pad(0, Kind.F, 0, started - 1.0)
-    assert time.monotonic() - started < 0.2
+    assert lasting(Pacing(EmulatedDevice(0.5, 0.5, 0.5).apply(COST), ()), 0, Kind.F, took=1.0) < 1.2
 
 
 def test_a_slow_stage_takes_longer_from_its_step_on():
@@ -70,7 +70,4 @@ def test_without_a_device_and_faults_nothing_waits():
 
 
 def test_a_slow_stage_without_a_device_stretches_what_the_op_took():
-    pacing = Pacing(None, [Fault.parse("slow 0 4x")])
-    begun = time.monotonic()
-    pacing.pad(0, Kind.F, 0, begun - 0.02)
-    assert 0.055 <= time.monotonic() - begun < 0.12
+    assert 0.08 <= lasting(Pacing(None, [Fault.parse("slow 0 4x")]), 0, Kind.F, took=0.02) < 0.12
