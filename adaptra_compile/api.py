@@ -95,7 +95,8 @@ class Pipeline:
     """
 
     def __init__(self, request: Request) -> None:
-        self._request = request
+        self._request: Request | None = request
+        self._returns_loss = request.loss is None
         self._built: Built | None = None
         self._losses: Tensor | None = None
         self._is_closed = False
@@ -104,9 +105,11 @@ class Pipeline:
         """Compile for batches like this one; called by :func:`compile` when it is given an example, else by the first step."""
         if self._is_closed:
             raise PipelineError("this pipeline is closed: call adaptra.compile for another one")
-        if self._built is not None:
+        if self._request is None:
             raise PipelineError("this pipeline is compiled already: call adaptra.compile again for batches of another shape")
-        self._built = build(self._request, *_arguments(self._request, inputs, targets), kwargs)
+        self._built = build(self._request, *self._arguments(inputs, targets), kwargs)
+        # It holds the whole model, of which each rank keeps its own stage only.
+        self._request = None
 
     def step(self, inputs: Any = None, targets: Any = None, /, **kwargs: Any) -> Tensor:
         """Run one training step on a batch and add its gradients to every parameter's ``grad``.
@@ -130,7 +133,7 @@ class Pipeline:
             self.build(inputs, targets, **kwargs)
         built = self._require()
         with built.at_the_door():
-            args, given = _arguments(self._request, inputs, targets)
+            args, given = self._arguments(inputs, targets)
             microbatches = built.split_inputs(args, kwargs)
             wanted = built.split_targets(given)
         self._losses = built.on_every_rank(lambda worker: worker.step(microbatches, wanted))[0]
@@ -153,8 +156,8 @@ class Pipeline:
         """
         built = self._require()
         with built.at_the_door():
-            args, given = _arguments(self._request, inputs, targets)
-            with_loss = given is not None or self._request.loss is None
+            args, given = self._arguments(inputs, targets)
+            with_loss = given is not None or self._returns_loss
             microbatches = built.split_inputs(args, kwargs)
             wanted = built.split_targets(given) if with_loss else None
         *_, results = built.on_every_rank(lambda worker: worker.evaluate(microbatches, wanted))
@@ -293,15 +296,14 @@ class Pipeline:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _arguments(self, inputs: Any, targets: Any) -> tuple[tuple[Any, ...], Any]:
+        """The model's positional arguments and the loss's targets, from what the user gave to step."""
+        args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+        if self._returns_loss and targets is not None:
+            return (*args, targets), None
+        return args, targets
+
     def _require(self) -> Built:
         if self._built is None:
             raise PipelineError("this pipeline is not compiled yet: give adaptra.compile example_inputs=, or run a first step")
         return self._built
-
-
-def _arguments(request: Request, inputs: Any, targets: Any) -> tuple[tuple[Any, ...], Any]:
-    """The model's positional arguments and the loss's targets, from what the user gave to step."""
-    args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
-    if request.loss is None and targets is not None:
-        return (*args, targets), None
-    return args, targets

@@ -243,7 +243,7 @@ def run_all(program: Program, transports: Sequence[Transport], steps: int = 2) -
     return [found[microbatch][0] for microbatch in range(program.microbatches)], stages
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(programs(lowered=False))
 def test_any_valid_program_is_executed_with_the_buffers_it_asked_for(program: Program) -> None:
     """Any placement, several stages on a rank too: the ops of each rank in its order, and the numbers are right."""

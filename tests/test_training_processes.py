@@ -1,0 +1,230 @@
+"""Training over processes and gloo is bitwise training in one process; what test_training.py shows for threads."""
+
+import gc
+import weakref
+
+import pytest
+from processes import run_processes
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
+
+STAGES = 4
+ROWS = 24
+
+
+def train_examples(rank, world_size, cases):
+    """Per case, what differs from one process and the names of the state on this rank."""
+    import torch
+    import torch.distributed as dist
+    from models import EXAMPLES
+    from training import MIXED, compiled, differences, train, train_alone
+
+    import adaptra
+    from adaptra.schedules import one_f_one_b
+
+    dist.init_process_group("gloo")
+    found = {}
+    for name, dtype, microbatches, schedule, split in cases:
+        example = (EXAMPLES | {"mixed": MIXED})[name]
+        dtype = getattr(torch, dtype)
+        batches = [example.rows(ROWS, seed, dtype) for seed in range(2)]
+        expected = train_alone(example, batches, microbatches, dtype=dtype)
+        if schedule == "1f1b, fused":
+            schedule = one_f_one_b(world_size, microbatches, split=False)
+        with compiled(
+            example,
+            batches[0],
+            stages=world_size,
+            microbatches=microbatches,
+            dtype=dtype,
+            split=split,
+            options=adaptra.Options(schedule=schedule),
+        ) as pipe:
+            steps = train(pipe, batches)
+            found[name, str(dtype), microbatches, str(schedule)] = (
+                differences(steps, expected, whole=False),
+                sorted(steps[-1].state),
+                sorted(expected[-1].state),
+            )
+    return found
+
+
+def check(results):
+    for case in results[0]:
+        assert [found[case][0] for found in results] == [[]] * len(results), case
+        held = [name for found in results for name in found[case][1]]
+        assert set(held) == set(results[0][case][2]), case
+
+
+FOUR = [
+    ("gpt_dropout", "bfloat16", 2, "zb_h1", None),
+    ("skip_mlp", "float32", 8, "gpipe", None),
+    ("resnet", "float32", 4, None, None),
+    ("tied_twice", "bfloat16", 6, "1f1b, fused", None),
+    ("mixed", "float32", 3, "zb_h2", None),
+    ("mixed", "float32", 12, "1f1b, fused", None),
+    ("views", "float32", 1, "1f1b", ["layers.1", "layers.2", "layers.3"]),
+    ("frozen_upstream", "float32", 4, "zb_h1", ["layers.2", "layers.4", "layers.6"]),
+]
+
+
+def test_models_train_bitwise_as_one_process_on_four_ranks():
+    """Also with fewer microbatches than stages, tied parameters of three stages, and stages that end in a view."""
+    check(run_processes(train_examples, 4, 4, FOUR))
+
+
+TWO = [("gpt_tied", "float32", 8, "zb_h2", None)]
+TWO += [
+    (name, "float32", microbatches, schedule, split)
+    for name, split in (("tied_twice", ["inner.1"]), ("mixed", None))
+    for microbatches, schedule in ((8, None), (6, "1f1b, fused"), (1, "gpipe"))
+]
+
+
+def test_tied_parameters_train_bitwise_on_two_ranks():
+    """The two ranks exchange activations, gradients, parts and sums of tied gradients, and losses, all at a time."""
+    check(run_processes(train_examples, 2, 2, TWO))
+
+
+def switch_plans(rank):
+    """A link turns slow; train until three steps have run under a plan made for that, or for too long."""
+    import torch.distributed as dist
+    from training import MIXED, adam, compiled, differences, run_step, train_alone
+
+    import adaptra
+
+    dist.init_process_group("gloo")
+    options = adaptra.Options(
+        schedule="1f1b", faults=["delay 1-2 40ms @6"], emulate=adaptra.EmulatedDevice(0.004, 0.004, 0.004)
+    )
+    steps, versions, after = [], [], 0
+    with compiled(MIXED, MIXED.rows(ROWS, 0), stages=STAGES, microbatches=8, options=options) as pipe:
+        optimizer = adam(pipe.parameters())
+        # All ranks run every step under one plan, so all stop at the same step.
+        while after < 3 and len(steps) < 40:
+            steps.append(run_step(pipe, optimizer, MIXED.rows(ROWS, len(steps))))
+            versions.append(pipe.plan.version)
+            after += "slow" in pipe.plan.reason and len(steps) > 6
+        switches = [(event.step, event.version) for event in pipe.events if event.kind.value == "switched"]
+        reason = pipe.plan.reason
+    expected = train_alone(MIXED, [MIXED.rows(ROWS, seed) for seed in range(len(steps))], 8)
+    return after, reason, versions, switches, differences(steps, expected, whole=False)
+
+
+def test_a_switch_of_plans_changes_no_number_and_comes_at_one_step_on_all_ranks():
+    """Rules 1 and 4: bitwise equal before, during and after."""
+    results = run_processes(switch_plans, STAGES)
+    after, reason, versions, switches, _ = results[0]
+    assert after == 3, f"no switch in {len(versions)} steps"
+    assert "edge 1→2 slow" in reason or "edge 2→1 slow" in reason
+    assert versions == sorted(versions) and versions[0] == 0
+    assert switches == [(versions.index(version), version) for version in sorted(set(versions)) if version > 0]
+    for other in results[1:]:
+        assert other[:4] == (after, reason, versions, switches)
+    assert [differences for *_, differences in results] == [[]] * STAGES
+
+
+def hold_one_stage(rank):
+    """Compile, let go of the model, and exchange checkpoints with the plain model both ways."""
+    import torch
+    import torch.distributed as dist
+    from models import EXAMPLES
+    from training import call, train, train_alone
+
+    import adaptra
+    from adaptra.errors import StateError
+
+    dist.init_process_group("gloo")
+    example = EXAMPLES["gpt_tied"]
+    batch = example.rows(8, 0)
+    model = example.make()
+    references = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+    given, _ = call(batch)
+    with adaptra.compile(model, stages=STAGES, microbatches=4, example_inputs=given, loss=example.loss) as pipe:
+        del model
+        gc.collect()
+        alive = {name for name, reference in references.items() if reference() is not None}
+        own = {name for name, parameter in pipe.named_parameters()}
+        trained = train(pipe, [batch])[-1]
+        gathered = [None] * STAGES
+        dist.all_gather_object(gathered, pipe.state_dict())
+        saved = {name: value for one in gathered for name, value in one.items()}
+        plain = example.make(seed=1)
+        plain.load_state_dict(saved)
+        expected = train_alone(example, [batch], 4)[-1]
+        into_plain = [name for name, value in plain.state_dict().items() if not torch.equal(value, expected.state[name])]
+        refused = None
+        try:
+            pipe.load_state_dict({name: value[:1] for name, value in saved.items()})
+        except StateError as error:
+            refused = str(error)
+        unchanged = all(torch.equal(value, trained.state[name]) for name, value in pipe.state_dict().items())
+        other = example.make(seed=2).state_dict()
+        pipe.load_state_dict(other)
+        from_plain = all(torch.equal(value, other[name]) for name, value in pipe.state_dict().items())
+        loss = pipe.eval_step(*given).item()
+        return sorted(alive), sorted(own), sorted(pipe.state_dict()), into_plain, refused, unchanged, from_plain, loss
+
+
+def test_each_rank_keeps_its_own_stage_and_checkpoints_fit_the_plain_model():
+    """The other stages' parameters are freed with the model; what the ranks save together is the plain model's state."""
+    from models import EXAMPLES
+
+    results = run_processes(hold_one_stage, STAGES)
+    plain = EXAMPLES["gpt_tied"].make()
+    for rank, (alive, own, saved, into_plain, refused, unchanged, from_plain, _) in enumerate(results):
+        # Of the tied weight the last rank has a copy, and the plain model's tensor is freed there.
+        assert alive == [name for name in own if rank == 0 or name != "tokens.weight"]
+        assert into_plain == []
+        assert refused is not None and "has shape" in refused
+        assert unchanged and from_plain
+        assert 0 < len(own) < len(list(plain.parameters()))
+        assert ("head.weight" in saved) == ("tokens.weight" in saved)
+    assert "tokens.weight" in results[0][1] and "tokens.weight" in results[-1][1]
+    assert {name for result in results for name in result[2]} == set(plain.state_dict())
+    assert len({result[-1] for result in results}) == 1
+
+
+def receive_in_another_order(rank):
+    """Rank 0 sends the activations of microbatch 0 first, rank 1 receives microbatch 1's first."""
+    import torch
+    from test_executor import PAIR, Doubling, executor_of
+
+    from adaptra.program import Program
+    from adaptra.runtime.transports.c10d import C10dTransport
+
+    transport = C10dTransport()
+    program = Program.parse(PAIR)
+    if rank == 1:
+        order = program.orders[1]
+        swapped = (order[5], order[0], *order[1:5], *order[6:])
+        program = Program("swapped", program.placement, program.microbatches, (program.orders[0], swapped))
+    stage = Doubling(last=rank == 1)
+    executor = executor_of(program, rank, transport, {rank: stage}, timeout=5.0)
+    message = None
+    try:
+        executor.run(0, [(torch.ones(1),)] * 2, [()] * 2)
+    except RuntimeError as error:
+        message = str(error), error.__notes__
+    if rank == 1:
+        transport.store.set("refused", "")
+    transport.store.wait(["refused"])
+    transport.close()
+    return message, stage.ran
+
+
+def test_receives_reordered_against_sends_never_give_one_op_the_data_of_another():
+    """The verifier proves that this can't be; if it happens all the same, the message's own identity gives it away."""
+    from test_executor import PAIR
+
+    from adaptra.errors import ScheduleError
+    from adaptra.program import Program
+    from adaptra.verify import verify
+
+    text = PAIR.replace("1: 1RECV_F0 1F0", "1: 1RECV_F1 1RECV_F0 1F0").replace(" 1RECV_F1 1F1", " 1F1")
+    with pytest.raises(ScheduleError, match="order"):
+        verify(Program.parse(text))
+    _, ((message, notes), ran) = run_processes(receive_in_another_order, 2)
+    assert "0SEND_F" in message and "got 0SEND_F" in message
+    assert notes == ["in step 0: rank 1 at 1F0"]
+    assert ran == []
