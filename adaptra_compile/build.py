@@ -23,9 +23,9 @@ from adaptra.request import Request
 from adaptra.runtime.batch import example_microbatch, split_batch
 from adaptra.runtime.coordinator import Planning
 from adaptra.runtime.emulation import Pacing
-from adaptra.runtime.faults import FaultyTransport
 from adaptra.runtime.launch import agree, disagree, launch
 from adaptra.runtime.plan import Plan
+from adaptra.runtime.transports.faulty import FaultyTransport
 from adaptra.runtime.worker import Batch, Worker
 from adaptra.schedules import generate
 from adaptra.simulate import lower_bound, simulate

@@ -15,12 +15,23 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from enum import Enum
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from adaptra.errors import ControlError, PeerLostError, TransportError
-from adaptra.runtime.schema import Fields, decode, encode
+from adaptra.runtime.membership_record import (
+    TEXT_LIMIT,
+    Failure,
+    Record,
+    State,
+    cause_of,
+    failure_error,
+    key_of,
+    lost_error,
+    parse_record,
+    placed,
+    write_record,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -29,48 +40,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-VERSION: Final = 1
-_TEXT_LIMIT: Final = 4000
 _KNOWN_SECONDS: Final = 3.0
 """How long a rank that fails or leaves stays until the others know it: the store may end with its process."""
 _HURRY_INTERVAL: Final = 0.01
-
-
-class State(Enum):
-    """What a rank says of itself."""
-
-    RUNNING = "running"
-    FAILED = "failed"
-    LEFT = "left"
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a rank failed.
-
-    Attributes:
-        ordinal: The how manieth failure of the job it is.
-        message: The error's text.
-        lost: The rank whose loss it reports, None if it is the rank's own failure.
-        edge: The directed edge of stages where it was noticed, if known.
-        op: The op at hand, if known.
-    """
-
-    ordinal: int
-    message: str
-    lost: int | None
-    edge: tuple[int, int] | None
-    op: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What a rank keeps in the store. ``seen`` are the ranks whose failing or leaving it has read."""
-
-    beat: int
-    state: State
-    failure: Failure | None
-    seen: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -155,7 +127,7 @@ class Membership:
         is_report = isinstance(error, PeerLostError)
         failure = Failure(
             ordinal=0,
-            message=f"{type(error).__name__}: {error}"[:_TEXT_LIMIT],
+            message=f"{type(error).__name__}: {error}"[:TEXT_LIMIT],
             lost=error.rank if is_report else None,
             edge=edge or (error.edge if is_report else None),
             op=op or (error.op if is_report else None),
@@ -169,7 +141,7 @@ class Membership:
             elif self._state is State.RUNNING:
                 self._enter(State.LEFT)
             self._condition.wait_for(lambda: self._is_known or self._ends or self._store_is_lost, _KNOWN_SECONDS)
-            return error if self._lost is None or self._is_cause else _placed(self._lost, failure)
+            return error if self._lost is None or self._is_cause else placed(self._lost, failure)
 
     def leave(self) -> None:
         """Say that this rank leaves the job; :meth:`close` waits until the others know. May be called again."""
@@ -236,7 +208,7 @@ class Membership:
         if failure is not None and failure.ordinal == 0:
             failure = Failure(int(self._store.add("failures", 1)), failure.message, failure.lost, failure.edge, failure.op)
         self._beat += 1
-        self._store.set(_key(self._rank), _write(Record(self._beat, state, failure, seen)))
+        self._store.set(key_of(self._rank), write_record(Record(self._beat, state, failure, seen)))
         if failure is not None:
             self._failure = failure
         return state
@@ -244,19 +216,19 @@ class Membership:
     def _read(self) -> None:
         """Read all records and judge them."""
         for rank, peer in self._peers.items():
-            if peer.record is None and not self._store.check([_key(rank)]):
+            if peer.record is None and not self._store.check([key_of(rank)]):
                 continue
-            record = _parse(self._store.get(_key(rank)), rank)
+            record = parse_record(self._store.get(key_of(rank)), rank)
             if peer.record is None or record.beat != peer.record.beat:
                 peer.record, peer.changed_at = record, time.monotonic()
         failures = {rank: peer.record.failure for rank, peer in self._peers.items() if peer.record and peer.record.failure}
         if self._failure is not None and self._failure.ordinal:
             failures[self._rank] = self._failure
         if failures:
-            rank = _cause(failures)
+            rank = cause_of(failures)
             self._is_cause = rank == self._rank
             if rank != self._rank:
-                self._lose(_failed(rank, failures[rank], self._rank))
+                self._lose(failure_error(rank, failures[rank], self._rank))
             return
         for rank, peer in self._peers.items():
             silent = time.monotonic() - peer.changed_at
@@ -266,7 +238,7 @@ class Membership:
             waits_at = awaited or self._awaited()
             if silent > self._lost_after and (not has_left or awaited is not None):
                 what = "left the job" if has_left else f"gave no sign of life for {silent:.1f} s"
-                lost = _lost(rank, f"rank {rank} {what}", waits_at)
+                lost = lost_error(rank, f"rank {rank} {what}", waits_at)
                 self._report(lost)
                 self._lose(lost)
                 return
@@ -300,7 +272,7 @@ class Membership:
                 self._condition.notify_all()
             return
         message = f"the control store is lost: the process that hosts it died or can't be reached: {text}"
-        self._lose(_lost(None, message, awaited))
+        self._lose(lost_error(None, message, awaited))
         self._give_up_store()
 
     def _give_up_store(self) -> None:
@@ -322,102 +294,3 @@ class Membership:
 
 def _unknown(rank: int) -> Identity | None:
     """What is waited for where nobody says."""
-
-
-def _placed(error: PeerLostError, failure: Failure) -> PeerLostError:
-    """``error``, with the edge and the op at which this rank's own ``failure`` was noticed if it knows none itself."""
-    if error.edge is not None or failure.edge is None:
-        return error
-    message = f"{error}, noticed at {failure.op} on edge {failure.edge[0]}→{failure.edge[1]}"
-    return PeerLostError(message, rank=error.rank, edge=failure.edge, op=failure.op)
-
-
-def _lost(rank: int | None, message: str, awaited: Identity | None) -> PeerLostError:
-    if awaited is None:
-        return PeerLostError(message, rank=rank)
-    message = f"{message}, while edge {awaited.source}→{awaited.destination} waits for {awaited.op} of step {awaited.step}"
-    return PeerLostError(message, rank=rank, edge=awaited.edge, op=awaited.op)
-
-
-def _cause(failures: dict[int, Failure]) -> int:
-    """The rank whose failure caused the others: the first, or if that reports a rank that failed by itself, that one."""
-    rank = min(failures, key=lambda rank: failures[rank].ordinal)
-    passed = {rank}
-    while (lost := failures[rank].lost) is not None and lost in failures and lost not in passed:
-        rank = lost
-        passed.add(rank)
-    return rank
-
-
-def _failed(rank: int, failure: Failure, reader: int) -> PeerLostError:
-    """The error for the failure of ``rank``."""
-    where = "".join(
-        [
-            f" at {failure.op}" if failure.op else "",
-            f" on edge {failure.edge[0]}→{failure.edge[1]}" if failure.edge else "",
-        ]
-    )
-    if failure.lost is None or failure.lost == reader:
-        message, who = f"rank {rank} failed{where}: {failure.message}", rank
-    else:
-        message, who = f"rank {failure.lost} is lost, as rank {rank} noticed{where}: {failure.message}", failure.lost
-    return PeerLostError(message, rank=who, edge=failure.edge, op=failure.op)
-
-
-def _key(rank: int) -> str:
-    return f"rank {rank}"
-
-
-def _write(record: Record) -> str:
-    failure = None if record.failure is None else asdict(record.failure)
-    return encode(
-        {"version": VERSION, "beat": record.beat, "state": record.state.value, "failure": failure, "seen": list(record.seen)}
-    )
-
-
-def _parse(payload: bytes, rank: int) -> Record:
-    """Read a rank's record.
-
-    Raises:
-        ControlError: It is not one.
-    """
-    where = f"membership record of rank {rank}"
-    fields = decode(payload, where)
-    if fields.whole("version") != VERSION:
-        raise ControlError(f"{where}: field 'version': expected {VERSION}")
-    state = fields.text("state", 16)
-    if state not in {each.value for each in State}:
-        raise ControlError(f"{where}: field 'state': expected running, failed or left, got {state!r}")
-    failure = fields.raw("failure")
-    record = Record(
-        beat=fields.whole("beat"),
-        state=State(state),
-        failure=None if failure is None else _parse_failure(failure, f"{where}: failure"),
-        seen=tuple(_whole_numbers(fields.items("seen"), f"{where}: field 'seen'")),
-    )
-    fields.end()
-    return record
-
-
-def _parse_failure(data: object, where: str) -> Failure:
-    fields = Fields(data, where)
-    lost, edge, op = fields.raw("lost"), fields.raw("edge"), fields.raw("op")
-    if lost is not None:
-        (lost,) = _whole_numbers([lost], f"{where}: field 'lost'")
-    if edge is not None:
-        ends = _whole_numbers(edge if isinstance(edge, list) else [edge], f"{where}: field 'edge'")
-        if len(ends) != 2:
-            raise ControlError(f"{where}: field 'edge': expected two stages, got {edge!r}")
-        edge = (ends[0], ends[1])
-    if op is not None and (not isinstance(op, str) or len(op) > _TEXT_LIMIT):
-        raise ControlError(f"{where}: field 'op': expected a short text, got {op!r:.80}")
-    failure = Failure(fields.whole("ordinal"), fields.text("message", _TEXT_LIMIT * 2), lost, edge, op)
-    fields.end()
-    return failure
-
-
-def _whole_numbers(values: list[object], where: str) -> list[int]:
-    numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool) and value >= 0]
-    if len(numbers) != len(values):
-        raise ControlError(f"{where}: expected whole numbers, got {values!r:.80}")
-    return numbers

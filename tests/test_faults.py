@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transport_bodies import LARGE, SMALL, backward, forward, make
 
 from adaptra.errors import CaseError, TransportError
-from adaptra.runtime.faults import Effect, Fault, FaultyTransport, compute_extra, compute_factor
+from adaptra.runtime.faults import Effect, Fault, compute_extra, compute_factor
+from adaptra.runtime.transports.faulty import FaultyTransport
 from adaptra.runtime.transports.local import LocalHub
 
 # Generous for a busy machine, and far from what the fault under test would add.
@@ -139,7 +140,7 @@ def test_delayed_messages_travel_side_by_side():
 
 def test_messages_queue_for_a_rate():
     """The k-th message waits for the k before it to leave. All are posted within 10 ms."""
-    with Pair("rate 0>1 100kB", "delay 0>1 50ms") as pair:
+    with Pair("rate 0>1 500kB", "delay 0>1 50ms") as pair:
         latencies = pair.latencies([forward(k, specs=LARGE) for k in range(4)])
         for k, latency in enumerate(latencies):
             assert 0.04 + 0.04 * (k + 1) < latency < 0.05 + 0.04 * (k + 1) + SLACK
@@ -205,5 +206,5 @@ def test_closing_sends_what_is_held_and_an_abort_drops_it():
 def test_an_error_of_a_held_send_reaches_its_waiter():
     with Pair("delay 0>1 20ms") as pair:
         pending = pair.ends[0].send(1, forward(0), make(forward(1, specs=LARGE)))
-        with pytest.raises(TransportError, match=r"send of 0SEND_F0 .*got float32\[1000\]"):
+        with pytest.raises(TransportError, match=r"send of 0SEND_F0 .*got float32\[5000\]"):
             pending.wait(20)

@@ -11,9 +11,9 @@ from transport_bodies import LARGE, SMALL, forward, make
 
 from adaptra.errors import LaunchError, TransportError
 from adaptra.graph.specs import TensorSpec
-from adaptra.runtime.faults import FaultyTransport
 from adaptra.runtime.transports.base import Identity
 from adaptra.runtime.transports.clock import Offset, share
+from adaptra.runtime.transports.faulty import FaultyTransport
 from adaptra.runtime.transports.local import LocalHub
 from adaptra.runtime.transports.registry import create_transport, transport_names
 from adaptra.runtime.transports.wire import HEADER_BYTES, INLINE_BYTES, MessageBuffer

@@ -13,9 +13,10 @@ from processes import run_processes
 from transport_bodies import SMALL, backward, forward, make
 
 from adaptra.errors import LaunchError, PeerLostError
-from adaptra.runtime.faults import Fault, FaultyTransport
+from adaptra.runtime.faults import Fault
 from adaptra.runtime.membership import Membership
 from adaptra.runtime.transports.c10d import C10dTransport
+from adaptra.runtime.transports.faulty import FaultyTransport
 from adaptra.runtime.transports.registry import create_transport
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
