@@ -200,7 +200,7 @@ def test_a_loss_may_be_a_module_with_buffers() -> None:
             r"inputs: got an unexpected keyword argument 'other': expected arguments of forward",
         ),
         (([torch.zeros(3, 8)], 2), {}, r"inputs: given x\[0\], times, double, mask, index: expected the structure"),
-        ((3, 2), {}, r"inputs: x is 3: expected a tensor"),
+        ((3, 2), {}, r"inputs: x is an int: expected a tensor of float32"),
     ],
 )
 def test_a_batch_unlike_the_captured_one_is_refused(args: Any, kwargs: Any, message: str) -> None:

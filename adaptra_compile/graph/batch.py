@@ -241,4 +241,5 @@ def _dtype(dtype: torch.dtype) -> str:
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{_dtype(value.dtype)}{list(value.shape)}"
-    return f"a {type(value).__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
