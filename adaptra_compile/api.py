@@ -147,7 +147,10 @@ class Pipeline:
         return self._losses
 
     def eval_step(self, inputs: Any = None, targets: Any = None, /, **kwargs: Any) -> Any:
-        """Run the model forward in evaluation mode (no dropout, no buffer updates, no gradients) on a batch.
+        """Run the model forward in evaluation mode on a batch, microbatch by microbatch, without gradients.
+
+        It does what eager evaluation does: dropout is off and BatchNorm's buffers stay as they are, but a buffer that the
+        model changes in evaluation too does change.
 
         Returns:
             With targets, or when the model returns the loss itself, the mean of the microbatches' losses on every rank. Without
@@ -166,7 +169,12 @@ class Pipeline:
         return built.compiled.outputs.merge([results[index] for index in sorted(results)]) if results else None
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of the stages in this process, for any torch optimizer."""
+        """The parameters of the stages in this process, for any torch optimizer.
+
+        Under a launcher that is this rank's stage only, so ``torch.nn.utils.clip_grad_norm_`` over them takes the norm of one
+        stage, not of the model. With threads a parameter that several stages use is here once for each copy, and such a norm
+        counts it as often.
+        """
         for _, parameter in self.named_parameters():
             yield parameter
 
