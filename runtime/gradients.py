@@ -5,9 +5,9 @@ same (rule 1).
 
 A parameter used by several stages has a copy on each. Autograd first adds what the uses of one microbatch contribute, the
 latest use first, and then adds the microbatches up. Floating-point sums depend on that order, so the contributions travel to
-the stage that owns the parameter, one message per microbatch, and the owner adds them in autograd's order as soon as all are
-there. Nothing waits for them before the end of the step. Then the owner sends the sum back, so that every copy takes the
-same optimizer step and all copies stay equal.
+the stage that owns the parameter, in one message per microbatch and each as a tensor of its own, and the owner adds them in
+autograd's order as soon as all are there. Nothing waits for them before the end of the step. Then the owner sends the sum
+back, so that every copy takes the same optimizer step and all copies stay equal.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ class SharedParameter:
 
     Attributes:
         name: Its name in the user's model; every stage's copy goes by it.
-        users: The stages that use it, latest use first, which is the order autograd adds them in.
+        stages: The stages that have a copy.
         owner: The one of them that adds.
+        order: The stage of each contribution, in the order autograd adds them in: latest use first. Without any, there is
+            nothing to add and the parameter must not be among the trainable ones.
     """
 
     name: str
-    users: tuple[int, ...]
+    stages: tuple[int, ...]
     owner: int
+    order: tuple[int, ...]
 
 
 class Gradients:
@@ -50,7 +53,7 @@ class Gradients:
         parameters: The stage's trainable parameters by name.
         shared: All parameters of the pipeline that several stages use, the same on every rank.
         placement: ``placement[stage]`` is the stage's rank.
-        microbatches: How many contributions a step has.
+        microbatches: How many microbatches a step has.
         transport: Carries the contributions of shared parameters.
         timeout: Seconds the end of a step waits for other stages' contributions.
     """
@@ -72,20 +75,24 @@ class Gradients:
         self._transport = transport
         self._timeout = timeout
         self._step = -1
-        self._shared = [one for one in shared if stage in one.users and one.name in parameters]
+        self._shared = [one for one in shared if one.name in parameters]
         self._owned = [one for one in self._shared if one.owner == stage]
-        # Names by the stage at the other end: what one message between the two stages holds.
-        self._lent = _by_stage((one.owner, one.name) for one in self._shared if one.owner != stage)
-        self._borrowers = _by_stage((user, one.name) for one in self._owned for user in one.users if user != stage)
-        self._own: dict[int, dict[str, Tensor]] = {}
+        borrowed = [one for one in self._shared if one.owner != stage]
+        # Names by the stage at the other end: what one message between the two stages holds. A name stands in messages to the
+        # owner once for each contribution, in messages from the owner once.
+        self._given = _by_stage((one.owner, one.name) for one in borrowed for user in one.order if user == stage)
+        self._taken = _by_stage((user, one.name) for one in self._owned for user in one.order if user != stage)
+        self._sums_from = _by_stage((one.owner, one.name) for one in borrowed)
+        self._sums_to = _by_stage((other, one.name) for one in self._owned for other in one.stages if other != stage)
+        self._own: dict[int, dict[str, list[Tensor]]] = {}
         self._arriving: dict[int, dict[int, Pending]] = {}
         self._next = self._posted = 0
         self._is_shared = {one.name for one in self._shared}
 
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
         """How many receive buffers this takes at a time, per source rank and message."""
-        counts = {(self._placement[user], self._spec(names)): POSTED_AHEAD for user, names in self._borrowers.items()}
-        return counts | {(self._placement[owner], self._spec(names)): 1 for owner, names in self._lent.items()}
+        counts = {(self._placement[user], self._spec(names)): POSTED_AHEAD for user, names in self._taken.items()}
+        return counts | {(self._placement[owner], self._spec(names)): 1 for owner, names in self._sums_from.items()}
 
     def begin_step(self, step: int) -> None:
         """Start a step; what an interrupted one left behind is forgotten."""
@@ -95,10 +102,10 @@ class Gradients:
         self._arriving.clear()
 
     def add(self, name: str, microbatch: int, gradient: Tensor) -> None:
-        """Take the gradient of one parameter from one microbatch."""
+        """Take the gradient of one parameter from one microbatch; of a shared one, one contribution, in autograd's order."""
         if name in self._is_shared:
             # Kept or sent beyond the end of W, when the buffers it may be a view of are reused.
-            self._own.setdefault(microbatch, {})[name] = gradient.clone()
+            self._own.setdefault(microbatch, {}).setdefault(name, []).append(gradient.clone())
         else:
             _accumulate(self._parameters[name], gradient)
 
@@ -106,8 +113,9 @@ class Gradients:
         """W of a microbatch has ended: pass on what belongs elsewhere, add up what has come."""
         if not self._shared:
             return
-        for owner, names in self._lent.items():
-            self._send(owner, microbatch, names, [self._own[microbatch][name] for name in names])
+        own = self._own.setdefault(microbatch, {})
+        for owner, names in self._given.items():
+            self._send(owner, microbatch, names, [gradient for name in dict.fromkeys(names) for gradient in own[name]])
         if not self._owned:
             del self._own[microbatch]
             return
@@ -117,11 +125,11 @@ class Gradients:
         """Finish the step: after this every copy of a shared parameter has the same gradient."""
         self._add_up(wait=True)
         total = self._microbatches
-        for user, names in self._borrowers.items():
-            self._send(user, total, names, [_gradient(self._parameters[name]) for name in names])
-        returning = {owner: self._receive(owner, total, names) for owner, names in self._lent.items()}
+        for other, names in self._sums_to.items():
+            self._send(other, total, names, [_gradient(self._parameters[name]) for name in names])
+        returning = {owner: self._receive(owner, total, names) for owner, names in self._sums_from.items()}
         for owner, pending in returning.items():
-            for name, gradient in zip(self._lent[owner], pending.wait(self._timeout), strict=True):
+            for name, gradient in zip(self._sums_from[owner], pending.wait(self._timeout), strict=True):
                 self._parameters[name].grad = torch.empty_like(self._parameters[name]).copy_(gradient)
             self._transport.release(pending)
 
@@ -129,7 +137,7 @@ class Gradients:
         while self._owned:
             while len(self._arriving) < POSTED_AHEAD and self._posted in self._own:
                 self._arriving[self._posted] = {
-                    user: self._receive(user, self._posted, names) for user, names in self._borrowers.items()
+                    user: self._receive(user, self._posted, names) for user, names in self._taken.items()
                 }
                 self._posted += 1
             arriving = self._arriving.get(self._next)
@@ -137,11 +145,12 @@ class Gradients:
                 return
             if not wait and not all(pending.done for pending in arriving.values()):
                 return
-            contributions = {self._stage: self._own.pop(self._next)}
+            contributions = {(self._stage, name): gradients for name, gradients in self._own.pop(self._next).items()}
             for user, pending in arriving.items():
-                contributions[user] = dict(zip(self._borrowers[user], pending.wait(self._timeout), strict=True))
+                for name, gradient in zip(self._taken[user], pending.wait(self._timeout), strict=True):
+                    contributions.setdefault((user, name), []).append(gradient)
             for one in self._owned:
-                total, *others = (contributions[user][one.name] for user in one.users)
+                total, *others = (contributions[user, one.name].pop(0) for user in one.order)
                 for other in others:
                     total = total + other
                 _accumulate(self._parameters[one.name], total)

@@ -78,7 +78,7 @@ class TrainingStage:
     def weight_grad(self, microbatch: int) -> None:
         """Run W and hand each gradient on."""
         gradients = self._graphs.run_weight_grad(self._saved.pop(microbatch))
-        for name, gradient in zip(self._graphs.trainable, gradients, strict=True):
+        for name, gradient in zip(self._graphs.contributions, gradients, strict=True):
             self._gradients.add(name, microbatch, gradient)
         self._gradients.end_microbatch(microbatch)
 
@@ -88,7 +88,7 @@ class TrainingStage:
 
 
 class EvaluationStage:
-    """The forward pass of one stage in evaluation mode: no dropout, no buffer updates, nothing kept.
+    """The forward pass of one stage in evaluation mode, as eager evaluation runs it; nothing is kept for a backward pass.
 
     Args:
         evaluation: The stage's evaluation graph.

@@ -91,7 +91,7 @@ class Worker:
         self._gradients = Gradients(
             self.rank,
             self.trainable,
-            [SharedParameter(one.name, one.users, one.owner) for one in compiled.tied],
+            [SharedParameter(one.name, one.stages, one.owner, one.order) for one in compiled.tied],
             self._placement,
             microbatches,
             transport,

@@ -81,11 +81,11 @@ def train_in_stages(compiled: CompiledStages, model: nn.Module, batches: Sequenc
             message = [one.clone() for one in message]
             saved[k].append(kept)
         losses.append(message[0])
-    users = {one.name: one.users for one in compiled.tied}
+    orders = {one.name: one.order for one in compiled.tied}
     total: dict[str, Tensor | None] = dict.fromkeys(name for stage in compiled.train for name in stage.parameters)
     for k in range(len(batches)):
         backward: Sequence[Tensor] = [torch.ones_like(losses[k]) / len(batches)] if compiled.train[last].grad_outputs else []
-        contributions: dict[tuple[str, int], Tensor] = {}
+        contributions: dict[tuple[str, int], list[Tensor]] = {}
         for stage in reversed(compiled.train):
             backward, saved[k][stage.index] = stage.run_input_grad(saved[k][stage.index], backward)
             assert [(tuple(one.shape), one.dtype) for one in backward] == [
@@ -94,13 +94,14 @@ def train_in_stages(compiled: CompiledStages, model: nn.Module, batches: Sequenc
             backward = [one.clone() for one in backward]
         for stage in compiled.train:
             gradients = stage.run_weight_grad(saved[k][stage.index])
-            contributions |= {(name, stage.index): one for name, one in zip(stage.trainable, gradients, strict=True)}
+            for name, one in zip(stage.contributions, gradients, strict=True):
+                contributions.setdefault((name, stage.index), []).append(one)
         for name, before in total.items():
-            order = users.get(name, tuple(stage.index for stage in compiled.train if name in stage.trainable))
+            order = orders.get(name, tuple(stage.index for stage in compiled.train if name in stage.trainable))
             if order:
-                summed = contributions[name, order[0]]
-                for user in order[1:]:
-                    summed = summed + contributions[name, user]
+                summed, *others = (contributions[name, user].pop(0) for user in order)
+                for one in others:
+                    summed = summed + one
                 total[name] = summed.clone() if before is None else before + summed
     buffers = {name: state[name] for state, stage in zip(states, compiled.train, strict=True) for name in stage.buffers}
     return Trained(tuple(losses), total, buffers)

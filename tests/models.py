@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,6 +217,51 @@ class TiedTwice(nn.Module):
         return self.last(torch.tanh(self.last(x)))
 
 
+class TiedBlock(nn.Module):
+    """A layer of its own and then any number of uses of a weight that all blocks share."""
+
+    def __init__(self, weight: nn.Parameter, uses: Sequence[str]) -> None:
+        super().__init__()
+        width = weight.shape[0]
+        self.layer = nn.Linear(width, width)
+        self.weight = weight
+        self.uses = uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layer(x))
+        for use in self.uses:
+            match use:
+                case "layer":
+                    x = torch.tanh(F.linear(x, self.weight)) + x
+                case "both arguments":
+                    x = x @ (self.weight * self.weight) + x
+                case "all steps":
+                    hidden, weights = torch.zeros_like(x[:1]), [self.weight, self.weight]
+                    x = torch.rnn_tanh(x.unsqueeze(1), hidden.unsqueeze(0), weights, False, 1, 0.0, False, False, False)[0]
+                    x = x.squeeze(1)
+                case _:
+                    x = F.linear(x, self.weight).detach() + x
+        return x
+
+
+TIED_USES = ("layer", "layer", "both arguments", "all steps", "without gradient")
+"""Ways to use the shared weight: by one op, twice by one op, many times by one call, and without a gradient."""
+
+
+class TiedBlocks(nn.Module):
+    """One weight used by each block in the ways that are named for it."""
+
+    def __init__(self, uses: Sequence[Sequence[str]], width: int = 8) -> None:
+        super().__init__()
+        weight = nn.Parameter(torch.randn(width, width) * 0.3)
+        self.blocks = nn.ModuleList(TiedBlock(weight, one) for one in uses)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Noise(nn.Module):
     """Random numbers of several kinds in every layer."""
 
@@ -275,6 +321,18 @@ def options(rows: int, seed: int) -> Batch:
     mask = torch.rand(rows, 8, generator=source) < 0.2
     index = torch.randint(0, 8, (rows, 8), generator=source)
     return (torch.randn(rows, 8, generator=source), 2), {"mask": mask, "index": index}, None
+
+
+def tied_blocks(stages: int, seed: int) -> Example:
+    """One block for each stage, each of which uses the shared weight in one to three of the ways, drawn from the seed."""
+    draw = random.Random(seed)
+    uses = [draw.choices(TIED_USES, k=draw.randint(1, 3)) for _ in range(stages)]
+    return Example(f"tied_blocks {seed}", lambda: TiedBlocks(uses), vectors(8), square_loss)
+
+
+def begin_blocks(stages: int) -> list[str]:
+    """The split that puts each block of :func:`tied_blocks` on a stage of its own."""
+    return [f"blocks.{index}" for index in range(1, stages)]
 
 
 EXAMPLES = {

@@ -285,12 +285,12 @@ def test_every_name_of_the_state_has_its_stages() -> None:
     compiled = compile_example(EXAMPLES["gpt_tied"], model, EXAMPLES["gpt_tied"].rows(2, 0), 4)
     assert set(compiled.names) == set(dict(model.state_dict()))
     (tied,) = compiled.tied
-    assert (tied.name, tied.aliases, tied.stages, tied.users, tied.owner) == (
+    assert (tied.name, tied.aliases, tied.stages, tied.owner, tied.order) == (
         "tokens.weight",
         ("head.weight",),
         (0, 3),
-        (3, 0),
         0,
+        (3, 0),
     )
     assert compiled.names["head.weight"] == (0, 3)
     held = [name for stage in compiled.train for name in (*stage.parameters, *stage.buffers)]

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
 from chained import compile_example, loss_of, train_eagerly, train_in_stages
-from models import EXAMPLES, Batch
+from models import EXAMPLES, Batch, Example, TiedBlocks, begin_blocks, square_loss, tied_blocks, vectors
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,12 +28,43 @@ def test_stages_compute_bitwise_what_eager_torch_computes(name: str, dtype: torc
     example = EXAMPLES[name]
     batches = [example.rows(ROWS, seed, dtype) for seed in range(MICROBATCHES)]
     model = example.make(dtype)
-    # Bitwise needs the uses of a tied parameter that are not its last ones on stages of their own; see TiedParameter.users.
-    split = ["inner.1"] if (name, stages) == ("tied_twice", 2) else None
-    compiled = compile_example(example, model, batches[0], stages, split=split)
+    compiled = compile_example(example, model, batches[0], stages)
     assert len(compiled.train) == stages
     in_stages = train_in_stages(compiled, model, batches)
     assert in_stages.differences(train_eagerly(example, model, batches)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_all_uses_of_a_tied_weight_are_added_in_autograds_order(stages: int, dtype: torch.dtype) -> None:
+    for seed in range(4):
+        example = tied_blocks(stages, 10 * stages + seed)
+        batches = [example.rows(ROWS, seed, dtype) for seed in range(MICROBATCHES)]
+        model = example.make(dtype)
+        compiled = compile_example(example, model, batches[0], stages, split=begin_blocks(stages))
+        in_stages = train_in_stages(compiled, model, batches)
+        assert in_stages.differences(train_eagerly(example, model, batches)) == [], [block.uses for block in model.blocks]
+
+
+def compile_blocks(*uses: Sequence[str]) -> CompiledStages:
+    example = Example("tied_blocks", lambda: TiedBlocks(uses), vectors(8), square_loss)
+    return compile_example(example, example.make(), example.rows(ROWS, 0), len(uses), split=begin_blocks(len(uses)))
+
+
+def test_only_uses_that_autograd_adds_to_a_sum_of_later_ones_are_handed_on_one_by_one() -> None:
+    name = "blocks.0.weight"
+    compiled = compile_blocks(["layer"] * 3, ["without gradient"], ["layer", "both arguments"], ["layer"] * 2)
+    assert [stage.contributions.count(name) for stage in compiled.train] == [3, 0, 3, 1]
+    assert all(name in stage.trainable for stage in compiled.train)
+    (tied,) = compiled.tied
+    assert (tied.stages, tied.owner, tied.order) == ((0, 1, 2, 3), 0, (3, 2, 2, 2, 0, 0, 0))
+
+
+def test_a_tied_weight_whose_uses_never_reach_the_loss_has_no_gradient() -> None:
+    compiled = compile_blocks(["without gradient"], ["without gradient"])
+    assert not any("blocks.0.weight" in (*stage.trainable, *stage.contributions) for stage in compiled.train)
+    (tied,) = compiled.tied
+    assert (tied.stages, tied.order) == ((0, 1), ())
 
 
 def compiled_example(name: str, stages: int, split: list[str] | None = None) -> tuple[CompiledStages, nn.Module, Batch]:

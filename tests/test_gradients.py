@@ -12,7 +12,7 @@ from adaptra.errors import TransportError
 from adaptra.runtime.gradients import POSTED_AHEAD, Gradients, SharedParameter
 from adaptra.runtime.transports.local import LocalHub, LocalTransport
 
-TIED = SharedParameter("tied", users=(2, 1, 0), owner=0)
+TIED = SharedParameter("tied", stages=(0, 1, 2), owner=0, order=(2, 1, 0))
 
 
 def parameter(size: int = 1) -> nn.Parameter:
@@ -39,10 +39,11 @@ class Job:
         for gradients in self.stages:
             gradients.begin_step(step)
 
-    def weight_grad(self, stage: int, microbatch: int, **values: float) -> None:
-        """What W of a stage does, given the gradients of its parameters."""
-        for name, value in values.items():
-            self.stages[stage].add(name, microbatch, torch.tensor([value]))
+    def weight_grad(self, stage: int, microbatch: int, **values: float | Sequence[float]) -> None:
+        """What W of a stage does, given the gradients of its parameters, of some several."""
+        for name, given in values.items():
+            for value in [given] if isinstance(given, float) else given:
+                self.stages[stage].add(name, microbatch, torch.tensor([value]))
         self.stages[stage].end_microbatch(microbatch)
 
     def end(self) -> None:
@@ -110,6 +111,28 @@ def test_a_shared_parameter_adds_its_uses_latest_first_and_then_the_microbatches
     assert expected != total(total(1.0, 1e8, -1e8), total(0.25, 0.5, 2.0))
 
 
+def test_a_stage_may_use_a_shared_parameter_several_times_or_not_at_all() -> None:
+    """Each use is added to the sum of all later ones, on whichever stage they are; a copy without a use gets the sum too."""
+    uses = [(1.0, 1e8, 0.25, -1e8, 0.5), (1e8, 1.0, -1e8, 3.0, 0.1)]  # per microbatch, in the order of execution
+    weight, other = parameter(), parameter()
+    for of_microbatch in uses:
+        used = [weight * value for value in of_microbatch]
+        (sum(one.sum() for one in used) + (other * 2.0).sum()).backward()  # type: ignore[union-attr]  # as above
+    tied = SharedParameter("tied", (0, 1, 2, 3), 0, (3, 2, 2, 0, 0))
+    job = Job([["tied"], ["tied"], ["tied", "other"], ["other", "tied"]], [tied, SharedParameter("other", (2, 3), 2, (3,))], 2)
+    job.begin(0)
+    for microbatch, (first, second, third, fourth, fifth) in enumerate(uses):
+        job.weight_grad(3, microbatch, other=2.0, tied=fifth)
+        job.weight_grad(2, microbatch, tied=(fourth, third))
+        job.weight_grad(1, microbatch)
+        job.weight_grad(0, microbatch, tied=(second, first))
+    job.end()
+    assert weight.grad is not None and other.grad is not None
+    assert job.gradients("tied") == [weight.grad.item()] * 4
+    assert job.gradients("other") == [other.grad.item()] * 2
+    assert weight.grad.item() != total(*(total(fifth, total(d, c), total(b, a)) for a, b, c, d, fifth in uses))
+
+
 def test_contributions_may_come_in_any_order_of_the_stages() -> None:
     """The sum does not depend on who is first."""
     found = []
@@ -126,7 +149,7 @@ def test_contributions_may_come_in_any_order_of_the_stages() -> None:
 
 def test_the_owner_waits_for_nobody_before_the_end_and_posts_few_receives() -> None:
     """No other stage has run W; the owner runs all of its own, and holds buffers of so many microbatches only."""
-    job = Job([["tied"], ["tied"]], [SharedParameter("tied", (1, 0), 0)], 6)
+    job = Job([["tied"], ["tied"]], [SharedParameter("tied", (0, 1), 0, (1, 0))], 6)
     ((_, buffers),) = job.stages[0].receive_counts().items()
     assert buffers == POSTED_AHEAD < 6
     job.begin(0)
@@ -141,7 +164,7 @@ def test_the_owner_waits_for_nobody_before_the_end_and_posts_few_receives() -> N
 
 def test_sums_are_taken_as_contributions_come() -> None:
     """So that the end of the step has little left to do."""
-    job = Job([["tied"], ["tied"]], [SharedParameter("tied", (1, 0), 0)], 3)
+    job = Job([["tied"], ["tied"]], [SharedParameter("tied", (0, 1), 0, (1, 0))], 3)
     job.begin(0)
     for microbatch in range(3):
         job.weight_grad(1, microbatch, tied=10.0)
@@ -150,7 +173,7 @@ def test_sums_are_taken_as_contributions_come() -> None:
 
 
 def test_shared_gradients_add_up_over_steps_until_they_are_zeroed() -> None:
-    job = Job([["tied"], ["tied"]], [SharedParameter("tied", (1, 0), 0)], 1)
+    job = Job([["tied"], ["tied"]], [SharedParameter("tied", (0, 1), 0, (1, 0))], 1)
     for step, expected in enumerate([3.0, 6.0]):
         job.begin(step)
         job.weight_grad(0, 0, tied=1.0)
@@ -168,7 +191,7 @@ def test_shared_gradients_add_up_over_steps_until_they_are_zeroed() -> None:
 
 def test_a_contribution_is_the_value_at_the_end_of_its_w() -> None:
     """W's buffers are used again before the end of the step, on the owner and on the others."""
-    job = Job([["tied"], ["tied"]], [SharedParameter("tied", (1, 0), 0)], 1)
+    job = Job([["tied"], ["tied"]], [SharedParameter("tied", (0, 1), 0, (1, 0))], 1)
     job.begin(0)
     buffers = [torch.ones(1), torch.ones(1)]
     for stage in (0, 1):
@@ -182,7 +205,11 @@ def test_a_contribution_is_the_value_at_the_end_of_its_w() -> None:
 
 def test_several_shared_parameters_of_two_stages_travel_together_and_own_ones_stay() -> None:
     """One message per pair of stages and microbatch, and a parameter of two stages goes to those two only."""
-    shared = [SharedParameter("a", (2, 0), 0), SharedParameter("b", (2, 0), 0), SharedParameter("c", (2, 1), 1)]
+    shared = [
+        SharedParameter("a", (0, 2), 0, (2, 0)),
+        SharedParameter("b", (0, 2), 0, (2, 0)),
+        SharedParameter("c", (1, 2), 1, (2, 1)),
+    ]
     job = Job([["a", "b", "own"], ["c"], ["a", "b", "c"]], shared, 2)
     assert [len(counts) for counts in (one.receive_counts() for one in job.stages)] == [1, 1, 2]
     ((source, specs),) = job.stages[0].receive_counts()
@@ -198,7 +225,7 @@ def test_several_shared_parameters_of_two_stages_travel_together_and_own_ones_st
 
 
 def test_an_interrupted_step_leaves_nothing_behind() -> None:
-    job = Job([["tied"], ["tied"]], [SharedParameter("tied", (1, 0), 0)], 2)
+    job = Job([["tied"], ["tied"]], [SharedParameter("tied", (0, 1), 0, (1, 0))], 2)
     job.begin(0)
     job.weight_grad(1, 0, tied=50.0)
     job.stages[0].add("tied", 0, torch.tensor([100.0]))
@@ -211,7 +238,7 @@ def test_an_interrupted_step_leaves_nothing_behind() -> None:
 
 
 def test_a_contribution_that_never_comes_is_named() -> None:
-    job = Job([["tied"], ["tied"]], [SharedParameter("tied", (1, 0), 0)], 2, timeout=0.01)
+    job = Job([["tied"], ["tied"]], [SharedParameter("tied", (0, 1), 0, (1, 0))], 2, timeout=0.01)
     job.begin(4)
     for microbatch in range(2):
         job.weight_grad(0, microbatch, tied=1.0)

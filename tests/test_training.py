@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import EXAMPLES, Batch, Example, vectors
+from models import EXAMPLES, Batch, Example, TiedBlocks, begin_blocks, square_loss, tied_blocks, vectors
 from strategies import programs
 from torch import Tensor, nn
 from training import MIXED, Step, adam, call, compiled, differences, loss_of, microbatches_of, run_step, train, train_alone
@@ -54,9 +54,7 @@ def test_a_pipeline_trains_bitwise_as_one_process(name: str, stages: int, dtype:
     example = EXAMPLES[name]
     batches = [example.rows(8, seed, dtype) for seed in range(3)]
     expected = train_alone(example, batches, 4, dtype=dtype)
-    # Bitwise needs the uses of a tied parameter that are not its last ones on stages of their own; see TiedParameter.users.
-    split = ["inner.1"] if (name, stages) == ("tied_twice", 2) else None
-    with compiled(example, batches[0], stages=stages, microbatches=4, dtype=dtype, split=split) as pipe:
+    with compiled(example, batches[0], stages=stages, microbatches=4, dtype=dtype) as pipe:
         assert differences(train(pipe, batches), expected) == []
 
 
@@ -205,6 +203,26 @@ def test_tied_weights_are_not_trained_apart() -> None:
         assert differences(steps, expected) == []
         assert all(torch.equal(copy, expected[-1].state["head.weight"]) for copy in copies)
         assert not torch.equal(copies[0], example.make().state_dict()["tokens.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_tied_weight_used_several_times_on_each_stage_trains_bitwise(stages: int, dtype: torch.dtype) -> None:
+    example = tied_blocks(stages, 14)
+    batches = [example.rows(8, seed, dtype) for seed in range(3)]
+    expected = train_alone(example, batches, 4, dtype=dtype)
+    with compiled(example, batches[0], stages=stages, microbatches=4, dtype=dtype, split=begin_blocks(stages)) as pipe:
+        assert differences(train(pipe, batches), expected) == []
+
+
+@pytest.mark.parametrize("last", ["layer", "without gradient"])
+def test_a_stage_whose_uses_of_a_tied_weight_have_no_gradient_trains_bitwise(last: str) -> None:
+    """Its copy takes the steps that the others take, or none if there is no gradient at all; the owner may be such a stage."""
+    uses = [["without gradient"], ["without gradient", last], ["without gradient"], [last, last]]
+    example = Example("tied_blocks", lambda: TiedBlocks(uses), vectors(8), square_loss)
+    batches = [example.rows(8, seed) for seed in range(3)]
+    with compiled(example, batches[0], stages=4, microbatches=4, split=begin_blocks(4)) as pipe:
+        assert differences(train(pipe, batches), train_alone(example, batches, 4)) == []
 
 
 def test_dropout_is_off_in_evaluation() -> None:

@@ -16,7 +16,7 @@ def train_examples(rank, world_size, cases):
     """Per case, what differs from one process and the names of the state on this rank."""
     import torch
     import torch.distributed as dist
-    from models import EXAMPLES
+    from models import EXAMPLES, tied_blocks
     from training import MIXED, compiled, differences, train, train_alone
 
     import adaptra
@@ -25,7 +25,7 @@ def train_examples(rank, world_size, cases):
     dist.init_process_group("gloo")
     found = {}
     for name, dtype, microbatches, schedule, split in cases:
-        example = (EXAMPLES | {"mixed": MIXED})[name]
+        example = (EXAMPLES | {"mixed": MIXED, "tied_blocks": tied_blocks(world_size, 14)})[name]
         dtype = getattr(torch, dtype)
         batches = [example.rows(ROWS, seed, dtype) for seed in range(2)]
         expected = train_alone(example, batches, microbatches, dtype=dtype)
@@ -61,6 +61,7 @@ FOUR = [
     ("skip_mlp", "float32", 8, "gpipe", None),
     ("resnet", "float32", 4, None, None),
     ("tied_twice", "bfloat16", 6, "1f1b, fused", None),
+    ("tied_blocks", "float32", 8, "zb_h1", ["blocks.1", "blocks.2", "blocks.3"]),
     ("mixed", "float32", 3, "zb_h2", None),
     ("mixed", "float32", 12, "1f1b, fused", None),
     ("views", "float32", 1, "1f1b", ["layers.1", "layers.2", "layers.3"]),
@@ -73,10 +74,10 @@ def test_models_train_bitwise_as_one_process_on_four_ranks():
     check(run_processes(train_examples, 4, 4, FOUR))
 
 
-TWO = [("gpt_tied", "float32", 8, "zb_h2", None)]
+TWO = [("gpt_tied", "float32", 8, "zb_h2", None), ("tied_blocks", "bfloat16", 8, None, ["blocks.1"])]
 TWO += [
-    (name, "float32", microbatches, schedule, split)
-    for name, split in (("tied_twice", ["inner.1"]), ("mixed", None))
+    (name, "float32", microbatches, schedule, None)
+    for name in ("tied_twice", "mixed")
     for microbatches, schedule in ((8, None), (6, "1f1b, fused"), (1, "gpipe"))
 ]
 

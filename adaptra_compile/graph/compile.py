@@ -24,28 +24,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TiedParameter:
-    """A trainable parameter that several stages use: each has a copy, and W on each returns its own contribution.
+    """A trainable parameter that several stages use: each has a copy, and W on each returns its own contributions.
 
     Attributes:
         name: The name it goes by; every stage's copy has it.
         aliases: Its other names in the user's model.
         stages: The stages that hold a copy, ascending.
         owner: The stage whose copy counts for the model's state: the first.
+        order: The stage of each contribution, in the order in which those of one microbatch must be added: the latest use
+            first, each use to the sum so far. That is autograd's own order, so the sum is bitwise autograd's. Empty if no use
+            reaches the loss: the parameter has no gradient then.
     """
 
     name: str
     aliases: tuple[str, ...]
     stages: tuple[int, ...]
     owner: int
-
-    @property
-    def users(self) -> tuple[int, ...]:
-        """The stages in the order in which the contributions of one microbatch must be added: the latest use first.
-
-        That is autograd's own order, so the sum is bitwise autograd's unless a stage before the last of them uses the parameter
-        several times: autograd adds each use to the sum so far, a stage adds its own uses up first.
-        """
-        return tuple(reversed(self.stages))
+    order: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +183,15 @@ def _tied(names: StateNames, holders: Mapping[str, tuple[int, ...]], train: Sequ
     for name in names.parameters:
         held = holders[name]
         if len(held) > 1 and name in names.trainable:
-            if any(name not in train[stage].trainable for stage in held):
+            order = tuple(stage for stage in reversed(held) for one in train[stage].contributions if one == name)
+            if order and any(name not in train[stage].trainable for stage in held):
                 raise CaptureError(
                     f"{name}: evaluation mode uses this trainable parameter on stages {list(held)}, training mode does "
                     "not: expected "
                     "every stage that holds a trainable parameter to train it; use split= to keep it on one stage"
                 )
             aliases = tuple(alias for alias, first in names.aliases.items() if first == name and alias != name)
-            found.append(TiedParameter(name, aliases, held, held[0]))
+            found.append(TiedParameter(name, aliases, held, held[0], order))
     return tuple(found)
 
 

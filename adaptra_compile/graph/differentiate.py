@@ -37,13 +37,13 @@ def differentiate(
         names: Of the model's state.
         state_bytes: The size of each parameter and buffer.
     """
-    shared = frozenset(name for name, stages in holders.items() if len(stages) > 1 and name in names.trainable)
     loss = analysis.values[flat.loss]
     gradients: tuple[GradientMessage, ...] = ()
     if loss.requires_grad:
         gradients = (GradientMessage(0, Layout(()), TensorSpec((), loss.dtype, False)),)
     last = len(parts) - 1
     traced: list[tuple[TracedPiece, tuple[GradientMessage, ...]]] = []
+    trained: set[str] = set()
     for piece in reversed(parts):
         one = trace_piece(
             flat.module,
@@ -53,15 +53,17 @@ def differentiate(
             flat.constants,
             gradients=gradients,
             is_last=piece.index == last,
-            shared=shared,
+            used_later=frozenset(trained),
         )
+        trained |= {name for name, _ in one.weights}
         traced.append((one, gradients))
         gradients = one.grad_messages
     stages: list[StageGraphs] = []
     ordinal = 0
     for index, (one, received) in enumerate(reversed(traced)):
         held = [name for name, stages_of in holders.items() if index in stages_of]
-        stage, ordinal = _stage(index, one, received, held, names, state_bytes, analysis.changed_state, ordinal)
+        trainable = tuple(name for name in one.state.values() if name in trained)
+        stage, ordinal = _stage(index, one, received, held, trainable, names, state_bytes, analysis.changed_state, ordinal)
         stages.append(stage)
     return tuple(stages)
 
@@ -98,6 +100,7 @@ def _stage(
     traced: TracedPiece,
     received: Sequence[GradientMessage],
     held: Sequence[str],
+    trainable: tuple[str, ...],
     names: StateNames,
     state_bytes: Mapping[str, int],
     changed_state: frozenset[str],
@@ -117,7 +120,8 @@ def _stage(
         index=index,
         parameters=parameters,
         buffers=tuple(name for name in held if name in names.buffers),
-        trainable=tuple(name for name, _ in traced.weights),
+        trainable=trainable,
+        contributions=tuple(name for name, _ in traced.weights),
         inputs=traced.input_specs,
         outputs=traced.output_specs,
         targets=_specs(traced.targets),

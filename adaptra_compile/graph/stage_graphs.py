@@ -66,7 +66,9 @@ class StageGraphs:
     Attributes:
         index: Which stage.
         parameters, buffers: The state this stage holds, by the names in the user's model.
-        trainable: The parameters W computes a gradient of, in W's order.
+        trainable: The parameters of this stage that have a gradient, on this stage or, if shared, on another.
+        contributions: The parameter that each of W's results belongs to. One that no later stage uses is here once, with the
+            sum over its uses here. One that a later stage uses too is here once for each of its uses here, the latest first.
         inputs, outputs: What F receives and returns. A tensor travels contiguous, with its dimensions in the order of its
             strides.
         grad_inputs, grad_outputs: What I returns and receives: a gradient for each input, or output, that has one.
@@ -80,6 +82,7 @@ class StageGraphs:
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     trainable: tuple[str, ...]
+    contributions: tuple[str, ...]
     inputs: MessageSpec
     outputs: MessageSpec
     targets: MessageSpec
@@ -173,7 +176,7 @@ class StageGraphs:
             saved: What I left; it is empty afterwards.
 
         Returns:
-            One gradient for each of ``trainable``.
+            One tensor for each of ``contributions``.
         """
         with torch.no_grad():
             results: list[Tensor] = self._weight_grad(saved.take())

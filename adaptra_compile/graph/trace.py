@@ -7,7 +7,7 @@ counts as the latest use and is summed first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,8 @@ class TracedPiece:
         output_specs: What they look like.
         grad_inputs: The nodes that are sent backward.
         grad_messages: What they look like, and which inputs they belong to.
-        weights: The parameters with a gradient, by name, and the gradients' nodes.
+        weights: The parameters with a gradient, by name, and the gradients' nodes. A parameter in ``used_later`` is here once
+            for each of its uses on this piece, in the order in which autograd adds them: the latest first.
     """
 
     module: fx.GraphModule
@@ -105,7 +106,7 @@ def trace_piece(
     *,
     gradients: Sequence[GradientMessage] | None,
     is_last: bool,
-    shared: frozenset[str] = frozenset(),
+    used_later: frozenset[str] = frozenset(),
 ) -> TracedPiece:
     """Trace one piece; to be called inside the fake mode of the analysis.
 
@@ -116,12 +117,13 @@ def trace_piece(
         state, constants: Of the flat graph.
         gradients: What the next stage sends back; None traces the forward pass only.
         is_last: Whether the outputs are results and stay as they are.
-        shared: Trainable parameters that other stages use too; they get a gradient here even if it is zero.
+        used_later: Parameters that later pieces have gradients of too. Autograd adds each use here to the sum of the later
+            ones, so each use gets a gradient of its own.
 
     Raises:
         CaptureError: The model's own backward pass fails; names the stage and the modules it spans, with torch's reason.
     """
-    trace = _Trace(module, piece, analysis, state, gradients, is_last, shared)
+    trace = _Trace(module, piece, analysis, state, gradients, is_last, used_later)
     arguments = trace.arguments()
     with torch.set_grad_enabled(gradients is not None):
         try:
@@ -186,7 +188,7 @@ class _Trace:
         state: Mapping[fx.Node, str],
         gradients: Sequence[GradientMessage] | None,
         is_last: bool,
-        shared: frozenset[str],
+        used_later: frozenset[str],
     ) -> None:
         self._module = module
         self._piece = piece
@@ -194,7 +196,7 @@ class _Trace:
         self._state = state
         self._gradients = gradients
         self._is_last = is_last
-        self._shared = shared
+        self._used_later = used_later
         self.grad_messages: list[GradientMessage] = []
         self.weights: list[str] = []
 
@@ -258,6 +260,7 @@ class _Trace:
         roots = [outputs[one.of] for one in gradients]
         tangents = [one.layout.unpack(message) for one, message in zip(gradients, messages, strict=True)]
         wanted = [tensor for tensor in (*received, *parameters.values()) if tensor.requires_grad]
+        uses = _list_uses(roots, {name: parameters[name] for name in parameters if name in self._used_later})
         if not roots or not wanted:
             found: list[Tensor | None] = [None] * len(wanted)
         else:
@@ -273,15 +276,41 @@ class _Trace:
         weights: list[Tensor] = []
         for name, parameter in parameters.items():
             gradient = of[id(parameter)]
-            if gradient is None and name in self._shared:
-                gradient = torch.zeros_like(parameter)
-            if gradient is not None:
-                self.weights.append(name)
-                weights.append(gradient)
+            own = uses.get(name, [] if gradient is None else [gradient])
+            self.weights += [name] * len(own)
+            weights += own
         return sent + weights
 
     def _device(self, message: GradientMessage) -> torch.device:
         return self._analysis.values[self._piece.outputs[message.of]].device
+
+
+def _list_uses(roots: Iterable[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+    """Lists by name that autograd fills when it runs: what it adds to each leaf's gradient, in the order in which it adds."""
+    found: dict[str, list[Tensor]] = {name: [] for name in leaves}
+    of = {id(leaf): found[name] for name, leaf in leaves.items()}
+    nodes = [root.grad_fn for root in roots if root.grad_fn is not None] if leaves else []
+    seen = set(nodes)
+    for node in nodes:
+        following = [one for one, _ in node.next_functions]
+        # Only the nodes that stand for leaves have a variable.
+        edges = {i: of[id(leaf)] for i, one in enumerate(following) if id(leaf := getattr(one, "variable", None)) in of}
+        if edges:
+            node.register_hook(_appending(edges))
+        new = [one for one in dict.fromkeys(following) if one is not None and one not in seen]
+        seen.update(new)
+        nodes += new
+    return found
+
+
+def _appending(edges: Mapping[int, list[Tensor]]) -> Callable[[Sequence[Tensor | None], object], None]:
+    def append(grad_inputs: Sequence[Tensor | None], _: object) -> None:
+        for index, uses in edges.items():
+            gradient = grad_inputs[index]
+            if gradient is not None:
+                uses.append(gradient)
+
+    return append
 
 
 def _use_one_name(graph: fx.Graph) -> None:
