@@ -56,7 +56,8 @@ class ForwardGraph:
         """Run it without autograd. Buffers in ``state`` are changed in place where the model does so."""
         values: list[Tensor | RandomKey] = [*(state[name] for name in self.state), *self.constants, *inputs, *targets, random]
         with torch.no_grad():
-            return self.module(values)
+            # Not the module's call, which looks for hooks that a traced graph has none of.
+            return self.module.forward(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ class StageGraphs:
         passed = [values[index] for index in self._weight_grad_takes]
         values.clear()
         with torch.no_grad():
-            results: list[Tensor] = self._input_grad(taken)
+            results: list[Tensor] = self._input_grad.forward(taken)
         count = len(self.grad_inputs)
         return tuple(results[:count]), Saved(passed + results[count:])
 
@@ -179,7 +180,7 @@ class StageGraphs:
             One tensor for each of ``contributions``.
         """
         with torch.no_grad():
-            results: list[Tensor] = self._weight_grad(saved.take())
+            results: list[Tensor] = self._weight_grad.forward(saved.take())
         return tuple(results)
 
 
