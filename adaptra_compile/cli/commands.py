@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from adaptra.cli.doctor import examine, report
 from adaptra.cli.inputs import read_program
@@ -20,6 +20,9 @@ from adaptra.report.files import check_suffix, write_whole
 from adaptra.schedules import generate
 from adaptra.simulate import Bound, Simulation, lower_bound, simulate
 from adaptra.torch_csv import to_csv
+
+if TYPE_CHECKING:
+    from adaptra.exact import Exact
 
 _PROGRAM_SUFFIXES: Final = (".sched", ".csv")
 _SLOW_FACTOR: Final = 2.0
@@ -53,15 +56,61 @@ def run(options: Namespace) -> str:
 def _plan(options: Namespace) -> str:
     _check_outputs({options.output: _PROGRAM_SUFFIXES, options.picture: picture.SUFFIXES})
     case = Case.load(options.case)
-    planned = _planned(case, options.memory)
+    if options.sweep is not None:
+        return _sweep(options, case)
+    exact = None if options.exact is None else _exact(options, case)
+    planned = _planned(case, options.memory) if exact is None else exact.program
     simulation, bound = simulate(planned, case.cost), lower_bound(case)
     program = _lowered(planned, case.cost) if options.lower else planned
     if options.output is not None:
         write_whole(options.output, _program_text(program, options.output))
+    if options.compare is not None:
+        return _compare(options, case, planned)
     _draw(options, case, simulation)
     if options.json:
-        return _as_json({"program": str(program)} | _figures(case, simulation, bound))
-    return str(program) if options.output is None else _headline(case, simulation, bound)
+        proof = {} if exact is None else {"exact_bound": exact.bound, "proven": exact.proven}
+        return _as_json({"program": str(program)} | _figures(case, simulation, bound) | proof)
+    if options.output is None:
+        return str(program)
+    proven = (
+        "" if exact is None else f"exact    {'proven: ' if exact.proven else ''}no order is shorter than {exact.bound:.10g}\n"
+    )
+    return _headline(case, simulation, bound) + proven
+
+
+def _exact(options: Namespace, case: Case) -> Exact:
+    from adaptra.exact import solve_exactly
+
+    return solve_exactly(case, memory=options.memory, seconds=options.exact)
+
+
+def _compare(options: Namespace, case: Case, planned: Program) -> str:
+    from adaptra.cli import tables
+    from adaptra.comparison import compare
+    from adaptra.passes.adapt_order import ADAPTED
+
+    found = compare(case, [*options.compare, ADAPTED], memory=options.memory, adapted=planned)
+    if options.picture is not None:
+        timelines = [(_title(case, run.program), run.timeline) for run in found.runs]
+        picture.draw(timelines, options.picture, slow_edges=options.slow_edge or _slow_edges(case.cost))
+    if options.json:
+        return _as_json(
+            {"case": case.name, "bound": found.bound.value, "runs": [_figures(case, run, found.bound) for run in found.runs]}
+        )
+    return tables.comparison(found, _width(options))
+
+
+def _sweep(options: Namespace, case: Case) -> str:
+    from adaptra.cli import tables
+    from adaptra.cli.inputs import read_sweep
+    from adaptra.comparison import sweep_delay
+
+    found = sweep_delay(case, **read_sweep(options.sweep), memory=options.memory)
+    if options.picture is not None:
+        from adaptra.report.sweep import draw_sweep
+
+        draw_sweep(found, options.picture)
+    return _as_json(found.to_json()) if options.json else tables.sweep(found, _width(options))
 
 
 def _simulate(options: Namespace) -> str:
@@ -85,7 +134,16 @@ def _explain(options: Namespace) -> str:
     case = Case.load(options.case)
     program = _planned(case, None) if options.program is None else read_program(options.program, case)
     explanation = explain(program, case.cost, case.microbatches)
-    return _as_json(explanation.to_json()) if options.json else str(explanation).rstrip("\n") + "\n"
+    if not options.sensitivity:
+        return _as_json(explanation.to_json()) if options.json else str(explanation).rstrip("\n") + "\n"
+    from adaptra.sensitivity import sensitivity
+
+    edges = sensitivity(program, case.cost)
+    if options.json:
+        return _as_json(explanation.to_json() | {"sensitivity": [edge.to_json() for edge in edges]})
+    from adaptra.cli import tables
+
+    return str(explanation).rstrip("\n") + "\n\n" + tables.sensitivity(edges, _width(options))
 
 
 def _trace(options: Namespace) -> str:
@@ -209,6 +267,7 @@ def _finite(value: Any) -> Any:
 
 
 def _width(options: Namespace) -> int:
-    if options.width is not None:
-        return options.width
+    width: int | None = getattr(options, "width", None)
+    if width is not None:
+        return width
     return max(text.LEAST_WIDTH, os.get_terminal_size(1).columns) if os.isatty(1) else _WIDTH_WITHOUT_TERMINAL

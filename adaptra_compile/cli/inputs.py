@@ -1,9 +1,13 @@
-"""Reading the PROGRAM of a command line: a file, standard input, or the name of a generated schedule."""
+"""Reading a command line: PROGRAM, which is a file, standard input or the name of a generated schedule, and --sweep."""
 
 from __future__ import annotations
 
+import math
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Final, NotRequired, TypedDict
 
 from adaptra.cost import Case
 from adaptra.errors import CaseError, ScheduleError
@@ -30,6 +34,54 @@ def read_program(given: str, case: Case) -> Program:
     except ScheduleError as error:
         raise ScheduleError(f"{given}: {error}") from None
     return program
+
+
+class SweepRange(TypedDict):
+    """What a sweep is asked for: arguments of :func:`adaptra.comparison.sweep_delay`."""
+
+    edges: list[tuple[int, int]]
+    delays: list[float]
+    names: NotRequired[list[str]]
+
+
+def read_sweep(given: Sequence[str]) -> SweepRange:
+    """The words behind ``--sweep``: ``edge=1-2 delay=0:60``, and ``steps=13 names=1f1b,adapted`` if wanted.
+
+    Raises:
+        CaseError: Names the word and the form expected.
+    """
+    values: dict[str, str] = {}
+    for word in given:
+        name, equals, value = word.partition("=")
+        if name not in ("edge", "delay", "steps", "names") or not equals or name in values:
+            raise CaseError(f"sweep {word!r}: expected edge=A-B, delay=FROM:TO, steps=N or names=NAME,…, each once")
+        values[name] = value
+    for name in ("edge", "delay"):
+        if name not in values:
+            raise CaseError(f"sweep: {name} is missing: expected such as edge=1-2 delay=0:60")
+    edge = re.fullmatch(r"(\d{1,6})([->])(\d{1,6})", values["edge"], re.ASCII)
+    if edge is None:
+        raise CaseError(f"sweep edge={values['edge']}: expected A-B for both ways or A>B for one, such as 1-2")
+    source, destination = int(edge[1]), int(edge[3])
+    both = [(destination, source)] if edge[2] == "-" else []
+    try:
+        first, last = map(float, values["delay"].split(":"))
+    except ValueError:
+        raise CaseError(f"sweep delay={values['delay']}: expected FROM:TO, such as 0:60") from None
+    steps = values.get("steps", str(_SWEEP_STEPS))
+    if not (steps.isascii() and steps.isdigit() and 2 <= int(steps) <= _MOST_SWEEP_STEPS):
+        raise CaseError(f"sweep steps={steps}: expected a whole number of 2 to {_MOST_SWEEP_STEPS}")
+    if not (math.isfinite(last) and 0 <= first < last):
+        raise CaseError(f"sweep delay={values['delay']}: expected 0 <= FROM < TO")
+    width = (last - first) / (int(steps) - 1)
+    found = SweepRange(edges=[(source, destination), *both], delays=[first + width * step for step in range(int(steps))])
+    if "names" in values:
+        found["names"] = values["names"].split(",")
+    return found
+
+
+_SWEEP_STEPS: Final = 13
+_MOST_SWEEP_STEPS: Final = 1000
 
 
 def _check_fits(given: str, program: Program, case: Case) -> None:
