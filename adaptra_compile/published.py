@@ -1,4 +1,4 @@
-"""The published adaptive schedule, for comparison: the rule of the Adaptra paper (arXiv 2504.19232) as it states it.
+"""The published schedules of the Adaptra paper (arXiv 2504.19232), as it states them, to compare with and to start from.
 
 Warm-up counts from its equation, then greedily the input gradient, the forward or the weight gradient whose input is there, in
 this order of preference. The paper applies no memory limit; here a forward waits while its rank has no room for it.
@@ -20,11 +20,14 @@ from adaptra.warm_up import in_flight_limits, warm_up
 PAPER: Final = "paper"
 """The name of its programs."""
 
+UNIFORM_SLACK: Final = "uniform_slack"
+"""The name of the program for unknown delays."""
+
 _TOLERANCE: Final = 1e-9
 
 
 def paper_rule(case: Case, *, memory: int | Sequence[int] | None = None) -> Program:
-    """The program of the paper's rule for a case with one stage per rank.
+    """The program of the paper's rule for a case with one stage per rank, re-planned for the case's delays.
 
     Args:
         case: Costs and microbatches. Communication that blocks and edges shared by both directions are planned for as if they
@@ -34,26 +37,53 @@ def paper_rule(case: Case, *, memory: int | Sequence[int] | None = None) -> Prog
     Raises:
         PlanError: A rank holds several stages, which the rule does not know, or a limit leaves no room for one microbatch.
     """
-    if len(set(case.placement)) < len(case.placement):
-        placement = ",".join(map(str, case.placement))
-        raise PlanError(f"{case.name}: placement {placement}: expected one stage per rank, as the paper's rule knows no other")
+    return _greedy(case, PAPER, memory, warm_up(case.cost, case.microbatches).x)
+
+
+def uniform_slack(case: Case, *, memory: int | Sequence[int] | None = None) -> Program:
+    """The paper's program for when nothing is known of the delays: all memory is slack, spread evenly over the edges.
+
+    Stage 0 runs as many forwards ahead as fit, the last stage 1, those between evenly fewer; no stage exceeds its number later.
+    Arguments and errors are those of :func:`paper_rule`.
+    """
+    most, last = _reachable(case, memory)[0], case.cost.stages - 1
+    counts = [1 + (most - 1) * (last - stage) // last if last else most for stage in range(case.cost.stages)]
     limits = in_flight_limits(memory, case.cost.stages, case.microbatches)
-    counts = warm_up(case.cost, case.microbatches).x
-    stages: list[_Stage] = []
-    reachable = case.microbatches
-    for stage, rank in enumerate(case.placement):
-        limit = math.inf if case.cost.memory_limit is None else case.cost.memory_limit[rank]
-        held, room = case.cost.memory_forward[stage], limit + _TOLERANCE
-        if held > room:
-            raise PlanError(f"memory limit of rank {rank} is {limit:g}: one microbatch holds {held:g}, the smallest that works")
-        # No stage gets more forwards ahead than those before it have room for; it must not wait for them.
-        reachable = min(reachable, limits[stage], case.microbatches if held == 0.0 else math.floor(min(room / held, 1e9)))
-        stages.append(_Stage(case.cost, stage, limits[stage], min(counts[stage], reachable), room))
+    return _greedy(case, UNIFORM_SLACK, list(map(min, limits, counts)), counts)
+
+
+def _greedy(case: Case, name: str, memory: int | Sequence[int] | None, counts: Sequence[int]) -> Program:
+    reachable, limits = _reachable(case, memory), in_flight_limits(memory, case.cost.stages, case.microbatches)
+    stages = [
+        _Stage(case.cost, stage, limits[stage], min(counts[stage], reachable[stage]), _room(case, stage) + _TOLERANCE)
+        for stage in range(case.cost.stages)
+    ]
     _play(stages, case)
     orders: list[tuple[Op, ...]] = [()] * len(stages)
     for stage in stages:
         orders[case.placement[stage.index]] = tuple(stage.order)
-    return Program(PAPER, case.placement, case.microbatches, tuple(orders))
+    return Program(name, case.placement, case.microbatches, tuple(orders))
+
+
+def _room(case: Case, stage: int) -> float:
+    return math.inf if case.cost.memory_limit is None else case.cost.memory_limit[case.placement[stage]]
+
+
+def _reachable(case: Case, memory: int | Sequence[int] | None) -> list[int]:
+    """Per stage, the most forwards ahead: what it has room for, and no more than those before it can send."""
+    if len(set(case.placement)) < len(case.placement):
+        placement = ",".join(map(str, case.placement))
+        raise PlanError(f"{case.name}: placement {placement}: expected one stage per rank, as the paper's rule knows no other")
+    limits = in_flight_limits(memory, case.cost.stages, case.microbatches)
+    found: list[int] = []
+    for stage, held in enumerate(case.cost.memory_forward):
+        room = _room(case, stage)
+        if held > room + _TOLERANCE:
+            rank = case.placement[stage]
+            raise PlanError(f"memory limit of rank {rank} is {room:g}: one microbatch holds {held:g}, the smallest that works")
+        fitting = case.microbatches if held == 0.0 else math.floor(min((room + _TOLERANCE) / held, case.microbatches))
+        found.append(min(fitting, limits[stage], found[-1] if found else case.microbatches))
+    return found
 
 
 @dataclass

@@ -13,7 +13,7 @@ from strategies import cases
 
 from adaptra.cost import Case, CostModel
 from adaptra.errors import PlanError
-from adaptra.published import paper_rule
+from adaptra.published import paper_rule, uniform_slack
 from adaptra.simulate import simulate
 from adaptra.verify import verify
 
@@ -42,11 +42,23 @@ def test_valid_and_within_every_limit(case: Case, limit: int, data: st.DataObjec
     room = tuple(size * data.draw(st.integers(1, 4)) for size in sizes)
     cost = replace(case.cost, memory_forward=sizes, memory_input_grad=tuple(size / 2 for size in sizes), memory_limit=room)
     limited = replace(case, cost=cost)
-    program = paper_rule(limited, memory=limit)
-    verify(program)
-    simulated = simulate(program, limited.cost)
-    assert not simulated.over_memory
-    assert max(simulated.peak_in_flight) <= limit
+    for program in (paper_rule(limited, memory=limit), uniform_slack(limited, memory=limit)):
+        verify(program)
+        simulated = simulate(program, limited.cost)
+        assert not simulated.over_memory
+        assert max(simulated.peak_in_flight) <= limit
+
+
+@pytest.mark.parametrize(
+    ("memory", "in_flight"), [(10, (10, 7, 4, 1)), (7, (7, 5, 3, 1)), (5, (5, 3, 2, 1)), (1, (1, 1, 1, 1))]
+)
+def test_memory_becomes_slack_spread_evenly(memory: int, in_flight: tuple[int, ...]) -> None:
+    case = Case(CostModel.uniform(4, 10, 10, 10), 12, (0, 1, 2, 3))
+    assert simulate(uniform_slack(case, memory=memory), case.cost).peak_in_flight == in_flight
+
+
+def test_a_single_stage_has_no_edge_to_spread_slack_over() -> None:
+    verify(uniform_slack(Case(CostModel.uniform(1, 1, 1, 1), 3, (0,))))
 
 
 def test_several_stages_on_a_rank_are_refused() -> None:
