@@ -12,13 +12,13 @@ from adaptra.passes.adapt_order import ADAPTED
 from adaptra.planner import plan
 from adaptra.program import Program
 from adaptra.published import PAPER, paper_rule
-from adaptra.schedules import GENERATORS, generate
+from adaptra.schedules import GENERATORS, PLACED, generate_for
 from adaptra.simulate import Bound, Simulation, lower_bound, simulate
 
 KEPT: Final = "kept"
 """In a sweep: the plan for the smallest delay, kept while the delay grows."""
 
-COMPARED: Final = (*GENERATORS, PAPER, ADAPTED)
+COMPARED: Final = (*GENERATORS, *PLACED, PAPER, ADAPTED)
 """What :func:`compare` knows by name."""
 
 SWEPT: Final = (*COMPARED, KEPT)
@@ -75,7 +75,7 @@ class Sweep:
 def compare(
     case: Case, names: Iterable[str], *, memory: int | Sequence[int] | None = None, adapted: Program | None = None
 ) -> Comparison:
-    """Simulate schedules by name: those of :data:`adaptra.schedules.GENERATORS`, ``paper`` and ``adapted``.
+    """Simulate schedules by name: those that :func:`adaptra.schedules.generate_for` knows, ``paper`` and ``adapted``.
 
     Args:
         case: The problem.
@@ -84,7 +84,8 @@ def compare(
         adapted: The plan to show as ``adapted``; made here when None.
 
     Raises:
-        PlanError: A name is unknown, a rank holds several stages and the schedule places one on each, or no plan fits.
+        PlanError: A name is unknown, or no plan fits.
+        ScheduleError: The schedule places stages otherwise than the case.
     """
 
     def run(name: str) -> Simulation:
@@ -109,7 +110,7 @@ def sweep_delay(
     ``paper`` and ``adapted`` plan anew for every delay, ``kept`` is the plan for the smallest, all others know no delays.
 
     Raises:
-        PlanError: As :func:`compare`, or no delays.
+        PlanError, ScheduleError: As :func:`compare`, or no delays.
         CaseError: An edge does not exist, or a delay is negative or not finite.
     """
     names, edges, delays = check_names(names, SWEPT), tuple(edges), tuple(sorted(delays))
@@ -151,11 +152,7 @@ def _program(case: Case, name: str, memory: int | Sequence[int] | None) -> Progr
         return plan(case, memory=memory)
     if name == PAPER:
         return paper_rule(case, memory=memory)
-    program = generate(name, case.cost.stages, case.microbatches)
-    if program.placement != case.placement:
-        placement = ",".join(map(str, case.placement))
-        raise PlanError(f"{case.name}: placement {placement}: {name} places stages {','.join(map(str, program.placement))}")
-    return program
+    return generate_for(name, case.placement, case.microbatches)
 
 
 def _slower(cost: CostModel, edges: Iterable[tuple[int, int]], delay: float) -> CostModel:

@@ -175,6 +175,18 @@ def test_traces_of_several_files_are_drawn_on_one_axis(folder: Path, capsys: pyt
     assert shown[5] == ""
 
 
+def test_schedules_with_two_stages_on_a_rank_are_printed_simulated_and_compared(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, placement in (("zbv", [[0, 3], [1, 2]]), ("interleaved", [[0, 2], [1, 3]])):
+        Path("two.json").write_text(json.dumps({"S": 4, "M": 4, "t_f": 1, "t_b": 1, "t_w": 1, "placement": placement}))
+        assert main(["schedule", name, "-s", "4", "-m", "4"]) == 0
+        Path("p.sched").write_text(capsys.readouterr().out)
+        found = run_json(capsys, "simulate", name, "two.json", "--json")
+        assert run_json(capsys, "simulate", "p.sched", "two.json", "--json") == found
+        assert run_json(capsys, "plan", "two.json", "--compare", name, "--json")["runs"][0] == found
+
+
 # plan
 
 
@@ -286,7 +298,10 @@ def test_the_documented_program_is_read_and_written_as_shown() -> None:
     ("arguments", "message"),
     [
         ("simulate 1f1b none.json", "none.json: No such file or directory"),
-        ("simulate x.sched slow.json", "x.sched: no such file, and no schedule of that name: gpipe, 1f1b, zb_h1, zb_h2"),
+        (
+            "simulate x.sched slow.json",
+            "x.sched: no such file, and no schedule of that name: gpipe, 1f1b, zb_h1, zb_h2, interleaved, zbv",
+        ),
         ("simulate . slow.json", ".: Is a directory"),
         ("simulate binary slow.json", "binary: not text: "),
         ("simulate slow.json slow.json", "slow.json: line 1: header "),
@@ -305,9 +320,9 @@ def test_the_documented_program_is_read_and_written_as_shown() -> None:
         ("plan tight.json -o p.sched", ""),
         (
             "plan slow.json --compare 1f2b",
-            "schedule '1f2b': expected some of gpipe, 1f1b, zb_h1, zb_h2, paper, adapted",
+            "schedule '1f2b': expected some of gpipe, 1f1b, zb_h1, zb_h2, interleaved, zbv, paper, adapted",
         ),
-        ("plan v.json --compare 1f1b", "v: placement 0,1,0: 1f1b places stages 0,1,2"),
+        ("plan v.json --compare 1f1b", "placement 0,1,0: 1f1b places stages on ranks 0,1,2"),
         ("plan slow.json --sweep edge=1-2", "sweep: delay is missing: expected such as edge=1-2 delay=0:60"),
         ("plan slow.json --sweep edge=1-2 delay", "sweep 'delay': expected edge=A-B, delay=FROM:TO, steps=N or names=NAME,…"),
         ("plan slow.json --sweep edge=12 delay=0:1", "sweep edge=12: expected A-B for both ways or A>B for one, such as 1-2"),
@@ -318,6 +333,8 @@ def test_the_documented_program_is_read_and_written_as_shown() -> None:
         ("plan slow.json --sweep edge=1-2 delay=0:1 names=", "schedule '': expected some of gpipe"),
         ("plan slow.json --sweep edge=1-2 delay=0:1 --picture p.txt", "p.txt: suffix '.txt': expected .svg or .png"),
         ("trace slow.json", "slow.json: not an adaptra trace: expected otherData.format to be 'adaptra-trace'"),
+        ("simulate zbv slow.json", "placement 0,1,2: zbv places stages on ranks 0,1,2,2,1,0"),
+        ("schedule zbv -s 3 -m 2", "zbv: 3 stages: expected an even number, two on each rank"),
         ("schedule 2f2b -s 2 -m 2", "schedule '2f2b': expected one of gpipe, 1f1b, zb_h1, zb_h2"),
     ],
 )

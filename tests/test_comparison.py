@@ -10,14 +10,15 @@ import pytest
 
 from adaptra.comparison import KEPT, SWEPT, compare, sweep_delay
 from adaptra.cost import Case, CostModel
-from adaptra.errors import CaseError, MissingExtraError, PlanError
+from adaptra.errors import CaseError, MissingExtraError, PlanError, ScheduleError
 from adaptra.planner import plan
 from adaptra.report.sweep import draw_sweep
-from adaptra.schedules import generate
+from adaptra.schedules import PLACED, generate
 from adaptra.simulate import lower_bound, simulate
 
 CASE = Case(CostModel.uniform(4, 10, 10, 10, latency=2), 8, (0, 1, 2, 3), "four")
 BOTH = [(1, 2), (2, 1)]
+ONE_STAGE = [name for name in SWEPT if name not in PLACED]
 
 
 def test_a_comparison_keeps_the_order_and_names_each_schedule_once() -> None:
@@ -34,7 +35,7 @@ def test_a_given_plan_is_not_planned_again() -> None:
 
 
 def test_a_sweep_adds_to_the_latency_and_plans_anew_but_for_the_plan_kept() -> None:
-    found = sweep_delay(CASE, BOTH, [40, 0], SWEPT)
+    found = sweep_delay(CASE, BOTH, [40, 0], ONE_STAGE)
     assert found.delays == (0, 40)
     slowed = CASE.cost.with_latency(1, 2, 42).with_latency(2, 1, 42)
     kept = plan(CASE)
@@ -42,7 +43,7 @@ def test_a_sweep_adds_to_the_latency_and_plans_anew_but_for_the_plan_kept() -> N
     assert found.makespans["zb_h1"][1] == simulate(generate("zb_h1", 4, 8), slowed).makespan
     assert found.makespans["adapted"][1] == simulate(plan(replace(CASE, cost=slowed)), slowed).makespan
     assert found.bounds[1] == lower_bound(replace(CASE, cost=slowed)).value
-    for name in SWEPT:
+    for name in ONE_STAGE:
         assert found.makespans["adapted"][1] <= found.makespans[name][1]
 
 
@@ -52,7 +53,9 @@ def test_what_is_over_memory_is_said_at_every_delay() -> None:
 
 
 def test_wrong_questions_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"^schedule 'kept': expected some of gpipe, 1f1b, zb_h1, zb_h2, paper, adapted$"):
+    with pytest.raises(
+        PlanError, match=r"^schedule 'kept': expected some of gpipe, 1f1b, zb_h1, zb_h2, interleaved, zbv, paper, adapted$"
+    ):
         compare(CASE, ["kept"])
     with pytest.raises(PlanError, match=r"^no schedule to compare: expected some of"):
         compare(CASE, [])
@@ -62,7 +65,7 @@ def test_wrong_questions_are_refused() -> None:
         sweep_delay(CASE, [(3, 4)], [1])
     with pytest.raises(CaseError, match=r"is -1.0: expected a finite number that is not negative$"):
         sweep_delay(CASE, BOTH, [-3])
-    with pytest.raises(PlanError, match=r"^two: placement 0,1,0,1: 1f1b places stages 0,1,2,3$"):
+    with pytest.raises(ScheduleError, match=r"^placement 0,1,0,1: 1f1b places stages on ranks 0,1,2,3$"):
         compare(replace(CASE, placement=(0, 1, 0, 1), name="two"), ["1f1b"])
 
 

@@ -19,9 +19,9 @@ _Add = Callable[[str, str], ArgumentParser]
 _CASE: Final = "cost model as JSON (docs/formats.md); all its times share one unit, its memory another"
 _PROGRAM: Final = (
     "a program: a .sched file, a .csv of torch.distributed.pipelining, - for a program on standard input, "
-    "or the name of a generated schedule (gpipe, 1f1b, zb_h1, zb_h2)"
+    "or the name of a generated schedule (gpipe, 1f1b, zb_h1, zb_h2, interleaved, zbv)"
 )
-_COMPARED: Final = "gpipe, 1f1b, zb_h1, zb_h2, paper (the published adaptive rule)"
+_COMPARED: Final = "gpipe, 1f1b, zb_h1, zb_h2, interleaved, zbv, paper (the published adaptive rule)"
 _SWEEP: Final = (
     "step time against delay: edge=A-B (both ways, or A>B for one), delay=FROM:TO in the case's unit, optionally steps=N "
     "(default 13) and names=NAME,… (those of --compare, adapted, and kept: the plan for the smallest delay)"
@@ -153,8 +153,8 @@ def _trace(add: _Add) -> None:
 
 
 def _schedule(add: _Add) -> None:
-    parser = add("schedule", "Print a schedule of the literature as a program, one stage per rank.")
-    parser.add_argument("name", metavar="NAME", help="gpipe, 1f1b, zb_h1 or zb_h2")
+    parser = add("schedule", "Print a schedule of the literature as a program: one stage per rank; interleaved and zbv two.")
+    parser.add_argument("name", metavar="NAME", help="gpipe, 1f1b, zb_h1, zb_h2, interleaved or zbv")
     parser.add_argument("-s", "--stages", type=_at_least_one, required=True, metavar="S", help="number of stages")
     parser.add_argument("-m", "--microbatches", type=_at_least_one, required=True, metavar="M", help="microbatches per step")
 

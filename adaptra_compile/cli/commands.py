@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Final
 from adaptra.cli.doctor import examine, report
 from adaptra.cli.inputs import read_program
 from adaptra.cost import Case, CostModel
+from adaptra.errors import ScheduleError
 from adaptra.program import Program
 from adaptra.report import perfetto, picture, text
 from adaptra.report.files import check_suffix, write_whole
-from adaptra.schedules import generate
+from adaptra.schedules import PLACED, generate, generate_for
 from adaptra.simulate import Bound, Simulation, lower_bound, simulate
 from adaptra.torch_csv import to_csv
 
@@ -45,7 +46,7 @@ def run(options: Namespace) -> str:
         case "trace":
             return _trace(options)
         case "schedule":
-            return str(generate(options.name, options.stages, options.microbatches))
+            return str(_generate(options.name, options.stages, options.microbatches))
         case "doctor":
             found = examine()
             return _as_json(found) if options.json else report(found)
@@ -153,6 +154,19 @@ def _trace(options: Namespace) -> str:
         picture.draw(runs, options.output, slow_edges=options.slow_edge or (), title=options.title)
         return ""
     return "\n".join(f"{title}\n{text.render(timeline, _width(options))}" for title, timeline in runs)
+
+
+def _generate(name: str, stages: int, microbatches: int) -> Program:
+    """A schedule by name; those with several stages on a rank with two."""
+    if name not in PLACED:
+        return generate(name, stages, microbatches)
+    from adaptra import placements
+
+    if stages % 2:
+        raise ScheduleError(f"{name}: {stages} stages: expected an even number, two on each rank")
+    return generate_for(
+        name, placements.v_shaped(stages // 2) if name == "zbv" else placements.in_turn(stages // 2, 2), microbatches
+    )
 
 
 def _planned(case: Case, memory: int | None) -> Program:

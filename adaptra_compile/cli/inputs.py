@@ -12,7 +12,7 @@ from typing import Final, NotRequired, TypedDict
 from adaptra.cost import Case
 from adaptra.errors import CaseError, ScheduleError
 from adaptra.program import Program
-from adaptra.schedules import GENERATORS, generate
+from adaptra.schedules import GENERATORS, PLACED, generate, generate_for
 from adaptra.torch_csv import from_csv
 from adaptra.verify import verify
 
@@ -20,14 +20,14 @@ from adaptra.verify import verify
 def read_program(given: str, case: Case) -> Program:
     """The program that ``given`` names, verified, and fit for the case.
 
-    ``-`` is standard input, a name of :data:`adaptra.schedules.GENERATORS` the schedule of the case's size, a file ending in
-    ``.csv`` torch's form, and every other file the text form.
+    ``-`` is standard input, a name that :func:`adaptra.schedules.generate_for` knows the schedule of the case's size, a file
+    ending in ``.csv`` torch's form, and every other file the text form.
 
     Raises:
         ScheduleError: It can't be read, or no set of ranks could execute it.
         CaseError: It has other stages, ranks or microbatches than the case.
     """
-    program = generate(given, len(case.placement), case.microbatches) if given in GENERATORS else _read(given)
+    program = _generated(given, case) or _read(given)
     _check_fits(given, program, case)
     try:
         verify(program)
@@ -84,6 +84,12 @@ _SWEEP_STEPS: Final = 13
 _MOST_SWEEP_STEPS: Final = 1000
 
 
+def _generated(name: str, case: Case) -> Program | None:
+    if name in GENERATORS:
+        return generate(name, len(case.placement), case.microbatches)
+    return generate_for(name, case.placement, case.microbatches) if name in PLACED else None
+
+
 def _check_fits(given: str, program: Program, case: Case) -> None:
     """Refuse a program that is for another size of problem than the case.
 
@@ -103,7 +109,9 @@ def _read(given: str) -> Program:
     try:
         text = sys.stdin.read() if given == "-" else Path(given).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ScheduleError(f"{given}: no such file, and no schedule of that name: {', '.join(GENERATORS)}") from None
+        raise ScheduleError(
+            f"{given}: no such file, and no schedule of that name: {', '.join((*GENERATORS, *PLACED))}"
+        ) from None
     except UnicodeDecodeError as error:
         raise ScheduleError(f"{given}: not text: {error}") from None
     except OSError as error:

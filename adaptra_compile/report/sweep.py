@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _COLOURS: Final = {
     "gpipe": "#8C8C8C", "1f1b": "#C8502B", "zb_h1": "#E39B3D", "zb_h2": "#B08A1E", "paper": "#A53C8F",
-    "kept": "#5F9E8F", "adapted": "#1F5F99",
+    "interleaved": "#7A5230", "zbv": "#6B6BB5", "kept": "#5F9E8F", "adapted": "#1F5F99",
 }  # fmt: skip
 _MEANING: Final = {
     "paper": "the paper's rule, re-planned",
