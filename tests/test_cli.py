@@ -40,7 +40,7 @@ def test_every_documented_example_prints_what_the_document_says(folder: Path, ca
         for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL)
         for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)
     ]
-    assert len(examples) == 20
+    assert len(examples) == 21
     for command, expected in examples:
         program, *arguments = shlex.split(command)
         assert program == "adaptra"
@@ -51,7 +51,7 @@ def test_every_documented_example_prints_what_the_document_says(folder: Path, ca
         assert re.fullmatch(pattern, shown.err if status else shown.out, re.DOTALL), f"{command}\n{shown.out}"
     files = {path.name for path in folder.iterdir()}
     programs, pictures = (
-        {"plan.sched", "lowered.sched", "shortest.sched"},
+        {"plan.sched", "lowered.sched", "shortest.sched", "robust.sched"},
         {"plan.svg", "compared.svg", "sweep.svg", "step.svg"},
     )
     assert files == {"slow.json", "before.json", "step.json", *programs, *pictures}
@@ -276,6 +276,16 @@ def test_an_exact_plan_is_proven(folder: Path, capsys: pytest.CaptureFixture[str
     assert max(found["peak_in_flight"]) <= 3
 
 
+def test_a_robust_plan_is_short_under_every_combination_of_delays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "slow.json", "--memory", "4", "--json", "-o", "p.sched"]
+    found = run_json(capsys, *arguments, "--uncertain", "1-2=0:20", "--uncertain", "0>1=1:2", "--objective", "worst")
+    assert len(found["makespans"]) == len(found["bounds"]) == 8
+    assert found["worst"] == max(found["makespans"])
+    assert Program.parse(Path("p.sched").read_text()) == Program.parse(found["program"])
+    assert found["makespan"] == run_json(capsys, "simulate", "p.sched", "slow.json", "--json")["makespan"]
+    assert found["expected"] >= run_json(capsys, *arguments, "--uncertain", "1-2=0:20", "--uncertain", "0>1=1:2")["expected"]
+
+
 def test_every_field_of_a_case_is_documented() -> None:
     """The rows of the table are the fields that a case is written with."""
     text = (DOCUMENT.parent / "formats.md").read_text()
@@ -332,6 +342,9 @@ def test_the_documented_program_is_read_and_written_as_shown() -> None:
         ("plan slow.json --sweep edge=1-2 delay=0:1 steps=1", "sweep steps=1: expected a whole number of 2 to 1000"),
         ("plan slow.json --sweep edge=1-2 delay=0:1 names=", "schedule '': expected some of gpipe"),
         ("plan slow.json --sweep edge=1-2 delay=0:1 --picture p.txt", "p.txt: suffix '.txt': expected .svg or .png"),
+        ("plan slow.json --uncertain 1-2", "uncertain 1-2: expected A-B=LOW:HIGH, such as 1-2=0:60"),
+        ("plan slow.json --uncertain 1-3=0:1", "edge 1→3: expected two neighbouring stages of 0..2"),
+        ("plan slow.json --uncertain 1=0:1", "uncertain 1=0:1: expected A-B for both ways or A>B for one, such as 1-2"),
         ("trace slow.json", "slow.json: not an adaptra trace: expected otherData.format to be 'adaptra-trace'"),
         ("simulate zbv slow.json", "placement 0,1,2: zbv places stages on ranks 0,1,2,2,1,0"),
         ("schedule zbv -s 3 -m 2", "zbv: 3 stages: expected an even number, two on each rank"),

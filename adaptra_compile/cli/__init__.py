@@ -99,6 +99,13 @@ def _plan(add: _Add) -> None:
     question.add_argument(
         "--exact", type=_seconds, metavar="TIME", help="prove the shortest plan, at most so long, such as 60s (extra exact)"
     )
+    question.add_argument(
+        "--uncertain", action="append", metavar="A-B=LOW:HIGH",
+        help="plan for a delay that messages between stages A and B may have or not, each direction on its own; repeatable",
+    )  # fmt: skip
+    parser.add_argument(
+        "--objective", choices=("expected", "worst"), default="expected", help="with --uncertain: mean or longest step time"
+    )
     parser.add_argument(
         "--memory", type=_at_least_one, metavar="N", help="microbatches in flight per stage at most (F started, I not ended)"
     )

@@ -59,12 +59,12 @@ def _plan(options: Namespace) -> str:
     case = Case.load(options.case)
     if options.sweep is not None:
         return _sweep(options, case)
+    if options.uncertain is not None:
+        return _robust(options, case)
     exact = None if options.exact is None else _exact(options, case)
     planned = _planned(case, options.memory) if exact is None else exact.program
     simulation, bound = simulate(planned, case.cost), lower_bound(case)
-    program = _lowered(planned, case.cost) if options.lower else planned
-    if options.output is not None:
-        write_whole(options.output, _program_text(program, options.output))
+    program = _write_program(options, case, planned)
     if options.compare is not None:
         return _compare(options, case, planned)
     _draw(options, case, simulation)
@@ -77,6 +77,35 @@ def _plan(options: Namespace) -> str:
         "" if exact is None else f"exact    {'proven: ' if exact.proven else ''}no order is shorter than {exact.bound:.10g}\n"
     )
     return _headline(case, simulation, bound) + proven
+
+
+def _write_program(options: Namespace, case: Case, planned: Program) -> Program:
+    """Lower the plan if asked to, write it where asked to, and return it."""
+    program = _lowered(planned, case.cost) if options.lower else planned
+    if options.output is not None:
+        write_whole(options.output, _program_text(program, options.output))
+    return program
+
+
+def _robust(options: Namespace, case: Case) -> str:
+    from adaptra.cli.inputs import read_uncertain
+    from adaptra.robust import Objective, delay_scenarios, robust_plan
+
+    scenarios = delay_scenarios(case.cost, read_uncertain(options.uncertain))
+    found = robust_plan(case, scenarios, objective=Objective(options.objective), memory=options.memory)
+    program = _write_program(options, case, found.program)
+    simulation, bound = simulate(found.program, case.cost), lower_bound(case)
+    _draw(options, case, simulation)
+    if options.json:
+        figures = {"expected": found.expected, "worst": found.worst, "makespans": found.makespans, "bounds": found.bounds}
+        return _as_json({"program": str(program)} | _figures(case, simulation, bound) | figures)
+    if options.output is None:
+        return str(program)
+    return (
+        _headline(case, simulation, bound)
+        + f"expected {found.expected:.10g} over {len(scenarios)} scenarios of {found.candidates} plans compared\n"
+        + f"worst    {found.worst:.10g}\n"
+    )
 
 
 def _exact(options: Namespace, case: Case) -> Exact:

@@ -1,4 +1,4 @@
-"""Reading a command line: PROGRAM, which is a file, standard input or the name of a generated schedule, and --sweep."""
+"""Reading a command line: PROGRAM, which a file, standard input or a name, --sweep, --uncertain."""
 
 from __future__ import annotations
 
@@ -59,25 +59,50 @@ def read_sweep(given: Sequence[str]) -> SweepRange:
     for name in ("edge", "delay"):
         if name not in values:
             raise CaseError(f"sweep: {name} is missing: expected such as edge=1-2 delay=0:60")
-    edge = re.fullmatch(r"(\d{1,6})([->])(\d{1,6})", values["edge"], re.ASCII)
-    if edge is None:
-        raise CaseError(f"sweep edge={values['edge']}: expected A-B for both ways or A>B for one, such as 1-2")
-    source, destination = int(edge[1]), int(edge[3])
-    both = [(destination, source)] if edge[2] == "-" else []
-    try:
-        first, last = map(float, values["delay"].split(":"))
-    except ValueError:
-        raise CaseError(f"sweep delay={values['delay']}: expected FROM:TO, such as 0:60") from None
+    edges = _edges(f"sweep edge={values['edge']}", values["edge"])
+    first, last = _range(f"sweep delay={values['delay']}", values["delay"])
     steps = values.get("steps", str(_SWEEP_STEPS))
     if not (steps.isascii() and steps.isdigit() and 2 <= int(steps) <= _MOST_SWEEP_STEPS):
         raise CaseError(f"sweep steps={steps}: expected a whole number of 2 to {_MOST_SWEEP_STEPS}")
-    if not (math.isfinite(last) and 0 <= first < last):
-        raise CaseError(f"sweep delay={values['delay']}: expected 0 <= FROM < TO")
     width = (last - first) / (int(steps) - 1)
-    found = SweepRange(edges=[(source, destination), *both], delays=[first + width * step for step in range(int(steps))])
+    found = SweepRange(edges=edges, delays=[first + width * step for step in range(int(steps))])
     if "names" in values:
         found["names"] = values["names"].split(",")
     return found
+
+
+def read_uncertain(given: Sequence[str]) -> dict[tuple[int, int], dict[float, float]]:
+    """The words behind ``--uncertain``, such as ``1-2=0:60``: per directed edge its low and its high delay, as likely.
+
+    Raises:
+        CaseError: Names the word and the form expected.
+    """
+    found: dict[tuple[int, int], dict[float, float]] = {}
+    for word in given:
+        edge, equals, delays = word.partition("=")
+        if not equals:
+            raise CaseError(f"uncertain {word}: expected A-B=LOW:HIGH, such as 1-2=0:60")
+        low, high = _range(f"uncertain {word}", delays)
+        found |= {directed: {low: 1.0, high: 1.0} for directed in _edges(f"uncertain {word}", edge)}
+    return found
+
+
+def _edges(what: str, given: str) -> list[tuple[int, int]]:
+    edge = re.fullmatch(r"(\d{1,6})([->])(\d{1,6})", given, re.ASCII)
+    if edge is None:
+        raise CaseError(f"{what}: expected A-B for both ways or A>B for one, such as 1-2")
+    source, destination = int(edge[1]), int(edge[3])
+    return [(source, destination), (destination, source)] if edge[2] == "-" else [(source, destination)]
+
+
+def _range(what: str, given: str) -> tuple[float, float]:
+    try:
+        low, high = map(float, given.split(":"))
+    except ValueError:
+        raise CaseError(f"{what}: expected FROM:TO, such as 0:60") from None
+    if not (math.isfinite(high) and 0 <= low < high):
+        raise CaseError(f"{what}: expected 0 <= FROM < TO")
+    return low, high
 
 
 _SWEEP_STEPS: Final = 13
