@@ -104,10 +104,19 @@ def sweep_delay(
     names: Iterable[str] = ("1f1b", "zb_h1", "zb_h2", PAPER, KEPT, ADAPTED),
     *,
     memory: int | Sequence[int] | None = None,
+    budget: float | None = None,
 ) -> Sweep:
     """Simulate schedules while a delay is added to the latency of some directed edges.
 
     ``paper`` and ``adapted`` plan anew for every delay, ``kept`` is the plan for the smallest, all others know no delays.
+
+    Args:
+        case: The problem at no added delay.
+        edges: The directed edges to delay, all by as much.
+        delays: What to add.
+        names: Some of :data:`SWEPT`.
+        memory: As for :func:`compare`.
+        budget: As for :func:`adaptra.planner.plan`, for each of the plans.
 
     Raises:
         PlanError, ScheduleError: As :func:`compare`, or no delays.
@@ -117,11 +126,11 @@ def sweep_delay(
     if not delays:
         raise PlanError("no delays: expected at least one")
     slowed = [replace(case, cost=_slower(case.cost, edges, delay)) for delay in delays]
-    kept = plan(slowed[0], memory=memory) if KEPT in names else None
+    kept = plan(slowed[0], memory=memory, budget=budget) if KEPT in names else None
     found: dict[str, list[Simulation]] = {name: [] for name in names}
     for slow in slowed:
         for name, runs in found.items():
-            program = kept if name == KEPT and kept is not None else _program(slow, name, memory)
+            program = kept if name == KEPT and kept is not None else _program(slow, name, memory, budget)
             runs.append(simulate(program, slow.cost))
     return Sweep(
         case,
@@ -147,9 +156,9 @@ def check_names(names: Iterable[str], known: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def _program(case: Case, name: str, memory: int | Sequence[int] | None) -> Program:
+def _program(case: Case, name: str, memory: int | Sequence[int] | None, budget: float | None = None) -> Program:
     if name == ADAPTED:
-        return plan(case, memory=memory)
+        return plan(case, memory=memory, budget=budget)
     if name == PAPER:
         return paper_rule(case, memory=memory)
     return generate_for(name, case.placement, case.microbatches)

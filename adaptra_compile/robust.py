@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from itertools import product
 from typing import Final
 
@@ -106,6 +107,7 @@ def robust_plan(
     memory: int | Sequence[int] | None = None,
     incumbent: Program | None = None,
     effort: int | None = None,
+    budget: float | None = None,
 ) -> RobustPlan:
     """The best plan over scenarios, never worse by the objective than the incumbent or the plan for any of the likeliest 16.
 
@@ -116,7 +118,7 @@ def robust_plan(
         objective: Expected or worst step time.
         memory: As for :func:`adaptra.planner.plan`.
         incumbent: The program that runs now; it competes where it is within the limits.
-        effort: As for :func:`adaptra.planner.plan`, for each of the plans.
+        effort, budget: As for :func:`adaptra.planner.plan`, for each of the plans, some twenty at most.
 
     Raises:
         PlanError: No scenario, a weight that is not a positive number, a scenario of other stages than the case, or as
@@ -128,7 +130,8 @@ def robust_plan(
     costs = [replace(scenario.cost, **sizes) for scenario in scenarios]
     weights = [scenario.weight for scenario in scenarios]
     best: tuple[tuple[float, float], Program, tuple[float, ...]] | None = None
-    programs = dict.fromkeys(_candidates(case, costs, weights, memory, incumbent, effort))
+    search = partial(plan, memory=memory, incumbent=incumbent, effort=effort, budget=budget)
+    programs = dict.fromkeys(_candidates(case, costs, weights, search, memory, incumbent))
     for program in programs:
         runs = [simulate(program, cost) for cost in costs]
         if any(run.over_memory for run in runs) or any(map(int.__gt__, runs[0].peak_in_flight, limits)):
@@ -158,15 +161,15 @@ def _candidates(
     case: Case,
     costs: Sequence[CostModel],
     weights: Sequence[float],
+    search: Callable[[Case], Program],
     memory: int | Sequence[int] | None,
     incumbent: Program | None,
-    effort: int | None,
 ) -> Iterator[Program]:
     likeliest = sorted(range(len(costs)), key=lambda index: -weights[index])[:_MOST_PLANNED]
     mildest, harshest = _extreme(costs, min), _extreme(costs, max)
     planned_for = [*(costs[index] for index in likeliest), *(_blend(mildest, harshest, share) for share in _BLENDS), case.cost]
     for cost in dict.fromkeys(planned_for):
-        yield plan(replace(case, cost=cost), memory=memory, incumbent=incumbent, effort=effort)
+        yield search(replace(case, cost=cost))
     if incumbent is not None:
         yield incumbent
     if len(set(case.placement)) == len(case.placement):

@@ -276,6 +276,14 @@ def test_an_exact_plan_is_proven(folder: Path, capsys: pytest.CaptureFixture[str
     assert max(found["peak_in_flight"]) <= 3
 
 
+@pytest.mark.parametrize("question", [[], ["--compare", "1f1b"], ["--sweep", "edge=1-2", "delay=0:5", "steps=2"]], ids=str)
+def test_a_budget_ends_the_search_with_a_plan(folder: Path, capsys: pytest.CaptureFixture[str], question: list[str]) -> None:
+    """Of a size that is not solved within the budget."""
+    Path("large.json").write_text(json.dumps(CASE | {"S": 16, "M": 64, "t_w": [1 + n % 3 for n in range(16)], "c_f": 3}))
+    found = run_json(capsys, "plan", "large.json", "--budget", "20ms", "--json", *question)
+    assert found["case"] == "large"
+
+
 def test_a_robust_plan_is_short_under_every_combination_of_delays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "slow.json", "--memory", "4", "--json", "-o", "p.sched"]
     found = run_json(capsys, *arguments, "--uncertain", "1-2=0:20", "--uncertain", "0>1=1:2", "--objective", "worst")
@@ -342,6 +350,7 @@ def test_the_documented_program_is_read_and_written_as_shown() -> None:
         ("plan slow.json --sweep edge=1-2 delay=0:1 steps=1", "sweep steps=1: expected a whole number of 2 to 1000"),
         ("plan slow.json --sweep edge=1-2 delay=0:1 names=", "schedule '': expected some of gpipe"),
         ("plan slow.json --sweep edge=1-2 delay=0:1 --picture p.txt", "p.txt: suffix '.txt': expected .svg or .png"),
+        ("plan slow.json --exact 1s --budget 1s", "--budget with --exact: expected one of them; --exact takes a time itself"),
         ("plan slow.json --uncertain 1-2", "uncertain 1-2: expected A-B=LOW:HIGH, such as 1-2=0:60"),
         ("plan slow.json --uncertain 1-3=0:1", "edge 1→3: expected two neighbouring stages of 0..2"),
         ("plan slow.json --uncertain 1=0:1", "uncertain 1=0:1: expected A-B for both ways or A>B for one, such as 1-2"),
@@ -410,6 +419,7 @@ def test_an_impossible_case_is_refused_by_file_and_field(
         ("simulate 1f1b slow.json --slow-edge 1", "argument --slow-edge: '1': expected two stages such as 1-2"),
         ("plan", "the following arguments are required: CASE"),
         ("plan slow.json --exact 10", "argument --exact: '10': expected a duration such as 100ms or 2s"),
+        ("plan slow.json --budget 0ms", "argument --budget: '0ms': expected a duration such as 100ms or 2s"),
         ("plan slow.json --exact 1s --compare 1f1b", "argument --compare: not allowed with argument --exact"),
         ("", "the following arguments are required: COMMAND"),
         ("plan slow.json --mem 3", "unrecognized arguments: --mem 3"),

@@ -48,10 +48,11 @@ def test_between_two_delays_no_plan_for_one_of_them_is_better(objective: Objecti
     assert judged(optimist) > 1.15 * judged(list(found.makespans))
 
 
-def test_expected_and_worst_are_different_questions() -> None:
-    expected, worst = (robust_plan(CASE, UNCERTAIN, objective=objective) for objective in Objective)
+@pytest.mark.parametrize("memory", [5, 6, 8])
+def test_each_objective_is_best_by_its_own_measure(memory: int) -> None:
+    expected, worst = (robust_plan(CASE, UNCERTAIN, objective=objective, memory=memory) for objective in Objective)
     assert expected.expected <= worst.expected
-    assert worst.worst < expected.worst
+    assert worst.worst <= expected.worst
 
 
 def test_a_weight_moves_the_plan_towards_what_is_likely() -> None:

@@ -109,6 +109,9 @@ def _plan(add: _Add) -> None:
     parser.add_argument(
         "--memory", type=_at_least_one, metavar="N", help="microbatches in flight per stage at most (F started, I not ended)"
     )
+    parser.add_argument(
+        "--budget", type=_seconds, metavar="TIME", help="search each plan so long at most, such as 100ms; not with --exact"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the program here: .sched, or .csv for torch's form")
     parser.add_argument(
         "--lower", action="store_true", help="insert SEND and RECV; otherwise the program holds compute ops only"

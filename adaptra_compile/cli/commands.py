@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from adaptra.cli.doctor import examine, report
 from adaptra.cli.inputs import read_program
 from adaptra.cost import Case, CostModel
-from adaptra.errors import ScheduleError
+from adaptra.errors import PlanError, ScheduleError
 from adaptra.program import Program
 from adaptra.report import perfetto, picture, text
 from adaptra.report.files import check_suffix, write_whole
@@ -56,13 +56,15 @@ def run(options: Namespace) -> str:
 
 def _plan(options: Namespace) -> str:
     _check_outputs({options.output: _PROGRAM_SUFFIXES, options.picture: picture.SUFFIXES})
+    if options.exact is not None and options.budget is not None:
+        raise PlanError("--budget with --exact: expected one of them; --exact takes a time itself")
     case = Case.load(options.case)
     if options.sweep is not None:
         return _sweep(options, case)
     if options.uncertain is not None:
         return _robust(options, case)
     exact = None if options.exact is None else _exact(options, case)
-    planned = _planned(case, options.memory) if exact is None else exact.program
+    planned = _planned(case, options.memory, options.budget) if exact is None else exact.program
     simulation, bound = simulate(planned, case.cost), lower_bound(case)
     program = _write_program(options, case, planned)
     if options.compare is not None:
@@ -92,7 +94,7 @@ def _robust(options: Namespace, case: Case) -> str:
     from adaptra.robust import Objective, delay_scenarios, robust_plan
 
     scenarios = delay_scenarios(case.cost, read_uncertain(options.uncertain))
-    found = robust_plan(case, scenarios, objective=Objective(options.objective), memory=options.memory)
+    found = robust_plan(case, scenarios, objective=Objective(options.objective), memory=options.memory, budget=options.budget)
     program = _write_program(options, case, found.program)
     simulation, bound = simulate(found.program, case.cost), lower_bound(case)
     _draw(options, case, simulation)
@@ -135,7 +137,7 @@ def _sweep(options: Namespace, case: Case) -> str:
     from adaptra.cli.inputs import read_sweep
     from adaptra.comparison import sweep_delay
 
-    found = sweep_delay(case, **read_sweep(options.sweep), memory=options.memory)
+    found = sweep_delay(case, **read_sweep(options.sweep), memory=options.memory, budget=options.budget)
     if options.picture is not None:
         from adaptra.report.sweep import draw_sweep
 
@@ -162,7 +164,7 @@ def _explain(options: Namespace) -> str:
     from adaptra.explanation import explain
 
     case = Case.load(options.case)
-    program = _planned(case, None) if options.program is None else read_program(options.program, case)
+    program = _planned(case) if options.program is None else read_program(options.program, case)
     explanation = explain(program, case.cost, case.microbatches)
     if not options.sensitivity:
         return _as_json(explanation.to_json()) if options.json else str(explanation).rstrip("\n") + "\n"
@@ -198,10 +200,10 @@ def _generate(name: str, stages: int, microbatches: int) -> Program:
     )
 
 
-def _planned(case: Case, memory: int | None) -> Program:
+def _planned(case: Case, memory: int | None = None, budget: float | None = None) -> Program:
     from adaptra.planner import plan
 
-    return plan(case, memory=memory)
+    return plan(case, memory=memory, budget=budget)
 
 
 def _lowered(program: Program, cost: CostModel) -> Program:
