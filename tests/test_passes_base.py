@@ -74,7 +74,7 @@ def test_options_at_their_default_may_be_written() -> None:
         ),
         (
             "adapt-order{budget=1}",
-            "pipeline 'adapt-order{budget=1}': column 1: adapt-order: option 'budget': expected one of effort, memory",
+            "pipeline 'adapt-order{budget=1}': column 1: adapt-order: option 'budget': expected one of effort, memory, seed",
         ),
         (
             "split-backward{x=1}",
