@@ -7,6 +7,7 @@
 #include <limits>
 #include <utility>
 
+#include "schedule/bounds.h"
 #include "schedule/dice.h"
 #include "schedule/list_schedule.h"
 #include "schedule/local_search.h"
@@ -86,8 +87,10 @@ class Search {
 
   // Once there is a plan: whether it meets the bound, the effort is spent, or the caller wants no more.
   bool done() {
-    if (!best_) return spent_ >= options_.effort;
-    return spent_ >= options_.effort || best_->makespan <= options_.target * (1.0 + kTolerance) || options_.stop();
+    if (spent_ >= options_.effort || !best_) return spent_ >= options_.effort;
+    if (options_.stop()) return true;
+    if (target_ < 0.0) target_ = lower_bound(problem_).value;
+    return best_->makespan <= target_ * (1.0 + kTolerance);
   }
 
   // The makespan of what the policy leads to, or infinity when that is longer than `cutoff` or not within the limits.
@@ -207,6 +210,7 @@ class Search {
   Policy policy_;
   double current_ = kNever;
   std::optional<Plan> best_;
+  double target_ = -1.0;  // the bound, once it is needed: on large problems it takes as long as a plan
   std::optional<LocalSearch> local_;
   Dice dice_;
 };
