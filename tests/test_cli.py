@@ -351,6 +351,7 @@ def test_the_documented_program_is_read_and_written_as_shown() -> None:
         ("plan slow.json --sweep edge=1-2 delay=0:1 names=", "schedule '': expected some of gpipe"),
         ("plan slow.json --sweep edge=1-2 delay=0:1 --picture p.txt", "p.txt: suffix '.txt': expected .svg or .png"),
         ("plan slow.json --exact 1s --budget 1s", "--budget with --exact: expected one of them; --exact takes a time itself"),
+        ("plan slow.json --sweep edge=1-2 delay=0:1 -o p.sched", "--sweep with -o: expected one of them; a sweep has"),
         ("plan slow.json --uncertain 1-2", "uncertain 1-2: expected A-B=LOW:HIGH, such as 1-2=0:60"),
         ("plan slow.json --uncertain 1-3=0:1", "edge 1→3: expected two neighbouring stages of 0..2"),
         ("plan slow.json --uncertain 1=0:1", "uncertain 1=0:1: expected A-B for both ways or A>B for one, such as 1-2"),
