@@ -100,16 +100,20 @@ def test_every_plan_is_valid_within_memory_and_takes_what_the_solver_says(
 
 
 @needs_solver
-def test_the_planner_is_within_one_percent_of_the_optimum_on_average_and_five_at_worst() -> None:
+@pytest.mark.parametrize(
+    ("placement", "worst"), [(None, 1.05), ((0, 1, 1, 0), 1.1), ((0, 1, 0, 1), 1.1)], ids=["one stage", "V", "interleaved"]
+)
+def test_the_planner_is_within_one_percent_of_the_optimum_on_average(placement: tuple[int, ...] | None, worst: float) -> None:
+    """And within five percent at worst, with one stage per rank."""
     ratios: list[float] = []
-    for seed in range(100, 160):
-        case = random_case(seed)
+    for seed in range(100, 160 if placement is None else 130):
+        case = random_case(seed, placement)
         found = solve_exactly(case, workers=1)
         assert found.proven, case.name
         ratios.append(simulate(plan(case), case.cost).makespan / found.makespan)
     assert min(ratios) >= 1
     assert mean(ratios) <= 1.01
-    assert max(ratios) <= 1.05
+    assert max(ratios) <= worst
 
 
 @needs_solver
