@@ -180,6 +180,24 @@ def test_any_program_comes_back_valid_within_limits_and_not_worse(program: Progr
 
 
 @settings(deadline=None, max_examples=100)
+@given(cases(max_stages=5, max_microbatches=8), st.data())
+def test_between_the_bound_and_every_known_schedule_with_memory_in_bytes(case: Case, data: st.DataObject) -> None:
+    """Stages hold different amounts, I frees different parts of them, and limits are not multiples of either."""
+    stages = case.cost.stages
+    held = tuple(float(data.draw(st.integers(2**20, 2**32))) for _ in range(stages))
+    freed = tuple(float(data.draw(st.integers(0, int(most)))) for most in held)
+    limit = tuple(float(int(most * data.draw(st.floats(1, stages + 2)))) for most in held)
+    blocking, half_duplex = data.draw(st.sampled_from(Blocking)), data.draw(st.booleans())
+    cost = replace(case.cost, memory_forward=held, memory_input_grad=freed, memory_limit=limit)
+    case = replace(case, cost=replace(cost, blocking=blocking, half_duplex=half_duplex))
+    found = check(plan(case, effort=data.draw(st.sampled_from([1, 20_000]))), case.cost)
+    assert found.makespan >= lower_bound(case).value * (1 - 1e-9)
+    for name in ("gpipe", "1f1b", "zb_h1", "zb_h2"):
+        known = simulate(generate(name, stages, case.microbatches), case.cost)
+        assert known.over_memory or found.makespan <= known.makespan * (1 + 1e-12), name
+
+
+@settings(deadline=None, max_examples=100)
 @given(cases(max_stages=5, max_microbatches=7), st.data())
 def test_the_searchs_own_clock_is_the_simulators(case: Case, data: st.DataObject) -> None:
     """In every mode of communication and placement: what the search believes a plan takes is what the simulator says."""
