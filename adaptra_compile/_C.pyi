@@ -1,7 +1,7 @@
 # ruff: noqa: N999 - the underscore and capital say that this is the extension module, as in torch._C
 """The C++ part: event simulation and list scheduling. Its callers are adaptra.simulate and the passes, nobody else."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 from adaptra.cost import Case, CostModel
@@ -54,26 +54,33 @@ def lower_bound(planning_case: Case) -> tuple[float, str, int]:
     """The greatest lower bound: its value, its name, and the stage, edge or rank that binds."""
 
 def search_orders(
-    program: Program,
-    cost: CostModel,
+    planning_case: Case,
     in_flight: Sequence[int],
     warm_ups: Sequence[Sequence[int]],
     alternations: Sequence[tuple[Sequence[int], Sequence[int]]],
     effort: int,
+    seed: int,
+    seconds: float | None,
+    should_stop: Callable[[], bool] | None,
     rule: Mapping[Kind, Sequence[Row]],
-) -> list[list[tuple[int, Kind, int]]] | None:
-    """The best orders found for the placement and microbatches of ``program``: stage, kind and microbatch of every op, rank by
-    rank. None when none was found within the limits. Releases the interpreter lock while it searches.
+) -> tuple[float, tuple[tuple[Op, ...], ...]] | None:
+    """The shortest makespan found for a case and its orders, rank by rank, or None when nothing was found within the limits.
+
+    Releases the interpreter lock while it searches. However soon it is stopped, it looks until it has orders or has tried
+    everything it starts from.
 
     Args:
-        program: Its placement and microbatches count, not its orders.
-        cost: Times and memory; ``memory_limit`` is kept.
+        planning_case: Times, memory, placement and microbatches; ``memory_limit`` is kept.
         in_flight: Per stage, the most microbatches in flight.
         warm_ups: Where to start; every one has a number per stage, at least 1.
         alternations: (warm-up, W deferred by) per stage; the result is never worse than any of these that fits.
         effort: About how many ops to dispatch and simulate before the search ends.
+        seed: Of all random choices.
+        seconds: How long to search, if that is limited.
+        should_stop: Asked every few milliseconds; True ends the search.
         rule: The dependency rule.
 
     Raises:
-        ValueError: The program and the cost model have different numbers of stages.
+        ValueError: The numbers per stage are not as many as the case has stages.
+        Exception: What ``should_stop`` raised.
     """

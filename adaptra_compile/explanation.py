@@ -9,6 +9,7 @@ from typing import Any
 from adaptra.cost import Case, CostModel
 from adaptra.equations import Equation, equations
 from adaptra.errors import PlanError
+from adaptra.limitation import Limitation, what_limits
 from adaptra.program import Kind, Program
 from adaptra.simulate import Bound, lower_bound, simulate
 from adaptra.warm_up import WarmUp, edge_times, warm_up
@@ -59,6 +60,7 @@ class Explanation:
         makespan: The simulated makespan.
         bound: What no plan beats, and what binds.
         lines: Every equation at every place where it says something, equation by equation.
+        limitation: What keeps the plan from being shorter, and what would help.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Explanation:
     makespan: float
     bound: Bound
     lines: tuple[Line, ...]
+    limitation: Limitation
 
     @property
     def slack(self) -> tuple[int, ...]:
@@ -93,6 +96,7 @@ class Explanation:
             "bound": self.bound.value,
             "binds": f"{self.bound.kind.value}, {self.bound.where}",
             "gap": self.gap,
+            "limitation": self.limitation.to_json(),
             "equations": [line.to_json() for line in self.lines],
         }
 
@@ -101,6 +105,7 @@ class Explanation:
 
     def _text(self) -> Iterator[str]:
         yield f"{self.name}: makespan {self.makespan:g}, no plan beats {self.bound}, gap {100 * self.gap:.1f} %"
+        yield str(self.limitation)
         yield f"N = {self.microbatches}, S = {len(self.x)}; warm-up forwards per stage, x_i:"
         yield f"  this plan           {' '.join(map(str, self.x))}"
         yield f"  the equations alone {' '.join(map(str, self.asked.x))}"
@@ -132,7 +137,7 @@ def explain(program: Program, cost: CostModel, microbatches: int | None = None) 
         raise PlanError(f"{program.name} has {program.microbatches} microbatches: expected {microbatches}")
     if program.is_forward_only:
         raise PlanError(f"{program.name} computes no gradients: there is no warm-up to explain")
-    simulation = simulate(program, cost)
+    simulation = simulate(program.compute_only() if program.is_lowered else program, cost)
     x = _warm_up_of(program)
     asked = warm_up(cost, program.microbatches, _limits(program, cost))
     return Explanation(
@@ -143,6 +148,7 @@ def explain(program: Program, cost: CostModel, microbatches: int | None = None) 
         simulation.makespan,
         lower_bound(Case(cost, program.microbatches, program.placement)),
         (*_edge_lines(cost, program.microbatches, x, asked), *_bound_lines(cost, program.microbatches, asked.limit)),
+        what_limits(simulation),
     )
 
 

@@ -1,9 +1,11 @@
 """The schedules of the literature as functions of the number of stages and microbatches.
 
-None of them knows a time: they are the programs that adapting starts from and is compared with. All place one stage on each
-rank, hold compute ops only and are valid for any number of stages and microbatches of at least one.
+None of them knows a time: they are the programs that adapting starts from and is compared with. All hold compute ops only and
+are valid for any number of ranks and microbatches of at least one. Those of :data:`GENERATORS` place one stage on each rank;
+:func:`interleaved_1f1b` and :func:`zbv` place several.
 
-The zero-bubble schedules are the handcrafted ones of "Zero Bubble Pipeline Parallelism" (Qi et al., ICLR 2024), section 2.
+The zero-bubble schedules are the handcrafted ones of "Zero Bubble Pipeline Parallelism" (Qi et al., ICLR 2024), section 2, and
+of "Pipeline Parallelism with Controllable Memory" (Qi et al., NeurIPS 2024).
 """
 
 from __future__ import annotations
@@ -76,6 +78,82 @@ def zb_h2(stages: int, microbatches: int) -> Program:
     return _program("zb_h2", stages, microbatches, order)
 
 
+def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2) -> Program:
+    """Interleaved 1F1B: rank r holds the stages r, r + ranks, … and alternates between them, which fills the pipeline sooner.
+
+    Microbatches go in rounds of ``ranks``; in a round a rank runs the forwards of its first stage, then those of its second,
+    and so on, and the backwards from its last stage to its first. Rank r runs (chunks-1) ranks + 2 (ranks-r) - 1 forwards
+    ahead and holds at most as many. With one chunk it is 1F1B. From "Efficient Large-Scale Language Model Training on GPU
+    Clusters" (Narayanan et al., SC 2021), section 2.2.
+
+    Args:
+        ranks: The number of ranks.
+        microbatches: The number of microbatches; for a last round that is not full, the rest of a full one is left out.
+        chunks: How many stages each rank holds.
+
+    Raises:
+        ScheduleError: A number is below one.
+    """
+    _check("interleaved", ranks=ranks, microbatches=microbatches, chunks=chunks)
+    rounds = -(-microbatches // ranks)
+
+    def units(kind: Kind, rank: int) -> list[Op]:
+        order = range(chunks) if kind is Kind.F else reversed(range(chunks))
+        in_round = [(chunk, place) for chunk in order for place in range(ranks)]
+        return [Op(chunk * ranks + rank, kind, n * ranks + place) for n in range(rounds) for chunk, place in in_round]
+
+    def order(rank: int) -> Iterable[Op]:
+        forwards, backwards = units(Kind.F, rank), units(Kind.I, rank)
+        behind = ranks - rank - 1
+        ahead = min(len(forwards), (chunks - 1) * ranks + (2 if chunks > 1 else 1) * behind + 1)
+        yield from forwards[:ahead]
+        for index, backward in enumerate(backwards):
+            yield backward
+            yield Op(backward.stage, Kind.W, backward.microbatch)
+            yield from forwards[ahead + index : ahead + index + 1]
+
+    placement = tuple(range(ranks)) * chunks
+    orders = (tuple(op for op in order(rank) if op.microbatch < microbatches) for rank in range(ranks))
+    return Program("interleaved", placement, microbatches, tuple(orders))
+
+
+def zbv(ranks: int, microbatches: int) -> Program:
+    """ZB-V: rank r holds the stages r and 2 ranks - 1 - r, so that a microbatch turns round on the last rank.
+
+    With equal op times, no delays and at least 2 ranks - 1 microbatches no rank idles between its first and its last op. Every
+    rank holds at most 2 ranks microbatches between F and W, each on one stage: as much memory as 1F1B on ranks stages of
+    twice the size. Fewer microbatches are those of a step with 2 ranks - 1, the others left out.
+
+    Raises:
+        ScheduleError: A number is below one.
+    """
+    _check("zbv", ranks=ranks, microbatches=microbatches)
+    full = max(microbatches, 2 * ranks - 1)
+
+    def order(rank: int) -> Iterable[Op]:
+        first, second = rank, 2 * ranks - 1 - rank
+        behind = ranks - rank
+        turn = [(second, Kind.F), (second, Kind.I), (second, Kind.W)]
+        script = [
+            *[(first, Kind.F)] * (2 * behind - 1),
+            *[(second, Kind.F), (first, Kind.F)] * rank,
+            *turn * behind,
+            *[(first, Kind.F), (first, Kind.I), (first, Kind.W), *turn] * (full - ranks),
+            *[(first, Kind.I), (second, Kind.I)] * rank,
+            *[(first, Kind.I), (first, Kind.W)] * behind,
+            *[(second, Kind.W)] * rank,
+            *[(first, Kind.W)] * rank,
+        ]
+        done = dict.fromkeys(script, 0)
+        for stage, kind in script:
+            yield Op(stage, kind, done[stage, kind])
+            done[stage, kind] += 1
+
+    placement = (*range(ranks), *reversed(range(ranks)))
+    orders = (tuple(op for op in order(rank) if op.microbatch < microbatches) for rank in range(ranks))
+    return Program("zbv", placement, microbatches, tuple(orders))
+
+
 def forward_only(stages: int, microbatches: int) -> Program:
     """Every stage runs its forwards in order and nothing else: evaluation.
 
@@ -109,6 +187,31 @@ def generate(name: str, stages: int, microbatches: int) -> Program:
     return GENERATORS[name](stages, microbatches)
 
 
+PLACED: Final = ("interleaved", "zbv")
+"""The schedules with several stages on each rank, by the name that the command line takes."""
+
+
+def generate_for(name: str, placement: tuple[int, ...], microbatches: int) -> Program:
+    """The schedule of this name, of :data:`GENERATORS` or :data:`PLACED`, for a pipeline placed so.
+
+    Raises:
+        ScheduleError: The name is unknown, microbatches are below one, or the schedule places stages otherwise.
+    """
+    ranks = len(set(placement))
+    if name == "interleaved":
+        program = interleaved_1f1b(ranks, microbatches, max(1, len(placement) // ranks))
+    elif name == "zbv":
+        program = zbv(ranks, microbatches)
+    elif name in GENERATORS:
+        program = generate(name, len(placement), microbatches)
+    else:
+        raise ScheduleError(f"schedule {name!r}: expected one of {', '.join((*GENERATORS, *PLACED))}")
+    if program.placement != placement:
+        given, placed = (",".join(map(str, which)) for which in (placement, program.placement))
+        raise ScheduleError(f"placement {given}: {name} places stages on ranks {placed}")
+    return program
+
+
 def _alternate(stage: int, microbatches: int, warm_up: int, deferred: int, split: bool = True) -> Iterable[Op]:
     """``warm_up`` forwards, then in turn: I, the W that is ``deferred`` input gradients older, and one forward."""
     forwards = iter([Op(stage, Kind.F, microbatch) for microbatch in range(microbatches)])
@@ -127,7 +230,11 @@ def _alternate(stage: int, microbatches: int, warm_up: int, deferred: int, split
 
 
 def _program(name: str, stages: int, microbatches: int, order: Callable[[int], Iterable[Op]]) -> Program:
-    for what, number in (("stages", stages), ("microbatches", microbatches)):
+    _check(name, stages=stages, microbatches=microbatches)
+    return Program(name, tuple(range(stages)), microbatches, tuple(tuple(order(stage)) for stage in range(stages)))
+
+
+def _check(name: str, **numbers: int) -> None:
+    for what, number in numbers.items():
         if number < 1:
             raise ScheduleError(f"{name}: {what}={number}: expected at least 1")
-    return Program(name, tuple(range(stages)), microbatches, tuple(tuple(order(stage)) for stage in range(stages)))

@@ -11,14 +11,25 @@ from typing import Final
 
 from adaptra.passes.adapt_order import AdaptOrder
 from adaptra.passes.base import Pass, Pipeline
+from adaptra.passes.fuse_backward import FuseBackward
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.passes.lower_comm import LowerComm
 from adaptra.passes.split_backward import SplitBackward
 
-__all__ = ["PASSES", "AdaptOrder", "InsertComm", "LowerComm", "Pass", "Pipeline", "SplitBackward", "parse_pipeline"]
+__all__ = [
+    "PASSES",
+    "AdaptOrder",
+    "FuseBackward",
+    "InsertComm",
+    "LowerComm",
+    "Pass",
+    "Pipeline",
+    "SplitBackward",
+    "parse_pipeline",
+]
 
 PASSES: Final[Mapping[str, type[Pass]]] = MappingProxyType(
-    {known.name: known for known in (SplitBackward, AdaptOrder, InsertComm, LowerComm)}
+    {known.name: known for known in (SplitBackward, AdaptOrder, FuseBackward, InsertComm, LowerComm)}
 )
 """adaptra's passes by name."""
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from adaptra import _C
-from adaptra.cost import CostModel
+from adaptra.cost import Case, CostModel
 from adaptra.dependencies import RULE
 from adaptra.errors import PassError, PlanError
 from adaptra.passes.base import Count, CountPerStage, Pass, option
@@ -17,14 +16,14 @@ from adaptra.program import Kind, Op, Program
 from adaptra.simulate import Simulation, simulate
 from adaptra.warm_up import SlackRule, in_flight_limits, warm_up
 
-log = logging.getLogger(__name__)
-
-LEAST_EFFORT: Final = 400_000
-"""Ops to dispatch and simulate at least: some 15 ms."""
+LEAST_EFFORT: Final = 1_500_000
+"""Ops to dispatch and simulate at least: some 40 ms."""
 
 LEAST_ROUNDS: Final = 40
 """How often to go over the whole program at least, for large programs."""
 
+UNLIMITED: Final = 2**62
+"""More effort than anybody waits for."""
 
 MEMORY_TOLERANCE: Final = 1e-9
 """How far rounding may take a sum of memory above its limit."""
@@ -34,8 +33,8 @@ MEMORY_TOLERANCE: Final = 1e-9
 class AdaptOrder(Pass):
     """Reorder the compute ops of every rank so that the simulated step is as short as the search can make it.
 
-    The bubble equations give warm-up counts; from there a search over list-scheduling policies (``csrc/schedule``) finds
-    orders, and the exact simulation judges each.
+    The bubble equations give warm-up counts; from there a search over list-scheduling policies finds orders, in which a local
+    search then moves ops (``csrc/schedule``, ``docs/planner.md``). Each is timed exactly.
 
     Guarantees, for any number of stages and microbatches, any placement and mode of communication:
 
@@ -55,62 +54,90 @@ class AdaptOrder(Pass):
 
     Attributes:
         memory: The most microbatches in flight (F started, I not ended), for every stage or one number per stage.
-        effort: About how many ops the search dispatches and simulates; by default enough for a few hundred tries on small
+        effort: About how many ops the search dispatches and simulates; by default enough for thousands of tries on small
             programs and 20 on large ones. No time is measured, so results do not depend on the machine's speed.
+        seed: Of all random choices.
     """
 
     name: ClassVar[str] = "adapt-order"
     memory: int | tuple[int, ...] | None = option(None, CountPerStage())
     effort: int | None = option(None, Count(1))
+    seed: int = option(0, Count(0))
 
     def apply(self, program: Program, cost: CostModel) -> Program:
         """The adapted program, named ``adapted``, or ``program`` itself where that is as good."""
-        if program.is_lowered:
-            raise PassError(f"{self}: {program.name} holds SEND and RECV ops: run {self.name} before insert-comm")
         if program.stages != cost.stages:
             raise PassError(
                 f"{self}: {program.name} has {program.stages} stages, the cost model {cost.stages}: expected as many"
             )
-        if program.is_forward_only:
-            return program
-        limits = in_flight_limits(self.memory, program.stages, program.microbatches)
-        _refuse_impossible_limit(program, cost)
-        best = simulate(program, cost)
-        if not _fits(best, limits):
-            best = simulate(one_at_a_time(program.placement, program.microbatches), cost)
-        found = self._search(program, cost, limits)
-        if found is not None:
-            adapted = simulate(found, cost)
-            if _fits(adapted, limits) and adapted.makespan < best.makespan:
-                best = adapted
-        log.info("%s becomes %s: makespan %g", program.name, best.program.name, best.makespan)
-        return best.program
+        case = Case(cost, program.microbatches, program.placement, program.name)
+        return search(case, self.memory, incumbent=program, effort=self.effort, seed=self.seed)
 
-    def _search(self, program: Program, cost: CostModel, limits: tuple[int, ...]) -> Program | None:
-        one_stage_per_rank = program.ranks == program.stages
-        found = _C.search_orders(
-            program,
-            cost,
-            limits,
-            _starts(program, cost, limits),
-            _known_alternations(program.stages, program.microbatches) if one_stage_per_rank else [],
-            self.effort or max(LEAST_EFFORT, LEAST_ROUNDS * 3 * program.stages * program.microbatches),
-            RULE,
-        )
-        if found is None:
-            return None
-        orders = tuple(tuple(Op(*op) for op in order) for order in found)
-        return Program(ADAPTED, program.placement, program.microbatches, orders)
+
+def search(
+    case: Case,
+    memory: int | tuple[int, ...] | None,
+    *,
+    incumbent: Program | None = None,
+    effort: int | None = None,
+    seed: int = 0,
+    budget: float | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Program:
+    """What :class:`AdaptOrder` does, for callers that may also end the search by time, and need no program to start from.
+
+    Args:
+        case: Costs, microbatches and placement.
+        memory: See :class:`AdaptOrder`.
+        incumbent: A valid compute-only program of the same placement and microbatches, with I and W.
+        effort: See :class:`AdaptOrder`. With a ``budget``, by default unlimited.
+        seed: Of all random choices.
+        budget: Seconds after which the search ends, and with it that equal inputs give equal programs.
+        should_stop: Asked every few milliseconds; once it returns true the search ends with the best found so far.
+
+    Raises:
+        PlanError: No order fits the limits; says the smallest that would do.
+        PassError: The incumbent holds communication ops.
+    """
+    if incumbent is not None and incumbent.is_lowered:
+        raise PassError(f"{AdaptOrder.name}: {incumbent.name} holds SEND and RECV ops: run it before insert-comm")
+    if incumbent is not None and incumbent.is_forward_only:
+        return incumbent
+    cost, stages, microbatches = case.cost, case.cost.stages, case.microbatches
+    limits = in_flight_limits(memory, stages, microbatches)
+    _refuse_impossible_limit(case)
+    if effort is None:
+        effort = UNLIMITED if budget is not None else max(LEAST_EFFORT, LEAST_ROUNDS * 3 * stages * microbatches)
+    found = _C.search_orders(
+        case,
+        limits,
+        _starts(case, limits),
+        _known_alternations(stages, microbatches) if len(set(case.placement)) == stages else [],
+        effort,
+        seed,
+        budget,
+        should_stop,
+        RULE,
+    )
+    best = None if incumbent is None else simulate(incumbent, cost)
+    if best is not None and not _fits(best, limits):
+        best = None
+    if found is None:
+        return one_at_a_time(case.placement, microbatches) if best is None else best.program
+    makespan, orders = found
+    if best is not None and best.makespan <= makespan:
+        return best.program
+    return Program(ADAPTED, case.placement, microbatches, orders)
 
 
 ADAPTED: Final = "adapted"
 """The name of programs whose orders this pass found."""
 
 
-def _refuse_impossible_limit(program: Program, cost: CostModel) -> None:
+def _refuse_impossible_limit(case: Case) -> None:
     """A microbatch holds its memory on all stages of a rank between its last F and its first I, whatever the order."""
-    for rank, limit in enumerate(cost.memory_limit or ()):
-        held = sum(cost.memory_forward[stage] for stage in range(program.stages) if program.placement[stage] == rank)
+    for rank, limit in enumerate(case.cost.memory_limit or ()):
+        held = sum(held for held, at in zip(case.cost.memory_forward, case.placement, strict=True) if at == rank)
         if held > limit + MEMORY_TOLERANCE:
             raise PlanError(f"memory limit of rank {rank} is {limit:g}: one microbatch holds {held:g}, the smallest that works")
 
@@ -131,26 +158,27 @@ def one_at_a_time(placement: tuple[int, ...], microbatches: int) -> Program:
     return Program("one_at_a_time", placement, microbatches, tuple(map(tuple, orders)))
 
 
-def _starts(program: Program, cost: CostModel, limits: Sequence[int]) -> list[tuple[int, ...]]:
+def _starts(case: Case, limits: Sequence[int]) -> list[tuple[int, ...]]:
     """Warm-up counts to start from: what each slackness rule asks for, 1F1B's, and all that fits."""
-    shares = [min(limit, share) for limit, share in zip(limits, _memory_shares(program, cost), strict=True)]
-    asked = [warm_up(cost, program.microbatches, rule=rule).x for rule in SlackRule]
-    asked += [tuple(range(program.stages, 0, -1)), tuple(shares)]
+    shares = [min(limit, share) for limit, share in zip(limits, _memory_shares(case), strict=True)]
+    asked = [warm_up(case.cost, case.microbatches, rule=rule).x for rule in SlackRule]
+    asked += [tuple(range(case.cost.stages, 0, -1)), tuple(shares)]
     cut = [tuple(min(count, share) for count, share in zip(start, shares, strict=True)) for start in asked]
-    return list(dict.fromkeys([*cut, warm_up(cost, program.microbatches, shares).x]))
+    return list(dict.fromkeys([*cut, warm_up(case.cost, case.microbatches, shares).x]))
 
 
-def _memory_shares(program: Program, cost: CostModel) -> list[int]:
+def _memory_shares(case: Case) -> list[int]:
     """Per stage, how many microbatches it may keep if all stages of its rank keep as many."""
+    cost = case.cost
     if cost.memory_limit is None:
-        return [program.microbatches] * program.stages
-    held = [0.0] * program.ranks
-    for stage, rank in enumerate(program.placement):
+        return [case.microbatches] * cost.stages
+    held = [0.0] * len(cost.memory_limit)
+    for stage, rank in enumerate(case.placement):
         held[rank] += cost.memory_forward[stage]
     shares: list[int] = []
-    for rank in program.placement:
+    for rank in case.placement:
         room = math.inf if held[rank] == 0.0 else (cost.memory_limit[rank] + MEMORY_TOLERANCE) / held[rank]
-        shares.append(max(1, math.floor(min(room, program.microbatches))))
+        shares.append(max(1, math.floor(min(room, case.microbatches))))
     return shares
 
 

@@ -13,6 +13,8 @@ from adaptra.cli import main
 from adaptra.cost import Case
 from adaptra.program import Program
 from adaptra.report import perfetto
+from adaptra.schedules import generate
+from adaptra.sensitivity import sensitivity
 from adaptra.simulate import lower_bound, simulate
 from adaptra.torch_csv import from_csv
 from adaptra.verify import verify
@@ -38,7 +40,7 @@ def test_every_documented_example_prints_what_the_document_says(folder: Path, ca
         for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL)
         for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)
     ]
-    assert len(examples) == 15
+    assert len(examples) == 21
     for command, expected in examples:
         program, *arguments = shlex.split(command)
         assert program == "adaptra"
@@ -48,7 +50,11 @@ def test_every_documented_example_prints_what_the_document_says(folder: Path, ca
         pattern = ".*".join(map(re.escape, expected.split("…")))
         assert re.fullmatch(pattern, shown.err if status else shown.out, re.DOTALL), f"{command}\n{shown.out}"
     files = {path.name for path in folder.iterdir()}
-    assert files == {"slow.json", "plan.sched", "plan.svg", "lowered.sched", "before.json", "step.json", "step.svg"}
+    programs, pictures = (
+        {"plan.sched", "lowered.sched", "shortest.sched", "robust.sched"},
+        {"plan.svg", "compared.svg", "sweep.svg", "step.svg"},
+    )
+    assert files == {"slow.json", "before.json", "step.json", *programs, *pictures}
 
 
 def test_every_command_is_documented() -> None:
@@ -169,6 +175,18 @@ def test_traces_of_several_files_are_drawn_on_one_axis(folder: Path, capsys: pyt
     assert shown[5] == ""
 
 
+def test_schedules_with_two_stages_on_a_rank_are_printed_simulated_and_compared(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, placement in (("zbv", [[0, 3], [1, 2]]), ("interleaved", [[0, 2], [1, 3]])):
+        Path("two.json").write_text(json.dumps({"S": 4, "M": 4, "t_f": 1, "t_b": 1, "t_w": 1, "placement": placement}))
+        assert main(["schedule", name, "-s", "4", "-m", "4"]) == 0
+        Path("p.sched").write_text(capsys.readouterr().out)
+        found = run_json(capsys, "simulate", name, "two.json", "--json")
+        assert run_json(capsys, "simulate", "p.sched", "two.json", "--json") == found
+        assert run_json(capsys, "plan", "two.json", "--compare", name, "--json")["runs"][0] == found
+
+
 # plan
 
 
@@ -202,6 +220,80 @@ def test_plan_keeps_within_the_memory_asked_for(folder: Path, capsys: pytest.Cap
     assert max(in_flight) <= 2
 
 
+def test_compare_shows_the_figures_that_simulate_shows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, "plan", "slow.json", "--memory", "4", "--compare", "1f1b,paper", "--json")
+    first, paper, adapted = found["runs"]
+    assert first == run_json(capsys, "simulate", "1f1b", "slow.json", "--json")
+    assert (paper["name"], adapted["name"]) == ("paper", "adapted")
+    assert max(paper["peak_in_flight"]) <= 4
+    assert adapted["makespan"] <= min(first["makespan"], paper["makespan"])
+
+
+def test_compare_draws_all_timelines_and_writes_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("plan slow.json --compare zb_h1,1f1b --picture all.svg -o p.sched".split()) == 0
+    assert "adapted" in capsys.readouterr().out
+    assert Program.parse(Path("p.sched").read_text()).name == "adapted"
+    drawn = Path("all.svg").read_text()
+    assert drawn.index("zb_h1 on slow") < drawn.index("1f1b on slow") < drawn.index("adapted on slow")
+
+
+def test_compare_names_the_rank_that_is_over_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("slow.json").write_text(json.dumps(CASE | {"mem_cap": 4}))
+    assert main(["plan", "slow.json", "--compare", "zb_h2"]) == 0
+    assert re.search(r"^ zb_h2 .* over on rank 0$", capsys.readouterr().out, re.MULTILINE)
+    found = run_json(capsys, "plan", "slow.json", "--sweep", "edge=1-2", "delay=0:1", "steps=2", "names=zb_h2", "--json")
+    assert found["over_memory"] == {"zb_h2": [True, True]}
+    assert main("plan slow.json --sweep edge=1-2 delay=0:1 steps=2 names=zb_h2".split()) == 0
+    assert re.search(r"^ 0 .*\(\d+\)$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_sweep_delays_one_direction_or_both(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cost = Case.load("slow.json").cost
+    for edge, slowed in (
+        ("1>2", cost.with_latency(1, 2, 7)),
+        ("2>1", cost.with_latency(2, 1, 7)),
+        ("1-2", cost.with_latency(1, 2, 7).with_latency(2, 1, 7)),
+    ):
+        given = ["--sweep", f"edge={edge}", "delay=1:3", "steps=2", "names=1f1b", "--json"]
+        found = run_json(capsys, "plan", "slow.json", *given)
+        assert found["delays"] == [1, 3]
+        assert found["makespans"]["1f1b"][1] == simulate(generate("1f1b", 3, 6), slowed).makespan
+        assert found["bounds"][1] == lower_bound(Case(slowed, 6, (0, 1, 2))).value
+
+
+def test_explain_says_what_every_edge_absorbs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, "explain", "slow.json", "1f1b", "--sensitivity", "--json")
+    edges = sensitivity(generate("1f1b", 3, 6), Case.load("slow.json").cost)
+    assert found["sensitivity"] == [edge.to_json() for edge in edges]
+    assert "sensitivity" not in run_json(capsys, "explain", "slow.json", "1f1b", "--json")
+
+
+def test_an_exact_plan_is_proven(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ortools", reason="needs OR-tools: pip install 'adaptra[exact]'")
+    found = run_json(capsys, "plan", "slow.json", "--memory", "3", "--exact", "20s", "--json")
+    assert found["proven"] is True
+    assert found["exact_bound"] == found["makespan"]
+    assert max(found["peak_in_flight"]) <= 3
+
+
+@pytest.mark.parametrize("question", [[], ["--compare", "1f1b"], ["--sweep", "edge=1-2", "delay=0:5", "steps=2"]], ids=str)
+def test_a_budget_ends_the_search_with_a_plan(folder: Path, capsys: pytest.CaptureFixture[str], question: list[str]) -> None:
+    """Of a size that is not solved within the budget."""
+    Path("large.json").write_text(json.dumps(CASE | {"S": 16, "M": 64, "t_w": [1 + n % 3 for n in range(16)], "c_f": 3}))
+    found = run_json(capsys, "plan", "large.json", "--budget", "20ms", "--json", *question)
+    assert found["case"] == "large"
+
+
+def test_a_robust_plan_is_short_under_every_combination_of_delays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "slow.json", "--memory", "4", "--json", "-o", "p.sched"]
+    found = run_json(capsys, *arguments, "--uncertain", "1-2=0:20", "--uncertain", "0>1=1:2", "--objective", "worst")
+    assert len(found["makespans"]) == len(found["bounds"]) == 8
+    assert found["worst"] == max(found["makespans"])
+    assert Program.parse(Path("p.sched").read_text()) == Program.parse(found["program"])
+    assert found["makespan"] == run_json(capsys, "simulate", "p.sched", "slow.json", "--json")["makespan"]
+    assert found["expected"] >= run_json(capsys, *arguments, "--uncertain", "1-2=0:20", "--uncertain", "0>1=1:2")["expected"]
+
+
 def test_every_field_of_a_case_is_documented() -> None:
     """The rows of the table are the fields that a case is written with."""
     text = (DOCUMENT.parent / "formats.md").read_text()
@@ -224,7 +316,10 @@ def test_the_documented_program_is_read_and_written_as_shown() -> None:
     ("arguments", "message"),
     [
         ("simulate 1f1b none.json", "none.json: No such file or directory"),
-        ("simulate x.sched slow.json", "x.sched: no such file, and no schedule of that name: gpipe, 1f1b, zb_h1, zb_h2"),
+        (
+            "simulate x.sched slow.json",
+            "x.sched: no such file, and no schedule of that name: gpipe, 1f1b, zb_h1, zb_h2, interleaved, zbv",
+        ),
         ("simulate . slow.json", ".: Is a directory"),
         ("simulate binary slow.json", "binary: not text: "),
         ("simulate slow.json slow.json", "slow.json: line 1: header "),
@@ -241,7 +336,28 @@ def test_the_documented_program_is_read_and_written_as_shown() -> None:
         ("plan slow.json -o none/p.sched", "none/p.sched: there is no folder none"),
         ("plan slow.json -o p", "p: suffix '': expected .sched or .csv"),
         ("plan tight.json -o p.sched", ""),
+        (
+            "plan slow.json --compare 1f2b",
+            "schedule '1f2b': expected some of gpipe, 1f1b, zb_h1, zb_h2, interleaved, zbv, paper, adapted",
+        ),
+        ("plan v.json --compare 1f1b", "placement 0,1,0: 1f1b places stages on ranks 0,1,2"),
+        ("plan slow.json --sweep edge=1-2", "sweep: delay is missing: expected such as edge=1-2 delay=0:60"),
+        ("plan slow.json --sweep edge=1-2 delay", "sweep 'delay': expected edge=A-B, delay=FROM:TO, steps=N or names=NAME,…"),
+        ("plan slow.json --sweep edge=12 delay=0:1", "sweep edge=12: expected A-B for both ways or A>B for one, such as 1-2"),
+        ("plan slow.json --sweep edge=1-3 delay=0:1", "edge 1→3: expected two neighbouring stages of 0..2"),
+        ("plan slow.json --sweep edge=1-2 delay=1", "sweep delay=1: expected FROM:TO, such as 0:60"),
+        ("plan slow.json --sweep edge=1-2 delay=2:1", "sweep delay=2:1: expected 0 <= FROM < TO"),
+        ("plan slow.json --sweep edge=1-2 delay=0:1 steps=1", "sweep steps=1: expected a whole number of 2 to 1000"),
+        ("plan slow.json --sweep edge=1-2 delay=0:1 names=", "schedule '': expected some of gpipe"),
+        ("plan slow.json --sweep edge=1-2 delay=0:1 --picture p.txt", "p.txt: suffix '.txt': expected .svg or .png"),
+        ("plan slow.json --exact 1s --budget 1s", "--budget with --exact: expected one of them; --exact takes a time itself"),
+        ("plan slow.json --sweep edge=1-2 delay=0:1 -o p.sched", "--sweep with -o: expected one of them; a sweep has"),
+        ("plan slow.json --uncertain 1-2", "uncertain 1-2: expected A-B=LOW:HIGH, such as 1-2=0:60"),
+        ("plan slow.json --uncertain 1-3=0:1", "edge 1→3: expected two neighbouring stages of 0..2"),
+        ("plan slow.json --uncertain 1=0:1", "uncertain 1=0:1: expected A-B for both ways or A>B for one, such as 1-2"),
         ("trace slow.json", "slow.json: not an adaptra trace: expected otherData.format to be 'adaptra-trace'"),
+        ("simulate zbv slow.json", "placement 0,1,2: zbv places stages on ranks 0,1,2,2,1,0"),
+        ("schedule zbv -s 3 -m 2", "zbv: 3 stages: expected an even number, two on each rank"),
         ("schedule 2f2b -s 2 -m 2", "schedule '2f2b': expected one of gpipe, 1f1b, zb_h1, zb_h2"),
     ],
 )
@@ -303,6 +419,9 @@ def test_an_impossible_case_is_refused_by_file_and_field(
         ("plan slow.json --memory 0", "argument --memory: '0': expected a whole number of at least 1"),
         ("simulate 1f1b slow.json --slow-edge 1", "argument --slow-edge: '1': expected two stages such as 1-2"),
         ("plan", "the following arguments are required: CASE"),
+        ("plan slow.json --exact 10", "argument --exact: '10': expected a duration such as 100ms or 2s"),
+        ("plan slow.json --budget 0ms", "argument --budget: '0ms': expected a duration such as 100ms or 2s"),
+        ("plan slow.json --exact 1s --compare 1f1b", "argument --compare: not allowed with argument --exact"),
         ("", "the following arguments are required: COMMAND"),
         ("plan slow.json --mem 3", "unrecognized arguments: --mem 3"),
     ],

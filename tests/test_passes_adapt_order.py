@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +12,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import cost_models, programs
+from strategies import cases, cost_models, programs
 
+from adaptra import _C
 from adaptra.cost import Blocking, Case, CostModel
+from adaptra.dependencies import RULE
 from adaptra.errors import PassError, PlanError
 from adaptra.passes import AdaptOrder, InsertComm
 from adaptra.planner import plan
@@ -41,12 +45,12 @@ def check(program: Program, cost: CostModel, limits: tuple[int, ...] | None = No
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_as_good_as_the_papers_rule_and_within_three_percent_of_the_best_known(path: Path) -> None:
+def test_as_good_as_the_papers_rule_and_within_two_percent_of_the_best_known(path: Path) -> None:
     known = json.loads(path.read_text())
     case = Case.load(path)
     found = check(plan(case), case.cost)
     assert found.makespan <= known["reference_rule"] * (1 + 1e-9)
-    assert found.makespan <= known["best_known"] * 1.03
+    assert found.makespan <= known["best_known"] * 1.02
     assert found.makespan >= lower_bound(case).value * (1 - 1e-9)
 
 
@@ -76,6 +80,80 @@ def test_every_mode_of_communication(blocking: Blocking, half_duplex: bool) -> N
         assert found.makespan <= simulate(generate(name, 4, 8), cost).makespan
 
 
+def test_half_a_percent_above_the_best_known_on_average() -> None:
+    ratios = [
+        simulate(plan(Case.load(path)), Case.load(path).cost).makespan / json.loads(path.read_text())["best_known"]
+        for path in CASES
+    ]
+    assert sum(ratios) / len(ratios) <= 1.005
+
+
+def test_a_longer_search_is_not_worse() -> None:
+    case = Case.load(Path(__file__).parent / "cases" / "E04.json")
+    makespans = [simulate(plan(case, effort=effort), case.cost).makespan for effort in (1, 50_000, 1_000_000)]
+    assert makespans == sorted(makespans, reverse=True)
+    assert makespans[-1] < makespans[0]
+
+
+def test_seeds_search_differently_and_each_the_same_way_every_time() -> None:
+    case = Case.load(Path(__file__).parent / "cases" / "E04.json")
+    plans = [plan(case, effort=QUICK * 10, seed=seed) for seed in (0, 1, 1)]
+    assert plans[0] != plans[1]
+    assert plans[1] == plans[2]
+
+
+# ── time and interruption ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_budget_ends_the_search() -> None:
+    case = Case.load(Path(__file__).parent / "cases" / "L02.json")
+    began = time.perf_counter()
+    found = plan(case, budget=0.2)
+    assert 0.19 < time.perf_counter() - began < 5
+    check(found, case.cost)
+
+
+def test_the_shortest_budget_still_gives_a_plan() -> None:
+    case = Case.load(Path(__file__).parent / "cases" / "E04.json")
+    found = check(plan(case, budget=1e-9), case.cost)
+    for name in ("gpipe", "1f1b", "zb_h1", "zb_h2"):
+        known = simulate(generate(name, case.cost.stages, case.microbatches), case.cost)
+        assert known.over_memory or found.makespan <= known.makespan, name
+
+
+@pytest.mark.parametrize("budget", [0, -1, float("nan")])
+def test_a_budget_that_is_no_time_is_refused(budget: float) -> None:
+    with pytest.raises(PlanError, match=r"budget of .* seconds: expected a positive number"):
+        plan(Case(TEN, 8, (0, 1, 2, 3)), budget=budget)
+
+
+def test_a_search_can_be_stopped_from_outside_while_other_threads_run() -> None:
+    """Without a limit of its own the search goes on until the other thread, which needs the interpreter lock, ends it."""
+    case = Case.load(Path(__file__).parent / "cases" / "L02.json")
+    asked, stop = threading.Event(), threading.Event()
+
+    def should_stop() -> bool:
+        asked.set()
+        return stop.is_set()
+
+    def stop_it() -> None:
+        asked.wait()
+        stop.set()
+
+    thread = threading.Thread(target=stop_it)
+    thread.start()
+    check(plan(case, effort=2**62, should_stop=should_stop), case.cost)
+    thread.join()
+
+
+def test_what_should_stop_raises_reaches_the_caller() -> None:
+    def fail() -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        plan(Case.load(Path(__file__).parent / "cases" / "L02.json"), effort=2**62, should_stop=fail)
+
+
 # ── what always holds ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -99,6 +177,46 @@ def test_any_program_comes_back_valid_within_limits_and_not_worse(program: Progr
     assert not fits or found.makespan <= incoming.makespan
     assert (adapted.placement, adapted.microbatches) == (program.placement, program.microbatches)
     assert AdaptOrder(memory, effort=2_000).apply(program, cost) == adapted, "the same input gives the same plan"
+
+
+@settings(deadline=None, max_examples=100)
+@given(cases(max_stages=5, max_microbatches=8), st.data())
+def test_between_the_bound_and_every_known_schedule_with_memory_in_bytes(case: Case, data: st.DataObject) -> None:
+    """Stages hold different amounts, I frees different parts of them, and limits are not multiples of either."""
+    stages = case.cost.stages
+    held = tuple(float(data.draw(st.integers(2**20, 2**32))) for _ in range(stages))
+    freed = tuple(float(data.draw(st.integers(0, int(most)))) for most in held)
+    limit = tuple(float(int(most * data.draw(st.floats(1, stages + 2)))) for most in held)
+    blocking, half_duplex = data.draw(st.sampled_from(Blocking)), data.draw(st.booleans())
+    cost = replace(case.cost, memory_forward=held, memory_input_grad=freed, memory_limit=limit)
+    case = replace(case, cost=replace(cost, blocking=blocking, half_duplex=half_duplex))
+    found = check(plan(case, effort=data.draw(st.sampled_from([1, 20_000]))), case.cost)
+    assert found.makespan >= lower_bound(case).value * (1 - 1e-9)
+    for name in ("gpipe", "1f1b", "zb_h1", "zb_h2"):
+        known = simulate(generate(name, stages, case.microbatches), case.cost)
+        assert known.over_memory or found.makespan <= known.makespan * (1 + 1e-12), name
+
+
+@settings(deadline=None, max_examples=100)
+@given(cases(max_stages=5, max_microbatches=7), st.data())
+def test_the_searchs_own_clock_is_the_simulators(case: Case, data: st.DataObject) -> None:
+    """In every mode of communication and placement: what the search believes a plan takes is what the simulator says."""
+    stages = case.cost.stages
+    blocking, half_duplex = data.draw(st.sampled_from(Blocking)), data.draw(st.booleans())
+    limit = data.draw(st.none() | st.integers(1, 4))
+    ranks = data.draw(st.integers(1, stages))
+    placement = tuple(min(stage, 2 * ranks - 1 - stage if stage < 2 * ranks else 0) for stage in range(stages))
+    placement = placement if set(placement) == set(range(max(placement) + 1)) else tuple(range(stages))
+    most = None if limit is None else tuple(float(limit * placement.count(rank)) for rank in range(max(placement) + 1))
+    cost = replace(case.cost, blocking=blocking, half_duplex=half_duplex, memory_limit=most)
+    case = replace(case, cost=cost, placement=placement)
+    limits = (case.microbatches,) * stages
+    found = _C.search_orders(case, limits, [(1,) * stages, limits], [], 60_000, 0, None, None, RULE)
+    if found is None:
+        assert limit is not None
+        return
+    program = Program("found", placement, case.microbatches, found[1])
+    assert found[0] == pytest.approx(check(program, cost).makespan, rel=1e-9)
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (1, 5), (5, 1), (6, 2), (2, 40)])
@@ -151,7 +269,7 @@ def test_golden(golden: Callable[[str, str], None]) -> None:
 
 def test_refuses_a_lowered_program() -> None:
     lowered = InsertComm(receives="late").apply(gpipe(4, 2), TEN)
-    with pytest.raises(PassError, match=r"adapt-order: gpipe holds SEND and RECV ops: run adapt-order before insert-comm"):
+    with pytest.raises(PassError, match=r"adapt-order: gpipe holds SEND and RECV ops: run it before insert-comm"):
         AdaptOrder().apply(lowered, TEN)
 
 

@@ -52,7 +52,8 @@ def test_options_at_their_default_may_be_written() -> None:
         ("split-backward zz", "pipeline 'split-backward zz': column 15: ' zz': expected ',' or the end"),
         (
             "adapt",
-            "pipeline 'adapt': column 1: pass 'adapt': expected one of adapt-order, insert-comm, lower-comm, split-backward",
+            "pipeline 'adapt': column 1: pass 'adapt': "
+            "expected one of adapt-order, fuse-backward, insert-comm, lower-comm, split-backward",
         ),
         (
             "split-backward,insert-comm{receives=soon}",
@@ -74,7 +75,7 @@ def test_options_at_their_default_may_be_written() -> None:
         ),
         (
             "adapt-order{budget=1}",
-            "pipeline 'adapt-order{budget=1}': column 1: adapt-order: option 'budget': expected one of effort, memory",
+            "pipeline 'adapt-order{budget=1}': column 1: adapt-order: option 'budget': expected one of effort, memory, seed",
         ),
         (
             "split-backward{x=1}",

@@ -4,7 +4,18 @@ import pytest
 
 from adaptra.errors import ScheduleError
 from adaptra.program import Kind, Program
-from adaptra.schedules import GENERATORS, forward_only, generate, gpipe, one_f_one_b, zb_h1, zb_h2
+from adaptra.schedules import (
+    GENERATORS,
+    forward_only,
+    generate,
+    generate_for,
+    gpipe,
+    interleaved_1f1b,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+    zbv,
+)
 from adaptra.verify import verify
 
 SIZES = [(1, 1), (1, 5), (2, 1), (4, 1), (4, 2), (4, 3), (4, 4), (3, 7), (5, 9), (8, 24)]
@@ -91,3 +102,83 @@ def test_bad_numbers_are_named(name, stages, microbatches, what):
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ScheduleError, match=r"^schedule 'zbv': expected one of gpipe, 1f1b, zb_h1, zb_h2$"):
         generate("zbv", 4, 4)
+
+
+# Several stages on each rank
+
+
+def test_schedules_with_several_stages_on_a_rank_are_what_they_were(golden):
+    golden("interleaved.sched", str(interleaved_1f1b(3, 6)))
+    golden("interleaved_3_chunks.sched", str(interleaved_1f1b(2, 4, 3)))
+    golden("zbv.sched", str(zbv(3, 6)))
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+def test_every_schedule_with_several_stages_on_a_rank_verifies(ranks, microbatches):
+    for chunks in (1, 2, 3):
+        verify(interleaved_1f1b(ranks, microbatches, chunks))
+    verify(zbv(ranks, microbatches))
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+def test_interleaved_with_one_chunk_is_1f1b_and_holds_what_its_docstring_says(ranks, microbatches):
+    assert interleaved_1f1b(ranks, microbatches, 1).orders == one_f_one_b(ranks, microbatches).orders
+    full = -(-microbatches // ranks) * ranks
+    for chunks in (2, 3):
+        ahead = [min(chunks * full, (chunks - 1) * ranks + 2 * (ranks - rank) - 1) for rank in range(ranks)]
+        assert in_flight(interleaved_1f1b(ranks, full, chunks), {Kind.W}) == ahead
+        held = in_flight(interleaved_1f1b(ranks, microbatches, chunks), {Kind.W})
+        assert all(less <= most for less, most in zip(held, ahead, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6])
+def test_zbv_has_no_bubble_and_holds_two_microbatches_per_rank(ranks):
+    for microbatches in (2 * ranks - 1, 2 * ranks, 5 * ranks):
+        assert unit_bubbles(zbv(ranks, microbatches)) == [0] * ranks
+        assert max(in_flight(zbv(ranks, microbatches), {Kind.W})) <= 2 * ranks
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 2), (2, 6), (4, 3), (4, 8), (3, 12)])
+def test_zbv_is_torchs(ranks, microbatches):
+    from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+
+    torchs = object.__new__(ScheduleZBVZeroBubble)  # its order needs neither stages nor processes
+    torchs.pp_group_size, torchs.num_stages, torchs._n_microbatches = ranks, 2 * ranks, microbatches
+    for rank, order in enumerate(zbv(ranks, microbatches).orders):
+        assert [str(op) for op in order] == [str(op) for op in torchs._calculate_single_rank_operations(rank) if op is not None]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(2, 2, 2), (2, 6, 3), (4, 8, 2), (3, 12, 2)])
+def test_interleaved_is_torchs(ranks, microbatches, chunks):
+    """Whole rounds, and torch's B for our I and W."""
+    from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+
+    torchs = object.__new__(ScheduleInterleaved1F1B)  # its order needs neither stages nor processes
+    torchs.pp_group_size, torchs.n_local_stages, torchs._n_microbatches = ranks, chunks, microbatches
+    torchs.number_of_rounds, torchs.microbatches_per_round = microbatches // ranks, ranks
+    for rank, order in enumerate(interleaved_1f1b(ranks, microbatches, chunks).orders):
+        ours = [str(op).replace("I", "B") for op in order if op.kind is not Kind.W]
+        assert ours == [str(op) for op in torchs._calculate_single_rank_operations(rank) if op is not None]
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zbv"])
+def test_bad_numbers_of_ranks_are_named(name):
+    generator = {"interleaved": interleaved_1f1b, "zbv": zbv}[name]
+    with pytest.raises(ScheduleError, match=rf"^{name}: ranks=0: expected at least 1$"):
+        generator(0, 3)
+    with pytest.raises(ScheduleError, match=rf"^{name}: microbatches=0: expected at least 1$"):
+        generator(3, 0)
+    with pytest.raises(ScheduleError, match=r"^interleaved: chunks=0: expected at least 1$"):
+        interleaved_1f1b(2, 2, 0)
+
+
+def test_a_schedule_for_a_placement_is_the_one_that_places_so():
+    assert generate_for("zbv", (0, 1, 1, 0), 3) == zbv(2, 3)
+    assert generate_for("interleaved", (0, 1, 0, 1, 0, 1), 4) == interleaved_1f1b(2, 4, 3)
+    assert generate_for("zb_h1", (0, 1, 2), 4) == zb_h1(3, 4)
+    with pytest.raises(ScheduleError, match=r"^placement 0,1,0,1: zbv places stages on ranks 0,1,1,0$"):
+        generate_for("zbv", (0, 1, 0, 1), 3)
+    with pytest.raises(ScheduleError, match=r"^placement 0,1,1,0: 1f1b places stages on ranks 0,1,2,3$"):
+        generate_for("1f1b", (0, 1, 1, 0), 3)
+    with pytest.raises(ScheduleError, match=r"^schedule 'x': expected one of gpipe, 1f1b, zb_h1, zb_h2, interleaved, zbv$"):
+        generate_for("x", (0, 1), 3)

@@ -19,7 +19,12 @@ _Add = Callable[[str, str], ArgumentParser]
 _CASE: Final = "cost model as JSON (docs/formats.md); all its times share one unit, its memory another"
 _PROGRAM: Final = (
     "a program: a .sched file, a .csv of torch.distributed.pipelining, - for a program on standard input, "
-    "or the name of a generated schedule (gpipe, 1f1b, zb_h1, zb_h2)"
+    "or the name of a generated schedule (gpipe, 1f1b, zb_h1, zb_h2, interleaved, zbv)"
+)
+_COMPARED: Final = "gpipe, 1f1b, zb_h1, zb_h2, interleaved, zbv, paper (the published adaptive rule)"
+_SWEEP: Final = (
+    "step time against delay: edge=A-B (both ways, or A>B for one), delay=FROM:TO in the case's unit, optionally steps=N "
+    "(default 13) and names=NAME,… (those of --compare, adapted, and kept: the plan for the smallest delay)"
 )
 _SLOW: Final = (
     "mark messages from stage A to its neighbour B in the picture; repeatable. Without it, directed edges that take "
@@ -82,11 +87,30 @@ def _plan(add: _Add) -> None:
     parser = add(
         "plan",
         "Find the order of ops with the shortest step for a case, and write it as a program.\n\n"
-        "Without -o the program goes to standard output. Times are in the case's own unit.",
+        "Without -o the program goes to standard output, or with --compare or --sweep a table. Times are in the case's own\n"
+        "unit. --picture draws the plan, all schedules compared, or step time against delay.",
     )
     parser.add_argument("case", metavar="CASE", help=_CASE)
+    question = parser.add_mutually_exclusive_group()
+    question.add_argument(
+        "--compare", type=_names, metavar="NAME,…", help=f"compare the plan with other schedules: some of {_COMPARED}"
+    )
+    question.add_argument("--sweep", nargs="+", metavar="KEY=VALUE", help=_SWEEP)
+    question.add_argument(
+        "--exact", type=_seconds, metavar="TIME", help="prove the shortest plan, at most so long, such as 60s (extra exact)"
+    )
+    question.add_argument(
+        "--uncertain", action="append", metavar="A-B=LOW:HIGH",
+        help="plan for a delay that messages between stages A and B may have or not, each direction on its own; repeatable",
+    )  # fmt: skip
+    parser.add_argument(
+        "--objective", choices=("expected", "worst"), default="expected", help="with --uncertain: mean or longest step time"
+    )
     parser.add_argument(
         "--memory", type=_at_least_one, metavar="N", help="microbatches in flight per stage at most (F started, I not ended)"
+    )
+    parser.add_argument(
+        "--budget", type=_seconds, metavar="TIME", help="search each plan so long at most, such as 100ms; not with --exact"
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the program here: .sched, or .csv for torch's form")
     parser.add_argument(
@@ -119,6 +143,9 @@ def _explain(add: _Add) -> None:
     )
     parser.add_argument("case", metavar="CASE", help=_CASE)
     parser.add_argument("program", metavar="PROGRAM", nargs="?", help=f"{_PROGRAM}; the plan for CASE when left out")
+    parser.add_argument(
+        "--sensitivity", action="store_true", help="also say how much delay every edge absorbs before the step takes longer"
+    )
     _json(parser)
 
 
@@ -136,8 +163,8 @@ def _trace(add: _Add) -> None:
 
 
 def _schedule(add: _Add) -> None:
-    parser = add("schedule", "Print a schedule of the literature as a program, one stage per rank.")
-    parser.add_argument("name", metavar="NAME", help="gpipe, 1f1b, zb_h1 or zb_h2")
+    parser = add("schedule", "Print a schedule of the literature as a program: one stage per rank; interleaved and zbv two.")
+    parser.add_argument("name", metavar="NAME", help="gpipe, 1f1b, zb_h1, zb_h2, interleaved or zbv")
     parser.add_argument("-s", "--stages", type=_at_least_one, required=True, metavar="S", help="number of stages")
     parser.add_argument("-m", "--microbatches", type=_at_least_one, required=True, metavar="M", help="microbatches per step")
 
@@ -159,6 +186,19 @@ def _at_least_one(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) >= 1):
         raise ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
     return int(text)
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _seconds(text: str) -> float:
+    """A duration such as 100ms or 60s."""
+    for unit, scale in (("ms", 1e-3), ("s", 1.0)):
+        number = text.removesuffix(unit)
+        if number != text and number.replace(".", "", 1).isdecimal() and number.isascii() and float(number) > 0:
+            return float(number) * scale
+    raise ArgumentTypeError(f"{text!r}: expected a duration such as 100ms or 2s")
 
 
 def _edge(text: str) -> tuple[int, int]:

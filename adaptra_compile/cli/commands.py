@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
 from argparse import Namespace
-from collections.abc import Mapping
-from pathlib import Path
-from statistics import median
-from typing import Any, Final
 
 from adaptra.cli.doctor import examine, report
 from adaptra.cli.inputs import read_program
-from adaptra.cost import Case, CostModel
+from adaptra.cli.output import as_json, check_outputs, draw_timeline, figures, headline, line_width, title_of
+from adaptra.cli.planning import planned_for, run_plan
+from adaptra.cost import Case
+from adaptra.errors import ScheduleError
 from adaptra.program import Program
 from adaptra.report import perfetto, picture, text
-from adaptra.report.files import check_suffix, write_whole
-from adaptra.schedules import generate
-from adaptra.simulate import Bound, Simulation, lower_bound, simulate
-from adaptra.torch_csv import to_csv
-
-_PROGRAM_SUFFIXES: Final = (".sched", ".csv")
-_SLOW_FACTOR: Final = 2.0
-_WIDTH_WITHOUT_TERMINAL: Final = 120
+from adaptra.schedules import PLACED, generate, generate_for
+from adaptra.simulate import Simulation, lower_bound, simulate
 
 
 def run(options: Namespace) -> str:
@@ -34,7 +24,7 @@ def run(options: Namespace) -> str:
     """
     match options.command:
         case "plan":
-            return _plan(options)
+            return run_plan(options)
         case "simulate":
             return _simulate(options)
         case "explain":
@@ -42,131 +32,66 @@ def run(options: Namespace) -> str:
         case "trace":
             return _trace(options)
         case "schedule":
-            return str(generate(options.name, options.stages, options.microbatches))
+            return str(_generate(options.name, options.stages, options.microbatches))
         case "doctor":
             found = examine()
-            return _as_json(found) if options.json else report(found)
+            return as_json(found) if options.json else report(found)
         case command:
             raise AssertionError(f"the parser knows a command {command!r} that nothing runs")
 
 
-def _plan(options: Namespace) -> str:
-    _check_outputs({options.output: _PROGRAM_SUFFIXES, options.picture: picture.SUFFIXES})
-    case = Case.load(options.case)
-    planned = _planned(case, options.memory)
-    simulation, bound = simulate(planned, case.cost), lower_bound(case)
-    program = _lowered(planned, case.cost) if options.lower else planned
-    if options.output is not None:
-        write_whole(options.output, _program_text(program, options.output))
-    _draw(options, case, simulation)
-    if options.json:
-        return _as_json({"program": str(program)} | _figures(case, simulation, bound))
-    return str(program) if options.output is None else _headline(case, simulation, bound)
-
-
 def _simulate(options: Namespace) -> str:
-    _check_outputs({options.picture: picture.SUFFIXES, options.trace: (".json",)})
+    check_outputs({options.picture: picture.SUFFIXES, options.trace: (".json",)})
     case = Case.load(options.case)
     program = read_program(options.program, case)
     simulation = simulate(program, case.cost)
     bound = None if program.is_forward_only else lower_bound(case)
-    _draw(options, case, simulation)
+    draw_timeline(options, case, simulation)
     if options.trace is not None:
-        perfetto.write([(_title(case, program), simulation.timeline)], options.trace)
+        perfetto.write([(title_of(case, program), simulation.timeline)], options.trace)
     if options.json:
-        return _as_json(_figures(case, simulation, bound))
-    grid = text.render(simulation.timeline, _width(options))
-    return "\n".join([_headline(case, simulation, bound), _table(simulation), grid])
+        return as_json(figures(case, simulation, bound))
+    grid = text.render(simulation.timeline, line_width(options))
+    return "\n".join([headline(case, simulation, bound), _table(simulation), grid])
 
 
 def _explain(options: Namespace) -> str:
     from adaptra.explanation import explain
 
     case = Case.load(options.case)
-    program = _planned(case, None) if options.program is None else read_program(options.program, case)
+    program = planned_for(case) if options.program is None else read_program(options.program, case)
     explanation = explain(program, case.cost, case.microbatches)
-    return _as_json(explanation.to_json()) if options.json else str(explanation).rstrip("\n") + "\n"
+    if not options.sensitivity:
+        return as_json(explanation.to_json()) if options.json else str(explanation).rstrip("\n") + "\n"
+    from adaptra.sensitivity import sensitivity
+
+    edges = sensitivity(program, case.cost)
+    if options.json:
+        return as_json(explanation.to_json() | {"sensitivity": [edge.to_json() for edge in edges]})
+    from adaptra.cli import tables
+
+    return str(explanation).rstrip("\n") + "\n\n" + tables.sensitivity(edges, line_width(options))
 
 
 def _trace(options: Namespace) -> str:
-    _check_outputs({options.output: picture.SUFFIXES})
+    check_outputs({options.output: picture.SUFFIXES})
     runs = [run for file in options.files for run in perfetto.load_all(file)]
     if options.output is not None:
         picture.draw(runs, options.output, slow_edges=options.slow_edge or (), title=options.title)
         return ""
-    return "\n".join(f"{title}\n{text.render(timeline, _width(options))}" for title, timeline in runs)
+    return "\n".join(f"{title}\n{text.render(timeline, line_width(options))}" for title, timeline in runs)
 
 
-def _planned(case: Case, memory: int | None) -> Program:
-    from adaptra.planner import plan
+def _generate(name: str, stages: int, microbatches: int) -> Program:
+    """A schedule by name; those with several stages on a rank with two."""
+    if name not in PLACED:
+        return generate(name, stages, microbatches)
+    from adaptra import placements
 
-    return plan(case, memory=memory)
-
-
-def _lowered(program: Program, cost: CostModel) -> Program:
-    from adaptra.passes import parse_pipeline
-
-    return parse_pipeline("insert-comm").apply(program, cost)
-
-
-def _program_text(program: Program, path: str) -> str:
-    return to_csv(program) if Path(path).suffix.lower() == ".csv" else str(program)
-
-
-def _check_outputs(outputs: Mapping[str | None, tuple[str, ...]]) -> None:
-    """Refuse a name that can't be written before any work is done or any file is written."""
-    for path, suffixes in outputs.items():
-        if path is not None:
-            check_suffix(path, suffixes)
-
-
-def _draw(options: Namespace, case: Case, simulation: Simulation) -> None:
-    if options.picture is not None:
-        slow = options.slow_edge or _slow_edges(case.cost)
-        picture.draw([(_title(case, simulation.program), simulation.timeline)], options.picture, slow_edges=slow)
-
-
-def _slow_edges(cost: CostModel) -> list[tuple[int, int]]:
-    times: dict[tuple[int, int], float] = {}
-    for edge in range(cost.stages - 1):
-        times[edge, edge + 1] = cost.latency_forward[edge] + cost.occupancy_forward[edge]
-        times[edge + 1, edge] = cost.latency_backward[edge] + cost.occupancy_backward[edge]
-    usual = median(times.values()) if times else 0.0
-    return [edge for edge, time in times.items() if time > _SLOW_FACTOR * usual]
-
-
-def _title(case: Case, program: Program) -> str:
-    return f"{program.name} on {case.name}"
-
-
-def _figures(case: Case, simulation: Simulation, bound: Bound | None) -> dict[str, Any]:
-    """The JSON object of ``simulate``."""
-    return {
-        "name": simulation.program.name,
-        "case": case.name,
-        "bound": None if bound is None else bound.value,
-        "bound_kind": None if bound is None else bound.kind.value,
-        "bound_where": None if bound is None else bound.where,
-        "gap": _gap(simulation, bound),
-        **simulation.to_json(),
-    }
-
-
-def _gap(simulation: Simulation, bound: Bound | None) -> float | None:
-    if bound is None or not (math.isfinite(bound.value) and bound.value > 0):
-        return None
-    return simulation.makespan / bound.value - 1
-
-
-def _headline(case: Case, simulation: Simulation, bound: Bound | None) -> str:
-    gap = _gap(simulation, bound)
-    above = "" if gap is None else f", {text.percent(max(gap, 0.0))} above the bound"
-    program = simulation.program
-    return (
-        f"{_title(case, program)}: {program.stages} stages, {program.ranks} ranks, {program.microbatches} microbatches\n"
-        f"makespan {simulation.makespan:.10g}{above}\n"
-        f"bound    {'none for programs without gradients' if bound is None else bound}\n"
-        f"bubble   {text.percent(simulation.bubble_ratio)}\n"
+    if stages % 2:
+        raise ScheduleError(f"{name}: {stages} stages: expected an even number, two on each rank")
+    return generate_for(
+        name, placements.v_shaped(stages // 2) if name == "zbv" else placements.in_turn(stages // 2, 2), microbatches
     )
 
 
@@ -189,26 +114,3 @@ def _table(simulation: Simulation) -> str:
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "".join("  ".join(map(str.ljust, row, widths)).rstrip() + "\n" for row in rows)
-
-
-def _as_json(value: dict[str, Any]) -> str:
-    """One line of JSON, which knows no infinity: such numbers are null."""
-    return json.dumps(_finite(value), allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    match value:
-        case float():
-            return value if math.isfinite(value) else None
-        case dict():
-            return {name: _finite(part) for name, part in value.items()}
-        case list() | tuple():
-            return [_finite(part) for part in value]
-        case _:
-            return value
-
-
-def _width(options: Namespace) -> int:
-    if options.width is not None:
-        return options.width
-    return max(text.LEAST_WIDTH, os.get_terminal_size(1).columns) if os.isatty(1) else _WIDTH_WITHOUT_TERMINAL

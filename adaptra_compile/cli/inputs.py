@@ -1,14 +1,18 @@
-"""Reading the PROGRAM of a command line: a file, standard input, or the name of a generated schedule."""
+"""Reading a command line: PROGRAM, which a file, standard input or a name, --sweep, --uncertain."""
 
 from __future__ import annotations
 
+import math
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Final, NotRequired, TypedDict
 
 from adaptra.cost import Case
 from adaptra.errors import CaseError, ScheduleError
 from adaptra.program import Program
-from adaptra.schedules import GENERATORS, generate
+from adaptra.schedules import GENERATORS, PLACED, generate, generate_for
 from adaptra.torch_csv import from_csv
 from adaptra.verify import verify
 
@@ -16,20 +20,99 @@ from adaptra.verify import verify
 def read_program(given: str, case: Case) -> Program:
     """The program that ``given`` names, verified, and fit for the case.
 
-    ``-`` is standard input, a name of :data:`adaptra.schedules.GENERATORS` the schedule of the case's size, a file ending in
-    ``.csv`` torch's form, and every other file the text form.
+    ``-`` is standard input, a name that :func:`adaptra.schedules.generate_for` knows the schedule of the case's size, a file
+    ending in ``.csv`` torch's form, and every other file the text form.
 
     Raises:
         ScheduleError: It can't be read, or no set of ranks could execute it.
         CaseError: It has other stages, ranks or microbatches than the case.
     """
-    program = generate(given, len(case.placement), case.microbatches) if given in GENERATORS else _read(given)
+    program = _generated(given, case) or _read(given)
     _check_fits(given, program, case)
     try:
         verify(program)
     except ScheduleError as error:
         raise ScheduleError(f"{given}: {error}") from None
     return program
+
+
+class SweepRange(TypedDict):
+    """What a sweep is asked for: arguments of :func:`adaptra.comparison.sweep_delay`."""
+
+    edges: list[tuple[int, int]]
+    delays: list[float]
+    names: NotRequired[list[str]]
+
+
+def read_sweep(given: Sequence[str]) -> SweepRange:
+    """The words behind ``--sweep``: ``edge=1-2 delay=0:60``, and ``steps=13 names=1f1b,adapted`` if wanted.
+
+    Raises:
+        CaseError: Names the word and the form expected.
+    """
+    values: dict[str, str] = {}
+    for word in given:
+        name, equals, value = word.partition("=")
+        if name not in ("edge", "delay", "steps", "names") or not equals or name in values:
+            raise CaseError(f"sweep {word!r}: expected edge=A-B, delay=FROM:TO, steps=N or names=NAME,…, each once")
+        values[name] = value
+    for name in ("edge", "delay"):
+        if name not in values:
+            raise CaseError(f"sweep: {name} is missing: expected such as edge=1-2 delay=0:60")
+    edges = _edges(f"sweep edge={values['edge']}", values["edge"])
+    first, last = _range(f"sweep delay={values['delay']}", values["delay"])
+    steps = values.get("steps", str(_SWEEP_STEPS))
+    if not (steps.isascii() and steps.isdigit() and 2 <= int(steps) <= _MOST_SWEEP_STEPS):
+        raise CaseError(f"sweep steps={steps}: expected a whole number of 2 to {_MOST_SWEEP_STEPS}")
+    width = (last - first) / (int(steps) - 1)
+    found = SweepRange(edges=edges, delays=[first + width * step for step in range(int(steps))])
+    if "names" in values:
+        found["names"] = values["names"].split(",")
+    return found
+
+
+def read_uncertain(given: Sequence[str]) -> dict[tuple[int, int], dict[float, float]]:
+    """The words behind ``--uncertain``, such as ``1-2=0:60``: per directed edge its low and its high delay, as likely.
+
+    Raises:
+        CaseError: Names the word and the form expected.
+    """
+    found: dict[tuple[int, int], dict[float, float]] = {}
+    for word in given:
+        edge, equals, delays = word.partition("=")
+        if not equals:
+            raise CaseError(f"uncertain {word}: expected A-B=LOW:HIGH, such as 1-2=0:60")
+        low, high = _range(f"uncertain {word}", delays)
+        found |= {directed: {low: 1.0, high: 1.0} for directed in _edges(f"uncertain {word}", edge)}
+    return found
+
+
+def _edges(what: str, given: str) -> list[tuple[int, int]]:
+    edge = re.fullmatch(r"(\d{1,6})([->])(\d{1,6})", given, re.ASCII)
+    if edge is None:
+        raise CaseError(f"{what}: expected A-B for both ways or A>B for one, such as 1-2")
+    source, destination = int(edge[1]), int(edge[3])
+    return [(source, destination), (destination, source)] if edge[2] == "-" else [(source, destination)]
+
+
+def _range(what: str, given: str) -> tuple[float, float]:
+    try:
+        low, high = map(float, given.split(":"))
+    except ValueError:
+        raise CaseError(f"{what}: expected FROM:TO, such as 0:60") from None
+    if not (math.isfinite(high) and 0 <= low < high):
+        raise CaseError(f"{what}: expected 0 <= FROM < TO")
+    return low, high
+
+
+_SWEEP_STEPS: Final = 13
+_MOST_SWEEP_STEPS: Final = 1000
+
+
+def _generated(name: str, case: Case) -> Program | None:
+    if name in GENERATORS:
+        return generate(name, len(case.placement), case.microbatches)
+    return generate_for(name, case.placement, case.microbatches) if name in PLACED else None
 
 
 def _check_fits(given: str, program: Program, case: Case) -> None:
@@ -51,7 +134,9 @@ def _read(given: str) -> Program:
     try:
         text = sys.stdin.read() if given == "-" else Path(given).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ScheduleError(f"{given}: no such file, and no schedule of that name: {', '.join(GENERATORS)}") from None
+        raise ScheduleError(
+            f"{given}: no such file, and no schedule of that name: {', '.join((*GENERATORS, *PLACED))}"
+        ) from None
     except UnicodeDecodeError as error:
         raise ScheduleError(f"{given}: not text: {error}") from None
     except OSError as error:

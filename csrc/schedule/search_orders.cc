@@ -7,7 +7,11 @@
 #include <limits>
 #include <utility>
 
+#include "schedule/bounds.h"
+#include "schedule/dice.h"
 #include "schedule/list_schedule.h"
+#include "schedule/local_search.h"
+#include "schedule/quick_timer.h"
 
 namespace adaptra::schedule {
 namespace {
@@ -16,22 +20,6 @@ constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr double kTolerance = 1e-9;
 
 std::size_t at(std::int32_t index) { return static_cast<std::size_t>(index); }
-
-// A small generator with a fixed seed (splitmix64), so that the same problem gets the same plan on every machine.
-class Dice {
- public:
-  std::int32_t below(std::int32_t count) {
-    state_ += 0x9E3779B97F4A7C15ULL;
-    std::uint64_t mixed = state_;
-    mixed = (mixed ^ (mixed >> 30U)) * 0xBF58476D1CE4E5B9ULL;
-    mixed = (mixed ^ (mixed >> 27U)) * 0x94D049BB133111EBULL;
-    mixed ^= mixed >> 31U;
-    return static_cast<std::int32_t>(mixed % static_cast<std::uint64_t>(count));
-  }
-
- private:
-  std::uint64_t state_ = 1;
-};
 
 // What one step of the search turns. The backlog is drawn half as often as the rest: measured, that finds shorter plans.
 enum class Knob : std::uint8_t { WarmUp, InFlight, PatienceWeight, PatienceForward, Backlog };
@@ -57,10 +45,20 @@ std::vector<Order> alternating_orders(const Problem& problem, const Alternation&
   return orders;
 }
 
+// What one evaluation costs in units of effort, per op: a dispatched policy, and a step of the local search. Measured.
+constexpr std::int64_t kDispatchEffort = 2;
+constexpr std::int64_t kLocalEffort = 6;  // this many ops for one unit
+
 class Search {
  public:
   Search(const Problem& problem, const Rule& rule, const SearchOptions& options)
-      : problem_(problem), rule_(rule), options_(options), stages_(problem.cost.stages()) {
+      : problem_(problem),
+        rule_(rule),
+        options_(options),
+        stages_(problem.cost.stages()),
+        quick_(QuickTimer::covers(problem)),
+        timer_(problem),
+        dice_(options.seed) {
     ops_ = static_cast<std::int64_t>(3) * stages_ * problem.microbatches;
     for (std::int32_t stage = 0; stage < stages_; ++stage) {
       std::int32_t most = std::min(options.in_flight[at(stage)], problem.microbatches);
@@ -74,28 +72,45 @@ class Search {
   }
 
   std::optional<Plan> run() {
-    for (const Alternation& alternation : options_.alternations) judge(alternating_orders(problem_, alternation));
     for (const auto& warm_up : options_.warm_ups) try_start(warm_up);
-    climb();
+    for (const Alternation& alternation : options_.alternations) judge(alternating_orders(problem_, alternation));
+    // Policies reach far, local search reaches the last percent: they take turns, each turn longer than the one before.
+    for (std::int64_t turn = std::max<std::int64_t>(kFirstTurn, 20 * kDispatchEffort * ops_); !done(); turn *= 2) {
+      climb(spent_ + turn);
+      improve(spent_ + 3 * turn);
+    }
     return std::move(best_);
   }
 
  private:
-  bool done() const { return spent_ >= options_.effort || (best_ && best_->makespan <= options_.target * (1.0 + kTolerance)); }
+  static constexpr std::int64_t kFirstTurn = 8'000;
+
+  // Once there is a plan: whether it meets the bound, the effort is spent, or the caller wants no more.
+  bool done() {
+    if (spent_ >= options_.effort || !best_) return spent_ >= options_.effort;
+    if (options_.stop()) return true;
+    if (target_ < 0.0) target_ = lower_bound(problem_).value;
+    return best_->makespan <= target_ * (1.0 + kTolerance);
+  }
 
   // The makespan of what the policy leads to, or infinity when that is longer than `cutoff` or not within the limits.
   double evaluate(const Policy& policy, double cutoff) {
-    spent_ += 2 * ops_;
+    spent_ += kDispatchEffort * ops_;
     std::optional<std::vector<Order>> orders = list_schedule(problem_, policy, cutoff);
     return orders ? judge(std::move(*orders)) : kNever;
   }
 
   // The exact makespan of orders, or infinity when ranks can't execute them within the limits; keeps the best.
   double judge(std::vector<Order> orders) {
+    const double makespan = quick_ ? timer_.makespan(to_sequences(orders), kNever) : simulated(orders);
+    if (makespan == kNever || !within_limits(orders)) return kNever;
+    if (!best_ || makespan < best_->makespan) best_ = Plan{makespan, std::move(orders)};
+    return makespan;
+  }
+
+  double simulated(const std::vector<Order>& orders) const {
     const Result result = simulate(problem_, orders, rule_);
-    if (!result.complete || !within_limits(orders)) return kNever;
-    if (!best_ || result.makespan < best_->makespan) best_ = Plan{result.makespan, std::move(orders)};
-    return result.makespan;
+    return result.complete ? result.makespan : kNever;
   }
 
   bool within_limits(const std::vector<Order>& orders) const {
@@ -119,6 +134,20 @@ class Search {
     }
   }
 
+  // Local search from the best orders, or on from where it was if that is where the best ones came from.
+  void improve(std::int64_t until) {
+    if (!best_ || done()) return;
+    if (!local_ || local_->best_makespan() > best_->makespan)
+      local_.emplace(problem_, rule_, options_.in_flight, to_sequences(best_->orders), dice_);
+    const double before = best_->makespan;
+    while (spent_ < until && !done()) {
+      local_->step();
+      spent_ += quick_ ? 1 + ops_ / kLocalEffort : kDispatchEffort * ops_;
+      best_->makespan = std::min(best_->makespan, local_->best_makespan());
+    }
+    if (best_->makespan < before) best_->orders = to_orders(local_->best(), stages_);
+  }
+
   void try_start(const std::vector<std::int32_t>& warm_up) {
     for (const float patience : {0.0F, 1.0F, 0.5F}) {
       for (const bool bounded : {true, false}) {
@@ -134,9 +163,9 @@ class Search {
     }
   }
 
-  void climb() {
+  void climb(std::int64_t until) {
     if (policy_.stages.empty()) return;
-    while (!done()) {
+    while (spent_ < until && !done()) {
       Policy changed = policy_;
       do {
         change(changed);
@@ -173,12 +202,16 @@ class Search {
   const Problem& problem_;
   const Rule& rule_;
   const SearchOptions& options_;
-  std::int32_t stages_;
+  const std::int32_t stages_;
+  const bool quick_;
+  QuickTimer timer_;
   std::int64_t ops_ = 0, spent_ = 0;
   std::vector<std::int32_t> most_;
   Policy policy_;
   double current_ = kNever;
   std::optional<Plan> best_;
+  double target_ = -1.0;  // the bound, once it is needed: on large problems it takes as long as a plan
+  std::optional<LocalSearch> local_;
   Dice dice_;
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -26,12 +27,14 @@ struct SearchOptions {
   std::vector<std::int32_t> in_flight;              // per stage: the most microbatches in flight, never exceeded
   std::vector<std::vector<std::int32_t>> warm_ups;  // where to start: one number per stage, each at least 1
   std::vector<Alternation> alternations;            // the search never ends worse than any of these that fits
-  double target;                                    // stop as soon as a plan is this short: a proven lower bound
   std::int64_t effort;                              // about how many ops to dispatch before giving up
+  std::uint64_t seed;                               // of all random choices
+  std::function<bool()> stop;                       // asked after every try once there is a plan: true ends the search
 };
 
-// Searches policies around the given warm-up counts. Every plan is judged by simulate(), and the same input always leads to the
-// same plan: the search counts ops, not time. None when no policy led to a plan within the limits.
+// Searches list-scheduling policies around the given warm-up counts, and the orders around the best of them. The same input
+// leads to the same plan as long as `stop` says the same: the search itself counts ops, not time. It ends at the lower bound.
+// None when no policy led to a plan within the limits.
 [[nodiscard]] std::optional<Plan> search_orders(const Problem& problem, const Rule& rule, const SearchOptions& options);
 
 }  // namespace adaptra::schedule

@@ -1,0 +1,106 @@
+"""What several commands print and draw: figures as text and as JSON, the picture of a timeline."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from statistics import median
+from typing import Any, Final
+
+from adaptra.cost import Case, CostModel
+from adaptra.program import Program
+from adaptra.report import picture, text
+from adaptra.report.files import check_suffix
+from adaptra.simulate import Bound, Simulation
+
+_SLOW_FACTOR: Final = 2.0
+_WIDTH_WITHOUT_TERMINAL: Final = 120
+
+
+def check_outputs(outputs: Mapping[str | None, tuple[str, ...]]) -> None:
+    """Refuse a name that can't be written before any work is done or any file is written."""
+    for path, suffixes in outputs.items():
+        if path is not None:
+            check_suffix(path, suffixes)
+
+
+def draw_timeline(options: Namespace, case: Case, simulation: Simulation) -> None:
+    """The picture that ``--picture`` asks for, if it does."""
+    if options.picture is not None:
+        slow = options.slow_edge or edges_to_mark(case.cost)
+        picture.draw([(title_of(case, simulation.program), simulation.timeline)], options.picture, slow_edges=slow)
+
+
+def edges_to_mark(cost: CostModel) -> list[tuple[int, int]]:
+    """The directed edges that are far slower than most."""
+    times: dict[tuple[int, int], float] = {}
+    for edge in range(cost.stages - 1):
+        times[edge, edge + 1] = cost.latency_forward[edge] + cost.occupancy_forward[edge]
+        times[edge + 1, edge] = cost.latency_backward[edge] + cost.occupancy_backward[edge]
+    usual = median(times.values()) if times else 0.0
+    return [edge for edge, time in times.items() if time > _SLOW_FACTOR * usual]
+
+
+def title_of(case: Case, program: Program) -> str:
+    """What stands above a timeline."""
+    return f"{program.name} on {case.name}"
+
+
+def figures(case: Case, simulation: Simulation, bound: Bound | None) -> dict[str, Any]:
+    """The JSON object of ``simulate``."""
+    return {
+        "name": simulation.program.name,
+        "case": case.name,
+        "bound": None if bound is None else bound.value,
+        "bound_kind": None if bound is None else bound.kind.value,
+        "bound_where": None if bound is None else bound.where,
+        "gap": _gap(simulation, bound),
+        **simulation.to_json(),
+    }
+
+
+def _gap(simulation: Simulation, bound: Bound | None) -> float | None:
+    if bound is None or not (math.isfinite(bound.value) and bound.value > 0):
+        return None
+    return simulation.makespan / bound.value - 1
+
+
+def headline(case: Case, simulation: Simulation, bound: Bound | None) -> str:
+    """Four lines: what ran, makespan, bound, bubble."""
+    gap = _gap(simulation, bound)
+    above = "" if gap is None else f", {text.percent(max(gap, 0.0))} above the bound"
+    program = simulation.program
+    return (
+        f"{title_of(case, program)}: {program.stages} stages, {program.ranks} ranks, {program.microbatches} microbatches\n"
+        f"makespan {simulation.makespan:.10g}{above}\n"
+        f"bound    {'none for programs without gradients' if bound is None else bound}\n"
+        f"bubble   {text.percent(simulation.bubble_ratio)}\n"
+    )
+
+
+def as_json(value: dict[str, Any]) -> str:
+    """One line of JSON, which knows no infinity: such numbers are null."""
+    return json.dumps(_finite(value), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {name: _finite(part) for name, part in value.items()}
+        case list() | tuple():
+            return [_finite(part) for part in value]
+        case _:
+            return value
+
+
+def line_width(options: Namespace) -> int:
+    """``--width`` if the command has it and it is given, else that of the terminal."""
+    width: int | None = getattr(options, "width", None)
+    if width is not None:
+        return width
+    return max(text.LEAST_WIDTH, os.get_terminal_size(1).columns) if os.isatty(1) else _WIDTH_WITHOUT_TERMINAL

@@ -1,0 +1,141 @@
+"""The command ``plan``: one plan, or a comparison, a sweep, a proof, a plan for what is uncertain."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from adaptra.cli.output import as_json, check_outputs, draw_timeline, edges_to_mark, figures, headline, line_width, title_of
+from adaptra.cost import Case, CostModel
+from adaptra.errors import PlanError
+from adaptra.program import Program
+from adaptra.report import picture
+from adaptra.report.files import write_whole
+from adaptra.simulate import lower_bound, simulate
+from adaptra.torch_csv import to_csv
+
+if TYPE_CHECKING:
+    from adaptra.exact import Exact
+
+_PROGRAM_SUFFIXES: Final = (".sched", ".csv")
+
+
+def run_plan(options: Namespace) -> str:
+    """Find a plan, or what else ``plan`` is asked, and return what it says on standard output.
+
+    Raises:
+        AdaptraError: Wrong input.
+    """
+    check_outputs({options.output: _PROGRAM_SUFFIXES, options.picture: picture.SUFFIXES})
+    if options.exact is not None and options.budget is not None:
+        raise PlanError("--budget with --exact: expected one of them; --exact takes a time itself")
+    if options.sweep is not None and options.output is not None:
+        raise PlanError("--sweep with -o: expected one of them; a sweep has a plan for every delay")
+    case = Case.load(options.case)
+    if options.sweep is not None:
+        return _sweep(options, case)
+    if options.uncertain is not None:
+        return _robust(options, case)
+    exact = None if options.exact is None else _exact(options, case)
+    planned = planned_for(case, options.memory, options.budget) if exact is None else exact.program
+    simulation, bound = simulate(planned, case.cost), lower_bound(case)
+    program = _write_program(options, case, planned)
+    if options.compare is not None:
+        return _compare(options, case, planned)
+    draw_timeline(options, case, simulation)
+    if options.json:
+        proof = {} if exact is None else {"exact_bound": exact.bound, "proven": exact.proven}
+        return as_json({"program": str(program)} | figures(case, simulation, bound) | proof)
+    if options.output is None:
+        return str(program)
+    proven = (
+        "" if exact is None else f"exact    {'proven: ' if exact.proven else ''}no order is shorter than {exact.bound:.10g}\n"
+    )
+    return headline(case, simulation, bound) + proven
+
+
+def _write_program(options: Namespace, case: Case, planned: Program) -> Program:
+    """Lower the plan if asked to, write it where asked to, and return it."""
+    program = _lowered(planned, case.cost) if options.lower else planned
+    if options.output is not None:
+        write_whole(options.output, _program_text(program, options.output))
+    return program
+
+
+def _robust(options: Namespace, case: Case) -> str:
+    from adaptra.cli.inputs import read_uncertain
+    from adaptra.robust import Objective, delay_scenarios, robust_plan
+
+    scenarios = delay_scenarios(case.cost, read_uncertain(options.uncertain))
+    found = robust_plan(case, scenarios, objective=Objective(options.objective), memory=options.memory, budget=options.budget)
+    program = _write_program(options, case, found.program)
+    simulation, bound = simulate(found.program, case.cost), lower_bound(case)
+    draw_timeline(options, case, simulation)
+    if options.json:
+        scenario_figures = {
+            "expected": found.expected,
+            "worst": found.worst,
+            "makespans": found.makespans,
+            "bounds": found.bounds,
+        }
+        return as_json({"program": str(program)} | figures(case, simulation, bound) | scenario_figures)
+    if options.output is None:
+        return str(program)
+    return (
+        headline(case, simulation, bound)
+        + f"expected {found.expected:.10g} over {len(scenarios)} scenarios of {found.candidates} plans compared\n"
+        + f"worst    {found.worst:.10g}\n"
+    )
+
+
+def _exact(options: Namespace, case: Case) -> Exact:
+    from adaptra.exact import solve_exactly
+
+    return solve_exactly(case, memory=options.memory, seconds=options.exact)
+
+
+def _compare(options: Namespace, case: Case, planned: Program) -> str:
+    from adaptra.cli import tables
+    from adaptra.comparison import compare
+    from adaptra.passes.adapt_order import ADAPTED
+
+    found = compare(case, [*options.compare, ADAPTED], memory=options.memory, adapted=planned)
+    if options.picture is not None:
+        timelines = [(title_of(case, run.program), run.timeline) for run in found.runs]
+        picture.draw(timelines, options.picture, slow_edges=options.slow_edge or edges_to_mark(case.cost))
+    if options.json:
+        return as_json(
+            {"case": case.name, "bound": found.bound.value, "runs": [figures(case, run, found.bound) for run in found.runs]}
+        )
+    return tables.comparison(found, line_width(options))
+
+
+def _sweep(options: Namespace, case: Case) -> str:
+    from adaptra.cli import tables
+    from adaptra.cli.inputs import read_sweep
+    from adaptra.comparison import sweep_delay
+
+    found = sweep_delay(case, **read_sweep(options.sweep), memory=options.memory, budget=options.budget)
+    if options.picture is not None:
+        from adaptra.report.sweep import draw_sweep
+
+        draw_sweep(found, options.picture)
+    return as_json(found.to_json()) if options.json else tables.sweep(found, line_width(options))
+
+
+def planned_for(case: Case, memory: int | None = None, budget: float | None = None) -> Program:
+    """The planner's plan; loads what that needs."""
+    from adaptra.planner import plan
+
+    return plan(case, memory=memory, budget=budget)
+
+
+def _lowered(program: Program, cost: CostModel) -> Program:
+    from adaptra.passes import parse_pipeline
+
+    return parse_pipeline("insert-comm").apply(program, cost)
+
+
+def _program_text(program: Program, path: str) -> str:
+    return to_csv(program) if Path(path).suffix.lower() == ".csv" else str(program)

@@ -1,0 +1,83 @@
+"""Tables for people: schedules compared, step time against delay, what every edge absorbs."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from adaptra.passes.adapt_order import ADAPTED
+from adaptra.report.text import percent
+
+if TYPE_CHECKING:
+    from adaptra.comparison import Comparison, Sweep
+    from adaptra.sensitivity import EdgeSensitivity
+
+_BEST: Final = "bold"
+_BAD: Final = "red"
+
+
+def comparison(found: Comparison, width: int) -> str:
+    """One row per schedule, in the order asked for."""
+    case, bound = found.case, found.bound
+    title = f"{case.name}: {case.cost.stages} stages, {case.microbatches} microbatches, bound {bound}"
+    table = _table("schedule", "makespan", "÷ bound", "in flight", "bubble", "memory")
+    for run in found.runs:
+        over = ", ".join(map(str, run.over_memory))
+        table.add_row(
+            run.program.name,
+            f"{run.makespan:.10g}",
+            _ratio(run.makespan, bound.value),
+            str(max(run.peak_in_flight)),
+            percent(run.bubble_ratio),
+            f"over on rank {over}" if over else "fits" if case.cost.memory_limit else "no limit",
+            style=_BAD if over else _BEST if run.program.name == ADAPTED else None,
+        )
+    return _text(title, table, width)
+
+
+def sweep(found: Sweep, width: int) -> str:
+    """One row per delay, one column per schedule; a makespan over memory is in brackets."""
+    edges = ", ".join(f"{source}→{destination}" for source, destination in found.edges)
+    table = _table("delay", "bound", *found.makespans)
+    for row, (delay, bound) in enumerate(zip(found.delays, found.bounds, strict=True)):
+        cells = [
+            f"({makespans[row]:.6g})" if found.over_memory[name][row] else f"{makespans[row]:.6g}"
+            for name, makespans in found.makespans.items()
+        ]
+        table.add_row(f"{delay:.6g}", f"{bound:.6g}", *cells)
+    return _text(f"{found.case.name}: step time, delay added on edge {edges}", table, width)
+
+
+def sensitivity(found: Iterable[EdgeSensitivity], width: int) -> str:
+    """One row per directed edge."""
+    table = _table("edge", "absorbs", "beyond, per unit", "paid once up to", "in the end, per unit")
+    for edge in found:
+        table.add_row(
+            f"{edge.source}→{edge.destination}", f"{edge.absorbs:.6g}", str(edge.slope), f"{edge.once:.6g}", str(edge.most)
+        )
+    return _text("delay added to every message of one edge, and how much longer the step gets", table, width)
+
+
+def _ratio(makespan: float, bound: float) -> str:
+    return f"{makespan / bound:.3f}" if 0 < bound < math.inf else "-"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
+    return table
+
+
+def _text(title: str, table: Table, width: int) -> str:
+    """The table under its title as text, coloured where standard output is a terminal."""
+    buffer = io.StringIO()
+    Console(file=buffer, width=width, force_terminal=os.isatty(1), highlight=False).print(table)
+    return title + "\n" + "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()).rstrip("\n") + "\n"

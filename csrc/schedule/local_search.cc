@@ -1,0 +1,262 @@
+#include "schedule/local_search.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "schedule/simulate.h"
+
+namespace adaptra::schedule {
+namespace {
+
+constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr double kTolerance = 1e-9;
+
+// Measured on random cases of 4 to 16 stages: shorter histories get stuck, longer ones take too long to descend. After so many
+// steps without a better plan the search goes back to the best one, and may lose that factor of its makespan at first.
+constexpr std::size_t kHistory = 100;
+constexpr std::size_t kPatience = 4000;
+constexpr double kSetBack = 1.003;
+
+std::size_t at(std::int32_t index) { return static_cast<std::size_t>(index); }
+
+}  // namespace
+
+Limits::Limits(const Problem& problem, const std::vector<std::int32_t>& in_flight)
+    : problem_(problem),
+      in_flight_(in_flight),
+      stages_(at(problem.ranks)),
+      limit_(at(problem.ranks), kNever),
+      counts_(problem.placement.size()) {
+  for (std::size_t s = 0; s < problem.placement.size(); ++s)
+    stages_[at(problem.placement[s])].push_back(static_cast<std::int32_t>(s));
+  for (std::size_t rank = 0; rank < problem.cost.memory_limit.size(); ++rank)
+    limit_[rank] = problem.cost.memory_limit[rank] + kTolerance;
+}
+
+bool Limits::repair(std::size_t rank, Sequence& sequence) {
+  const Cost& cost = problem_.cost;
+  for (const std::int32_t stage : stages_[rank]) counts_[at(stage)] = {};
+  repaired_.clear();
+  double held = 0.0;
+  for (const std::int32_t code : sequence) {
+    const std::int32_t stage = stage_of(code);
+    const std::size_t s = at(stage);
+    Counts& count = counts_[s];
+    switch (kind_of(code)) {
+      case Kind::F:
+        if (count.forwards - count.input_grads >= in_flight_[s]) return false;
+        while (held + cost.memory_forward[s] > limit_[rank])
+          if (!run_weight_grad(rank, held)) return false;
+        held += cost.memory_forward[s];
+        ++count.forwards;
+        repaired_.push_back(code);
+        break;
+      case Kind::I:
+        if (count.input_grads == count.forwards) return false;
+        held -= cost.memory_input_grad[s];
+        ++count.input_grads;
+        repaired_.push_back(code);
+        if (count.late > 0) {
+          --count.late;
+          ++count.weight_grads;
+          held -= cost.memory_forward[s] - cost.memory_input_grad[s];
+          repaired_.push_back(code_of(stage, Kind::W));
+        }
+        break;
+      case Kind::W:
+        if (count.early > 0) {
+          --count.early;
+        } else if (count.weight_grads == count.input_grads) {
+          ++count.late;
+        } else {
+          ++count.weight_grads;
+          held -= cost.memory_forward[s] - cost.memory_input_grad[s];
+          repaired_.push_back(code);
+        }
+        break;
+      case Kind::B: return false;  // never in a sequence
+    }
+  }
+  sequence.swap(repaired_);
+  return true;
+}
+
+// Puts a W that is there in front of what follows. False when none is.
+bool Limits::run_weight_grad(std::size_t rank, double& held) {
+  for (const std::int32_t stage : stages_[rank]) {
+    Counts& count = counts_[at(stage)];
+    if (count.weight_grads == count.input_grads) continue;
+    ++count.weight_grads;
+    ++count.early;
+    held -= problem_.cost.memory_forward[at(stage)] - problem_.cost.memory_input_grad[at(stage)];
+    repaired_.push_back(code_of(stage, Kind::W));
+    return true;
+  }
+  return false;
+}
+
+LocalSearch::LocalSearch(const Problem& problem, const Rule& rule, const std::vector<std::int32_t>& in_flight,
+                         std::vector<Sequence> start, Dice& dice)
+    : problem_(problem),
+      rule_(rule),
+      limits_(problem, in_flight),
+      quick_(QuickTimer::covers(problem)),
+      timer_(problem),
+      dice_(dice),
+      current_(std::move(start)),
+      best_(current_) {
+  current_makespan_ = best_makespan_ = time(kNever);
+  find_blocks();
+  history_.assign(kHistory, current_makespan_);
+}
+
+double LocalSearch::time(double cutoff) {
+  if (quick_) return timer_.makespan(current_, cutoff);
+  const Result result = simulate(problem_, to_orders(current_, problem_.cost.stages()), rule_);
+  return result.complete && result.makespan <= cutoff ? result.makespan : kNever;
+}
+
+// Where the QuickTimer can't tell what is critical, everything may be.
+void LocalSearch::find_blocks() {
+  if (quick_) return timer_.critical_blocks(current_, blocks_);
+  blocks_.clear();
+  for (std::size_t rank = 0; rank < current_.size(); ++rank) blocks_.push_back({rank, 0, current_[rank].size() - 1});
+}
+
+void LocalSearch::restart() {
+  current_ = best_;
+  current_makespan_ = time(kNever);
+  find_blocks();
+  history_.assign(kHistory, current_makespan_ * kSetBack);
+  fruitless_ = 0;
+}
+
+void LocalSearch::step() {
+  if (fruitless_ > kPatience) restart();
+  ++fruitless_;
+  double& late = history_[steps_++ % history_.size()];
+  undo_count_ = 0;
+  bool changed = false;
+  for (bool more = true; more; more = dice_.below(4) == 0) {
+    if (!move_one()) continue;
+    changed = true;
+  }
+  if (!changed) {
+    late = std::min(late, current_makespan_);
+    return;
+  }
+  const double makespan = time(std::max(current_makespan_, late) + kTolerance);
+  if (makespan == kNever) {
+    undo();
+  } else {
+    current_makespan_ = makespan;
+    find_blocks();
+    if (makespan < best_makespan_ - kTolerance) {
+      best_makespan_ = makespan;
+      best_ = current_;
+      fruitless_ = 0;
+    }
+  }
+  late = std::min(late, current_makespan_);
+}
+
+// Moves one op of a critical block, or the same op on several stages. False when nothing changes or limits forbid it.
+bool LocalSearch::move_one() {
+  const Block block = blocks_[at(dice_.below(static_cast<std::int32_t>(blocks_.size())))];
+  const Sequence& sequence = current_[block.rank];
+  if (block.last >= sequence.size()) return false;  // an earlier move of this step made the block stale
+  const auto length = static_cast<std::int32_t>(block.last - block.first + 1);
+  const auto any = [&] { return block.first + at(dice_.below(length)); };
+  const std::size_t far = 1 + at(dice_.heads(6));
+  std::size_t from = 0, to = 0;
+  switch (dice_.below(6)) {
+    case 0:
+      from = block.last;
+      to = from > far ? from - far : 0;
+      break;
+    case 1:
+      from = block.first;
+      to = from + far;
+      break;
+    case 2:
+      from = any();
+      to = block.first;
+      break;
+    case 3:
+      from = any();
+      to = block.last;
+      break;
+    case 4:
+      from = any();
+      to = dice_.below(2) == 0 ? from + far : (from > far ? from - far : 0);
+      break;
+    default: {
+      from = any();
+      const std::int32_t code = sequence[from];
+      const auto microbatch =
+          static_cast<std::int32_t>(std::count(sequence.begin(), sequence.begin() + static_cast<std::ptrdiff_t>(from), code));
+      const auto by = static_cast<std::int32_t>(far);
+      return move_several(block.rank, code, microbatch, dice_.below(2) == 0 ? by : -by);
+    }
+  }
+  return move_op(block.rank, from, to);
+}
+
+// The op of one kind and microbatch, moved by as many places on a run of neighbouring stages.
+bool LocalSearch::move_several(std::size_t rank, std::int32_t code, std::int32_t microbatch, std::int32_t by) {
+  const std::int32_t stages = problem_.cost.stages();
+  const std::int32_t step = dice_.below(2) == 0 ? 1 : -1;
+  std::int32_t stage = stage_of(code);
+  bool changed = false;
+  for (std::int32_t count = 1 + dice_.below(stages); count > 0 && stage >= 0 && stage < stages; --count, stage += step) {
+    rank = at(problem_.placement[at(stage)]);
+    const Sequence& sequence = current_[rank];
+    std::int32_t left = microbatch;
+    std::size_t from = 0;
+    for (; from < sequence.size(); ++from)
+      if (sequence[from] == code_of(stage, kind_of(code)) && left-- == 0) break;
+    const std::ptrdiff_t to = static_cast<std::ptrdiff_t>(from) + by;
+    if (from < sequence.size() && move_op(rank, from, static_cast<std::size_t>(std::max<std::ptrdiff_t>(to, 0))))
+      changed = true;
+  }
+  return changed;
+}
+
+bool LocalSearch::move_op(std::size_t rank, std::size_t from, std::size_t to) {
+  Sequence& sequence = current_[rank];
+  to = std::min(to, sequence.size() - 1);
+  if (from == to) return false;
+  // Ops of one stage and kind keep their order: only what lies beyond them changes anything.
+  const std::int32_t code = sequence[from];
+  const std::size_t step = to > from ? 1 : static_cast<std::size_t>(-1);
+  bool other = false;
+  for (std::size_t p = from; p != to; p += step) other = other || sequence[p + step] != code;
+  if (!other) return false;
+  if (undo_.size() == undo_count_) undo_.emplace_back();
+  Undo& before = undo_[undo_count_];
+  before.rank = rank;
+  before.sequence = sequence;
+  const auto first = sequence.begin() + static_cast<std::ptrdiff_t>(from);
+  const auto last = sequence.begin() + static_cast<std::ptrdiff_t>(to);
+  if (from < to) {
+    std::rotate(first, first + 1, last + 1);
+  } else {
+    std::rotate(last, first, first + 1);
+  }
+  if (!limits_.repair(rank, sequence) || sequence == before.sequence) {
+    sequence = before.sequence;
+    return false;
+  }
+  ++undo_count_;
+  return true;
+}
+
+void LocalSearch::undo() {
+  while (undo_count_ > 0) {
+    Undo& before = undo_[--undo_count_];
+    current_[before.rank].swap(before.sequence);
+  }
+}
+
+}  // namespace adaptra::schedule
