@@ -15,10 +15,10 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from _table import parser
+from _table import Row, parser, print_rows
 
 from adaptra.cost import Case, CostModel
 from adaptra.planner import plan
@@ -112,6 +112,30 @@ def plan_sizes() -> Iterator[Grown]:
             makespans[1] / makespans[2],
             megabytes,
         )
+
+
+def case_rows(planned: list[Planned]) -> list[Row]:
+    """The cases as rows of every benchmark's JSON: the makespan beside each thing it is compared with, and the time taken."""
+    rows: list[Row] = []
+    for one in planned:
+        label = f"{one.case}, {1e3 * one.budget:g} ms"
+        for name, ratio in (("best known", one.to_best_known), ("bound", one.to_bound), ("paper's rule", one.to_papers_rule)):
+            rows.append(Row(f"{label}: makespan / {name}", one.makespan, one.makespan / ratio, "case's unit", 1))
+        rows.append(Row(f"{label}: planning", 1e3 * one.seconds, 1e3 * one.budget, "ms", 1))
+    return rows
+
+
+def growth_rows(grown: list[Grown]) -> list[Row]:
+    """The sizes as rows of every benchmark's JSON: times and memory, and makespans beside that of a long budget."""
+    rows: list[Row] = []
+    for one in grown:
+        label = f"{one.stages}×{one.microbatches}"
+        rows.append(Row(f"{label}: first plan", 1e3 * one.first_seconds, None, "ms", 1))
+        rows.append(Row(f"{label}: first makespan", one.first_to_long, 1.0, "of the long plan's", 1))
+        rows.append(Row(f"{label}: plan with {SOON:g} s", 1e3 * one.soon_seconds, 1e3 * SOON, "ms", 1))
+        rows.append(Row(f"{label}: makespan with {SOON:g} s", one.soon_to_long, 1.0, "of the long plan's", 1))
+        rows.append(Row(f"{label}: memory", one.megabytes, None, "MB", 1))
+    return rows
 
 
 def print_cases(rows: list[Planned]) -> None:
@@ -208,13 +232,19 @@ def main() -> None:
     plan(Case(CostModel.uniform(2, 1, 1, 1), 2, (0, 1)))
     if options.growth:
         grown = list(plan_sizes())
-        print(json.dumps([asdict(row) for row in grown], indent=1)) if options.json else print_growth(grown)
+        if options.json:
+            print_rows("growth", growth_rows(grown), as_json=True)
+        else:
+            print_growth(grown)
         draw_growth(grown, options.growth)
         return
     paths = [path for path in sorted(CASES.glob("*.json")) if not options.case or path.stem in options.case]
     budgets = [1e-3 * budget for budget in options.budget or [10, 100]]
     planned = list(plan_cases(paths, budgets, options.seed))
-    print(json.dumps([asdict(row) for row in planned], indent=1)) if options.json else print_cases(planned)
+    if options.json:
+        print_rows("plans", case_rows(planned), as_json=True)
+    else:
+        print_cases(planned)
 
 
 if __name__ == "__main__":
