@@ -43,16 +43,18 @@ def _rank(rank: int, ranks: int, port: int, results: str, measure: Callable[...,
     dist.destroy_process_group()
 
 
-def timed(step: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of one step between two barriers: wall clock, and processor time of the busiest rank."""
+def timed(step: Callable[[], object]) -> tuple[float, float, float]:
+    """Seconds of one step between two barriers: wall clock, and processor time, as mean of the ranks and of the busiest."""
     dist.barrier()
     started, worked = time.perf_counter(), time.process_time()
     step()
-    busiest = torch.tensor(time.process_time() - worked, dtype=torch.float64)
+    mean = torch.tensor(time.process_time() - worked, dtype=torch.float64)
+    busiest = mean.clone()
     dist.barrier()
     wall = time.perf_counter() - started
+    dist.all_reduce(mean)
     dist.all_reduce(busiest, op=dist.ReduceOp.MAX)
-    return wall, busiest.item()
+    return wall, mean.item() / dist.get_world_size(), busiest.item()
 
 
 def layer() -> nn.Module:

@@ -160,7 +160,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--slow-at", type=int, default=10, help="the step from which on the link is slow")
-    parser.add_argument("--delay-ms", type=float, default=100.0, help="one-way delay of the slow link, milliseconds")
+    parser.add_argument("--delay-ms", type=float, default=125.0, help="one-way delay of the slow link, milliseconds")
     parser.add_argument("--op-ms", type=float, default=25.0, help="emulated duration of every op, milliseconds")
     parser.add_argument("--blocks", type=int, default=8, help="transformer blocks of the GPT")
     parser.add_argument("--memory", type=int, default=10, help="most microbatches in flight per stage")
