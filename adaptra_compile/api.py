@@ -59,7 +59,8 @@ def compile(
         example_kwargs: The keyword arguments of step, if the model takes any.
         loss: ``loss(outputs, targets)`` → scalar. Without it the model itself returns the scalar loss, and targets, if given,
             are its last positional argument.
-        memory: The most microbatches a stage may have in flight (forward run, backward not), or None for no limit.
+        memory: For how many microbatches a stage may hold activations at a time, or None for no limit. A microbatch counts
+            from its F to its W; what its I frees is known from the stage's graphs and counts no longer after I.
         split: Names of the modules that begin stages 1, 2, …; without it the stages are balanced by estimated cost.
         transport: ``"local"``, ``"c10d"``, the name of an installed transport, or None for c10d under a launcher, else local.
         options: How the runtime behaves; see :class:`adaptra.runtime.options.Options`.

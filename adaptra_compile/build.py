@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from adaptra.runtime.emulation import Pacing
 from adaptra.runtime.launch import agree, disagree, launch
 from adaptra.runtime.plan import Plan
 from adaptra.runtime.transports.faulty import FaultyTransport
-from adaptra.runtime.worker import Batch, Worker
+from adaptra.runtime.worker import Batch, Worker, check_memory
 from adaptra.schedules import generate
 from adaptra.simulate import lower_bound, simulate
 
@@ -192,7 +193,6 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
             FaultyTransport(transport, faults) if faults else transport,
             initial,
             planning,
-            request.memory,
             launched.replicas,
             pacing,
             options,
@@ -218,15 +218,11 @@ def _compile(
     cost, options = estimated_cost(compiled), request.options
     if options.emulate is not None:
         cost = options.emulate.apply(cost)
+    if request.memory is not None:
+        cost = replace(cost, memory_limit=(float(request.memory),) * request.stages)
     case = Case(cost, request.microbatches, tuple(range(request.stages)), name="compiled")
-
-    memory = request.memory  # not the request, since the planner outlives the whole model that it holds
-
-    def planner(costs: Case, incumbent: Program | None) -> Program:
-        return plan(costs, memory=memory, incumbent=incumbent)
-
-    planning = Planning(planner, _makespan, lambda costs: lower_bound(costs).value)
-    return compiled, _first_plan(options.schedule, case, memory, planning), planning
+    planning = Planning(_better_plan, _makespan, lambda costs: lower_bound(costs).value)
+    return compiled, _first_plan(options.schedule, case, planning), planning
 
 
 def _facts(compiled: CompiledStages, initial: Plan) -> list[object]:
@@ -244,14 +240,18 @@ def _state(compiled: CompiledStages, stage: int, model: nn.Module) -> dict[str, 
     return state
 
 
+def _better_plan(case: Case, incumbent: Program | None) -> Program:
+    return plan(case, incumbent=incumbent)
+
+
 def _makespan(program: Program, cost: CostModel) -> float:
     return simulate(program, cost).makespan
 
 
-def _first_plan(schedule: str | Program | None, case: Case, memory: int | None, planning: Planning) -> Plan:
+def _first_plan(schedule: str | Program | None, case: Case, planning: Planning) -> Plan:
     """Plan 0: the schedule asked for, or the one adapted to the estimated costs."""
     if schedule is None:
-        program, reason = plan(case, memory=memory), "adapted to the estimated costs"
+        program, reason = plan(case), "adapted to the estimated costs"
     else:
         program = generate(schedule, case.cost.stages, case.microbatches) if isinstance(schedule, str) else schedule
         reason = f"{program.name}, as asked for"
@@ -260,7 +260,5 @@ def _first_plan(schedule: str | Program | None, case: Case, memory: int | None, 
                 f"schedule {program.name}: placement {program.placement} and {program.microbatches} microbatches: expected "
                 f"{case.placement} and {case.microbatches}"
             )
-        peak = max(simulate(program, case.cost).peak_in_flight)
-        if memory is not None and peak > memory:
-            raise PlanError(f"schedule {program.name}: {peak} microbatches in flight: expected at most memory={memory}")
+        check_memory(f"schedule {program.name}", program, case.cost)
     return Plan(0, program, case, planning.predict(program, case.cost), planning.bound(case), reason)

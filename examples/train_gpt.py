@@ -163,7 +163,7 @@ def main() -> int:
     parser.add_argument("--delay-ms", type=float, default=125.0, help="one-way delay of the slow link, milliseconds")
     parser.add_argument("--op-ms", type=float, default=25.0, help="emulated duration of every op, milliseconds")
     parser.add_argument("--blocks", type=int, default=8, help="transformer blocks of the GPT")
-    parser.add_argument("--memory", type=int, default=10, help="most microbatches in flight per stage")
+    parser.add_argument("--memory", type=int, default=10, help="for how many microbatches a stage may hold activations")
     parser.add_argument("--output", type=Path, default=Path("out/demo"), help="folder for pictures and traces")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object at the end")
     arguments = parser.parse_args()

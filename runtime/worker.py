@@ -54,7 +54,6 @@ class Worker:
         transport: This rank's transport.
         initial: The plan of the first step, the same on every rank.
         planning: The compiler, as the controller uses it.
-        memory: The most microbatches a stage may have in flight, or None; no plan beyond it is confirmed.
         replicas: The ranks that hold copies of this stage, or None without data parallelism.
         pacing: Lengthens ops on emulated devices and slowed stages.
         options: Seed and timeout.
@@ -68,7 +67,6 @@ class Worker:
         transport: Transport,
         initial: Plan,
         planning: Planning,
-        memory: int | None,
         replicas: Replicas | None,
         pacing: Pacing,
         options: Options,
@@ -78,7 +76,6 @@ class Worker:
         self._compiled = compiled
         self._microbatches = microbatches
         self._transport = transport
-        self._memory = memory
         self._replicas = replicas
         self._pacing = pacing
         self._options = options
@@ -113,6 +110,7 @@ class Worker:
         if self.rank != self._last:
             self._always[self._last, self._losses_spec()] += 1
         self._by_program: Counter[tuple[int, MessageSpec]] = Counter()
+        self._cost = initial.case.cost
         self._prepared = {initial.version: self._lower(initial.program, initial.case.cost)}
         self.controller = Controller(
             self.rank,
@@ -249,11 +247,9 @@ class Worker:
         """Check and lower a proposed plan before the step that switches to it; runs on the control thread.
 
         Raises:
-            PlanError: The plan holds more microbatches in flight than this job allows.
+            PlanError: The plan holds more than this job allows.
         """
-        peak = max(simulate(plan.program, plan.case.cost).peak_in_flight)
-        if self._memory is not None and peak > self._memory:
-            raise PlanError(f"plan {plan.version}: {peak} microbatches in flight: expected at most memory={self._memory}")
+        check_memory(f"plan {plan.version}", plan.program, self._cost)
         self._prepared[plan.version] = self._lower(plan.program, plan.case.cost)
 
     def _executor_of(self, plan: Plan) -> Executor:
@@ -308,3 +304,18 @@ class Worker:
         for rank in range(self._last):
             self._transport.send(rank, Identity(step, Kind.F, self._last, rank, 0, spec), (losses,))
         return losses
+
+
+def check_memory(what: str, program: Program, cost: CostModel) -> None:
+    """Refuse a program that holds the activations of more microbatches than the job allows, counting what W still needs.
+
+    Raises:
+        PlanError: Names the rank, what it would hold and what it may.
+    """
+    found = simulate(program, cost)
+    for rank in found.over_memory:
+        assert cost.memory_limit is not None, "only a limit can be exceeded"
+        raise PlanError(
+            f"{what}: rank {rank} holds the activations of {found.peak_memory[rank]:g} microbatches: expected at most "
+            f"memory={cost.memory_limit[rank]:g}"
+        )

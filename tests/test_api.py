@@ -245,7 +245,7 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
         for sizes in ((3, MICROBATCHES), (2, 5))
     ),
     (
-        "schedule …: … microbatches in flight: expected at most memory=…",
+        "schedule …: rank … holds the activations of … microbatches: expected at most memory=…",
         example(memory=2, options=adaptra.Options(schedule="gpipe")),
     ),
     ("adapt=…: expected True or False", options(adapt="no")),

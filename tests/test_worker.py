@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ STEPS = 40
 def test_a_plan_beyond_the_memory_is_refused_and_nobody_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     planner = build.plan
 
-    def careless(case: adaptra.Case, *, memory: int | None = None, incumbent: Any = None) -> adaptra.Program:
-        return planner(case, memory=memory if incumbent is None else None, incumbent=incumbent)
+    def careless(case: adaptra.Case, incumbent: Any = None) -> adaptra.Program:
+        unlimited = replace(case, cost=replace(case.cost, memory_limit=None))
+        return planner(case if incumbent is None else unlimited, incumbent=incumbent)
 
     monkeypatch.setattr(build, "plan", careless)
     inputs, targets = torch.randn(8, 4), torch.randn(8, 4)
@@ -42,7 +44,7 @@ def test_a_plan_beyond_the_memory_is_refused_and_nobody_switches(monkeypatch: py
             if refused:
                 break
         assert refused, "the careless planner's plan was never proposed"
-        assert "microbatches in flight: expected at most memory=2" in refused[0]
+        assert "microbatches: expected at most memory=2" in refused[0]
         for _ in range(4):
             pipe.step(inputs, targets)
         assert pipe.plan.version == 0
