@@ -95,8 +95,6 @@ class Membership:
         self._failure: Failure | None = None
         self._is_known = False
         self._hurry_until = 0.0
-        self._is_settled = True
-        self._reported_at: float | None = None
         self._is_cause = False
         self._store_is_lost = False
         self._lost: PeerLostError | None = None
@@ -142,9 +140,7 @@ class Membership:
                 self._enter(State.FAILED)
             elif self._state is State.RUNNING:
                 self._enter(State.LEFT)
-            self._condition.wait_for(
-                lambda: (self._is_known and self._is_settled) or self._ends or self._store_is_lost, 2 * _KNOWN_SECONDS
-            )
+            self._condition.wait_for(lambda: self._is_known or self._ends or self._store_is_lost, _KNOWN_SECONDS)
             return error if self._lost is None or self._is_cause else placed(self._lost, failure)
 
     def leave(self) -> None:
@@ -230,9 +226,6 @@ class Membership:
             failures[self._rank] = self._failure
         if failures:
             rank = cause_of(failures)
-            self._is_settled = self._is_believed(failures[rank].lost, failures)
-            if not self._is_settled:
-                return
             self._is_cause = rank == self._rank
             if rank != self._rank:
                 self._lose(failure_error(rank, failures[rank], self._rank))
@@ -249,19 +242,6 @@ class Membership:
                 self._report(lost)
                 self._lose(lost)
                 return
-
-    def _is_believed(self, lost: int | None, failures: dict[int, Failure]) -> bool:
-        """Whether the report that ``lost`` is gone can be taken for the cause.
-
-        A rank that ends its connections because of another one looks lost itself. Its own report follows, so a rank that still
-        beats is only held to be lost when none has come for a while.
-        """
-        peer = None if lost is None else self._peers.get(lost)
-        if lost is None or peer is None or lost in failures:
-            return True
-        now = time.monotonic()
-        self._reported_at = self._reported_at or now
-        return now - peer.changed_at > 3 * self._interval or now - self._reported_at > _KNOWN_SECONDS
 
     def _report(self, lost: PeerLostError) -> None:
         """Tell the others at once what they would notice a moment later."""
