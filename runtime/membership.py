@@ -5,8 +5,10 @@ One thread writes the rank's own record and reads the others'. A rank whose hear
 failed, is lost: the callback then ends this rank's waits. A second thread watches the first, because a store whose host is
 gone may leave it stuck in a call for minutes.
 
-One failure soon looks like many, as every rank that waits for a failed one fails too. Failures are numbered by the store, and
-a rank that reports the loss of another gives way to that other's own report, so that all ranks name the same cause.
+One failure soon looks like many, as every rank that waits for a failed one fails too, and a rank that ends its connections
+because of one looks lost itself. So failures are numbered by the store, a rank that reports the loss of another gives way to
+that other's own report, and that report is waited for while the other still beats: all ranks name the same cause. Nobody
+leaves before the others have found it, because the store may live in the process of the rank that leaves.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -41,7 +43,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _KNOWN_SECONDS: Final = 3.0
-"""How long a rank that fails or leaves stays until the others know it: the store may end with its process."""
+"""How long a rank that fails or leaves stays until the others know it, once it knows the cause itself."""
+_SILENT_SECONDS: Final = 1.5
+"""A rank that was reported lost and has not beaten for as long is lost."""
 _HURRY_INTERVAL: Final = 0.01
 
 
@@ -89,11 +93,16 @@ class Membership:
         self._waiting_for = waiting_for or _unknown
         self._interval = interval
         self._lost_after = lost_after
+        # Whoever is reported lost and still beats has as long to say himself what happened.
+        self._own_report_seconds = lost_after / 2
+        self._silent_seconds = max(3 * interval, min(_SILENT_SECONDS, lost_after))
         self._peers = {peer: _Peer() for peer in range(world_size) if peer != rank}
         self._condition = threading.Condition()
         self._state = State.RUNNING
         self._failure: Failure | None = None
         self._is_known = False
+        self._is_settled = True
+        self._reported_at: float | None = None
         self._hurry_until = 0.0
         self._is_cause = False
         self._store_is_lost = False
@@ -114,7 +123,7 @@ class Membership:
         return self._lost
 
     def fail(self, error: BaseException, *, edge: tuple[int, int] | None = None, op: str | None = None) -> BaseException:
-        """Tell the others that this rank failed. Blocks until those that live know, at most three seconds.
+        """Tell the others that this rank failed. Blocks until those that live know what caused it, for seconds at most.
 
         Args:
             error: Why. A :class:`PeerLostError` reports the loss of its rank, with its edge and op.
@@ -140,7 +149,7 @@ class Membership:
                 self._enter(State.FAILED)
             elif self._state is State.RUNNING:
                 self._enter(State.LEFT)
-            self._condition.wait_for(lambda: self._is_known or self._ends or self._store_is_lost, _KNOWN_SECONDS)
+            self._wait_until_known()
             return error if self._lost is None or self._is_cause else placed(self._lost, failure)
 
     def leave(self) -> None:
@@ -154,7 +163,7 @@ class Membership:
         self.leave()
         with self._condition:
             if not self._ends:
-                self._condition.wait_for(lambda: self._is_known or self._ends or self._store_is_lost, _KNOWN_SECONDS)
+                self._wait_until_known()
             self._ends = True
             self._condition.notify_all()
         for thread in self._threads:
@@ -163,8 +172,20 @@ class Membership:
 
     def _enter(self, state: State) -> None:
         self._state = state
-        self._hurry_until = time.monotonic() + _KNOWN_SECONDS
+        self._is_known = False
+        if state is State.FAILED:
+            self._is_settled = False
+        self._hurry_until = time.monotonic() + self._patience
         self._condition.notify_all()
+
+    @property
+    def _patience(self) -> float:
+        """How long this rank stays at most until the others know that it failed or leaves."""
+        return self._own_report_seconds + _KNOWN_SECONDS
+
+    def _wait_until_known(self) -> None:
+        """Wait until all know that this rank failed or leaves, and why the job ends; the condition is held."""
+        self._condition.wait_for(lambda: self._is_known or self._ends or self._store_is_lost, self._patience)
 
     def _beat_for_ever(self) -> None:
         while True:
@@ -180,13 +201,14 @@ class Membership:
                 return
             with self._condition:
                 self._round_at = time.monotonic()
-                self._is_known = written is not State.RUNNING and self._is_known_to_all()
+                self._is_known = written.state is not State.RUNNING and written.is_settled and self._is_known_to_all()
                 if self._is_known:
                     self._condition.notify_all()
                 if self._ends:
                     return
-                if self._state is written:
-                    hurries = written is not State.RUNNING and not self._is_known and self._round_at < self._hurry_until
+                if (self._state, self._is_settled, self._seen()) == (written.state, written.is_settled, written.seen):
+                    is_awaited = not self._is_settled or (written.state is not State.RUNNING and not self._is_known)
+                    hurries = is_awaited and self._round_at < self._hurry_until
                     self._condition.wait(_HURRY_INTERVAL if hurries else self._interval)
 
     def _watch_for_ever(self) -> None:
@@ -200,18 +222,22 @@ class Membership:
         if is_stuck:
             self._lose_store(f"no answer for {self._lost_after} s")
 
-    def _publish(self) -> State:
-        """Write this rank's record; the state that it now shows."""
+    def _seen(self) -> tuple[int, ...]:
+        """The ranks whose failing or leaving this rank has read."""
+        return tuple(rank for rank, peer in self._peers.items() if peer.record and peer.record.state is not State.RUNNING)
+
+    def _publish(self) -> Record:
+        """Write this rank's record; what it now says."""
         with self._condition:
-            failure, state = self._failure, self._state
-            seen = tuple(rank for rank, peer in self._peers.items() if peer.record and peer.record.state is not State.RUNNING)
+            failure, state, is_settled, seen = self._failure, self._state, self._is_settled, self._seen()
         if failure is not None and failure.ordinal == 0:
             failure = Failure(int(self._store.add("failures", 1)), failure.message, failure.lost, failure.edge, failure.op)
         self._beat += 1
-        self._store.set(key_of(self._rank), write_record(Record(self._beat, state, failure, seen)))
+        record = Record(self._beat, state, failure, seen, is_settled)
+        self._store.set(key_of(self._rank), write_record(record))
         if failure is not None:
             self._failure = failure
-        return state
+        return record
 
     def _read(self) -> None:
         """Read all records and judge them."""
@@ -226,6 +252,9 @@ class Membership:
             failures[self._rank] = self._failure
         if failures:
             rank = cause_of(failures)
+            self._settle(failures[rank].lost, failures)
+            if not self._is_settled:
+                return
             self._is_cause = rank == self._rank
             if rank != self._rank:
                 self._lose(failure_error(rank, failures[rank], self._rank))
@@ -243,6 +272,20 @@ class Membership:
                 self._lose(lost)
                 return
 
+    def _settle(self, lost: int | None, failures: Mapping[int, Failure]) -> None:
+        """Note whether the cause is found: a rank that was reported ``lost`` may still say itself what happened."""
+        now = time.monotonic()
+        if self._reported_at is None:
+            self._reported_at = now
+            self._hurry_until = max(self._hurry_until, now + self._patience)
+        is_final = lost is None or lost in failures or now - self._reported_at > self._own_report_seconds
+        is_settled = is_final or (lost in self._peers and self._is_silent(self._peers[lost]))
+        with self._condition:
+            self._is_settled = self._lost is not None or is_settled
+
+    def _is_silent(self, peer: _Peer) -> bool:
+        return time.monotonic() - peer.changed_at > self._silent_seconds
+
     def _report(self, lost: PeerLostError) -> None:
         """Tell the others at once what they would notice a moment later."""
         with self._condition:
@@ -255,10 +298,16 @@ class Membership:
         return next(filter(None, map(self._waiting_for, self._peers)), None)
 
     def _is_known_to_all(self) -> bool:
-        """Whether every peer, but one that is lost, knows that this rank failed or left, or has no use for it any more."""
-        gone = {self._failure.lost if self._failure else None, self._lost.rank if self._lost else None}
-        records = [peer.record for rank, peer in self._peers.items() if rank not in gone]
-        return all(record and (record.state is not State.RUNNING or self._rank in record.seen) for record in records)
+        """Whether every peer that lives knows that this rank failed or left, and why the job ends, or has left itself."""
+        return all(
+            self._is_silent(peer) or (peer.record is not None and self._is_known_to(peer.record))
+            for peer in self._peers.values()
+        )
+
+    def _is_known_to(self, record: Record) -> bool:
+        if record.state is State.RUNNING:
+            return record.is_settled and self._rank in record.seen
+        return record.is_settled or record.state is State.LEFT
 
     def _lose_store(self, text: str) -> None:
         # Ranks that left may have taken the store with them: then there is nobody left to train with, and nothing to report.
@@ -266,7 +315,7 @@ class Membership:
             is_expected = self._ends or any(peer.record and peer.record.state is State.LEFT for peer in self._peers.values())
             is_expected = is_expected or self._state is State.LEFT
         awaited = self._awaited()
-        if is_expected and awaited is None:
+        if self._is_cause or (is_expected and awaited is None):
             with self._condition:
                 self._ends = True
                 self._condition.notify_all()

@@ -49,12 +49,21 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a rank keeps in the store. ``seen`` are the ranks whose failing or leaving it has read."""
+    """What a rank keeps in the store.
+
+    Attributes:
+        beat: Counts the rank's heartbeats.
+        state: Whether it runs.
+        failure: Why it failed, if it did.
+        seen: The ranks whose failing or leaving it has read.
+        is_settled: It knows of no failure, or has found the first one; else it waits for more reports.
+    """
 
     beat: int
     state: State
     failure: Failure | None
     seen: tuple[int, ...]
+    is_settled: bool
 
 
 def placed(error: PeerLostError, failure: Failure) -> PeerLostError:
@@ -107,7 +116,14 @@ def write_record(record: Record) -> str:
     """A record as it is stored."""
     failure = None if record.failure is None else asdict(record.failure)
     return encode(
-        {"version": VERSION, "beat": record.beat, "state": record.state.value, "failure": failure, "seen": list(record.seen)}
+        {
+            "version": VERSION,
+            "beat": record.beat,
+            "state": record.state.value,
+            "failure": failure,
+            "seen": list(record.seen),
+            "settled": record.is_settled,
+        }
     )
 
 
@@ -130,6 +146,7 @@ def parse_record(payload: bytes, rank: int) -> Record:
         state=State(state),
         failure=None if failure is None else _parse_failure(failure, f"{where}: failure"),
         seen=tuple(_whole_numbers(fields.items("seen"), f"{where}: field 'seen'")),
+        is_settled=fields.flag("settled"),
     )
     fields.end()
     return record

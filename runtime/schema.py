@@ -92,6 +92,13 @@ class Fields:
             raise self.refuse(name, f"a string of at most {at_most} characters", value)
         return value
 
+    def flag(self, name: str) -> bool:
+        """True or false."""
+        value = self._take(name)
+        if not isinstance(value, bool):
+            raise self.refuse(name, "true or false", value)
+        return value
+
     def items(self, name: str) -> list[object]:
         """A list; its items are for the caller to check."""
         value = self._take(name)
