@@ -309,6 +309,20 @@ class Bounds {
 
 }  // namespace
 
+std::vector<double> least_tails(const Problem& problem) {
+  const Cost& cost = problem.cost;
+  std::vector<double> tails(static_cast<std::size_t>(problem.ranks), std::numeric_limits<double>::infinity());
+  double tail = 0.0;  // the recurrence of first_ops()
+  for (std::size_t s = 0; s < cost.forward.size(); ++s) {
+    tail = s == 0 ? cost.weight_grad[0]
+                  : std::max(cost.weight_grad[s],
+                             cost.occupancy_backward[s - 1] + cost.latency_backward[s - 1] + cost.input_grad[s - 1] + tail);
+    double& of_rank = tails[static_cast<std::size_t>(problem.placement[s])];
+    of_rank = std::min(of_rank, tail);
+  }
+  return tails;
+}
+
 Bound lower_bound(const Problem& problem) { return Bounds(problem).greatest(); }
 
 }  // namespace adaptra::schedule

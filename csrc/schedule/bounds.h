@@ -17,6 +17,9 @@ struct Bound {
 };
 
 // The greatest of all bounds, the simplest of them on a tie. Infinite when one microbatch alone exceeds a memory limit.
+// Per rank, how much time at least passes after its last F or I has ended until the step ends.
+[[nodiscard]] std::vector<double> least_tails(const Problem& problem);
+
 [[nodiscard]] Bound lower_bound(const Problem& problem);
 
 }  // namespace adaptra::schedule

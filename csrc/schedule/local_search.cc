@@ -1,6 +1,7 @@
 #include "schedule/local_search.h"
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <utility>
 
@@ -14,9 +15,12 @@ constexpr double kTolerance = 1e-9;
 
 // Measured on random cases of 4 to 16 stages: shorter histories get stuck, longer ones take too long to descend. After so many
 // steps without a better plan the search goes back to the best one, and may lose that factor of its makespan at first.
-constexpr std::size_t kHistory = 100;
-constexpr std::size_t kPatience = 4000;
-constexpr double kSetBack = 1.003;
+constexpr std::size_t kHistory = 30;
+constexpr std::size_t kMostFruitless = 2000;
+constexpr double kSetBack = 1.006;
+
+// Where W are filled in: how long a gap must be at first, as a share of W.
+constexpr std::array<float, 3> kFirstPatience = {1.0F, 0.75F, 0.5F};
 
 std::size_t at(std::int32_t index) { return static_cast<std::size_t>(index); }
 
@@ -82,6 +86,23 @@ bool Limits::repair(std::size_t rank, Sequence& sequence) {
   return true;
 }
 
+bool Limits::admits(std::size_t rank, const Sequence& sequence) {
+  for (const std::int32_t stage : stages_[rank]) counts_[at(stage)] = {};
+  double held = 0.0;
+  for (const std::int32_t code : sequence) {
+    const std::size_t s = at(stage_of(code));
+    Counts& count = counts_[s];
+    if (kind_of(code) == Kind::F) {
+      held += problem_.cost.memory_forward[s];
+      if (count.forwards++ - count.input_grads >= in_flight_[s] || held > limit_[rank]) return false;
+    } else {
+      held -= problem_.cost.memory_forward[s];
+      if (count.input_grads++ == count.forwards) return false;
+    }
+  }
+  return true;
+}
+
 // Puts a W that is there in front of what follows. False when none is.
 bool Limits::run_weight_grad(std::size_t rank, double& held) {
   for (const std::int32_t stage : stages_[rank]) {
@@ -97,68 +118,150 @@ bool Limits::run_weight_grad(std::size_t rank, double& held) {
 }
 
 LocalSearch::LocalSearch(const Problem& problem, const Rule& rule, const std::vector<std::int32_t>& in_flight,
-                         std::vector<Sequence> start, Dice& dice)
+                         WeightGrads weight_grads, Judge& judge, Dice& dice)
     : problem_(problem),
       rule_(rule),
       limits_(problem, in_flight),
       quick_(QuickTimer::covers(problem)),
+      filled_(weight_grads == WeightGrads::Filled),
       timer_(problem),
-      dice_(dice),
-      current_(std::move(start)),
-      best_(current_) {
+      judge_(judge),
+      dice_(dice) {}
+
+double LocalSearch::begin_turn() {
+  if (std::min(best_makespan_, started_from_) <= judge_.best_makespan()) return best_makespan_;
+  started_from_ = judge_.best_makespan();
+  current_ = judge_.best();
+  if (filled_) {
+    for (Sequence& sequence : current_) std::erase_if(sequence, [](std::int32_t code) { return kind_of(code) == Kind::W; });
+    set_first_patience();
+  }
+  since_ = 0.0;
   current_makespan_ = best_makespan_ = time(kNever);
+  keep_current();
+  keep_best();
   find_blocks();
-  history_.assign(kHistory, current_makespan_);
+  history_.assign(kHistory, current_makespan_ * 1.006);
+  fruitless_ = 0;
+  return started_from_;
+}
+
+// Of what all stages could wait alike, what fits these orders best.
+void LocalSearch::set_first_patience() {
+  double shortest = kNever;
+  float best = 0.0F;
+  for (const float patience : kFirstPatience) {
+    patience_.assign(problem_.placement.size(), patience);
+    since_ = 0.0;
+    const double makespan = time(kNever);
+    if (makespan >= shortest) continue;
+    shortest = makespan;
+    best = patience;
+  }
+  patience_.assign(problem_.placement.size(), best);
 }
 
 double LocalSearch::time(double cutoff) {
-  if (quick_) return timer_.makespan(current_, cutoff);
+  if (filled_) return timer_.fill(current_, patience_, cutoff, since_);
+  if (quick_) return timer_.makespan(current_, cutoff, since_);
   const Result result = simulate(problem_, to_orders(current_, problem_.cost.stages()), rule_);
   return result.complete && result.makespan <= cutoff ? result.makespan : kNever;
 }
 
 // Where the QuickTimer can't tell what is critical, everything may be.
+void LocalSearch::keep_current() {
+  if (!quick_) return;
+  timer_.keep();
+  if (filled_) whole_ = timer_.filled();
+}
+
 void LocalSearch::find_blocks() {
+  if (filled_) return find_filled_blocks();
   if (quick_) return timer_.critical_blocks(current_, blocks_);
   blocks_.clear();
   for (std::size_t rank = 0; rank < current_.size(); ++rank) blocks_.push_back({rank, 0, current_[rank].size() - 1});
 }
 
+// Blocks of the whole sequences, as positions among the F and I alone; blocks of nothing but W are left out.
+void LocalSearch::find_filled_blocks() {
+  timer_.critical_blocks(whole_, blocks_);
+  std::size_t kept = 0;
+  for (const Block& block : blocks_) {
+    const Sequence& sequence = whole_[block.rank];
+    const auto is_ours = [](std::int32_t code) { return kind_of(code) != Kind::W; };
+    const auto first = sequence.begin() + static_cast<std::ptrdiff_t>(block.first);
+    const auto last = sequence.begin() + static_cast<std::ptrdiff_t>(block.last) + 1;
+    const auto before = static_cast<std::size_t>(std::count_if(sequence.begin(), first, is_ours));
+    const auto within = static_cast<std::size_t>(std::count_if(first, last, is_ours));
+    if (within > 0) blocks_[kept++] = {block.rank, before, before + within - 1};
+  }
+  blocks_.resize(kept);
+}
+
+void LocalSearch::keep_best() {
+  best_ = current_;
+  best_patience_ = patience_;
+}
+
 void LocalSearch::restart() {
   current_ = best_;
+  patience_ = best_patience_;
+  since_ = 0.0;
   current_makespan_ = time(kNever);
+  keep_current();
   find_blocks();
   history_.assign(kHistory, current_makespan_ * kSetBack);
   fruitless_ = 0;
 }
 
-void LocalSearch::step() {
-  if (fruitless_ > kPatience) restart();
+std::int64_t LocalSearch::step() {
+  if (fruitless_ > kMostFruitless) restart();
   ++fruitless_;
   double& late = history_[steps_++ % history_.size()];
   undo_count_ = 0;
-  bool changed = false;
-  for (bool more = true; more; more = dice_.below(4) == 0) {
-    if (!move_one()) continue;
-    changed = true;
-  }
-  if (!changed) {
+  undo_patience_.clear();
+  since_ = kNever;
+  if (!change()) {
     late = std::min(late, current_makespan_);
-    return;
+    return judge_.timing_effort();
   }
   const double makespan = time(std::max(current_makespan_, late) + kTolerance);
   if (makespan == kNever) {
     undo();
   } else {
     current_makespan_ = makespan;
+    keep_current();
     find_blocks();
     if (makespan < best_makespan_ - kTolerance) {
       best_makespan_ = makespan;
-      best_ = current_;
+      keep_best();
+      judge_.keep(filled_ ? whole_ : current_, makespan);
       fruitless_ = 0;
     }
   }
   late = std::min(late, current_makespan_);
+  return judge_.timing_effort();
+}
+
+bool LocalSearch::change() {
+  if (filled_ && (blocks_.empty() || dice_.below(12) == 0)) {
+    change_patience();
+    return true;
+  }
+  bool changed = false;
+  for (bool more = true; more; more = dice_.below(4) == 0) changed = move_one() || changed;
+  return changed;
+}
+
+// Lets a run of neighbouring stages wait otherwise for what is due rather than begin a W.
+void LocalSearch::change_patience() {
+  undo_patience_ = patience_;
+  since_ = 0.0;
+  const auto stages = static_cast<std::int32_t>(patience_.size());
+  std::int32_t stage = dice_.below(stages);
+  const float patience = 0.25F * static_cast<float>(dice_.below(6));
+  for (std::int32_t count = 1 + dice_.heads(stages); count > 0 && stage < stages; --count, ++stage)
+    patience_[at(stage)] = patience;
 }
 
 // Moves one op of a critical block, or the same op on several stages. False when nothing changes or limits forbid it.
@@ -244,11 +347,13 @@ bool LocalSearch::move_op(std::size_t rank, std::size_t from, std::size_t to) {
   } else {
     std::rotate(last, first, first + 1);
   }
-  if (!limits_.repair(rank, sequence) || sequence == before.sequence) {
+  if (!(filled_ ? limits_.admits(rank, sequence) : limits_.repair(rank, sequence)) || sequence == before.sequence) {
     sequence = before.sequence;
     return false;
   }
   ++undo_count_;
+  const auto differs = std::mismatch(sequence.begin(), sequence.end(), before.sequence.begin()).first;
+  if (quick_) since_ = std::min(since_, timer_.decided_at(rank, static_cast<std::size_t>(differs - sequence.begin())));
   return true;
 }
 
@@ -257,6 +362,7 @@ void LocalSearch::undo() {
     Undo& before = undo_[--undo_count_];
     current_[before.rank].swap(before.sequence);
   }
+  if (!undo_patience_.empty()) patience_.swap(undo_patience_);
 }
 
 }  // namespace adaptra::schedule

@@ -2,11 +2,13 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
+#include <limits>
 #include <vector>
 
 #include "schedule/dice.h"
+#include "schedule/judge.h"
 #include "schedule/quick_timer.h"
+#include "schedule/search_part.h"
 #include "schedule/types.h"
 
 namespace adaptra::schedule {
@@ -16,6 +18,10 @@ class Limits {
  public:
   // `in_flight` is the most microbatches in flight per stage.
   Limits(const Problem& problem, const std::vector<std::int32_t>& in_flight);
+
+  // Whether a rank's F and I alone can be executed within the limits: each I after its F, and room for every F once all W that
+  // can run have.
+  [[nodiscard]] bool admits(std::size_t rank, const Sequence& sequence);
 
   // Rewrites one rank's sequence so that every I follows its F, every W its I, and memory suffices: a W that comes too early
   // waits for its I, and one that frees memory a forward needs comes before it. False when no W can help.
@@ -37,18 +43,21 @@ class Limits {
   Sequence repaired_;
 };
 
+// Which W a local search moves: its own, or none, as they fill what gaps its F and I leave. That reaches a good plan sooner,
+// while the best ones need W in places of their own.
+enum class WeightGrads : std::uint8_t { Placed, Filled };
+
 // Late acceptance (Burke and Bykov 2017): a change stays when the step does not get longer than it is or than it was some
-// changes ago. Requires sequences within the limits.
-class LocalSearch {
+// changes ago. Filled W require a problem that QuickTimer fills.
+class LocalSearch final : public SearchPart {
  public:
-  LocalSearch(const Problem& problem, const Rule& rule, const std::vector<std::int32_t>& in_flight, std::vector<Sequence> start,
-              Dice& dice);
+  LocalSearch(const Problem& problem, const Rule& rule, const std::vector<std::int32_t>& in_flight, WeightGrads weight_grads,
+              Judge& judge, Dice& dice);
 
-  [[nodiscard]] double best_makespan() const { return best_makespan_; }
-  [[nodiscard]] const std::vector<Sequence>& best() const { return best_; }
-
-  // Tries one change.
-  void step();
+  // Starts again from the judge's best orders if they are not this search's own.
+  double begin_turn() override;
+  std::int64_t step() override;
+  [[nodiscard]] double value() const override { return best_makespan_; }
 
  private:
   struct Undo {
@@ -58,6 +67,12 @@ class LocalSearch {
 
   double time(double cutoff);
   void find_blocks();
+  void find_filled_blocks();
+  void set_first_patience();
+  void keep_current();
+  void keep_best();
+  bool change();
+  void change_patience();
   void restart();
   bool move_one();
   bool move_several(std::size_t rank, std::int32_t code, std::int32_t microbatch, std::int32_t by);
@@ -67,16 +82,22 @@ class LocalSearch {
   const Problem& problem_;
   const Rule& rule_;
   Limits limits_;
-  const bool quick_;
+  const bool quick_, filled_;
   QuickTimer timer_;
+  Judge& judge_;
   Dice& dice_;
-  std::vector<Sequence> current_, best_;
-  double current_makespan_, best_makespan_;
+  std::vector<Sequence> current_, best_;         // of F and I alone where W are filled in
+  std::vector<float> patience_, best_patience_;  // per stage, where W are filled in
+  std::vector<Sequence> whole_;                  // the current ones with W filled in
+  double current_makespan_ = 0.0, best_makespan_ = std::numeric_limits<double>::infinity();
+  double started_from_ = std::numeric_limits<double>::infinity();  // the judge's best at that time
   std::vector<Block> blocks_;
   std::vector<double> history_;
   std::size_t steps_ = 0, fruitless_ = 0;
   std::vector<Undo> undo_;
   std::size_t undo_count_ = 0;
+  double since_ = 0.0;                // before that time this step changes nothing
+  std::vector<float> undo_patience_;  // before this step, if it changed any
 };
 
 }  // namespace adaptra::schedule

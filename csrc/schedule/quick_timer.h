@@ -7,21 +7,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "schedule/sequence.h"
 #include "schedule/types.h"
 
 namespace adaptra::schedule {
-
-// The ops of a rank without their microbatches, which follow from the order: 4 * stage + kind.
-using Sequence = std::vector<std::int32_t>;
-
-[[nodiscard]] constexpr std::int32_t code_of(std::int32_t stage, Kind kind) {
-  return 4 * stage + static_cast<std::int32_t>(kind);
-}
-[[nodiscard]] constexpr std::int32_t stage_of(std::int32_t code) { return code / 4; }
-[[nodiscard]] constexpr Kind kind_of(std::int32_t code) { return static_cast<Kind>(code % 4); }
-
-[[nodiscard]] std::vector<Sequence> to_sequences(const std::vector<Order>& orders);
-[[nodiscard]] std::vector<Order> to_orders(const std::vector<Sequence>& sequences, std::int32_t stages);
 
 // Ops first … last of a rank's sequence that follow each other without a gap on the critical path.
 struct Block {
@@ -37,9 +26,29 @@ class QuickTimer {
 
   // The makespan, or infinity when ranks wait for each other forever or when it is certain to be longer than `cutoff`. Every
   // sequence holds F, I and W of its stages once per microbatch, each I after its F and each W after its I.
-  [[nodiscard]] double makespan(const std::vector<Sequence>& sequences, double cutoff);
+  //
+  // Sequences that are like those last kept until the time `since` are only timed from then on; see decided_at().
+  [[nodiscard]] double makespan(const std::vector<Sequence>& sequences, double cutoff, double since = 0.0);
 
-  // A chain of ops and messages without gaps that ends with the step last timed, which must have had a finite makespan.
+  // Whether fill() covers the problem: not where messages hold their receivers.
+  [[nodiscard]] bool fills() const { return !receiver_waits_; }
+
+  // The same for orders of F and I alone, into which it puts W: wherever a rank waits for at least `patience` (of the stage)
+  // times what the W takes, where an F needs its memory, and at the end.
+  [[nodiscard]] double fill(const std::vector<Sequence>& orders, const std::vector<float>& patience, double cutoff,
+                            double since = 0.0);
+
+  // The whole sequences of the last fill().
+  [[nodiscard]] const std::vector<Sequence>& filled() const { return filled_; }
+
+  // Keeps the step last timed, which must have had a finite makespan, for what follows to begin like it.
+  void keep();
+
+  // When, in the step last kept, a rank decided on the op at `position` of its sequence: what comes before that time stays as
+  // it is whatever takes that op's place. In orders that were filled, positions count F and I.
+  [[nodiscard]] double decided_at(std::size_t rank, std::size_t position) const;
+
+  // A chain of ops and messages without gaps that ends with the step last kept, whose (whole) sequences these are.
   void critical_blocks(const std::vector<Sequence>& sequences, std::vector<Block>& blocks) const;
 
  private:
@@ -50,6 +59,8 @@ class QuickTimer {
     std::size_t position, first_record;
     double now, work, idle;
     bool queued;
+    double held = 0.0;       // memory, where W are filled in
+    double urgent_left = 0;  // what the F and I take that have not run
   };
   struct Times {
     double start, end, released;
@@ -66,7 +77,23 @@ class QuickTimer {
   [[nodiscard]] double input_there(std::int32_t code, std::uint32_t& producer) const;
   [[nodiscard]] std::size_t record_before(const std::vector<Sequence>& sequences, std::size_t rank, std::size_t record) const;
 
+  // What is known of every op and message of a step.
+  struct Trace {
+    std::vector<Times> times;                           // per op, rank by rank
+    std::vector<double> forward_there, gradient_there;  // per stage and microbatch, when its input is there
+    std::vector<double> forward_free, gradient_free;    // per sending stage and microbatch, when its edge is free again
+    std::vector<std::uint32_t> forward_record, gradient_record;  // per stage and microbatch: the op in `times`
+  };
+
+  template <bool fills>
+  [[nodiscard]] double run(const std::vector<Sequence>& orders, double cutoff, double since);
+  template <bool fills>
+  void resume(std::size_t rank, const Sequence& order, double since);
+  template <bool fills>
   bool run_ahead(std::size_t rank, const Sequence& sequence, double cutoff);
+  void fill_gap(std::size_t rank, double until, double& now);
+  bool make_room(std::size_t rank, std::size_t stage, double& now);
+  void put_weight_grad(std::size_t rank, std::size_t stage, double& now);
   void wake(std::int32_t stage, std::size_t by);
 
   const Cost& cost_;
@@ -74,12 +101,18 @@ class QuickTimer {
   const std::size_t stages_, microbatches_;
   const bool sender_waits_, receiver_waits_;
   std::vector<Directed> forward_, backward_;
-  std::vector<double> forward_there_, gradient_there_;           // per stage and microbatch
-  std::vector<std::uint32_t> forward_record_, gradient_record_;  // per stage and microbatch: the producer in times_
-  std::vector<std::uint32_t> forwards_, gradients_;              // per stage, how many have run
+  Trace trace_, kept_;                               // of the step last timed, and of the one last kept
+  std::vector<std::uint32_t> forwards_, gradients_;  // per stage, how many have run
+  std::vector<std::uint32_t> weight_grads_;          // the same
+  std::vector<std::vector<std::size_t>> stages_of_;  // per rank
+  std::vector<std::size_t> first_record_;            // per rank, into Trace::times
+  std::vector<double> memory_limit_;                 // per rank
+  std::vector<double> urgent_work_;                  // per rank, what its F and I take
+  std::vector<double> tail_;                         // per rank, what at least follows its last F or I
+  std::vector<Sequence> filled_, kept_filled_;       // with W filled in; empty where sequences have their own
+  const std::vector<float>* patience_ = nullptr;     // of the fill() at hand
   std::vector<RankState> ranks_;
   std::vector<std::size_t> runnable_;
-  std::vector<Times> times_;  // per op, rank by rank
   // Where receivers wait too: the ranks, and per op the one whose end or message let it begin.
   std::vector<HeldRank> held_ranks_;
   std::vector<std::uint32_t> causes_;

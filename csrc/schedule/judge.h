@@ -1,0 +1,46 @@
+// What every part of the search asks: how long do these orders take, and are they the best so far?
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "schedule/quick_timer.h"
+#include "schedule/rule.h"
+#include "schedule/sequence.h"
+#include "schedule/types.h"
+
+namespace adaptra::schedule {
+
+class Judge {
+ public:
+  // `in_flight` is the most microbatches in flight per stage.
+  Judge(const Problem& problem, const Rule& rule, const std::vector<std::int32_t>& in_flight);
+
+  // The exact makespan, or infinity when ranks can't execute the sequences within the limits. Keeps the best.
+  double judge(const std::vector<Sequence>& sequences);
+
+  // The same where the makespan is known and finite. False when they are not within the limits.
+  bool keep(const std::vector<Sequence>& sequences, double makespan);
+
+  // The best so far; an infinite makespan when there is none.
+  [[nodiscard]] double best_makespan() const { return best_makespan_; }
+  [[nodiscard]] const std::vector<Sequence>& best() const { return best_; }
+
+  // What things cost in units of effort, so that equal effort is about equal time; measured. A policy dispatched; orders timed.
+  [[nodiscard]] std::int64_t dispatch_effort() const { return 2 * ops_; }
+  [[nodiscard]] std::int64_t timing_effort() const { return quick_ ? 1 + ops_ / 9 : 2 * ops_; }
+
+ private:
+  [[nodiscard]] bool within_limits(const std::vector<Order>& orders) const;
+
+  const Problem& problem_;
+  const Rule& rule_;
+  const std::vector<std::int32_t>& in_flight_;
+  const bool quick_;
+  const std::int64_t ops_;
+  QuickTimer timer_;
+  double best_makespan_;
+  std::vector<Sequence> best_;
+};
+
+}  // namespace adaptra::schedule

@@ -1,0 +1,27 @@
+// One of the ways in which a plan is searched; they take turns, see search_orders.cc.
+#pragma once
+
+#include <cstdint>
+
+namespace adaptra::schedule {
+
+class SearchPart {
+ public:
+  virtual ~SearchPart() = default;
+
+  // Called before a turn, as the best plan may have come from another part meanwhile. What the turn has to better.
+  virtual double begin_turn() { return value(); }
+
+  // Tries one thing, which may cost more effort than another; how much. The judge keeps what is best.
+  virtual std::int64_t step() = 0;
+
+  // How far the part itself has come, which need not be as far as another.
+  [[nodiscard]] virtual double value() const = 0;
+
+ protected:
+  SearchPart() = default;
+  SearchPart(const SearchPart&) = default;
+  SearchPart& operator=(const SearchPart&) = default;
+};
+
+}  // namespace adaptra::schedule
