@@ -25,7 +25,8 @@ enum class FrameKind : std::uint8_t {
   kAck = 5,        // destination → source: message `sequence` is complete and its checksums are right
   kHeartbeat = 6,  // both ways: this connection lives
   kWiden = 7,      // source → destination: one connection can't fill this path, make one more
-  kExpose = 8,     // destination → source, verbs only: where a slot lies (the payload is the wire's own)
+  kBye = 8,        // both ways: this rank closes its transport; nothing follows
+  kExpose = 9,     // destination → source, verbs only: where a slot lies (the payload is the wire's own)
 };
 
 // The header of a frame. Fields that a kind doesn't need are zero.
