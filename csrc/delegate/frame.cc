@@ -84,6 +84,10 @@ bool decode(std::span<const std::byte, kFrameBytes> bytes, Frame& frame, std::st
              " bytes: expected at most " + std::to_string(most_payload(frame.kind));
     return false;
   }
+  if (frame.kind == FrameKind::kChunk && frame.length == 0) {
+    reason = "got a chunk without bytes";
+    return false;
+  }
   if (frame.kind == FrameKind::kChunk && (frame.offset > frame.total || frame.length > frame.total - frame.offset)) {
     reason = "a chunk of " + std::to_string(frame.length) + " bytes at " + std::to_string(frame.offset) +
              " lies outside its message of " + std::to_string(frame.total) + " bytes";

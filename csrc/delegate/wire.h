@@ -108,6 +108,9 @@ class Connection {
   // Push out what was posted since the last call: lets a wire put several frames into one system call or doorbell.
   virtual void flush() = 0;
 
+  // Say and hear no more: the sink is not called again. Its peer may notice only when this is destroyed, soon after.
+  virtual void close() noexcept = 0;
+
   // The last moment at which anything of the peer arrived. The engine fails a connection that is silent for too long.
   [[nodiscard]] virtual Clock::time_point heard() const = 0;
 
