@@ -38,15 +38,15 @@ class Doorway::Listener : public Handler {
 // A connection whose handshake is under way.
 class Doorway::Visitor : public Handler {
  public:
-  Visitor(Doorway& doorway, Descriptor socket, Handshake handshake, bool opened_here, std::uint32_t path, std::string from)
-      : opened_here(opened_here),
-        path(path),
-        from(std::move(from)),
-        handshake(std::move(handshake)),
-        deadline(Clock::now() + doorway.patience_),
-        doorway_(doorway),
-        socket_(std::move(socket)) {
-    doorway_.poller_.add(socket_.get(), opened_here ? EPOLLOUT : EPOLLIN, *this);
+  Visitor(Doorway& owner, Descriptor taken, Handshake begun, bool opened, std::uint32_t on_path, std::string peer)
+      : opened_here(opened),
+        path(on_path),
+        from(std::move(peer)),
+        handshake(std::move(begun)),
+        deadline(Clock::now() + owner.patience_),
+        doorway_(owner),
+        socket_(std::move(taken)) {
+    doorway_.poller_.add(socket_.get(), opened ? EPOLLOUT : EPOLLIN, *this);
   }
   ~Visitor() override {
     if (!ended) doorway_.poller_.remove(socket_.get());
@@ -84,14 +84,13 @@ class Doorway::Visitor : public Handler {
 
   // Moves the talk on as far as bytes allow. False if it came to an end.
   bool talk() {
-    auto state = Handshake::State::kTalking;
     while (true) {
       if (!write()) return false;
-      if (state == Handshake::State::kDone && written_ == said_.size()) {
+      if (state_ == Handshake::State::kDone && written_ == said_.size()) {
         doorway_.admit(*this);
         return false;
       }
-      if (state == Handshake::State::kDone) return true;  // only with a full socket buffer: its end comes with EPOLLOUT
+      if (state_ == Handshake::State::kDone) return true;  // only with a full socket buffer: its end comes with EPOLLOUT
       const std::size_t wanted = handshake.wanted() - heard_;
       // Never a byte more than the talk has: what follows belongs to the connection's wire.
       const ssize_t got = recv(socket_.get(), part_.data() + heard_, wanted, 0);
@@ -100,8 +99,8 @@ class Doorway::Visitor : public Handler {
       if (got == 0) return away("ended the connection before it proved anything");
       heard_ += static_cast<std::size_t>(got);
       if (heard_ < handshake.wanted()) continue;
-      state = handshake.receive(std::span(part_).first(std::exchange(heard_, 0)));
-      if (state == Handshake::State::kRefused) return away(handshake.reason());
+      state_ = handshake.receive(std::span(part_).first(std::exchange(heard_, 0)));
+      if (state_ == Handshake::State::kRefused) return away(handshake.reason());
     }
   }
 
@@ -125,6 +124,7 @@ class Doorway::Visitor : public Handler {
   Doorway& doorway_;
   Descriptor socket_;
   bool connected_ = false;
+  Handshake::State state_ = Handshake::State::kTalking;
   std::array<std::byte, 64> part_{};
   std::size_t heard_ = 0;
   std::vector<std::byte> said_;
