@@ -50,7 +50,14 @@ cxx: $(READY)
 			-DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" >/dev/null && \
 		$(BIN)/cmake --build $$build && $$build/delegate_tests || exit 1; \
 	done
-	build/cxx-address/delegate_fuzz $(FUZZ_SECONDS) tests/cxx/corpus
+	if command -v clang++ >/dev/null; then \
+		$(BIN)/cmake -S tests/cxx -B build/cxx-fuzz -G Ninja -DCMAKE_CXX_COMPILER=clang++ \
+			-DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" >/dev/null && \
+		$(BIN)/cmake --build build/cxx-fuzz --target delegate_fuzz && mkdir -p build/fuzz-found && \
+		build/cxx-fuzz/delegate_fuzz -max_total_time=$(FUZZ_SECONDS) -verbosity=0 build/fuzz-found tests/cxx/corpus; \
+	else \
+		build/cxx-address/delegate_fuzz $(FUZZ_SECONDS) tests/cxx/corpus; \
+	fi
 
 unit: $(READY)
 	$(BIN)/pytest

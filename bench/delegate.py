@@ -124,15 +124,20 @@ def timed(work: Callable[[int], None], count: int) -> tuple[float, float]:
     return float(longest[0]), float(spent[1])
 
 
-def measure(rank: int, sizes: list[int], outstanding: int, volume: int, rounds: int) -> list[dict[str, object]]:
+def measure(rank: int, sizes: list[int], outstanding: int, volume: int, rounds: int, echoes: int) -> list[dict[str, object]]:
     """One rank: rows as JSON."""
     engine = make_engine(rank, 1)
     rows: list[Row] = []
     small = 4096
     ours, gloo = Delegate(engine, rank, small, 1), Gloo(rank, small, 1)
-    found = [(timed(ours.echo, 100)[0], timed(gloo.echo, 100)[0]) for _ in range(rounds + 1)][1:]
+    found = [(timed(ours.echo, echoes)[0], timed(gloo.echo, echoes)[0]) for _ in range(rounds + 1)][1:]
     rows.append(
-        Row("latency of 4 KiB", *(median(pair[side] for pair in found) / 200 * 1e6 for side in (0, 1)), "µs", len(found))
+        Row(
+            "latency of 4 KiB",
+            *(median(pair[side] for pair in found) / (2 * echoes) * 1e6 for side in (0, 1)),
+            "µs",
+            len(found),
+        )
     )
     for size in sizes:
         count = max(2 * outstanding, volume // size)
@@ -159,8 +164,9 @@ def main() -> None:
     arguments.add_argument("--outstanding", type=int, default=8, help="messages under way at a time")
     arguments.add_argument("--volume", type=int, default=1024, help="MiB per measurement")
     arguments.add_argument("--rounds", type=int, default=5, help="pairs of measurements")
+    arguments.add_argument("--echoes", type=int, default=100, help="small messages to and fro per measurement")
     given = arguments.parse_args()
-    details = ([size * MIB for size in given.sizes], given.outstanding, given.volume * MIB, given.rounds)
+    details = ([size * MIB for size in given.sizes], given.outstanding, given.volume * MIB, given.rounds, given.echoes)
     if "RANK" in os.environ:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")

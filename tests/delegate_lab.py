@@ -17,6 +17,9 @@ from adaptra import _C
 SECRET = bytes(range(32))
 QUICK = {"heartbeat": 0.05, "silence": 0.25, "healthy_for": 0.3, "lost_after": 2.0, "handshake": 1.0}
 
+# Where no link fails: on a busy machine a quarter of a second without a sign of life says little.
+CALM = QUICK | {"silence": 20.0}
+
 
 class Link:
     """Carries the connections to one port, and does with them what it is told."""

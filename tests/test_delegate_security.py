@@ -9,7 +9,7 @@ import struct
 import time
 
 import pytest
-from delegate_lab import QUICK, SECRET, Pair, pattern
+from delegate_lab import CALM, QUICK, SECRET, Pair, pattern
 
 from adaptra import _C
 
@@ -20,7 +20,7 @@ FRAME = struct.Struct("<HBBIIIQQQI16x")
 
 @pytest.fixture
 def pair():
-    with Pair(1) as made:
+    with Pair(1, CALM) as made:
         made.receiver.reserve(0, SIZE, 2)
         yield made
         check_traffic(made)
