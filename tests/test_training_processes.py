@@ -12,7 +12,7 @@ STAGES = 4
 ROWS = 24
 
 
-def train_examples(rank, world_size, cases):
+def train_examples(rank, world_size, cases, transport="c10d"):
     """Per case, what differs from one process and the names of the state on this rank."""
     import torch
     import torch.distributed as dist
@@ -38,6 +38,7 @@ def train_examples(rank, world_size, cases):
             microbatches=microbatches,
             dtype=dtype,
             split=split,
+            transport=transport,
             options=adaptra.Options(schedule=schedule),
         ) as pipe:
             steps = train(pipe, batches)
@@ -87,7 +88,96 @@ def test_tied_parameters_train_bitwise_on_two_ranks():
     check(run_processes(train_examples, 2, 2, TWO))
 
 
-def switch_plans(rank):
+@pytest.mark.parametrize(("ranks", "cases"), [(4, [FOUR[0], FOUR[4]]), (2, TWO[:2])])
+def test_models_train_bitwise_over_the_delegate(ranks, cases):
+    """Wherever messages travel, the numbers are those of one process."""
+    check(run_processes(train_examples, ranks, ranks, cases, "delegate"))
+
+
+def carried(pipe):
+    """The edges over which this process's delegate has sent messages of the pipeline, as (source, destination)."""
+    lanes = pipe._built.workers[0]._transport
+    lanes = getattr(lanes, "_transport", lanes)._lanes["delegate"]
+    # Clocks are compared over it too, by messages of a few bytes.
+    return {
+        (source, destination)
+        for source, destination, _, is_sender, counters in lanes.statistics()
+        if is_sender and counters["bytes"] > 10_000
+    }
+
+
+def train_with_lanes(rank):
+    """Both directions of one edge by the delegate, all else by gloo."""
+    import torch.distributed as dist
+    from training import MIXED, compiled, differences, train, train_alone
+
+    import adaptra
+
+    dist.init_process_group("gloo")
+    batches = [MIXED.rows(ROWS, seed) for seed in range(3)]
+    options = adaptra.Options(schedule="zb_h1", delegate=[(1, 2), (2, 1)])
+    with compiled(MIXED, batches[0], stages=STAGES, microbatches=8, options=options) as pipe:
+        steps = train(pipe, batches)
+        return differences(steps, train_alone(MIXED, batches, 8), whole=False), pipe.plan.delegated, carried(pipe)
+
+
+def test_one_edge_by_the_delegate_changes_no_number():
+    results = run_processes(train_with_lanes, STAGES)
+    assert [found for found, _, _ in results] == [[]] * STAGES
+    assert {edges for _, edges, _ in results} == {((1, 2), (2, 1))}
+    assert [edges for *_, edges in results] == [set(), {(1, 2)}, {(2, 1)}, set()]
+
+
+def cut_connections(host):
+    """End every connection of this process from or to ``host``, as a network that fails does; how many those were."""
+    import socket
+    from pathlib import Path
+
+    cut = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found = socket.socket(fileno=int(entry.name))
+        except OSError:
+            continue  # no socket, or the descriptor that this listing used
+        try:
+            if found.family == socket.AF_INET and found.getpeername()[0] == host:
+                found.shutdown(socket.SHUT_RDWR)
+                cut += 1
+        except OSError:
+            continue  # not connected
+        finally:
+            found.detach()
+    return cut
+
+
+def train_while_paths_fail(rank):
+    """After every step each rank cuts all connections of one path, so that some are cut in the midst of the next."""
+    import torch.distributed as dist
+    from training import MIXED, adam, compiled, differences, run_step, train_alone
+
+    import adaptra
+
+    dist.init_process_group("gloo")
+    hosts = ("127.0.0.2", "127.0.0.3")
+    batches = [MIXED.rows(ROWS, seed) for seed in range(10)]
+    options = adaptra.Options(schedule="zb_h1", addresses=hosts)
+    steps, cut = [], 0
+    with compiled(MIXED, batches[0], stages=STAGES, microbatches=8, options=options, transport="delegate") as pipe:
+        optimizer = adam(pipe.parameters())
+        for number, batch in enumerate(batches):
+            steps.append(run_step(pipe, optimizer, batch))
+            cut += cut_connections(hosts[(number + rank) % 2])
+        failures = sum(channel[4]["path_failures"] for channel in pipe._built.workers[0]._transport.statistics())
+    return differences(steps, train_alone(MIXED, batches, 8), whole=False), cut, failures
+
+
+def test_paths_that_fail_all_the_time_change_no_number():
+    results = run_processes(train_while_paths_fail, STAGES)
+    assert [found for found, _, _ in results] == [[]] * STAGES
+    assert all(cut > 0 and failures > 0 for _, cut, failures in results)
+
+
+def switch_plans(rank, transport="c10d", delegate=False):
     """A link turns slow; train until three steps have run under a plan made for that, or for too long."""
     import torch.distributed as dist
     from training import MIXED, adam, call, compiled, differences, run_step, train_alone
@@ -96,10 +186,13 @@ def switch_plans(rank):
 
     dist.init_process_group("gloo")
     options = adaptra.Options(
-        schedule="1f1b", faults=["delay 1-2 40ms @6"], emulate=adaptra.EmulatedDevice(0.004, 0.004, 0.004)
+        schedule="1f1b",
+        faults=["delay 1-2 40ms @6"],
+        emulate=adaptra.EmulatedDevice(0.004, 0.004, 0.004),
+        delegate=delegate,
     )
     first, steps, plans, after = MIXED.rows(ROWS, 0), [], [], 0
-    with compiled(MIXED, first, stages=STAGES, microbatches=8, options=options) as pipe:
+    with compiled(MIXED, first, stages=STAGES, microbatches=8, options=options, transport=transport) as pipe:
         optimizer = adam(pipe.parameters())
         # All ranks run every step under one plan, so all stop at the same step.
         while after < 3 and len(steps) < 60:
@@ -108,20 +201,28 @@ def switch_plans(rank):
             after += "edge 1→2 slow" in pipe.plan.reason or "edge 2→1 slow" in pipe.plan.reason
             pipe.eval_step(*call(first)[0])
         switches = [(event.step, event.version) for event in pipe.events if event.kind.value == "switched"]
+        delegated = pipe.plan.delegated, carried(pipe) if delegate else set()
     expected = train_alone(MIXED, [MIXED.rows(ROWS, seed) for seed in range(len(steps))], 8)
-    return after, [plan.version for plan in plans], switches, differences(steps, expected, whole=False)
+    return after, [plan.version for plan in plans], switches, delegated, differences(steps, expected, whole=False)
 
 
-def test_a_switch_of_plans_changes_no_number_and_comes_at_one_step_on_all_ranks():
+@pytest.mark.parametrize(("transport", "delegate"), [("c10d", False), ("c10d", True)])
+def test_a_switch_of_plans_changes_no_number_and_comes_at_one_step_on_all_ranks(transport, delegate):
     """Rules 1 and 4: bitwise equal before, during and after, with evaluations in between."""
-    results = run_processes(switch_plans, STAGES)
-    after, versions, switches, _ = results[0]
+    results = run_processes(switch_plans, STAGES, transport, delegate)
+    after, versions, switches, *_ = results[0]
     assert after == 3, f"no switch in {len(versions)} steps"
     assert versions == sorted(versions) and versions[0] == 0
     assert switches == [(versions.index(version), version) for version in sorted(set(versions)) if version > 0]
     for other in results[1:]:
         assert other[:3] == (after, versions, switches)
     assert [differences for *_, differences in results] == [[]] * STAGES
+    # The slow edge moves alone, at the same step on both of its ranks.
+    (edges,) = {edges for *_, (edges, _), _ in results}
+    assert (set(edges) & {(1, 2), (2, 1)} != set()) == delegate
+    for *_, (_, sent), _ in results:
+        assert sent <= set(edges)
+    assert set.union(*(sent for *_, (_, sent), _ in results)) == set(edges)
 
 
 def hold_one_stage(rank):
