@@ -1,0 +1,20 @@
+// CRC32C (Castagnoli, RFC 3720 appendix B.4): of a message's chunks and of frame headers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace adaptra::delegate {
+
+// The checksum of `bytes`, or of what came before them with the checksum `before` and then `bytes`. Uses the processor's own
+// instruction where it has one.
+[[nodiscard]] std::uint32_t crc32c(std::span<const std::byte> bytes, std::uint32_t before = 0) noexcept;
+
+// The same by tables, on any processor.
+[[nodiscard]] std::uint32_t crc32c_portable(std::span<const std::byte> bytes, std::uint32_t before = 0) noexcept;
+
+// Whether crc32c() uses the processor's instruction.
+[[nodiscard]] bool crc32c_is_in_hardware() noexcept;
+
+}  // namespace adaptra::delegate

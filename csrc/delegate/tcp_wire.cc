@@ -1,0 +1,296 @@
+#include "delegate/tcp_wire.h"
+
+#include <linux/tcp.h>
+#include <netinet/in.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <deque>
+#include <system_error>
+#include <utility>
+
+#include "delegate/descriptor.h"
+#include "delegate/sockets.h"
+
+namespace adaptra::delegate {
+namespace {
+
+// Small enough that the checksum leaves a chunk in the processor's cache for the kernel's copy, large enough for few calls.
+constexpr std::uint32_t kChunkBytes = 256U << 10;
+// What is queued here is out of reach of a better path, so it is no more than keeps the kernel busy.
+constexpr std::size_t kQueuedBytes = 4 * kChunkBytes;
+constexpr std::size_t kPieces = 32;  // of memory per system call
+constexpr std::size_t kStagingBytes = 8192;
+constexpr std::size_t kScratchBytes = 64U << 10;
+// After so many bytes others get their turn; epoll reports the rest again.
+constexpr std::size_t kReadBudget = 4U << 20;
+
+}  // namespace
+
+class TcpConnection : public Connection, public Handler {
+ public:
+  TcpConnection(TcpWire& wire, Descriptor socket, Sink& sink) : wire_(wire), socket_(std::move(socket)), sink_(sink) {
+    const int on = 1;
+    setsockopt(socket_.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    const auto silence = static_cast<unsigned>(std::chrono::duration_cast<std::chrono::milliseconds>(wire_.silence_).count());
+    setsockopt(socket_.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, &silence, sizeof silence);
+    wire_.poller_.add(socket_.get(), EPOLLIN, *this);
+    wire_.fresh_.push_back(this);
+  }
+
+  ~TcpConnection() override { close(); }
+
+  void expose(std::uint32_t, const Memory&) override {}  // a stream's chunks are placed by the receiver
+  void withdraw(std::uint32_t) noexcept override {}
+
+  [[nodiscard]] bool can_post(std::uint32_t) const override { return !closed_ && queued_ < kQueuedBytes; }
+
+  void post(const Frame& chunk, const Memory& message) override {
+    queued_ += chunk.length;
+    queue_.push_back({encode(chunk), message.bytes.subspan(chunk.offset, chunk.length), {}, message.id});
+  }
+
+  [[nodiscard]] bool holds(const Memory& message) const override {
+    return std::any_of(queue_.begin(), queue_.end(), [&](const Out& out) { return out.memory == message.id; });
+  }
+
+  void send(const Frame& frame, std::span<const std::byte> payload) override {
+    if (closed_) return;
+    Out& out = queue_.emplace_back(Out{encode(frame), {}, {payload.begin(), payload.end()}, 0});
+    out.payload = out.copied;  // a deque never moves what it holds
+  }
+
+  void flush() override {
+    while (!closed_ && !queue_.empty()) {
+      std::array<iovec, kPieces> pieces;
+      msghdr message{};
+      message.msg_iov = pieces.data();
+      message.msg_iovlen = gather(pieces);
+      const ssize_t put = sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (put < 0 && errno == EINTR) continue;
+      if (put < 0 && errno != EAGAIN) {
+        // The sink may be what called: it is told from the engine's loop.
+        broken_ = error_text(errno);
+        wire_.broken_.push_back(this);
+        return;
+      }
+      if (put < 0) break;
+      written(static_cast<std::size_t>(put));
+    }
+    want_writable(!queue_.empty());
+  }
+
+  void close() noexcept override {
+    if (std::exchange(closed_, true)) return;
+    wire_.poller_.remove(socket_.get());
+    std::erase(wire_.fresh_, this);
+    std::erase(wire_.broken_, this);
+    queue_.clear();
+    queued_ = 0;
+  }
+
+  [[nodiscard]] Clock::time_point heard() const override { return heard_; }
+
+  [[nodiscard]] bool is_window_limited() override {
+    tcp_info info{};
+    socklen_t size = sizeof info;
+    if (getsockopt(socket_.get(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
+    const std::uint64_t limited = info.tcpi_sndbuf_limited + info.tcpi_rwnd_limited;
+    const bool is_new = limited - std::exchange(limited_, limited) > (info.tcpi_busy_time - busy_) / 4;
+    const bool was_busy = info.tcpi_busy_time != std::exchange(busy_, info.tcpi_busy_time);
+    // On a short link a window that is full says only that the receiver is slow.
+    constexpr std::uint32_t kLongMicroseconds = 2000;
+    return was_busy && is_new && info.tcpi_min_rtt >= kLongMicroseconds;
+  }
+
+  void ready(std::uint32_t events) override {
+    if ((events & EPOLLOUT) != 0) {
+      flush();
+      if (!closed_ && can_post(0)) sink_.writable(*this);
+    }
+    if (!closed_ && (events & ~static_cast<std::uint32_t>(EPOLLOUT)) != 0) read();
+  }
+
+  void tell_established() { sink_.established(*this); }
+  void tell_broken() { fail(broken_); }
+
+ private:
+  struct Out {
+    FrameBytes header;
+    std::span<const std::byte> payload;
+    std::vector<std::byte> copied;
+    std::uint64_t memory;
+  };
+
+  std::size_t gather(std::array<iovec, kPieces>& pieces) const {
+    std::size_t count = 0, skip = begun_;
+    const auto add = [&](std::span<const std::byte> bytes) {
+      const std::size_t skipped = std::min(skip, bytes.size());
+      skip -= skipped;
+      if (skipped == bytes.size()) return;
+      pieces[count++] = {const_cast<std::byte*>(bytes.data() + skipped), bytes.size() - skipped};
+    };
+    for (const Out& out : queue_) {
+      if (count + 2 > kPieces) break;
+      add(out.header);
+      add(out.payload);
+    }
+    return count;
+  }
+
+  void written(std::size_t bytes) {
+    begun_ += bytes;
+    while (!queue_.empty() && begun_ >= kFrameBytes + queue_.front().payload.size()) {
+      const Out& out = queue_.front();
+      begun_ -= kFrameBytes + out.payload.size();
+      if (out.memory != 0) queued_ -= out.payload.size();
+      queue_.pop_front();
+    }
+  }
+
+  void want_writable(bool wanted) {
+    if (closed_ || wanted == std::exchange(wants_writable_, wanted)) return;
+    wire_.poller_.modify(socket_.get(), wanted ? EPOLLIN | EPOLLOUT : EPOLLIN, *this);
+  }
+
+  void read() {
+    const auto before = total_read_;
+    while (!closed_ && total_read_ - before < kReadBudget) {
+      if (!in_payload_) {
+        if (!read_header()) break;
+      } else if (done_ < frame_.length) {
+        if (!read_payload()) break;
+      } else {
+        in_payload_ = false;
+        if (frame_.kind == FrameKind::kChunk) {
+          sink_.chunk(*this, frame_);
+        } else {
+          sink_.control(*this, frame_, std::span(control_).first(frame_.length));
+        }
+      }
+    }
+    if (total_read_ != before) heard_ = Clock::now();
+  }
+
+  bool read_header() {
+    if (staged_end_ - staged_begin_ < kFrameBytes) {
+      std::memmove(staging_.data(), staging_.data() + staged_begin_, staged_end_ - staged_begin_);
+      staged_end_ -= std::exchange(staged_begin_, 0);
+      const iovec rest = {staging_.data() + staged_end_, staging_.size() - staged_end_};
+      const std::size_t got = receive(std::span(&rest, 1));
+      staged_end_ += got;
+      return got > 0;
+    }
+    std::string reason;
+    if (!decode(std::span<const std::byte, kFrameBytes>(staging_.data() + staged_begin_, kFrameBytes), frame_, reason)) {
+      fail(reason);
+      return false;
+    }
+    staged_begin_ += kFrameBytes;
+    in_payload_ = true;
+    is_dropped_ = false;
+    done_ = 0;
+    return true;
+  }
+
+  bool read_payload() {
+    std::span<std::byte> place = std::span(control_).first(std::min<std::size_t>(frame_.length, control_.size()));
+    if (frame_.kind == FrameKind::kChunk) {
+      std::string refusal;
+      place = is_dropped_ ? std::span<std::byte>() : sink_.place(frame_, refusal);
+      if (!refusal.empty()) {
+        fail(refusal);
+        return false;
+      }
+      is_dropped_ = place.empty();
+    }
+    const std::size_t missing = frame_.length - done_;
+    if (const std::size_t staged = std::min(missing, staged_end_ - staged_begin_); staged > 0) {
+      if (!is_dropped_) std::memcpy(place.data() + done_, staging_.data() + staged_begin_, staged);
+      staged_begin_ += staged;
+      done_ += staged;
+      return true;
+    }
+    // The next frame's header comes with the same call.
+    staged_begin_ = staged_end_ = 0;
+    const std::span<std::byte> into =
+        is_dropped_ ? std::span(wire_.scratch_).first(std::min(missing, kScratchBytes)) : place.subspan(done_);
+    const std::array<iovec, 2> pieces = {iovec{into.data(), into.size()}, iovec{staging_.data(), staging_.size()}};
+    const std::size_t got = receive(std::span(pieces).first(into.size() == missing ? 2 : 1));
+    done_ += std::min(got, into.size());
+    staged_end_ = got - std::min(got, into.size());
+    return got > 0;
+  }
+
+  // Bytes read; 0 if there are none now or the connection failed.
+  std::size_t receive(std::span<const iovec> pieces) {
+    const ssize_t got = readv(socket_.get(), pieces.data(), static_cast<int>(pieces.size()));
+    if (got > 0) {
+      total_read_ += static_cast<std::size_t>(got);
+      return static_cast<std::size_t>(got);
+    }
+    if (got == 0) {
+      fail("its peer ended the connection");
+    } else if (errno != EAGAIN && errno != EINTR) {
+      fail(error_text(errno));
+    }
+    return 0;
+  }
+
+  void fail(const std::string& reason) {
+    if (closed_) return;
+    close();
+    sink_.failed(*this, reason);
+  }
+
+  TcpWire& wire_;
+  Descriptor socket_;
+  Sink& sink_;
+  bool closed_ = false;
+  std::string broken_;
+
+  std::deque<Out> queue_;
+  std::size_t begun_ = 0;   // bytes of the first that are written
+  std::size_t queued_ = 0;  // bytes of chunks in the queue
+  bool wants_writable_ = false;
+
+  std::array<std::byte, kStagingBytes> staging_;
+  std::size_t staged_begin_ = 0, staged_end_ = 0;
+  Frame frame_;
+  bool in_payload_ = false;
+  bool is_dropped_ = false;
+  std::size_t done_ = 0;
+  std::array<std::byte, kHeadBytes> control_{};
+  std::size_t total_read_ = 0;
+  Clock::time_point heard_ = Clock::now();
+  std::uint64_t limited_ = 0, busy_ = 0;
+};
+
+TcpWire::TcpWire(std::string local, Poller& poller, Clock::duration silence)
+    : local_(std::move(local)), poller_(poller), silence_(silence), scratch_(kScratchBytes) {}
+
+TcpWire::~TcpWire() = default;
+
+std::uint32_t TcpWire::chunk_bytes() const { return kChunkBytes; }
+
+std::unique_ptr<Connection> TcpWire::adopt(int descriptor, const Address&, bool, Sink& sink) {
+  return std::make_unique<TcpConnection>(*this, Descriptor(descriptor), sink);
+}
+
+bool TcpWire::progress() {
+  if (fresh_.empty() && broken_.empty()) return false;
+  for (TcpConnection* const connection : std::exchange(fresh_, {})) connection->tell_established();
+  while (!broken_.empty()) {
+    TcpConnection* const connection = broken_.back();
+    broken_.pop_back();
+    connection->tell_broken();
+  }
+  return true;
+}
+
+}  // namespace adaptra::delegate
