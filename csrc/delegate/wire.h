@@ -98,9 +98,12 @@ class Connection {
   [[nodiscard]] virtual bool can_post(std::uint32_t slot) const = 0;
 
   // Source: send `chunk.length` bytes that lie at `chunk.offset` in `message`. They are read later: the message stays untouched
-  // until its acknowledgement has come and no connection that was ever given one of its chunks still holds it (destroy those
-  // that failed).
+  // until its acknowledgement has come and no connection holds it any more.
   virtual void post(const Frame& chunk, const Memory& message) = 0;
+
+  // Source: whether this connection may still read this message: an acknowledgement that came by another path leaves chunks
+  // behind.
+  [[nodiscard]] virtual bool holds(const Memory& message) const = 0;
 
   // Both: a small frame, always taken. `payload` is copied; at most kHeadBytes.
   virtual void send(const Frame& frame, std::span<const std::byte> payload) = 0;
