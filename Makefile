@@ -6,7 +6,7 @@ LAB_KERNEL ?= $(HOME)/.cache/adaptra/lab-linux
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-CXX_SOURCES := $(wildcard csrc/*.cc csrc/*/*.cc csrc/*/*.h)
+CXX_SOURCES := $(wildcard csrc/*.cc csrc/*.h csrc/*/*.cc csrc/*/*.h)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint types unit bench clean

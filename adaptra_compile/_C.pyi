@@ -84,3 +84,123 @@ def search_orders(
         ValueError: The numbers per stage are not as many as the case has stages.
         Exception: What ``should_stop`` raised.
     """
+
+@final
+class Memory:
+    """Page-aligned host memory of the engine's, kept alive by this object. ``len()`` is its size in bytes."""
+
+    def __len__(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+
+@final
+class Request:
+    """A message under way."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it was exchanged or failed."""
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait at most ``timeout`` seconds until it is done, without holding the interpreter; whether it is."""
+
+    def cancel(self, why: str) -> None:
+        """End every wait with this error, unless it is done."""
+
+    @property
+    def error(self) -> str | None:
+        """Why it failed, if it did."""
+
+    @property
+    def other(self) -> bytes | None:
+        """The first bytes of the next message, if that is of another size than this receive expects."""
+
+    @property
+    def memory(self) -> Memory | None:
+        """The message, if one arrived; to be left alone once it is released."""
+
+    @property
+    def moment(self) -> float:
+        """When it was done, in seconds of ``time.monotonic``."""
+
+@final
+class Engine:
+    """One rank's engine: one thread moves all of its messages.
+
+    Args:
+        rank: This rank.
+        world_size: The number of ranks.
+        secret: 32 bytes that only this job's ranks know.
+        heartbeat: Seconds between the signs of life on each connection.
+        silence: Seconds without one after which a path has failed.
+        healthy_for: Seconds for which a better path must have been up before messages return to it.
+        lost_after: Seconds without any path after which what is pending fails.
+        handshake: Seconds that a new connection has to prove that it knows the secret.
+
+    Raises:
+        ValueError: The secret has another length; so do all methods for arguments that can't be.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        secret: bytes,
+        *,
+        heartbeat: float,
+        silence: float,
+        healthy_for: float,
+        lost_after: float,
+        handshake: float,
+    ) -> None: ...
+    def add_tcp_path(self, local: str) -> int:
+        """The next path in the order of preference, TCP over this local address; the port that it listens on. Before start.
+
+        Raises:
+            RuntimeError: The system refuses; carries its text.
+        """
+
+    def add_verbs_path(self, device: str, port: int, local: str) -> int:
+        """The next path, RDMA over a port, whose connections are made by way of this local address; the port it listens on.
+
+        Raises:
+            ValueError: There is no such RDMA port here, or it can't be used now; says why.
+            RuntimeError: The system refuses; carries its text.
+        """
+
+    def set_peer(self, peer: int, endpoints: Sequence[tuple[str, int]]) -> None:
+        """Where a peer listens: address and port of each path. Before start."""
+
+    def start(self) -> None: ...
+    def allocate(self, size: int) -> Memory:
+        """Memory for messages to be sent."""
+
+    def reserve(self, peer: int, size: int, count: int) -> None:
+        """Let a peer send at least ``count`` messages of ``size`` bytes in each direction before any is released."""
+
+    def send(self, peer: int, is_backward: bool, message: Memory, size: int, posted_at: float) -> Request:
+        """Send the first ``size`` bytes of ``message``, which stays untouched until the request is done."""
+
+    def receive(self, peer: int, is_backward: bool, size: int) -> Request:
+        """Expect the channel's next message."""
+
+    def release(self, request: Request) -> None:
+        """Give back the memory of a message that arrived."""
+
+    def statistics(self) -> list[tuple[int, int, bool, bool, dict[str, int]]]:
+        """Per channel: source, destination, whether it is backward, whether this rank sends, and its counters by name."""
+
+    def refusals(self) -> list[tuple[str, str, int]]:
+        """Strangers who were turned away: from which address, why the first time, how often."""
+
+    def close(self, reason: str, linger: float) -> None:
+        """Fail what is pending, say good-bye to the peers within ``linger`` seconds, and end the thread. May be repeated."""
+
+def crc32c(data: bytes, before: int = 0) -> int:
+    """The CRC32C of ``data``, or of what had the checksum ``before`` and then ``data``."""
+
+def find_verbs_ports() -> tuple[list[tuple[str, int, str, str, str]], str]:
+    """Every RDMA port as libibverbs finds it: device, number, address, interface, and why it is unusable ("" if it is not).
+
+    If there is none, the second value says why: no library, no device, or an extension that was built without its header.
+    """

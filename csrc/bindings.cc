@@ -1,5 +1,5 @@
-// The only file that knows nanobind: adaptra._C. Each concern has one bind_… function; how Python's Program, CostModel and RULE
-// become plain numbers is written once, at the top.
+// The only file that knows nanobind, with bindings_delegate.cc: adaptra._C. Each concern has one bind_… function; how Python's
+// Program, CostModel and RULE become plain numbers is written once, at the top.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings_delegate.h"
 #include "schedule/bounds.h"
 #include "schedule/search_orders.h"
 #include "schedule/simulate.h"
@@ -351,8 +352,9 @@ void bind_search(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_C, m) {
-  m.doc() = "Event simulation and list scheduling of pipeline programs.";
+  m.doc() = "Event simulation and list scheduling of pipeline programs; the engine of the CPU-side data plane.";
   bind_simulation(m);
   bind_bounds(m);
   bind_search(m);
+  bind_delegate(m);
 }

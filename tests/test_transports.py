@@ -170,7 +170,7 @@ class TestRegistry:
 
     def test_an_installed_package_adds_a_transport(self, tmp_path, monkeypatch):
         self.install(tmp_path, monkeypatch)
-        assert transport_names() == ("c10d", "local", "pigeon")
+        assert transport_names() == ("c10d", "delegate", "local", "pigeon")
         assert create_transport("pigeon", rank=1).rank == 1
 
     def test_two_packages_of_one_name_are_refused(self, tmp_path, monkeypatch):
@@ -190,7 +190,7 @@ class TestRegistry:
             create_transport("pigeon")
 
     def test_an_unknown_name_lists_the_known(self):
-        with pytest.raises(LaunchError, match="transport 'tcp': expected one of c10d, local"):
+        with pytest.raises(LaunchError, match="transport 'tcp': expected one of c10d, delegate, local"):
             create_transport("tcp")
 
     def test_local_by_name_and_a_transport_as_it_is(self):

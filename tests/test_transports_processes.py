@@ -24,12 +24,12 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
 MATRIX = (*bodies.ALL, *bodies.IN_ORDER)
 
 
-def run_matrix(rank):
+def run_matrix(rank, name):
     """Every body on a transport of its own; what went wrong, by the name of the body."""
     dist.init_process_group("gloo")
     failures = {}
     for body in MATRIX:
-        transport = create_transport("c10d")
+        transport = create_transport(name)
         try:
             body(transport)
         except BaseException:
@@ -39,13 +39,13 @@ def run_matrix(rank):
     return failures
 
 
-@pytest.fixture(scope="module")
-def matrix():
-    return run_processes(run_matrix, 3)
+@pytest.fixture(scope="module", params=["c10d", "delegate"])
+def matrix(request):
+    return run_processes(run_matrix, 3, request.param)
 
 
 @pytest.mark.parametrize("body", MATRIX, ids=lambda body: body.__name__)
-def test_c10d(matrix, body):
+def test_matrix(matrix, body):
     assert not [failures[body.__name__] for failures in matrix if body.__name__ in failures]
 
 

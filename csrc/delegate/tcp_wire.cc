@@ -48,7 +48,11 @@ class TcpConnection : public Connection, public Handler {
   void expose(std::uint32_t, const Memory&) override {}  // a stream's chunks are placed by the receiver
   void withdraw(std::uint32_t) noexcept override {}
 
-  [[nodiscard]] bool can_post(std::uint32_t) const override { return !closed_ && queued_ < kQueuedBytes; }
+  [[nodiscard]] bool can_post(std::uint32_t) const override {
+    const bool has_room = !closed_ && queued_ < kQueuedBytes;
+    if (!has_room) is_awaited_ = true;
+    return has_room;
+  }
 
   void post(const Frame& chunk, const Memory& message) override {
     queued_ += chunk.length;
@@ -82,7 +86,7 @@ class TcpConnection : public Connection, public Handler {
       if (put < 0) break;
       written(static_cast<std::size_t>(put));
     }
-    want_writable(!queue_.empty());
+    want_writable(!queue_.empty() || is_awaited_);
   }
 
   void close() noexcept override {
@@ -111,7 +115,11 @@ class TcpConnection : public Connection, public Handler {
   void ready(std::uint32_t events) override {
     if ((events & EPOLLOUT) != 0) {
       flush();
-      if (!closed_ && can_post(0)) sink_.writable(*this);
+      if (!closed_ && queued_ < kQueuedBytes) {
+        is_awaited_ = false;
+        sink_.writable(*this);
+        if (!closed_) want_writable(!queue_.empty() || is_awaited_);
+      }
     }
     if (!closed_ && (events & ~static_cast<std::uint32_t>(EPOLLOUT)) != 0) read();
   }
@@ -160,7 +168,10 @@ class TcpConnection : public Connection, public Handler {
 
   void read() {
     const auto before = total_read_;
-    while (!closed_ && total_read_ - before < kReadBudget) {
+    while (!closed_) {
+      has_budget_ = total_read_ - before < kReadBudget;
+      // What is staged is worked off in any case: epoll would not report it again.
+      if (!has_budget_ && staged_begin_ == staged_end_ && !(in_payload_ && done_ == frame_.length)) break;
       if (!in_payload_) {
         if (!read_header()) break;
       } else if (done_ < frame_.length) {
@@ -174,6 +185,7 @@ class TcpConnection : public Connection, public Handler {
         }
       }
     }
+    has_budget_ = true;
     if (total_read_ != before) heard_ = Clock::now();
   }
 
@@ -221,7 +233,7 @@ class TcpConnection : public Connection, public Handler {
     const std::span<std::byte> into =
         is_dropped_ ? std::span(wire_.scratch_).first(std::min(missing, kScratchBytes)) : place.subspan(done_);
     const std::array<iovec, 2> pieces = {iovec{into.data(), into.size()}, iovec{staging_.data(), staging_.size()}};
-    const std::size_t got = receive(std::span(pieces).first(into.size() == missing ? 2 : 1));
+    const std::size_t got = receive(std::span(pieces).first(into.size() == missing && has_budget_ ? 2 : 1));
     done_ += std::min(got, into.size());
     staged_end_ = got - std::min(got, into.size());
     return got > 0;
@@ -235,7 +247,7 @@ class TcpConnection : public Connection, public Handler {
       return static_cast<std::size_t>(got);
     }
     if (got == 0) {
-      fail("its peer ended the connection");
+      fail(std::string(kPeerEnded));
     } else if (errno != EAGAIN && errno != EINTR) {
       fail(error_text(errno));
     }
@@ -258,11 +270,13 @@ class TcpConnection : public Connection, public Handler {
   std::size_t begun_ = 0;   // bytes of the first that are written
   std::size_t queued_ = 0;  // bytes of chunks in the queue
   bool wants_writable_ = false;
+  mutable bool is_awaited_ = false;  // someone was told that there is no room
 
   std::array<std::byte, kStagingBytes> staging_;
   std::size_t staged_begin_ = 0, staged_end_ = 0;
   Frame frame_;
   bool in_payload_ = false;
+  bool has_budget_ = true;
   bool is_dropped_ = false;
   std::size_t done_ = 0;
   std::array<std::byte, kHeadBytes> control_{};

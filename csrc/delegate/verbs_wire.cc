@@ -112,7 +112,8 @@ void VerbsWire::completions_ready() {
   while (verbs_.get_cq_event(channel_.get(), &queue, &context) == 0) ++events;
   if (events > 0) verbs_.ack_cq_events(completions_.get(), events);
   // Armed before the queue is emptied: what comes after that tells of itself.
-  if (const int error = ibv_req_notify_cq(completions_.get(), kOnlyUrgent); error != 0) fail_all("its completion queue can't be armed");
+  if (const int error = ibv_req_notify_cq(completions_.get(), kOnlyUrgent); error != 0)
+    fail_all("its completion queue can't be armed");
   progress();
 }
 

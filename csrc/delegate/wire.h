@@ -21,6 +21,9 @@
 
 namespace adaptra::delegate {
 
+// The reason of a connection whose other end was closed, or its process ended.
+inline constexpr std::string_view kPeerEnded = "its peer ended the connection";
+
 using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC, as Python's time.monotonic
 
 // Page-aligned host memory that outlives everything that travels through it. Wires register it with their devices on first use,

@@ -12,9 +12,9 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
@@ -249,6 +249,9 @@ class Transport(ABC):
         """End the transport's threads. Sends under way get a few seconds, what is still pending then fails. May be repeated."""
 
 
+_Made = TypeVar("_Made", bound=Completion)
+
+
 class Guard:
     """The state that all transports share: the receives posted per rank, what is pending, and why it all ended.
 
@@ -264,8 +267,8 @@ class Guard:
         self._lock = threading.Lock()
         self._pending: dict[Completion, int | None] = {}
 
-    def post(self, peer: int, identity: Identity, is_receive: bool) -> Completion:
-        """A new pending operation with ``peer``.
+    def post(self, peer: int, identity: Identity, is_receive: bool, make: Callable[[Identity], _Made] = Completion) -> _Made:
+        """A new pending operation with ``peer``, as ``make`` makes it.
 
         Raises:
             TransportError: ``peer`` is no other rank, or the reason why the transport ended.
@@ -276,7 +279,7 @@ class Guard:
                 f"{direction} rank {peer}: {identity}: "
                 f"expected another rank of 0..{self._world_size - 1}, this is rank {self._rank}"
             )
-        pending = Completion(identity)
+        pending = make(identity)
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -291,7 +294,8 @@ class Guard:
     def waiting_for(self, rank: int) -> Identity | None:
         """The oldest receive that waits for ``rank``."""
         with self._lock:
-            return next((pending.identity for pending, source in self._pending.items() if source == rank), None)
+            waiting = (pending for pending, source in self._pending.items() if source == rank and not pending.done)
+            return next((pending.identity for pending in waiting), None)
 
     def sends(self) -> list[Completion]:
         """The sends that are under way."""

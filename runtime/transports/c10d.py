@@ -44,6 +44,7 @@ from adaptra.runtime.transports.base import (
     peer_lost,
 )
 from adaptra.runtime.transports.contract import Contract
+from adaptra.runtime.transports.groups import initialise, new_group
 from adaptra.runtime.transports.pool import Pool
 from adaptra.runtime.transports.wire import MessageBuffer
 
@@ -56,8 +57,6 @@ CONTRACTS: Final = {
     "nccl": Contract(send_waits_for_receiver=True, in_order=True, buffered=False),
 }
 _FIRST_TAG: Final = 0
-# Liveness is the membership's business: a message may be waited for as long as its sender lives.
-_FOR_EVER: Final = timedelta(days=7)
 _CLOSE_SECONDS: Final = 5.0
 
 
@@ -98,7 +97,7 @@ class C10dTransport(Transport):
         backend = backend or ("nccl" if self._device.type == "cuda" else "gloo")
         if backend not in CONTRACTS or not distributed.is_backend_available(backend):
             raise LaunchError(f"backend {backend!r}: expected one of {', '.join(CONTRACTS)} that this torch was built with")
-        self._owns_default = group is None and _initialise(backend)
+        self._owns_default = group is None and initialise(backend)
         ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
         self.contract = CONTRACTS[backend]
         self.rank = distributed.get_rank(group)
@@ -115,7 +114,7 @@ class C10dTransport(Transport):
         self._threads: list[threading.Thread] = []
         self._closed = False
         # A connection of its own: who waits on the control plane holds up nobody else.
-        control = self._groups.get((False, None)) or _new_group(ranks, "gloo")
+        control = self._groups.get((False, None)) or new_group(ranks, "gloo")
         self.store = PrefixStore("adaptra", clone(control.get_group_store()))
         self.clock_offsets = self._compare_clocks()
 
@@ -290,17 +289,6 @@ class C10dTransport(Transport):
         return clock.share(PrefixStore("clock", self.store), self.rank, self.world_size, to_next)
 
 
-def _initialise(backend: str) -> bool:
-    """Set up the default group from the launcher's environment, unless there is one. True if this call did."""
-    if distributed.is_initialized():
-        return False
-    try:
-        distributed.init_process_group(backend)
-    except ValueError as error:
-        raise LaunchError(f"transport c10d: no process group and no launcher such as torchrun: {error}") from error
-    return True
-
-
 def _make_groups(ranks: Sequence[int], rank: int, backend: str) -> dict[tuple[bool, tuple[int, int] | None], ProcessGroup]:
     """The communicators by direction (is it backward?) and, where each pair has its own, by pair of ranks."""
     pairs: list[tuple[int, int] | None] = [None] if backend == "gloo" else list(combinations(range(len(ranks)), 2))
@@ -309,11 +297,5 @@ def _make_groups(ranks: Sequence[int], rank: int, backend: str) -> dict[tuple[bo
         for pair in pairs:
             if pair is None or rank in pair:
                 members = list(ranks) if pair is None else [ranks[member] for member in pair]
-                groups[is_backward, pair] = _new_group(members, backend)
+                groups[is_backward, pair] = new_group(members, backend)
     return groups
-
-
-def _new_group(members: Sequence[int], backend: str) -> ProcessGroup:
-    group = distributed.new_group(list(members), timeout=_FOR_EVER, backend=backend, use_local_synchronization=True)
-    assert isinstance(group, ProcessGroup)
-    return group

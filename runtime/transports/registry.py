@@ -1,7 +1,8 @@
 """Transports by name: those of adaptra, and those that installed packages add.
 
 A package adds a transport by an entry point in the group ``adaptra.transports`` whose object is called with the options given
-to :func:`create_transport` and returns a :class:`Transport`. The names ``local`` and ``c10d`` are adaptra's own.
+to :func:`create_transport` and returns a :class:`Transport`. The names ``c10d``, ``delegate`` and
+``local`` are adaptra's own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ ENTRY_POINT_GROUP: Final = "adaptra.transports"
 
 _BUILT_IN: Final = {
     "c10d": ("adaptra.runtime.transports.c10d", "C10dTransport"),
+    "delegate": ("adaptra.runtime.transports.delegate", "join"),
     "local": ("adaptra.runtime.transports.local", "LocalTransport"),
 }
 
@@ -32,7 +34,7 @@ def create_transport(transport: str | Transport, **options: Any) -> Transport:
     Args:
         transport: A name, or a transport, which is returned as it is.
         options: Handed to the named transport: ``hub`` and ``rank`` for ``local``; ``group``, ``device`` and ``backend`` for
-            ``c10d``.
+            ``c10d``; ``group``, ``addresses`` and ``timing`` for ``delegate``.
 
     Raises:
         LaunchError: No such transport, several packages add one of that name, one can't be loaded or does not return a

@@ -63,48 +63,23 @@ def _shared_memory(size: int) -> tuple[memoryview, Tensor]:
     return memoryview(memory)[skipped : skipped + size], torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=skipped)
 
 
-class MessageBuffer:
-    """The memory of one message of given specs, with the views of its tensors.
+class Header:
+    """The header of messages of given specs: writes it, and compares what arrives with what is expected."""
 
-    Attributes:
-        first: What travels first, (HEADER_BYTES + INLINE_BYTES,) uint8 on the wire's device: the header, and small tensors.
-        rest: The tensors, uint8 on the wire's device, if they are too large for that; else None.
-    """
+    def __init__(self, specs: MessageSpec) -> None:
+        described = describe_layout(layout_of(specs)).encode()
+        self._digest = hashlib.blake2b(described, digest_size=16).digest()
+        self._text = described[:_TEXT_BYTES]
 
-    def __init__(self, specs: MessageSpec, device: torch.device) -> None:
-        layout = layout_of(specs)
-        described = describe_layout(layout)
-        self._digest = hashlib.blake2b(described.encode(), digest_size=16).digest()
-        self._text = described.encode()[:_TEXT_BYTES]
-        self._header, self._header_tensor = _shared_memory(HEADER_BYTES + INLINE_BYTES)
-        is_host = device.type == "cpu"
-        self.first = self._header_tensor if is_host else torch.empty_like(self._header_tensor, device=device)
-        sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in specs]
-        total = sum(map(_aligned, sizes))
-        self.rest = torch.empty(total, dtype=torch.uint8, device=device) if total > INLINE_BYTES else None
-        flat = self.first[HEADER_BYTES:] if self.rest is None else self.rest
-        self._views: list[Tensor] = []
-        offset = 0
-        for spec, size in zip(specs, sizes, strict=True):
-            self._views.append(flat[offset : offset + size].view(spec.dtype).view(spec.shape))
-            offset += _aligned(size)
-
-    @property
-    def tag(self) -> int:
-        """A tag for the second part that only messages of the same size share; never 0, the first part's."""
-        size = 0 if self.rest is None else self.rest.numel()
-        return 1 + (size // ALIGNMENT) % (2**31 - 2)
-
-    def pack(self, identity: Identity, tensors: Sequence[Tensor], sent_at: float) -> None:
-        """Fill the buffer with a message."""
+    def pack_into(self, memory: memoryview, identity: Identity, sent_at: float) -> None:
+        """Write the header of a message to the first :data:`HEADER_BYTES` of ``memory``."""
         step, kind, source, destination, microbatch = identity.key
-        code = _CODES[kind]
         _FORMAT.pack_into(
-            self._header,
+            memory,
             0,
             _MAGIC,
             VERSION,
-            code,
+            _CODES[kind],
             step,
             source,
             destination,
@@ -114,6 +89,68 @@ class MessageBuffer:
             len(self._text),
             self._text,
         )
+
+    def check(self, memory: memoryview | bytes, expected: Identity) -> float:
+        """Read the header that ``memory`` begins with.
+
+        Returns:
+            When the message was sent, on the sender's clock.
+
+        Raises:
+            TransportError: It is another message; names the edge, what was expected and what came.
+        """
+        magic, version, code, step, source, destination, microbatch, sent_at, digest, length, text = _FORMAT.unpack_from(memory)
+        if magic != _MAGIC or version != VERSION or code >= len(_KINDS) or not math.isfinite(sent_at):
+            raise TransportError(f"receive of {expected}: got bytes that are no message of version {VERSION}: {magic!r}")
+        kind = _KINDS[code]
+        if (step, kind, source, destination, microbatch) != expected.key or digest != self._digest:
+            got = f"{source}{kind.value}{microbatch} of step {step} on edge {source}→{destination}"
+            raise TransportError(f"receive of {expected}: got {got} with {text[:length].decode(errors='replace')}")
+        return sent_at
+
+
+def flat_bytes(specs: MessageSpec) -> int:
+    """How many bytes the tensors of a message take in one flat buffer."""
+    return sum(_aligned(math.prod(spec.shape) * spec.dtype.itemsize) for spec in specs)
+
+
+def views_of(flat: Tensor, specs: MessageSpec) -> list[Tensor]:
+    """The tensors of a message that lie in ``flat``, (at least :func:`flat_bytes`,) uint8, without a copy."""
+    views: list[Tensor] = []
+    offset = 0
+    for spec in specs:
+        size = math.prod(spec.shape) * spec.dtype.itemsize
+        views.append(flat[offset : offset + size].view(spec.dtype).view(spec.shape))
+        offset += _aligned(size)
+    return views
+
+
+class MessageBuffer:
+    """The memory of one message of given specs, with the views of its tensors.
+
+    Attributes:
+        first: What travels first, (HEADER_BYTES + INLINE_BYTES,) uint8 on the wire's device: the header, and small tensors.
+        rest: The tensors, uint8 on the wire's device, if they are too large for that; else None.
+    """
+
+    def __init__(self, specs: MessageSpec, device: torch.device) -> None:
+        self._rule = Header(specs)
+        self._header, self._header_tensor = _shared_memory(HEADER_BYTES + INLINE_BYTES)
+        is_host = device.type == "cpu"
+        self.first = self._header_tensor if is_host else torch.empty_like(self._header_tensor, device=device)
+        total = flat_bytes(specs)
+        self.rest = torch.empty(total, dtype=torch.uint8, device=device) if total > INLINE_BYTES else None
+        self._views = views_of(self.first[HEADER_BYTES:] if self.rest is None else self.rest, specs)
+
+    @property
+    def tag(self) -> int:
+        """A tag for the second part that only messages of the same size share; never 0, the first part's."""
+        size = 0 if self.rest is None else self.rest.numel()
+        return 1 + (size // ALIGNMENT) % (2**31 - 2)
+
+    def pack(self, identity: Identity, tensors: Sequence[Tensor], sent_at: float) -> None:
+        """Fill the buffer with a message."""
+        self._rule.pack_into(self._header, identity, sent_at)
         if self.first is not self._header_tensor:
             self.first[:HEADER_BYTES].copy_(self._header_tensor[:HEADER_BYTES])
         with torch.no_grad():
@@ -131,16 +168,7 @@ class MessageBuffer:
         """
         if self.first is not self._header_tensor:
             self._header_tensor[:HEADER_BYTES].copy_(self.first[:HEADER_BYTES])
-        magic, version, code, step, source, destination, microbatch, sent_at, digest, length, text = _FORMAT.unpack_from(
-            self._header
-        )
-        if magic != _MAGIC or version != VERSION or code >= len(_KINDS) or not math.isfinite(sent_at):
-            raise TransportError(f"receive of {expected}: got bytes that are no message of version {VERSION}: {magic!r}")
-        kind = _KINDS[code]
-        if (step, kind, source, destination, microbatch) != expected.key or digest != self._digest:
-            got = f"{source}{kind.value}{microbatch} of step {step} on edge {source}→{destination}"
-            raise TransportError(f"receive of {expected}: got {got} with {text[:length].decode(errors='replace')}")
-        return sent_at
+        return self._rule.check(self._header, expected)
 
     def tensors(self, device: torch.device) -> tuple[Tensor, ...]:
         """The tensors of a received message on ``device``: views of this buffer if it lies there."""

@@ -1,0 +1,229 @@
+// The delegate's part of adaptra._C. Memory is told to Python as an address and a size; adaptra.runtime.transports.delegate
+// makes tensors of it.
+#include "bindings_delegate.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "delegate/crc32c.h"
+#include "delegate/engine.h"
+#include "delegate/verbs.h"
+
+namespace nb = nanobind;
+using namespace adaptra::delegate;
+
+namespace {
+
+// Python's pages of memory: nanobind can't hold a pointer to const.
+struct Held {
+  std::shared_ptr<const Pages> pages;
+};
+
+// A request with the channel it belongs to.
+struct Ticket {
+  std::shared_ptr<Request> request;
+  std::uint32_t peer = 0;
+  bool is_backward = false;
+};
+
+Clock::duration to_duration(double seconds) {
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+double to_seconds(Clock::time_point moment) { return std::chrono::duration<double>(moment.time_since_epoch()).count(); }
+
+Clock::time_point to_moment(double seconds) { return Clock::time_point(to_duration(seconds)); }
+
+Secret to_secret(const nb::bytes& given) {
+  Secret secret{};
+  if (given.size() != secret.size()) {
+    throw std::invalid_argument("a secret of " + std::to_string(given.size()) + " bytes: expected " +
+                                std::to_string(secret.size()));
+  }
+  std::memcpy(secret.data(), given.c_str(), secret.size());
+  return secret;
+}
+
+// Waits without the interpreter's lock, and wakes now and then so that an interrupt from the keyboard gets through.
+bool wait(const Ticket& ticket, std::optional<double> timeout) {
+  constexpr std::chrono::duration<double> kSlice{0.1};
+  const auto deadline = timeout ? Clock::now() + to_duration(*timeout) : Clock::time_point::max();
+  while (true) {
+    const auto slice = std::min(kSlice, std::chrono::duration<double>(deadline - Clock::now()));
+    Outcome outcome{};
+    {
+      const nb::gil_scoped_release release;
+      outcome = ticket.request->wait(slice);
+    }
+    if (outcome != Outcome::kPending) return true;
+    if (Clock::now() >= deadline) return false;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  }
+}
+
+nb::dict to_dict(const Stats& stats) {
+  const auto read = [](const std::atomic<std::uint64_t>& counter) { return counter.load(std::memory_order_relaxed); };
+  nb::dict counters;
+  counters["posted"] = read(stats.posted);
+  counters["sent"] = read(stats.sent);
+  counters["acknowledged"] = read(stats.acknowledged);
+  counters["bytes"] = read(stats.bytes);
+  counters["queued_ns"] = read(stats.queued_ns);
+  counters["flight_ns"] = read(stats.flight_ns);
+  counters["in_flight"] = read(stats.in_flight);
+  counters["most_in_flight"] = read(stats.most_in_flight);
+  counters["retries"] = read(stats.retries);
+  counters["duplicates"] = read(stats.duplicates);
+  counters["corrupted"] = read(stats.corrupted);
+  counters["path_failures"] = read(stats.path_failures);
+  counters["path_changes"] = read(stats.path_changes);
+  counters["connections"] = read(stats.connections);
+  return counters;
+}
+
+void bind_memory(nb::module_& m) {
+  nb::class_<Held>(m, "Memory")
+      .def_prop_ro("address",
+                   [](const Held& held) { return reinterpret_cast<std::uintptr_t>(held.pages->memory().bytes.data()); })
+      .def("__len__", [](const Held& held) { return held.pages->memory().bytes.size(); });
+
+  nb::class_<Ticket>(m, "Request")
+      .def_prop_ro("done", [](const Ticket& ticket) { return ticket.request->outcome() != Outcome::kPending; })
+      .def("wait", &wait, nb::arg("timeout").none())
+      .def(
+          "cancel", [](const Ticket& ticket, std::string why) { ticket.request->fail(std::move(why)); }, nb::arg("why"))
+      .def_prop_ro("error",
+                   [](const Ticket& ticket) -> std::optional<std::string> {
+                     if (ticket.request->outcome() != Outcome::kFailed) return std::nullopt;
+                     return ticket.request->text();
+                   })
+      .def_prop_ro("other",
+                   [](const Ticket& ticket) -> std::optional<nb::bytes> {
+                     if (ticket.request->outcome() != Outcome::kOther) return std::nullopt;
+                     const std::string& head = ticket.request->text();
+                     return nb::bytes(head.data(), head.size());
+                   })
+      .def_prop_ro("memory",
+                   [](const Ticket& ticket) -> std::optional<Held> {
+                     if (ticket.request->outcome() != Outcome::kDone || !ticket.request->pages()) return std::nullopt;
+                     return Held{ticket.request->pages()};
+                   })
+      .def_prop_ro("moment", [](const Ticket& ticket) { return to_seconds(ticket.request->moment()); });
+}
+
+void bind_engine(nb::module_& m) {
+  nb::class_<Engine>(m, "Engine")
+      .def(
+          "__init__",
+          [](Engine* self, std::uint32_t rank, std::uint32_t world_size, const nb::bytes& secret, double heartbeat,
+             double silence, double healthy_for, double lost_after, double handshake) {
+            Timing timing;
+            timing.heartbeat = to_duration(heartbeat);
+            timing.silence = to_duration(silence);
+            timing.healthy_for = to_duration(healthy_for);
+            timing.lost_after = to_duration(lost_after);
+            timing.handshake = to_duration(handshake);
+            new (self) Engine(rank, world_size, to_secret(secret), timing);
+          },
+          nb::arg("rank"), nb::arg("world_size"), nb::arg("secret"), nb::kw_only(), nb::arg("heartbeat"), nb::arg("silence"),
+          nb::arg("healthy_for"), nb::arg("lost_after"), nb::arg("handshake"))
+      .def("add_tcp_path", &Engine::add_tcp_path, nb::arg("local"))
+      .def(
+          "add_verbs_path",
+          [](Engine& engine, const std::string& device, std::uint32_t port, const std::string& local) {
+            return engine.add_path(make_verbs_wire(device, port, engine.poller()), local);
+          },
+          nb::arg("device"), nb::arg("port"), nb::arg("local"))
+      .def(
+          "set_peer",
+          [](Engine& engine, std::uint32_t peer, const std::vector<std::pair<std::string, std::uint16_t>>& endpoints) {
+            std::vector<Endpoint> converted;
+            for (const auto& [host, port] : endpoints) converted.push_back({host, port});
+            engine.set_peer(peer, std::move(converted));
+          },
+          nb::arg("peer"), nb::arg("endpoints"))
+      .def("start", &Engine::start)
+      .def(
+          "allocate", [](Engine& engine, std::size_t size) { return Held{engine.allocate(size)}; }, nb::arg("size"))
+      .def("reserve", &Engine::reserve, nb::arg("peer"), nb::arg("size"), nb::arg("count"),
+           nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "send",
+          [](Engine& engine, std::uint32_t peer, bool is_backward, const Held& message, std::size_t size, double posted_at) {
+            return Ticket{engine.send(peer, is_backward, message.pages, size, to_moment(posted_at)), peer, is_backward};
+          },
+          nb::arg("peer"), nb::arg("is_backward"), nb::arg("message"), nb::arg("size"), nb::arg("posted_at"),
+          nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "receive",
+          [](Engine& engine, std::uint32_t peer, bool is_backward, std::uint64_t size) {
+            return Ticket{engine.receive(peer, is_backward, size), peer, is_backward};
+          },
+          nb::arg("peer"), nb::arg("is_backward"), nb::arg("size"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "release",
+          [](Engine& engine, const Ticket& ticket) {
+            if (ticket.request->outcome() == Outcome::kDone) {
+              engine.release(ticket.peer, ticket.is_backward, ticket.request->slot());
+            }
+          },
+          nb::arg("request"), nb::call_guard<nb::gil_scoped_release>())
+      .def("statistics",
+           [](const Engine& engine) {
+             nb::list found;
+             for (const ChannelReport& report : engine.channels()) {
+               const Address& address = report.address;
+               found.append(nb::make_tuple(address.source, address.destination, address.is_backward, report.is_sender,
+                                           to_dict(*report.stats)));
+             }
+             return found;
+           })
+      .def("refusals",
+           [](const Engine& engine) {
+             nb::list found;
+             for (const Refusal& refusal : engine.refusals()) {
+               found.append(nb::make_tuple(refusal.from, refusal.reason, refusal.count));
+             }
+             return found;
+           })
+      .def(
+          "close", [](Engine& engine, const std::string& reason, double linger) { engine.close(reason, to_duration(linger)); },
+          nb::arg("reason"), nb::arg("linger"), nb::call_guard<nb::gil_scoped_release>());
+}
+
+std::span<const std::byte> to_span(const nb::bytes& given) {
+  return {reinterpret_cast<const std::byte*>(given.c_str()), given.size()};
+}
+
+}  // namespace
+
+void bind_delegate(nb::module_& m) {
+  bind_memory(m);
+  bind_engine(m);
+  m.def(
+      "crc32c", [](const nb::bytes& data, std::uint32_t before) { return crc32c(to_span(data), before); }, nb::arg("data"),
+      nb::arg("before") = 0);
+  m.def("find_verbs_ports", [] {
+    const VerbsPorts found = find_verbs_ports();
+    nb::list ports;
+    for (const VerbsPort& port : found.ports) {
+      ports.append(nb::make_tuple(port.device, port.number, port.address, port.interface, port.unusable));
+    }
+    return nb::make_tuple(ports, found.reason);
+  });
+}

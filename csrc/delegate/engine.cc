@@ -1,0 +1,266 @@
+#include "delegate/engine.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <stdexcept>
+#include <utility>
+
+#include "delegate/tcp_wire.h"
+
+namespace adaptra::delegate {
+namespace {
+
+// Up to here a message is sent by the thread that hands it over, if the engine is idle.
+constexpr std::size_t kSmallMessage = 64U << 10;
+// How long wires that are polled are polled without a pause once something came.
+constexpr Clock::duration kBusyPolling = std::chrono::microseconds(50);
+
+}  // namespace
+
+Engine::Engine(std::uint32_t rank, std::uint32_t world_size, const Secret& secret, const Timing& timing)
+    : rank_(rank), world_size_(world_size), timing_(timing), doorway_(poller_, secret, *this, timing.handshake) {}
+
+Engine::~Engine() {
+  close("the engine was destroyed", Clock::duration::zero());
+  // Connections go before the wires and the poller that they use.
+  channels_.clear();
+}
+
+std::uint16_t Engine::add_tcp_path(const std::string& local) {
+  return add_path(std::make_unique<TcpWire>(local, poller_, timing_.silence), local);
+}
+
+std::uint16_t Engine::add_path(std::unique_ptr<Wire> wire, const std::string& local) {
+  const std::uint16_t port = doorway_.listen(local, static_cast<std::uint32_t>(wires_.size()));
+  names_.push_back(wire->name());
+  locals_.push_back(local);
+  wires_.push_back(std::move(wire));
+  return port;
+}
+
+void Engine::set_peer(std::uint32_t peer, std::vector<Endpoint> endpoints) {
+  if (peer >= world_size_ || peer == rank_) {
+    throw std::invalid_argument("peer " + std::to_string(peer) + ": expected another rank of 0.." +
+                                std::to_string(world_size_ - 1) + ", this is rank " + std::to_string(rank_));
+  }
+  if (endpoints.size() != wires_.size()) {
+    throw std::invalid_argument("peer " + std::to_string(peer) + " has " + std::to_string(endpoints.size()) +
+                                " paths: expected as many as rank " + std::to_string(rank_) + " has, " +
+                                std::to_string(wires_.size()));
+  }
+  peers_[peer] = std::move(endpoints);
+}
+
+void Engine::start() {
+  if (thread_.joinable() || is_closed_) throw std::logic_error("the engine was started before");
+  thread_ = std::thread([this] { run(); });
+  pthread_setname_np(thread_.native_handle(), "delegate");
+}
+
+std::shared_ptr<const Pages> Engine::make_pages(std::size_t bytes) {
+  return std::make_shared<const Pages>(next_memory_.fetch_add(1, std::memory_order_relaxed), bytes);
+}
+
+void Engine::check_peer(std::uint32_t peer) const {
+  if (!peers_.contains(peer)) throw std::invalid_argument("rank " + std::to_string(peer) + " is no peer: set_peer() it first");
+}
+
+void Engine::reserve(std::uint32_t peer, std::uint64_t bytes, std::size_t count) {
+  check_peer(peer);
+  submit(
+      [this, peer, bytes, count] {
+        if (is_closed_) return;
+        for (const bool is_backward : {false, true}) receiver(peer, is_backward).reserve(bytes, count);
+      },
+      true);
+}
+
+std::shared_ptr<Request> Engine::send(std::uint32_t peer, bool is_backward, std::shared_ptr<const Pages> message,
+                                      std::size_t bytes, Clock::time_point posted_at) {
+  check_peer(peer);
+  if (bytes == 0 || bytes > message->memory().bytes.size()) {
+    throw std::invalid_argument("send of " + std::to_string(bytes) + " bytes: expected 1.." +
+                                std::to_string(message->memory().bytes.size()) + ", what its memory holds");
+  }
+  auto request = std::make_shared<Request>(message);
+  submit(
+      [this, peer, is_backward, request, message, bytes, posted_at] {
+        if (is_closed_) return request->fail("the engine is closed");
+        sender(peer, is_backward).submit(request, message, bytes, posted_at);
+      },
+      bytes <= kSmallMessage);
+  return request;
+}
+
+std::shared_ptr<Request> Engine::receive(std::uint32_t peer, bool is_backward, std::uint64_t bytes) {
+  check_peer(peer);
+  auto request = std::make_shared<Request>();
+  submit(
+      [this, peer, is_backward, bytes, request] {
+        if (is_closed_) return request->fail("the engine is closed");
+        receiver(peer, is_backward).post(request, bytes);
+      },
+      true);
+  return request;
+}
+
+void Engine::release(std::uint32_t peer, bool is_backward, std::uint32_t slot) {
+  submit(
+      [this, peer, is_backward, slot] {
+        if (!is_closed_) receiver(peer, is_backward).release(slot);
+      },
+      true);
+}
+
+std::vector<ChannelReport> Engine::channels() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<ChannelReport> reports;
+  for (const auto& [key, channel] : channels_) reports.push_back({channel->address(), std::get<2>(key), &channel->stats()});
+  return reports;
+}
+
+void Engine::submit(std::function<void()> command, bool is_urgent) {
+  {
+    const std::lock_guard lock(commands_mutex_);
+    commands_.push_back(std::move(command));
+  }
+  if (is_urgent) {
+    // What was handed over before goes first, so the order of commands is kept whoever obeys them.
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (lock.owns_lock()) {
+      obey();
+      settle();
+      return;
+    }
+  }
+  poller_.wake();
+}
+
+void Engine::obey() {
+  std::vector<std::function<void()>> commands;
+  {
+    const std::lock_guard lock(commands_mutex_);
+    commands.swap(commands_);
+  }
+  for (const auto& command : commands) command();
+}
+
+void Engine::settle() {
+  while (!to_flush_.empty()) {
+    for (Channel* const channel : std::exchange(to_flush_, {})) channel->flush();
+  }
+}
+
+void Engine::run() {
+  auto busy_until = Clock::time_point::min();
+  const auto tick_ms =
+      std::max<std::int64_t>(1, std::chrono::duration_cast<std::chrono::milliseconds>(timing_.heartbeat).count() / 4);
+  while (true) {
+    const bool is_polling = Clock::now() < busy_until;
+    const std::size_t found = poller_.wait(is_polling ? 0 : static_cast<int>(tick_ms));
+    const std::lock_guard lock(mutex_);
+    try {
+      poller_.dispatch(found);
+      if (!turn(busy_until)) return;
+    } catch (const std::exception& error) {
+      fail_all(std::string("the engine failed: ") + error.what());
+    }
+  }
+}
+
+bool Engine::turn(Clock::time_point& busy_until) {
+  obey();
+  const auto now = Clock::now();
+  bool is_busy = false;
+  for (const auto& wire : wires_) is_busy = wire->progress() || is_busy;
+  if (is_busy) busy_until = now + kBusyPolling;
+  doorway_.tick(now);
+  if (now >= next_tick_) {
+    next_tick_ = now + timing_.heartbeat / 4;
+    for (const auto& [key, channel] : channels_) channel->tick(now);
+  }
+  settle();
+  for (const auto& [key, channel] : channels_) channel->bury();
+  if (!closing_until_) return true;
+  const bool is_heard =
+      std::none_of(channels_.begin(), channels_.end(), [](const auto& entry) { return entry.second->is_connected(); });
+  return !is_heard && now < *closing_until_;
+}
+
+void Engine::close(const std::string& reason, Clock::duration linger) {
+  {
+    const std::lock_guard lock(mutex_);
+    obey();
+    if (!closing_until_) {
+      closing_until_ = Clock::now() + linger;
+      is_closed_ = true;
+      doorway_.stop_listening();
+      for (const auto& [key, channel] : channels_) {
+        channel->end(reason);
+        channel->say_bye();
+      }
+      settle();
+    }
+  }
+  poller_.wake();
+  if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) thread_.join();
+  const std::lock_guard lock(mutex_);
+  fail_all(reason);
+  for (const auto& [key, channel] : channels_) channel->bury();
+}
+
+void Engine::fail_all(const std::string& reason) {
+  for (const auto& [key, channel] : channels_) channel->fail(reason);
+}
+
+void Engine::open(const Address& address) {
+  if (is_closed_) return;
+  doorway_.open(address, locals_[address.path], peers_.at(address.source)[address.path]);
+}
+
+bool Engine::expects(const Address& address, std::uint32_t path, std::string& refusal) {
+  if (!is_closed_ && address.source == rank_ && address.destination < world_size_ && address.destination != rank_ &&
+      address.path == path && address.index < kMostConnections) {
+    return true;
+  }
+  refusal = "proved the job's secret for a connection that this rank has no use for";
+  return false;
+}
+
+void Engine::connected(Descriptor socket, const Address& address, bool opened_here) {
+  const std::uint32_t peer = opened_here ? address.source : address.destination;
+  channel({peer, address.is_backward, !opened_here}).connected(std::move(socket), address, opened_here);
+}
+
+void Engine::not_connected(const Address& address, std::string reason) {
+  receiver(address.source, address.is_backward).not_connected(address, reason);
+}
+
+Channel& Engine::channel(const Key& key) {
+  auto& found = channels_[key];
+  if (found == nullptr) {
+    const auto [peer, is_backward, is_sender] = key;
+    Address address{.source = is_sender ? rank_ : peer, .destination = is_sender ? peer : rank_, .is_backward = is_backward};
+    Host& host = *this;
+    if (is_sender) {
+      found = std::make_unique<SendChannel>(host, address, names_);
+    } else {
+      found = std::make_unique<ReceiveChannel>(host, address, names_);
+      found->tick(Clock::now());  // opens its paths
+    }
+  }
+  return *found;
+}
+
+SendChannel& Engine::sender(std::uint32_t peer, bool is_backward) {
+  return static_cast<SendChannel&>(channel({peer, is_backward, true}));
+}
+
+ReceiveChannel& Engine::receiver(std::uint32_t peer, bool is_backward) {
+  return static_cast<ReceiveChannel&>(channel({peer, is_backward, false}));
+}
+
+}  // namespace adaptra::delegate

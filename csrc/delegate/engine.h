@@ -1,0 +1,116 @@
+// The engine: one thread that moves all messages of a process, whatever the number of channels.
+//
+// Programs hand messages over and wait for them from any thread. A call is done at once on the calling thread if the engine is
+// idle and the message is small, which saves a message's latency one switch of threads; otherwise the engine's thread does it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "delegate/channel.h"
+#include "delegate/doorway.h"
+#include "delegate/poller.h"
+#include "delegate/receive_channel.h"
+#include "delegate/request.h"
+#include "delegate/send_channel.h"
+#include "delegate/stats.h"
+
+namespace adaptra::delegate {
+
+// A channel's counters at one moment, for the rank that asks.
+struct ChannelReport {
+  Address address;
+  bool is_sender = false;
+  const Stats* stats = nullptr;  // lives as long as the engine
+};
+
+class Engine final : private Host, private Doorway::House {
+ public:
+  Engine(std::uint32_t rank, std::uint32_t world_size, const Secret& secret, const Timing& timing);
+  ~Engine() override;
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // The next path in the order of preference, before start(): TCP over one local address. Returns the port it listens on.
+  // Throws std::system_error, std::invalid_argument.
+  std::uint16_t add_tcp_path(const std::string& local);
+  // The same for a wire of another kind, whose connections are made by way of the local address.
+  std::uint16_t add_path(std::unique_ptr<Wire> wire, const std::string& local);
+  [[nodiscard]] Poller& poller() { return poller_; }
+
+  // Where a peer listens, one endpoint per path. Before start(); throws std::invalid_argument.
+  void set_peer(std::uint32_t peer, std::vector<Endpoint> endpoints);
+  void start();
+
+  // Memory for messages to be sent.
+  [[nodiscard]] std::shared_ptr<const Pages> allocate(std::size_t bytes) { return make_pages(bytes); }
+
+  // Let a peer send `count` messages of `bytes` bytes, in either direction, before any is released.
+  void reserve(std::uint32_t peer, std::uint64_t bytes, std::size_t count);
+  [[nodiscard]] std::shared_ptr<Request> send(std::uint32_t peer, bool is_backward, std::shared_ptr<const Pages> message,
+                                              std::size_t bytes, Clock::time_point posted_at);
+  [[nodiscard]] std::shared_ptr<Request> receive(std::uint32_t peer, bool is_backward, std::uint64_t bytes);
+  void release(std::uint32_t peer, bool is_backward, std::uint32_t slot);
+
+  [[nodiscard]] std::vector<ChannelReport> channels() const;
+  [[nodiscard]] std::vector<Refusal> refusals() const { return doorway_.refusals(); }
+
+  // Say good-bye to the peers and end the thread; what is pending fails with `reason`. Waits up to `linger` for the peers to
+  // have heard it. May be repeated.
+  void close(const std::string& reason, Clock::duration linger);
+
+ private:
+  using Key = std::tuple<std::uint32_t, bool, bool>;  // peer, is_backward, is_sender
+
+  [[nodiscard]] const Timing& timing() const override { return timing_; }
+  [[nodiscard]] Wire& wire(std::size_t path) override { return *wires_[path]; }
+  [[nodiscard]] std::shared_ptr<const Pages> make_pages(std::size_t bytes) override;
+  void open(const Address& address) override;
+  void wants_flush(Channel& channel) override { to_flush_.push_back(&channel); }
+  [[nodiscard]] bool expects(const Address& address, std::uint32_t path, std::string& refusal) override;
+  void connected(Descriptor socket, const Address& address, bool opened_here) override;
+  void not_connected(const Address& address, std::string reason) override;
+
+  void submit(std::function<void()> command, bool is_urgent);
+  void obey();
+  void settle();
+  void run();
+  [[nodiscard]] bool turn(Clock::time_point& busy_until);
+  [[nodiscard]] Channel& channel(const Key& key);
+  [[nodiscard]] SendChannel& sender(std::uint32_t peer, bool is_backward);
+  [[nodiscard]] ReceiveChannel& receiver(std::uint32_t peer, bool is_backward);
+  void check_peer(std::uint32_t peer) const;
+  void fail_all(const std::string& reason);
+
+  const std::uint32_t rank_, world_size_;
+  const Timing timing_;
+  std::atomic<std::uint64_t> next_memory_{1};
+
+  mutable std::mutex mutex_;  // guards all below; held by whoever moves messages
+  EpollPoller poller_;
+  std::vector<std::unique_ptr<Wire>> wires_;
+  std::vector<std::string> locals_, names_;
+  Doorway doorway_;
+  std::map<std::uint32_t, std::vector<Endpoint>> peers_;
+  std::map<Key, std::unique_ptr<Channel>> channels_;
+  std::vector<Channel*> to_flush_;
+  Clock::time_point next_tick_;
+  std::optional<Clock::time_point> closing_until_;
+  bool is_closed_ = false;
+
+  std::mutex commands_mutex_;
+  std::vector<std::function<void()>> commands_;
+
+  std::thread thread_;
+};
+
+}  // namespace adaptra::delegate

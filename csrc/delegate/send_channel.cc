@@ -1,0 +1,248 @@
+#include "delegate/send_channel.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "delegate/crc32c.h"
+
+namespace adaptra::delegate {
+namespace {
+
+// How long a path is watched before it is widened once more; several times any round trip.
+constexpr Clock::duration kWidenEvery = std::chrono::milliseconds(100);
+constexpr std::size_t kMostSlots = 1U << 16;
+
+std::uint64_t nanoseconds(Clock::duration duration) {
+  return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count());
+}
+
+}  // namespace
+
+SendChannel::SendChannel(Host& host, const Address& address, const std::vector<std::string>& paths)
+    : Channel(host, address, address.destination, paths) {}
+
+void SendChannel::submit(std::shared_ptr<Request> request, std::shared_ptr<const Pages> message, std::size_t bytes,
+                         Clock::time_point posted_at) {
+  if (!failure_.empty()) return request->fail(failure_);
+  Stats::add(stats_.posted);
+  queue_.push_back({.sequence = sequence_++,
+                    .request = std::move(request),
+                    .message = std::move(message),
+                    .total = bytes,
+                    .posted_at = posted_at,
+                    .begun_at = {},
+                    .cursor = 0,
+                    .grant = std::nullopt,
+                    .paths = 0,
+                    .is_begun = false,
+                    .is_sent = false});
+  pump();
+}
+
+std::span<std::byte> SendChannel::place(const Frame&, std::string& refusal) {
+  refusal = "got a chunk from the rank that should receive them";
+  return {};
+}
+
+void SendChannel::path_up(std::size_t path, Connection&) {
+  if (path_ == path) Stats::set(stats_.connections, paths_[path].up.size());
+  choose_path(Clock::now());
+}
+
+void SendChannel::path_failed(std::size_t path) {
+  const std::uint64_t bit = std::uint64_t{1} << path;
+  bool is_lost = false;
+  for (std::size_t k = 0; k < queue_.size(); ++k) {
+    Outgoing& message = queue_[k];
+    if ((message.paths & bit) == 0) continue;
+    message.cursor = 0;
+    message.paths = 0;
+    next_ = std::min(next_, k);
+    is_lost = true;
+    Stats::add(stats_.retries);
+  }
+  if (path_ == path) {
+    path_.reset();
+  } else if (is_lost && path_) {
+    resync();
+  }
+  choose_path(Clock::now());
+  pump();
+}
+
+void SendChannel::choose_path(Clock::time_point now) {
+  const auto chosen = paths_.choose(path_, now, host_.timing().healthy_for);
+  if (!chosen || chosen == path_) return;
+  if (last_path_ && last_path_ != chosen) Stats::add(stats_.path_changes);
+  last_path_ = chosen;
+  path_ = chosen;
+  wanted_ = 1;
+  last_widened_ = now;
+  Stats::set(stats_.connections, paths_[*path_].up.size());
+  resync();
+  pump();
+}
+
+// Acknowledgements and grants may have been lost with a path: have them repeated.
+void SendChannel::resync() {
+  announced_.reset();
+  say(*paths_[*path_].up.front(), Frame{.kind = FrameKind::kResync});
+}
+
+std::string SendChannel::handle(Connection&, const Frame& frame, std::span<const std::byte>) {
+  switch (frame.kind) {
+    case FrameKind::kGrant:
+      if (frame.slot >= kMostSlots) return "grants slot " + std::to_string(frame.slot);
+      granted(frame);
+      return {};
+    case FrameKind::kAck:
+      if (frame.sequence >= sequence_ || frame.total > sequence_) {
+        return "acknowledges message " + std::to_string(frame.sequence) + " of " + std::to_string(sequence_);
+      }
+      acknowledged(frame.sequence, frame.total);
+      return {};
+    case FrameKind::kChunk:
+    case FrameKind::kHead:
+    case FrameKind::kResync:
+    case FrameKind::kHeartbeat:
+    case FrameKind::kWiden:
+    case FrameKind::kBye:
+    case FrameKind::kExpose: return "got a frame that only the source of messages sends";
+  }
+  return {};
+}
+
+void SendChannel::granted(const Frame& frame) {
+  const auto [found, is_new] = generations_.try_emplace(frame.slot, frame.generation);
+  if (!is_new && frame.generation <= found->second) return;  // said again after a path had failed
+  found->second = frame.generation;
+  free_[frame.total].push_back({frame.slot, frame.generation});
+  pump();
+}
+
+void SendChannel::acknowledged(std::uint64_t sequence, std::uint64_t below) {
+  for (std::size_t k = 0; k < queue_.size();) {
+    Outgoing& message = queue_[k];
+    if (message.sequence != sequence && message.sequence >= below) {
+      ++k;
+      continue;
+    }
+    finish(message);
+    queue_.erase(queue_.begin() + static_cast<std::ptrdiff_t>(k));
+    if (k < next_) --next_;
+  }
+  pump();
+}
+
+void SendChannel::finish(Outgoing& message) {
+  const auto now = Clock::now();
+  Stats::add(stats_.acknowledged);
+  Stats::add(stats_.bytes, message.total);
+  Stats::add(stats_.queued_ns, nanoseconds(message.begun_at - message.posted_at));
+  Stats::add(stats_.flight_ns, nanoseconds(now - message.begun_at));
+  Stats::set(stats_.in_flight, stats_.in_flight.load(std::memory_order_relaxed) - (message.is_begun ? 1 : 0));
+  if (paths_.holds(message.message->memory())) {
+    lingering_.push_back(std::move(message));
+  } else {
+    message.request->sent(now);
+  }
+}
+
+void SendChannel::pump() {
+  while (path_ && next_ < queue_.size()) {
+    Outgoing& message = queue_[next_];
+    if (message.cursor == message.total) {
+      ++next_;
+      continue;
+    }
+    if (!take_grant(message)) return announce(message);
+    Connection* const connection = pick(message.grant->slot);
+    if (connection == nullptr) return;
+    post(message, *connection);
+  }
+}
+
+bool SendChannel::take_grant(Outgoing& message) {
+  if (message.grant) return true;
+  const auto found = free_.find(message.total);
+  if (found == free_.end() || found->second.empty()) return false;
+  message.grant = found->second.front();
+  found->second.pop_front();
+  return true;
+}
+
+// The destination makes slots for a message of this size when it hears of the first, and compares with what it expects.
+void SendChannel::announce(const Outgoing& message) {
+  if (announced_ == message.sequence) return;
+  announced_ = message.sequence;
+  const auto head = message.message->memory().bytes.first(std::min<std::size_t>(message.total, kHeadBytes));
+  say(*paths_[*path_].up.front(), Frame{.kind = FrameKind::kHead, .sequence = message.sequence, .total = message.total}, head);
+}
+
+Connection* SendChannel::pick(std::uint32_t slot) {
+  const auto& up = paths_[*path_].up;
+  for (std::size_t tried = 0; tried < up.size(); ++tried) {
+    Connection* const connection = up[turn_++ % up.size()];
+    if (connection->can_post(slot)) return connection;
+  }
+  return nullptr;
+}
+
+void SendChannel::post(Outgoing& message, Connection& connection) {
+  if (!std::exchange(message.is_begun, true)) {
+    message.begun_at = Clock::now();
+    const std::uint64_t begun = stats_.in_flight.load(std::memory_order_relaxed) + 1;
+    Stats::set(stats_.in_flight, begun);
+    Stats::set(stats_.most_in_flight, std::max(begun, stats_.most_in_flight.load(std::memory_order_relaxed)));
+  }
+  const std::uint64_t length = std::min<std::uint64_t>(message.total - message.cursor, host_.wire(*path_).chunk_bytes());
+  const Memory& memory = message.message->memory();
+  const Frame chunk{.kind = FrameKind::kChunk,
+                    .slot = message.grant->slot,
+                    .generation = message.grant->generation,
+                    .sequence = message.sequence,
+                    .offset = message.cursor,
+                    .total = message.total,
+                    .length = static_cast<std::uint32_t>(length),
+                    .checksum = crc32c(memory.bytes.subspan(message.cursor, length))};
+  connection.post(chunk, memory);
+  message.cursor += length;
+  message.paths |= std::uint64_t{1} << *path_;
+  if (message.cursor == message.total && !std::exchange(message.is_sent, true)) Stats::add(stats_.sent);
+  wants_flush();
+}
+
+void SendChannel::every_tick(Clock::time_point now) {
+  choose_path(now);
+  std::erase_if(lingering_, [&](Outgoing& message) {
+    if (paths_.holds(message.message->memory())) return false;
+    message.request->sent(now);
+    return true;
+  });
+  if (now - last_widened_ >= kWidenEvery) {
+    last_widened_ = now;
+    widen_if_limited();
+  }
+}
+
+void SendChannel::widen_if_limited() {
+  if (!path_) return;
+  const auto& up = paths_[*path_].up;
+  bool is_limited = true;  // also resets what each connection remembers
+  for (Connection* connection : up) is_limited = connection->is_window_limited() && is_limited;
+  Stats::set(stats_.connections, up.size());
+  if (!is_limited || up.size() < wanted_ || wanted_ >= kMostConnections) return;
+  wanted_ = std::min(wanted_ * 2, kMostConnections);
+  say(*up.front(), Frame{.kind = FrameKind::kWiden, .slot = wanted_});
+}
+
+void SendChannel::fail_pending(const std::string& reason) {
+  path_.reset();
+  next_ = 0;
+  for (Outgoing& message : std::exchange(queue_, {})) message.request->fail(reason);
+  for (Outgoing& message : std::exchange(lingering_, {})) message.request->sent(Clock::now());
+  Stats::set(stats_.in_flight, 0);
+}
+
+}  // namespace adaptra::delegate

@@ -1,0 +1,87 @@
+// The source's end of a channel: queues messages, keeps each until it is acknowledged, and sends it again when its path fails.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "delegate/channel.h"
+#include "delegate/request.h"
+
+namespace adaptra::delegate {
+
+// As many messages are in flight as the destination has granted slots: that is all the window there is, so the rate doesn't
+// fall with latency until the receiver's memory is full. How many bytes of them are under way at a time is the wire's business,
+// and a path that can't hold enough of them is widened by further connections.
+class SendChannel final : public Channel {
+ public:
+  SendChannel(Host& host, const Address& address, const std::vector<std::string>& paths);
+
+  // Queue the first `bytes` of `message`, at least one.
+  void submit(std::shared_ptr<Request> request, std::shared_ptr<const Pages> message, std::size_t bytes,
+              Clock::time_point posted_at);
+
+  void not_connected(const Address&, const std::string&) override {}  // the destination opens
+  [[nodiscard]] std::span<std::byte> place(const Frame& chunk, std::string& refusal) override;
+  void chunk(Connection&, const Frame&) override {}
+  void writable(Connection&) override { pump(); }
+
+ private:
+  struct Grant {
+    std::uint32_t slot = 0;
+    std::uint32_t generation = 0;
+  };
+  struct Outgoing {
+    std::uint64_t sequence = 0;
+    std::shared_ptr<Request> request;
+    std::shared_ptr<const Pages> message;
+    std::uint64_t total = 0;
+    Clock::time_point posted_at;
+    Clock::time_point begun_at;
+    std::uint64_t cursor = 0;  // bytes posted
+    std::optional<Grant> grant;
+    std::uint64_t paths = 0;  // bit k: some chunk was posted on path k
+    bool is_begun = false;
+    bool is_sent = false;
+  };
+
+  void path_up(std::size_t path, Connection& connection) override;
+  void path_failed(std::size_t path) override;
+  [[nodiscard]] std::string handle(Connection& connection, const Frame& frame, std::span<const std::byte> payload) override;
+  void every_tick(Clock::time_point now) override;
+  [[nodiscard]] bool has_pending() const override { return !queue_.empty(); }
+  void fail_pending(const std::string& reason) override;
+  [[nodiscard]] bool opens() const override { return false; }
+
+  void choose_path(Clock::time_point now);
+  void resync();
+  void pump();
+  [[nodiscard]] bool take_grant(Outgoing& message);
+  void announce(const Outgoing& message);
+  void post(Outgoing& message, Connection& connection);
+  [[nodiscard]] Connection* pick(std::uint32_t slot);
+  void granted(const Frame& frame);
+  void acknowledged(std::uint64_t sequence, std::uint64_t below);
+  void finish(Outgoing& message);
+  void widen_if_limited();
+
+  std::deque<Outgoing> queue_;  // by sequence number; acknowledged ones are gone
+  std::size_t next_ = 0;        // index of the first that is not posted in full
+  std::uint64_t sequence_ = 0;
+  std::optional<std::size_t> path_, last_path_;
+  std::size_t turn_ = 0;  // which of the path's connections is next
+  std::optional<std::uint64_t> announced_;
+  std::map<std::uint64_t, std::deque<Grant>> free_;               // by the message size that a slot is for
+  std::unordered_map<std::uint32_t, std::uint32_t> generations_;  // the latest of each slot
+  std::vector<Outgoing> lingering_;                               // acknowledged, but a connection may still read them
+  std::uint32_t wanted_ = 1;                                      // connections on the path
+  Clock::time_point last_widened_;
+};
+
+}  // namespace adaptra::delegate

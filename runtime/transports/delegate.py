@@ -1,0 +1,345 @@
+"""Messages by way of the delegate: an engine in C++ that moves them from host memory, beside whatever the rank computes.
+
+A sent message is packed once, into page-aligned memory that the engine sends from; a received one lies in a slot that the
+engine received it into, and its tensors are views of that. All connections of a rank are served by the engine's one thread, and
+a thread of Python waits only for the message that it needs. The engine fails over between paths by itself; see ``csrc/delegate/``.
+
+Everything that a rank must know of the others (where they listen, the job's secret) travels through the job's store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import PrefixStore, ProcessGroup, Store
+
+from adaptra import _C
+from adaptra.errors import LaunchError, TransportError
+from adaptra.graph.specs import MessageSpec
+from adaptra.runtime.stores import clone
+from adaptra.runtime.transports.base import (
+    Completion,
+    Guard,
+    Identity,
+    Layout,
+    Pending,
+    Transport,
+    check_tensors,
+    layout_of,
+    now,
+    peer_lost,
+)
+from adaptra.runtime.transports.contract import Contract
+from adaptra.runtime.transports.endpoints import Endpoint, address_towards, share_endpoints, share_secret
+from adaptra.runtime.transports.engine_memory import EngineMessage, compare_clocks
+from adaptra.runtime.transports.groups import initialise, new_group
+from adaptra.runtime.transports.pool import Pool
+from adaptra.runtime.transports.wire import HEADER_BYTES, Header, flat_bytes
+
+logger = logging.getLogger(__name__)
+
+# Slots are granted when the program reserves them, so a message travels whether its receive is posted or not; a sent tensor is
+# copied before send() returns.
+CONTRACT: Final = Contract(send_waits_for_receiver=False, in_order=False, buffered=True)
+_CLOSE_SECONDS: Final = 5.0
+_LINGER_SECONDS: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How soon the delegate notices what goes wrong, in seconds.
+
+    Attributes:
+        heartbeat: Between the signs of life on each connection.
+        silence: Without one, after which a path has failed.
+        healthy_for: For which a better path must have been up before messages return to it.
+        lost_after: Without any path, after which the edge fails.
+        handshake: That a new connection has to prove that it belongs to the job.
+    """
+
+    heartbeat: float = 0.2
+    silence: float = 0.8
+    healthy_for: float = 1.0
+    lost_after: float = 10.0
+    handshake: float = 3.0
+
+
+class _Travelling(Completion):
+    """A message that the engine sends or receives."""
+
+    def __init__(self, identity: Identity) -> None:
+        super().__init__(identity)
+        self.request: _C.Request | None = None
+        self.transport: DelegateTransport | None = None
+        self.message: EngineMessage | None = None
+
+    def begin(self, transport: DelegateTransport, request: _C.Request) -> None:
+        """The engine has it."""
+        self.transport, self.request = transport, request
+        if super().done:  # the transport ended in between
+            request.cancel("the transport ended")
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` returns or raises at once."""
+        return super().done or (self.request is not None and self.request.done)
+
+    def fail(self, error: Exception) -> None:
+        """See :meth:`Completion.fail`. Also ends waits for the engine."""
+        super().fail(error)
+        if self.request is not None:
+            self.request.cancel(str(error))
+
+    def wait(self, timeout: float | None = None) -> tuple[Tensor, ...]:
+        """See :meth:`Pending.wait`."""
+        if self.request is None:
+            return super().wait(timeout)
+        if not super().done:
+            if not self.request.wait(timeout):
+                raise TransportError(f"{self.identity}: not exchanged within {timeout} s")
+            assert self.transport is not None
+            self.transport.settle(self)
+        return super().wait(0)
+
+
+class DelegateTransport(Transport):
+    """One rank's end of the delegate. All ranks create it at the same time, see :func:`join`.
+
+    Args:
+        rank: This rank.
+        world_size: The number of ranks.
+        store: The job's store, for this transport's use and that of its users.
+        addresses: Numeric addresses of this host, one per path, in the order of preference; connections are accepted on
+            these only. All ranks give equally many.
+        timing: How soon failures are noticed.
+        owns_default: Whether closing also ends torch's default group.
+
+    Attributes:
+        clock_offsets: For every rank how far its clock is ahead of this one's, with the uncertainty.
+
+    Raises:
+        LaunchError: An address is none of this host's, or the ranks' paths don't match.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Store,
+        addresses: Sequence[str],
+        timing: Timing | None = None,
+        owns_default: bool = False,
+    ) -> None:
+        self.contract = CONTRACT
+        self.rank = rank
+        self.world_size = world_size
+        self.store = store
+        control = PrefixStore("delegate", store)
+        timing = timing or Timing()
+        self._engine = _C.Engine(
+            rank,
+            world_size,
+            share_secret(control, rank),
+            heartbeat=timing.heartbeat,
+            silence=timing.silence,
+            healthy_for=timing.healthy_for,
+            lost_after=timing.lost_after,
+            handshake=timing.handshake,
+        )
+        mine = [self._listen(address) for address in addresses]
+        for peer, endpoints in enumerate(share_endpoints(control, rank, world_size, mine)):
+            if peer != rank:
+                self._engine.set_peer(peer, [(endpoint.host, endpoint.port) for endpoint in endpoints])
+        self._guard = Guard(rank, world_size)
+        self._pool: Pool[None] = Pool(lambda _: None)
+        self._lock = threading.Lock()
+        self._held: dict[Pending, int] = {}
+        self._sent: deque[_Travelling] = deque()
+        self._free: dict[Layout, list[EngineMessage]] = {}
+        self._slots: dict[tuple[int, Layout], EngineMessage] = {}
+        self._refused: set[str] = set()
+        self._is_closed = False
+        self._owns_default = owns_default
+        self._engine.start()
+        self.clock_offsets = compare_clocks(self._engine, rank, world_size, PrefixStore("clock", control))
+
+    def send(
+        self, destination_rank: int, identity: Identity, tensors: Sequence[Tensor], *, posted_at: float | None = None
+    ) -> Pending:
+        """See :meth:`Transport.send`."""
+        posted_at = now() if posted_at is None else posted_at
+        check_tensors(identity, tensors)
+        self._sweep()
+        pending = self._guard.post(destination_rank, identity, is_receive=False, make=_Travelling)
+        pending.message = message = self._outgoing(identity.specs)
+        message.rule.pack_into(message.header, identity, posted_at)
+        with torch.no_grad():
+            for view, tensor in zip(message.views, tensors, strict=True):
+                view.copy_(tensor)
+        # Messages of one channel are matched by their order, so the queue's order has to be the engine's.
+        with self._lock:
+            size = len(message.memory)
+            request = self._engine.send(destination_rank, identity.is_backward, message.memory, size, posted_at)
+            self._sent.append(pending)
+        pending.begin(self, request)
+        return pending
+
+    def receive(self, source_rank: int, identity: Identity) -> Pending:
+        """See :meth:`Transport.receive`."""
+        self._log_refusals()
+        pending = self._guard.post(source_rank, identity, is_receive=True, make=_Travelling)
+        self._pool.take(source_rank, identity)
+        self._held[pending] = source_rank
+        request = self._engine.receive(source_rank, identity.is_backward, HEADER_BYTES + flat_bytes(identity.specs))
+        pending.begin(self, request)
+        return pending
+
+    def release(self, pending: Pending) -> None:
+        """See :meth:`Transport.release`."""
+        assert isinstance(pending, _Travelling), "every pending of this transport is one"
+        self._pool.give(self._held.pop(pending), pending.identity, None)
+        if pending.request is not None:
+            self._engine.release(pending.request)
+
+    def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
+        """See :meth:`Transport.reserve`. Connects to the ranks that messages will come from, if that was not done before."""
+        self._pool.reserve(counts)
+        sizes: dict[tuple[int, int], int] = {}
+        for (rank, specs), count in counts.items():
+            key = (rank, HEADER_BYTES + flat_bytes(specs))
+            sizes[key] = sizes.get(key, 0) + count
+        for (rank, size), count in sizes.items():
+            self._engine.reserve(rank, size, count)
+
+    def waiting_for(self, rank: int) -> Identity | None:
+        """See :meth:`Transport.waiting_for`."""
+        return self._guard.waiting_for(rank)
+
+    def abort(self, error: Exception) -> None:
+        """See :meth:`Transport.abort`. Also ends the connections, so the ranks at their other ends notice."""
+        if self._guard.end(error):
+            self._engine.close(str(error), 0.0)
+
+    def close(self) -> None:
+        """See :meth:`Transport.close`."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        deadline = now() + _CLOSE_SECONDS
+        with contextlib.suppress(Exception):
+            for pending in self._guard.sends():
+                pending.wait(max(0.0, deadline - now()))
+        reason = TransportError(f"the transport of rank {self.rank} is closed")
+        self._guard.end(reason)
+        self._engine.close(str(reason), _LINGER_SECONDS)
+        self._log_refusals()
+        if self._owns_default:
+            distributed.destroy_process_group()
+
+    def statistics(self) -> list[tuple[int, int, bool, bool, dict[str, int]]]:
+        """What each channel counted: source and destination rank, whether it is backward, whether this rank sends, counters.
+
+        Counters are those of ``csrc/delegate/stats.h``; reading them holds up nobody.
+        """
+        return self._engine.statistics()
+
+    def settle(self, pending: _Travelling) -> None:
+        """Take over what the engine did with a message: complete the pending, or fail it and with it everything else."""
+        request = pending.request
+        assert request is not None and request.done, "the engine is done with it"
+        try:
+            tensors, sent_at = self._taken(pending, request)
+        except TransportError as error:
+            # Messages behind one that was not exchanged are not those that their receives expect either.
+            self.abort(error)
+            pending.fail(error)
+        else:
+            pending.complete(tensors, sent_at, request.moment)
+        self._guard.settle(pending)
+
+    def _taken(self, pending: _Travelling, request: _C.Request) -> tuple[tuple[Tensor, ...], float]:
+        identity = pending.identity
+        source = self._held.get(pending)
+        if (reason := request.error) is not None:
+            raise peer_lost(identity.destination if source is None else source, identity, reason)
+        if source is None:
+            return (), 0.0
+        if (other := request.other) is not None:
+            Header(identity.specs).check(other.ljust(HEADER_BYTES, b"\0"), identity)
+            raise TransportError(f"receive of {identity}: got a message of another size under the same header")
+        memory = request.memory
+        assert memory is not None, "an arrived message lies somewhere"
+        message = self._slot(memory, identity.specs)
+        sent_at = message.rule.check(message.header, identity) - self.clock_offsets[source].ahead
+        return tuple(view.detach() for view in message.views), sent_at
+
+    def _slot(self, memory: _C.Memory, specs: MessageSpec) -> EngineMessage:
+        key = (memory.address, layout_of(specs))
+        message = self._slots.get(key)
+        if message is None:
+            message = self._slots[key] = EngineMessage(memory, specs)
+        return message
+
+    def _outgoing(self, specs: MessageSpec) -> EngineMessage:
+        with self._lock:
+            free = self._free.get(layout_of(specs))
+            if free:
+                return free.pop()
+        return EngineMessage(self._engine.allocate(HEADER_BYTES + flat_bytes(specs)), specs)
+
+    def _sweep(self) -> None:
+        """Take back the memory of messages that were sent; nobody waits for a send."""
+        self._log_refusals()
+        finished: list[_Travelling] = []
+        with self._lock:
+            while self._sent and self._sent[0].done:
+                finished.append(self._sent.popleft())
+        for pending in finished:
+            self.settle(pending)
+            if pending.request is not None and pending.request.error is None and pending.message is not None:
+                with self._lock:
+                    self._free.setdefault(layout_of(pending.identity.specs), []).append(pending.message)
+            pending.message = None
+
+    def _log_refusals(self) -> None:
+        for address, reason, _ in self._engine.refusals():
+            if address not in self._refused:
+                self._refused.add(address)
+                logger.warning("rank %d: turned away a connection from %s: it %s", self.rank, address, reason)
+
+    def _listen(self, address: str) -> Endpoint:
+        try:
+            return Endpoint("tcp", address, self._engine.add_tcp_path(address))
+        except (RuntimeError, ValueError) as error:
+            raise LaunchError(f"rank {self.rank} can't listen on {address}: {error}") from error
+
+
+def join(
+    group: ProcessGroup | None = None, addresses: Sequence[str] | None = None, timing: Timing | None = None
+) -> DelegateTransport:
+    """The delegate of this rank; all ranks of the group call it at the same time.
+
+    Args:
+        group: The ranks to join; None for the default group, which is set up from the launcher's environment if nobody did.
+        addresses: Of this host, one per path, see :class:`DelegateTransport`; None for the one by which it reaches the store.
+        timing: How soon failures are noticed.
+
+    Raises:
+        LaunchError: There is no group and no launcher, or see :class:`DelegateTransport`.
+    """
+    owns_default = group is None and initialise("gloo")
+    ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
+    control = new_group(ranks, "gloo").get_group_store()
+    # A connection of its own: who waits on the control plane holds up nobody else.
+    store = PrefixStore("adaptra", clone(control))
+    found = addresses or [address_towards(control)]
+    return DelegateTransport(distributed.get_rank(group), len(ranks), store, found, timing, owns_default=owns_default)

@@ -1,0 +1,95 @@
+"""On which of this host's addresses a rank listens, and how the ranks of a job learn of each other's."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torch.distributed import Store
+
+from adaptra.errors import ControlError, LaunchError
+from adaptra.runtime.schema import decode, encode
+
+SECRET_BYTES: Final = 32
+_MAX_PATHS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One end of a path: the kind of wire, a numeric address of this rank's host, and the port it listens on there."""
+
+    wire: str
+    host: str
+    port: int
+
+
+def address_towards(store: Store) -> str:
+    """The address of this host that others reach it by, judged from the way to the store's host; loopback if that is here.
+
+    Raises:
+        LaunchError: The store has no host, so addresses have to be given.
+    """
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack it
+    host = getattr(store, "host", None)
+    if not isinstance(host, str):
+        raise LaunchError(f"the job's {type(store).__name__} has no host: expected addresses=[...] of this host to listen on")
+    family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    # Connecting a datagram socket sends nothing: it only looks up the route.
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def share_secret(store: Store, rank: int) -> bytes:
+    """The job's secret: made by rank 0, told through the store to whoever may use that."""
+    if rank == 0:
+        store.set("secret", secrets.token_hex(SECRET_BYTES))
+    try:
+        secret = bytes.fromhex(store.get("secret").decode())
+    except ValueError as error:
+        raise ControlError(f"the job's secret: expected {SECRET_BYTES} bytes in hexadecimal: {error}") from None
+    if len(secret) != SECRET_BYTES:
+        raise ControlError(f"the job's secret: expected {SECRET_BYTES} bytes, got {len(secret)}")
+    return secret
+
+
+def share_endpoints(store: Store, rank: int, world_size: int, mine: Sequence[Endpoint]) -> list[list[Endpoint]]:
+    """Tell all ranks where this one listens, path by path, and learn the same of all.
+
+    Raises:
+        LaunchError: Ranks have different numbers or kinds of paths.
+        ControlError: A rank told something else.
+    """
+    told = [{"wire": endpoint.wire, "host": endpoint.host, "port": endpoint.port} for endpoint in mine]
+    store.set(f"endpoints/{rank}", encode({"paths": told}))
+    found = [_read(store.get(f"endpoints/{other}"), other) for other in range(world_size)]
+    for other, theirs in enumerate(found):
+        if [endpoint.wire for endpoint in theirs] != [endpoint.wire for endpoint in mine]:
+            raise LaunchError(
+                f"rank {rank} has paths over {_describe(mine)}, rank {other} over {_describe(theirs)}: expected as many of the "
+                "same kinds, since the paths of an edge join them in order"
+            )
+    return found
+
+
+def _read(payload: bytes, rank: int) -> list[Endpoint]:
+    fields = decode(payload, f"endpoints of rank {rank}")
+    read: list[Endpoint] = []
+    for path in fields.objects("paths"):
+        endpoint = Endpoint(path.text("wire", 16), path.text("host", 64), path.whole("port", 1))
+        path.end()
+        if endpoint.port > 0xFFFF:
+            raise ControlError(f"endpoints of rank {rank}: port {endpoint.port}: expected at most 65535")
+        read.append(endpoint)
+    fields.end()
+    if not 1 <= len(read) <= _MAX_PATHS:
+        raise ControlError(f"endpoints of rank {rank}: {len(read)} paths: expected 1..{_MAX_PATHS}")
+    return read
+
+
+def _describe(endpoints: Sequence[Endpoint]) -> str:
+    return " ".join(endpoint.wire for endpoint in endpoints)
