@@ -12,7 +12,7 @@ STAGES = 4
 ROWS = 24
 
 
-def train_examples(rank, world_size, cases):
+def train_examples(rank, world_size, cases, transport="c10d"):
     """Per case, what differs from one process and the names of the state on this rank."""
     import torch
     import torch.distributed as dist
@@ -38,6 +38,7 @@ def train_examples(rank, world_size, cases):
             microbatches=microbatches,
             dtype=dtype,
             split=split,
+            transport=transport,
             options=adaptra.Options(schedule=schedule),
         ) as pipe:
             steps = train(pipe, batches)
@@ -87,7 +88,13 @@ def test_tied_parameters_train_bitwise_on_two_ranks():
     check(run_processes(train_examples, 2, 2, TWO))
 
 
-def switch_plans(rank):
+@pytest.mark.parametrize(("ranks", "cases"), [(4, [FOUR[0], FOUR[4]]), (2, TWO[:2])])
+def test_models_train_bitwise_over_the_delegate(ranks, cases):
+    """Wherever messages travel, the numbers are those of one process."""
+    check(run_processes(train_examples, ranks, ranks, cases, "delegate"))
+
+
+def switch_plans(rank, transport="c10d"):
     """A link turns slow; train until three steps have run under a plan made for that, or for too long."""
     import torch.distributed as dist
     from training import MIXED, adam, call, compiled, differences, run_step, train_alone
@@ -99,7 +106,7 @@ def switch_plans(rank):
         schedule="1f1b", faults=["delay 1-2 40ms @6"], emulate=adaptra.EmulatedDevice(0.004, 0.004, 0.004)
     )
     first, steps, plans, after = MIXED.rows(ROWS, 0), [], [], 0
-    with compiled(MIXED, first, stages=STAGES, microbatches=8, options=options) as pipe:
+    with compiled(MIXED, first, stages=STAGES, microbatches=8, options=options, transport=transport) as pipe:
         optimizer = adam(pipe.parameters())
         # All ranks run every step under one plan, so all stop at the same step.
         while after < 3 and len(steps) < 60:
@@ -112,9 +119,10 @@ def switch_plans(rank):
     return after, [plan.version for plan in plans], switches, differences(steps, expected, whole=False)
 
 
-def test_a_switch_of_plans_changes_no_number_and_comes_at_one_step_on_all_ranks():
+@pytest.mark.parametrize("transport", ["c10d", "delegate"])
+def test_a_switch_of_plans_changes_no_number_and_comes_at_one_step_on_all_ranks(transport):
     """Rules 1 and 4: bitwise equal before, during and after, with evaluations in between."""
-    results = run_processes(switch_plans, STAGES)
+    results = run_processes(switch_plans, STAGES, transport)
     after, versions, switches, _ = results[0]
     assert after == 3, f"no switch in {len(versions)} steps"
     assert versions == sorted(versions) and versions[0] == 0

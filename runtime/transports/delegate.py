@@ -2,7 +2,8 @@
 
 A sent message is packed once, into page-aligned memory that the engine sends from; a received one lies in a slot that the
 engine received it into, and its tensors are views of that. All connections of a rank are served by the engine's one thread, and
-a thread of Python waits only for the message that it needs. The engine fails over between paths by itself; see ``csrc/delegate/``.
+a thread of Python waits only for the message that it needs. The engine fails over between paths by itself; see
+``csrc/delegate/``.
 
 Everything that a rank must know of the others (where they listen, the job's secret) travels through the job's store.
 """
