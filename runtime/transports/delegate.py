@@ -26,6 +26,7 @@ from adaptra import _C
 from adaptra.errors import LaunchError, TransportError
 from adaptra.graph.specs import MessageSpec
 from adaptra.runtime.stores import clone
+from adaptra.runtime.transports import rdma_paths
 from adaptra.runtime.transports.base import (
     Completion,
     Guard,
@@ -118,8 +119,8 @@ class DelegateTransport(Transport):
         rank: This rank.
         world_size: The number of ranks.
         store: The job's store, for this transport's use and that of its users.
-        addresses: Numeric addresses of this host, one per path, in the order of preference; connections are accepted on
-            these only. All ranks give equally many.
+        addresses: One per path, in the order of preference: a numeric address of this host for TCP, an RDMA port such as
+            ``rdma:mlx5_0/1`` for verbs. Connections are accepted on these only. All ranks give equally many of the same kinds.
         timing: How soon failures are noticed.
         owns_default: Whether closing also ends torch's default group.
 
@@ -318,6 +319,8 @@ class DelegateTransport(Transport):
                 logger.warning("rank %d: turned away a connection from %s: it %s", self.rank, address, reason)
 
     def _listen(self, address: str) -> Endpoint:
+        if address.startswith(rdma_paths.PREFIX):
+            return rdma_paths.listen(self._engine, address)
         try:
             return Endpoint("tcp", address, self._engine.add_tcp_path(address))
         except (RuntimeError, ValueError) as error:
@@ -331,7 +334,8 @@ def join(
 
     Args:
         group: The ranks to join; None for the default group, which is set up from the launcher's environment if nobody did.
-        addresses: Of this host, one per path, see :class:`DelegateTransport`; None for the one by which it reaches the store.
+        addresses: One per path, see :class:`DelegateTransport`; None for the usable RDMA ports of this host, followed by the
+            address by which it reaches the store.
         timing: How soon failures are noticed.
 
     Raises:
@@ -342,5 +346,6 @@ def join(
     control = new_group(ranks, "gloo").get_group_store()
     # A connection of its own: who waits on the control plane holds up nobody else.
     store = PrefixStore("adaptra", clone(control))
-    found = addresses or [address_towards(control)]
-    return DelegateTransport(distributed.get_rank(group), len(ranks), store, found, timing, owns_default=owns_default)
+    rank = distributed.get_rank(group)
+    found = addresses or [*rdma_paths.agree_on_ports(store, rank, len(ranks)), address_towards(control)]
+    return DelegateTransport(rank, len(ranks), store, found, timing, owns_default=owns_default)

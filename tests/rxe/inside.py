@@ -52,7 +52,7 @@ class Process:
                 self._lines.append(line.rstrip("\n"))
                 self._told.notify_all()
             if not line.startswith(RESULT):
-                print(f"{self._name}: {line}", end="", flush=True)
+                print(f"{self._name}: {line.rstrip()}", flush=True)
         with self._told:
             self._lines.append("")
             self._told.notify_all()

@@ -1,0 +1,56 @@
+"""What runs in the lab, on its hosts: transports and training over real queue pairs."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import Any
+
+STORE_PORT = 29500
+
+
+def set_up(host: int, hosts: int) -> None:
+    """Make this process the rank of its host."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(host),
+        "WORLD_SIZE": str(hosts),
+        "MASTER_ADDR": "10.8.0.1",
+        "MASTER_PORT": str(STORE_PORT),
+        "GLOO_SOCKET_IFNAME": "ctl",
+    }
+    dist.init_process_group("gloo")
+
+
+def run_matrix(host: int, hosts: int) -> dict[str, str]:
+    """Every body of the transports' matrix over verbs alone; what went wrong, by the name of the body."""
+    import transport_bodies as bodies
+
+    from adaptra.runtime.transports.registry import create_transport
+
+    set_up(host, hosts)
+    failures: dict[str, str] = {}
+    for body in (*bodies.ALL, *bodies.IN_ORDER):
+        transport = create_transport("delegate", addresses=[f"rdma:rxe{host}_0/1", f"rdma:rxe{host}_1"])
+        try:
+            body(transport)
+        except BaseException:
+            failures[body.__name__] = traceback.format_exc()
+        transport.close()
+    return failures
+
+
+def used_paths(host: int, hosts: int) -> Any:
+    """The paths that a rank has if nobody names any, and what a message over them counts."""
+    import transport_bodies as bodies
+
+    from adaptra.runtime.transports.registry import create_transport
+
+    set_up(host, hosts)
+    transport = create_transport("delegate")
+    bodies.many_in_flight_both_ways(transport)
+    transport.close()
+    return [(key[:4], key[4]) for key in transport.statistics()]
