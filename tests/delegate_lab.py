@@ -1,0 +1,165 @@
+"""Two engines of the delegate in one process, joined by links that fail to order.
+
+A link is a TCP proxy: real sockets on both sides, so that the engine sees what a network shows it: a reset, silence, or
+bytes that changed on the way.
+"""
+
+import contextlib
+import ctypes
+import selectors
+import socket
+import struct
+import threading
+import time
+
+from adaptra import _C
+
+SECRET = bytes(range(32))
+QUICK = {"heartbeat": 0.05, "silence": 0.25, "healthy_for": 0.3, "lost_after": 2.0, "handshake": 1.0}
+
+
+class Link:
+    """Carries the connections to one port, and does with them what it is told."""
+
+    def __init__(self, host, target):
+        self._target = target
+        self._listener = socket.create_server((host, 0))
+        self.endpoint = self._listener.getsockname()[:2]
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.RLock()
+        self._pairs = {}
+        self._corrupt = 0
+        self.carried = 0
+        self.is_silent = self._is_closed = False
+        self._wakeup, self._waker = socket.socketpair()
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def reset(self):
+        """End all connections at once, as a router that forgot them does."""
+        with self._lock:
+            for end in self._pairs:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            while self._pairs:
+                self._drop(next(iter(self._pairs)))
+
+    def vanish(self):
+        """As when the process behind the port ends: its connections do, and new ones are refused."""
+        with self._lock:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+        self.reset()
+
+    def corrupt(self):
+        """Change one bit of the next large piece of data that passes."""
+        self._corrupt = 1
+
+    def close(self):
+        self._is_closed = True
+        self._waker.send(b"x")
+        self._thread.join(5)
+        self.reset()
+        for one in (self._listener, self._wakeup, self._waker, self._selector):
+            one.close()
+
+    def _drop(self, end):
+        other = self._pairs.pop(end, None)
+        if other is None:
+            return
+        for each in (end, other):
+            self._pairs.pop(each, None)
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(each)
+            each.close()
+
+    def _run(self):
+        while not self._is_closed:
+            for key, _ in self._selector.select(0.02 if self.is_silent else None):
+                with self._lock:
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fileobj in self._pairs and not self.is_silent:
+                        self._move(key.fileobj)
+            if self.is_silent:
+                time.sleep(0.005)
+
+    def _accept(self):
+        near, _ = self._listener.accept()
+        far = None
+        with contextlib.suppress(OSError):
+            far = socket.create_connection(self._target)
+        if far is None:
+            near.close()
+            return
+        for end, other in ((near, far), (far, near)):
+            self._pairs[end] = other
+            self._selector.register(end, selectors.EVENT_READ)
+
+    def _move(self, end):
+        try:
+            data = bytearray(end.recv(1 << 18))
+            if not data:
+                return self._drop(end)
+            if self._corrupt and len(data) > 4096:
+                self._corrupt = 0
+                data[len(data) // 2] ^= 1
+            self.carried += len(data)
+            self._pairs[end].sendall(data)
+        except OSError:
+            self._drop(end)
+
+
+class Pair:
+    """Rank 0 sends to rank 1 over several links; rank 1 answers nothing but acknowledgements."""
+
+    def __init__(self, links=2, timing=QUICK, secret=SECRET):
+        self.sender, self.receiver = _C.Engine(0, 2, SECRET, **timing), _C.Engine(1, 2, secret, **timing)
+        hosts = [f"127.0.0.{2 + k}" for k in range(links)]
+        targets = [(host, self.sender.add_tcp_path(host)) for host in hosts]
+        self.links = [Link(*target) for target in zip(hosts, targets, strict=True)]
+        self.sender.set_peer(1, [(host, self.receiver.add_tcp_path(host)) for host in hosts])
+        self.receiver.set_peer(0, [link.endpoint for link in self.links])
+        self.targets = targets
+        self.sender.start()
+        self.receiver.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.sender.close("the test is over", 0.5)
+        self.receiver.close("the test is over", 0.5)
+        for link in self.links:
+            link.close()
+
+    def message(self, number, size):
+        """Memory filled with what only message ``number`` holds."""
+        memory = self.sender.allocate(size)
+        ctypes.memmove(memory.address, pattern(number, size), size)
+        return memory
+
+    def send(self, number, size):
+        return self.sender.send(1, False, self.message(number, size), size, time.monotonic())
+
+    def receive(self, size):
+        return self.receiver.receive(0, False, size)
+
+    def take(self, request, timeout=10.0):
+        """The bytes of a received message, which is released."""
+        assert request.wait(timeout), "nothing arrived"
+        assert request.error is None, request.error
+        got = ctypes.string_at(request.memory.address, len(request.memory))
+        self.receiver.release(request)
+        return got
+
+    def counters(self):
+        """Counters of the sender and of the receiver."""
+        ((*_, sent),) = [found for found in self.sender.statistics() if not found[2]]
+        ((*_, received),) = [found for found in self.receiver.statistics() if not found[2] and not found[3]]
+        return sent, received
+
+
+def pattern(number, size):
+    return (struct.pack("<Q", number * 0x9E3779B97F4A7C15 & (1 << 64) - 1) * (-(-size // 8)))[:size]

@@ -1,0 +1,148 @@
+"""What fails between two engines: nothing is lost, nothing comes twice, and what can't be helped is said exactly."""
+
+import random
+import time
+
+import pytest
+from delegate_lab import QUICK, Pair, pattern
+
+SIZE = 600_000
+WINDOW = 6
+
+
+def exchange(pair, count, disturb=lambda number: None, first=0):
+    """Send ``count`` messages with a few in flight; each must arrive once, in order, as it was sent."""
+    pair.receiver.reserve(0, SIZE, WINDOW)
+    last = first + count
+    ahead = min(first + WINDOW, last)
+    receives = [pair.receive(SIZE) for _ in range(first, ahead)]
+    sends = [pair.send(number, SIZE) for number in range(first, ahead)]
+    for number in range(first, last):
+        disturb(number)
+        assert pair.take(receives.pop(0)) == pattern(number, SIZE)
+        if ahead < last:
+            sends.append(pair.send(ahead, SIZE))
+            receives.append(pair.receive(SIZE))
+            ahead += 1
+    for send in sends:
+        assert send.wait(10) and send.error is None, send.error
+
+
+def test_messages_cross_two_links_in_order():
+    with Pair() as pair:
+        exchange(pair, 12)
+        sent, received = pair.counters()
+        assert sent["posted"] == sent["sent"] == sent["acknowledged"] == received["acknowledged"] == 12
+        assert sent["bytes"] == received["bytes"] == 12 * SIZE
+        assert sent["retries"] == sent["in_flight"] == received["corrupted"] == 0
+        assert 1 <= sent["most_in_flight"] <= WINDOW
+        assert sent["flight_ns"] > 0
+
+
+@pytest.mark.parametrize("how", ["reset", "corrupt", "is_silent"])
+def test_the_next_link_takes_over_and_the_first_comes_back(how):
+    with Pair() as pair:
+        first = use_first_link(pair, 0)
+        before = pair.counters()[0]
+        started = time.monotonic()
+
+        def disturb(number):
+            if number == first + 1 and how == "is_silent":
+                pair.links[0].is_silent = True
+            elif number == first + 1:
+                getattr(pair.links[0], how)()
+
+        exchange(pair, 20, disturb, first=first)
+        assert time.monotonic() - started < 5
+        sent, received = pair.counters()
+        assert sent["path_failures"] > before["path_failures"] and sent["path_changes"] > before["path_changes"]
+        assert received["corrupted"] == (1 if how == "corrupt" else 0)
+        assert sent["acknowledged"] == received["acknowledged"] == first + 20
+        pair.links[0].is_silent = False
+        use_first_link(pair, first + 20)
+
+
+def use_first_link(pair, number):
+    """Exchange messages from ``number`` on until they cross the best link, which is so once it has been up for a while."""
+    deadline = time.monotonic() + 10
+    while True:
+        before = pair.links[0].carried
+        exchange(pair, 1, first=number)
+        number += 1
+        if pair.links[0].carried - before >= SIZE:
+            return number
+        assert time.monotonic() < deadline, "messages don't return to the better link"
+
+
+def test_many_failures_lose_and_repeat_nothing():
+    """Every few messages a link is reset or corrupts a chunk; bench/delegate.py does so hundreds of times."""
+    dice = random.Random(1)
+    failures = []
+
+    def disturb(number):
+        if number % 3 == 2:
+            link = pair.links[dice.randrange(2)]
+            failures.append(dice.choice([link.reset, link.corrupt]))
+            failures[-1]()
+
+    with Pair() as pair:
+        exchange(pair, 90, disturb)
+        sent, received = pair.counters()
+        assert len(failures) == 30
+        assert sent["acknowledged"] == received["acknowledged"] == 90
+        assert sent["bytes"] == received["bytes"] == 90 * SIZE
+
+
+def test_a_receiver_that_takes_nothing_holds_up_only_what_has_no_room():
+    """Credits bound what is sent ahead; the rest waits at the sender, however long."""
+    with Pair(1) as pair:
+        pair.receiver.reserve(0, SIZE, 2)
+        first = pair.receive(SIZE)
+        sends = [pair.send(number, SIZE) for number in range(5)]
+        assert pair.take(first) == pattern(0, SIZE)
+        assert all(send.wait(5) for send in sends[:3])
+        assert not sends[3].wait(3 * QUICK["silence"])
+        for number in range(1, 5):
+            assert pair.take(pair.receive(SIZE)) == pattern(number, SIZE)
+        assert all(send.wait(5) and send.error is None for send in sends)
+
+
+def test_without_a_path_the_error_names_each_and_its_reason():
+    with Pair() as pair:
+        exchange(pair, 2)
+        pair.links[0].is_silent = pair.links[1].is_silent = True
+        receive, send = pair.receive(SIZE), pair.send(2, SIZE)
+        assert receive.wait(10) and send.wait(10)
+        for error in (receive.error, send.error):
+            assert "no path to rank" in error and "tcp 127.0.0.2 (" in error and "tcp 127.0.0.3 (" in error
+        assert "rank 0" in receive.error and "rank 1" in send.error
+
+
+def test_a_peer_that_is_gone_is_told_from_a_path_that_is():
+    with Pair() as pair:
+        exchange(pair, 2)
+        pair.receive(SIZE)
+        for link in pair.links:
+            link.vanish()
+        receive = pair.receive(SIZE)
+        assert receive.wait(10)
+        assert receive.error.startswith("rank 0 is gone: tcp 127.0.0.2 (")
+
+
+def test_a_peer_that_closes_says_so():
+    with Pair() as pair:
+        exchange(pair, 2)
+        receive = pair.receive(SIZE)
+        pair.sender.close("done", 0.5)
+        assert receive.wait(2)
+        assert receive.error == "rank 0 closed its transport"
+
+
+def test_a_message_of_another_size_shows_its_head():
+    with Pair(1) as pair:
+        pair.receiver.reserve(0, SIZE, 1)
+        receive = pair.receive(SIZE)
+        pair.send(7, 2 * SIZE)
+        assert receive.wait(5)
+        assert receive.other == pattern(7, 192)
+        assert receive.memory is None and receive.error is None
