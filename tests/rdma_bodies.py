@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import traceback
+from pathlib import Path
 from typing import Any
 
 STORE_PORT = 29500
+
+
+def environment(host: int, hosts: int) -> None:
+    """What a launcher would tell the rank of this host."""
+    os.environ |= {
+        "RANK": str(host),
+        "WORLD_SIZE": str(hosts),
+        "MASTER_ADDR": "10.8.0.1",
+        "MASTER_PORT": str(STORE_PORT),
+        "GLOO_SOCKET_IFNAME": "ctl",
+    }
 
 
 def set_up(host: int, hosts: int) -> None:
@@ -15,13 +28,7 @@ def set_up(host: int, hosts: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(host),
-        "WORLD_SIZE": str(hosts),
-        "MASTER_ADDR": "10.8.0.1",
-        "MASTER_PORT": str(STORE_PORT),
-        "GLOO_SOCKET_IFNAME": "ctl",
-    }
+    environment(host, hosts)
     dist.init_process_group("gloo")
 
 
@@ -54,3 +61,68 @@ def used_paths(host: int, hosts: int) -> Any:
     bodies.many_in_flight_both_ways(transport)
     transport.close()
     return [(key[:4], key[4]) for key in transport.statistics()]
+
+
+def train(host: int, hosts: int, cases: list[list[Any]]) -> Any:
+    """Cases of test_training_processes.py over the delegate with all paths that there are; per case, what differs."""
+    import torch
+    import torch.distributed as dist
+    from test_training_processes import train_examples
+
+    torch.set_num_threads(1)
+    environment(host, hosts)
+    found = train_examples(host, hosts, [tuple(case) for case in cases], "delegate")
+    dist.destroy_process_group()
+    return [differences for differences, *_ in found.values()]
+
+
+ROUND = 16
+STOP = Path("/tmp/stop")
+QUICK = {"heartbeat": 0.05, "silence": 0.3, "healthy_for": 0.1, "lost_after": 30.0, "handshake": 1.0}
+
+
+def stream(host: int, hosts: int, paths: list[str], timing: dict[str, float]) -> dict[str, Any]:
+    """Two ranks send each other messages, every one different, until the file STOP is there; rank 0 says when that is for both.
+
+    Returns:
+        How many messages came, each of which was the next one; how many of them held something else than they should; the
+        longest time between two arrivals; and the counters of the channel that this rank sends on.
+    """
+    import time
+
+    import torch
+    from transport_bodies import backward, forward
+
+    from adaptra.graph.specs import TensorSpec
+    from adaptra.runtime.transports.delegate import Timing
+    from adaptra.runtime.transports.registry import create_transport
+
+    set_up(host, hosts)
+    specs = (TensorSpec((12000,), torch.int32),)
+    transport = create_transport(
+        "delegate", addresses=[path.format(host=host, address=host + 1) for path in paths], timing=Timing(**timing)
+    )
+    peer = 1 - host
+    mine, theirs = (forward, backward) if host == 0 else (backward, forward)
+    transport.reserve({(peer, specs): ROUND})
+    count, longest, before, wrong = 0, 0.0, time.monotonic(), 0
+    print("streaming", flush=True)
+    for number in itertools.count():
+        if host == 0:
+            transport.store.set(f"round {number}", "stop" if STOP.exists() else "go")
+        if transport.store.get(f"round {number}") == b"stop":
+            break
+        receives = [transport.receive(peer, theirs(k, specs=specs, step=number)) for k in range(ROUND)]
+        for k in range(ROUND):
+            transport.send(
+                peer, mine(k, specs=specs, step=number), (torch.arange(12000, dtype=torch.int32) + number * ROUND + k,)
+            )
+        for k, pending in enumerate(receives):
+            (got,) = pending.wait(40)
+            longest, before = max(longest, pending.arrived_at - before), pending.arrived_at
+            wrong += not torch.equal(got, torch.arange(12000, dtype=torch.int32) + number * ROUND + k)
+            transport.release(pending)
+            count += 1
+    transport.close()
+    sent = [counters for source, _, _, is_sender, counters in transport.statistics() if is_sender and source == host]
+    return {"count": count, "wrong": wrong, "longest": longest, "counters": [one for one in sent if one["posted"] > 1]}

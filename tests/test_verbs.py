@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,56 @@ import rdma_bodies as bodies
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(120)]
 
 
-def call_on_hosts(name: str, hosts: int) -> list[Any]:
+def call_on_hosts(name: str, hosts: int, *arguments: Any) -> list[Any]:
     """Call a body of rdma_bodies on every host of the lab."""
-    with inside.on_hosts(hosts, getattr(bodies, name), hosts) as processes:
+    with inside.on_hosts(hosts, getattr(bodies, name), hosts, *arguments) as processes:
         return [process.result(90) for process in processes]
 
 
 def test_every_transport_test_holds_over_verbs(in_lab: Callable[..., Any]) -> None:
     assert in_lab(call_on_hosts, "run_matrix", 2, timeout=110.0) == [{}, {}]
+
+
+def test_training_over_verbs_is_bitwise_training_in_one_process(in_lab: Callable[..., Any]) -> None:
+    cases = [["mixed", "float32", 8, None, None]]
+    assert in_lab(call_on_hosts, "train", 4, cases, hosts=4, timeout=110.0) == [[[]]] * 4
+
+
+WAYS = (
+    ("ip -n n0 link set rail{} down", "ip -n n0 link set rail{} up"),
+    ("tc qdisc add dev p0_{} root netem loss 100%", "tc qdisc del dev p0_{} root"),
+    ("ip link set p1_{} down", "ip link set p1_{} up"),
+    ("ip -n n1 link set rail{} down", "ip -n n1 link set rail{} up"),
+    ("ip link set p0_{} down", "ip link set p0_{} up"),
+)
+"""How to break a rail, and how to mend it: a host's own port, all packets lost, the cable at either end."""
+
+
+def break_paths(rails: int, failures: int, outage: float) -> Any:
+    """Break one rail after the other while two hosts stream, and mend each before its turn comes again."""
+    paths = [f"rdma:rxe{{host}}_{rail}" for rail in range(rails)] + ["10.8.0.{address}"]
+    with inside.on_hosts(2, bodies.stream, 2, paths, bodies.QUICK) as processes:
+        for process in processes:
+            process.wait_for("streaming", 40)
+        for number in range(failures):
+            spoil, mend = WAYS[number % len(WAYS)]
+            inside.shell(spoil.format(number % rails))
+            # How long the rail stays broken; nothing is waited for.
+            time.sleep(outage)
+            inside.shell(mend.format(number % rails))
+        bodies.STOP.touch()
+        return [process.result(60) for process in processes]
+
+
+@pytest.mark.timeout(240)
+def test_no_message_is_lost_or_repeated_through_two_hundred_failures(in_lab: Callable[..., Any]) -> None:
+    """Every message is the next one and holds what it should, whatever breaks under it; rails are used again once mended."""
+    results = in_lab(break_paths, 4, 210, 0.3, rails=4, timeout=200.0)
+    assert [found["wrong"] for found in results] == [0, 0]
+    assert results[0]["count"] == results[1]["count"] > 1000
+    for found in results:
+        (counters,) = found["counters"]
+        assert counters["acknowledged"] == counters["posted"] == counters["sent"]
+        assert counters["corrupted"] == 0
+    assert max(found["counters"][0]["path_failures"] for found in results) >= 200, results
+    assert all(found["counters"][0]["path_changes"] > 100 for found in results), results
