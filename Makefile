@@ -7,9 +7,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CXX_SOURCES := $(wildcard csrc/*.cc csrc/*.h csrc/*/*.cc csrc/*/*.h)
+CXX_TESTS := $(wildcard tests/cxx/*.cc tests/cxx/*.h)
+FUZZ_SECONDS ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types unit bench clean
+.PHONY: help setup demo test lint types cxx unit bench clean
 
 help:
 	@echo "make demo    train a GPT over 4 ranks through a link that turns slow (sets everything up first)"
@@ -37,15 +39,25 @@ demo: $(READY)
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
+	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES) $(CXX_TESTS)
 
 types: $(READY)
 	$(BIN)/pyright
 
+# The C++ tests under the address and undefined-behaviour sanitizers, then under the thread sanitizer; then the fuzz target.
+cxx: $(READY)
+	for sanitizers in address,undefined thread; do \
+		build=build/cxx-$${sanitizers%%,*}; \
+		$(BIN)/cmake -S tests/cxx -B $$build -G Ninja -DSANITIZE=$$sanitizers \
+			-DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" >/dev/null && \
+		$(BIN)/cmake --build $$build && $$build/delegate_tests || exit 1; \
+	done
+	build/cxx-address/delegate_fuzz $(FUZZ_SECONDS) tests/cxx/corpus
+
 unit: $(READY)
 	$(BIN)/pytest --lab-kernel=$(LAB_KERNEL)
 
-test: lint types unit
+test: lint types cxx unit
 
 bench: $(READY)
 	$(BIN)/python bench/simulate.py

@@ -1,0 +1,127 @@
+// Two engines on two loopback addresses, used from several threads at a time: what the thread sanitizer is for.
+#include <sys/socket.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "delegate/descriptor.h"
+#include "delegate/engine.h"
+#include "delegate/sockets.h"
+
+using namespace adaptra::delegate;
+
+namespace {
+
+constexpr std::chrono::duration<double> kPatience{60};
+
+struct Two {
+  Two() {
+    Timing timing;
+    // A sanitizer on a busy machine makes a thread slow, not dead.
+    timing.silence = std::chrono::seconds(20);
+    for (std::uint32_t rank : {0U, 1U}) engines.push_back(std::make_unique<Engine>(rank, 2, Secret{}, timing));
+    std::vector<std::vector<Endpoint>> endpoints(2);
+    for (std::size_t rank : {0U, 1U}) {
+      for (const char* host : {"127.0.0.2", "127.0.0.3"}) endpoints[rank].push_back({host, engines[rank]->add_tcp_path(host)});
+    }
+    port = endpoints[0][0].port;
+    engines[0]->set_peer(1, endpoints[1]);
+    engines[1]->set_peer(0, endpoints[0]);
+    for (const auto& engine : engines) engine->start();
+  }
+
+  std::vector<std::unique_ptr<Engine>> engines;
+  std::uint16_t port = 0;
+};
+
+// Messages of several chunks in both directions of both pairs of channels, a thread for each.
+void test_all_channels_at_a_time() {
+  constexpr std::size_t kCount = 40, kBytes = 700'001, kWindow = 4;
+  Two two;
+  std::atomic<bool> is_done{false};
+  std::vector<std::thread> threads;
+  for (const std::uint32_t source : {0U, 1U}) {
+    for (const bool is_backward : {false, true}) {
+      threads.emplace_back([&, source, is_backward] {
+        Engine& engine = *two.engines[source];
+        std::vector<std::shared_ptr<Request>> sends;
+        for (std::size_t k = 0; k < kCount; ++k) {
+          auto message = engine.allocate(kBytes);
+          std::memset(message->memory().bytes.data(), static_cast<int>(k + source + 100 * is_backward), kBytes);
+          sends.push_back(engine.send(1 - source, is_backward, message, kBytes, Clock::now()));
+        }
+        for (const auto& send : sends) check(send->wait(kPatience) == Outcome::kDone, "every message to be acknowledged");
+      });
+      threads.emplace_back([&, source, is_backward] {
+        Engine& engine = *two.engines[1 - source];
+        engine.reserve(source, kBytes, kWindow);
+        for (std::size_t k = 0; k < kCount; ++k) {
+          const auto request = engine.receive(source, is_backward, kBytes);
+          check(request->wait(kPatience) == Outcome::kDone, "every message to arrive");
+          const auto expected = static_cast<std::byte>(k + source + 100 * is_backward);
+          for (const std::byte byte : request->pages()->memory().bytes) check(byte == expected, "its own bytes");
+          engine.release(source, is_backward, request->slot());
+        }
+      });
+    }
+  }
+  threads.emplace_back([&] {
+    while (!is_done) {
+      for (const auto& engine : two.engines) {
+        for (const auto& report : engine->channels()) {
+          check(report.stats->acknowledged.load() <= kCount, "no message to be counted twice");
+        }
+        check(engine->refusals().empty(), "nobody to be refused");
+      }
+    }
+  });
+  for (std::size_t k = 0; k + 1 < threads.size(); ++k) threads[k].join();
+  is_done = true;
+  threads.back().join();
+}
+
+// A close from one thread while others wait and submit.
+void test_close_ends_every_wait() {
+  Two two;
+  std::vector<std::thread> threads;
+  std::vector<std::shared_ptr<Request>> waits;
+  two.engines[1]->reserve(0, 1000, 2);
+  for (int k = 0; k < 4; ++k) waits.push_back(two.engines[1]->receive(0, false, 1000));
+  for (const auto& wait : waits) {
+    threads.emplace_back([&wait] { check(wait->wait(kPatience) == Outcome::kFailed, "the close to end the wait"); });
+  }
+  two.engines[1]->close("the reason", std::chrono::milliseconds(200));
+  for (auto& thread : threads) thread.join();
+  for (const auto& wait : waits) check(wait->text() == "the reason", "the reason to be told");
+  check(two.engines[1]->receive(0, false, 1000)->wait(kPatience) == Outcome::kFailed, "a closed engine to refuse");
+  two.engines[1]->close("again", std::chrono::milliseconds(0));
+}
+
+// Strangers come and go while messages travel.
+void test_strangers() {
+  Two two;
+  two.engines[1]->reserve(0, 1000, 1);
+  for (int k = 0; k < 50; ++k) {
+    const SocketAddress to = resolve("127.0.0.2", two.port);
+    Descriptor caller(socket(AF_INET, SOCK_STREAM, 0));
+    check(connect(caller.get(), to.get(), to.length) == 0, "the door to be there");
+    if (k % 2 == 0) check(send(caller.get(), "GET / HTTP/1.1", 14, MSG_NOSIGNAL) == 14, "the stranger to be heard");
+    const auto receive = two.engines[1]->receive(0, false, 1000);
+    const auto send = two.engines[0]->send(1, false, two.engines[0]->allocate(1000), 1000, Clock::now());
+    check(receive->wait(kPatience) == Outcome::kDone, "the job's own message to arrive");
+    two.engines[1]->release(0, false, receive->slot());
+    check(send->wait(kPatience) == Outcome::kDone, "and to be acknowledged");
+  }
+}
+
+}  // namespace
+
+void test_engines() {
+  test_all_channels_at_a_time();
+  test_close_ends_every_wait();
+  test_strangers();
+}
