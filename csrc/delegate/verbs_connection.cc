@@ -124,7 +124,10 @@ void VerbsConnection::expose(std::uint32_t slot, const Memory& memory) {
 void VerbsConnection::withdraw(std::uint32_t slot) noexcept { exposed_.erase(slot); }
 
 bool VerbsConnection::can_post(std::uint32_t slot) const {
-  return established_ && !closed_ && waiting_.size() < kSends / 2 && queued_bytes_ < kQueuedBytes && remote_.contains(slot);
+  if (!established_ || closed_ || !remote_.contains(slot)) return false;
+  if (waiting_.size() < kSends / 2 && queued_bytes_ < kQueuedBytes) return true;
+  wire_.notice_all();
+  return false;
 }
 
 void VerbsConnection::post(const Frame& chunk, const Memory& message) {
@@ -153,7 +156,10 @@ void VerbsConnection::post(const Frame& chunk, const Memory& message) {
 
 bool VerbsConnection::holds(const Memory& message) const {
   const auto reads = [&message](const auto& request) { return request.memory == message.id; };
-  return std::any_of(waiting_.begin(), waiting_.end(), reads) || std::any_of(posted_.begin(), posted_.end(), reads);
+  const bool is_held =
+      std::any_of(waiting_.begin(), waiting_.end(), reads) || std::any_of(posted_.begin(), posted_.end(), reads);
+  if (is_held) wire_.notice_all();  // whoever asks, waits
+  return is_held;
 }
 
 void VerbsConnection::send(const Frame& frame, std::span<const std::byte> payload) {
@@ -202,6 +208,7 @@ void VerbsConnection::flush() {
       return break_later("posting a send: " + error_text(error));
     }
   }
+  if (!closed_ && established_ && !waiting_.empty()) wire_.notice_all();
 }
 
 void VerbsConnection::add(Batch& batch, const Out& out) {

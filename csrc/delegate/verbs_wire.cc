@@ -20,7 +20,7 @@ constexpr std::uint32_t kChunkBytes = 256U << 10;
 constexpr int kCompletions = 64 * kRequestsPerConnection;
 constexpr int kBatch = 32;
 // What a peer marks as urgent wakes the engine. The rest (ends of our own sends, heartbeats) is collected with it, or at the
-// engine's next tick.
+// engine's next tick, unless somebody waits for it.
 constexpr int kOnlyUrgent = 1;
 
 std::system_error failure(const std::string& what, int error = errno) {
@@ -111,10 +111,17 @@ void VerbsWire::completions_ready() {
   unsigned int events = 0;
   while (verbs_.get_cq_event(channel_.get(), &queue, &context) == 0) ++events;
   if (events > 0) verbs_.ack_cq_events(completions_.get(), events);
+  notices_all_ = false;
   // Armed before the queue is emptied: what comes after that tells of itself.
   if (const int error = ibv_req_notify_cq(completions_.get(), kOnlyUrgent); error != 0)
     fail_all("its completion queue can't be armed");
   progress();
+}
+
+void VerbsWire::notice_all() {
+  if (std::exchange(notices_all_, true)) return;
+  // What came before this is collected by whoever runs the engine's loop, after what is being done now.
+  if (const int error = ibv_req_notify_cq(completions_.get(), 0); error != 0) notices_all_ = false;
 }
 
 void VerbsWire::device_told() {

@@ -49,6 +49,8 @@ class VerbsWire : public Wire {
   };
 
   void completions_ready();
+  // Have the next completion of any kind tell of itself, not only what a peer marked as urgent.
+  void notice_all();
   void device_told();
   void fail_all(const std::string& reason);
 
@@ -60,6 +62,7 @@ class VerbsWire : public Wire {
   CompletionQueue completions_;
   Listener on_completions_{*this, &VerbsWire::completions_ready};
   Listener on_device_{*this, &VerbsWire::device_told};
+  bool notices_all_ = false;
   std::uint32_t next_serial_ = 0;
   std::unordered_map<std::uint32_t, VerbsConnection*> connections_;  // by the serial number that their requests carry
   std::vector<VerbsConnection*> broken_;                             // their sinks are not yet told

@@ -1,13 +1,14 @@
 """What runs in the lab: a test's body, outside of all hosts, and the processes that it starts on them.
 
-``python inside.py MODULE FUNCTION ARGUMENTS`` calls a function with arguments given as JSON; the last line on standard output
-is what it returned, as JSON.
+``python inside.py FILE FUNCTION ARGUMENTS`` calls a function of a module with arguments given as JSON; the last line on
+standard output is what it returned, as JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import json
 import subprocess
 import sys
@@ -21,7 +22,7 @@ RESULT = "result: "
 
 def command(function: Callable[..., Any], *arguments: Any) -> list[str]:
     """The command line that calls a function of a module's top level."""
-    return [sys.executable, __file__, function.__module__, function.__name__, json.dumps(arguments)]
+    return [sys.executable, __file__, inspect.getfile(function), function.__name__, json.dumps(arguments)]
 
 
 def result_of(output: str) -> Any:
@@ -100,9 +101,10 @@ def shell(line: str) -> str:
     return done.stdout
 
 
-def _main(module: str, function: str, arguments: str) -> None:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    result = getattr(importlib.import_module(module), function)(*json.loads(arguments))
+def _main(file: str, function: str, arguments: str) -> None:
+    path = Path(file).resolve()
+    sys.path.insert(0, str(path.parent))
+    result = getattr(importlib.import_module(path.stem), function)(*json.loads(arguments))
     print(f"{RESULT}{json.dumps(result)}", flush=True)
 
 
