@@ -169,7 +169,7 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
         As :func:`adaptra.api.compile`.
     """
     options = request.options
-    launched = launch(request.stages, request.transport, request.facts(), options.timeout)
+    launched = launch(request.stages, request.transport, request.facts(), options.timeout, options.uses_delegate)
     try:
         compiled, initial, planning = _compile(request, args, targets, kwargs)
     except Exception as error:
@@ -222,13 +222,14 @@ def _compile(
         cost = replace(cost, memory_limit=(float(request.memory),) * request.stages)
     case = Case(cost, request.microbatches, tuple(range(request.stages)), name="compiled")
     planning = Planning(_better_plan, _makespan, lambda costs: lower_bound(costs).value)
-    return compiled, _first_plan(options.schedule, case, planning), planning
+    first = _first_plan(options.schedule, case, planning)
+    return compiled, replace(first, delegated=options.delegated), planning
 
 
 def _facts(compiled: CompiledStages, initial: Plan) -> list[object]:
     """What every rank must have come to for itself."""
     stages = [[str(one.inputs), str(one.outputs), *one.parameters, *one.buffers] for one in compiled.train]
-    return [str(initial.program), stages]
+    return [str(initial.program), [list(edge) for edge in initial.delegated], stages]
 
 
 def _state(compiled: CompiledStages, stage: int, model: nn.Module) -> dict[str, Tensor]:

@@ -59,6 +59,9 @@ class Request:
         given = self.options
         if not isinstance(given, Options):
             raise OptionError(f"options={given!r}: expected adaptra.Options(...)")
+        for edge in self.options.delegated:
+            if max(edge) >= self.stages:
+                raise OptionError(f"delegate={self.options.delegate!r}: expected edges of stages 0..{self.stages - 1}")
         for fault in self.faults:
             fault.check_stages(self.stages)
 
@@ -82,4 +85,5 @@ class Request:
             "options.seed": str(options.seed),
             "options.faults": str(list(options.faults)),
             "options.emulate": str(options.emulate),
+            "options.delegate": str(options.delegate),
         }

@@ -178,7 +178,7 @@ void bind_engine(nb::module_& m) {
       .def(
           "release",
           [](Engine& engine, const Ticket& ticket) {
-            if (ticket.request->outcome() == Outcome::kDone) {
+            if (ticket.request->outcome() == Outcome::kDone && ticket.request->pages()) {
               engine.release(ticket.peer, ticket.is_backward, ticket.request->slot());
             }
           },

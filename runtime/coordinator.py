@@ -20,7 +20,7 @@ from torch.distributed import DistError
 from adaptra.cost import Case, CostModel
 from adaptra.errors import AdaptraError, ControlError
 from adaptra.program import Program
-from adaptra.runtime.detector import Detection, Detector, DetectorOptions
+from adaptra.runtime.detector import Detection, Detector, DetectorOptions, EdgeChange, StageChange
 from adaptra.runtime.events import EventKind
 from adaptra.runtime.mailbox import Confirmed, LogGrew, Mailbox, Measured, Proposed, Refused, Wake
 from adaptra.runtime.measurement import StepMeasurement
@@ -40,6 +40,7 @@ class ControllerOptions:
     Attributes:
         adapt: Whether to switch plans. False measures, detects and predicts, and never switches.
         switch_gain: The part of the predicted makespan that a new plan must save to be worth a switch.
+        delegate: Whether edges that turn slow take the delegate, and come back once they have healed.
         ahead: How many steps beyond the next step of the slowest rank the log covers. A switch takes effect so many steps after
             the last confirmation; the control plane has so many steps' time for a round trip before a rank waits for it.
         confirm_seconds: A proposal that is not confirmed by all within this time is withdrawn with the next measurement.
@@ -49,6 +50,7 @@ class ControllerOptions:
 
     adapt: bool = True
     switch_gain: float = 0.03
+    delegate: bool = False
     ahead: int = 2
     confirm_seconds: float = 30.0
     plan_seconds: float | None = 300.0
@@ -93,6 +95,20 @@ class _Outcome:
     before: float | None = None
     plan: Plan | None = None
     error: Exception | None = None
+
+
+def _delegated(current: Plan, detection: Detection) -> tuple[tuple[int, int], ...]:
+    """The edges that should take the delegate: those that do already and those that turned slow, but none that healed."""
+    edges = set(current.delegated)
+    for change in detection.changes:
+        match change:
+            case EdgeChange() if change.is_healed:
+                edges.discard((change.source, change.destination))
+            case EdgeChange() if change.now > change.was:
+                edges.add((change.source, change.destination))
+            case EdgeChange() | StageChange():
+                pass
+    return tuple(sorted(edges))
 
 
 class Coordinator:
@@ -243,7 +259,9 @@ class Coordinator:
         case = replace(current.case, cost=detection.cost)
         program = self._planning.planner(case, current.program).compute_only()
         predicted = self._planning.predict(program, detection.cost)
-        plan = Plan(current.version, program, case, predicted, self._planning.bound(case), detection.reason)
+        delegated = _delegated(current, detection) if self._options.delegate else current.delegated
+        bound = self._planning.bound(case)
+        plan = Plan(current.version, program, case, predicted, bound, detection.reason, delegated)
         return _Outcome(before, plan)
 
     def _conclude(self, outcome: _Outcome) -> None:

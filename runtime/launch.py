@@ -16,6 +16,7 @@ from torch.distributed import DistError, DistStoreError, PrefixStore, Store
 from adaptra.errors import ControlError, LaunchError
 from adaptra.runtime.replicas import Replicas
 from adaptra.runtime.transports.base import Transport
+from adaptra.runtime.transports.lanes import LanedTransport
 from adaptra.runtime.transports.local import LocalHub
 from adaptra.runtime.transports.registry import create_transport
 
@@ -33,7 +34,9 @@ class Launch:
     replicas: Replicas | None = None
 
 
-def launch(stages: int, transport: str | None, arguments: Mapping[str, str], timeout: float) -> Launch:
+def launch(
+    stages: int, transport: str | None, arguments: Mapping[str, str], timeout: float, with_delegate: bool = False
+) -> Launch:
     """Find the ranks of a pipeline. Under a launcher all ranks call it at the same time.
 
     Args:
@@ -41,13 +44,18 @@ def launch(stages: int, transport: str | None, arguments: Mapping[str, str], tim
         transport: ``"local"``, ``"c10d"``, the name of an installed transport, or None: c10d under a launcher, else local.
         arguments: What the user asked for, by name: the ranks compare it before anything else.
         timeout: Seconds to wait for the other ranks.
+        with_delegate: Whether some edges may take the delegate, which is then set up beside the transport.
 
     Raises:
-        LaunchError: The number of ranks is not a multiple of the number of stages, says what to change; or a rank was given
-            other arguments or failed before it came here, names it.
+        LaunchError: The delegate is wanted beside a transport other than c10d; or the number of ranks is not a multiple of the
+            number of stages, says what to change; or a rank was given other arguments or failed before it came here, names it.
     """
     is_launched = dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())
     name = transport or ("c10d" if is_launched else "local")
+    if with_delegate and name != "c10d":
+        raise LaunchError(
+            f"Options(delegate=...) with transport {name!r}: expected c10d, whose slow edges the delegate takes over"
+        )
     if name == "local":
         hub = LocalHub(stages)
         return Launch(tuple(hub.transport(rank) for rank in range(stages)))
@@ -68,11 +76,18 @@ def launch(stages: int, transport: str | None, arguments: Mapping[str, str], tim
             f"start {_nearest_multiple(ranks, stages)} processes or ask for another number of stages"
         )
     if ranks == stages:
-        return Launch((create_transport(name, group=None),))
+        return Launch((_join(name, None, with_delegate),))
     replica, stage = divmod(rank, stages)
     members = range(replica * stages, (replica + 1) * stages)
     pipeline, column = _new_group(members), _new_group(range(stage, ranks, stages))
-    return Launch((create_transport(name, group=pipeline),), Replicas(column, PrefixStore("replicas", store), members))
+    return Launch((_join(name, pipeline, with_delegate),), Replicas(column, PrefixStore("replicas", store), members))
+
+
+def _join(name: str, group: dist.ProcessGroup | None, with_delegate: bool) -> Transport:
+    transport = create_transport(name, group=group)
+    if not with_delegate:
+        return transport
+    return LanedTransport(transport, {"delegate": create_transport("delegate", group=group)})
 
 
 def _store_of_this_call(rank: int) -> Store:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from adaptra.errors import OptionError
 from adaptra.program import Program
@@ -24,6 +24,8 @@ class Options:
         timeout: Seconds an op waits for a message, and a step for its plan, before the step fails.
         faults: Faults to inject, such as ``"delay 1-2 60ms @8"``: see :mod:`adaptra.runtime.faults`.
         emulate: Pad every op to a stated duration by sleeping, to see the timeline of devices this machine doesn't have.
+        delegate: Set up the delegate beside c10d. True: edges that turn slow take it. Directed edges such as ``[(1, 2)]``:
+            these do from the start, too.
         on_event: Called with each event of the controller, such as a detected slow edge or a switch of plans.
 
     Raises:
@@ -36,7 +38,18 @@ class Options:
     timeout: float = 300.0
     faults: Sequence[str] = ()
     emulate: EmulatedDevice | None = None
+    delegate: bool | Sequence[tuple[int, int]] = False
     on_event: Callable[[Any], None] | None = None
+
+    @property
+    def delegated(self) -> tuple[tuple[int, int], ...]:
+        """The directed edges that take the delegate from the start, in ascending order."""
+        return () if isinstance(self.delegate, bool) else tuple(sorted({(source, to) for source, to in self.delegate}))
+
+    @property
+    def uses_delegate(self) -> bool:
+        """Whether any edge may ever take the delegate."""
+        return self.delegate is not False
 
     def __post_init__(self) -> None:
         given: Any = self.adapt
@@ -57,9 +70,26 @@ class Options:
         given = self.emulate
         if given is not None and not isinstance(given, EmulatedDevice):
             raise OptionError(f"emulate={given!r}: expected an adaptra.EmulatedDevice or None")
+        given = self.delegate
+        if not isinstance(given, bool) and not _are_edges(given):
+            raise OptionError(
+                f"delegate={given!r}: expected True, False or directed edges of neighbouring stages such as [(1, 2)]"
+            )
         given = self.on_event
         if given is not None and not callable(given):
             raise OptionError(f"on_event={given!r}: expected a function that is called with each event, or None")
+
+
+def _are_edges(given: object) -> bool:
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return False
+    for edge in cast("Sequence[object]", given):
+        match edge:
+            case (int(source), int(destination)) if source >= 0 <= destination and abs(source - destination) == 1:
+                continue
+            case _:
+                return False
+    return True
 
 
 def is_whole(given: object) -> bool:

@@ -26,6 +26,7 @@ class Plan:
         predicted: Its simulated makespan under that case, seconds.
         bound: What no program can beat under that case, seconds.
         reason: Why it was made, for people.
+        delegated: The directed edges of stages whose messages travel by the delegate, in ascending order.
     """
 
     version: int
@@ -34,11 +35,12 @@ class Plan:
     predicted: float
     bound: float
     reason: str
+    delegated: tuple[tuple[int, int], ...] = ()
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the program's text: two ranks with the same digest run the same program."""
-        return digest_of(self.program)
+        """The SHA-256 of the program's text and its lanes: two ranks with the same digest run the same program."""
+        return digest_of(self.program, self.delegated)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object that :meth:`from_json` reads back to an equal plan."""
@@ -50,6 +52,7 @@ class Plan:
             "predicted": self.predicted,
             "bound": self.bound,
             "reason": self.reason,
+            "delegated": [list(edge) for edge in self.delegated],
         }
 
     @staticmethod
@@ -69,6 +72,7 @@ class Plan:
                 predicted=fields.number("predicted"),
                 bound=fields.number("bound"),
                 reason=fields.text("reason", at_most=MAX_REASON),
+                delegated=_edges(fields),
             )
         except (ScheduleError, CaseError) as error:
             raise ControlError(f"plan: {error}") from None
@@ -81,6 +85,18 @@ class Plan:
         return plan
 
 
-def digest_of(program: Program) -> str:
-    """The SHA-256 of a program's text, in hexadecimal."""
-    return hashlib.sha256(str(program).encode()).hexdigest()
+def digest_of(program: Program, delegated: tuple[tuple[int, int], ...] = ()) -> str:
+    """The SHA-256 of a program's text and of the edges that take the delegate, in hexadecimal."""
+    lanes = "".join(f"{source}>{destination}@delegate\n" for source, destination in delegated)
+    return hashlib.sha256((str(program) + lanes).encode()).hexdigest()
+
+
+def _edges(fields: Fields) -> tuple[tuple[int, int], ...]:
+    edges: list[tuple[int, int]] = []
+    for item in fields.items("delegated"):
+        match item:
+            case [int(source), int(destination)] if source >= 0 and abs(source - destination) == 1:
+                edges.append((source, destination))
+            case _:
+                raise fields.refuse("delegated", "pairs of neighbouring stages", item)
+    return tuple(edges)

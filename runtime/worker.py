@@ -20,6 +20,7 @@ from adaptra.errors import AdaptraError, PeerLostError, PlanError
 from adaptra.graph import CompiledStages
 from adaptra.graph.specs import MessageSpec, TensorSpec
 from adaptra.passes.insert_comm import InsertComm
+from adaptra.passes.lower_comm import LowerComm
 from adaptra.program import Kind, Program
 from adaptra.runtime.controller import Controller
 from adaptra.runtime.coordinator import ControllerOptions, Planning
@@ -111,14 +112,14 @@ class Worker:
             self._always[self._last, self._losses_spec()] += 1
         self._by_program: Counter[tuple[int, MessageSpec]] = Counter()
         self._cost = initial.case.cost
-        self._prepared = {initial.version: self._lower(initial.program, initial.case.cost)}
+        self._prepared = {initial.version: self._lower(initial)}
         self.controller = Controller(
             self.rank,
             self._stages,
             PrefixStore("controller", transport.store),
             initial,
             planning,
-            options=ControllerOptions(adapt=options.adapt, plan_seconds=options.timeout),
+            options=ControllerOptions(adapt=options.adapt, delegate=options.uses_delegate, plan_seconds=options.timeout),
             prepare=self._prepare,
             on_event=options.on_event,
             on_error=self._abort_by_control,
@@ -173,7 +174,7 @@ class Worker:
         self._evaluations += 1
         # Evaluations count backwards, so that their messages are never taken for those of a training step.
         step = -self._evaluations
-        program = self._lower(forward_only(self._stages, self._microbatches), self.plan.case.cost)
+        program = self._insert_comm(forward_only(self._stages, self._microbatches), self.plan.case.cost)
         evaluation = EvaluationStage(self._compiled.eval[self.rank], self.state, with_loss=targets is not None)
         shapes = [MessageShapes(stage.outputs, ()) for stage in self._compiled.eval]
         with self._telling_the_others():
@@ -250,19 +251,27 @@ class Worker:
             PlanError: The plan holds more than this job allows.
         """
         check_memory(f"plan {plan.version}", plan.program, self._cost)
-        self._prepared[plan.version] = self._lower(plan.program, plan.case.cost)
+        self._prepared[plan.version] = self._lower(plan)
 
     def _executor_of(self, plan: Plan) -> Executor:
         if self._executor is None or plan.version != self.plan.version:
             shapes = [MessageShapes(graphs.outputs, graphs.grad_inputs) for graphs in self._compiled.train]
-            self._executor = self._executor_for(self._prepared[plan.version], self._training, shapes)
+            lowered = self._prepared[plan.version]
+            self._transport.use_lanes(self._step, lowered)
+            self._executor = self._executor_for(lowered, self._training, shapes)
             self.plan = plan
             for version in [version for version in self._prepared if version < plan.version]:
                 del self._prepared[version]
         return self._executor
 
-    def _lower(self, program: Program, cost: CostModel) -> Program:
-        """Put SEND and RECV where this transport wants them."""
+    def _lower(self, plan: Plan) -> Program:
+        """Put SEND and RECV where this transport wants them, those of delegated edges on their lane."""
+        lowered = self._insert_comm(plan.program, plan.case.cost)
+        lowered = LowerComm(slow=plan.delegated).apply(lowered, plan.case.cost)
+        verify(lowered)
+        return lowered
+
+    def _insert_comm(self, program: Program, cost: CostModel) -> Program:
         lowered = InsertComm.for_contract(self._transport.contract).apply(program, cost)
         verify(lowered)
         return lowered

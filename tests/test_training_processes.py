@@ -94,7 +94,41 @@ def test_models_train_bitwise_over_the_delegate(ranks, cases):
     check(run_processes(train_examples, ranks, ranks, cases, "delegate"))
 
 
-def switch_plans(rank, transport="c10d"):
+def carried(pipe):
+    """The edges over which this process's delegate has sent messages of the pipeline, as (source, destination)."""
+    lanes = pipe._built.workers[0]._transport
+    lanes = getattr(lanes, "_transport", lanes)._lanes["delegate"]
+    # Clocks are compared over it too, by messages of a few bytes.
+    return {
+        (source, destination)
+        for source, destination, _, is_sender, counters in lanes.statistics()
+        if is_sender and counters["bytes"] > 10_000
+    }
+
+
+def train_with_lanes(rank):
+    """Both directions of one edge by the delegate, all else by gloo."""
+    import torch.distributed as dist
+    from training import MIXED, compiled, differences, train, train_alone
+
+    import adaptra
+
+    dist.init_process_group("gloo")
+    batches = [MIXED.rows(ROWS, seed) for seed in range(3)]
+    options = adaptra.Options(schedule="zb_h1", delegate=[(1, 2), (2, 1)])
+    with compiled(MIXED, batches[0], stages=STAGES, microbatches=8, options=options) as pipe:
+        steps = train(pipe, batches)
+        return differences(steps, train_alone(MIXED, batches, 8), whole=False), pipe.plan.delegated, carried(pipe)
+
+
+def test_one_edge_by_the_delegate_changes_no_number():
+    results = run_processes(train_with_lanes, STAGES)
+    assert [found for found, _, _ in results] == [[]] * STAGES
+    assert {edges for _, edges, _ in results} == {((1, 2), (2, 1))}
+    assert [edges for *_, edges in results] == [set(), {(1, 2)}, {(2, 1)}, set()]
+
+
+def switch_plans(rank, transport="c10d", delegate=False):
     """A link turns slow; train until three steps have run under a plan made for that, or for too long."""
     import torch.distributed as dist
     from training import MIXED, adam, call, compiled, differences, run_step, train_alone
@@ -103,7 +137,10 @@ def switch_plans(rank, transport="c10d"):
 
     dist.init_process_group("gloo")
     options = adaptra.Options(
-        schedule="1f1b", faults=["delay 1-2 40ms @6"], emulate=adaptra.EmulatedDevice(0.004, 0.004, 0.004)
+        schedule="1f1b",
+        faults=["delay 1-2 40ms @6"],
+        emulate=adaptra.EmulatedDevice(0.004, 0.004, 0.004),
+        delegate=delegate,
     )
     first, steps, plans, after = MIXED.rows(ROWS, 0), [], [], 0
     with compiled(MIXED, first, stages=STAGES, microbatches=8, options=options, transport=transport) as pipe:
@@ -115,21 +152,28 @@ def switch_plans(rank, transport="c10d"):
             after += "edge 1→2 slow" in pipe.plan.reason or "edge 2→1 slow" in pipe.plan.reason
             pipe.eval_step(*call(first)[0])
         switches = [(event.step, event.version) for event in pipe.events if event.kind.value == "switched"]
+        delegated = pipe.plan.delegated, carried(pipe) if delegate else set()
     expected = train_alone(MIXED, [MIXED.rows(ROWS, seed) for seed in range(len(steps))], 8)
-    return after, [plan.version for plan in plans], switches, differences(steps, expected, whole=False)
+    return after, [plan.version for plan in plans], switches, delegated, differences(steps, expected, whole=False)
 
 
-@pytest.mark.parametrize("transport", ["c10d", "delegate"])
-def test_a_switch_of_plans_changes_no_number_and_comes_at_one_step_on_all_ranks(transport):
+@pytest.mark.parametrize(("transport", "delegate"), [("c10d", False), ("c10d", True)])
+def test_a_switch_of_plans_changes_no_number_and_comes_at_one_step_on_all_ranks(transport, delegate):
     """Rules 1 and 4: bitwise equal before, during and after, with evaluations in between."""
-    results = run_processes(switch_plans, STAGES, transport)
-    after, versions, switches, _ = results[0]
+    results = run_processes(switch_plans, STAGES, transport, delegate)
+    after, versions, switches, *_ = results[0]
     assert after == 3, f"no switch in {len(versions)} steps"
     assert versions == sorted(versions) and versions[0] == 0
     assert switches == [(versions.index(version), version) for version in sorted(set(versions)) if version > 0]
     for other in results[1:]:
         assert other[:3] == (after, versions, switches)
     assert [differences for *_, differences in results] == [[]] * STAGES
+    # The slow edge moves alone, at the same step on both of its ranks.
+    (edges,) = {edges for *_, (edges, _), _ in results}
+    assert (set(edges) & {(1, 2), (2, 1)} != set()) == delegate
+    for *_, (_, sent), _ in results:
+        assert sent <= set(edges)
+    assert set.union(*(sent for *_, (_, sent), _ in results)) == set(edges)
 
 
 def hold_one_stage(rank):

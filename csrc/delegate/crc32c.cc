@@ -4,7 +4,7 @@
 #include <cstring>
 
 #if defined(__x86_64__)
-#include <nmmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace adaptra::delegate {
@@ -103,6 +103,68 @@ std::uint32_t shifted(std::uint32_t crc) noexcept {
   return ~last;
 }
 
+// Folding (Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", 2009): 128 bits that stand
+// `distance` bits ahead of others may be multiplied by powers of x modulo the polynomial and added to those. Sixteen such parts
+// are kept in four registers of 512 bits; the checksum of the last 128 bits is that of everything.
+constexpr std::uint64_t power_of_x(std::size_t exponent) {
+  std::uint32_t reversed = 0x80000000;  // the polynomial 1, bits reversed
+  for (std::size_t k = 0; k < exponent; ++k) reversed = (reversed >> 1) ^ ((reversed & 1) != 0 ? kPolynomial : 0);
+  return std::uint64_t{reversed} << 1;
+}
+
+struct Folding {
+  std::int64_t low;   // for the earlier 64 bits
+  std::int64_t high;  // for the later ones
+};
+
+constexpr Folding folding(std::size_t distance) {
+  return {static_cast<std::int64_t>(power_of_x(distance + 32)), static_cast<std::int64_t>(power_of_x(distance - 32))};
+}
+
+constexpr Folding kOverOne = folding(128), kOverFour = folding(512), kOverSixteen = folding(2048);
+constexpr std::size_t kWide = 256;  // bytes in four registers
+
+[[gnu::target("avx512f,vpclmulqdq")]] __m512i folded(__m512i ahead, const Folding& over, __m512i behind) noexcept {
+  const __m512i factors = _mm512_set_epi64(over.high, over.low, over.high, over.low, over.high, over.low, over.high, over.low);
+  const __m512i low = _mm512_clmulepi64_epi128(ahead, factors, 0x00);
+  const __m512i high = _mm512_clmulepi64_epi128(ahead, factors, 0x11);
+  return _mm512_ternarylogic_epi64(low, high, behind, 0x96);  // the sum of three
+}
+
+[[gnu::target("avx512f,vpclmulqdq,pclmul,sse4.2")]] std::uint32_t crc32c_wide(std::span<const std::byte> bytes,
+                                                                              std::uint32_t before) noexcept {
+  if (bytes.size() < 2 * kWide) return crc32c_sse42(bytes, before);
+  const std::byte* at = bytes.data();
+  std::size_t left = bytes.size();
+  __m512i sums[4];  // no std::array: its template argument would lose the alignment
+  for (std::size_t k = 0; k < 4; ++k) sums[k] = _mm512_loadu_si512(at + 64 * k);
+  const auto first = static_cast<std::int64_t>(std::uint64_t{~before});
+  sums[0] = _mm512_xor_si512(sums[0], _mm512_set_epi64(0, 0, 0, 0, 0, 0, 0, first));
+  for (at += kWide, left -= kWide; left >= kWide; at += kWide, left -= kWide) {
+    for (std::size_t k = 0; k < 4; ++k) sums[k] = folded(sums[k], kOverSixteen, _mm512_loadu_si512(at + 64 * k));
+  }
+  for (std::size_t k = 1; k < 4; ++k) sums[k] = folded(sums[k - 1], kOverFour, sums[k]);
+  alignas(64) std::array<std::uint64_t, 8> parts;
+  _mm512_store_si512(parts.data(), sums[3]);
+  const __m128i factors = _mm_set_epi64x(kOverOne.high, kOverOne.low);
+  __m128i sum = _mm_load_si128(reinterpret_cast<const __m128i*>(parts.data()));
+  for (std::size_t k = 2; k < 8; k += 2) {
+    const __m128i behind = _mm_load_si128(reinterpret_cast<const __m128i*>(parts.data() + k));
+    sum = _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(sum, factors, 0x00), _mm_clmulepi64_si128(sum, factors, 0x11)),
+                        behind);
+  }
+  std::uint64_t crc = _mm_crc32_u64(0, static_cast<std::uint64_t>(_mm_extract_epi64(sum, 0)));
+  crc = _mm_crc32_u64(crc, static_cast<std::uint64_t>(_mm_extract_epi64(sum, 1)));
+  return crc32c_sse42({at, left}, ~static_cast<std::uint32_t>(crc));
+}
+
+using Sum = std::uint32_t (*)(std::span<const std::byte>, std::uint32_t) noexcept;
+
+Sum choose() noexcept {
+  if (__builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("vpclmulqdq") != 0) return &crc32c_wide;
+  return __builtin_cpu_supports("sse4.2") != 0 ? &crc32c_sse42 : &crc32c_portable;
+}
+
 #endif
 
 }  // namespace
@@ -132,10 +194,11 @@ bool crc32c_is_in_hardware() noexcept {
 
 std::uint32_t crc32c(std::span<const std::byte> bytes, std::uint32_t before) noexcept {
 #if defined(__x86_64__)
-  static const bool in_hardware = crc32c_is_in_hardware();
-  if (in_hardware) return crc32c_sse42(bytes, before);
-#endif
+  static const Sum sum = choose();
+  return sum(bytes, before);
+#else
   return crc32c_portable(bytes, before);
+#endif
 }
 
 }  // namespace adaptra::delegate

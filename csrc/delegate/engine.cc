@@ -145,7 +145,13 @@ void Engine::obey() {
     const std::lock_guard lock(commands_mutex_);
     commands.swap(commands_);
   }
-  for (const auto& command : commands) command();
+  for (const auto& command : commands) {
+    try {
+      command();
+    } catch (const std::exception& error) {
+      fail_all(std::string("the engine failed: ") + error.what());
+    }
+  }
 }
 
 void Engine::settle() {

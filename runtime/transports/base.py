@@ -20,7 +20,7 @@ from torch import Tensor
 
 from adaptra.errors import PeerLostError, TransportError
 from adaptra.graph.specs import MessageSpec
-from adaptra.program import Kind
+from adaptra.program import Kind, Program
 from adaptra.runtime.transports.contract import Contract
 
 if TYPE_CHECKING:
@@ -235,6 +235,17 @@ class Transport(ABC):
             counts: For (source rank, specs of a message) how many such messages may be posted or held at a time. Replaces what
                 was reserved before; buffers in use stay valid.
         """
+
+    def use_lanes(self, step: int, program: Program) -> None:
+        """From ``step`` on, let each message travel on the lane that its ops in the lowered program name.
+
+        Raises:
+            TransportError: The program names a lane that this transport doesn't have.
+        """
+        for order in program.orders:
+            for op in order:
+                if op.lane is not None:
+                    raise TransportError(f"{op}: {type(self).__name__} has no lanes")
 
     @abstractmethod
     def waiting_for(self, rank: int) -> Identity | None:

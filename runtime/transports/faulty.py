@@ -16,6 +16,7 @@ from torch import Tensor
 
 from adaptra.errors import TransportError
 from adaptra.graph.specs import MessageSpec
+from adaptra.program import Program
 from adaptra.runtime.faults import Fault, link_delay, link_occupancy
 from adaptra.runtime.transports.base import Identity, Pending, Transport, now
 
@@ -134,6 +135,10 @@ class FaultyTransport(Transport):
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
         """See :meth:`Transport.reserve`."""
         self._transport.reserve(counts)
+
+    def use_lanes(self, step: int, program: Program) -> None:
+        """See :meth:`Transport.use_lanes`."""
+        self._transport.use_lanes(step, program)
 
     def waiting_for(self, rank: int) -> Identity | None:
         """See :meth:`Transport.waiting_for`."""

@@ -1,0 +1,111 @@
+"""Several transports as one: most messages by the first, those of slow edges by another lane.
+
+Which edges take a lane is written in the program: the pass ``lower-comm`` marks their SEND and RECV ops. A plan that marks
+others takes effect at a step, on all ranks at the same one, and every message knows its step: so both ends of a message always
+agree on its lane, also while messages of the step before are still under way on another. Nothing has to be drained for that,
+since a step ends on a rank only when all that it receives in that step has arrived.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from adaptra.dependencies import peer_stage
+from adaptra.errors import TransportError
+from adaptra.graph.specs import MessageSpec
+from adaptra.program import Kind, Program
+from adaptra.runtime.transports.base import Identity, Pending, Transport
+
+_Edge = tuple[int, int]
+
+
+class LanedTransport(Transport):
+    """One rank's end of several transports that join the same ranks.
+
+    Every transport reserves for all messages; those whose buffers are made on first use, as the delegate's are, pay for their
+    own lane only.
+
+    Args:
+        default: Carries what is on no lane; its contract, rank and store are this transport's.
+        lanes: The other transports by the name of their lane.
+    """
+
+    def __init__(self, default: Transport, lanes: Mapping[str, Transport]) -> None:
+        self.contract = default.contract
+        self.rank = default.rank
+        self.world_size = default.world_size
+        self.store = default.store
+        self._default = default
+        self._lanes = dict(lanes)
+        self._all = (default, *self._lanes.values())
+        self._lock = threading.Lock()
+        self._lane_of: list[tuple[int, dict[_Edge, str]]] = []
+        self._carrier: dict[Pending, Transport] = {}
+
+    def use_lanes(self, step: int, program: Program) -> None:
+        """See :meth:`Transport.use_lanes`."""
+        lane_of: dict[_Edge, str] = {}
+        for order in program.orders:
+            for op in order:
+                if op.lane is None or op.kind.is_compute:
+                    continue
+                if op.lane not in self._lanes:
+                    raise TransportError(f"{op}: expected one of the lanes {', '.join(sorted(self._lanes))}")
+                is_send = op.kind in (Kind.SEND_F, Kind.SEND_B)
+                lane_of[(op.stage, peer_stage(op)) if is_send else (peer_stage(op), op.stage)] = op.lane
+        with self._lock:
+            # A fault may hold back a message of the step before; older ones have arrived.
+            self._lane_of = [*self._lane_of[-3:], (step, lane_of)]
+
+    def lane_of(self, identity: Identity) -> str | None:
+        """The lane of a message; None for messages of no program and for evaluations."""
+        match identity.kind:
+            case Kind.SEND_F | Kind.SEND_B:
+                with self._lock:
+                    tables = [lanes for step, lanes in self._lane_of if step <= identity.step]
+                return tables[-1].get(identity.edge) if tables and identity.step >= 0 else None
+            case Kind.F | Kind.I | Kind.W | Kind.B | Kind.RECV_F | Kind.RECV_B:
+                return None
+
+    def send(
+        self, destination_rank: int, identity: Identity, tensors: Sequence[Tensor], *, posted_at: float | None = None
+    ) -> Pending:
+        """See :meth:`Transport.send`."""
+        return self._carrier_of(identity).send(destination_rank, identity, tensors, posted_at=posted_at)
+
+    def receive(self, source_rank: int, identity: Identity) -> Pending:
+        """See :meth:`Transport.receive`."""
+        carrier = self._carrier_of(identity)
+        pending = carrier.receive(source_rank, identity)
+        self._carrier[pending] = carrier
+        return pending
+
+    def release(self, pending: Pending) -> None:
+        """See :meth:`Transport.release`."""
+        self._carrier.pop(pending).release(pending)
+
+    def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
+        """See :meth:`Transport.reserve`."""
+        for transport in self._all:
+            transport.reserve(counts)
+
+    def waiting_for(self, rank: int) -> Identity | None:
+        """See :meth:`Transport.waiting_for`."""
+        return next(filter(None, (transport.waiting_for(rank) for transport in self._all)), None)
+
+    def abort(self, error: Exception) -> None:
+        """See :meth:`Transport.abort`."""
+        for transport in self._all:
+            transport.abort(error)
+
+    def close(self) -> None:
+        """See :meth:`Transport.close`."""
+        for transport in reversed(self._all):
+            transport.close()
+
+    def _carrier_of(self, identity: Identity) -> Transport:
+        lane = self.lane_of(identity)
+        return self._default if lane is None else self._lanes[lane]
