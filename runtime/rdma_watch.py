@@ -10,11 +10,12 @@ import logging
 import os
 import select
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from adaptra.errors import MissingExtraError
 from adaptra.runtime.rdma import Port, describe_port, open_device
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,17 @@ class RdmaEvent:
     def __str__(self) -> str:
         states = ", ".join(f"port {port.number} {port.unusable or port.state}" for port in self.ports)
         return f"RDMA device {self.device}: {self.event}; now {states}"
+
+
+def watch(devices: Sequence[str], on_event: Callable[[RdmaEvent], None]) -> Watcher | None:
+    """A watcher of these devices, or None if there are none or they can't be watched; the log says why."""
+    if not devices:
+        return None
+    try:
+        return Watcher(devices, on_event)
+    except (MissingExtraError, OSError) as error:
+        logger.warning("RDMA devices %s are not watched: %s", ", ".join(devices), error)
+        return None
 
 
 class Watcher:

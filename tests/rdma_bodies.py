@@ -126,3 +126,25 @@ def stream(host: int, hosts: int, paths: list[str], timing: dict[str, float]) ->
     transport.close()
     sent = [counters for source, _, _, is_sender, counters in transport.statistics() if is_sender and source == host]
     return {"count": count, "wrong": wrong, "longest": longest, "counters": [one for one in sent if one["posted"] > 1]}
+
+
+def train_on(host: int, hosts: int, steps: int) -> dict[str, Any]:
+    """Train a small model over all paths there are, telling of every step; what differs from one process, and what was seen."""
+    from training import MIXED, adam, compiled, differences, run_step, train_alone
+
+    import adaptra
+
+    set_up(host, hosts)
+    done = []
+    options = adaptra.Options(adapt=False)
+    with compiled(MIXED, MIXED.rows(24, 0), stages=hosts, microbatches=8, options=options, transport="delegate") as pipe:
+        optimizer = adam(pipe.parameters())
+        for number in range(steps):
+            done.append(run_step(pipe, optimizer, MIXED.rows(24, number)))
+            print(f"step {number}", flush=True)
+        links = [event.text for event in pipe.events if event.kind.value == "link"]
+        (worker,) = pipe._require().workers
+        monitored = len(worker.monitor.links)
+        failures = sum(counters["path_failures"] for *_, counters in worker._transport.statistics())
+    expected = train_alone(MIXED, [MIXED.rows(24, number) for number in range(steps)], 8)
+    return {"differences": differences(done, expected, whole=False), "links": links, "seen": monitored, "failures": failures}

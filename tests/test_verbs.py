@@ -66,3 +66,25 @@ def test_no_message_is_lost_or_repeated_through_two_hundred_failures(in_lab: Cal
         assert counters["corrupted"] == 0
     assert max(found["counters"][0]["path_failures"] for found in results) >= 200, results
     assert all(found["counters"][0]["path_changes"] > 100 for found in results), results
+
+
+def train_while_paths_break(steps: int, every: int) -> Any:
+    """Two hosts train; every few steps one of two rails breaks in another way, and the one that broke before is mended."""
+    with inside.on_hosts(2, bodies.train_on, 2, steps) as processes:
+        mend = None
+        for number in range(every, steps, every):
+            processes[0].wait_for(f"step {number - 1}", 60)
+            if mend is not None:
+                inside.shell(mend)
+            spoil, mend = (line.format(number // every % 2) for line in WAYS[number // every % len(WAYS)])
+            inside.shell(spoil)
+        return [process.result(60) for process in processes]
+
+
+def test_training_is_bitwise_the_same_while_a_path_fails_every_few_steps(in_lab: Callable[..., Any]) -> None:
+    results = in_lab(train_while_paths_break, 80, 8, timeout=110.0)
+    assert [found["differences"] for found in results] == [[], []]
+    assert all(found["failures"] >= 5 for found in results), results
+    # What the devices told is there for whoever looks: the pipeline's events and the monitor.
+    assert "RDMA device rxe0_0: IBV_EVENT_PORT_ERR; now port 1 is down" in results[0]["links"], results
+    assert results[0]["seen"] == len(results[0]["links"])

@@ -157,6 +157,7 @@ class DelegateTransport(Transport):
             handshake=timing.handshake,
         )
         mine = [self._listen(address) for address in addresses]
+        self.rdma_devices = rdma_paths.devices_of(addresses)
         for peer, endpoints in enumerate(share_endpoints(control, rank, world_size, mine)):
             if peer != rank:
                 self._engine.set_peer(peer, [(endpoint.host, endpoint.port) for endpoint in endpoints])

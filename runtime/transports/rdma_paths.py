@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Final
 
 from torch.distributed import Store
@@ -36,6 +37,12 @@ def listen(engine: _C.Engine, path: str) -> Endpoint:
         return Endpoint("verbs", address, engine.add_verbs_path(device, port, address))
     except (RuntimeError, ValueError) as error:
         raise LaunchError(f"path {path}: {error}" + (f" ({reason})" if reason else "")) from error
+
+
+def devices_of(paths: Sequence[str]) -> tuple[str, ...]:
+    """The RDMA devices among some paths, each once."""
+    devices = (path.removeprefix(PREFIX).partition("/")[0] for path in paths if path.startswith(PREFIX))
+    return tuple(dict.fromkeys(devices))
 
 
 def agree_on_ports(store: Store, rank: int, world_size: int) -> list[str]:
