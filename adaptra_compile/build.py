@@ -169,7 +169,14 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
         As :func:`adaptra.api.compile`.
     """
     options = request.options
-    launched = launch(request.stages, request.transport, request.facts(), options.timeout, options.uses_delegate)
+    launched = launch(
+        request.stages,
+        request.transport,
+        request.facts(),
+        options.timeout,
+        with_delegate=options.uses_delegate,
+        addresses=options.addresses,
+    )
     try:
         compiled, initial, planning = _compile(request, args, targets, kwargs)
     except Exception as error:

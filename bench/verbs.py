@@ -3,8 +3,8 @@
     bench/verbs.py --lab-kernel FILE
 
 Bandwidth: messages of 1 MiB through two engines, 16 outstanding, beside ib_write_bw. Latency: a chunk of 4 KiB passed to and
-fro by the wire alone, without an engine, beside ib_write_lat; the median and the mean, which differ much, since both sides and
-the device share one processor. Ours carries a header of 64 bytes, which makes a second packet of these 4 KiB: hence the row
+fro by the wire alone, without an engine, beside ib_write_lat; median and mean differ much, since both sides and the device
+share one processor. Ours carries a header of 64 bytes, which makes a second packet of these 4 KiB: hence the row
 beside ib_write_lat at 4160 bytes. Last, without a baseline: how long messages stop coming when their path breaks.
 """
 
@@ -34,7 +34,9 @@ COUNT = 160
 OUTSTANDING = 16
 ROUNDS = 300
 TIMING = {"heartbeat": 0.2, "silence": 0.8, "healthy_for": 1.0, "lost_after": 10.0, "handshake": 3.0}
+WARM_UP = 2.0
 WAYS = {
+    "nothing": ("true", "true"),
     "own port down": ("ip -n n0 link set rail0 down", "ip -n n0 link set rail0 up"),
     "peer's port down": ("ip -n n1 link set rail0 down", "ip -n n1 link set rail0 up"),
     "all packets lost": ("tc qdisc add dev p0_0 root netem loss 100%", "tc qdisc del dev p0_0 root"),
@@ -75,13 +77,16 @@ def measure(runs: int, clock: str) -> list[tuple[str, float, float | None, str, 
         add(theirs, median=typical, mean=mean, with_header=perftest("ib_write_lat", 4160, ROUNDS)[4])
     names = {
         "per_mib": ("one of many messages of 1 MiB", "ms"),
-        "median": ("4 KiB one way, median", "µs"),
-        "with_header": ("4 KiB and header one way, median", "µs"),
-        "mean": ("4 KiB one way, mean", "µs"),
+        "median": ("4 KiB one way, median of the best run", "µs"),
+        "with_header": ("4 KiB and header one way, the same", "µs"),
+        "mean": ("4 KiB one way, mean of the best run", "µs"),
     }
     ours["with_header"] = ours["median"]
+    # In many of its runs perftest spins on the processor that the other side and the device need, until the kernel takes it
+    # away after 10 ms: the best run is one without that.
+    of_runs = {key: statistics.median if key == "per_mib" else min for key in names}
     rows: list[tuple[str, float, float | None, str, int]] = [
-        (name, statistics.median(ours[key]), statistics.median(theirs[key]), unit, runs) for key, (name, unit) in names.items()
+        (name, of_runs[key](ours[key]), of_runs[key](theirs[key]), unit, runs) for key, (name, unit) in names.items()
     ]
     for way, (spoil, mend) in WAYS.items():
         gaps = [gap_after(spoil, mend) for _ in range(runs)]
@@ -150,7 +155,7 @@ def gap_after(spoil: str, mend: str) -> float:
     """The longest time between two arrivals, in seconds, while the path that carries the messages breaks."""
     Path("/tmp/stop").unlink(missing_ok=True)
     with inside.on_hosts(2, stream, 1 << 14, 0, ["rdma", "spare", "tcp"]) as processes:
-        processes[1].wait_for("half way", 30)
+        processes[1].wait_for("warm", 30)
         inside.shell(spoil)
         time.sleep(1.5)  # how long it stays broken
         Path("/tmp/stop").touch()
@@ -223,8 +228,8 @@ def receive(engine: _C.Engine, size: int, count: int) -> tuple[float, float]:
     """The receiving host."""
     engine.reserve(0, 8, 1)
     expected: deque[Any] = deque()
-    before, longest = 0.0, 0.0
-    for number in itertools.count():
+    before, longest, is_warm, began = 0.0, 0.0, False, time.monotonic()
+    while True:
         while len(expected) < OUTSTANDING:
             expected.append(engine.receive(0, False, size))
         request = expected.popleft()
@@ -236,9 +241,10 @@ def receive(engine: _C.Engine, size: int, count: int) -> tuple[float, float]:
             longest = max(longest, request.moment - before)
         before = request.moment
         engine.release(request)
-        if number == 100:
-            longest = 0.0
-            print("half way", flush=True)
+        if not is_warm and time.monotonic() - began > WARM_UP:
+            # By now messages take the best path.
+            is_warm, longest = True, 0.0
+            print("warm", flush=True)
     return 0.0, longest
 
 

@@ -35,7 +35,13 @@ class Launch:
 
 
 def launch(
-    stages: int, transport: str | None, arguments: Mapping[str, str], timeout: float, with_delegate: bool = False
+    stages: int,
+    transport: str | None,
+    arguments: Mapping[str, str],
+    timeout: float,
+    *,
+    with_delegate: bool = False,
+    addresses: Sequence[str] = (),
 ) -> Launch:
     """Find the ranks of a pipeline. Under a launcher all ranks call it at the same time.
 
@@ -45,6 +51,7 @@ def launch(
         arguments: What the user asked for, by name: the ranks compare it before anything else.
         timeout: Seconds to wait for the other ranks.
         with_delegate: Whether some edges may take the delegate, which is then set up beside the transport.
+        addresses: Of this host, for the delegate; see :class:`adaptra.runtime.options.Options`.
 
     Raises:
         LaunchError: The delegate is wanted beside a transport other than c10d; or the number of ranks is not a multiple of the
@@ -76,18 +83,20 @@ def launch(
             f"start {_nearest_multiple(ranks, stages)} processes or ask for another number of stages"
         )
     if ranks == stages:
-        return Launch((_join(name, None, with_delegate),))
+        return Launch((_join(name, None, with_delegate, addresses),))
     replica, stage = divmod(rank, stages)
     members = range(replica * stages, (replica + 1) * stages)
     pipeline, column = _new_group(members), _new_group(range(stage, ranks, stages))
-    return Launch((_join(name, pipeline, with_delegate),), Replicas(column, PrefixStore("replicas", store), members))
+    return Launch((_join(name, pipeline, with_delegate, addresses),), Replicas(column, PrefixStore("replicas", store), members))
 
 
-def _join(name: str, group: dist.ProcessGroup | None, with_delegate: bool) -> Transport:
+def _join(name: str, group: dist.ProcessGroup | None, with_delegate: bool, addresses: Sequence[str]) -> Transport:
+    if name == "delegate":
+        return create_transport(name, group=group, addresses=addresses)
     transport = create_transport(name, group=group)
     if not with_delegate:
         return transport
-    return LanedTransport(transport, {"delegate": create_transport("delegate", group=group)})
+    return LanedTransport(transport, {"delegate": create_transport("delegate", group=group, addresses=addresses)})
 
 
 def _store_of_this_call(rank: int) -> Store:

@@ -26,6 +26,9 @@ class Options:
         emulate: Pad every op to a stated duration by sleeping, to see the timeline of devices this machine doesn't have.
         delegate: Set up the delegate beside c10d. True: edges that turn slow take it. Directed edges such as ``[(1, 2)]``:
             these do from the start, too.
+        addresses: The delegate's paths, the best first: numeric addresses of this rank's host to listen on and connect from, and
+            RDMA ports such as ``rdma:mlx5_0/1``; equally many of the same kinds on every rank. () for the usable RDMA ports of
+            the host, followed by the address by which it reaches the job's store.
         on_event: Called with each event of the controller, such as a detected slow edge or a switch of plans.
 
     Raises:
@@ -39,6 +42,7 @@ class Options:
     faults: Sequence[str] = ()
     emulate: EmulatedDevice | None = None
     delegate: bool | Sequence[tuple[int, int]] = False
+    addresses: Sequence[str] = ()
     on_event: Callable[[Any], None] | None = None
 
     @property
@@ -75,6 +79,9 @@ class Options:
             raise OptionError(
                 f"delegate={given!r}: expected True, False or directed edges of neighbouring stages such as [(1, 2)]"
             )
+        given = self.addresses
+        if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
+            raise OptionError(f"addresses={given!r}: expected a list of numeric addresses of this host such as ['10.0.0.1']")
         given = self.on_event
         if given is not None and not callable(given):
             raise OptionError(f"on_event={given!r}: expected a function that is called with each event, or None")

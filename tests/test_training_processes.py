@@ -128,6 +128,55 @@ def test_one_edge_by_the_delegate_changes_no_number():
     assert [edges for *_, edges in results] == [set(), {(1, 2)}, {(2, 1)}, set()]
 
 
+def cut_connections(host):
+    """End every connection of this process from or to ``host``, as a network that fails does; how many those were."""
+    import socket
+    from pathlib import Path
+
+    cut = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found = socket.socket(fileno=int(entry.name))
+        except OSError:
+            continue  # no socket, or the descriptor that this listing used
+        try:
+            if found.family == socket.AF_INET and found.getpeername()[0] == host:
+                found.shutdown(socket.SHUT_RDWR)
+                cut += 1
+        except OSError:
+            continue  # not connected
+        finally:
+            found.detach()
+    return cut
+
+
+def train_while_paths_fail(rank):
+    """After every step each rank cuts all connections of one path, so that some are cut in the midst of the next."""
+    import torch.distributed as dist
+    from training import MIXED, adam, compiled, differences, run_step, train_alone
+
+    import adaptra
+
+    dist.init_process_group("gloo")
+    hosts = ("127.0.0.2", "127.0.0.3")
+    batches = [MIXED.rows(ROWS, seed) for seed in range(10)]
+    options = adaptra.Options(schedule="zb_h1", addresses=hosts)
+    steps, cut = [], 0
+    with compiled(MIXED, batches[0], stages=STAGES, microbatches=8, options=options, transport="delegate") as pipe:
+        optimizer = adam(pipe.parameters())
+        for number, batch in enumerate(batches):
+            steps.append(run_step(pipe, optimizer, batch))
+            cut += cut_connections(hosts[(number + rank) % 2])
+        failures = sum(channel[4]["path_failures"] for channel in pipe._built.workers[0]._transport.statistics())
+    return differences(steps, train_alone(MIXED, batches, 8), whole=False), cut, failures
+
+
+def test_paths_that_fail_all_the_time_change_no_number():
+    results = run_processes(train_while_paths_fail, STAGES)
+    assert [found for found, _, _ in results] == [[]] * STAGES
+    assert all(cut > 0 and failures > 0 for _, cut, failures in results)
+
+
 def switch_plans(rank, transport="c10d", delegate=False):
     """A link turns slow; train until three steps have run under a plan made for that, or for too long."""
     import torch.distributed as dist

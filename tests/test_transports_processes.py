@@ -123,9 +123,9 @@ def test_an_injected_delay_is_measured_by_the_receiver_over_gloo():
 class Rank:
     """A rank that waits for a message, as an executor does, with the membership beside it."""
 
-    def __init__(self, lost_after=6.0):
+    def __init__(self, lost_after=6.0, name="c10d"):
         self.on_lost = lambda: None
-        self.transport = C10dTransport()
+        self.transport = create_transport(name)
         self.membership = Membership(
             self.transport.store,
             self.transport.rank,
@@ -153,9 +153,9 @@ class Rank:
         return str(error), error.rank, error.edge, error.op, took
 
 
-def lose_rank_2(rank, how):
+def lose_rank_2(rank, how, name="c10d"):
     """A pipeline of four; rank 2 dies while the others wait for what would come from it, directly or not."""
-    mine = Rank()
+    mine = Rank(name=name)
     if rank == 2:
         # All wait now, or will in a moment: either way they must learn of it.
         mine.transport.store.wait(["waiting 0", "waiting 1", "waiting 3"])
@@ -174,9 +174,10 @@ def lose_rank_2(rank, how):
     return mine.wait_in_vain(source, forward(5, 2, 3) if rank == 3 else backward(5, source, rank))
 
 
+@pytest.mark.parametrize("name", ["c10d", "delegate"])
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_killed_or_stopped_rank_ends_the_others_with_its_name_and_edge(how):
-    outcomes = run_processes(lose_rank_2, 4, how, may_die=(2,))
+def test_a_killed_or_stopped_rank_ends_the_others_with_its_name_and_edge(how, name):
+    outcomes = run_processes(lose_rank_2, 4, how, name, may_die=(2,))
     for rank in (0, 1, 3):
         message, lost, edge, op, took = outcomes[rank]
         assert lost == 2, message

@@ -328,14 +328,12 @@ class DelegateTransport(Transport):
             raise LaunchError(f"rank {self.rank} can't listen on {address}: {error}") from error
 
 
-def join(
-    group: ProcessGroup | None = None, addresses: Sequence[str] | None = None, timing: Timing | None = None
-) -> DelegateTransport:
+def join(group: ProcessGroup | None = None, addresses: Sequence[str] = (), timing: Timing | None = None) -> DelegateTransport:
     """The delegate of this rank; all ranks of the group call it at the same time.
 
     Args:
         group: The ranks to join; None for the default group, which is set up from the launcher's environment if nobody did.
-        addresses: One per path, see :class:`DelegateTransport`; None for the usable RDMA ports of this host, followed by the
+        addresses: One per path, see :class:`DelegateTransport`; () for the usable RDMA ports of this host, followed by the
             address by which it reaches the store.
         timing: How soon failures are noticed.
 
