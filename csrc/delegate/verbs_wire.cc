@@ -2,6 +2,8 @@
 
 #include <fcntl.h>
 #include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -52,11 +54,15 @@ VerbsWire::VerbsWire(const Verbs& verbs, Port port, Poller& poller)
     throw failure(name() + ": completion queue", error);
   poller_.add(channel_->fd, EPOLLIN, on_completions_);
   poller_.add(device_->async_fd, EPOLLIN, on_device_);
+  wake_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (wake_.get() < 0) throw failure(name() + ": eventfd");
+  poller_.add(wake_.get(), EPOLLIN, on_wake_);
 }
 
 VerbsWire::~VerbsWire() {
   poller_.remove(channel_->fd);
   poller_.remove(device_->async_fd);
+  poller_.remove(wake_.get());
 }
 
 std::string VerbsWire::name() const { return "verbs " + port_.device + " port " + std::to_string(port_.number); }
@@ -120,8 +126,15 @@ void VerbsWire::completions_ready() {
 
 void VerbsWire::notice_all() {
   if (std::exchange(notices_all_, true)) return;
-  // What came before this is collected by whoever runs the engine's loop, after what is being done now.
   if (const int error = ibv_req_notify_cq(completions_.get(), 0); error != 0) notices_all_ = false;
+  // What came before tells of itself no more: have the engine look for it once.
+  const std::uint64_t one = 1;
+  if (write(wake_.get(), &one, sizeof one) != sizeof one) notices_all_ = false;
+}
+
+void VerbsWire::woken() {
+  std::uint64_t count = 0;
+  if (read(wake_.get(), &count, sizeof count) == sizeof count) progress();
 }
 
 void VerbsWire::device_told() {

@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "delegate/descriptor.h"
 #include "delegate/ibverbs_dl.h"
 #include "delegate/wire.h"
 
@@ -51,6 +52,7 @@ class VerbsWire : public Wire {
   void completions_ready();
   // Have the next completion of any kind tell of itself, not only what a peer marked as urgent.
   void notice_all();
+  void woken();
   void device_told();
   void fail_all(const std::string& reason);
 
@@ -61,8 +63,10 @@ class VerbsWire : public Wire {
   CompletionChannel channel_;
   CompletionQueue completions_;
   Listener on_completions_{*this, &VerbsWire::completions_ready};
+  Listener on_wake_{*this, &VerbsWire::woken};
   Listener on_device_{*this, &VerbsWire::device_told};
   bool notices_all_ = false;
+  Descriptor wake_;
   std::uint32_t next_serial_ = 0;
   std::unordered_map<std::uint32_t, VerbsConnection*> connections_;  // by the serial number that their requests carry
   std::vector<VerbsConnection*> broken_;                             // their sinks are not yet told
