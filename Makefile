@@ -64,6 +64,7 @@ bench: $(READY)
 	$(BIN)/python bench/plan.py
 	$(BIN)/python bench/runtime.py
 	$(BIN)/python bench/slow_link.py
+	$(BIN)/python bench/delegate.py
 
 clean:
 	rm -rf $(VENV) build dist out

@@ -260,6 +260,16 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
         for given in ("slow 1 2x", [1], None)
     ),
     ("emulate=…: expected an adaptra.EmulatedDevice or None", options(emulate=0.02)),
+    (
+        "delegate=…: expected True, False or directed edges of neighbouring stages such as [(1, 2)]",
+        options(delegate=[(0, 2)]),
+    ),
+    ("delegate=…: expected edges of stages 0..…", options(delegate=[(1, 2)])),
+    ("addresses=…: expected a list of numeric addresses of this host such as ['10.0.0.1']", options(addresses="10.0.0.1")),
+    (
+        "Options(delegate=...) with transport '…': expected c10d, whose slow edges the delegate takes over",
+        options(delegate=True),
+    ),
     ("on_event=…: expected a function that is called with each event, or None", options(on_event=[])),
     *(
         ("EmulatedDevice: … has … durations: expected one number for all stages or …, one per stage", mistake)
