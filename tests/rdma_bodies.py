@@ -81,8 +81,8 @@ STOP = Path("/tmp/stop")
 QUICK = {"heartbeat": 0.05, "silence": 0.3, "healthy_for": 0.1, "lost_after": 30.0, "handshake": 1.0}
 
 
-def stream(host: int, hosts: int, paths: list[str], timing: dict[str, float]) -> dict[str, Any]:
-    """Two ranks send each other messages, every one different, until the file STOP is there; rank 0 says when that is for both.
+def stream(host: int, hosts: int, paths: list[str], timing: dict[str, float], failures: int) -> dict[str, Any]:
+    """Two ranks send each other messages, every one different, until so many paths that rank 0 sends on have failed.
 
     Returns:
         How many messages came, each of which was the next one; how many of them held something else than they should; the
@@ -109,7 +109,12 @@ def stream(host: int, hosts: int, paths: list[str], timing: dict[str, float]) ->
     print("streaming", flush=True)
     for number in itertools.count():
         if host == 0:
-            transport.store.set(f"round {number}", "stop" if STOP.exists() else "go")
+            failed = [
+                one["path_failures"] for source, *_, is_sender, one in transport.statistics() if is_sender and source == 0
+            ]
+            if is_over := max(failed, default=0) >= failures:
+                STOP.touch()  # for whoever breaks the paths
+            transport.store.set(f"round {number}", "stop" if is_over else "go")
         if transport.store.get(f"round {number}") == b"stop":
             break
         receives = [transport.receive(peer, theirs(k, specs=specs, step=number)) for k in range(ROUND)]

@@ -41,30 +41,32 @@ WAYS = (
 def break_paths(rails: int, failures: int, outage: float) -> Any:
     """Break one rail after the other while two hosts stream, and mend each before its turn comes again."""
     paths = [f"rdma:rxe{{host}}_{rail}" for rail in range(rails)] + ["10.8.0.{address}"]
-    with inside.on_hosts(2, bodies.stream, 2, paths, bodies.QUICK) as processes:
+    with inside.on_hosts(2, bodies.stream, 2, paths, bodies.QUICK, failures) as processes:
         for process in processes:
             process.wait_for("streaming", 40)
-        for number in range(failures):
+        # A rail that is broken again before its connections came back does not count as another failure.
+        for number in range(2 * failures):
+            if bodies.STOP.exists():
+                break
             spoil, mend = WAYS[number % len(WAYS)]
             inside.shell(spoil.format(number % rails))
             # How long the rail stays broken; nothing is waited for.
             time.sleep(outage)
             inside.shell(mend.format(number % rails))
-        bodies.STOP.touch()
         return [process.result(60) for process in processes]
 
 
 @pytest.mark.timeout(240)
 def test_no_message_is_lost_or_repeated_through_two_hundred_failures(in_lab: Callable[..., Any]) -> None:
     """Every message is the next one and holds what it should, whatever breaks under it; rails are used again once mended."""
-    results = in_lab(break_paths, 4, 210, 0.3, rails=4, timeout=200.0)
+    results = in_lab(break_paths, 4, 200, 0.3, rails=4, timeout=200.0)
     assert [found["wrong"] for found in results] == [0, 0]
     assert results[0]["count"] == results[1]["count"] > 1000
     for found in results:
         (counters,) = found["counters"]
         assert counters["acknowledged"] == counters["posted"] == counters["sent"]
         assert counters["corrupted"] == 0
-    assert max(found["counters"][0]["path_failures"] for found in results) >= 200, results
+    assert results[0]["counters"][0]["path_failures"] >= 200, results
     assert all(found["counters"][0]["path_changes"] > 100 for found in results), results
 
 
