@@ -14,21 +14,19 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import PrefixStore, Store
 
 from adaptra import _C
 from adaptra.errors import LaunchError, TransportError
 from adaptra.graph.specs import MessageSpec
-from adaptra.runtime.stores import clone
 from adaptra.runtime.transports import rdma_paths
 from adaptra.runtime.transports.base import (
-    Completion,
     Guard,
     Identity,
     Layout,
@@ -40,10 +38,10 @@ from adaptra.runtime.transports.base import (
     peer_lost,
 )
 from adaptra.runtime.transports.contract import Contract
-from adaptra.runtime.transports.endpoints import Endpoint, address_towards, share_endpoints, share_secret
+from adaptra.runtime.transports.endpoints import Endpoint, share_endpoints, share_secret
 from adaptra.runtime.transports.engine_memory import EngineMessage, compare_clocks
-from adaptra.runtime.transports.groups import initialise, new_group
 from adaptra.runtime.transports.pool import Pool
+from adaptra.runtime.transports.travelling import Travelling
 from adaptra.runtime.transports.wire import HEADER_BYTES, Header, flat_bytes
 
 logger = logging.getLogger(__name__)
@@ -74,46 +72,8 @@ class Timing:
     handshake: float = 3.0
 
 
-class _Travelling(Completion):
-    """A message that the engine sends or receives."""
-
-    def __init__(self, identity: Identity) -> None:
-        super().__init__(identity)
-        self.request: _C.Request | None = None
-        self.transport: DelegateTransport | None = None
-        self.message: EngineMessage | None = None
-
-    def begin(self, transport: DelegateTransport, request: _C.Request) -> None:
-        """The engine has it."""
-        self.transport, self.request = transport, request
-        if super().done:  # the transport ended in between
-            request.cancel("the transport ended")
-
-    @property
-    def done(self) -> bool:
-        """Whether :meth:`wait` returns or raises at once."""
-        return super().done or (self.request is not None and self.request.done)
-
-    def fail(self, error: Exception) -> None:
-        """See :meth:`Completion.fail`. Also ends waits for the engine."""
-        super().fail(error)
-        if self.request is not None:
-            self.request.cancel(str(error))
-
-    def wait(self, timeout: float | None = None) -> tuple[Tensor, ...]:
-        """See :meth:`Pending.wait`."""
-        if self.request is None:
-            return super().wait(timeout)
-        if not super().done:
-            if not self.request.wait(timeout):
-                raise TransportError(f"{self.identity}: not exchanged within {timeout} s")
-            assert self.transport is not None
-            self.transport.settle(self)
-        return super().wait(0)
-
-
 class DelegateTransport(Transport):
-    """One rank's end of the delegate. All ranks create it at the same time, see :func:`join`.
+    """One rank's end of the delegate. All ranks create it at the same time, see :func:`.delegate_join.join`.
 
     Args:
         rank: This rank.
@@ -165,7 +125,7 @@ class DelegateTransport(Transport):
         self._pool: Pool[None] = Pool(lambda _: None)
         self._lock = threading.Lock()
         self._held: dict[Pending, int] = {}
-        self._sent: deque[_Travelling] = deque()
+        self._sent: deque[Travelling] = deque()
         self._free: dict[Layout, list[EngineMessage]] = {}
         self._slots: dict[tuple[int, Layout], EngineMessage] = {}
         self._refused: set[str] = set()
@@ -181,36 +141,28 @@ class DelegateTransport(Transport):
         posted_at = now() if posted_at is None else posted_at
         check_tensors(identity, tensors)
         self._sweep()
-        pending = self._guard.post(destination_rank, identity, is_receive=False, make=_Travelling)
+        pending = self._guard.post(destination_rank, identity, is_receive=False, make=Travelling)
         pending.message = message = self._outgoing(identity.specs)
         message.rule.pack_into(message.header, identity, posted_at)
-        with torch.no_grad():
-            for view, tensor in zip(message.views, tensors, strict=True):
-                view.copy_(tensor)
-        # Messages of one channel are matched by their order, so the queue's order has to be the engine's.
-        with self._lock:
-            size = len(message.memory)
-            request = self._engine.send(destination_rank, identity.is_backward, message.memory, size, posted_at)
-            self._sent.append(pending)
-        pending.begin(self, request)
+        self._fill(message, tensors, lambda: self._start(pending, destination_rank, message, posted_at))
         return pending
 
     def receive(self, source_rank: int, identity: Identity) -> Pending:
         """See :meth:`Transport.receive`."""
         self._log_refusals()
-        pending = self._guard.post(source_rank, identity, is_receive=True, make=_Travelling)
+        pending = self._guard.post(source_rank, identity, is_receive=True, make=self._arriving)
         self._pool.take(source_rank, identity)
         self._held[pending] = source_rank
         request = self._engine.receive(source_rank, identity.is_backward, HEADER_BYTES + flat_bytes(identity.specs))
-        pending.begin(self, request)
+        pending.begin(self.settle, request)
+        self._expect(pending, source_rank)
         return pending
 
     def release(self, pending: Pending) -> None:
         """See :meth:`Transport.release`."""
-        assert isinstance(pending, _Travelling), "every pending of this transport is one"
+        assert isinstance(pending, Travelling), "every pending of this transport is one"
         self._pool.give(self._held.pop(pending), pending.identity, None)
-        if pending.request is not None:
-            self._engine.release(pending.request)
+        self._give_back(pending)
 
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
         """See :meth:`Transport.reserve`. Connects to the ranks that messages will come from, if that was not done before."""
@@ -255,7 +207,7 @@ class DelegateTransport(Transport):
         """
         return self._engine.statistics()
 
-    def settle(self, pending: _Travelling) -> None:
+    def settle(self, pending: Travelling) -> None:
         """Take over what the engine did with a message: complete the pending, or fail it and with it everything else."""
         request = pending.request
         assert request is not None and request.done, "the engine is done with it"
@@ -269,7 +221,7 @@ class DelegateTransport(Transport):
             pending.complete(tensors, sent_at, request.moment)
         self._guard.settle(pending)
 
-    def _taken(self, pending: _Travelling, request: _C.Request) -> tuple[tuple[Tensor, ...], float]:
+    def _taken(self, pending: Travelling, request: _C.Request) -> tuple[tuple[Tensor, ...], float]:
         identity = pending.identity
         source = self._held.get(pending)
         if (reason := request.error) is not None:
@@ -283,13 +235,47 @@ class DelegateTransport(Transport):
         assert memory is not None, "an arrived message lies somewhere"
         message = self._slot(memory, identity.specs)
         sent_at = message.rule.check(message.header, identity) - self.clock_offsets[source].ahead
-        return tuple(view.detach() for view in message.views), sent_at
+        return self._deliver(pending, message), sent_at
+
+    # What follows is what a transport to and from a GPU does otherwise.
+
+    _arriving: type[Travelling] = Travelling
+
+    def _fill(self, message: EngineMessage, tensors: Sequence[Tensor], start: Callable[[], None]) -> None:
+        """Copy the tensors of a message into its memory, then ``start`` it."""
+        with torch.no_grad():
+            for view, tensor in zip(message.views, tensors, strict=True):
+                view.copy_(tensor)
+        start()
+
+    def _expect(self, pending: Travelling, source_rank: int) -> None:
+        """A receive was posted."""
+
+    def _deliver(self, pending: Travelling, message: EngineMessage) -> tuple[Tensor, ...]:
+        """The tensors of a message that arrived."""
+        return tuple(view.detach() for view in message.views)
+
+    def _give_back(self, pending: Travelling) -> None:
+        """Let the engine fill the slot of a message that is no longer needed."""
+        if pending.request is not None:
+            self._engine.release(pending.request)
+
+    def _make_message(self, memory: _C.Memory, specs: MessageSpec) -> EngineMessage:
+        return EngineMessage(memory, specs)
+
+    def _start(self, pending: Travelling, destination_rank: int, message: EngineMessage, posted_at: float) -> None:
+        # Messages of one channel are matched by their order, so the queue's order has to be the engine's.
+        with self._lock:
+            memory, is_backward = message.memory, pending.identity.is_backward
+            request = self._engine.send(destination_rank, is_backward, memory, len(memory), posted_at)
+            self._sent.append(pending)
+        pending.begin(self.settle, request)
 
     def _slot(self, memory: _C.Memory, specs: MessageSpec) -> EngineMessage:
         key = (memory.address, layout_of(specs))
         message = self._slots.get(key)
         if message is None:
-            message = self._slots[key] = EngineMessage(memory, specs)
+            message = self._slots[key] = self._make_message(memory, specs)
         return message
 
     def _outgoing(self, specs: MessageSpec) -> EngineMessage:
@@ -297,12 +283,12 @@ class DelegateTransport(Transport):
             free = self._free.get(layout_of(specs))
             if free:
                 return free.pop()
-        return EngineMessage(self._engine.allocate(HEADER_BYTES + flat_bytes(specs)), specs)
+        return self._make_message(self._engine.allocate(HEADER_BYTES + flat_bytes(specs)), specs)
 
     def _sweep(self) -> None:
         """Take back the memory of messages that were sent; nobody waits for a send."""
         self._log_refusals()
-        finished: list[_Travelling] = []
+        finished: list[Travelling] = []
         with self._lock:
             while self._sent and self._sent[0].done:
                 finished.append(self._sent.popleft())
@@ -326,25 +312,3 @@ class DelegateTransport(Transport):
             return Endpoint("tcp", address, self._engine.add_tcp_path(address))
         except (RuntimeError, ValueError) as error:
             raise LaunchError(f"rank {self.rank} can't listen on {address}: {error}") from error
-
-
-def join(group: ProcessGroup | None = None, addresses: Sequence[str] = (), timing: Timing | None = None) -> DelegateTransport:
-    """The delegate of this rank; all ranks of the group call it at the same time.
-
-    Args:
-        group: The ranks to join; None for the default group, which is set up from the launcher's environment if nobody did.
-        addresses: One per path, see :class:`DelegateTransport`; () for the usable RDMA ports of this host, followed by the
-            address by which it reaches the store.
-        timing: How soon failures are noticed.
-
-    Raises:
-        LaunchError: There is no group and no launcher, or see :class:`DelegateTransport`.
-    """
-    owns_default = group is None and initialise("gloo")
-    ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
-    control = new_group(ranks, "gloo").get_group_store()
-    # A connection of its own: who waits on the control plane holds up nobody else.
-    store = PrefixStore("adaptra", clone(control))
-    rank = distributed.get_rank(group)
-    found = addresses or [*rdma_paths.agree_on_ports(store, rank, len(ranks)), address_towards(control)]
-    return DelegateTransport(rank, len(ranks), store, found, timing, owns_default=owns_default)

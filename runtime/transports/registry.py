@@ -18,7 +18,7 @@ ENTRY_POINT_GROUP: Final = "adaptra.transports"
 
 _BUILT_IN: Final = {
     "c10d": ("adaptra.runtime.transports.c10d", "C10dTransport"),
-    "delegate": ("adaptra.runtime.transports.delegate", "join"),
+    "delegate": ("adaptra.runtime.transports.delegate_join", "join"),
     "local": ("adaptra.runtime.transports.local", "LocalTransport"),
 }
 
@@ -34,7 +34,7 @@ def create_transport(transport: str | Transport, **options: Any) -> Transport:
     Args:
         transport: A name, or a transport, which is returned as it is.
         options: Handed to the named transport: ``hub`` and ``rank`` for ``local``; ``group``, ``device`` and ``backend`` for
-            ``c10d``; ``group``, ``addresses`` and ``timing`` for ``delegate``.
+            ``c10d``; ``group``, ``device``, ``addresses`` and ``timing`` for ``delegate``.
 
     Raises:
         LaunchError: No such transport, several packages add one of that name, one can't be loaded or does not return a

@@ -1,0 +1,46 @@
+"""The delegate as the transport of a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import distributed
+from torch.distributed import PrefixStore, ProcessGroup
+
+from adaptra.runtime.stores import clone
+from adaptra.runtime.transports import rdma_paths
+from adaptra.runtime.transports.delegate import DelegateTransport, Timing
+from adaptra.runtime.transports.delegate_gpu import GpuDelegateTransport
+from adaptra.runtime.transports.endpoints import address_towards
+from adaptra.runtime.transports.groups import initialise, new_group
+
+
+def join(
+    group: ProcessGroup | None = None,
+    addresses: Sequence[str] = (),
+    timing: Timing | None = None,
+    device: torch.device | str = "cpu",
+) -> DelegateTransport:
+    """The delegate of this rank; all ranks of the group call it at the same time.
+
+    Args:
+        group: The ranks to join; None for the default group, which is set up from the launcher's environment if nobody did.
+        addresses: One per path, see :class:`DelegateTransport`; () for the usable RDMA ports of this host, followed by the
+            address by which it reaches the store.
+        timing: How soon failures are noticed.
+        device: Where tensors are sent from and wanted: the host, or a GPU.
+
+    Raises:
+        LaunchError: There is no group and no launcher, or see :class:`DelegateTransport`.
+    """
+    owns_default = group is None and initialise("gloo")
+    ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
+    control = new_group(ranks, "gloo").get_group_store()
+    # A connection of its own: who waits on the control plane holds up nobody else.
+    store = PrefixStore("adaptra", clone(control))
+    rank, place = distributed.get_rank(group), torch.device(device)
+    found = addresses or [*rdma_paths.agree_on_ports(store, rank, len(ranks)), address_towards(control)]
+    if place.type == "cuda":
+        return GpuDelegateTransport(rank, len(ranks), store, found, timing, owns_default, place)
+    return DelegateTransport(rank, len(ranks), store, found, timing, owns_default)
