@@ -1,6 +1,8 @@
 # Two commands do everything, set-up included: `make demo` and `make test`.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# The kernel that tests of RDMA boot, see tests/rxe/build_kernel.sh. Without it they are skipped.
+LAB_KERNEL ?= $(HOME)/.cache/adaptra/lab-linux
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -60,7 +62,7 @@ cxx: $(READY)
 	fi
 
 unit: $(READY)
-	$(BIN)/pytest
+	$(BIN)/pytest --lab-kernel=$(LAB_KERNEL)
 
 test: lint types cxx unit
 

@@ -160,6 +160,14 @@ class Engine:
             RuntimeError: The system refuses; carries its text.
         """
 
+    def add_verbs_path(self, device: str, port: int, local: str) -> int:
+        """The next path, RDMA over a port, whose connections are made by way of this local address; the port it listens on.
+
+        Raises:
+            ValueError: There is no such RDMA port here, or it can't be used now; says why.
+            RuntimeError: The system refuses; carries its text.
+        """
+
     def set_peer(self, peer: int, endpoints: Sequence[tuple[str, int]]) -> None:
         """Where a peer listens: address and port of each path. Before start."""
 
@@ -190,3 +198,9 @@ class Engine:
 
 def crc32c(data: bytes, before: int = 0) -> int:
     """The CRC32C of ``data``, or of what had the checksum ``before`` and then ``data``."""
+
+def find_verbs_ports() -> tuple[list[tuple[str, int, str, str, str]], str]:
+    """Every RDMA port as libibverbs finds it: device, number, address, interface, and why it is unusable ("" if it is not).
+
+    If there is none, the second value says why: no library, no device, or an extension that was built without its header.
+    """

@@ -22,6 +22,7 @@
 
 #include "delegate/crc32c.h"
 #include "delegate/engine.h"
+#include "delegate/verbs.h"
 
 namespace nb = nanobind;
 using namespace adaptra::delegate;
@@ -143,6 +144,12 @@ void bind_engine(nb::module_& m) {
           nb::arg("healthy_for"), nb::arg("lost_after"), nb::arg("handshake"))
       .def("add_tcp_path", &Engine::add_tcp_path, nb::arg("local"))
       .def(
+          "add_verbs_path",
+          [](Engine& engine, const std::string& device, std::uint32_t port, const std::string& local) {
+            return engine.add_path(make_verbs_wire(device, port, engine.poller()), local);
+          },
+          nb::arg("device"), nb::arg("port"), nb::arg("local"))
+      .def(
           "set_peer",
           [](Engine& engine, std::uint32_t peer, const std::vector<std::pair<std::string, std::uint16_t>>& endpoints) {
             std::vector<Endpoint> converted;
@@ -211,4 +218,12 @@ void bind_delegate(nb::module_& m) {
   m.def(
       "crc32c", [](const nb::bytes& data, std::uint32_t before) { return crc32c(to_span(data), before); }, nb::arg("data"),
       nb::arg("before") = 0);
+  m.def("find_verbs_ports", [] {
+    const VerbsPorts found = find_verbs_ports();
+    nb::list ports;
+    for (const VerbsPort& port : found.ports) {
+      ports.append(nb::make_tuple(port.device, port.number, port.address, port.interface, port.unusable));
+    }
+    return nb::make_tuple(ports, found.reason);
+  });
 }

@@ -127,6 +127,10 @@ class Controller:
         except DistError as error:
             raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
 
+    def tell_link(self, text: str) -> None:
+        """Something has happened to one of this rank's links. Any thread may."""
+        self._emit(EventKind.LINK, self._step, self._running.version, text)
+
     def abort(self, error: Exception) -> None:
         """Training has failed elsewhere: whoever waits in :meth:`plan_for`, or asks later, gets ``error``. Any thread may."""
         self._coverage.fail(error)

@@ -26,6 +26,8 @@ class EventKind(Enum):
     """This rank can't run a plan; ``text`` says why."""
     SWITCHED = "switched"
     """This rank is about to run ``step``, the first one under another plan."""
+    LINK = "link"
+    """An RDMA device of this rank told of a port that went down, say; ``text`` has that, and what its ports are now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,16 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from adaptra.errors import ControlError, ScheduleError
 from adaptra.program import Kind, Op, Program, parse_op
 from adaptra.runtime.measurement import EdgeMeasurement, StageMeasurement, StepMeasurement, estimate_edge
+from adaptra.runtime.rdma_watch import RdmaEvent
 from adaptra.runtime.schema import Fields
 from adaptra.timeline import MessageInterval, OpInterval, Source, Timeline
+
+_KEPT_LINKS: Final = 64
 
 
 class OpRecord(NamedTuple):
@@ -103,8 +106,15 @@ def _read_message(fields: Fields) -> MessageRecord:
     return MessageRecord(Kind(kind), *whole, *instants)
 
 
+class LinkRecord(NamedTuple):
+    """What an RDMA device told, at which second of the monotonic clock, and what its ports were then."""
+
+    at: float
+    event: RdmaEvent
+
+
 class Monitor:
-    """Records of one rank. Used by the thread that runs the steps; only :meth:`records` and :meth:`timeline` by any.
+    """Records of one rank. Used by the thread that runs the steps; only links, :meth:`records` and :meth:`timeline` by any.
 
     Args:
         rank: This rank.
@@ -119,6 +129,16 @@ class Monitor:
         self._ops: list[tuple[Op, float, float]] = []
         self._messages: list[tuple[Kind, int, int, int, int, float, float, float]] = []
         self._waits: list[tuple[Op, float]] = []
+        self._links: deque[LinkRecord] = deque(maxlen=_KEPT_LINKS)
+
+    @property
+    def links(self) -> tuple[LinkRecord, ...]:
+        """The last things that this rank's RDMA devices told, oldest first."""
+        return tuple(self._links)
+
+    def link(self, event: RdmaEvent, at: float) -> None:
+        """Record what an RDMA device told at a moment of the monotonic clock."""
+        self._links.append(LinkRecord(at, event))
 
     def begin_step(self) -> None:
         """Forget what was recorded since the last :meth:`end_step`: a step that failed, or one that only evaluated."""

@@ -26,8 +26,9 @@ class Options:
         emulate: Pad every op to a stated duration by sleeping, to see the timeline of devices this machine doesn't have.
         delegate: Set up the delegate beside c10d. True: edges that turn slow take it. Directed edges such as ``[(1, 2)]``:
             these do from the start, too.
-        addresses: Numeric addresses of this rank's host for the delegate to listen on and connect from, one per path, the best
-            first; equally many on every rank. () for the one by which the host reaches the job's store.
+        addresses: The delegate's paths, the best first: numeric addresses of this rank's host to listen on and connect from,
+            and RDMA ports such as ``rdma:mlx5_0/1``; equally many of the same kinds on every rank. () for the usable RDMA ports
+            of the host, followed by the address by which it reaches the job's store.
         on_event: Called with each event of the controller, such as a detected slow edge or a switch of plans.
 
     Raises:

@@ -32,6 +32,7 @@ from adaptra.runtime.membership import Membership
 from adaptra.runtime.monitor import Monitor, StepRecords, merge_timelines
 from adaptra.runtime.options import Options
 from adaptra.runtime.plan import Plan
+from adaptra.runtime.rdma_watch import RdmaEvent, watch
 from adaptra.runtime.replicas import Replicas
 from adaptra.runtime.stage import EvaluationStage, Stage, TrainingStage
 from adaptra.runtime.stores import clone
@@ -131,6 +132,7 @@ class Worker:
             self.abort,
             waiting_for=transport.waiting_for,
         )
+        self._watcher = watch(transport.rdma_devices, self._link_told)
 
     def step(self, inputs: Batch, targets: Batch) -> Tensor:
         """Run one training step and accumulate gradients.
@@ -204,6 +206,8 @@ class Worker:
 
     def close(self) -> None:
         """End this rank's threads and connections."""
+        if self._watcher is not None:
+            self._watcher.close()
         self.controller.close()
         self._membership.close()
         self._transport.close()
@@ -239,6 +243,11 @@ class Worker:
             if cause is error:
                 raise
             raise cause from error
+
+    def _link_told(self, event: RdmaEvent) -> None:
+        """The transport goes on by itself, on another path; this is for who looks."""
+        self.monitor.link(event, time.monotonic())
+        self.controller.tell_link(str(event))
 
     def _abort_by_control(self, error: BaseException) -> None:
         """The control plane failed, and tells the others itself: whoever waits for a message here is told."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 from golden_files import check_golden
 from hypothesis import settings
+
+sys.path.append(str(Path(__file__).parent / "rxe"))
+import inside
+import lab
 
 # A loaded machine is no reason to fail: pytest's own time limit ends what hangs, and speed is measured in bench/.
 settings.register_profile("adaptra", deadline=None)
@@ -16,9 +23,30 @@ settings.load_profile("adaptra")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept-golden", action="store_true", help="write golden files instead of comparing with them")
+    parser.addoption("--lab-kernel", type=Path, default=lab.CACHED_KERNEL, help="the kernel of tests marked rdma")
 
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """Compares a text with a golden file: ``golden("name.sched", text)``; see golden_files.py."""
     return partial(check_golden, accept=request.config.getoption("--accept-golden"))
+
+
+@pytest.fixture
+def in_lab(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Boots a lab and calls a function in it, outside of all hosts: ``in_lab(body, argument, …, hosts=2)``.
+
+    The function is at the top level of a test module, its arguments and its result are JSON values. The test is skipped where
+    there can be no lab.
+    """
+    kernel = request.config.getoption("--lab-kernel")
+    if (reason := lab.missing(kernel)) is not None:
+        pytest.skip(reason)
+
+    def call(body: Callable[..., Any], *arguments: Any, hosts: int = 2, rails: int = 2, timeout: float = 50.0) -> Any:
+        command = inside.command(body, *arguments)
+        finished = lab.run(kernel, command, Path(__file__).parent.parent, hosts=hosts, rails=rails, timeout=timeout)
+        assert finished.status == 0, finished.output
+        return inside.result_of(finished.output)
+
+    return call

@@ -9,13 +9,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 from adaptra import __version__
+from adaptra.errors import MissingExtraError
 
-EXTRAS: Final = {"viz": ("matplotlib", "pictures"), "rdma": ("pyverbs", "RDMA devices"), "exact": ("ortools", "exact plans")}
+EXTRAS: Final = {"viz": ("matplotlib", "pictures"), "exact": ("ortools", "exact plans")}
 _BACKENDS: Final = ("gloo", "nccl", "mpi", "xccl")
 
 
 def examine() -> dict[str, Any]:
-    """Versions and availability as JSON values. Loads torch; opens no device and no connection."""
+    """Versions and availability as JSON values. Loads torch; opens RDMA devices to look at them, and no connection."""
     return {
         "adaptra": __version__,
         "python": platform.python_version(),
@@ -26,6 +27,7 @@ def examine() -> dict[str, Any]:
         "rich": _version("rich"),
         "extras": {extra: {"package": package, "version": _version(package)} for extra, (package, _) in EXTRAS.items()},
         "libibverbs": ctypes.util.find_library("ibverbs"),
+        "rdma": _rdma(),
     }
 
 
@@ -48,7 +50,38 @@ def report(found: dict[str, Any]) -> str:
         state = f"{package} {installed}" if installed else f"missing, needed for {use}: pip install 'adaptra[{extra}]'"
         lines.append((f"extra {extra}", state))
     lines.append(("libibverbs", found["libibverbs"] or "not found: RDMA devices can't be used"))
+    lines += _report_rdma(found["rdma"])
     return "".join(f"{name:<13}{state}\n" for name, state in lines)
+
+
+def _rdma() -> dict[str, Any]:
+    """Where pyverbs is, or why there is none; the ports that it finds, or why it finds none."""
+    from adaptra.runtime import rdma
+
+    found: dict[str, Any] = {"pyverbs": None, "reason": None, "ports": []}
+    try:
+        found["pyverbs"] = rdma.load_pyverbs().__file__
+        found["ports"] = [port.to_json() for port in rdma.find_ports()]
+    except (MissingExtraError, OSError) as error:
+        found["reason"] = str(error)
+    else:
+        if not found["ports"]:
+            found["reason"] = "this machine has no RDMA device"
+    return found
+
+
+def _report_rdma(found: dict[str, Any]) -> list[tuple[str, str]]:
+    lines = [("extra rdma", found["pyverbs"] or f"missing, needed to look at RDMA devices: {found['reason']}")]
+    if found["pyverbs"] is not None and found["reason"] is not None:
+        lines.append(("RDMA", f"none: {found['reason']}"))
+    for port in found["ports"]:
+        name = f"{port['device']}/{port['number']}"
+        if port["unusable"] is not None:
+            lines.append(("RDMA", f"{name} unusable: {port['unusable']}"))
+            continue
+        where = f", {port['address']} on {port['interface']}" if port["interface"] else ""
+        lines.append(("RDMA", f"{name} usable: {port['link_layer']}{where}, packets of {port['mtu']} bytes"))
+    return lines
 
 
 def _torch() -> dict[str, Any] | None:

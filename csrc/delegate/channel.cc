@@ -44,7 +44,10 @@ void Channel::control(Connection& connection, const Frame& frame, std::span<cons
   if (crc32c(payload) != frame.checksum) return fail_path(*path, "a frame is corrupted: its checksum is wrong");
   switch (frame.kind) {
     case FrameKind::kHeartbeat: return;
-    case FrameKind::kBye: return fail("rank " + std::to_string(peer_) + " closed its transport");
+    case FrameKind::kBye:
+      // It is said on every path, and what was said before it on another one may still be on its way.
+      is_peer_leaving_ = true;
+      return fail_path(*path, "its peer closed its transport");
     case FrameKind::kExpose: return fail_path(*path, "got a frame that belongs to another wire");
     case FrameKind::kChunk:
     case FrameKind::kHead:
@@ -65,6 +68,9 @@ void Channel::fail_path(std::size_t path, const std::string& reason) {
   if (was_up) {
     Stats::add(stats_.path_failures);
     if (!paths_.any_up()) down_since_ = Clock::now();
+  }
+  if (failure_.empty() && is_peer_leaving_ && !paths_.any_up()) {
+    return fail("rank " + std::to_string(peer_) + " closed its transport");
   }
   if (failure_.empty()) path_failed(path);
 }

@@ -102,6 +102,7 @@ class Channel : public Sink {
   void give_up_if_lost(Clock::time_point now);
 
   bool ever_up_ = false;
+  bool is_peer_leaving_ = false;
   bool flush_wanted_ = false;
   Clock::time_point down_since_ = Clock::now();
   Clock::time_point last_heartbeat_;

@@ -20,7 +20,8 @@ inline constexpr std::uint32_t kMaxChunkBytes = 1U << 20;
 enum class FrameKind : std::uint8_t {
   kChunk = 1,      // source → destination: a part of a message, for one slot of the destination
   kHead = 2,       // source → destination: the next message, for which no slot has been granted; the payload is its head
-  kResync = 3,     // source → destination: tell everything again, frames may have been lost
+  kResync = 3,     // source → destination: tell everything again, frames may have been lost; bit k of `sequence`: path k is
+                   // given up here, let nothing arrive by it any more
   kGrant = 4,      // destination → source: a slot is free for one message of exactly `total` bytes
   kAck = 5,        // destination → source: message `sequence` is complete and its checksums are right
   kHeartbeat = 6,  // both ways: this connection lives

@@ -155,7 +155,10 @@ std::string ReceiveChannel::handle(Connection& connection, const Frame& frame, s
       want(frame.total);
       compare_with_head();
       return {};
-    case FrameKind::kResync: tell_everything(connection); return {};
+    case FrameKind::kResync:
+      give_up_paths(frame.sequence);
+      tell_everything(connection);
+      return {};
     case FrameKind::kWiden:
       if (path_) openings_[*path_].wanted = std::clamp(frame.slot, 1U, kMostConnections);
       return {};
@@ -211,6 +214,16 @@ void ReceiveChannel::every_tick(Clock::time_point now) {
 void ReceiveChannel::tell(const Frame& frame) {
   // The path on which the source speaks is the one on which it listens; if that is gone it asks again on the next.
   if (path_ && paths_.is_up(*path_)) say(*paths_[*path_].up.front(), frame);
+}
+
+// The source has closed these, but what they carried may still be on its way here, and slots will be granted again.
+void ReceiveChannel::give_up_paths(std::uint64_t down) {
+  for (std::size_t path = 0; path < paths_.size(); ++path) {
+    if ((down >> path & 1) == 0 || path == path_ || !paths_.is_up(path)) continue;
+    // A path that was just opened again, and on which the source has said nothing yet, is not the one that it means.
+    const auto is_known = [&](const Connection* connection) { return connection->heard() > paths_[path].up_since; };
+    if (std::any_of(paths_[path].up.begin(), paths_[path].up.end(), is_known)) fail_path(path, "its peer gave it up");
+  }
 }
 
 void ReceiveChannel::tell_everything(Connection& connection) {

@@ -87,6 +87,7 @@ class ReceiveChannel final : public Channel {
   void hand_over(std::uint64_t sequence);
   void compare_with_head();
   void tell(const Frame& frame);
+  void give_up_paths(std::uint64_t down);
   void tell_everything(Connection& connection);
   [[nodiscard]] Frame grant_of(std::uint32_t slot) const;
   [[nodiscard]] Frame ack_of(std::uint64_t sequence) const;

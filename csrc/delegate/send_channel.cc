@@ -52,19 +52,17 @@ void SendChannel::path_up(std::size_t path, Connection&) {
 
 void SendChannel::path_failed(std::size_t path) {
   const std::uint64_t bit = std::uint64_t{1} << path;
-  bool is_lost = false;
   for (std::size_t k = 0; k < queue_.size(); ++k) {
     Outgoing& message = queue_[k];
     if ((message.paths & bit) == 0) continue;
     message.cursor = 0;
     message.paths = 0;
     next_ = std::min(next_, k);
-    is_lost = true;
     Stats::add(stats_.retries);
   }
   if (path_ == path) {
     path_.reset();
-  } else if (is_lost && path_) {
+  } else if (path_) {
     resync();
   }
   choose_path(Clock::now());
@@ -84,10 +82,15 @@ void SendChannel::choose_path(Clock::time_point now) {
   pump();
 }
 
-// Acknowledgements and grants may have been lost with a path: have them repeated.
+// Acknowledgements and grants may have been lost with a path: have them repeated. What a path that was given up here still
+// carries must reach no slot any more, so its other end is told to give it up as well.
 void SendChannel::resync() {
   announced_.reset();
-  say(*paths_[*path_].up.front(), Frame{.kind = FrameKind::kResync});
+  std::uint64_t down = 0;
+  for (std::size_t path = 0; path < paths_.size(); ++path) {
+    if (!paths_.is_up(path)) down |= std::uint64_t{1} << path;
+  }
+  say(*paths_[*path_].up.front(), Frame{.kind = FrameKind::kResync, .sequence = down});
 }
 
 std::string SendChannel::handle(Connection&, const Frame& frame, std::span<const std::byte>) {
@@ -166,10 +169,31 @@ void SendChannel::pump() {
 bool SendChannel::take_grant(Outgoing& message) {
   if (message.grant) return true;
   const auto found = free_.find(message.total);
-  if (found == free_.end() || found->second.empty()) return false;
-  message.grant = found->second.front();
-  found->second.pop_front();
+  if (found == free_.end()) return false;
+  // A connection that may still read a slot's earlier message may also still write it there.
+  const auto is_free = [this](const Grant& grant) {
+    return std::none_of(lingering_.begin(), lingering_.end(),
+                        [&](const Outgoing& old) { return old.grant && old.grant->slot == grant.slot; });
+  };
+  const auto grant = std::find_if(found->second.begin(), found->second.end(), is_free);
+  if (grant == found->second.end()) return false;
+  message.grant = *grant;
+  found->second.erase(grant);
   return true;
+}
+
+void SendChannel::writable(Connection&) {
+  let_go(Clock::now());
+  pump();
+}
+
+// Messages that were acknowledged and that no connection reads any more are done.
+void SendChannel::let_go(Clock::time_point now) {
+  std::erase_if(lingering_, [&](Outgoing& message) {
+    if (paths_.holds(message.message->memory())) return false;
+    message.request->sent(now);
+    return true;
+  });
 }
 
 // The destination makes slots for a message of this size when it hears of the first, and compares with what it expects.
@@ -215,11 +239,10 @@ void SendChannel::post(Outgoing& message, Connection& connection) {
 
 void SendChannel::every_tick(Clock::time_point now) {
   choose_path(now);
-  std::erase_if(lingering_, [&](Outgoing& message) {
-    if (paths_.holds(message.message->memory())) return false;
-    message.request->sent(now);
-    return true;
-  });
+  if (!lingering_.empty()) {
+    let_go(now);
+    pump();
+  }
   if (now - last_widened_ >= kWidenEvery) {
     last_widened_ = now;
     widen_if_limited();

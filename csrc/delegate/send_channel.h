@@ -30,7 +30,7 @@ class SendChannel final : public Channel {
   void not_connected(const Address&, const std::string&) override {}  // the destination opens
   [[nodiscard]] std::span<std::byte> place(const Frame& chunk, std::string& refusal) override;
   void chunk(Connection&, const Frame&) override {}
-  void writable(Connection&) override { pump(); }
+  void writable(Connection&) override;
 
  private:
   struct Grant {
@@ -61,6 +61,7 @@ class SendChannel final : public Channel {
 
   void choose_path(Clock::time_point now);
   void resync();
+  void let_go(Clock::time_point now);
   void pump();
   [[nodiscard]] bool take_grant(Outgoing& message);
   void announce(const Outgoing& message);

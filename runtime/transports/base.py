@@ -191,12 +191,14 @@ class Transport(ABC):
         rank: This rank, 0 … world_size-1.
         world_size: How many ranks the transport joins.
         store: The control plane: small texts under names, seen by all ranks.
+        rdma_devices: The RDMA devices that messages may pass, by name.
     """
 
     contract: Contract
     rank: int
     world_size: int
     store: Store
+    rdma_devices: tuple[str, ...] = ()
 
     @abstractmethod
     def send(

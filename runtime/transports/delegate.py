@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore, Store
 from adaptra import _C
 from adaptra.errors import LaunchError, TransportError
 from adaptra.graph.specs import MessageSpec
+from adaptra.runtime.transports import rdma_paths
 from adaptra.runtime.transports.base import (
     Guard,
     Identity,
@@ -78,8 +79,8 @@ class DelegateTransport(Transport):
         rank: This rank.
         world_size: The number of ranks.
         store: The job's store, for this transport's use and that of its users.
-        addresses: Numeric addresses of this host, one per path, in the order of preference; connections are accepted on
-            these only. All ranks give equally many.
+        addresses: One per path, in the order of preference: a numeric address of this host for TCP, an RDMA port such as
+            ``rdma:mlx5_0/1`` for verbs. Connections are accepted on these only. All ranks give equally many of the same kinds.
         timing: How soon failures are noticed.
         owns_default: Whether closing also ends torch's default group.
 
@@ -116,6 +117,7 @@ class DelegateTransport(Transport):
             handshake=timing.handshake,
         )
         mine = [self._listen(address) for address in addresses]
+        self.rdma_devices = rdma_paths.devices_of(addresses)
         for peer, endpoints in enumerate(share_endpoints(control, rank, world_size, mine)):
             if peer != rank:
                 self._engine.set_peer(peer, [(endpoint.host, endpoint.port) for endpoint in endpoints])
@@ -304,6 +306,8 @@ class DelegateTransport(Transport):
                 logger.warning("rank %d: turned away a connection from %s: it %s", self.rank, address, reason)
 
     def _listen(self, address: str) -> Endpoint:
+        if address.startswith(rdma_paths.PREFIX):
+            return rdma_paths.listen(self._engine, address)
         try:
             return Endpoint("tcp", address, self._engine.add_tcp_path(address))
         except (RuntimeError, ValueError) as error:

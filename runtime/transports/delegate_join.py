@@ -9,6 +9,7 @@ from torch import distributed
 from torch.distributed import PrefixStore, ProcessGroup
 
 from adaptra.runtime.stores import clone
+from adaptra.runtime.transports import rdma_paths
 from adaptra.runtime.transports.delegate import DelegateTransport, Timing
 from adaptra.runtime.transports.delegate_gpu import GpuDelegateTransport
 from adaptra.runtime.transports.endpoints import address_towards
@@ -25,7 +26,8 @@ def join(
 
     Args:
         group: The ranks to join; None for the default group, which is set up from the launcher's environment if nobody did.
-        addresses: Of this host, one per path, see :class:`DelegateTransport`; () for the one by which it reaches the store.
+        addresses: One per path, see :class:`DelegateTransport`; () for the usable RDMA ports of this host, followed by the
+            address by which it reaches the store.
         timing: How soon failures are noticed.
         device: Where tensors are sent from and wanted: the host, or a GPU.
 
@@ -37,8 +39,8 @@ def join(
     control = new_group(ranks, "gloo").get_group_store()
     # A connection of its own: who waits on the control plane holds up nobody else.
     store = PrefixStore("adaptra", clone(control))
-    found = addresses or [address_towards(control)]
     rank, place = distributed.get_rank(group), torch.device(device)
+    found = addresses or [*rdma_paths.agree_on_ports(store, rank, len(ranks)), address_towards(control)]
     if place.type == "cuda":
         return GpuDelegateTransport(rank, len(ranks), store, found, timing, owns_default, place)
     return DelegateTransport(rank, len(ranks), store, found, timing, owns_default)

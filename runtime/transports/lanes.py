@@ -38,6 +38,7 @@ class LanedTransport(Transport):
         self.rank = default.rank
         self.world_size = default.world_size
         self.store = default.store
+        self.rdma_devices = tuple(name for each in (default, *lanes.values()) for name in each.rdma_devices)
         self._default = default
         self._lanes = dict(lanes)
         self._all = (default, *self._lanes.values())

@@ -16,6 +16,9 @@
 using namespace adaptra::delegate;
 
 void test_engines();
+#if ADAPTRA_HAS_VERBS
+void test_verbs();
+#endif
 
 namespace {
 
@@ -157,5 +160,8 @@ int main() {
   test_intervals();
   test_handshake();
   test_engines();
+#if ADAPTRA_HAS_VERBS
+  test_verbs();
+#endif
   std::puts("all C++ tests of the delegate passed");
 }

@@ -1,0 +1,112 @@
+// Two processes pass a chunk to and fro over one connection of the verbs wire, without an engine: what the wire alone takes.
+//   verbs_ping DEVICE LOCAL PORT BYTES ROUNDS           waits for its peer
+//   verbs_ping DEVICE LOCAL PORT BYTES ROUNDS REMOTE    connects, and prints the seconds of half of each round, one a line
+#include <fcntl.h>
+#include <sys/socket.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "delegate/memory.h"
+#include "delegate/poller.h"
+#include "delegate/sockets.h"
+#include "delegate/verbs.h"
+
+using namespace adaptra::delegate;
+
+namespace {
+
+void must(bool is_so, const char* what) {
+  if (!is_so) throw std::runtime_error(what);
+}
+
+Descriptor meet(const std::string& local, std::uint16_t port, const char* remote) {
+  const SocketAddress here = resolve(local, remote == nullptr ? port : std::uint16_t{0});
+  Descriptor socket = make_socket(here);
+  fcntl(socket.get(), F_SETFL, 0);
+  const int on = 1;
+  setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  must(bind(socket.get(), here.get(), here.length) == 0, "bind");
+  if (remote == nullptr) {
+    must(listen(socket.get(), 1) == 0, "listen");
+    return Descriptor(accept(socket.get(), nullptr, nullptr));
+  }
+  const SocketAddress there = resolve(remote, port);
+  for (int tries = 0; connect(socket.get(), there.get(), there.length) != 0; ++tries) {
+    must(tries < 500, "the peer does not listen");
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  return socket;
+}
+
+class Player : public Sink {
+ public:
+  explicit Player(std::size_t bytes) : slot_(1, bytes), message_(2, bytes) {}
+
+  void established(Connection& connection) override {
+    connection_ = &connection;
+    connection.expose(0, slot_.memory());
+    connection.flush();
+  }
+  std::span<std::byte> place(const Frame& chunk, std::string&) override { return slot_.memory().bytes.first(chunk.length); }
+  void chunk(Connection&, const Frame&) override { ++arrived; }
+  void control(Connection&, const Frame&, std::span<const std::byte>) override {}
+  void writable(Connection&) override {}
+  void failed(Connection&, std::string reason) override { throw std::runtime_error(reason); }
+
+  [[nodiscard]] bool can_serve() const { return connection_ != nullptr && connection_->can_post(0); }
+  void serve() {
+    const auto length = static_cast<std::uint32_t>(message_.memory().bytes.size());
+    connection_->post({.kind = FrameKind::kChunk, .total = length, .length = length}, message_.memory());
+    connection_->flush();
+  }
+
+  int arrived = 0;
+
+ private:
+  Pages slot_, message_;
+  Connection* connection_ = nullptr;
+};
+
+void run(int count, char** given) {
+  const char* const remote = count > 6 ? given[6] : nullptr;
+  const int rounds = std::atoi(given[5]);
+  EpollPoller poller;
+  const auto wire = make_verbs_wire(given[1], 1, poller);
+  Player player(std::strtoull(given[4], nullptr, 10));
+  Descriptor socket = meet(given[2], static_cast<std::uint16_t>(std::atoi(given[3])), remote);
+  const auto connection = wire->adopt(socket.release(), {}, remote != nullptr, player);
+  while (!player.can_serve()) poller.dispatch(poller.wait(10)), wire->progress();
+  std::vector<double> halves;
+  for (int round = 1; round <= rounds; ++round) {
+    const auto began = Clock::now();
+    if (remote != nullptr) player.serve();
+    while (player.arrived < round) {
+      // Both processes and the device may share one processor.
+      if (!wire->progress()) std::this_thread::yield();
+    }
+    if (remote == nullptr) player.serve();
+    halves.push_back(std::chrono::duration<double>(Clock::now() - began).count() / 2);
+  }
+  // The last chunk must leave before its queue pair goes.
+  for (const auto until = Clock::now() + std::chrono::milliseconds(200); remote == nullptr && Clock::now() < until;) {
+    wire->progress();
+  }
+  for (std::size_t k = 0; remote != nullptr && k < halves.size(); ++k) std::printf("%.9f\n", halves[k]);
+}
+
+}  // namespace
+
+int main(int count, char** given) {
+  if (count < 6) return std::fputs("usage: verbs_ping DEVICE LOCAL PORT BYTES ROUNDS [REMOTE]\n", stderr), 2;
+  try {
+    run(count, given);
+  } catch (const std::exception& error) {
+    return std::fprintf(stderr, "verbs_ping: %s\n", error.what()), 1;
+  }
+}
