@@ -57,8 +57,9 @@ class Device:
 
     def __init__(self, size: Size) -> None:
         self._size = size
-        self._weight = torch.randn(WIDTH, WIDTH, device="cuda") / WIDTH**0.5
         self._inputs = torch.randn(WIDTH, WIDTH, device="cuda")
+        self._weight = torch.randn(WIDTH, WIDTH, device="cuda")
+        self._outputs = torch.empty(WIDTH, WIDTH, device="cuda")
         self._activation = torch.randn(size.rows, WIDTH, device="cuda")
         self._remote = torch.empty(2, size.rows, WIDTH, device="cuda")
         self._products = 1
@@ -80,7 +81,7 @@ class Device:
 
     def _multiply(self, count: int) -> None:
         for _ in range(count):
-            self._inputs = self._inputs @ self._weight
+            torch.mm(self._inputs, self._weight, out=self._outputs)
 
     def _milliseconds(self, work: Callable[[], None]) -> float:
         work()
@@ -117,6 +118,7 @@ def by_delegate(device: Device, size: Size, transport: Transport, step: int) -> 
     ended = time.perf_counter() - started
     for pending in pendings:
         pending.wait(PATIENCE)
+    dist.barrier()  # The peer has taken the last one, too.
     return ended, time.perf_counter() - started
 
 
@@ -127,6 +129,7 @@ def take(transport: Transport, size: Size, step: int, seconds: float) -> None:
         pending.wait(PATIENCE)
         time.sleep(seconds)  # The link's time, not a condition.
         transport.release(pending)
+    dist.barrier()
 
 
 def measure(rank: int, size: Size, links: list[float], rounds: int) -> list[dict[str, Any]]:
