@@ -10,7 +10,12 @@ from typing import Any, Final
 
 from adaptra import __version__
 
-EXTRAS: Final = {"viz": ("matplotlib", "pictures"), "rdma": ("pyverbs", "RDMA devices"), "exact": ("ortools", "exact plans")}
+EXTRAS: Final = {
+    "viz": ("matplotlib", "pictures"),
+    "rdma": ("pyverbs", "RDMA devices"),
+    "exact": ("ortools", "exact plans"),
+    "gpu": ("triton", "packing messages on a GPU"),
+}
 _BACKENDS: Final = ("gloo", "nccl", "mpi", "xccl")
 
 
