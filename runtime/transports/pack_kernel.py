@@ -10,8 +10,8 @@ import triton  # pyright: ignore[reportMissingImports] - an extra
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 
-@triton.jit
-def copy_flat(  # pyright: ignore[reportUntypedFunctionDecorator]
+@triton.jit  # pyright: ignore[reportUntypedFunctionDecorator]
+def copy_flat(
     source,  # pyright: ignore[reportMissingParameterType] - a kernel's arguments are Triton's to type
     target,  # pyright: ignore[reportMissingParameterType]
     count,  # pyright: ignore[reportMissingParameterType]
