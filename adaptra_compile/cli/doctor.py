@@ -11,7 +11,11 @@ from typing import Any, Final
 from adaptra import __version__
 from adaptra.errors import MissingExtraError
 
-EXTRAS: Final = {"viz": ("matplotlib", "pictures"), "exact": ("ortools", "exact plans")}
+EXTRAS: Final = {
+    "viz": ("matplotlib", "pictures"),
+    "exact": ("ortools", "exact plans"),
+    "gpu": ("triton", "packing messages on a GPU"),
+}
 _BACKENDS: Final = ("gloo", "nccl", "mpi", "xccl")
 
 

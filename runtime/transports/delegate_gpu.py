@@ -82,7 +82,7 @@ class GpuDelegateTransport(DelegateTransport):
         return super()._make_message(memory, specs)
 
     def _fill(self, message: EngineMessage, tensors: Sequence[Tensor], start: Callable[[], None]) -> None:
-        self._staging.then(self._staging.to_host(message.views, tensors), start)
+        self._staging.then(self._staging.to_host(message, tensors), start)
 
     def _expect(self, pending: Travelling, source_rank: int) -> None:
         channel = (source_rank, pending.identity.is_backward)

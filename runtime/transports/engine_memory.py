@@ -14,7 +14,7 @@ from adaptra.errors import LaunchError
 from adaptra.graph.specs import MessageSpec
 from adaptra.runtime.transports import clock
 from adaptra.runtime.transports.base import now
-from adaptra.runtime.transports.wire import HEADER_BYTES, Header, views_of
+from adaptra.runtime.transports.wire import HEADER_BYTES, Header, flat_bytes, views_of
 
 _READING: Final = struct.Struct("<d")
 _SECONDS: Final = 30.0
@@ -27,7 +27,8 @@ class EngineMessage:
         memory: As long as the message.
         rule: Writes and checks the header.
         header: The memory as bytes.
-        views: The tensors, views of the memory, which they keep alive.
+        flat: All tensors, (bytes,) uint8, a view of the memory, which it keeps alive.
+        views: The tensors, views of ``flat``.
     """
 
     def __init__(self, memory: _C.Memory, specs: MessageSpec) -> None:
@@ -37,7 +38,8 @@ class EngineMessage:
         # The tensors keep the array alive, and the array the memory.
         array.owner = memory  # pyright: ignore[reportAttributeAccessIssue] - any attribute may be set
         self.header = memoryview(array).cast("B")
-        self.views = views_of(torch.frombuffer(array, dtype=torch.uint8)[HEADER_BYTES:], specs)
+        self.flat = torch.frombuffer(array, dtype=torch.uint8)[HEADER_BYTES : HEADER_BYTES + flat_bytes(specs)]
+        self.views = views_of(self.flat, specs)
 
 
 class _Pair:

@@ -3,10 +3,13 @@
 The engine's memory is registered with CUDA, so copies to and from it run beside the host. What must happen after a copy (a
 message may be sent, a slot be filled anew) is done by one thread that waits for the copy's event. A sent tensor is recorded on
 the copy stream, and a received one on the stream that asks for it: neither's memory is used again before its copy has ended.
+
+A message of several tensors, or of one that isn't contiguous, is packed on the GPU first where Triton works, see :mod:`.pack`.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +20,10 @@ from torch import Tensor
 
 from adaptra import _C
 from adaptra.errors import LaunchError
+from adaptra.runtime.transports import pack
+from adaptra.runtime.transports.engine_memory import EngineMessage
+
+logger = logging.getLogger(__name__)
 
 _JOIN_SECONDS: Final = 5.0
 
@@ -32,6 +39,11 @@ class Staging:
     def __init__(self, device: torch.device, name: str) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(self._stream):
+            reason = pack.why_not(self._stream.device)
+        if reason is not None:
+            logger.info("%s: tensors are copied to the host one by one: %s", name, reason)
+        self._packs = reason is None
         self._pinned: dict[int, _C.Memory] = {}
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -52,12 +64,20 @@ class Staging:
                 raise LaunchError(f"CUDA can't register {len(memory)} bytes of host memory: error {status}")
             self._pinned[memory.address] = memory
 
-    def to_host(self, views: Sequence[Tensor], tensors: Sequence[Tensor]) -> torch.cuda.Event:
-        """Start to copy ``tensors`` into ``views`` of pinned memory; the event says when that is done."""
+    def to_host(self, message: EngineMessage, tensors: Sequence[Tensor]) -> torch.cuda.Event:
+        """Start to copy ``tensors`` into a message in pinned memory; the event says when that is done."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), torch.no_grad():
-            for view, tensor in zip(views, tensors, strict=True):
-                view.copy_(tensor, non_blocking=True)
+            here = self._stream.device
+            if self._packs and pack.is_worthwhile(tensors) and all(tensor.device == here for tensor in tensors):
+                # Made and used on the copy stream only, so its memory goes to nobody before the copy has ended.
+                flat = torch.empty(message.flat.numel(), dtype=torch.uint8, device=here)
+                pack.pack(flat, tensors)
+                message.flat.copy_(flat, non_blocking=True)
+            else:
+                for view, tensor in zip(message.views, tensors, strict=True):
+                    view.copy_(tensor, non_blocking=True)
+            for tensor in tensors:
                 if tensor.is_cuda:
                     tensor.record_stream(self._stream)
         return self._record()

@@ -1,0 +1,65 @@
+"""The Triton kernel that packs; imports triton, so only :mod:`.pack` imports it, and only when it is asked to pack.
+
+The kernel sees bits and no numbers: it copies integers as wide as the tensor's elements, and rounds to bfloat16 by arithmetic
+on the bits. So what it writes is the same on every device, and under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import triton  # pyright: ignore[reportMissingImports] - an extra
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+
+@triton.jit  # pyright: ignore[reportUntypedFunctionDecorator]
+def copy_flat(
+    source,  # pyright: ignore[reportMissingParameterType] - a kernel's arguments are Triton's to type
+    target,  # pyright: ignore[reportMissingParameterType]
+    count,  # pyright: ignore[reportMissingParameterType]
+    padded,  # pyright: ignore[reportMissingParameterType]
+    size_1,  # pyright: ignore[reportMissingParameterType]
+    size_2,  # pyright: ignore[reportMissingParameterType]
+    size_3,  # pyright: ignore[reportMissingParameterType]
+    stride_0,  # pyright: ignore[reportMissingParameterType]
+    stride_1,  # pyright: ignore[reportMissingParameterType]
+    stride_2,  # pyright: ignore[reportMissingParameterType]
+    stride_3,  # pyright: ignore[reportMissingParameterType]
+    WIDE: tl.constexpr,  # noqa: N803 - constants of a kernel are written so
+    NARROW: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Copy ``count`` elements of a tensor of four dimensions to ``target`` in order, and zeros from there to ``padded``.
+
+    Args:
+        source: The tensor's first element, as an integer of the same width.
+        target: Where the flat copy begins; int16 if ``NARROW``.
+        count: Elements of the tensor.
+        padded: Elements to write, at least ``count``.
+        size_1: Of dimension 1; dimension 0 is as large as ``count`` says.
+        size_2: Of dimension 2.
+        size_3: Of dimension 3.
+        stride_0: Of dimension 0, in elements.
+        stride_1: Of dimension 1, in elements.
+        stride_2: Of dimension 2, in elements.
+        stride_3: Of dimension 3, in elements.
+        WIDE: Whether places need 64 bits.
+        NARROW: Whether the source's int32 are float32 to be rounded to bfloat16.
+        BLOCK: Elements per program.
+    """
+    program = tl.program_id(0)
+    if WIDE:
+        program = program.to(tl.int64)
+    index = program * BLOCK + tl.arange(0, BLOCK)
+    rest = index
+    place = (rest % size_3) * stride_3
+    rest = rest // size_3
+    place += (rest % size_2) * stride_2
+    rest = rest // size_2
+    place += (rest % size_1) * stride_1
+    place += (rest // size_1) * stride_0
+    value = tl.load(source + place, mask=index < count, other=0)
+    if NARROW:
+        # To nearest, ties to even: half of the last kept bit less one, and one more if that bit is set, before the cut.
+        rounded = (value + 0x7FFF + ((value >> 16) & 1)) >> 16
+        is_nan = (value & 0x7FFFFFFF) > 0x7F800000
+        value = tl.where(is_nan, 0x7FC0, rounded).to(tl.int16)
+    tl.store(target + index, value, mask=index < padded)
