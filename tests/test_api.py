@@ -423,7 +423,7 @@ def test_a_step_that_fails_says_where_and_ends_fast():
 
 def test_an_interrupt_ends_the_step_on_all_ranks():
     """Ctrl-C reaches the caller at once, though only one of the threads gets it, and nothing is left running."""
-    with compiled(options=adaptra.Options(emulate=adaptra.EmulatedDevice(0.3, 0.3, 0.3))) as pipe:
+    with compiled(options=adaptra.Options(emulate=adaptra.EmulatedDevice(1.0, 1.0, 1.0))) as pipe:
         main = threading.main_thread().ident
         assert main is not None
         timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
@@ -431,7 +431,8 @@ def test_an_interrupt_ends_the_step_on_all_ranks():
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             pipe.step(X, Y)
-        assert time.monotonic() - begun < 2
+        # A whole step takes more than 12 s.
+        assert time.monotonic() - begun < 5
         with pytest.raises(PipelineError, match="failed by KeyboardInterrupt"):
             pipe.step(X, Y)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("adaptra")]
