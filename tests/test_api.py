@@ -426,6 +426,8 @@ def test_an_interrupt_ends_the_step_on_all_ranks():
     with compiled(options=adaptra.Options(emulate=adaptra.EmulatedDevice(1.0, 1.0, 1.0))) as pipe:
         main = threading.main_thread().ident
         assert main is not None
+        # Who starts the tests in the background may have had SIGINT ignored.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
         begun = time.monotonic()
         timer.start()
@@ -433,6 +435,7 @@ def test_an_interrupt_ends_the_step_on_all_ranks():
             pipe.step(X, Y)
         # A whole step takes more than 12 s.
         assert time.monotonic() - begun < 5
+        signal.signal(signal.SIGINT, before)
         with pytest.raises(PipelineError, match="failed by KeyboardInterrupt"):
             pipe.step(X, Y)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("adaptra")]
