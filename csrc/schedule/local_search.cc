@@ -136,23 +136,19 @@ double LocalSearch::begin_turn() {
     for (Sequence& sequence : current_) std::erase_if(sequence, [](std::int32_t code) { return kind_of(code) == Kind::W; });
     set_first_patience();
   }
-  since_ = 0.0;
-  current_makespan_ = best_makespan_ = time(kNever);
-  keep_current();
+  start_from_current();
+  best_makespan_ = current_makespan_;
   keep_best();
-  find_blocks();
-  history_.assign(kHistory, current_makespan_ * 1.006);
-  fruitless_ = 0;
   return started_from_;
 }
 
 // Of what all stages could wait alike, what fits these orders best.
 void LocalSearch::set_first_patience() {
+  since_ = 0.0;
   double shortest = kNever;
   float best = 0.0F;
   for (const float patience : kFirstPatience) {
     patience_.assign(problem_.placement.size(), patience);
-    since_ = 0.0;
     const double makespan = time(kNever);
     if (makespan >= shortest) continue;
     shortest = makespan;
@@ -168,13 +164,13 @@ double LocalSearch::time(double cutoff) {
   return result.complete && result.makespan <= cutoff ? result.makespan : kNever;
 }
 
-// Where the QuickTimer can't tell what is critical, everything may be.
 void LocalSearch::keep_current() {
   if (!quick_) return;
   timer_.keep();
   if (filled_) whole_ = timer_.filled();
 }
 
+// Where the QuickTimer can't tell what is critical, everything may be.
 void LocalSearch::find_blocks() {
   if (filled_) return find_filled_blocks();
   if (quick_) return timer_.critical_blocks(current_, blocks_);
@@ -206,6 +202,11 @@ void LocalSearch::keep_best() {
 void LocalSearch::restart() {
   current_ = best_;
   patience_ = best_patience_;
+  start_from_current();
+}
+
+// Goes on from the current orders as if nothing had been tried.
+void LocalSearch::start_from_current() {
   since_ = 0.0;
   current_makespan_ = time(kNever);
   keep_current();

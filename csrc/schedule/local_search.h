@@ -74,6 +74,7 @@ class LocalSearch final : public SearchPart {
   bool change();
   void change_patience();
   void restart();
+  void start_from_current();
   bool move_one();
   bool move_several(std::size_t rank, std::int32_t code, std::int32_t microbatch, std::int32_t by);
   bool move_op(std::size_t rank, std::size_t from, std::size_t to);

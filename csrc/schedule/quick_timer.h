@@ -30,8 +30,8 @@ class QuickTimer {
   // Sequences that are like those last kept until the time `since` are only timed from then on; see decided_at().
   [[nodiscard]] double makespan(const std::vector<Sequence>& sequences, double cutoff, double since = 0.0);
 
-  // Whether fill() covers the problem: not where messages hold their receivers.
-  [[nodiscard]] bool fills() const { return !receiver_waits_; }
+  // Whether fill() covers it too: not where messages hold their receivers.
+  [[nodiscard]] static bool fills(const Problem& problem) { return covers(problem) && problem.cost.blocking != Blocking::Both; }
 
   // The same for orders of F and I alone, into which it puts W: wherever a rank waits for at least `patience` (of the stage)
   // times what the W takes, where an F needs its memory, and at the end.

@@ -82,14 +82,14 @@ class Search {
         options_(options),
         most_(most_in_flight(problem, options.in_flight)),
         dice_(options.seed),
-        judge_(problem, rule, options_.in_flight) {
-    if (QuickTimer::covers(problem) && QuickTimer(problem).fills()) {
+        judge_(problem, rule, options.in_flight) {
+    if (QuickTimer::fills(problem)) {
       add(0.25, std::make_unique<RhythmClimb>(problem, options.warm_ups, most_, judge_, dice_));
-      add(2.0, std::make_unique<LocalSearch>(problem, rule, options_.in_flight, WeightGrads::Filled, judge_, dice_));
+      add(2.0, std::make_unique<LocalSearch>(problem, rule, options.in_flight, WeightGrads::Filled, judge_, dice_));
     }
     policies_ = new PolicyClimb(problem, options.warm_ups, most_, judge_, dice_);
     add(0.5, std::unique_ptr<SearchPart>(policies_));
-    add(2.0, std::make_unique<LocalSearch>(problem, rule, options_.in_flight, WeightGrads::Placed, judge_, dice_));
+    add(2.0, std::make_unique<LocalSearch>(problem, rule, options.in_flight, WeightGrads::Placed, judge_, dice_));
   }
 
   std::optional<Plan> run() {
