@@ -1,6 +1,7 @@
 #include "delegate/frame.h"
 
 #include "delegate/crc32c.h"
+#include "delegate/little_endian.h"
 
 namespace adaptra::delegate {
 namespace {
@@ -8,20 +9,6 @@ namespace {
 constexpr std::uint64_t kMagic = 0xad47;
 constexpr std::uint64_t kVersion = 1;
 constexpr std::size_t kChecked = kFrameBytes - 4;  // the header's own checksum is its end
-
-void put(FrameBytes& bytes, std::size_t at, std::size_t size, std::uint64_t value) {
-  for (std::size_t k = 0; k < size; ++k) bytes[at + k] = static_cast<std::byte>(value >> (8 * k));
-}
-
-std::uint64_t get(std::span<const std::byte, kFrameBytes> bytes, std::size_t at, std::size_t size) {
-  std::uint64_t value = 0;
-  for (std::size_t k = 0; k < size; ++k) value |= std::to_integer<std::uint64_t>(bytes[at + k]) << (8 * k);
-  return value;
-}
-
-std::uint32_t get32(std::span<const std::byte, kFrameBytes> bytes, std::size_t at) {
-  return static_cast<std::uint32_t>(get(bytes, at, 4));
-}
 
 // What a frame of this kind may carry behind its header; nothing is read for longer.
 std::uint32_t most_payload(FrameKind kind) {

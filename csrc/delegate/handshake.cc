@@ -10,22 +10,14 @@
 #include <system_error>
 #include <utility>
 
+#include "delegate/little_endian.h"
+
 namespace adaptra::delegate {
 namespace {
 
 constexpr std::string_view kMagic = "adhs";
 constexpr std::byte kVersion{1};
 constexpr std::size_t kNonceAt = 24;
-
-void put(std::span<std::byte> bytes, std::size_t at, std::uint32_t value) {
-  for (std::size_t k = 0; k < 4; ++k) bytes[at + k] = static_cast<std::byte>(value >> (8 * k));
-}
-
-std::uint32_t get(std::span<const std::byte> bytes, std::size_t at) {
-  std::uint32_t value = 0;
-  for (std::size_t k = 0; k < 4; ++k) value |= std::to_integer<std::uint32_t>(bytes[at + k]) << (8 * k);
-  return value;
-}
 
 }  // namespace
 
@@ -47,10 +39,10 @@ Handshake Handshake::open(const Secret& secret, const Address& address, const No
   std::memcpy(hello.data(), kMagic.data(), kMagic.size());
   hello[4] = kVersion;
   hello[5] = static_cast<std::byte>(address.is_backward ? 1 : 0);
-  put(hello, 8, address.source);
-  put(hello, 12, address.destination);
-  put(hello, 16, address.path);
-  put(hello, 20, address.index);
+  put(hello, 8, 4, address.source);
+  put(hello, 12, 4, address.destination);
+  put(hello, 16, 4, address.path);
+  put(hello, 20, 4, address.index);
   std::copy(nonce.begin(), nonce.end(), hello.begin() + kNonceAt);
   made.say(hello);
   return made;
@@ -81,7 +73,7 @@ Handshake::State Handshake::receive(std::span<const std::byte> part) {
       if (std::memcmp(hello_.data(), kMagic.data(), kMagic.size()) != 0 || hello_[4] != kVersion) {
         return refuse("sent bytes that are no greeting of version 1");
       }
-      address_ = Address{get(hello_, 8), get(hello_, 12), hello_[5] != std::byte{}, get(hello_, 16), get(hello_, 20)};
+      address_ = Address{get32(hello_, 8), get32(hello_, 12), hello_[5] != std::byte{}, get32(hello_, 16), get32(hello_, 20)};
       say(challenge_);
       next_ = Part::kProof;
       return State::kTalking;

@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "delegate/little_endian.h"
+
 namespace adaptra::delegate {
 namespace {
 
@@ -20,16 +22,6 @@ constexpr std::uint8_t kRetries = 6;
 constexpr std::uint8_t kReceiverRetries = 6;
 constexpr std::uint8_t kReceiverTimer = 12;
 constexpr std::uint8_t kHops = 64;
-
-void put(GreetingBytes& bytes, std::size_t at, std::size_t size, std::uint64_t value) {
-  for (std::size_t k = 0; k < size; ++k) bytes[at + k] = static_cast<std::byte>(value >> (8 * k));
-}
-
-std::uint32_t get(std::span<const std::byte, kGreetingBytes> bytes, std::size_t at, std::size_t size) {
-  std::uint32_t value = 0;
-  for (std::size_t k = 0; k < size; ++k) value |= std::to_integer<std::uint32_t>(bytes[at + k]) << (8 * k);
-  return value;
-}
 
 void modify(const Verbs& verbs, ibv_qp& pair, ibv_qp_attr& attributes, int mask, const char* to) {
   if (const int error = verbs.modify_qp(&pair, &attributes, mask); error != 0) {
@@ -58,10 +50,10 @@ bool decode(std::span<const std::byte, kGreetingBytes> bytes, Greeting& greeting
     return false;
   }
   greeting.is_infiniband = get(bytes, 3, 1) == 1;
-  greeting.number = get(bytes, 4, 4);
-  greeting.first_packet = get(bytes, 8, 4);
+  greeting.number = get32(bytes, 4);
+  greeting.first_packet = get32(bytes, 8);
   greeting.lid = static_cast<std::uint16_t>(get(bytes, 12, 2));
-  const std::uint32_t mtu = get(bytes, 14, 1);
+  const std::uint64_t mtu = get(bytes, 14, 1);
   std::memcpy(greeting.gid.raw, &bytes[16], sizeof greeting.gid.raw);
   if (mtu < IBV_MTU_256 || mtu > IBV_MTU_4096 || greeting.number >= 1U << 24 || greeting.first_packet >= 1U << 24) {
     reason = "its peer's queue pair has an impossible number or packet size";
