@@ -1,10 +1,17 @@
-"""Several ranks over gloo on this machine, for benchmarks: starts the processes, hands back what rank 0 found."""
+"""Several ranks over gloo on this machine, for benchmarks: starts the processes, hands back what rank 0 found.
+
+The ranks are either processes of this machine, over loopback, or each on a host of its own, joined by links with a stated delay and
+rate (``tests/links/``).
+"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,6 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "links"))
+import linked_hosts
 
 WIDTH = 16
 """Width of the small model: a few hundred multiplications per layer, so that its arithmetic hardly counts."""
@@ -30,6 +40,37 @@ def run_on_ranks(measure: Callable[..., Any], ranks: int, *arguments: Any) -> An
             _rank, (ranks, port, str(results), measure, arguments), nprocs=ranks, start_method="spawn"
         )
         return json.loads(results.read_text())
+
+
+def run_on_hosts(measure: Callable[..., Any], ranks: int, links: list[str], *arguments: Any, timeout: float = 3600.0) -> Any:
+    """The same with each rank on a host of its own; ``links`` are changes as ``tests/links/link_changes.py`` reads them.
+
+    Arguments are JSON values. :func:`change_links` changes links from within ``measure``.
+    """
+    if (reason := linked_hosts.missing()) is not None:
+        raise SystemExit(reason)
+    with linked_hosts.LinkedHosts(ranks, *links) as hosts:
+        file, name = inspect.getfile(measure), measure.__name__
+        return hosts.call(_on_host, str(Path(file).resolve()), name, arguments, timeout=timeout)[0]
+
+
+def change_links(change: str) -> None:
+    """Change the links between the hosts of :func:`run_on_hosts`, at once on all ranks."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        linked_hosts.change_links(os.environ[linked_hosts.CONTROL], change)
+    dist.barrier()
+
+
+def _on_host(rank: int, file: str, name: str, arguments: list[Any]) -> Any:
+    sys.path.append(str(Path(file).parent))
+    measure = getattr(importlib.import_module(Path(file).stem), name)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = measure(rank, *arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
 
 
 def _rank(rank: int, ranks: int, port: int, results: str, measure: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
