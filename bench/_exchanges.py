@@ -25,18 +25,22 @@ class Gloo:
         self._buffers = [torch.ones(size, dtype=torch.uint8) for _ in range(outstanding)]
         self._is_source = rank == 0
 
-    def exchange(self, count: int) -> None:
-        """Move ``count`` messages from rank 0 to rank 1."""
+    def exchange(self, count: int) -> list[float]:
+        """Move ``count`` messages from rank 0 to rank 1; when each was done on this rank, ``time.monotonic()``."""
+        ends: list[float] = []
         start: Callable[[Tensor, int], dist.Work | None] = dist.isend if self._is_source else dist.irecv
         works: deque[dist.Work] = deque()
         for k in range(count):
             if len(works) == len(self._buffers):
                 works.popleft().wait()
+                ends.append(time.monotonic())
             work = start(self._buffers[k % len(self._buffers)], self._peer)
             assert work is not None
             works.append(work)
         for work in works:
             work.wait()
+            ends.append(time.monotonic())
+        return ends
 
     def echo(self, count: int) -> None:
         """Send a message to and fro ``count`` times."""
@@ -56,15 +60,19 @@ class Delegate:
         self._is_source = rank == 0
         engine.reserve(self._peer, size, outstanding)
 
-    def exchange(self, count: int) -> None:
-        """Move ``count`` messages from rank 0 to rank 1."""
+    def exchange(self, count: int) -> list[float]:
+        """Move ``count`` messages from rank 0 to rank 1; when each was done on this rank, ``time.monotonic()``."""
+        ends: list[float] = []
         requests: deque[_C.Request] = deque()
         for k in range(count):
             if len(requests) == len(self._buffers):
                 self._end(requests.popleft())
+                ends.append(time.monotonic())
             requests.append(self._begin(self._is_source, k))
         for request in requests:
             self._end(request)
+            ends.append(time.monotonic())
+        return ends
 
     def echo(self, count: int) -> None:
         """Send a message to and fro ``count`` times."""

@@ -27,7 +27,7 @@ MIB = 1 << 20
 SMALL = 4096
 
 
-def timed(work: Callable[[int], None], count: int) -> tuple[float, float]:
+def timed(work: Callable[[int], object], count: int) -> tuple[float, float]:
     """Wall-clock seconds until both ranks are done, and the processor time of both."""
     dist.barrier()
     started, worked = time.perf_counter(), time.process_time()
@@ -47,7 +47,9 @@ def measure_latency(engine: _C.Engine, rank: int, link: str, rounds: int, echoes
     return Row(f"{link}: latency of 4 KiB", mine, theirs, "µs", rounds)
 
 
-def measure_messages(engine: _C.Engine, rank: int, link: str, size: int, outstanding: int, volume: int, rounds: int) -> list[Row]:
+def measure_messages(
+    engine: _C.Engine, rank: int, link: str, size: int, outstanding: int, volume: int, rounds: int
+) -> list[Row]:
     """Many messages of one size."""
     count = max(2 * outstanding, volume // size)
     ours, gloo = Delegate(engine, rank, size, outstanding), Gloo(rank, size, outstanding)

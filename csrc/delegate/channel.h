@@ -15,11 +15,10 @@
 #include "delegate/memory.h"
 #include "delegate/paths.h"
 #include "delegate/stats.h"
+#include "delegate/width.h"
 #include "delegate/wire.h"
 
 namespace adaptra::delegate {
-
-inline constexpr std::uint32_t kMostConnections = 8;  // per path of a channel
 
 struct Timing {
   Clock::duration heartbeat = std::chrono::milliseconds(200);

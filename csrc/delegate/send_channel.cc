@@ -9,8 +9,6 @@
 namespace adaptra::delegate {
 namespace {
 
-// How long a path is watched before it is widened once more; several times any round trip.
-constexpr Clock::duration kWidenEvery = std::chrono::milliseconds(100);
 constexpr std::size_t kMostSlots = 1U << 16;
 
 std::uint64_t nanoseconds(Clock::duration duration) {
@@ -75,8 +73,7 @@ void SendChannel::choose_path(Clock::time_point now) {
   if (last_path_ && last_path_ != chosen) Stats::add(stats_.path_changes);
   last_path_ = chosen;
   path_ = chosen;
-  wanted_ = 1;
-  last_widened_ = now;
+  width_ = Width(now);
   Stats::set(stats_.connections, paths_[*path_].up.size());
   resync();
   pump();
@@ -207,8 +204,8 @@ void SendChannel::announce(const Outgoing& message) {
 Connection* SendChannel::pick(std::uint32_t slot) {
   const auto& up = paths_[*path_].up;
   for (std::size_t tried = 0; tried < up.size(); ++tried) {
-    Connection* const connection = up[turn_++ % up.size()];
-    if (connection->can_post(slot)) return connection;
+    const std::size_t k = turn_++ % up.size();
+    if (!width_.is_avoided(k, up.size()) && up[k]->can_post(slot)) return up[k];
   }
   return nullptr;
 }
@@ -243,21 +240,15 @@ void SendChannel::every_tick(Clock::time_point now) {
     let_go(now);
     pump();
   }
-  if (now - last_widened_ >= kWidenEvery) {
-    last_widened_ = now;
-    widen_if_limited();
-  }
+  if (path_ && width_.is_due(now)) look_at_width(now);
 }
 
-void SendChannel::widen_if_limited() {
-  if (!path_) return;
+void SendChannel::look_at_width(Clock::time_point now) {
   const auto& up = paths_[*path_].up;
-  bool is_limited = true;  // also resets what each connection remembers
-  for (Connection* connection : up) is_limited = connection->is_window_limited() && is_limited;
   Stats::set(stats_.connections, up.size());
-  if (!is_limited || up.size() < wanted_ || wanted_ >= kMostConnections) return;
-  wanted_ = std::min(wanted_ * 2, kMostConnections);
-  say(*up.front(), Frame{.kind = FrameKind::kWiden, .slot = wanted_});
+  std::vector<Pace> paces;
+  for (Connection* connection : up) paces.push_back(connection->pace());
+  if (const auto wanted = width_.look(paces, now)) say(*up.front(), Frame{.kind = FrameKind::kWiden, .slot = *wanted});
 }
 
 void SendChannel::fail_pending(const std::string& reason) {

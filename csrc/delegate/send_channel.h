@@ -70,7 +70,7 @@ class SendChannel final : public Channel {
   void granted(const Frame& frame);
   void acknowledged(std::uint64_t sequence, std::uint64_t below);
   void finish(Outgoing& message);
-  void widen_if_limited();
+  void look_at_width(Clock::time_point now);
 
   std::deque<Outgoing> queue_;  // by sequence number; acknowledged ones are gone
   std::size_t next_ = 0;        // index of the first that is not posted in full
@@ -81,8 +81,7 @@ class SendChannel final : public Channel {
   std::map<std::uint64_t, std::deque<Grant>> free_;               // by the message size that a slot is for
   std::unordered_map<std::uint32_t, std::uint32_t> generations_;  // the latest of each slot
   std::vector<Outgoing> lingering_;                               // acknowledged, but a connection may still read them
-  std::uint32_t wanted_ = 1;                                      // connections on the path
-  Clock::time_point last_widened_;
+  Width width_;
 };
 
 }  // namespace adaptra::delegate

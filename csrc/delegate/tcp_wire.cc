@@ -16,6 +16,7 @@
 
 #include "delegate/descriptor.h"
 #include "delegate/sockets.h"
+#include "delegate/tcp_pace.h"
 
 namespace adaptra::delegate {
 namespace {
@@ -23,7 +24,9 @@ namespace {
 // Small enough that the checksum leaves a chunk in the processor's cache for the kernel's copy, large enough for few calls.
 constexpr std::uint32_t kChunkBytes = 256U << 10;
 // What is queued here is out of reach of a better path, so it is no more than keeps the kernel busy.
-constexpr std::size_t kQueuedBytes = 4 * kChunkBytes;
+constexpr std::size_t kQueuedBytes = kChunkBytes;
+// ... and so is what the kernel has not sent: a connection that has become slow would keep it from the others.
+constexpr unsigned kUnsentBytes = kChunkBytes;
 constexpr std::size_t kPieces = 32;  // of memory per system call
 constexpr std::size_t kStagingBytes = 8192;
 constexpr std::size_t kScratchBytes = 64U << 10;
@@ -37,6 +40,7 @@ class TcpConnection : public Connection, public Handler {
   TcpConnection(TcpWire& wire, Descriptor socket, Sink& sink) : wire_(wire), socket_(std::move(socket)), sink_(sink) {
     const int on = 1;
     setsockopt(socket_.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    setsockopt(socket_.get(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kUnsentBytes, sizeof kUnsentBytes);
     const auto silence = static_cast<unsigned>(std::chrono::duration_cast<std::chrono::milliseconds>(wire_.silence_).count());
     setsockopt(socket_.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, &silence, sizeof silence);
     wire_.poller_.add(socket_.get(), EPOLLIN, *this);
@@ -100,17 +104,7 @@ class TcpConnection : public Connection, public Handler {
 
   [[nodiscard]] Clock::time_point heard() const override { return heard_; }
 
-  [[nodiscard]] bool is_window_limited() override {
-    tcp_info info{};
-    socklen_t size = sizeof info;
-    if (getsockopt(socket_.get(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
-    const std::uint64_t limited = info.tcpi_sndbuf_limited + info.tcpi_rwnd_limited;
-    const bool is_new = limited - std::exchange(limited_, limited) > (info.tcpi_busy_time - busy_) / 4;
-    const bool was_busy = info.tcpi_busy_time != std::exchange(busy_, info.tcpi_busy_time);
-    // On a short link a window that is full says only that the receiver is slow.
-    constexpr std::uint32_t kLongMicroseconds = 2000;
-    return was_busy && is_new && info.tcpi_min_rtt >= kLongMicroseconds;
-  }
+  [[nodiscard]] Pace pace() override { return pace_.read(socket_.get()); }
 
   void ready(std::uint32_t events) override {
     if ((events & EPOLLOUT) != 0) {
@@ -282,7 +276,7 @@ class TcpConnection : public Connection, public Handler {
   std::array<std::byte, kHeadBytes> control_{};
   std::size_t total_read_ = 0;
   Clock::time_point heard_ = Clock::now();
-  std::uint64_t limited_ = 0, busy_ = 0;
+  TcpPace pace_;
 };
 
 TcpWire::TcpWire(std::string local, Poller& poller, Clock::duration silence)

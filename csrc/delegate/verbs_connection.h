@@ -48,7 +48,7 @@ class VerbsConnection : public Connection, public Handler {
   void close() noexcept override;
   [[nodiscard]] Clock::time_point heard() const override { return heard_; }
   // A queue pair's window is the device's business.
-  [[nodiscard]] bool is_window_limited() override { return false; }
+  [[nodiscard]] Pace pace() override { return {}; }
 
   // The socket: first the exchange, then only the end of the peer.
   void ready(std::uint32_t events) override;

@@ -58,6 +58,17 @@ class Poller {
   virtual void remove(int descriptor) noexcept = 0;
 };
 
+// How a connection fares, for whoever decides how many there should be beside it. A wire without windows of its own says
+// nothing.
+struct Pace {
+  std::uint64_t delivered = 0;  // bytes that have reached the peer's host, since the beginning
+  std::uint64_t under_way = 0;  // bytes sent that have not
+  Clock::duration round_trip{};
+  Clock::duration believed_round_trip{};  // by which its congestion control goes
+  Clock::duration busy{};                 // since the last look: while there was anything to send
+  bool is_limited = false;                // ... and its own window held it up, not the link
+};
+
 class Connection;
 
 // Who uses a connection: the channel's end on this rank. A connection calls it from progress or from ready(), never from within
@@ -120,9 +131,7 @@ class Connection {
   // The last moment at which anything of the peer arrived. The engine fails a connection that is silent for too long.
   [[nodiscard]] virtual Clock::time_point heard() const = 0;
 
-  // Whether this connection, while chunks were waiting for it, was held up by its own window and not by the link: then several
-  // connections on the path carry more. Reset by the call.
-  [[nodiscard]] virtual bool is_window_limited() = 0;
+  [[nodiscard]] virtual Pace pace() = 0;
 };
 
 // One kind of wire over one local device or interface.

@@ -16,6 +16,7 @@
 using namespace adaptra::delegate;
 
 void test_engines();
+void test_width();
 #if ADAPTRA_HAS_VERBS
 void test_verbs();
 #endif
@@ -159,6 +160,7 @@ int main() {
   test_frames();
   test_intervals();
   test_handshake();
+  test_width();
   test_engines();
 #if ADAPTRA_HAS_VERBS
   test_verbs();
