@@ -1,4 +1,4 @@
-"""Two ranks that exchange messages, by torch.distributed over gloo or by the delegate's engine: what benchmarks put side by side."""
+"""Two ranks that exchange messages, by gloo or by the delegate's engine: what benchmarks put side by side."""
 
 from __future__ import annotations
 

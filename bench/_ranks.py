@@ -1,7 +1,7 @@
 """Several ranks over gloo on this machine, for benchmarks: starts the processes, hands back what rank 0 found.
 
-The ranks are either processes of this machine, over loopback, or each on a host of its own, joined by links with a stated delay and
-rate (``tests/links/``).
+The ranks are either processes of this machine, over loopback, or each on a host of its own, joined by links with a stated delay
+and rate (``tests/links/``).
 """
 
 from __future__ import annotations

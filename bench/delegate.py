@@ -4,8 +4,8 @@
     bench/delegate.py --delay 0 10ms 30ms --rate 0 100MB        between two hosts, over links of each delay and rate (root)
 
 Two ranks in one run, which take turns on the same link. Messages go from rank 0 to rank 1 with several outstanding; nothing is
-copied beyond what each transport does itself, and the engine also sums every byte on both sides. ``--rounds`` pairs are measured,
-the medians are printed. The baseline is gloo.
+copied beyond what each transport does itself, and the engine also sums every byte on both sides. ``--rounds`` pairs are
+measured, the medians are printed. The baseline is gloo.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from _exchanges import Delegate, Gloo, make_engine
-from _ranks import change_links, run_on_hosts, run_on_ranks
+from _ranks import run_on_hosts, run_on_ranks
 from _table import Row, parser, print_rows
 
 from adaptra import _C
@@ -66,19 +66,15 @@ def measure_messages(
 
 
 def measure(
-    rank: int, links: list[tuple[str, str]], sizes: list[int], outstanding: int, volume: int, rounds: int, echoes: int
+    rank: int, link: str, sizes: list[int], outstanding: int, volume: int, rounds: int, echoes: int
 ) -> list[dict[str, object]]:
-    """One rank: rows as JSON. ``links`` are a name and a change of the link each; no change where there are no hosts."""
+    """One rank: rows as JSON. ``link`` is what to call the link between the two."""
     engine = make_engine(rank, 1)
-    rows: list[Row] = []
-    for link, change in links:
-        if change:
-            change_links(change)
-        rows.append(measure_latency(engine, rank, link, rounds, echoes))
-        for size in sizes:
-            rows += measure_messages(engine, rank, link, size, outstanding, volume, rounds)
-        connections = max(counters["connections"] for *_, counters in engine.statistics())
-        rows.append(Row(f"{link}: connections used at the end", connections, 1, "", 1))
+    rows = [measure_latency(engine, rank, link, rounds, echoes)]
+    for size in sizes:
+        rows += measure_messages(engine, rank, link, size, outstanding, volume, rounds)
+    connections = max(counters["connections"] for *_, counters in engine.statistics())
+    rows.append(Row(f"{link}: connections used at the end", connections, 1, "", 1))
     engine.close("measured", 1.0)
     return [row.to_json() for row in rows]
 
@@ -96,13 +92,13 @@ def main() -> None:
     given = arguments.parse_args()
     details = ([size * MIB for size in given.sizes], given.outstanding, given.volume * MIB, given.rounds, given.echoes)
     if given.delay is None and given.rate is None:
-        found = run_on_ranks(measure, 2, [("loopback", "")], *details)
+        found = run_on_ranks(measure, 2, "loopback", *details)
     else:
-        links = [
-            (f"{delay} {'no limit' if rate == '0' else f'{rate}/s'}", f"all delay={delay} rate={rate}")
-            for delay, rate in product(given.delay or ["0"], given.rate or ["0"])
-        ]
-        found = run_on_hosts(measure, 2, [], links, *details)
+        # Hosts of their own for each link: connections remember the link that they were made over.
+        found = []
+        for delay, rate in product(given.delay or ["0"], given.rate or ["0"]):
+            name = f"{delay}, {'any rate' if rate == '0' else f'{rate}/s'}"
+            found += run_on_hosts(measure, 2, [f"all delay={delay} rate={rate}"], name, *details)
     rows = [Row(row["name"], row["ours"], row["baseline"], row["unit"], row["runs"]) for row in found]
     print_rows("The delegate over TCP beside gloo", rows, baseline="gloo", as_json=given.json)
 

@@ -1,11 +1,11 @@
 """Messages per second of the delegate over TCP while the link's delay grows: they should not fall until its window is full.
 
-    bench/rate_against_delay.py --rate 100MB --size 1 --window 32          (root)
+    bench/rate_against_delay.py --rate 100 --size 1 --window 32          (root)
 
-Two hosts joined by a link of a stated rate. One message occupies it for ``size / rate``; the one-way delay is a multiple of that.
-Messages go from rank 0 to rank 1, as many outstanding as the window, for a while; the time per message is that of the second
-half, when connections and windows have grown as far as they need. A row's baseline is the same without delay, in the same round;
-the medians of ``--rounds`` are printed.
+Two hosts joined by a link of a stated rate. One message occupies it for ``size / rate``; the one-way delay is a multiple of
+that, and changes while the connections live. Messages go from rank 0 to rank 1, as many outstanding as the window, for a while;
+the time per message is that of the second half, when connections and windows have grown as far as they need. A row is beside
+the same without delay, of the same round; the medians of ``--rounds`` are printed.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def main() -> None:
     arguments.add_argument(
         "--multiples", type=float, nargs="+", default=[0, 1, 2, 4, 8], help="of a message's time: the delays"
     )
-    arguments.add_argument("--seconds", type=float, default=6.0, help="of messages per delay, the first half not counted")
-    arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--seconds", type=float, default=20.0, help="of messages per delay, the first half not counted")
+    arguments.add_argument("--rounds", type=int, default=1)
     given = arguments.parse_args()
     multiples = [0.0] + [each for each in given.multiples if each > 0]
     rate, size = given.rate * 1e6, int(given.size * MIB)

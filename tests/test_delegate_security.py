@@ -129,7 +129,7 @@ def test_a_replayed_handshake_is_refused():
         assert refusals(pair)[STRANGER] == ("does not know this job's secret", 1)
 
 
-@pytest.mark.parametrize("greeting", [hello(source=1, destination=0), hello(destination=7), hello(path=3), hello(index=8)])
+@pytest.mark.parametrize("greeting", [hello(source=1, destination=0), hello(destination=7), hello(path=3), hello(index=16)])
 def test_who_knows_the_secret_gets_only_what_this_rank_has_a_use_for(pair, greeting):
     with call(pair) as connection:
         prove(connection, greeting)
