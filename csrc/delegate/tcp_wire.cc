@@ -23,9 +23,9 @@ namespace {
 
 // Small enough that the checksum leaves a chunk in the processor's cache for the kernel's copy, large enough for few calls.
 constexpr std::uint32_t kChunkBytes = 256U << 10;
-// What is queued here is out of reach of a better path, so it is no more than keeps the kernel busy.
+// What a connection holds, here and unsent in the kernel, is out of reach of a better path, and of the other connections when
+// it turns slow: no more than keeps the kernel busy.
 constexpr std::size_t kQueuedBytes = kChunkBytes;
-// ... and so is what the kernel has not sent: a connection that has become slow would keep it from the others.
 constexpr unsigned kUnsentBytes = kChunkBytes;
 constexpr std::size_t kPieces = 32;  // of memory per system call
 constexpr std::size_t kStagingBytes = 8192;

@@ -220,12 +220,12 @@ def _status(process: subprocess.Popen[Any], until: float) -> int:
 
 
 def _built_router() -> Path:
-    """The router's program, compiled anew when its source is younger."""
-    source = HERE / "router.cc"
-    if not ROUTER.exists() or ROUTER.stat().st_mtime < source.stat().st_mtime:
+    """The router's program, compiled anew when a source is younger."""
+    youngest = max(source.stat().st_mtime for pattern in ("*.cc", "*.h") for source in HERE.glob(pattern))
+    if not ROUTER.exists() or ROUTER.stat().st_mtime < youngest:
         ROUTER.parent.mkdir(parents=True, exist_ok=True)
         # Several test processes may find it missing at once.
         made = ROUTER.with_suffix(f".{os.getpid()}")
-        subprocess.run(["c++", "-std=c++20", "-O2", "-o", made, source], check=True)
+        subprocess.run(["c++", "-std=c++20", "-O2", "-o", made, HERE / "router.cc"], check=True)
         made.replace(ROUTER)
     return ROUTER

@@ -11,13 +11,10 @@
 // wrong.
 //
 // When standard input ends, so when whoever started it does, the router ends every process in its namespaces and then itself.
-#include <arpa/inet.h>
 #include <fcntl.h>
 #include <linux/if_tun.h>
 #include <malloc.h>
 #include <net/if.h>
-#include <netinet/ip.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
@@ -33,29 +30,22 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <filesystem>
 #include <memory>
 #include <random>
-#include <span>
 #include <sstream>
 #include <string>
 #include <system_error>
 #include <unordered_set>
 #include <vector>
 
+#include "link.h"
+#include "packet.h"
+
 namespace {
 
-using Clock = std::chrono::steady_clock;
-using Seconds = std::chrono::duration<double>;
-
-// Before every packet the kernel says whether its checksum is still to be made and how it would have to be cut (a
-// virtio_net_hdr_mrg_rxbuf, whose size keeps addresses aligned; all zero where nothing is to be done): big packets cross the
-// links in one piece and unchecked, as between two machines whose network cards do both.
-constexpr int kPrefix = 12;
-constexpr std::size_t kMostBytes = kPrefix + (1U << 16);
-constexpr std::size_t kSmallBytes =
-    4096;                   // up to here a packet is copied, so that those that wait take no more than their size
+// Up to here a packet is copied, so that those that wait take no more than their size.
+constexpr std::size_t kSmallBytes = 4096;
 constexpr int kBatch = 64;  // packets of one host before the others' turn
 
 template <typename Result>
@@ -63,121 +53,6 @@ Result check(Result result, const char* what) {
   if (result < 0) throw std::system_error(errno, std::generic_category(), what);
   return result;
 }
-
-struct Packet {
-  std::unique_ptr<char[]> bytes;  // prefix and packet
-  std::size_t size = 0;
-};
-
-// What there is of a TCP segment's headers; `tcp` is null for anything else.
-struct Segment {
-  explicit Segment(const Packet& packet) {
-    auto* const start = packet.bytes.get() + kPrefix;
-    if (packet.size < kPrefix + sizeof(iphdr) || (*start & 0xf0) != 0x40) return;
-    ip = reinterpret_cast<iphdr*>(start);
-    const std::size_t header = 4U * ip->ihl;
-    if (ip->protocol != IPPROTO_TCP || packet.size < kPrefix + header + sizeof(tcphdr)) return;
-    tcp = reinterpret_cast<tcphdr*>(start + header);
-    length = static_cast<std::uint32_t>(packet.size - kPrefix - header) - 4U * tcp->doff + tcp->syn + tcp->fin;
-  }
-  iphdr* ip = nullptr;
-  tcphdr* tcp = nullptr;
-  std::uint32_t length = 0;  // in sequence numbers
-};
-
-std::uint16_t internet_checksum(std::span<const char> bytes, std::uint32_t sum = 0) {
-  for (std::size_t k = 0; k + 1 < bytes.size(); k += 2) {
-    std::uint16_t word = 0;
-    std::memcpy(&word, &bytes[k], sizeof word);
-    sum += word;
-  }
-  while ((sum >> 16) != 0) sum = (sum & 0xffff) + (sum >> 16);
-  return static_cast<std::uint16_t>(~sum);
-}
-
-// The segment that ends the connection of `of`, as if its sender's peer had sent it, or as if the sender itself had.
-Packet make_reset(const Segment& of, bool to_sender) {
-  struct {
-    char prefix[kPrefix] = {};
-    iphdr ip{};
-    tcphdr tcp{};
-  } reset;
-  reset.ip.version = 4;
-  reset.ip.ihl = 5;
-  reset.ip.ttl = 64;
-  reset.ip.protocol = IPPROTO_TCP;
-  reset.ip.tot_len = htons(sizeof reset.ip + sizeof reset.tcp);
-  reset.ip.saddr = to_sender ? of.ip->daddr : of.ip->saddr;
-  reset.ip.daddr = to_sender ? of.ip->saddr : of.ip->daddr;
-  reset.tcp.source = to_sender ? of.tcp->dest : of.tcp->source;
-  reset.tcp.dest = to_sender ? of.tcp->source : of.tcp->dest;
-  reset.tcp.seq = to_sender ? of.tcp->ack_seq : of.tcp->seq;
-  reset.tcp.ack_seq = to_sender ? htonl(ntohl(of.tcp->seq) + of.length) : of.tcp->ack_seq;
-  reset.tcp.doff = 5;
-  reset.tcp.rst = reset.tcp.ack = 1;
-  Packet packet{std::make_unique<char[]>(sizeof reset), sizeof reset};
-  std::memcpy(packet.bytes.get(), &reset, sizeof reset);
-  const Segment made(packet);
-  made.ip->check = internet_checksum({reinterpret_cast<const char*>(made.ip), sizeof(iphdr)});
-  // The addresses, the protocol and the length count as part of TCP's checksum; here without the carry, which comes later.
-  const std::uint32_t addresses =
-      static_cast<std::uint16_t>(~internet_checksum({reinterpret_cast<const char*>(&made.ip->saddr), 8}));
-  const std::uint32_t rest = htons(IPPROTO_TCP) + htons(sizeof(tcphdr));
-  made.tcp->check = internet_checksum({reinterpret_cast<const char*>(made.tcp), sizeof(tcphdr)}, addresses + rest);
-  return packet;
-}
-
-// One direction between two hosts. Packets never overtake each other.
-class Link {
- public:
-  // Takes a packet, which comes out later or never.
-  void enter(Packet packet, Clock::time_point now, std::mt19937& random) {
-    if (!is_up_ || (loss_ > 0 && std::uniform_real_distribution<>()(random) < loss_)) return;
-    if (Seconds(busy_until_ - now).count() > most_queued_ * seconds_per_byte_ && busy_until_ > now) return;
-    busy_until_ = std::max(busy_until_, now) + to_clock(static_cast<double>(packet.size - kPrefix) * seconds_per_byte_);
-    const auto due = std::max(busy_until_ + delay_, waiting_.empty() ? now : waiting_.back().due);
-    waiting_.push_back({due, std::move(packet)});
-  }
-
-  [[nodiscard]] Clock::time_point next() const { return waiting_.empty() ? Clock::time_point::max() : waiting_.front().due; }
-
-  [[nodiscard]] Packet leave() {
-    Packet packet = std::move(waiting_.front().packet);
-    waiting_.pop_front();
-    return packet;
-  }
-
-  [[nodiscard]] bool change(const std::string& what, double value) {
-    if (what == "delay") {
-      delay_ = to_clock(value);
-    } else if (what == "rate") {
-      seconds_per_byte_ = value > 0 ? 1 / value : 0;
-    } else if (what == "loss") {
-      loss_ = value;
-    } else if (what == "queue") {
-      most_queued_ = value;
-    } else if (what == "up") {
-      is_up_ = value != 0;
-    } else {
-      return false;
-    }
-    return true;
-  }
-
- private:
-  struct Waiting {
-    Clock::time_point due;
-    Packet packet;
-  };
-
-  static Clock::duration to_clock(double seconds) { return std::chrono::duration_cast<Clock::duration>(Seconds(seconds)); }
-
-  Clock::duration delay_{};
-  double seconds_per_byte_ = 0, loss_ = 0, most_queued_ = 256e6;
-  bool is_up_ = true;
-  Clock::time_point busy_until_{};
-  std::deque<Waiting> waiting_;
-};
 
 class Router {
  public:
