@@ -24,9 +24,9 @@ namespace {
 // Small enough that the checksum leaves a chunk in the processor's cache for the kernel's copy, large enough for few calls.
 constexpr std::uint32_t kChunkBytes = 256U << 10;
 // What a connection holds, here and unsent in the kernel, is out of reach of a better path, and of the other connections when
-// it turns slow: no more than keeps the kernel busy.
-constexpr std::size_t kQueuedBytes = kChunkBytes;
-constexpr unsigned kUnsentBytes = kChunkBytes;
+// it turns slow: no more than keeps the kernel busy without waking this thread all the time.
+constexpr std::size_t kQueuedBytes = 2 * kChunkBytes;
+constexpr unsigned kUnsentBytes = 4 * kChunkBytes;
 constexpr std::size_t kPieces = 32;  // of memory per system call
 constexpr std::size_t kStagingBytes = 8192;
 constexpr std::size_t kScratchBytes = 64U << 10;

@@ -10,7 +10,7 @@ namespace {
 using Seconds = std::chrono::duration<double>;
 
 constexpr Clock::duration kLookEvery = std::chrono::milliseconds(100);
-// A rate within these of the one with half the connections is the link's, not theirs; below, the link has changed.
+// A rate within these of the one before is the same.
 constexpr double kNotMore = 1.1, kNotLess = 0.8;
 // Of the best rate, from one look to the next: what a link once carried it may not carry any more.
 constexpr double kForgotten = 0.05;
@@ -22,10 +22,31 @@ constexpr Clock::duration kCommon = std::chrono::milliseconds(10);
 bool Width::is_due(Clock::time_point now) const noexcept { return now - looked_ >= std::max(kLookEvery, 2 * round_trip_); }
 
 std::optional<std::uint32_t> Width::look(std::span<const Pace> paces, Clock::time_point now) {
-  const Clock::duration passed = now - std::exchange(looked_, now);
+  std::uint64_t under_way = 0;
+  if (!measure(paces, now - std::exchange(looked_, now), under_way)) return std::nullopt;
+  find_outdated(paces, under_way);
+  if (paces.size() < wanted_ || !are_limited(paces)) return std::nullopt;
+  if (paces.size() - outdated_count_ < used_) {
+    // Those in use have become outdated: others in their place. What they carry says nothing about the link.
+    rate_.when_widened = 0;
+    is_trying_ = false;
+  } else {
+    const bool is_more = rate_.now >= kNotMore * rate_.when_widened, is_less = rate_.now <= kNotLess * rate_.when_widened;
+    const bool was_trying = std::exchange(is_trying_, false);
+    if (was_trying && !is_more) used_ /= 2;
+    if (!is_more && (was_trying || !is_less)) return std::nullopt;
+    rate_.when_widened = rate_.now;
+    is_trying_ = used_ < kMostConnections;
+    used_ = std::min(2 * used_, kMostConnections);
+  }
+  const std::uint32_t before = std::exchange(wanted_, std::max(wanted_, std::min(used_ + outdated_count_, kMostConnections)));
+  return wanted_ > before ? std::optional(wanted_) : std::nullopt;
+}
+
+bool Width::measure(std::span<const Pace> paces, Clock::duration passed, std::uint64_t& under_way) {
   round_trip_ = {};
   Clock::duration busy{};
-  std::uint64_t delivered = 0, under_way = 0;
+  std::uint64_t delivered = 0;
   for (const Pace& pace : paces) {
     delivered += pace.delivered;
     under_way += pace.under_way;
@@ -34,30 +55,37 @@ std::optional<std::uint32_t> Width::look(std::span<const Pace> paces, Clock::tim
   }
   const std::uint64_t before = std::exchange(delivered_, delivered);
   // A time with nothing to send says nothing about the connections.
-  if (before == 0 || delivered < before || busy < passed / 2) return std::nullopt;
-  const double rate = static_cast<double>(delivered - before) / Seconds(busy).count();
-  best_rate_ = std::max(rate, (1 - kForgotten) * best_rate_);
+  if (before == 0 || delivered < before || busy < passed / 2) return false;
+  rate_.now = static_cast<double>(delivered - before) / Seconds(busy).count();
+  rate_.best = std::max(rate_.now, (1 - kForgotten) * rate_.best);
+  return true;
+}
+
+void Width::find_outdated(std::span<const Pace> paces, std::uint64_t under_way) {
   // Round trips are longer than believed also where this rank's own bytes queue.
-  const Seconds queued(best_rate_ > 0 ? static_cast<double>(under_way) / best_rate_ : 0);
-  bool are_limited = true;
+  const Seconds queued(rate_.best > 0 ? static_cast<double>(under_way) / rate_.best : 0);
   outdated_.resize(paces.size());
   for (std::size_t k = 0; k < paces.size(); ++k) {
     const Seconds explained = 2 * paces[k].believed_round_trip + kCommon + (outdated_[k] ? Seconds(0) : queued);
     outdated_[k] = paces[k].round_trip > explained;
-    are_limited = are_limited && (paces[k].is_limited || outdated_[k]);
   }
-  outdated_count_ = static_cast<std::size_t>(std::count(outdated_.begin(), outdated_.end(), true));
-  if (!are_limited || paces.size() < wanted_ || wanted_ >= kMostConnections) return std::nullopt;
-  // What outdated connections carry says nothing about the link.
-  const bool is_same = rate < kNotMore * rate_when_widened_ && rate > kNotLess * rate_when_widened_;
-  if (is_same && outdated_count_ == 0) return std::nullopt;
-  rate_when_widened_ = rate;
-  wanted_ = std::min(2 * wanted_, kMostConnections);
-  return wanted_;
+  outdated_count_ = static_cast<std::uint32_t>(std::count(outdated_.begin(), outdated_.end(), true));
+}
+
+bool Width::are_limited(std::span<const Pace> paces) const {
+  for (std::size_t k = 0; k < paces.size(); ++k) {
+    if (!is_avoided(k, paces.size()) && !paces[k].is_limited && !outdated_[k]) return false;
+  }
+  return true;
 }
 
 bool Width::is_avoided(std::size_t connection, std::size_t count) const noexcept {
-  return outdated_count_ < count && connection < outdated_.size() && outdated_[connection];
+  const auto is_outdated = [this](std::size_t k) { return k < outdated_.size() && outdated_[k]; };
+  // Where all are outdated the newest know best.
+  if (outdated_count_ >= count) return connection + used_ < count;
+  std::size_t better = 0;
+  for (std::size_t k = 0; k < connection; ++k) better += is_outdated(k) ? 0 : 1;
+  return is_outdated(connection) || better >= used_;
 }
 
 }  // namespace adaptra::delegate

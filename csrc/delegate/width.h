@@ -14,7 +14,7 @@ namespace adaptra::delegate {
 inline constexpr std::uint32_t kMostConnections = 16;  // per path of a channel
 
 // A connection's window is bounded, by buffers and by what its congestion control believes, so one may not fill a long link. As
-// long as more connections bring more, they are doubled.
+// long as more connections bring more, they are doubled; those that brought nothing are left alone.
 //
 // BBR keeps no more under way than what it takes for two of the shortest round trips that it has seen, and forgets the shortest
 // after ten seconds. When a link turns long, its connections are outdated until then: they hardly move, and chunks that they
@@ -33,13 +33,24 @@ class Width {
   [[nodiscard]] bool is_avoided(std::size_t connection, std::size_t count) const noexcept;
 
  private:
-  std::uint32_t wanted_ = 1;
+  struct Rates {
+    double now = 0, best = 0, when_widened = 0;  // bytes per second
+  };
+
+  // What the look says of the bytes per second; false if it says nothing.
+  [[nodiscard]] bool measure(std::span<const Pace> paces, Clock::duration passed, std::uint64_t& under_way);
+  void find_outdated(std::span<const Pace> paces, std::uint64_t under_way);
+  [[nodiscard]] bool are_limited(std::span<const Pace> paces) const;
+
+  std::uint32_t used_ = 1;    // connections in use, apart from outdated ones
+  std::uint32_t wanted_ = 1;  // connections in all
+  bool is_trying_ = false;    // whether more bring more
   Clock::time_point looked_;
   Clock::duration round_trip_{};
   std::uint64_t delivered_ = 0;
-  double rate_when_widened_ = 0, best_rate_ = 0;  // bytes per second
+  Rates rate_;
   std::vector<bool> outdated_;
-  std::size_t outdated_count_ = 0;
+  std::uint32_t outdated_count_ = 0;
 };
 
 }  // namespace adaptra::delegate

@@ -41,11 +41,15 @@ void test_as_long_as_more_bring_more() {
   check(watched.after(10'000'000, 1) == 2U, "a second connection beside one that its window holds up");
   check(!watched.after(10'000'000, 1), "the second to be waited for");
   check(watched.after(20'000'000, 2) == 4U, "twice as many where two bring more than one");
+  check(watched.width.is_avoided(4, 5) && !watched.width.is_avoided(3, 5), "four to be in use");
   check(!watched.after(20'500'000, 4), "no more where four bring no more than two");
-  check(!watched.after(19'500'000, 4), "nor because of noise");
-  check(watched.after(10'000'000, 4) == 8U, "more where the link has changed");
+  check(watched.width.is_avoided(2, 4) && !watched.width.is_avoided(1, 4), "two to be in use again");
+  check(!watched.after(19'500'000, 4), "nothing to change because of noise");
+  check(!watched.after(10'000'000, 4) && !watched.width.is_avoided(3, 4), "four to be tried where the link has changed");
+  check(watched.after(20'000'000, 4) == 8U, "more where four bring more now");
   check(watched.after(40'000'000, 8) == kMostConnections, "as many as there may be");
   check(!watched.after(80'000'000, kMostConnections), "and no more than that");
+  check(!watched.after(160'000'000, kMostConnections), "not even where they bring more");
 }
 
 void test_what_says_nothing() {
@@ -79,6 +83,8 @@ void test_a_link_that_turns_long() {
   watched.each.under_way = 3'000'000;
   static_cast<void>(watched.after(40'000'000, 1));
   check(watched.width.is_avoided(0, 2), "the old one to be avoided as long as it believes so");
+  static_cast<void>(watched.after(40'000'000, 2));
+  check(watched.width.is_avoided(0, 2) && !watched.width.is_avoided(1, 2), "the newest to be used where all believe so");
   watched.each.believed_round_trip = 60ms;
   static_cast<void>(watched.after(40'000'000, 1));
   check(!watched.width.is_avoided(0, 2), "and to be used again when it knows");
