@@ -141,6 +141,11 @@ class DelegateTransport(Transport):
         self._guard.end(reason)
         self._engine.close(str(reason), _LINGER_SECONDS)
         self._log_refusals()
+        # Views of the engine's memory: torch can't let go of them any more once the interpreter ends.
+        with self._lock:
+            self._sent.clear()
+            self._free.clear()
+            self._slots.clear()
         if self._owns_default:
             distributed.destroy_process_group()
 
