@@ -1,0 +1,116 @@
+"""The delegate as an installed transport, ``linked``, whose ranks reach each other only over links that fail to order.
+
+Every rank listens on two addresses; before each lies a :class:`delegate_lab.Link` in the rank's own process, and all that the
+rank sends passes one of the two. So a rank's links fail for it and for those that it sends to.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from delegate_lab import Link
+
+from adaptra.runtime.transports import delegate_join
+from adaptra.runtime.transports.delegate_engine import Timing, listen
+from adaptra.runtime.transports.endpoints import Endpoint
+
+HOSTS = ("127.0.0.2", "127.0.0.3")
+TIMING = Timing(heartbeat=0.05, silence=0.25, healthy_for=0.1, lost_after=10.0, handshake=1.0)
+
+# Silence is noticed only after a while, so those that are silent come less often.
+KINDS = ("reset", "corruption", "link down", "loss", "reset", "corruption", "link down", "stop", "corruption", "reset")
+
+
+def install(folder):
+    """Leave the transport in ``folder`` as an installer leaves a package; :func:`find_in` lets a process find it."""
+    info = Path(folder) / "linked-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: linked\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[adaptra.transports]\nlinked = linked_delegate:join\n")
+
+
+def find_in(folder):
+    sys.path.insert(0, str(folder))
+
+
+def join(group=None):
+    """What the entry point names: this rank's delegate, with its links as ``links``."""
+    links = []
+
+    def listen_behind_a_link(engine, address):
+        endpoint = listen(engine, address)
+        links.append(Link(address, (endpoint.host, endpoint.port)))
+        return Endpoint(endpoint.wire, *links[-1].endpoint)
+
+    transport = delegate_join.join(group, HOSTS, TIMING, listen=listen_behind_a_link)
+    transport.links = links
+    return transport
+
+
+class Disturber:
+    """Makes the link that carries a rank's messages fail, each kind of failure in its turn.
+
+    Attributes:
+        counts: How often each kind was made and noticed by the engine.
+    """
+
+    def __init__(self, transport, first):
+        self._transport = transport
+        self._turn = first
+        self._kind = None
+        self._link = None
+        self._stopped = None
+        self._failures = 0
+        self._carried = [0 for _ in transport.links]
+        self.counts = dict.fromkeys(KINDS, 0)
+
+    def failures(self):
+        """Paths that were up and failed, of the channels on which this rank sends."""
+        return sum(counters["path_failures"] for *_, is_sender, counters in self._transport.statistics() if is_sender)
+
+    def disturb(self):
+        """Let the present failure end if it has been noticed, and the next one begin if there is none. Called once a step."""
+        link = self._busiest()
+        if self._kind is not None:
+            if self.failures() == self._failures or (self._stopped is not None and self._stopped.poll() is None):
+                return
+            self.end()
+            self.counts[self._kind] += 1
+        self._kind = KINDS[self._turn % len(KINDS)]
+        self._turn += 1
+        self._failures = self.failures()
+        self._link = link
+        match self._kind:
+            case "reset":
+                self._link.reset()
+            case "corruption":
+                # Traffic may be about to return to the better link.
+                for each in self._transport.links:
+                    each.corrupt()
+            case "link down":
+                self._link.vanish()
+            case "loss":
+                self._link.is_silent = True
+            case "stop":
+                # This whole process stops for longer than the others bear silence.
+                command = f"kill -STOP {os.getpid()}; sleep {1.4 * TIMING.silence}; kill -CONT {os.getpid()}"
+                self._stopped = subprocess.Popen(["/bin/sh", "-c", command])
+
+    def _busiest(self):
+        """The link that carried most since the last call, of those that connections cross."""
+        links = self._transport.links
+        moved = [link.carried - before for link, before in zip(links, self._carried, strict=True)]
+        self._carried = [link.carried for link in links]
+        return links[max(range(len(links)), key=lambda k: (links[k].is_connected, moved[k]))]
+
+    def end(self):
+        """End the present failure."""
+        if self._kind == "link down":
+            self._link.come_back()
+        if self._kind == "stop":
+            self._stopped.wait()
+            self._stopped = None
+        self._link.is_silent = False
+        for each in self._transport.links:
+            each.is_corrupting = False
