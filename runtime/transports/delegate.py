@@ -9,7 +9,6 @@ a thread of Python waits only for the message that it needs. The engine fails ov
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -36,10 +35,9 @@ from adaptra.runtime.transports.contract import Contract
 from adaptra.runtime.transports.delegate_engine import StartedEngine
 from adaptra.runtime.transports.engine_memory import EngineMessage
 from adaptra.runtime.transports.pool import Pool
+from adaptra.runtime.transports.refusals import Refusals
 from adaptra.runtime.transports.travelling import Travelling
 from adaptra.runtime.transports.wire import HEADER_BYTES, Header, flat_bytes
-
-logger = logging.getLogger(__name__)
 
 # Slots are granted when the program reserves them, so a message travels whether its receive is posted or not; a sent tensor is
 # copied before send() returns.
@@ -74,7 +72,7 @@ class DelegateTransport(Transport):
         self._sent: deque[Travelling] = deque()
         self._free: dict[Layout, list[EngineMessage]] = {}
         self._slots: dict[tuple[int, Layout], EngineMessage] = {}
-        self._refused: set[str] = set()
+        self._refusals = Refusals(self._engine, self.rank)
         self._is_closed = False
         self._owns_default = owns_default
 
@@ -93,7 +91,7 @@ class DelegateTransport(Transport):
 
     def receive(self, source_rank: int, identity: Identity) -> Pending:
         """See :meth:`Transport.receive`."""
-        self._log_refusals()
+        self._refusals.look(now())
         pending = self._guard.post(source_rank, identity, is_receive=True, make=self._arriving)
         self._pool.take(source_rank, identity)
         self._held[pending] = source_rank
@@ -140,7 +138,7 @@ class DelegateTransport(Transport):
         reason = TransportError(f"the transport of rank {self.rank} is closed")
         self._guard.end(reason)
         self._engine.close(str(reason), _LINGER_SECONDS)
-        self._log_refusals()
+        self._refusals.close()
         # Views of the engine's memory: torch can't let go of them any more once the interpreter ends.
         with self._lock:
             self._sent.clear()
@@ -236,7 +234,7 @@ class DelegateTransport(Transport):
 
     def _sweep(self) -> None:
         """Take back the memory of messages that were sent; nobody waits for a send."""
-        self._log_refusals()
+        self._refusals.look(now())
         finished: list[Travelling] = []
         with self._lock:
             while self._sent and self._sent[0].done:
@@ -247,9 +245,3 @@ class DelegateTransport(Transport):
                 with self._lock:
                     self._free.setdefault(layout_of(pending.identity.specs), []).append(pending.message)
             pending.message = None
-
-    def _log_refusals(self) -> None:
-        for address, reason, _ in self._engine.refusals():
-            if address not in self._refused:
-                self._refused.add(address)
-                logger.warning("rank %d: turned away a connection from %s: it %s", self.rank, address, reason)
