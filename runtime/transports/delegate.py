@@ -122,8 +122,8 @@ class DelegateTransport(Transport):
 
     def abort(self, error: Exception) -> None:
         """See :meth:`Transport.abort`. Also ends the connections, so the ranks at their other ends notice."""
-        if self._guard.end(error):
-            self._engine.close(str(error), 0.0)
+        self._guard.end(error)
+        self._engine.close(str(error), 0.0)
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
@@ -161,8 +161,9 @@ class DelegateTransport(Transport):
         try:
             tensors, sent_at = self._taken(pending, request)
         except TransportError as error:
-            # Messages behind one that was not exchanged are not those that their receives expect either.
-            self.abort(error)
+            # Messages behind one that was not exchanged are not those that their receives expect either. The connections stay:
+            # whoever learns of the end by theirs has less to tell than this rank, which is about to.
+            self._guard.end(error)
             pending.fail(error)
         else:
             pending.complete(tensors, sent_at, request.moment)
