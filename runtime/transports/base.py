@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import Tensor
 
 from adaptra.errors import PeerLostError, TransportError
-from adaptra.graph.specs import MessageSpec
+from adaptra.graph.specs import MessageSpec, TensorSpec
 from adaptra.program import Kind, Program
 from adaptra.runtime.transports.contract import Contract
 
@@ -32,7 +32,12 @@ Layout = tuple[tuple[tuple[int, ...], str], ...]
 
 def layout_of(specs: MessageSpec) -> Layout:
     """What of ``specs`` a message must agree on. Whether a tensor requires a gradient is each side's own business."""
-    return tuple((tuple(spec.shape), str(spec.dtype).removeprefix("torch.")) for spec in specs)
+    return tuple((tuple(spec.shape), _dtype_text(spec)) for spec in specs)
+
+
+def _dtype_text(spec: TensorSpec) -> str:
+    text = str(spec.dtype).removeprefix("torch.")
+    return f"{text}→bfloat16" if spec.lossy_bf16 else text
 
 
 @dataclass(frozen=True, slots=True)

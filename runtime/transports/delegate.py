@@ -201,7 +201,7 @@ class DelegateTransport(Transport):
 
     def _deliver(self, pending: Travelling, message: EngineMessage) -> tuple[Tensor, ...]:
         """The tensors of a message that arrived."""
-        return tuple(view.detach() for view in message.views)
+        return tuple(view.detach().to(spec.dtype) for view, spec in zip(message.views, message.specs, strict=True))
 
     def _give_back(self, pending: Travelling) -> None:
         """Let the engine fill the slot of a message that is no longer needed."""

@@ -96,7 +96,7 @@ class GpuDelegateTransport(DelegateTransport):
     def _deliver(self, pending: Travelling, message: EngineMessage) -> tuple[Tensor, ...]:
         assert isinstance(pending, _Arriving), "every receive of this transport is one"
         pending.staging = self._staging
-        tensors, pending.copied = self._staging.to_device(message.views)
+        tensors, pending.copied = self._staging.to_device(message)
         return tensors
 
     def _give_back(self, pending: Travelling) -> None:

@@ -122,7 +122,8 @@ class LocalTransport(Transport):
         """See :meth:`Transport.send`."""
         check_tensors(identity, tensors)
         pending = self._guard.post(destination_rank, identity, is_receive=False)
-        message = _Message(identity, tuple(tensors), now() if posted_at is None else posted_at)
+        sent = tuple(spec.arriving(tensor) for tensor, spec in zip(tensors, identity.specs, strict=True))
+        message = _Message(identity, sent, now() if posted_at is None else posted_at)
         self._hub.deliver(self.rank, destination_rank, message)
         pending.complete()
         self._guard.settle(pending)
