@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CXX_SOURCES := $(wildcard csrc/*.cc csrc/*.h csrc/*/*.cc csrc/*/*.h)
-CXX_TESTS := $(wildcard tests/cxx/*.cc tests/cxx/*.h)
+CXX_TESTS := $(wildcard tests/cxx/*.cc tests/cxx/*.h tests/links/*.cc)
 FUZZ_SECONDS ?= 10
 
 .DEFAULT_GOAL := help

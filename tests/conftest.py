@@ -12,9 +12,10 @@ import pytest
 from golden_files import check_golden
 from hypothesis import settings
 
-sys.path.append(str(Path(__file__).parent / "rxe"))
+sys.path += [str(Path(__file__).parent / "rxe"), str(Path(__file__).parent / "links")]
 import inside
 import lab
+import linked_hosts as links
 
 # A loaded machine is no reason to fail: pytest's own time limit ends what hangs, and speed is measured in bench/.
 settings.register_profile("adaptra", deadline=None)
@@ -50,3 +51,16 @@ def in_lab(request: pytest.FixtureRequest) -> Callable[..., Any]:
         return inside.result_of(finished.output)
 
     return call
+
+
+@pytest.fixture
+def needs_linked_hosts() -> None:
+    """Skips the test where there can be no hosts joined by links; see tests/links/linked_hosts.py."""
+    if (reason := links.missing()) is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def linked_hosts(needs_linked_hosts: None) -> type[links.LinkedHosts]:
+    """Makes hosts joined by links: ``with linked_hosts(2, "0-1 delay=30ms") as hosts: hosts.call(body, argument)``."""
+    return links.LinkedHosts

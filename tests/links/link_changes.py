@@ -1,0 +1,71 @@
+"""Changes of links as people write them: ``0-1 delay=30ms rate=100MB``, ``1>0 loss=0.01``, ``all down``, ``0-1/1 reset``.
+
+First which links, then what becomes of them. ``0-1`` is both directions between two hosts, ``0>1`` one, ``all`` every pair;
+``/1`` behind it names one of several rails. What is one or several of
+
+- ``delay=``: one way; ``us``, ``ms`` or ``s``
+- ``rate=``: bytes per second; ``KB``, ``MB``, ``GB``; 0 is no limit
+- ``queue=``: bytes that wait for the rate before packets are dropped
+- ``loss=``: the share of packets
+- ``down``, ``up``
+- ``reset``: ends every TCP connection that there is
+"""
+
+from __future__ import annotations
+
+import re
+
+DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
+SIZES = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "": 1.0}
+
+
+def parse(text: str, hosts: int, rails: int) -> list[str]:
+    """The router's commands for a change.
+
+    Raises:
+        ValueError: The text says no change, or names a host or rail that there isn't.
+    """
+    where, *words = text.split()
+    if not words:
+        raise ValueError(f"{text!r}: expected links and what becomes of them, such as '0-1 delay=30ms'")
+    changes = [_change(word) for word in words]
+    return [f"{link} {change}" for link in _links(where, hosts, rails) for change in changes]
+
+
+def _links(text: str, hosts: int, rails: int) -> list[str]:
+    found = re.fullmatch(r"(?:all|(\d+)([->])(\d+))(?:/(\d+))?", text)
+    if found is None:
+        raise ValueError(f"{text!r}: expected links, such as '0-1', '0>1', 'all' or '0-1/1'")
+    first, direction, second, rail = found.groups()
+    if first is None:
+        pairs = [(source, target) for source in range(hosts) for target in range(hosts) if source != target]
+    else:
+        pairs = [(int(first), int(second))] if direction == ">" else [(int(first), int(second)), (int(second), int(first))]
+    on = range(rails) if rail is None else (int(rail),)
+    if any(host >= hosts for pair in pairs for host in pair) or max(on) >= rails or any(a == b for a, b in pairs):
+        raise ValueError(f"{text!r}: expected two of the hosts 0..{hosts - 1} and one of the rails 0..{rails - 1}")
+    return [f"{source} {target} {one}" for source, target in pairs for one in on]
+
+
+def _change(word: str) -> str:
+    name, _, value = word.partition("=")
+    match name:
+        case "delay":
+            return f"delay {_number(word, value, DURATIONS)}"
+        case "rate" | "queue":
+            return f"{name} {_number(word, value, SIZES)}"
+        case "loss":
+            return f"loss {_number(word, value, {'': 1.0})}"
+        case "up" | "down" | "reset" if not value:
+            return {"up": "up 1", "down": "up 0", "reset": "reset 1"}[name]
+        case _:
+            raise ValueError(f"{word!r}: expected delay=, rate=, loss=, queue=, up, down or reset")
+
+
+def _number(word: str, value: str, units: dict[str, float]) -> str:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([a-zA-Z]*)", value)
+    if found is None or found[2] not in units:
+        raise ValueError(
+            f"{word!r}: expected a number{' with ' + ', '.join(unit for unit in units if unit) if len(units) > 1 else ''}"
+        )
+    return f"{float(found[1]) * units[found[2]]:.12g}"

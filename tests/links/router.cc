@@ -1,0 +1,381 @@
+// The links between hosts that are network namespaces of this machine: moves every IP packet from host to host, holds it for
+// the link's one-way delay, lets it leave no faster than the link's rate, or loses it.
+//
+//   router HOSTS RAILS FOLDER
+//
+// Every host is a namespace with an interface wan<rail> per rail, a TUN device whose other end is here: host h has the address
+// 10.77.<rail>.<h+1>. The first line on standard output has the descriptor of each host's namespace, for
+// /proc/<this process>/fd/. The socket FOLDER/control takes changes, one in a message: `FROM TO RAIL WHAT VALUE`, with WHAT one
+// of delay (seconds), rate (bytes per second, 0 for no limit), loss (a probability), queue (bytes that wait for the rate before
+// packets are dropped), up (0 or 1), reset (every connection that there is); it answers with an empty message or with what is
+// wrong.
+//
+// When standard input ends, so when whoever started it does, the router ends every process in its namespaces and then itself.
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <linux/if_tun.h>
+#include <malloc.h>
+#include <net/if.h>
+#include <netinet/ip.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/ioctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <filesystem>
+#include <memory>
+#include <random>
+#include <span>
+#include <sstream>
+#include <string>
+#include <system_error>
+#include <unordered_set>
+#include <vector>
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
+
+// Before every packet the kernel says whether its checksum is still to be made and how it would have to be cut (a
+// virtio_net_hdr_mrg_rxbuf, whose size keeps addresses aligned; all zero where nothing is to be done): big packets cross the
+// links in one piece and unchecked, as between two machines whose network cards do both.
+constexpr int kPrefix = 12;
+constexpr std::size_t kMostBytes = kPrefix + (1U << 16);
+constexpr std::size_t kSmallBytes =
+    4096;                   // up to here a packet is copied, so that those that wait take no more than their size
+constexpr int kBatch = 64;  // packets of one host before the others' turn
+
+template <typename Result>
+Result check(Result result, const char* what) {
+  if (result < 0) throw std::system_error(errno, std::generic_category(), what);
+  return result;
+}
+
+struct Packet {
+  std::unique_ptr<char[]> bytes;  // prefix and packet
+  std::size_t size = 0;
+};
+
+// What there is of a TCP segment's headers; `tcp` is null for anything else.
+struct Segment {
+  explicit Segment(const Packet& packet) {
+    auto* const start = packet.bytes.get() + kPrefix;
+    if (packet.size < kPrefix + sizeof(iphdr) || (*start & 0xf0) != 0x40) return;
+    ip = reinterpret_cast<iphdr*>(start);
+    const std::size_t header = 4U * ip->ihl;
+    if (ip->protocol != IPPROTO_TCP || packet.size < kPrefix + header + sizeof(tcphdr)) return;
+    tcp = reinterpret_cast<tcphdr*>(start + header);
+    length = static_cast<std::uint32_t>(packet.size - kPrefix - header) - 4U * tcp->doff + tcp->syn + tcp->fin;
+  }
+  iphdr* ip = nullptr;
+  tcphdr* tcp = nullptr;
+  std::uint32_t length = 0;  // in sequence numbers
+};
+
+std::uint16_t internet_checksum(std::span<const char> bytes, std::uint32_t sum = 0) {
+  for (std::size_t k = 0; k + 1 < bytes.size(); k += 2) {
+    std::uint16_t word = 0;
+    std::memcpy(&word, &bytes[k], sizeof word);
+    sum += word;
+  }
+  while ((sum >> 16) != 0) sum = (sum & 0xffff) + (sum >> 16);
+  return static_cast<std::uint16_t>(~sum);
+}
+
+// The segment that ends the connection of `of`, as if its sender's peer had sent it, or as if the sender itself had.
+Packet make_reset(const Segment& of, bool to_sender) {
+  struct {
+    char prefix[kPrefix] = {};
+    iphdr ip{};
+    tcphdr tcp{};
+  } reset;
+  reset.ip.version = 4;
+  reset.ip.ihl = 5;
+  reset.ip.ttl = 64;
+  reset.ip.protocol = IPPROTO_TCP;
+  reset.ip.tot_len = htons(sizeof reset.ip + sizeof reset.tcp);
+  reset.ip.saddr = to_sender ? of.ip->daddr : of.ip->saddr;
+  reset.ip.daddr = to_sender ? of.ip->saddr : of.ip->daddr;
+  reset.tcp.source = to_sender ? of.tcp->dest : of.tcp->source;
+  reset.tcp.dest = to_sender ? of.tcp->source : of.tcp->dest;
+  reset.tcp.seq = to_sender ? of.tcp->ack_seq : of.tcp->seq;
+  reset.tcp.ack_seq = to_sender ? htonl(ntohl(of.tcp->seq) + of.length) : of.tcp->ack_seq;
+  reset.tcp.doff = 5;
+  reset.tcp.rst = reset.tcp.ack = 1;
+  Packet packet{std::make_unique<char[]>(sizeof reset), sizeof reset};
+  std::memcpy(packet.bytes.get(), &reset, sizeof reset);
+  const Segment made(packet);
+  made.ip->check = internet_checksum({reinterpret_cast<const char*>(made.ip), sizeof(iphdr)});
+  // The addresses, the protocol and the length count as part of TCP's checksum; here without the carry, which comes later.
+  const std::uint32_t addresses =
+      static_cast<std::uint16_t>(~internet_checksum({reinterpret_cast<const char*>(&made.ip->saddr), 8}));
+  const std::uint32_t rest = htons(IPPROTO_TCP) + htons(sizeof(tcphdr));
+  made.tcp->check = internet_checksum({reinterpret_cast<const char*>(made.tcp), sizeof(tcphdr)}, addresses + rest);
+  return packet;
+}
+
+// One direction between two hosts. Packets never overtake each other.
+class Link {
+ public:
+  // Takes a packet, which comes out later or never.
+  void enter(Packet packet, Clock::time_point now, std::mt19937& random) {
+    if (!is_up_ || (loss_ > 0 && std::uniform_real_distribution<>()(random) < loss_)) return;
+    if (Seconds(busy_until_ - now).count() > most_queued_ * seconds_per_byte_ && busy_until_ > now) return;
+    busy_until_ = std::max(busy_until_, now) + to_clock(static_cast<double>(packet.size - kPrefix) * seconds_per_byte_);
+    const auto due = std::max(busy_until_ + delay_, waiting_.empty() ? now : waiting_.back().due);
+    waiting_.push_back({due, std::move(packet)});
+  }
+
+  [[nodiscard]] Clock::time_point next() const { return waiting_.empty() ? Clock::time_point::max() : waiting_.front().due; }
+
+  [[nodiscard]] Packet leave() {
+    Packet packet = std::move(waiting_.front().packet);
+    waiting_.pop_front();
+    return packet;
+  }
+
+  [[nodiscard]] bool change(const std::string& what, double value) {
+    if (what == "delay") {
+      delay_ = to_clock(value);
+    } else if (what == "rate") {
+      seconds_per_byte_ = value > 0 ? 1 / value : 0;
+    } else if (what == "loss") {
+      loss_ = value;
+    } else if (what == "queue") {
+      most_queued_ = value;
+    } else if (what == "up") {
+      is_up_ = value != 0;
+    } else {
+      return false;
+    }
+    return true;
+  }
+
+ private:
+  struct Waiting {
+    Clock::time_point due;
+    Packet packet;
+  };
+
+  static Clock::duration to_clock(double seconds) { return std::chrono::duration_cast<Clock::duration>(Seconds(seconds)); }
+
+  Clock::duration delay_{};
+  double seconds_per_byte_ = 0, loss_ = 0, most_queued_ = 256e6;
+  bool is_up_ = true;
+  Clock::time_point busy_until_{};
+  std::deque<Waiting> waiting_;
+};
+
+class Router {
+ public:
+  Router(std::size_t hosts, std::size_t rails, std::filesystem::path folder)
+      : hosts_(hosts), rails_(rails), folder_(std::move(folder)), links_(hosts * hosts * rails), resets_(links_.size()) {
+    for (std::size_t host = 0; host < hosts; ++host) make_host();
+    control_ = check(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), "socket");
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    (folder_ / "control").string().copy(address.sun_path, sizeof address.sun_path - 1);
+    check(bind(control_, reinterpret_cast<const sockaddr*>(&address), sizeof address), "bind the control socket");
+    check(listen(control_, 16), "listen");
+  }
+
+  [[nodiscard]] const std::vector<int>& namespaces() const { return namespaces_; }
+
+  void run() {
+    std::vector<pollfd> polled = {{STDIN_FILENO, POLLIN, 0}, {control_, POLLIN, 0}};
+    for (const int tun : tuns_) polled.push_back({tun, POLLIN, 0});
+    while (true) {
+      const auto wait = std::chrono::duration_cast<std::chrono::nanoseconds>(let_out() - Clock::now());
+      const auto limited = std::clamp<std::int64_t>(wait.count(), 0, 999'999'999);
+      const timespec timeout{0, static_cast<long>(limited)};
+      if (ppoll(polled.data(), polled.size(), &timeout, nullptr) < 0) continue;
+      if (polled[0].revents != 0) return;
+      for (std::size_t end = 0; end < tuns_.size(); ++end) {
+        if (polled[2 + end].revents != 0) take_in(end);
+      }
+      // After what was sent before it.
+      if (polled[1].revents != 0) obey();
+    }
+  }
+
+  // End every process in the hosts' namespaces: nothing else was started there.
+  void end_hosts() const {
+    for (bool found = true; found;) {
+      found = false;
+      for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
+        const int process = std::atoi(entry.path().filename().c_str());
+        struct stat of_process{};
+        if (process <= 0 || process == getpid() || stat((entry.path() / "ns/net").c_str(), &of_process) != 0) continue;
+        const bool is_ours = std::any_of(namespaces_.begin(), namespaces_.end(), [&](int descriptor) {
+          struct stat one{};
+          return fstat(descriptor, &one) == 0 && one.st_dev == of_process.st_dev && one.st_ino == of_process.st_ino;
+        });
+        found = (is_ours && kill(process, SIGKILL) == 0) || found;
+      }
+    }
+    std::error_code ignored;
+    std::filesystem::remove_all(folder_, ignored);
+  }
+
+ private:
+  struct Resets {
+    bool any = false;
+    std::unordered_set<std::uint32_t> younger;  // connections made since, by their ports
+  };
+
+  void make_host() {
+    check(unshare(CLONE_NEWNET), "unshare: a new network namespace");
+    namespaces_.push_back(check(open("/proc/self/ns/net", O_RDONLY | O_CLOEXEC), "open /proc/self/ns/net"));
+    for (std::size_t rail = 0; rail < rails_; ++rail) {
+      const int tun = check(open("/dev/net/tun", O_RDWR | O_NONBLOCK | O_CLOEXEC), "open /dev/net/tun");
+      ifreq request{};
+      ("wan" + std::to_string(rail)).copy(request.ifr_name, IFNAMSIZ - 1);
+      request.ifr_flags = IFF_TUN | IFF_NO_PI | IFF_VNET_HDR;
+      check(ioctl(tun, TUNSETIFF, &request), "TUNSETIFF");
+      check(ioctl(tun, TUNSETVNETHDRSZ, &kPrefix), "TUNSETVNETHDRSZ");
+      check(ioctl(tun, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4), "TUNSETOFFLOAD");
+      tuns_.push_back(tun);
+    }
+  }
+
+  [[nodiscard]] Link& link(std::size_t from, std::size_t to, std::size_t rail) {
+    return links_[(from * hosts_ + to) * rails_ + rail];
+  }
+
+  // The resets of both directions.
+  [[nodiscard]] Resets& resets(std::size_t from, std::size_t to, std::size_t rail) {
+    return resets_[(std::min(from, to) * hosts_ + std::max(from, to)) * rails_ + rail];
+  }
+
+  // Packets whose time has come; when the next one's does.
+  Clock::time_point let_out() {
+    auto next = Clock::time_point::max();
+    const auto now = Clock::now();
+    for (std::size_t k = 0; k < links_.size(); ++k) {
+      Link& link = links_[k];
+      while (link.next() <= now) put(k / rails_ % hosts_ * rails_ + k % rails_, link.leave());
+      next = std::min(next, link.next());
+    }
+    return next;
+  }
+
+  // A packet that the host's kernel has no room for is lost, as it is in a network card.
+  void put(std::size_t end, const Packet& packet) {
+    if (write(tuns_[end], packet.bytes.get(), packet.size) < 0 && errno != EAGAIN && errno != EINVAL && errno != EIO) {
+      throw std::system_error(errno, std::generic_category(), "write to a TUN device");
+    }
+  }
+
+  void take_in(std::size_t end) {
+    const std::size_t from = end / rails_, rail = end % rails_;
+    for (int k = 0; k < kBatch; ++k) {
+      if (room_ == nullptr) room_ = std::make_unique_for_overwrite<char[]>(kMostBytes);
+      const ssize_t got = read(tuns_[end], room_.get(), kMostBytes);
+      if (got <= 0) return;
+      Packet packet{nullptr, static_cast<std::size_t>(got)};
+      if (packet.size > kSmallBytes) {
+        packet.bytes = std::move(room_);
+      } else {
+        packet.bytes = std::make_unique_for_overwrite<char[]>(packet.size);
+        std::memcpy(packet.bytes.get(), room_.get(), packet.size);
+      }
+      const Segment segment(packet);
+      if (segment.ip == nullptr) continue;
+      const std::size_t to = (ntohl(segment.ip->daddr) & 0xff) - 1U;
+      if (to >= hosts_ || to == from) continue;
+      if (is_to_be_reset(segment, from, to, rail)) {
+        put(end, make_reset(segment, true));
+        packet = make_reset(segment, false);
+      }
+      link(from, to, rail).enter(std::move(packet), Clock::now(), random_);
+    }
+  }
+
+  bool is_to_be_reset(const Segment& segment, std::size_t from, std::size_t to, std::size_t rail) {
+    Resets& known = resets(from, to, rail);
+    if (!known.any || segment.tcp == nullptr || segment.tcp->rst) return false;
+    std::uint32_t low = segment.tcp->source, high = segment.tcp->dest;
+    if (from > to) std::swap(low, high);
+    if (segment.tcp->syn && !segment.tcp->ack) known.younger.insert(low << 16 | high);
+    return !known.younger.contains(low << 16 | high);
+  }
+
+  void obey() {
+    const int caller = accept4(control_, nullptr, nullptr, SOCK_CLOEXEC);
+    if (caller < 0) return;
+    char text[256] = {};
+    if (recv(caller, text, sizeof text - 1, 0) > 0) {
+      const std::string wrong = change(text);
+      // A caller that has gone needs no answer.
+      [[maybe_unused]] const ssize_t told = send(caller, wrong.data(), wrong.size(), MSG_NOSIGNAL);
+    }
+    close(caller);
+  }
+
+  [[nodiscard]] std::string change(const std::string& text) {
+    std::istringstream words(text);
+    std::size_t from = 0, to = 0, rail = 0;
+    std::string what;
+    double value = 0;
+    if (!(words >> from >> to >> rail >> what >> value)) return "'" + text + "': expected FROM TO RAIL WHAT VALUE";
+    if (from >= hosts_ || to >= hosts_ || from == to || rail >= rails_) {
+      return "'" + text + "': expected two of " + std::to_string(hosts_) + " hosts and one of " + std::to_string(rails_) +
+             " rails";
+    }
+    if (what == "reset") {
+      resets(from, to, rail) = {true, {}};
+      return {};
+    }
+    return link(from, to, rail).change(what, value) ? "" : "'" + what + "': expected delay, rate, loss, queue, up or reset";
+  }
+
+  const std::size_t hosts_, rails_;
+  const std::filesystem::path folder_;
+  std::vector<int> namespaces_, tuns_;
+  int control_ = -1;
+  std::vector<Link> links_;
+  std::vector<Resets> resets_;
+  std::unique_ptr<char[]> room_;  // where the next packet is read
+  std::mt19937 random_;
+};
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count != 4) {
+    std::fputs("usage: router HOSTS RAILS FOLDER\n", stderr);
+    return 2;
+  }
+  try {
+    // A router that has to wait for the hosts' programs would be a slower link than the one asked for.
+    setpriority(PRIO_PROCESS, 0, -15);
+    mallopt(M_TRIM_THRESHOLD, 1 << 30);
+    Router router(std::stoul(arguments[1]), std::stoul(arguments[2]), arguments[3]);
+    for (const int descriptor : router.namespaces()) std::printf("%d ", descriptor);
+    std::puts("");
+    std::fflush(stdout);
+    try {
+      router.run();
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "router: %s\n", error.what());
+    }
+    router.end_hosts();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "router: %s\n", error.what());
+    return 1;
+  }
+  return 0;
+}
