@@ -11,6 +11,9 @@ from pathlib import Path
 
 from delegate_lab import Link
 
+sys.path.append(str(Path(__file__).parent / "links"))
+from linked_hosts import CONTROL, change_links
+
 from adaptra.runtime.transports import delegate_join
 from adaptra.runtime.transports.delegate_engine import Timing, listen
 from adaptra.runtime.transports.endpoints import Endpoint
@@ -55,15 +58,16 @@ class Disturber:
         counts: How often each kind was made and noticed by the engine.
     """
 
-    def __init__(self, transport, first):
+    def __init__(self, transport, first=0, kinds=KINDS):
         self._transport = transport
         self._turn = first
+        self._kinds = kinds
         self._kind = None
         self._link = None
         self._stopped = None
         self._failures = 0
         self._carried = [0 for _ in transport.links]
-        self.counts = dict.fromkeys(KINDS, 0)
+        self.counts = dict.fromkeys(kinds, 0)
 
     def failures(self):
         """Paths that were up and failed, of the channels on which this rank sends."""
@@ -77,10 +81,13 @@ class Disturber:
                 return
             self.end()
             self.counts[self._kind] += 1
-        self._kind = KINDS[self._turn % len(KINDS)]
+        self._kind = self._kinds[self._turn % len(self._kinds)]
         self._turn += 1
         self._failures = self.failures()
         self._link = link
+        self._begin()
+
+    def _begin(self):
         match self._kind:
             case "reset":
                 self._link.reset()
@@ -114,3 +121,28 @@ class Disturber:
         self._link.is_silent = False
         for each in self._transport.links:
             each.is_corrupting = False
+
+
+class NetworkDisturber(Disturber):
+    """The same on hosts that a network joins: it is the network's rails that reset, lose everything and are down.
+
+    Rail 0 is the control plane's; the addresses of this rank's paths are on rails 1 and 2.
+    """
+
+    def _begin(self):
+        change = {"reset": "reset", "link down": "down", "loss": "loss=1"}.get(self._kind)
+        if change is None:
+            super()._begin()
+        else:
+            change_links(os.environ[CONTROL], f"all/{self._rail} {change}")
+
+    def end(self):
+        """End the present failure."""
+        if self._kind in ("link down", "loss"):
+            change_links(os.environ[CONTROL], f"all/{self._rail} up loss=0")
+        else:
+            super().end()
+
+    @property
+    def _rail(self):
+        return 1 + self._transport.links.index(self._link)

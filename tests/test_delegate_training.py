@@ -26,8 +26,22 @@ def example(stages):
     return Example("layers", build, vectors(WIDTH), square_loss)
 
 
-def train_while_links_fail(rank, stages, folder):
-    """What differs from c10d, how often each kind of failure happened, and what each channel counted in training."""
+def train_on_a_host(rank, folder):
+    """As :func:`train_while_links_fail`, where rank 0 disturbs the network and rank 1 itself and what it sends."""
+    import torch
+
+    torch.set_num_threads(1)
+    linked_delegate.HOSTS = tuple(f"10.77.{rail}.{rank + 1}" for rail in (1, 2))
+    if rank == 0:
+        return train_while_links_fail(rank, 2, folder, linked_delegate.NetworkDisturber)
+    # What lasts until it is noticed could leave no path, together with what rank 0 does.
+    return train_while_links_fail(
+        rank, 2, folder, lambda transport: linked_delegate.Disturber(transport, kinds=("corruption", "stop", "reset"))
+    )
+
+
+def train_while_links_fail(rank, stages, folder, make_disturber):
+    """What differs from c10d, how often each kind of failure happened, what each channel counted in training, and the steps."""
     import torch.distributed as dist
     from training import adam, compiled, differences, run_step, train
 
@@ -39,7 +53,7 @@ def train_while_links_fail(rank, stages, folder):
     with compiled(model, batches[0], transport="linked", **given) as pipe:
         transport = pipe._built.workers[0]._transport
         before = by_channel(transport)
-        disturber = linked_delegate.Disturber(transport, first=5 * rank)
+        disturber = make_disturber(transport)
         optimizer, found, made = adam(pipe.parameters()), [], 0
         while made < FAILURES:
             disturber.disturb()
@@ -50,10 +64,10 @@ def train_while_links_fail(rank, stages, folder):
         disturber.end()
         settle(transport)
         dist.barrier()
-        counted = {
-            channel: {name: value - before.get(channel, {}).get(name, 0) for name, value in counters.items()}
+        counted = [
+            (*channel, {name: value - before.get(channel, {}).get(name, 0) for name, value in counters.items()})
             for channel, counters in by_channel(transport).items()
-        }
+        ]
         dist.barrier()
     for link in transport.links:
         link.close()
@@ -86,14 +100,25 @@ def settle(transport):
 @pytest.mark.parametrize("stages", [2, 4])
 def test_two_hundred_failures_change_no_bit_and_lose_or_repeat_no_message(tmp_path, stages):
     linked_delegate.install(tmp_path)
-    results = run_processes(train_while_links_fail, stages, stages, str(tmp_path), timeout=170)
+    check(run_processes(train_while_links_fail, stages, stages, str(tmp_path), linked_delegate.Disturber, timeout=170))
+
+
+@pytest.mark.root
+def test_two_hundred_failures_between_hosts_change_no_bit_and_lose_or_repeat_no_message(tmp_path, linked_hosts):
+    linked_delegate.install(tmp_path)
+    with linked_hosts(2, "all delay=500us", rails=3) as hosts:
+        check(hosts.call(train_on_a_host, str(tmp_path), timeout=170))
+
+
+def check(results):
+    stages = len(results)
     assert [found for found, *_ in results] == [[]] * stages
-    made = {kind: sum(counts[kind] for _, counts, _, _ in results) for kind in linked_delegate.KINDS}
+    made = {kind: sum(counts.get(kind, 0) for _, counts, _, _ in results) for kind in linked_delegate.KINDS}
     assert sum(made.values()) >= FAILURES and min(made.values()) >= 10, made
     steps = results[0][-1]
     sent, received = ({}, {})
     for _, _, counted, _ in results:
-        for (*channel, is_sender), counters in counted.items():
+        for *channel, is_sender, counters in counted:
             (sent if is_sender else received)[tuple(channel)] = counters
     assert sum(counters["path_failures"] for counters in sent.values()) >= FAILURES
     assert sum(counters["corrupted"] for counters in received.values()) > 0
