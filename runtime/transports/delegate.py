@@ -20,20 +20,11 @@ from torch import Tensor, distributed
 from adaptra import _C
 from adaptra.errors import TransportError
 from adaptra.graph.specs import MessageSpec
-from adaptra.runtime.transports.base import (
-    Guard,
-    Identity,
-    Layout,
-    Pending,
-    Transport,
-    check_tensors,
-    layout_of,
-    now,
-    peer_lost,
-)
+from adaptra.runtime.transports.base import Identity, Layout, Pending, Transport, check_tensors, layout_of, now
 from adaptra.runtime.transports.contract import Contract
 from adaptra.runtime.transports.delegate_engine import StartedEngine
 from adaptra.runtime.transports.engine_memory import EngineMessage
+from adaptra.runtime.transports.guard import Guard, peer_lost
 from adaptra.runtime.transports.pool import Pool
 from adaptra.runtime.transports.refusals import Refusals
 from adaptra.runtime.transports.travelling import Travelling

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from adaptra import _C
 from adaptra.graph.specs import MessageSpec
-from adaptra.runtime.transports.base import Completion, Identity
+from adaptra.runtime.transports.base import Identity
 from adaptra.runtime.transports.delegate import DelegateTransport
 from adaptra.runtime.transports.delegate_engine import StartedEngine
 from adaptra.runtime.transports.engine_memory import EngineMessage
+from adaptra.runtime.transports.guard import Completion
 from adaptra.runtime.transports.staging import Staging
 from adaptra.runtime.transports.travelling import Travelling
 
