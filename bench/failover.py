@@ -26,11 +26,10 @@ from _table import Row, parser, print_rows
 
 from adaptra import _C
 from adaptra.runtime.transports.delegate_engine import Timing, listen, start_engine
-from adaptra.runtime.transports.endpoints import Endpoint
 from adaptra.runtime.transports.groups import new_group
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-from delegate_lab import Link
+from delegate_lab import Link, behind_links
 
 BOUND = 1.0
 HOSTS = ("127.0.0.2", "127.0.0.3")
@@ -149,13 +148,7 @@ def measure(rank: int, rounds: int) -> dict[str, list[float]] | None:
     """One rank: seconds of each failure, by its kind."""
     store = new_group([0, 1], "gloo").get_group_store()
     links: list[Link] = []
-
-    def listen_behind_a_link(engine: _C.Engine, address: str) -> Endpoint:
-        endpoint = listen(engine, address)
-        links.append(Link(address, (endpoint.host, endpoint.port)))
-        return Endpoint(endpoint.wire, *links[-1].endpoint)
-
-    engine = start_engine(rank, 2, store, HOSTS, Timing(), listen if rank else listen_behind_a_link).engine
+    engine = start_engine(rank, 2, store, HOSTS, Timing(), listen if rank else behind_links(links)).engine
     if rank == 1:
         store.set("receiver", str(os.getpid()))
         store.set("arrivals", json.dumps(receive_all(engine)))

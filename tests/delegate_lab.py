@@ -13,6 +13,8 @@ import threading
 import time
 
 from adaptra import _C
+from adaptra.runtime.transports.delegate_engine import listen
+from adaptra.runtime.transports.endpoints import Endpoint
 
 SECRET = bytes(range(32))
 QUICK = {"heartbeat": 0.05, "silence": 0.25, "healthy_for": 0.3, "lost_after": 2.0, "handshake": 1.0}
@@ -131,6 +133,17 @@ class Link:
             self._pairs[end].sendall(data)
         except OSError:
             self._drop(end)
+
+
+def behind_links(links):
+    """How a rank's engine listens if others reach it only over links: one before each address, added to ``links``."""
+
+    def listen_behind_a_link(engine, address):
+        endpoint = listen(engine, address)
+        links.append(Link(address, (endpoint.host, endpoint.port)))
+        return Endpoint(endpoint.wire, *links[-1].endpoint)
+
+    return listen_behind_a_link
 
 
 class Pair:

@@ -9,14 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from delegate_lab import Link
+from delegate_lab import behind_links
+from installed import install_transport
 
 sys.path.append(str(Path(__file__).parent / "links"))
 from linked_hosts import CONTROL, change_links
 
 from adaptra.runtime.transports import delegate_join
-from adaptra.runtime.transports.delegate_engine import Timing, listen
-from adaptra.runtime.transports.endpoints import Endpoint
+from adaptra.runtime.transports.delegate_engine import Timing
 
 HOSTS = ("127.0.0.2", "127.0.0.3")
 TIMING = Timing(heartbeat=0.05, silence=0.25, healthy_for=0.1, lost_after=10.0, handshake=1.0)
@@ -27,10 +27,7 @@ KINDS = ("reset", "corruption", "link down", "loss", "reset", "corruption", "lin
 
 def install(folder):
     """Leave the transport in ``folder`` as an installer leaves a package; :func:`find_in` lets a process find it."""
-    info = Path(folder) / "linked-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: linked\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[adaptra.transports]\nlinked = linked_delegate:join\n")
+    install_transport(folder, "linked", "linked_delegate:join")
 
 
 def find_in(folder):
@@ -40,13 +37,7 @@ def find_in(folder):
 def join(group=None):
     """What the entry point names: this rank's delegate, with its links as ``links``."""
     links = []
-
-    def listen_behind_a_link(engine, address):
-        endpoint = listen(engine, address)
-        links.append(Link(address, (endpoint.host, endpoint.port)))
-        return Endpoint(endpoint.wire, *links[-1].endpoint)
-
-    transport = delegate_join.join(group, HOSTS, TIMING, listen=listen_behind_a_link)
+    transport = delegate_join.join(group, HOSTS, TIMING, listen=behind_links(links))
     transport.links = links
     return transport
 

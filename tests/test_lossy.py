@@ -3,6 +3,7 @@
 import pytest
 import torch
 from errors_table import check_documented
+from installed import install_transport
 from models import Example, square_loss, vectors
 from processes import run_processes
 from torch import nn
@@ -88,10 +89,7 @@ def test_without_the_option_the_report_says_nothing_and_nothing_is_rounded():
 
 
 def test_a_transport_of_another_package_is_refused(tmp_path, monkeypatch):
-    info = tmp_path / "pigeon-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pigeon\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[adaptra.transports]\npigeon = pigeon:make\n")
+    install_transport(tmp_path, "pigeon", "pigeon:make")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(OptionError) as caught:
         adaptra.compile(Two(False), stages=2, microbatches=4, transport="pigeon", options=adaptra.Options(lossy_bf16=True))
