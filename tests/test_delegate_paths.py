@@ -86,7 +86,8 @@ def test_training_returns_to_the_better_path_and_a_scanner_is_logged_once(tmp_pa
     (found, told), (_, _) = run_processes(go_back, 2, str(tmp_path), timeout=110)
     assert found == [0, 1, 0]
     (line,) = [line for line in told if "127.0.0.77" in line]
-    assert line == "rank 0: turned away 127.0.0.77, 100 times: ended the connection before it proved anything"
+    # They come all at once, so a busy engine may turn away the first for the later ones' sake.
+    assert line.startswith("rank 0: turned away 127.0.0.77, 100 times: ")
 
 
 def run_out_of_paths(rank, folder):
