@@ -72,6 +72,7 @@ bench: $(READY)
 	$(BIN)/python bench/runtime.py
 	$(BIN)/python bench/slow_link.py
 	$(BIN)/python bench/delegate.py
+	$(BIN)/python bench/failover.py
 	$(BIN)/python bench/head_of_line.py
 
 clean:

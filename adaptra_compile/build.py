@@ -18,6 +18,7 @@ from adaptra.cost import Case, CostModel
 from adaptra.errors import AdaptraError, BatchError, PeerLostError, PipelineError, PlanError
 from adaptra.estimate import estimated_cost
 from adaptra.graph import CompiledStages, compile_stages
+from adaptra.graph.round_messages import round_messages
 from adaptra.planner import plan
 from adaptra.program import Program
 from adaptra.request import Request
@@ -222,6 +223,8 @@ def _compile(
     compiled = compile_stages(
         request.model, args, kwargs, stages=request.stages, loss=request.loss, targets=targets, split=request.split
     )
+    if request.options.lossy_bf16:
+        compiled = round_messages(compiled)
     cost, options = estimated_cost(compiled), request.options
     if options.emulate is not None:
         cost = options.emulate.apply(cost)

@@ -11,7 +11,7 @@ from torch import nn
 from adaptra.errors import LaunchError, OptionError
 from adaptra.runtime.faults import Fault
 from adaptra.runtime.options import Options, is_whole
-from adaptra.runtime.transports.registry import transport_names
+from adaptra.runtime.transports.registry import is_built_in, transport_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,10 @@ class Request:
         given = self.options
         if not isinstance(given, Options):
             raise OptionError(f"options={given!r}: expected adaptra.Options(...)")
+        if given.lossy_bf16 and self.transport is not None and not is_built_in(self.transport):
+            raise OptionError(
+                f"lossy_bf16=True with transport {self.transport!r}: expected a transport of adaptra's own, which all can round"
+            )
         for edge in self.options.delegated:
             if max(edge) >= self.stages:
                 raise OptionError(f"delegate={self.options.delegate!r}: expected edges of stages 0..{self.stages - 1}")
@@ -86,4 +90,5 @@ class Request:
             "options.faults": str(list(options.faults)),
             "options.emulate": str(options.emulate),
             "options.delegate": str(options.delegate),
+            "options.lossy_bf16": str(options.lossy_bf16),
         }

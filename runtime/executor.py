@@ -193,7 +193,7 @@ class Executor:
             neighbour,
             op.stage,
             op.microbatch,
-            sum(tensor.nbytes for tensor in tensors),
+            sum(spec.travelling_bytes for spec in pending.identity.specs),
             pending.sent_at,
             pending.arrived_at,
             now,

@@ -29,6 +29,8 @@ class Options:
         addresses: The delegate's paths, the best first: numeric addresses of this rank's host to listen on and connect from,
             and RDMA ports such as ``rdma:mlx5_0/1``; equally many of the same kinds on every rank. () for the usable RDMA ports
             of the host, followed by the address by which it reaches the job's store.
+        lossy_bf16: Round what stages send each other from float32 to bfloat16 while it travels: half the bytes, but activations
+            and their gradients lose precision, so training is no longer bitwise that of one process. All of it must be float32.
         on_event: Called with each event of the controller, such as a detected slow edge or a switch of plans.
 
     Raises:
@@ -43,6 +45,7 @@ class Options:
     emulate: EmulatedDevice | None = None
     delegate: bool | Sequence[tuple[int, int]] = False
     addresses: Sequence[str] = ()
+    lossy_bf16: bool = False
     on_event: Callable[[Any], None] | None = None
 
     @property
@@ -82,6 +85,9 @@ class Options:
         given = self.addresses
         if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
             raise OptionError(f"addresses={given!r}: expected a list of numeric addresses of this host such as ['10.0.0.1']")
+        given = self.lossy_bf16
+        if not isinstance(given, bool):
+            raise OptionError(f"lossy_bf16={given!r}: expected True or False")
         given = self.on_event
         if given is not None and not callable(given):
             raise OptionError(f"on_event={given!r}: expected a function that is called with each event, or None")

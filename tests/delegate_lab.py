@@ -13,6 +13,8 @@ import threading
 import time
 
 from adaptra import _C
+from adaptra.runtime.transports.delegate_engine import listen
+from adaptra.runtime.transports.endpoints import Endpoint
 
 SECRET = bytes(range(32))
 QUICK = {"heartbeat": 0.05, "silence": 0.25, "healthy_for": 0.3, "lost_after": 2.0, "handshake": 1.0}
@@ -25,20 +27,28 @@ class Link:
     """Carries the connections to one port, and does with them what it is told."""
 
     def __init__(self, host, target):
-        self._target = target
+        self.target = target
         self._listener = socket.create_server((host, 0))
         self.endpoint = self._listener.getsockname()[:2]
         self._selector = selectors.DefaultSelector()
         self._lock = threading.RLock()
         self._pairs = {}
-        self._corrupt = 0
+        self._near = set()
+        self.is_corrupting = False
         self.carried = 0
+        self.recording: bytearray | None = None
+        """Where what the connecting side says is kept, if anywhere."""
         self.is_silent = self._is_closed = False
         self._wakeup, self._waker = socket.socketpair()
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    @property
+    def is_connected(self):
+        """Whether any connection crosses the link."""
+        return bool(self._pairs)
 
     def reset(self):
         """End all connections at once, as a router that forgot them does."""
@@ -49,15 +59,22 @@ class Link:
                 self._drop(next(iter(self._pairs)))
 
     def vanish(self):
-        """As when the process behind the port ends: its connections do, and new ones are refused."""
+        """As when the process behind the port ends: its connections do, and new ones are refused until :meth:`come_back`."""
         with self._lock:
-            self._selector.unregister(self._listener)
-            self._listener.close()
+            listener, self._listener = self._listener, None
+            self._selector.unregister(listener)
+            listener.close()
         self.reset()
+
+    def come_back(self):
+        """Let connections in again, at the same endpoint."""
+        with self._lock:
+            self._listener = socket.create_server(self.endpoint)
+            self._selector.register(self._listener, selectors.EVENT_READ)
 
     def corrupt(self):
         """Change one bit of the next large piece of data that passes."""
-        self._corrupt = 1
+        self.is_corrupting = True
 
     def close(self):
         self._is_closed = True
@@ -65,7 +82,8 @@ class Link:
         self._thread.join(5)
         self.reset()
         for one in (self._listener, self._wakeup, self._waker, self._selector):
-            one.close()
+            if one is not None:
+                one.close()
 
     def _drop(self, end):
         other = self._pairs.pop(end, None)
@@ -92,10 +110,11 @@ class Link:
         near, _ = self._listener.accept()
         far = None
         with contextlib.suppress(OSError):
-            far = socket.create_connection(self._target)
+            far = socket.create_connection(self.target)
         if far is None:
             near.close()
             return
+        self._near.add(near)
         for end, other in ((near, far), (far, near)):
             self._pairs[end] = other
             self._selector.register(end, selectors.EVENT_READ)
@@ -105,13 +124,26 @@ class Link:
             data = bytearray(end.recv(1 << 18))
             if not data:
                 return self._drop(end)
-            if self._corrupt and len(data) > 4096:
-                self._corrupt = 0
+            if self.is_corrupting and len(data) > 4096:
+                self.is_corrupting = False
                 data[len(data) // 2] ^= 1
             self.carried += len(data)
+            if self.recording is not None and end in self._near:
+                self.recording += data
             self._pairs[end].sendall(data)
         except OSError:
             self._drop(end)
+
+
+def behind_links(links):
+    """How a rank's engine listens if others reach it only over links: one before each address, added to ``links``."""
+
+    def listen_behind_a_link(engine, address):
+        endpoint = listen(engine, address)
+        links.append(Link(address, (endpoint.host, endpoint.port)))
+        return Endpoint(endpoint.wire, *links[-1].endpoint)
+
+    return listen_behind_a_link
 
 
 class Pair:

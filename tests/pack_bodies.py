@@ -10,7 +10,7 @@ import traceback
 import torch
 
 from adaptra.graph.specs import TensorSpec
-from adaptra.runtime.transports.pack import pack, packed_specs, unpack
+from adaptra.runtime.transports.pack import pack
 from adaptra.runtime.transports.wire import flat_bytes, views_of
 
 DTYPES = (
@@ -74,11 +74,9 @@ def check_copies(name, device):
         specs = tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         size = flat_bytes(specs)
         flat = torch.full((size + 64,), 0xA5, dtype=torch.uint8, device=device)
-        pack(flat, tensors)
+        pack(flat, tensors, specs)
         assert torch.equal(flat[:size], copied(tensors, specs)), layout
         assert bool((flat[size:] == 0xA5).all()), f"{layout}: wrote past the end"
-        for got, tensor in zip(unpack(flat, specs), tensors, strict=True):
-            assert got.shape == tensor.shape and got.dtype == tensor.dtype, layout
 
 
 def check_narrowing(device):
@@ -91,23 +89,16 @@ def check_narrowing(device):
     values = values.to(device)
     others = [bits((3, 7), torch.float64, device).t(), bits((5,), torch.bfloat16, device)]
     tensors = [values, values[: 1 << 16].view(256, 256).t(), *others]
-    specs = tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-    narrowed = packed_specs(specs, lossy_bf16=True)
-    assert [spec.dtype for spec in narrowed] == [torch.bfloat16, torch.bfloat16, torch.float64, torch.bfloat16]
-    flat = torch.full((flat_bytes(narrowed),), 0xA5, dtype=torch.uint8, device=device)
-    pack(flat, tensors, lossy_bf16=True)
-    for got, tensor in zip(views_of(flat, narrowed)[:2], tensors, strict=False):
+    specs = tuple(TensorSpec(tuple(t.shape), t.dtype, lossy_bf16=t.dtype == torch.float32) for t in tensors)
+    flat = torch.full((flat_bytes(specs),), 0xA5, dtype=torch.uint8, device=device)
+    pack(flat, tensors, specs)
+    for got, tensor in zip(views_of(flat, specs)[:2], tensors, strict=False):
         is_nan = tensor.isnan()
         # Which NaN comes of a NaN is not defined, and differs between torch's own kernels.
         assert bool(got[is_nan].isnan().all())
         expected = tensor.to(torch.bfloat16)
         assert torch.equal(got.view(torch.int16)[~is_nan], expected.view(torch.int16)[~is_nan])
-    assert torch.equal(flat[flat_bytes(narrowed[:2]) :], copied(others, narrowed[2:]))
-    widened = unpack(flat, specs, lossy_bf16=True)
-    assert [tensor.dtype for tensor in widened] == [spec.dtype for spec in specs]
-    finite = tensors[0].isfinite() & (tensors[0].abs() < 3e38) & (tensors[0].abs() > 1e-37)
-    error = (widened[0][finite] - tensors[0][finite]).abs() / tensors[0][finite].abs()
-    assert float(error.max()) <= 2**-8
+    assert torch.equal(flat[flat_bytes(specs[:2]) :], copied(others, specs[2:]))
 
 
 def check_conjugated(device):
@@ -116,7 +107,7 @@ def check_conjugated(device):
     tensors = [values.t().conj(), values.conj().imag]
     specs = tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
     flat = torch.empty(flat_bytes(specs), dtype=torch.uint8, device=device)
-    pack(flat, tensors)
+    pack(flat, tensors, specs)
     assert torch.equal(flat, copied(tensors, specs))
 
 

@@ -94,7 +94,7 @@ def stream(host: int, hosts: int, paths: list[str], timing: dict[str, float], fa
     from transport_bodies import backward, forward
 
     from adaptra.graph.specs import TensorSpec
-    from adaptra.runtime.transports.delegate import Timing
+    from adaptra.runtime.transports.delegate_engine import Timing
     from adaptra.runtime.transports.registry import create_transport
 
     set_up(host, hosts)

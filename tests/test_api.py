@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import test_api_processes
+import test_delegate_paths
+import test_lossy
 import torch
 from errors_table import check_documented, documented_errors
 from models import EXAMPLES
@@ -58,6 +60,19 @@ class Branching(nn.Module):
 
     def forward(self, x):
         return self.inner(x) if x.sum() > 0 else x
+
+
+class Masked(nn.Module):
+    """What sends on a tensor of another dtype beside its activations."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        mask = (x > 0).to(self.dtype)
+        return self.last(torch.tanh(self.first(x))) * mask
 
 
 def options(**given: Any) -> Callable[[], object]:
@@ -266,6 +281,15 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ),
     ("delegate=…: expected edges of stages 0..…", options(delegate=[(1, 2)])),
     ("addresses=…: expected a list of numeric addresses of this host such as ['10.0.0.1']", options(addresses="10.0.0.1")),
+    *(("lossy_bf16=…: expected True or False", options(lossy_bf16=given)) for given in ("yes", 1, None)),
+    *(
+        (
+            "lossy_bf16=True: the message from stage … to … holds …: expected float32 alone, which can be rounded; cut the "
+            "model elsewhere by split=, or send messages as they are",
+            example(model=Masked(dtype), split=["last"], options=adaptra.Options(lossy_bf16=True)),
+        )
+        for dtype in (torch.int64, torch.bool, torch.float64)
+    ),
     (
         "Options(delegate=...) with transport '…': expected c10d, whose slow edges the delegate takes over",
         options(delegate=True),
@@ -360,8 +384,8 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ("…: not exchanged within … s", wait_too_long),
 ]
 
-TESTED_ELSEWHERE = {"…: rank … did not answer within … s"}
-"""In test_launch.py."""
+TESTED_ELSEWHERE = {"…: rank … did not answer within … s", test_lossy.FOREIGN}
+"""In test_launch.py and test_lossy.py."""
 
 
 @pytest.mark.parametrize(("row", "mistake"), MISTAKES, ids=[f"{number}-{row[:40]}" for number, (row, _) in enumerate(MISTAKES)])
@@ -372,7 +396,8 @@ def test_every_mistake_is_told_as_documented(row, mistake):
 
 
 def test_every_documented_error_has_a_test():
-    tested = {row for row, _ in MISTAKES} | set(test_api_processes.DOCUMENTED.values()) | TESTED_ELSEWHERE
+    elsewhere = {*test_api_processes.DOCUMENTED.values(), *test_delegate_paths.DOCUMENTED.values(), *TESTED_ELSEWHERE}
+    tested = {row for row, _ in MISTAKES} | elsewhere
     assert tested == set(documented_errors())
 
 

@@ -12,6 +12,7 @@ import pytest
 from delegate_lab import CALM, QUICK, SECRET, Pair, pattern
 
 from adaptra import _C
+from adaptra.runtime.transports.refusals import Refusals
 
 SIZE = 100_000
 STRANGER = "127.0.0.77"
@@ -99,6 +100,39 @@ def test_a_port_scanner_learns_nothing(pair):
     assert reason == "ended the connection before it proved anything" and count == 6
 
 
+def test_a_scanner_that_comes_a_hundred_times_is_one_line_of_the_log(pair, caplog):
+    log = Refusals(pair.sender, rank=0)
+    for number in range(100):
+        call(pair).close()
+        refusals(pair, number + 1)
+        log.look(0.01 * number)
+    assert not caplog.records
+    log.look(3.0)
+    call(pair).close()
+    refusals(pair, 101)
+    for moment in (4.0, 8.0, 99.0):
+        log.look(moment)
+    with call(pair, "127.0.0.78") as other:
+        other.sendall(b"x" * 56)
+        assert is_ended(other)
+    log.close()
+    reason = "ended the connection before it proved anything"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"rank 0: turned away {STRANGER}, 100 times: {reason}",
+        "rank 0: turned away 127.0.0.78, once: sent bytes that are no greeting of version 1",
+    ]
+
+
+def test_a_scanner_that_never_rests_is_told_of_while_it_goes_on(pair, caplog):
+    log = Refusals(pair.sender, rank=0)
+    for number in range(15):
+        call(pair).close()
+        refusals(pair, number + 1)
+        log.look(0.9 * number)
+    (record,) = caplog.records
+    assert "13 times" in record.getMessage()
+
+
 def test_a_wrong_secret_is_refused(pair):
     with call(pair) as connection:
         assert prove(connection, hello(), b"x" * 32) == b""
@@ -127,6 +161,23 @@ def test_a_replayed_handshake_is_refused():
             second.sendall(greeting + proof)
             assert is_ended(second)
         assert refusals(pair)[STRANGER] == ("does not know this job's secret", 1)
+
+
+def test_a_recorded_session_is_worthless_to_the_next_engine():
+    """All that one rank told another, handshake and messages, told again to an engine with the same secret."""
+    with Pair(1, CALM) as pair:
+        pair.links[0].recording = recording = bytearray()
+        pair.receiver.reserve(0, SIZE, 2)
+        assert pair.take((pair.receive(SIZE), pair.send(1, SIZE))[0]) == pattern(1, SIZE)
+    # The greeting, the proof, and frames behind them: the session was a real one.
+    assert recording[:4] == b"adhs" and len(recording) > 56 + 32 + 64
+    with Pair(1, CALM) as later:
+        later.receiver.reserve(0, SIZE, 2)
+        with call(later) as connection:
+            connection.sendall(recording)
+            assert is_ended(connection)
+        assert refusals(later)[STRANGER] == ("does not know this job's secret", 1)
+        check_traffic(later)
 
 
 @pytest.mark.parametrize("greeting", [hello(source=1, destination=0), hello(destination=7), hello(path=3), hello(index=16)])

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pack_bodies
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from adaptra.errors import MissingExtraError
+from adaptra.graph.specs import TensorSpec
 from adaptra.runtime.transports import pack
 
 needs_triton = pytest.mark.skipif(
@@ -59,7 +61,7 @@ def test_without_triton_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "adaptra.runtime.transports.pack_kernel", raising=False)
     with pytest.raises(MissingExtraError, match=r"packing on a GPU needs triton: pip install 'adaptra\[gpu\]'"):
-        pack.pack(torch.empty(64, dtype=torch.uint8), [torch.ones(3)])
+        pack.pack(torch.empty(64, dtype=torch.uint8), [torch.ones(3)], (TensorSpec((3,), torch.float32),))
 
 
 def test_why_not_says_what_is_missing(monkeypatch):
@@ -76,10 +78,11 @@ def test_why_not_says_what_fails():
 
 
 def test_only_what_is_not_flat_yet_is_packed():
-    matrix = torch.ones(3, 4)
-    assert not pack.is_worthwhile([matrix])
-    assert pack.is_worthwhile([matrix.t()])
-    assert pack.is_worthwhile([matrix, matrix])
+    matrix, spec = torch.ones(3, 4), TensorSpec((3, 4), torch.float32)
+    assert not pack.is_worthwhile([matrix], (spec,))
+    assert pack.is_worthwhile([matrix.view(4, 3).t()], (spec,))
+    assert pack.is_worthwhile([matrix, matrix], (spec, spec))
+    assert pack.is_worthwhile([matrix], (replace(spec, lossy_bf16=True),))
 
 
 @needs_triton

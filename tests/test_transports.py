@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import transport_bodies as bodies
+from installed import install_transport
 from transport_bodies import LARGE, SMALL, forward, make
 
 from adaptra.errors import LaunchError, TransportError
@@ -161,10 +162,7 @@ class TestRegistry:
             "def make(*, rank): return LocalHub(2).transport(rank)\n"
             "def wrong(): return 'pigeon'\n"
         )
-        info = folder / f"{package}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[adaptra.transports]\npigeon = {factory}\n")
+        install_transport(folder, "pigeon", factory, package)
         monkeypatch.syspath_prepend(str(folder))
         monkeypatch.delitem(sys.modules, "carrier", raising=False)
 

@@ -60,6 +60,32 @@ def carries_every_dtype(transport: Transport):
         transport.release(pending)
 
 
+def rounds_what_is_lossy(transport: Transport):
+    """A tensor whose spec says so arrives as torch's rounding to bfloat16 leaves it, of its own dtype; others as they are."""
+    identity = forward(0, specs=(TensorSpec((4, 700), torch.float32, lossy_bf16=True), TensorSpec((2,), torch.float32)))
+    tensors = tuple(torch.randn(spec.shape, generator=torch.Generator().manual_seed(1)) for spec in identity.specs)
+    if transport.rank == 0:
+        transport.send(1, identity, tensors).wait(20)
+    elif transport.rank == 1:
+        transport.reserve({(0, identity.specs): 1})
+        got = transport.receive(0, identity).wait(20)
+        expected = (tensors[0].to(torch.bfloat16).to(torch.float32), tensors[1])
+        assert same(got, expected) and not torch.equal(got[0], tensors[0])
+
+
+def refuses_what_is_rounded_elsewhere(transport: Transport):
+    """Both sides must agree on whether a message is rounded."""
+    specs = (TensorSpec((4,), torch.float32, lossy_bf16=True),)
+    if transport.rank == 0:
+        transport.send(1, forward(2, specs=specs), make(forward(2)))
+        transport.store.wait(["refused"])
+    elif transport.rank == 1:
+        transport.reserve({(0, SMALL): 1})
+        with pytest.raises(TransportError, match=r"with float32\[4\]: got .*float32→bfloat16\[4\]"):
+            transport.receive(0, forward(2)).wait(20)
+        transport.store.set("refused", "")
+
+
 def sends_what_requires_grad(transport: Transport):
     """A tensor with a graph arrives without it, and a strided one with its values."""
     identity = forward(0, specs=(TensorSpec((3, 2), torch.float32, requires_grad=True),))
@@ -222,6 +248,8 @@ def refuses_misuse(transport: Transport):
 
 ALL = (
     carries_every_dtype,
+    rounds_what_is_lossy,
+    refuses_what_is_rounded_elsewhere,
     sends_what_requires_grad,
     many_in_flight_both_ways,
     backward_overtakes_forward,

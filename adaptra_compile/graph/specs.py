@@ -6,20 +6,40 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and dtype of one tensor, and whether a gradient flows back through it."""
+    """Shape and dtype of one tensor, whether a gradient flows back through it, and whether it is rounded on its way.
+
+    With ``lossy_bf16`` a float32 tensor travels as bfloat16 and is widened again where it arrives: half the bytes, but not the
+    numbers that were sent.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+    lossy_bf16: bool = False
 
     @property
     def bytes(self) -> int:
         """The size of the tensor's elements, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def travels_as(self) -> torch.dtype:
+        """The dtype of the tensor's elements while it travels."""
+        return torch.bfloat16 if self.lossy_bf16 else self.dtype
+
+    @property
+    def travelling_bytes(self) -> int:
+        """The size of the tensor's elements while it travels, in bytes."""
+        return math.prod(self.shape) * self.travels_as.itemsize
+
+    def arriving(self, tensor: Tensor) -> Tensor:
+        """What arrives of a sent tensor: the same, or rounded to nearest, ties to even."""
+        return tensor.to(self.travels_as).to(self.dtype)
 
 
 MessageSpec = tuple[TensorSpec, ...]

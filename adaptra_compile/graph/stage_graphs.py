@@ -263,4 +263,4 @@ def check(
 
 
 def _bytes(message: MessageSpec) -> int:
-    return sum(spec.bytes for spec in message)
+    return sum(spec.travelling_bytes for spec in message)

@@ -25,6 +25,8 @@ def stage_table(stages: Sequence[StageGraphs], program: Program, in_flight: Sequ
         in_flight: How many microbatches each stage has in flight at most under it.
     """
     title = f"{len(stages)} stages, {program.microbatches} microbatches, plan {program.name}; per microbatch"
+    if any(spec.lossy_bf16 for stage in stages for spec in stage.outputs):
+        title += "; messages are rounded to bfloat16"
     table = Table(title=title, title_justify="left")
     for heading in (
         "stage",

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <string>
 #include <system_error>
 #include <utility>
 
@@ -217,7 +219,10 @@ void Doorway::note(const std::string& from, const std::string& reason) {
 void Doorway::tick(Clock::time_point now) {
   for (std::size_t k = 0; k < visitors_.size(); ++k) {
     Visitor& visitor = *visitors_[k];
-    if (!visitor.ended && visitor.deadline < now) turn_away(visitor, "took too long to prove that it knows this job's secret");
+    if (visitor.ended || visitor.deadline >= now) continue;
+    const auto limit = std::chrono::duration_cast<std::chrono::milliseconds>(patience_).count();
+    turn_away(visitor, visitor.opened_here ? "nobody answered within " + std::to_string(limit) + " ms"
+                                           : "took too long to prove that it knows this job's secret");
   }
   std::erase_if(visitors_, [](const auto& visitor) { return visitor->ended; });
   while (!unopened_.empty()) {

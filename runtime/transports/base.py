@@ -9,17 +9,16 @@ the order of their sends, and channels never queue behind each other.
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from adaptra.errors import PeerLostError, TransportError
-from adaptra.graph.specs import MessageSpec
+from adaptra.errors import TransportError
+from adaptra.graph.specs import MessageSpec, TensorSpec
 from adaptra.program import Kind, Program
 from adaptra.runtime.transports.contract import Contract
 
@@ -32,7 +31,12 @@ Layout = tuple[tuple[tuple[int, ...], str], ...]
 
 def layout_of(specs: MessageSpec) -> Layout:
     """What of ``specs`` a message must agree on. Whether a tensor requires a gradient is each side's own business."""
-    return tuple((tuple(spec.shape), str(spec.dtype).removeprefix("torch.")) for spec in specs)
+    return tuple((tuple(spec.shape), _dtype_text(spec)) for spec in specs)
+
+
+def _dtype_text(spec: TensorSpec) -> str:
+    text = str(spec.dtype).removeprefix("torch.")
+    return f"{text}→bfloat16" if spec.lossy_bf16 else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,48 +142,6 @@ class Pending(ABC):
         """
 
 
-class Completion(Pending):
-    """A :class:`Pending` that its transport completes or fails, once; what comes later is ignored."""
-
-    def __init__(self, identity: Identity) -> None:
-        self.identity = identity
-        self.sent_at = 0.0
-        self.arrived_at = 0.0
-        self._tensors: tuple[Tensor, ...] = ()
-        self._error: Exception | None = None
-        self._lock = threading.Lock()
-        self._event = threading.Event()
-
-    @property
-    def done(self) -> bool:
-        """Whether :meth:`wait` returns or raises at once."""
-        return self._event.is_set()
-
-    def complete(self, tensors: tuple[Tensor, ...] = (), sent_at: float = 0.0, arrived_at: float = 0.0) -> None:
-        """The message is there, or has been sent."""
-        with self._lock:
-            if self._event.is_set():
-                return
-            self._tensors, self.sent_at, self.arrived_at = tensors, sent_at, arrived_at
-            self._event.set()
-
-    def fail(self, error: Exception) -> None:
-        """The message will never be there."""
-        with self._lock:
-            if self._event.is_set():
-                return
-            self._error = error
-            self._event.set()
-
-    def wait(self, timeout: float | None = None) -> tuple[Tensor, ...]:
-        """See :meth:`Pending.wait`."""
-        if not self._event.wait(timeout):
-            raise TransportError(f"{self.identity}: not exchanged within {timeout} s")
-        if self._error is not None:
-            raise self._error
-        return self._tensors
-
-
 class Transport(ABC):
     """One rank's end of the network.
 
@@ -260,82 +222,6 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the transport's threads. Sends under way get a few seconds, what is still pending then fails. May be repeated."""
-
-
-_Made = TypeVar("_Made", bound=Completion)
-
-
-class Guard:
-    """The state that all transports share: the receives posted per rank, what is pending, and why it all ended.
-
-    Args:
-        rank: The rank whose transport this is.
-        world_size: The number of ranks.
-    """
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank = rank
-        self._world_size = world_size
-        self._error: Exception | None = None
-        self._lock = threading.Lock()
-        self._pending: dict[Completion, int | None] = {}
-
-    def post(self, peer: int, identity: Identity, is_receive: bool, make: Callable[[Identity], _Made] = Completion) -> _Made:
-        """A new pending operation with ``peer``, as ``make`` makes it.
-
-        Raises:
-            TransportError: ``peer`` is no other rank, or the reason why the transport ended.
-        """
-        if not 0 <= peer < self._world_size or peer == self._rank:
-            direction = "receive from" if is_receive else "send to"
-            raise TransportError(
-                f"{direction} rank {peer}: {identity}: "
-                f"expected another rank of 0..{self._world_size - 1}, this is rank {self._rank}"
-            )
-        pending = make(identity)
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            self._pending[pending] = peer if is_receive else None
-        return pending
-
-    def settle(self, pending: Completion) -> None:
-        """Forget an operation that was completed or failed."""
-        with self._lock:
-            self._pending.pop(pending, None)
-
-    def waiting_for(self, rank: int) -> Identity | None:
-        """The oldest receive that waits for ``rank``."""
-        with self._lock:
-            waiting = (pending for pending, source in self._pending.items() if source == rank and not pending.done)
-            return next((pending.identity for pending in waiting), None)
-
-    def sends(self) -> list[Completion]:
-        """The sends that are under way."""
-        with self._lock:
-            return [pending for pending, source in self._pending.items() if source is None]
-
-    def has_pending(self) -> bool:
-        """Whether anything was posted and not settled."""
-        with self._lock:
-            return bool(self._pending)
-
-    def end(self, error: Exception) -> bool:
-        """Fail everything, now and later. False if it ended before."""
-        with self._lock:
-            if self._error is not None:
-                return False
-            self._error = error
-            pending, self._pending = list(self._pending), {}
-        for each in pending:
-            each.fail(error)
-        return True
-
-
-def peer_lost(rank: int, identity: Identity, text: str) -> PeerLostError:
-    """The error of a message whose other side, ``rank``, is gone; ``text`` is the system's own."""
-    where = f"edge {identity.source}→{identity.destination} failed at {identity.op} of step {identity.step}"
-    return PeerLostError(f"rank {rank} is lost: {where}: {text}", rank=rank, edge=identity.edge, op=identity.op)
 
 
 def now() -> float:

@@ -31,20 +31,10 @@ from adaptra.errors import LaunchError, TransportError
 from adaptra.graph.specs import MessageSpec
 from adaptra.runtime.stores import clone
 from adaptra.runtime.transports import clock
-from adaptra.runtime.transports.base import (
-    Completion,
-    Guard,
-    Identity,
-    Layout,
-    Pending,
-    Transport,
-    check_tensors,
-    layout_of,
-    now,
-    peer_lost,
-)
+from adaptra.runtime.transports.base import Identity, Layout, Pending, Transport, check_tensors, layout_of, now
 from adaptra.runtime.transports.contract import Contract
 from adaptra.runtime.transports.groups import initialise, new_group
+from adaptra.runtime.transports.guard import Completion, Guard, peer_lost
 from adaptra.runtime.transports.pool import Pool
 from adaptra.runtime.transports.wire import MessageBuffer
 

@@ -4,47 +4,31 @@ A sent message is packed once, into page-aligned memory that the engine sends fr
 engine received it into, and its tensors are views of that. All connections of a rank are served by the engine's one thread, and
 a thread of Python waits only for the message that it needs. The engine fails over between paths by itself; see
 ``csrc/delegate/``.
-
-Everything that a rank must know of the others (where they listen, the job's secret) travels through the job's store.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import PrefixStore, Store
 
 from adaptra import _C
-from adaptra.errors import LaunchError, TransportError
+from adaptra.errors import TransportError
 from adaptra.graph.specs import MessageSpec
-from adaptra.runtime.transports import rdma_paths
-from adaptra.runtime.transports.base import (
-    Guard,
-    Identity,
-    Layout,
-    Pending,
-    Transport,
-    check_tensors,
-    layout_of,
-    now,
-    peer_lost,
-)
+from adaptra.runtime.transports.base import Identity, Layout, Pending, Transport, check_tensors, layout_of, now
 from adaptra.runtime.transports.contract import Contract
-from adaptra.runtime.transports.endpoints import Endpoint, share_endpoints, share_secret
-from adaptra.runtime.transports.engine_memory import EngineMessage, compare_clocks
+from adaptra.runtime.transports.delegate_engine import StartedEngine
+from adaptra.runtime.transports.engine_memory import EngineMessage
+from adaptra.runtime.transports.guard import Guard, peer_lost
 from adaptra.runtime.transports.pool import Pool
+from adaptra.runtime.transports.refusals import Refusals
 from adaptra.runtime.transports.travelling import Travelling
 from adaptra.runtime.transports.wire import HEADER_BYTES, Header, flat_bytes
-
-logger = logging.getLogger(__name__)
 
 # Slots are granted when the program reserves them, so a message travels whether its receive is posted or not; a sent tensor is
 # copied before send() returns.
@@ -53,86 +37,35 @@ _CLOSE_SECONDS: Final = 5.0
 _LINGER_SECONDS: Final = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """How soon the delegate notices what goes wrong, in seconds.
-
-    Attributes:
-        heartbeat: Between the signs of life on each connection.
-        silence: Without one, after which a path has failed.
-        healthy_for: For which a better path must have been up before messages return to it.
-        lost_after: Without any path, after which the edge fails.
-        handshake: That a new connection has to prove that it belongs to the job.
-    """
-
-    heartbeat: float = 0.2
-    silence: float = 0.8
-    healthy_for: float = 1.0
-    lost_after: float = 10.0
-    handshake: float = 3.0
-
-
 class DelegateTransport(Transport):
-    """One rank's end of the delegate. All ranks create it at the same time, see :func:`.delegate_join.join`.
+    """One rank's end of the delegate, see :func:`.delegate_join.join`.
 
     Args:
-        rank: This rank.
-        world_size: The number of ranks.
-        store: The job's store, for this transport's use and that of its users.
-        addresses: One per path, in the order of preference: a numeric address of this host for TCP, an RDMA port such as
-            ``rdma:mlx5_0/1`` for verbs. Connections are accepted on these only. All ranks give equally many of the same kinds.
-        timing: How soon failures are noticed.
+        started: The rank's engine, which this transport closes.
         owns_default: Whether closing also ends torch's default group.
 
     Attributes:
         clock_offsets: For every rank how far its clock is ahead of this one's, with the uncertainty.
-
-    Raises:
-        LaunchError: An address is none of this host's, or the ranks' paths don't match.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        store: Store,
-        addresses: Sequence[str],
-        timing: Timing | None = None,
-        owns_default: bool = False,
-    ) -> None:
+    def __init__(self, started: StartedEngine, owns_default: bool = False) -> None:
         self.contract = CONTRACT
-        self.rank = rank
-        self.world_size = world_size
-        self.store = store
-        control = PrefixStore("delegate", store)
-        timing = timing or Timing()
-        self._engine = _C.Engine(
-            rank,
-            world_size,
-            share_secret(control, rank),
-            heartbeat=timing.heartbeat,
-            silence=timing.silence,
-            healthy_for=timing.healthy_for,
-            lost_after=timing.lost_after,
-            handshake=timing.handshake,
-        )
-        mine = [self._listen(address) for address in addresses]
-        self.rdma_devices = rdma_paths.devices_of(addresses)
-        for peer, endpoints in enumerate(share_endpoints(control, rank, world_size, mine)):
-            if peer != rank:
-                self._engine.set_peer(peer, [(endpoint.host, endpoint.port) for endpoint in endpoints])
-        self._guard = Guard(rank, world_size)
+        self.rank = started.rank
+        self.world_size = started.world_size
+        self.store = started.store
+        self.rdma_devices = started.rdma_devices
+        self.clock_offsets = started.clock_offsets
+        self._engine = started.engine
+        self._guard = Guard(self.rank, self.world_size)
         self._pool: Pool[None] = Pool(lambda _: None)
         self._lock = threading.Lock()
         self._held: dict[Pending, int] = {}
         self._sent: deque[Travelling] = deque()
         self._free: dict[Layout, list[EngineMessage]] = {}
         self._slots: dict[tuple[int, Layout], EngineMessage] = {}
-        self._refused: set[str] = set()
+        self._refusals = Refusals(self._engine, self.rank)
         self._is_closed = False
         self._owns_default = owns_default
-        self._engine.start()
-        self.clock_offsets = compare_clocks(self._engine, rank, world_size, PrefixStore("clock", control))
 
     def send(
         self, destination_rank: int, identity: Identity, tensors: Sequence[Tensor], *, posted_at: float | None = None
@@ -149,7 +82,7 @@ class DelegateTransport(Transport):
 
     def receive(self, source_rank: int, identity: Identity) -> Pending:
         """See :meth:`Transport.receive`."""
-        self._log_refusals()
+        self._refusals.look(now())
         pending = self._guard.post(source_rank, identity, is_receive=True, make=self._arriving)
         self._pool.take(source_rank, identity)
         self._held[pending] = source_rank
@@ -180,8 +113,8 @@ class DelegateTransport(Transport):
 
     def abort(self, error: Exception) -> None:
         """See :meth:`Transport.abort`. Also ends the connections, so the ranks at their other ends notice."""
-        if self._guard.end(error):
-            self._engine.close(str(error), 0.0)
+        self._guard.end(error)
+        self._engine.close(str(error), 0.0)
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
@@ -196,7 +129,12 @@ class DelegateTransport(Transport):
         reason = TransportError(f"the transport of rank {self.rank} is closed")
         self._guard.end(reason)
         self._engine.close(str(reason), _LINGER_SECONDS)
-        self._log_refusals()
+        self._refusals.close()
+        # Views of the engine's memory: torch can't let go of them any more once the interpreter ends.
+        with self._lock:
+            self._sent.clear()
+            self._free.clear()
+            self._slots.clear()
         if self._owns_default:
             distributed.destroy_process_group()
 
@@ -214,8 +152,9 @@ class DelegateTransport(Transport):
         try:
             tensors, sent_at = self._taken(pending, request)
         except TransportError as error:
-            # Messages behind one that was not exchanged are not those that their receives expect either.
-            self.abort(error)
+            # Messages behind one that was not exchanged are not those that their receives expect either. The connections stay:
+            # whoever learns of the end by theirs has less to tell than this rank, which is about to.
+            self._guard.end(error)
             pending.fail(error)
         else:
             pending.complete(tensors, sent_at, request.moment)
@@ -253,7 +192,7 @@ class DelegateTransport(Transport):
 
     def _deliver(self, pending: Travelling, message: EngineMessage) -> tuple[Tensor, ...]:
         """The tensors of a message that arrived."""
-        return tuple(view.detach() for view in message.views)
+        return tuple(view.detach().to(spec.dtype) for view, spec in zip(message.views, message.specs, strict=True))
 
     def _give_back(self, pending: Travelling) -> None:
         """Let the engine fill the slot of a message that is no longer needed."""
@@ -287,7 +226,7 @@ class DelegateTransport(Transport):
 
     def _sweep(self) -> None:
         """Take back the memory of messages that were sent; nobody waits for a send."""
-        self._log_refusals()
+        self._refusals.look(now())
         finished: list[Travelling] = []
         with self._lock:
             while self._sent and self._sent[0].done:
@@ -298,17 +237,3 @@ class DelegateTransport(Transport):
                 with self._lock:
                     self._free.setdefault(layout_of(pending.identity.specs), []).append(pending.message)
             pending.message = None
-
-    def _log_refusals(self) -> None:
-        for address, reason, _ in self._engine.refusals():
-            if address not in self._refused:
-                self._refused.add(address)
-                logger.warning("rank %d: turned away a connection from %s: it %s", self.rank, address, reason)
-
-    def _listen(self, address: str) -> Endpoint:
-        if address.startswith(rdma_paths.PREFIX):
-            return rdma_paths.listen(self._engine, address)
-        try:
-            return Endpoint("tcp", address, self._engine.add_tcp_path(address))
-        except (RuntimeError, ValueError) as error:
-            raise LaunchError(f"rank {self.rank} can't listen on {address}: {error}") from error

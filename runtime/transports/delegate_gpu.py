@@ -14,13 +14,14 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
 
 from adaptra import _C
 from adaptra.graph.specs import MessageSpec
-from adaptra.runtime.transports.base import Completion, Identity
-from adaptra.runtime.transports.delegate import DelegateTransport, Timing
+from adaptra.runtime.transports.base import Identity
+from adaptra.runtime.transports.delegate import DelegateTransport
+from adaptra.runtime.transports.delegate_engine import StartedEngine
 from adaptra.runtime.transports.engine_memory import EngineMessage
+from adaptra.runtime.transports.guard import Completion
 from adaptra.runtime.transports.staging import Staging
 from adaptra.runtime.transports.travelling import Travelling
 
@@ -53,20 +54,11 @@ class GpuDelegateTransport(DelegateTransport):
 
     _arriving = _Arriving
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        store: Store,
-        addresses: Sequence[str],
-        timing: Timing | None,
-        owns_default: bool,
-        device: torch.device,
-    ) -> None:
-        self._staging = Staging(device, f"adaptra rank {rank}")
+    def __init__(self, started: StartedEngine, owns_default: bool, device: torch.device) -> None:
+        super().__init__(started, owns_default)
+        self._staging = Staging(device, f"adaptra rank {self.rank}")
         self._prefetched: dict[tuple[int, bool], queue.SimpleQueue[Travelling | None]] = {}
         self._prefetchers: list[threading.Thread] = []
-        super().__init__(rank, world_size, store, addresses, timing, owns_default)
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
@@ -105,7 +97,7 @@ class GpuDelegateTransport(DelegateTransport):
     def _deliver(self, pending: Travelling, message: EngineMessage) -> tuple[Tensor, ...]:
         assert isinstance(pending, _Arriving), "every receive of this transport is one"
         pending.staging = self._staging
-        tensors, pending.copied = self._staging.to_device(message.views)
+        tensors, pending.copied = self._staging.to_device(message)
         return tensors
 
     def _give_back(self, pending: Travelling) -> None:

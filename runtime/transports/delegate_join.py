@@ -10,7 +10,8 @@ from torch.distributed import PrefixStore, ProcessGroup
 
 from adaptra.runtime.stores import clone
 from adaptra.runtime.transports import rdma_paths
-from adaptra.runtime.transports.delegate import DelegateTransport, Timing
+from adaptra.runtime.transports.delegate import DelegateTransport
+from adaptra.runtime.transports.delegate_engine import Listen, Timing, listen, start_engine
 from adaptra.runtime.transports.delegate_gpu import GpuDelegateTransport
 from adaptra.runtime.transports.endpoints import address_towards
 from adaptra.runtime.transports.groups import initialise, new_group
@@ -21,18 +22,20 @@ def join(
     addresses: Sequence[str] = (),
     timing: Timing | None = None,
     device: torch.device | str = "cpu",
+    listen: Listen = listen,
 ) -> DelegateTransport:
     """The delegate of this rank; all ranks of the group call it at the same time.
 
     Args:
         group: The ranks to join; None for the default group, which is set up from the launcher's environment if nobody did.
-        addresses: One per path, see :class:`DelegateTransport`; () for the usable RDMA ports of this host, followed by the
-            address by which it reaches the store.
+        addresses: One per path, see :func:`.delegate_engine.start_engine`; () for the usable RDMA ports of this host, followed
+            by the address by which it reaches the store.
         timing: How soon failures are noticed.
         device: Where tensors are sent from and wanted: the host, or a GPU.
+        listen: See :func:`.delegate_engine.start_engine`.
 
     Raises:
-        LaunchError: There is no group and no launcher, or see :class:`DelegateTransport`.
+        LaunchError: There is no group and no launcher, or see :func:`.delegate_engine.start_engine`.
     """
     owns_default = group is None and initialise("gloo")
     ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
@@ -41,6 +44,7 @@ def join(
     store = PrefixStore("adaptra", clone(control))
     rank, place = distributed.get_rank(group), torch.device(device)
     found = addresses or [*rdma_paths.agree_on_ports(store, rank, len(ranks)), address_towards(control)]
+    started = start_engine(rank, len(ranks), store, found, timing or Timing(), listen)
     if place.type == "cuda":
-        return GpuDelegateTransport(rank, len(ranks), store, found, timing, owns_default, place)
-    return DelegateTransport(rank, len(ranks), store, found, timing, owns_default)
+        return GpuDelegateTransport(started, owns_default, place)
+    return DelegateTransport(started, owns_default)

@@ -25,14 +25,16 @@ class EngineMessage:
 
     Attributes:
         memory: As long as the message.
+        specs: One per tensor.
         rule: Writes and checks the header.
         header: The memory as bytes.
         flat: All tensors, (bytes,) uint8, a view of the memory, which it keeps alive.
-        views: The tensors, views of ``flat``.
+        views: The tensors as they travel, views of ``flat``.
     """
 
     def __init__(self, memory: _C.Memory, specs: MessageSpec) -> None:
         self.memory = memory
+        self.specs = specs
         self.rule = Header(specs)
         array = (ctypes.c_ubyte * len(memory)).from_address(memory.address)
         # The tensors keep the array alive, and the array the memory.

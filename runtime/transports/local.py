@@ -14,18 +14,9 @@ from torch import Tensor, distributed
 
 from adaptra.errors import LaunchError, TransportError
 from adaptra.graph.specs import MessageSpec
-from adaptra.runtime.transports.base import (
-    Completion,
-    Guard,
-    Identity,
-    Pending,
-    Transport,
-    check_tensors,
-    describe_layout,
-    layout_of,
-    now,
-)
+from adaptra.runtime.transports.base import Identity, Pending, Transport, check_tensors, describe_layout, layout_of, now
 from adaptra.runtime.transports.contract import Contract
+from adaptra.runtime.transports.guard import Completion, Guard
 from adaptra.runtime.transports.pool import Pool
 
 CONTRACT: Final = Contract(send_waits_for_receiver=False, in_order=False, buffered=False)
@@ -122,7 +113,8 @@ class LocalTransport(Transport):
         """See :meth:`Transport.send`."""
         check_tensors(identity, tensors)
         pending = self._guard.post(destination_rank, identity, is_receive=False)
-        message = _Message(identity, tuple(tensors), now() if posted_at is None else posted_at)
+        sent = tuple(spec.arriving(tensor) for tensor, spec in zip(tensors, identity.specs, strict=True))
+        message = _Message(identity, sent, now() if posted_at is None else posted_at)
         self._hub.deliver(self.rank, destination_rank, message)
         pending.complete()
         self._guard.settle(pending)

@@ -4,8 +4,7 @@ The layout is that of :mod:`.wire`: every tensor begins at a multiple of :data:`
 the order of its dimensions; what lies between tensors is zero. So one copy to the host follows instead of one per tensor, and
 none of those is strided. Where there is no Triton, torch's own copies do the same.
 
-With ``lossy_bf16`` float32 travels as bfloat16, rounded to nearest, ties to even, and :func:`unpack` widens it again: half the
-bytes, but not the numbers that were sent. No option of adaptra asks for that.
+A tensor whose spec says ``lossy_bf16`` is rounded on the way into the buffer, to nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -34,39 +33,32 @@ def why_not(device: torch.device) -> str | None:
     try:
         sample = torch.arange(6, dtype=torch.int32, device=device).view(2, 3).t()
         flat = torch.empty(ALIGNMENT, dtype=torch.uint8, device=device)
-        pack(flat, [sample])
-        (view,) = unpack(flat, (TensorSpec((3, 2), torch.int32),))
+        specs = (TensorSpec((3, 2), torch.int32),)
+        pack(flat, [sample], specs)
+        (view,) = views_of(flat, specs)
         return None if torch.equal(view, sample) else "triton's kernel packs wrongly here"
     except Exception as error:  # Compilers and drivers raise what they like, and torch can do without them.
         return f"triton can't compile or run a kernel here: {type(error).__name__}: {error}"
 
 
-def is_worthwhile(tensors: Sequence[Tensor]) -> bool:
-    """Whether packing saves anything: a single contiguous tensor is as flat as can be."""
-    return len(tensors) > 1 or any(not tensor.is_contiguous() for tensor in tensors)
-
-
-def packed_specs(specs: MessageSpec, *, lossy_bf16: bool = False) -> MessageSpec:
-    """What a message of ``specs`` is in its packed form: the same, but for float32 if that is narrowed."""
-    if not lossy_bf16:
-        return specs
-    return tuple(
-        TensorSpec(spec.shape, torch.bfloat16, spec.requires_grad) if spec.dtype == torch.float32 else spec for spec in specs
+def is_worthwhile(tensors: Sequence[Tensor], specs: MessageSpec) -> bool:
+    """Whether packing saves anything: a single contiguous tensor that travels as it is is as flat as can be."""
+    return len(tensors) > 1 or any(
+        spec.lossy_bf16 or not tensor.is_contiguous() for tensor, spec in zip(tensors, specs, strict=True)
     )
 
 
-def pack(flat: Tensor, tensors: Sequence[Tensor], *, lossy_bf16: bool = False) -> None:
-    """Write a message into ``flat`` on the current stream, every byte of its packed form.
+def pack(flat: Tensor, tensors: Sequence[Tensor], specs: MessageSpec) -> None:
+    """Write a message into ``flat`` on the current stream, every byte of it.
 
     Args:
-        flat: (at least :func:`flat_bytes` of :func:`packed_specs`,) uint8, contiguous, on the tensors' device.
+        flat: (at least :func:`flat_bytes` of the specs,) uint8, contiguous, on the tensors' device.
         tensors: Any dtypes, shapes and strides, none of them sparse.
-        lossy_bf16: Round float32 to bfloat16: the receiver does not get the numbers that were sent.
+        specs: One per tensor.
 
     Raises:
         MissingExtraError: Triton is not installed.
     """
-    specs = packed_specs(tuple(TensorSpec(tuple(t.shape), t.dtype) for t in tensors), lossy_bf16=lossy_bf16)
     assert flat.dtype == torch.uint8 and flat.is_contiguous() and flat.numel() >= flat_bytes(specs), "room for the message"
     kernel = _kernel()
     offset = 0
@@ -74,20 +66,8 @@ def pack(flat: Tensor, tensors: Sequence[Tensor], *, lossy_bf16: bool = False) -
         assert tensor.device == flat.device, "packed where the tensors lie"
         end = offset + flat_bytes((spec,))
         if end > offset:
-            _launch(kernel, tensor.detach(), flat[offset:end], is_narrowed=spec.dtype != tensor.dtype)
+            _launch(kernel, tensor.detach(), flat[offset:end], is_narrowed=spec.lossy_bf16)
         offset = end
-
-
-def unpack(flat: Tensor, specs: MessageSpec, *, lossy_bf16: bool = False) -> list[Tensor]:
-    """The tensors of a packed message: views of ``flat``, but copies of those that are widened again.
-
-    Args:
-        flat: What :func:`pack` wrote, on any device.
-        specs: Of the message, before it was packed.
-        lossy_bf16: As it was packed.
-    """
-    views = views_of(flat, packed_specs(specs, lossy_bf16=lossy_bf16))
-    return [view.to(spec.dtype) for view, spec in zip(views, specs, strict=True)]
 
 
 def _launch(kernel: Any, tensor: Tensor, target: Tensor, *, is_narrowed: bool) -> None:

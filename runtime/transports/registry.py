@@ -23,6 +23,11 @@ _BUILT_IN: Final = {
 }
 
 
+def is_built_in(name: str) -> bool:
+    """Whether a transport is one of adaptra's own."""
+    return name in _BUILT_IN
+
+
 def transport_names() -> tuple[str, ...]:
     """The names of all transports that can be created here, sorted."""
     return tuple(sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))}))

@@ -69,10 +69,10 @@ class Staging:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), torch.no_grad():
             here = self._stream.device
-            if self._packs and pack.is_worthwhile(tensors) and all(tensor.device == here for tensor in tensors):
+            if self._packs and pack.is_worthwhile(tensors, message.specs) and all(tensor.device == here for tensor in tensors):
                 # Made and used on the copy stream only, so its memory goes to nobody before the copy has ended.
                 flat = torch.empty(message.flat.numel(), dtype=torch.uint8, device=here)
-                pack.pack(flat, tensors)
+                pack.pack(flat, tensors, message.specs)
                 message.flat.copy_(flat, non_blocking=True)
             else:
                 for view, tensor in zip(message.views, tensors, strict=True):
@@ -82,10 +82,14 @@ class Staging:
                     tensor.record_stream(self._stream)
         return self._record()
 
-    def to_device(self, views: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], torch.cuda.Event]:
+    def to_device(self, message: EngineMessage) -> tuple[tuple[Tensor, ...], torch.cuda.Event]:
         """Start to copy a message to the device; its tensors may be used by a stream that waits for the event."""
         with torch.cuda.stream(self._stream), torch.no_grad():
-            tensors = tuple(view.to(self._device, non_blocking=True) for view in views)
+            # What was rounded is widened on the device.
+            tensors = tuple(
+                view.to(self._device, non_blocking=True).to(spec.dtype)
+                for view, spec in zip(message.views, message.specs, strict=True)
+            )
         return tensors, self._record()
 
     def hand_over(self, tensors: Sequence[Tensor], copied: torch.cuda.Event) -> None:

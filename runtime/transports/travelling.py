@@ -9,8 +9,9 @@ from torch import Tensor
 
 from adaptra import _C
 from adaptra.errors import TransportError
-from adaptra.runtime.transports.base import Completion, Identity, now
+from adaptra.runtime.transports.base import Identity, now
 from adaptra.runtime.transports.engine_memory import EngineMessage
+from adaptra.runtime.transports.guard import Completion
 
 
 class Travelling(Completion):

@@ -111,16 +111,16 @@ class Header:
 
 def flat_bytes(specs: MessageSpec) -> int:
     """How many bytes the tensors of a message take in one flat buffer."""
-    return sum(_aligned(math.prod(spec.shape) * spec.dtype.itemsize) for spec in specs)
+    return sum(_aligned(spec.travelling_bytes) for spec in specs)
 
 
 def views_of(flat: Tensor, specs: MessageSpec) -> list[Tensor]:
-    """The tensors of a message that lie in ``flat``, (at least :func:`flat_bytes`,) uint8, without a copy."""
+    """The tensors of a message as they travel, which lie in ``flat``, (at least :func:`flat_bytes`,) uint8, without a copy."""
     views: list[Tensor] = []
     offset = 0
     for spec in specs:
-        size = math.prod(spec.shape) * spec.dtype.itemsize
-        views.append(flat[offset : offset + size].view(spec.dtype).view(spec.shape))
+        size = spec.travelling_bytes
+        views.append(flat[offset : offset + size].view(spec.travels_as).view(spec.shape))
         offset += _aligned(size)
     return views
 
@@ -134,6 +134,7 @@ class MessageBuffer:
     """
 
     def __init__(self, specs: MessageSpec, device: torch.device) -> None:
+        self._specs = specs
         self._rule = Header(specs)
         self._header, self._header_tensor = _shared_memory(HEADER_BYTES + INLINE_BYTES)
         is_host = device.type == "cpu"
@@ -171,5 +172,5 @@ class MessageBuffer:
         return self._rule.check(self._header, expected)
 
     def tensors(self, device: torch.device) -> tuple[Tensor, ...]:
-        """The tensors of a received message on ``device``: views of this buffer if it lies there."""
-        return tuple(view.detach().to(device) for view in self._views)
+        """The tensors of a received message on ``device``: views of this buffer if it lies there and holds them as they are."""
+        return tuple(view.detach().to(device).to(spec.dtype) for view, spec in zip(self._views, self._specs, strict=True))

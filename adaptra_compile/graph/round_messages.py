@@ -1,0 +1,46 @@
+"""What ``Options(lossy_bf16=True)`` asks for: messages between stages travel as bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from adaptra.errors import OptionError
+from adaptra.graph.compile import CompiledStages
+from adaptra.graph.specs import MessageSpec
+
+
+def round_messages(compiled: CompiledStages) -> CompiledStages:
+    """The same stages, but what they send each other, activations and gradients, is rounded to bfloat16 while it travels.
+
+    Losses and the gradients of shared parameters stay exact.
+
+    Raises:
+        OptionError: A message holds something else than float32; names the edge and what it holds.
+    """
+    last = len(compiled.train) - 1
+    train = tuple(
+        replace(
+            stage,
+            outputs=stage.outputs if stage.index == last else _rounded(stage.outputs, stage.index, stage.index + 1),
+            grad_inputs=_rounded(stage.grad_inputs, stage.index, stage.index - 1),
+        )
+        for stage in compiled.train
+    )
+    evaluated = tuple(
+        stage if stage.index == last else replace(stage, outputs=_rounded(stage.outputs, stage.index, stage.index + 1))
+        for stage in compiled.eval
+    )
+    return replace(compiled, train=train, eval=evaluated)
+
+
+def _rounded(message: MessageSpec, source: int, destination: int) -> MessageSpec:
+    for spec in message:
+        if spec.dtype != torch.float32:
+            held = f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}"
+            raise OptionError(
+                f"lossy_bf16=True: the message from stage {source} to {destination} holds {held}: expected float32 alone, "
+                "which can be rounded; cut the model elsewhere by split=, or send messages as they are"
+            )
+    return tuple(replace(spec, lossy_bf16=True) for spec in message)
