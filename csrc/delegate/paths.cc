@@ -45,6 +45,7 @@ bool Paths::fail(std::size_t path, std::string reason) {
   Path& failed = paths_[path];
   failed.reason = std::move(reason);
   const bool was_up = !failed.up.empty();
+  for (const Connection* connection : failed.up) failed.heard = std::max(failed.heard, connection->heard());
   for (auto& connection : failed.connections) {
     connection->close();
     closed_.push_back(std::move(connection));

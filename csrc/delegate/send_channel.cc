@@ -60,12 +60,18 @@ void SendChannel::path_failed(std::size_t path) {
     next_ = std::min(next_, k);
     Stats::add(stats_.retries);
   }
-  if (path_ == path) {
+  const auto now = Clock::now();
+  const bool was_used = path_ == path;
+  if (was_used) {
     path_.reset();
   } else if (path_) {
     resync();
   }
-  choose_path(Clock::now());
+  choose_path(now);
+  if (was_used && path_) {
+    const std::uint64_t outage = nanoseconds(now - paths_[path].heard);
+    Stats::set(stats_.longest_outage_ns, std::max(outage, stats_.longest_outage_ns.load(std::memory_order_relaxed)));
+  }
   pump();
 }
 
