@@ -54,7 +54,7 @@ class TcpConnection : public Connection, public Handler {
     return has_room;
   }
 
-  void post(const Frame& chunk, const Memory& message) override {
+  void post(const Frame& chunk, const Memory& message, bool) override {
     queued_ += chunk.length;
     queue_.push_back({encode(chunk), message.bytes.subspan(chunk.offset, chunk.length), {}, message.id});
   }

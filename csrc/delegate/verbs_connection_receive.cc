@@ -103,7 +103,7 @@ void VerbsConnection::received_frame(std::span<const std::byte> bytes) {
   } else if (frame.length != payload.size()) {
     fail("a frame's payload has " + std::to_string(payload.size()) + " bytes: its header says " + std::to_string(frame.length));
   } else if (frame.kind == FrameKind::kChunk) {
-    received_eager(frame, payload);
+    received_beside(frame, payload);
   } else if (frame.kind == FrameKind::kExpose) {
     received_exposure(frame, payload);
   } else {
@@ -123,7 +123,7 @@ void VerbsConnection::received_exposure(const Frame& frame, std::span<const std:
   has_room_ = true;
 }
 
-void VerbsConnection::received_eager(const Frame& frame, std::span<const std::byte> payload) {
+void VerbsConnection::received_beside(const Frame& frame, std::span<const std::byte> payload) {
   std::string refusal;
   const std::span<std::byte> place = sink_.place(frame, refusal);
   if (!refusal.empty()) return fail(refusal);
@@ -132,7 +132,8 @@ void VerbsConnection::received_eager(const Frame& frame, std::span<const std::by
 }
 
 void VerbsConnection::received_chunk(std::uint32_t bytes, std::uint32_t number) {
-  if (announced_.empty() || number != chunks_received_++) return fail("its peer wrote a chunk that it had not announced");
+  if (announced_.empty()) return sink_.bare_message(*this, bytes, number);
+  if (number != chunks_received_++) return fail("its peer wrote a chunk that it had not announced");
   const Frame frame = announced_.front();
   announced_.pop_front();
   if (bytes != frame.length) {

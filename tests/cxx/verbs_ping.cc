@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "delegate/crc32c.h"
 #include "delegate/memory.h"
 #include "delegate/poller.h"
 #include "delegate/sockets.h"
@@ -55,20 +56,28 @@ class Player : public Sink {
   }
   std::span<std::byte> place(const Frame& chunk, std::string&) override { return slot_.memory().bytes.first(chunk.length); }
   void chunk(Connection&, const Frame&) override { ++arrived; }
+  void bare_message(Connection&, std::uint32_t, std::uint32_t checksum) override {
+    must(checksum == header_checksum(encode(header_of(slot_))), "a message is corrupted");
+    ++arrived;
+  }
   void control(Connection&, const Frame&, std::span<const std::byte>) override {}
   void writable(Connection&) override {}
   void failed(Connection&, std::string reason) override { throw std::runtime_error(reason); }
 
   [[nodiscard]] bool can_serve() const { return connection_ != nullptr && connection_->can_post(0); }
   void serve() {
-    const auto length = static_cast<std::uint32_t>(message_.memory().bytes.size());
-    connection_->post({.kind = FrameKind::kChunk, .total = length, .length = length}, message_.memory());
+    connection_->post(header_of(message_), message_.memory(), true);
     connection_->flush();
   }
 
   int arrived = 0;
 
  private:
+  [[nodiscard]] static Frame header_of(const Pages& pages) {
+    const auto length = static_cast<std::uint32_t>(pages.memory().bytes.size());
+    return {.kind = FrameKind::kChunk, .total = length, .length = length, .checksum = crc32c(pages.memory().bytes)};
+  }
+
   Pages slot_, message_;
   Connection* connection_ = nullptr;
 };
