@@ -252,7 +252,7 @@ void ReceiveChannel::give_up_paths(std::uint64_t down) {
   for (std::size_t path = 0; path < paths_.size(); ++path) {
     if ((down >> path & 1) == 0 || path == path_ || !paths_.is_up(path)) continue;
     // A path that was just opened again, and on which the source has said nothing yet, is not the one that it means.
-    const auto is_known = [&](const Connection* connection) { return connection->heard() > paths_[path].up_since; };
+    const auto is_known = [&](Connection* connection) { return connection->heard() > paths_[path].up_since; };
     if (std::any_of(paths_[path].up.begin(), paths_[path].up.end(), is_known)) fail_path(path, "its peer gave it up");
   }
 }

@@ -98,7 +98,7 @@ class TcpConnection : public Connection, public Handler {
     queued_ = 0;
   }
 
-  [[nodiscard]] Clock::time_point heard() const override { return heard_; }
+  [[nodiscard]] Clock::time_point heard() override { return heard_; }
 
   [[nodiscard]] bool is_window_limited() override {
     tcp_info info{};

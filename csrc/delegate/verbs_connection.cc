@@ -162,6 +162,12 @@ bool VerbsConnection::holds(const Memory& message) const {
   return is_held;
 }
 
+Clock::time_point VerbsConnection::heard() {
+  // Where the clock is slow to read it would be a large part of a small message's latency.
+  if (std::exchange(was_heard_, false)) heard_ = Clock::now();
+  return heard_;
+}
+
 void VerbsConnection::send(const Frame& frame, std::span<const std::byte> payload) {
   if (closed_) return;
   Out& out = waiting_.emplace_back();

@@ -46,15 +46,15 @@ class VerbsConnection : public Connection, public Handler {
   void send(const Frame& frame, std::span<const std::byte> payload) override;
   void flush() override;
   void close() noexcept override;
-  [[nodiscard]] Clock::time_point heard() const override { return heard_; }
+  [[nodiscard]] Clock::time_point heard() override;
   // A queue pair's window is the device's business.
   [[nodiscard]] bool is_window_limited() override { return false; }
 
   // The socket: first the exchange, then only the end of the peer.
   void ready(std::uint32_t events) override;
 
-  // One completion of this connection's queue pair; `moment` is now.
-  void completed(const ibv_wc& completion, Clock::time_point moment);
+  // One completion of this connection's queue pair.
+  void completed(const ibv_wc& completion);
   // All completions that were there have been handed over: send what they made room for.
   void settle();
   void fail(const std::string& reason);
@@ -146,6 +146,7 @@ class VerbsConnection : public Connection, public Handler {
   std::uint32_t chunks_received_ = 0;
   std::uint32_t consumed_ = 0;  // receives since credits were returned
   bool has_room_ = false;       // something completed since the sink was told
+  bool was_heard_ = false;      // since somebody asked
   Clock::time_point heard_;
 };
 

@@ -28,7 +28,7 @@ void VerbsConnection::post_receive(std::uint32_t cell) {
   }
 }
 
-void VerbsConnection::completed(const ibv_wc& completion, Clock::time_point moment) {
+void VerbsConnection::completed(const ibv_wc& completion) {
   if (closed_) return;
   if (completion.status != IBV_WC_SUCCESS) {
     return fail(std::string(wire_.verbs_.wc_status_str(completion.status)) + " (completion status " +
@@ -36,7 +36,7 @@ void VerbsConnection::completed(const ibv_wc& completion, Clock::time_point mome
   }
   const auto number = static_cast<std::uint32_t>(completion.wr_id);
   if ((number & kReceiveBit) != 0) {
-    heard_ = moment;
+    was_heard_ = true;
     // What the peer sends tells that it is ready, even if its socket's word is still on the way.
     if (!std::exchange(established_, true)) sink_.established(*this);
     if (!closed_) received(completion);

@@ -122,8 +122,9 @@ class Connection {
   // Say and hear no more: the sink is not called again. Its peer may notice only when this is destroyed, soon after.
   virtual void close() noexcept = 0;
 
-  // The last moment at which anything of the peer arrived. The engine fails a connection that is silent for too long.
-  [[nodiscard]] virtual Clock::time_point heard() const = 0;
+  // The last moment at which anything of the peer arrived, or at which somebody asked and something had. The engine fails a
+  // connection that is silent for too long.
+  [[nodiscard]] virtual Clock::time_point heard() = 0;
 
   // Whether this connection, while chunks were waiting for it, was held up by its own window and not by the link: then several
   // connections on the path carry more. Reset by the call.
