@@ -92,6 +92,7 @@ nb::dict to_dict(const Stats& stats) {
   counters["corrupted"] = read(stats.corrupted);
   counters["path_failures"] = read(stats.path_failures);
   counters["path_changes"] = read(stats.path_changes);
+  counters["longest_outage_ns"] = read(stats.longest_outage_ns);
   counters["connections"] = read(stats.connections);
   return counters;
 }

@@ -44,6 +44,8 @@ FrameBytes encode(const Frame& frame) {
   return bytes;
 }
 
+std::uint32_t header_checksum(const FrameBytes& header) { return get32(header, kChecked); }
+
 bool decode(std::span<const std::byte, kFrameBytes> bytes, Frame& frame, std::string& reason) {
   if (get(bytes, 0, 2) != kMagic || get(bytes, 2, 1) != kVersion) {
     reason = "got bytes that are no frame of version 1";

@@ -47,6 +47,9 @@ using FrameBytes = std::array<std::byte, kFrameBytes>;
 
 [[nodiscard]] FrameBytes encode(const Frame& frame);
 
+// The checksum of the header itself, which is its end; it covers the payload's.
+[[nodiscard]] std::uint32_t header_checksum(const FrameBytes& header);
+
 // Reads a header and checks all that can be checked without knowing the channel. False with a reason for people if it is none.
 [[nodiscard]] bool decode(std::span<const std::byte, kFrameBytes> bytes, Frame& frame, std::string& reason);
 

@@ -45,6 +45,7 @@ bool Paths::fail(std::size_t path, std::string reason) {
   Path& failed = paths_[path];
   failed.reason = std::move(reason);
   const bool was_up = !failed.up.empty();
+  for (Connection* connection : failed.up) failed.heard = std::max(failed.heard, connection->heard());
   for (auto& connection : failed.connections) {
     connection->close();
     closed_.push_back(std::move(connection));
@@ -68,7 +69,7 @@ std::optional<std::size_t> Paths::choose(std::optional<std::size_t> present, Clo
 
 std::optional<std::size_t> Paths::find_silent(Clock::time_point now, Clock::duration silence) const {
   for (std::size_t path = 0; path < paths_.size(); ++path) {
-    for (const Connection* connection : paths_[path].up) {
+    for (Connection* connection : paths_[path].up) {
       if (now - std::max(connection->heard(), paths_[path].up_since) > silence) return path;
     }
   }

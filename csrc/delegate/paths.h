@@ -22,6 +22,7 @@ class Paths {
     std::vector<std::uint32_t> indices;                    // of `connections`
     std::vector<Connection*> up;
     Clock::time_point up_since;
+    Clock::time_point heard;  // the last sign of life before it failed
     std::string reason = "never connected";
   };
 

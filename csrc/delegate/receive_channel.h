@@ -35,6 +35,7 @@ class ReceiveChannel final : public Channel {
   void not_connected(const Address& address, const std::string& reason) override;
   [[nodiscard]] std::span<std::byte> place(const Frame& chunk, std::string& refusal) override;
   void chunk(Connection& connection, const Frame& chunk) override;
+  void bare_message(Connection& connection, std::uint32_t bytes, std::uint32_t header_checksum) override;
   void writable(Connection&) override {}
 
  private:
@@ -50,6 +51,7 @@ class ReceiveChannel final : public Channel {
     std::size_t reserved = 0;
     std::size_t made = 0;
     bool is_wanted = false;
+    std::deque<std::uint32_t> granted;  // slots, in the order in which the source is told and will use them
   };
   struct Expected {
     std::shared_ptr<Request> request;
@@ -82,6 +84,7 @@ class ReceiveChannel final : public Channel {
   void want(std::uint64_t bytes);
   void make_slots(std::uint64_t bytes);
   [[nodiscard]] Slot* find(const Frame& chunk, std::string& refusal);
+  void grant(std::uint32_t slot);
   [[nodiscard]] bool is_complete(std::uint64_t sequence) const;
   void complete(std::uint32_t slot, Connection& connection);
   void hand_over(std::uint64_t sequence);

@@ -43,6 +43,10 @@ std::span<std::byte> SendChannel::place(const Frame&, std::string& refusal) {
   return {};
 }
 
+void SendChannel::bare_message(Connection& connection, std::uint32_t, std::uint32_t) {
+  if (const auto path = paths_.path_of(connection)) fail_path(*path, "got a message from the rank that should receive them");
+}
+
 void SendChannel::path_up(std::size_t path, Connection&) {
   if (path_ == path) Stats::set(stats_.connections, paths_[path].up.size());
   choose_path(Clock::now());
@@ -58,12 +62,18 @@ void SendChannel::path_failed(std::size_t path) {
     next_ = std::min(next_, k);
     Stats::add(stats_.retries);
   }
-  if (path_ == path) {
+  const auto now = Clock::now();
+  const bool was_used = path_ == path;
+  if (was_used) {
     path_.reset();
   } else if (path_) {
     resync();
   }
-  choose_path(Clock::now());
+  choose_path(now);
+  if (was_used && path_) {
+    const std::uint64_t outage = nanoseconds(now - paths_[path].heard);
+    Stats::set(stats_.longest_outage_ns, std::max(outage, stats_.longest_outage_ns.load(std::memory_order_relaxed)));
+  }
   pump();
 }
 
@@ -211,7 +221,8 @@ Connection* SendChannel::pick(std::uint32_t slot) {
 }
 
 void SendChannel::post(Outgoing& message, Connection& connection) {
-  if (!std::exchange(message.is_begun, true)) {
+  const bool is_first = !std::exchange(message.is_begun, true);
+  if (is_first) {
     message.begun_at = Clock::now();
     const std::uint64_t begun = stats_.in_flight.load(std::memory_order_relaxed) + 1;
     Stats::set(stats_.in_flight, begun);
@@ -227,11 +238,20 @@ void SendChannel::post(Outgoing& message, Connection& connection) {
                     .total = message.total,
                     .length = static_cast<std::uint32_t>(length),
                     .checksum = crc32c(memory.bytes.subspan(message.cursor, length))};
-  connection.post(chunk, memory);
+  connection.post(chunk, memory, is_first && is_next_to_complete(message, length));
   message.cursor += length;
   message.paths |= std::uint64_t{1} << *path_;
   if (message.cursor == message.total && !std::exchange(message.is_sent, true)) Stats::add(stats_.sent);
   wants_flush();
+}
+
+// Whether a message is one chunk, and the next that completes at the destination: all before it that are not acknowledged went
+// the same way, whose order is kept.
+bool SendChannel::is_next_to_complete(const Outgoing& message, std::uint64_t length) const {
+  const std::uint64_t here = std::uint64_t{1} << *path_;
+  return length == message.total && paths_[*path_].up.size() == 1 &&
+         std::all_of(queue_.begin(), queue_.begin() + static_cast<std::ptrdiff_t>(next_),
+                     [here](const Outgoing& earlier) { return earlier.paths == here; });
 }
 
 void SendChannel::every_tick(Clock::time_point now) {

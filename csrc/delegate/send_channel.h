@@ -30,6 +30,7 @@ class SendChannel final : public Channel {
   void not_connected(const Address&, const std::string&) override {}  // the destination opens
   [[nodiscard]] std::span<std::byte> place(const Frame& chunk, std::string& refusal) override;
   void chunk(Connection&, const Frame&) override {}
+  void bare_message(Connection& connection, std::uint32_t bytes, std::uint32_t header_checksum) override;
   void writable(Connection&) override;
 
  private:
@@ -66,6 +67,7 @@ class SendChannel final : public Channel {
   [[nodiscard]] bool take_grant(Outgoing& message);
   void announce(const Outgoing& message);
   void post(Outgoing& message, Connection& connection);
+  [[nodiscard]] bool is_next_to_complete(const Outgoing& message, std::uint64_t length) const;
   [[nodiscard]] Connection* pick(std::uint32_t slot);
   void granted(const Frame& frame);
   void acknowledged(std::uint64_t sequence, std::uint64_t below);

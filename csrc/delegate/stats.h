@@ -22,7 +22,9 @@ struct Stats {
   std::atomic<std::uint64_t> corrupted{0};       // chunks whose checksum was wrong
   std::atomic<std::uint64_t> path_failures{0};   // paths that were up and failed
   std::atomic<std::uint64_t> path_changes{0};    // times the traffic moved to another path
-  std::atomic<std::uint64_t> connections{0};     // connections in use on the path that carries traffic
+  // The longest time from the last sign of life on the path that carried the traffic until another one did that was up.
+  std::atomic<std::uint64_t> longest_outage_ns{0};
+  std::atomic<std::uint64_t> connections{0};  // connections in use on the path that carries traffic
 
   // One thread writes at a time, so a plain read and write is enough, and cheaper than a locked addition.
   static void add(std::atomic<std::uint64_t>& counter, std::uint64_t amount = 1) noexcept {

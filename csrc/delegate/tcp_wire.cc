@@ -58,7 +58,7 @@ class TcpConnection : public Connection, public Handler {
     return has_room;
   }
 
-  void post(const Frame& chunk, const Memory& message) override {
+  void post(const Frame& chunk, const Memory& message, bool) override {
     queued_ += chunk.length;
     queue_.push_back({encode(chunk), message.bytes.subspan(chunk.offset, chunk.length), {}, message.id});
   }
@@ -102,7 +102,7 @@ class TcpConnection : public Connection, public Handler {
     queued_ = 0;
   }
 
-  [[nodiscard]] Clock::time_point heard() const override { return heard_; }
+  [[nodiscard]] Clock::time_point heard() override { return heard_; }
 
   [[nodiscard]] Pace pace() override { return pace_.read(socket_.get()); }
 

@@ -130,7 +130,7 @@ bool VerbsConnection::can_post(std::uint32_t slot) const {
   return false;
 }
 
-void VerbsConnection::post(const Frame& chunk, const Memory& message) {
+void VerbsConnection::post(const Frame& chunk, const Memory& message, bool may_be_bare) {
   if (closed_) return;
   const auto remote = remote_.find(chunk.slot);
   if (remote == remote_.end() || chunk.offset > remote->second.bytes || chunk.length > remote->second.bytes - chunk.offset) {
@@ -144,7 +144,7 @@ void VerbsConnection::post(const Frame& chunk, const Memory& message) {
     Out& out = waiting_.emplace_back();
     out.header = encode(chunk);
     out.where = {remote->second.address + chunk.offset, chunk.length, remote->second.key};
-    out.is_eager = chunk.length <= kEagerBytes;
+    out.form = may_be_bare ? Form::kBare : chunk.length <= kBesideBytes ? Form::kBeside : Form::kBehind;
     out.chunk = message.bytes.data() + chunk.offset;
     out.key = registered->second->lkey;
     out.memory = message.id;
@@ -160,6 +160,12 @@ bool VerbsConnection::holds(const Memory& message) const {
       std::any_of(waiting_.begin(), waiting_.end(), reads) || std::any_of(posted_.begin(), posted_.end(), reads);
   if (is_held) wire_.notice_all();  // whoever asks, waits
   return is_held;
+}
+
+Clock::time_point VerbsConnection::heard() {
+  // Where the clock is slow to read it would be a large part of a small message's latency.
+  if (std::exchange(was_heard_, false)) heard_ = Clock::now();
+  return heard_;
 }
 
 void VerbsConnection::send(const Frame& frame, std::span<const std::byte> payload) {
@@ -222,27 +228,33 @@ void VerbsConnection::add(Batch& batch, const Out& out) {
     --credits_;
     return made;
   };
-  std::byte* const cell =
-      cells_.memory().bytes.data() + kReceives * kReceiveCellBytes + next_request_ % kSends * kSendCellBytes;
-  std::memcpy(cell, out.header.data(), kFrameBytes);
-  std::memcpy(cell + kFrameBytes, out.payload.data(), out.payload_bytes);
-  const auto cell_bytes = static_cast<std::uint32_t>(kFrameBytes + out.payload_bytes);
+  const auto send_frame = [&](const Posted& posted) -> ibv_send_wr& {
+    std::byte* const cell =
+        cells_.memory().bytes.data() + kReceives * kReceiveCellBytes + next_request_ % kSends * kSendCellBytes;
+    std::memcpy(cell, out.header.data(), kFrameBytes);
+    std::memcpy(cell + kFrameBytes, out.payload.data(), out.payload_bytes);
+    const auto bytes = static_cast<std::uint32_t>(kFrameBytes + out.payload_bytes);
+    ibv_send_wr& made = request(IBV_WR_SEND, out.is_urgent, posted);
+    batch.piece(made, cell, bytes, cells_region_->lkey);
+    if (out.form != Form::kBeside && bytes <= sizes_.inline_bytes) made.send_flags |= IBV_SEND_INLINE;
+    return made;
+  };
   const auto chunk_bytes = static_cast<std::uint32_t>(out.where.bytes);
-  const Posted chunk = {out.memory, chunk_bytes};
-  if (out.chunk != nullptr && out.is_eager) {
-    ibv_send_wr& both = request(IBV_WR_SEND, true, chunk);
-    batch.piece(both, cell, cell_bytes, cells_region_->lkey);
-    batch.piece(both, out.chunk, chunk_bytes, out.key);
-    return;
+  const auto write = [&](std::uint32_t immediate) {
+    ibv_send_wr& made = request(IBV_WR_RDMA_WRITE_WITH_IMM, true, {out.memory, chunk_bytes});
+    batch.piece(made, out.chunk, chunk_bytes, out.key);
+    made.imm_data = htonl(immediate);
+    made.wr.rdma = {out.where.address, out.where.key};
+  };
+  switch (out.form) {
+    case Form::kFrame: send_frame({}); return;
+    case Form::kBeside: batch.piece(send_frame({out.memory, chunk_bytes}), out.chunk, chunk_bytes, out.key); return;
+    case Form::kBehind:
+      send_frame({});
+      write(chunks_sent_++);
+      return;
+    case Form::kBare: write(header_checksum(out.header)); return;
   }
-  ibv_send_wr& header = request(IBV_WR_SEND, out.is_urgent, {});
-  batch.piece(header, cell, cell_bytes, cells_region_->lkey);
-  if (cell_bytes <= sizes_.inline_bytes) header.send_flags |= IBV_SEND_INLINE;
-  if (out.chunk == nullptr) return;
-  ibv_send_wr& write = request(IBV_WR_RDMA_WRITE_WITH_IMM, true, chunk);
-  batch.piece(write, out.chunk, chunk_bytes, out.key);
-  write.imm_data = htonl(chunks_sent_++);
-  write.wr.rdma = {out.where.address, out.where.key};
 }
 
 void VerbsConnection::close() noexcept {

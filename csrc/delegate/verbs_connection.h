@@ -22,10 +22,10 @@ inline constexpr int kRequestsPerConnection = 512;
 inline constexpr std::uint32_t kSends = 256;
 inline constexpr std::uint32_t kReceives = 256;
 static_assert(kSends + kReceives == kRequestsPerConnection);
-// A chunk of at most so many bytes goes beside its header into the peer's next receive, which costs it a copy but is one
-// request in place of two.
-inline constexpr std::uint32_t kEagerBytes = 4544;
-inline constexpr std::size_t kReceiveCellBytes = kFrameBytes + kEagerBytes;
+// A chunk of at most so many bytes whose header must travel goes beside it into the peer's next receive, which costs a copy but
+// is one request in place of two.
+inline constexpr std::uint32_t kBesideBytes = 4544;
+inline constexpr std::size_t kReceiveCellBytes = kFrameBytes + kBesideBytes;
 inline constexpr std::size_t kSendCellBytes = kFrameBytes + kHeadBytes;
 inline constexpr std::size_t kExposureBytes = 12;
 // A request's number says whether it is a send or a receive.
@@ -41,20 +41,20 @@ class VerbsConnection : public Connection, public Handler {
   void expose(std::uint32_t slot, const Memory& memory) override;
   void withdraw(std::uint32_t slot) noexcept override;
   [[nodiscard]] bool can_post(std::uint32_t slot) const override;
-  void post(const Frame& chunk, const Memory& message) override;
+  void post(const Frame& chunk, const Memory& message, bool may_be_bare) override;
   [[nodiscard]] bool holds(const Memory& message) const override;
   void send(const Frame& frame, std::span<const std::byte> payload) override;
   void flush() override;
   void close() noexcept override;
-  [[nodiscard]] Clock::time_point heard() const override { return heard_; }
+  [[nodiscard]] Clock::time_point heard() override;
   // A queue pair's window is the device's business.
   [[nodiscard]] Pace pace() override { return {}; }
 
   // The socket: first the exchange, then only the end of the peer.
   void ready(std::uint32_t events) override;
 
-  // One completion of this connection's queue pair; `moment` is now.
-  void completed(const ibv_wc& completion, Clock::time_point moment);
+  // One completion of this connection's queue pair.
+  void completed(const ibv_wc& completion);
   // All completions that were there have been handed over: send what they made room for.
   void settle();
   void fail(const std::string& reason);
@@ -74,6 +74,13 @@ class VerbsConnection : public Connection, public Handler {
     std::byte* begin = nullptr;
     MemoryRegion region;
   };
+  // How a frame travels.
+  enum class Form {
+    kFrame,   // one send
+    kBeside,  // a small chunk: one send of header and bytes
+    kBehind,  // a chunk: a send of its header, then its bytes are written; the immediate value counts such chunks
+    kBare,    // a message: its bytes are written; the immediate value is its header's checksum
+  };
   struct Out {
     FrameBytes header;
     std::uint32_t payload_bytes = 0;
@@ -82,8 +89,8 @@ class VerbsConnection : public Connection, public Handler {
     const std::byte* chunk = nullptr;           // null for a control frame
     std::uint32_t key = 0;
     std::uint64_t memory = 0;
-    bool is_eager = false;
-    bool is_urgent = false;
+    Form form = Form::kFrame;
+    bool is_urgent = true;
   };
   struct Batch;
   // A posted request that has not been seen to complete.
@@ -102,7 +109,7 @@ class VerbsConnection : public Connection, public Handler {
   void received(const ibv_wc& completion);
   void received_frame(std::span<const std::byte> bytes);
   void received_chunk(std::uint32_t bytes, std::uint32_t number);
-  void received_eager(const Frame& frame, std::span<const std::byte> payload);
+  void received_beside(const Frame& frame, std::span<const std::byte> payload);
   void received_exposure(const Frame& frame, std::span<const std::byte> payload);
   void return_credits();
   [[nodiscard]] std::uint64_t request_id(std::uint32_t number) const;
@@ -139,6 +146,7 @@ class VerbsConnection : public Connection, public Handler {
   std::uint32_t chunks_received_ = 0;
   std::uint32_t consumed_ = 0;  // receives since credits were returned
   bool has_room_ = false;       // something completed since the sink was told
+  bool was_heard_ = false;      // since somebody asked
   Clock::time_point heard_;
 };
 

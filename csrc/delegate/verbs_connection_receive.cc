@@ -28,7 +28,7 @@ void VerbsConnection::post_receive(std::uint32_t cell) {
   }
 }
 
-void VerbsConnection::completed(const ibv_wc& completion, Clock::time_point moment) {
+void VerbsConnection::completed(const ibv_wc& completion) {
   if (closed_) return;
   if (completion.status != IBV_WC_SUCCESS) {
     return fail(std::string(wire_.verbs_.wc_status_str(completion.status)) + " (completion status " +
@@ -36,7 +36,7 @@ void VerbsConnection::completed(const ibv_wc& completion, Clock::time_point mome
   }
   const auto number = static_cast<std::uint32_t>(completion.wr_id);
   if ((number & kReceiveBit) != 0) {
-    heard_ = moment;
+    was_heard_ = true;
     // What the peer sends tells that it is ready, even if its socket's word is still on the way.
     if (!std::exchange(established_, true)) sink_.established(*this);
     if (!closed_) received(completion);
@@ -103,7 +103,7 @@ void VerbsConnection::received_frame(std::span<const std::byte> bytes) {
   } else if (frame.length != payload.size()) {
     fail("a frame's payload has " + std::to_string(payload.size()) + " bytes: its header says " + std::to_string(frame.length));
   } else if (frame.kind == FrameKind::kChunk) {
-    received_eager(frame, payload);
+    received_beside(frame, payload);
   } else if (frame.kind == FrameKind::kExpose) {
     received_exposure(frame, payload);
   } else {
@@ -123,7 +123,7 @@ void VerbsConnection::received_exposure(const Frame& frame, std::span<const std:
   has_room_ = true;
 }
 
-void VerbsConnection::received_eager(const Frame& frame, std::span<const std::byte> payload) {
+void VerbsConnection::received_beside(const Frame& frame, std::span<const std::byte> payload) {
   std::string refusal;
   const std::span<std::byte> place = sink_.place(frame, refusal);
   if (!refusal.empty()) return fail(refusal);
@@ -132,7 +132,8 @@ void VerbsConnection::received_eager(const Frame& frame, std::span<const std::by
 }
 
 void VerbsConnection::received_chunk(std::uint32_t bytes, std::uint32_t number) {
-  if (announced_.empty() || number != chunks_received_++) return fail("its peer wrote a chunk that it had not announced");
+  if (announced_.empty()) return sink_.bare_message(*this, bytes, number);
+  if (number != chunks_received_++) return fail("its peer wrote a chunk that it had not announced");
   const Frame frame = announced_.front();
   announced_.pop_front();
   if (bytes != frame.length) {

@@ -91,13 +91,12 @@ bool VerbsWire::progress() {
   int count = 0;
   while ((count = ibv_poll_cq(completions_.get(), kBatch, batch.data())) > 0) {
     any = true;
-    const Clock::time_point moment = Clock::now();
     for (const ibv_wc& completion : std::span(batch).first(static_cast<std::size_t>(count))) {
       const auto serial = static_cast<std::uint32_t>(completion.wr_id >> 32);
       const auto found = connections_.find(serial);
       if (found == connections_.end()) continue;  // closed since
       if (touched.empty() || touched.back() != serial) touched.push_back(serial);
-      found->second->completed(completion, moment);
+      found->second->completed(completion);
     }
   }
   if (count < 0) fail_all("its completion queue is lost");

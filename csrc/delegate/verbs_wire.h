@@ -1,9 +1,10 @@
 // Frames over RDMA: the source writes chunks straight into the destination's exposed slots, beside the processor of either.
 //
 // The queue pairs' addresses are exchanged over the authenticated TCP socket, which should run between the same two interfaces:
-// then the kernel knows the neighbour's hardware address, and nothing waits for it. A chunk is two requests: its header, sent,
-// and its bytes, written with an immediate value that says which header they belong to. A small one is sent beside its header.
-// Every other frame is one send.
+// then the kernel knows the neighbour's hardware address, and nothing waits for it. A message that is one chunk is one request:
+// its bytes, written with an immediate value that is the checksum of the header that the destination makes up for it. Any other
+// chunk is two: its header, sent, and its bytes, written with an immediate value that says which header they belong to; or one,
+// if it is small enough to be sent beside its header. Every other frame is one send.
 #pragma once
 
 #include <cstdint>

@@ -89,6 +89,10 @@ class Sink {
   // All bytes of a chunk are in the slot, or were dropped. Its checksum has not been looked at.
   virtual void chunk(Connection& connection, const Frame& chunk) = 0;
 
+  // A whole message of `bytes` bytes came without a header, but for the header's own checksum. It is the next message, and it
+  // is in one of the slots that were granted for this size: the one with which the checksum is right.
+  virtual void bare_message(Connection& connection, std::uint32_t bytes, std::uint32_t header_checksum) = 0;
+
   // Any other frame that is not the wire's own; `payload` is valid during the call.
   virtual void control(Connection& connection, const Frame& frame, std::span<const std::byte> payload) = 0;
 
@@ -112,8 +116,9 @@ class Connection {
   [[nodiscard]] virtual bool can_post(std::uint32_t slot) const = 0;
 
   // Source: send `chunk.length` bytes that lie at `chunk.offset` in `message`. They are read later: the message stays untouched
-  // until its acknowledgement has come and no connection holds it any more.
-  virtual void post(const Frame& chunk, const Memory& message) = 0;
+  // until its acknowledgement has come and no connection holds it any more. `may_be_bare`: the destination can tell the header
+  // from the checksum that it has, see Sink::bare_message().
+  virtual void post(const Frame& chunk, const Memory& message, bool may_be_bare) = 0;
 
   // Source: whether this connection may still read this message: an acknowledgement that came by another path leaves chunks
   // behind.
@@ -128,8 +133,9 @@ class Connection {
   // Say and hear no more: the sink is not called again. Its peer may notice only when this is destroyed, soon after.
   virtual void close() noexcept = 0;
 
-  // The last moment at which anything of the peer arrived. The engine fails a connection that is silent for too long.
-  [[nodiscard]] virtual Clock::time_point heard() const = 0;
+  // The last moment at which anything of the peer arrived, or at which somebody asked and something had. The engine fails a
+  // connection that is silent for too long.
+  [[nodiscard]] virtual Clock::time_point heard() = 0;
 
   [[nodiscard]] virtual Pace pace() = 0;
 };

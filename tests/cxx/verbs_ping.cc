@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "delegate/crc32c.h"
 #include "delegate/memory.h"
 #include "delegate/poller.h"
 #include "delegate/sockets.h"
@@ -20,6 +21,9 @@
 using namespace adaptra::delegate;
 
 namespace {
+
+// So many times the completion queue is found empty before the processor is left to others.
+constexpr int kPatience = 1000;
 
 void must(bool is_so, const char* what) {
   if (!is_so) throw std::runtime_error(what);
@@ -55,23 +59,41 @@ class Player : public Sink {
   }
   std::span<std::byte> place(const Frame& chunk, std::string&) override { return slot_.memory().bytes.first(chunk.length); }
   void chunk(Connection&, const Frame&) override { ++arrived; }
+  void bare_message(Connection&, std::uint32_t, std::uint32_t checksum) override {
+    must(checksum == header_checksum(encode(header_of(slot_))), "a message is corrupted");
+    ++arrived;
+  }
   void control(Connection&, const Frame&, std::span<const std::byte>) override {}
   void writable(Connection&) override {}
   void failed(Connection&, std::string reason) override { throw std::runtime_error(reason); }
 
   [[nodiscard]] bool can_serve() const { return connection_ != nullptr && connection_->can_post(0); }
   void serve() {
-    const auto length = static_cast<std::uint32_t>(message_.memory().bytes.size());
-    connection_->post({.kind = FrameKind::kChunk, .total = length, .length = length}, message_.memory());
+    connection_->post(header_of(message_), message_.memory(), true);
     connection_->flush();
   }
 
   int arrived = 0;
 
  private:
+  [[nodiscard]] static Frame header_of(const Pages& pages) {
+    const auto length = static_cast<std::uint32_t>(pages.memory().bytes.size());
+    return {.kind = FrameKind::kChunk, .total = length, .length = length, .checksum = crc32c(pages.memory().bytes)};
+  }
+
   Pages slot_, message_;
   Connection* connection_ = nullptr;
 };
+
+// A count that goes on evenly. Reading the clock is a system call in the lab's kernel, and takes as long as a third of a
+// message.
+std::uint64_t ticks() {
+#if defined(__x86_64__)
+  return __builtin_ia32_rdtsc();
+#else
+  return static_cast<std::uint64_t>(Clock::now().time_since_epoch().count());
+#endif
+}
 
 void run(int count, char** given) {
   const char* const remote = count > 6 ? given[6] : nullptr;
@@ -82,22 +104,26 @@ void run(int count, char** given) {
   Descriptor socket = meet(given[2], static_cast<std::uint16_t>(std::atoi(given[3])), remote);
   const auto connection = wire->adopt(socket.release(), {}, remote != nullptr, player);
   while (!player.can_serve()) poller.dispatch(poller.wait(10)), wire->progress();
-  std::vector<double> halves;
+  std::vector<std::uint64_t> moments = {ticks()};
+  const auto began = Clock::now();
   for (int round = 1; round <= rounds; ++round) {
-    const auto began = Clock::now();
     if (remote != nullptr) player.serve();
-    while (player.arrived < round) {
+    for (int idle = 0; player.arrived < round;) {
       // Both processes and the device may share one processor.
-      if (!wire->progress()) std::this_thread::yield();
+      if (!wire->progress() && ++idle % kPatience == 0) std::this_thread::yield();
     }
     if (remote == nullptr) player.serve();
-    halves.push_back(std::chrono::duration<double>(Clock::now() - began).count() / 2);
+    moments.push_back(ticks());
   }
+  const std::chrono::duration<double> took = Clock::now() - began;
+  const double tick = took.count() / static_cast<double>(moments.back() - moments.front());
   // The last chunk must leave before its queue pair goes.
   for (const auto until = Clock::now() + std::chrono::milliseconds(200); remote == nullptr && Clock::now() < until;) {
     wire->progress();
   }
-  for (std::size_t k = 0; remote != nullptr && k < halves.size(); ++k) std::printf("%.9f\n", halves[k]);
+  for (std::size_t k = 1; remote != nullptr && k < moments.size(); ++k) {
+    std::printf("%.9f\n", static_cast<double>(moments[k] - moments[k - 1]) * tick / 2);
+  }
 }
 
 }  // namespace

@@ -25,6 +25,7 @@ Dir::Etc::SourceList "$work/sources";
 Dir::Etc::SourceParts "/dev/null";
 Dir::State::Lists "$work/lists";
 Dir::Cache "$work/cache";
+APT::Sandbox::User "root";
 CONF
 export APT_CONFIG=$work/apt.conf
 apt-get update -qq

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import inspect
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -64,6 +65,25 @@ class Process:
             assert self._told.wait_for(lambda: line in self._lines or "" in self._lines, timeout), f"{self._name}: no {line!r}"
             assert line in self._lines, f"{self._name} ended without {line!r}"
 
+    def wait_until(self, holds: Callable[[str], bool], timeout: float) -> str | None:
+        """The first line to be written from now on of which this holds; None if none was in time, or the process has ended."""
+        with self._told:
+            begun = len(self._lines)
+
+            def fitting() -> str | None:
+                return next((line for line in self._lines[begun:] if not line or holds(line)), None)
+
+            self._told.wait_for(lambda: fitting() is not None, timeout)
+            return fitting() or None
+
+    def stop(self) -> None:
+        """Take the processor from it until :meth:`go_on`; its devices go on by themselves."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Give it back."""
+        self._process.send_signal(signal.SIGCONT)
+
     def result(self, timeout: float) -> Any:
         """What the function returned."""
         status = self._process.wait(timeout)
@@ -71,7 +91,7 @@ class Process:
         assert status == 0, f"{self._name}: exit status {status}"
         return result_of("\n".join(self._lines))
 
-    def kill(self) -> None:
+    def close(self) -> None:
         """End the process if it still runs."""
         self._process.kill()
         self._process.wait()
@@ -87,7 +107,7 @@ def on_hosts(count: int, function: Callable[..., Any], *arguments: Any) -> Itera
         yield processes
     finally:
         for process in processes:
-            process.kill()
+            process.close()
 
 
 def shell(line: str) -> str:
