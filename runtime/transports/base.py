@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -180,6 +180,15 @@ class Completion(Pending):
         return self._tensors
 
 
+class PathCounts(NamedTuple):
+    """What has happened so far to the paths of a directed edge of ranks: how many failed, how often messages changed path."""
+
+    source: int
+    destination: int
+    failures: int
+    changes: int
+
+
 class Transport(ABC):
     """One rank's end of the network.
 
@@ -248,6 +257,10 @@ class Transport(ABC):
             for op in order:
                 if op.lane is not None:
                     raise TransportError(f"{op}: {type(self).__name__} has no lanes")
+
+    def path_counts(self) -> tuple[PathCounts, ...]:
+        """Of each directed edge that has several paths and ends here; reading them holds up nobody."""
+        return ()
 
     @abstractmethod
     def waiting_for(self, rank: int) -> Identity | None:

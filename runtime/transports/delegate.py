@@ -30,6 +30,7 @@ from adaptra.runtime.transports.base import (
     Guard,
     Identity,
     Layout,
+    PathCounts,
     Pending,
     Transport,
     check_tensors,
@@ -206,6 +207,15 @@ class DelegateTransport(Transport):
         Counters are those of ``csrc/delegate/stats.h``; reading them holds up nobody.
         """
         return self._engine.statistics()
+
+    def path_counts(self) -> tuple[PathCounts, ...]:
+        """See :meth:`Transport.path_counts`."""
+        found: dict[tuple[int, int], PathCounts] = {}
+        for source, destination, _, _, counters in self.statistics():
+            before = found.get((source, destination), PathCounts(source, destination, 0, 0))
+            failures, changes = counters["path_failures"], counters["path_changes"]
+            found[source, destination] = before._replace(failures=before.failures + failures, changes=before.changes + changes)
+        return tuple(found.values())
 
     def settle(self, pending: Travelling) -> None:
         """Take over what the engine did with a message: complete the pending, or fail it and with it everything else."""
