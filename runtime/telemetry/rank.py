@@ -66,8 +66,8 @@ class RankTelemetry:
 
     def event(self, event: ControlEvent) -> None:
         """The controller has told an event."""
-        if event.kind is EventKind.KEPT and event.predicted is not None:
-            self._predicted = event.predicted
+        if event.kind in (EventKind.KEPT, EventKind.PROPOSED) and event.predicted_before is not None:
+            self._predicted = event.predicted_before
         self._recorder.tell(lambda: (event,))
 
     def begin_step(self, step: int, plan: Plan) -> None:
