@@ -32,7 +32,7 @@ _ATTRIBUTE: Final = "adaptra_told"
 class JsonFormatter(logging.Formatter):
     """Writes each of adaptra's records as the line of JSON that ``docs/formats.md`` describes.
 
-    For a handler of the logger ``adaptra``. Records of steps have level DEBUG, those of failures WARNING, all others INFO. What
+    For a handler of the logger ``adaptra``. Records of steps have level DEBUG, those of paths WARNING, all others INFO. What
     adaptra or anybody else logs besides becomes a line of the same form, with the event ``log``.
     """
 
@@ -71,10 +71,10 @@ def _level(record: Record) -> int:
     match record:
         case StepTaken():
             return logging.DEBUG
-        case PathsChanged() | StepFailed():
+        case PathsChanged():
             return logging.WARNING
-        case ControlEvent() | RunStarted() | RunEnded():
-            return logging.INFO
+        case ControlEvent() | RunStarted() | StepFailed() | RunEnded():
+            return logging.INFO  # a failure is raised as well
 
 
 class FileSink:
