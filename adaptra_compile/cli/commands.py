@@ -79,6 +79,9 @@ def _trace(options: Namespace) -> str:
     check_outputs({options.output: picture.SUFFIXES})
     if any(Path(file).is_dir() for file in options.files):
         return _trace_run(options)
+    for file in options.files:
+        if Path(file).suffix == ".jsonl":
+            raise ReportError(f"{file}: the records of one rank: give the folder of the run, or traces (.json)")
     runs = [run for file in options.files for run in perfetto.load_all(file)]
     if options.output is not None:
         picture.draw(runs, options.output, slow_edges=options.slow_edge or (), title=options.title)

@@ -34,14 +34,15 @@ _EDGES: Final = ("#A53C8F", "#C8502B", "#5F9E8F", "#B08A1E", "#6B6BB5", "#7A5230
 _MARKS: Final = {"failed": "#B3261E", "path": "#C8502B", "link": "#C8502B", "agreed": "#1F5F99", "detected": "#B08A1E"}
 """Colours of what happened, the weightiest first; everything else is grey."""
 
-_STANDS_OUT: Final = 2.0
-"""An edge stands out whose slowest step took so many times the median flight of all edges."""
+_STANDS_OUT, _SEEN = 2.0, 0.1
+"""An edge stands out if its slowest flight is so many times what edges usually take, and such a part of the page's slowest."""
 
 # Inches, as everything below that is no time and no step.
 _WIDTH, _LEFT, _RIGHT = 11.0, 0.8, 1.15
 _HEAD, _STRIP_ROW, _TIMES, _DELAYS, _GAP, _LINE = 0.75, 0.24, 2.5, 1.9, 0.62, 0.19
 _LETTERS: Final = 150
 _MOST_LISTED: Final = 24
+_MOST_DOTS: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,10 @@ def draw_run(run: Run, path: str | Path, *, title: str | None = None) -> None:
 
 def _compose(figure: Figure, run: Run, title: str | None) -> None:
     first, last = run.steps[0].step, max(run.steps[-1].step, run.steps[0].step + 1)
-    marks = _marks(run.happenings, last - first)
+    marks = _marks(_weightiest(run.happenings), last - first)
     lines = _list_of(marks)
+    if len(lines) < len(run.happenings):
+        lines.append((f"     and {len(run.happenings) - len(lines)} more, which adaptra trace prints without -o", _TEXT))
     strip = _STRIP_ROW * (1 + max((mark.row for mark in marks), default=0))
     height = _HEAD + strip + _TIMES + _GAP + _DELAYS + _GAP + _LINE * (len(lines) + 1)
     figure.set_size_inches(_WIDTH, height)
@@ -130,6 +133,14 @@ def _heading(figure: Figure, run: Run, title: str | None, height: float) -> None
     figure.text(left, 1 - 0.5 / height, notes, va="top", fontsize=9, color=_TEXT)
 
 
+def _weightiest(happenings: Sequence[Happening]) -> list[Happening]:
+    """As many as the page lists, in their order; those that are left out are of the lightest kinds, and the latest of them."""
+    kinds = list(_MARKS)
+    weights = [kinds.index(one.kind) if one.kind in kinds else len(kinds) for one in happenings]
+    kept = sorted(range(len(happenings)), key=lambda index: weights[index])[:_MOST_LISTED]
+    return [happenings[index] for index in sorted(kept)]
+
+
 def _marks(happenings: Sequence[Happening], steps: int) -> list[_Mark]:
     """One per step at which something happened; circles that would touch stand in different rows."""
     apart = steps * 0.3 / (_WIDTH - _LEFT - _RIGHT)
@@ -147,13 +158,11 @@ def _marks(happenings: Sequence[Happening], steps: int) -> list[_Mark]:
 def _list_of(marks: Sequence[_Mark]) -> list[tuple[str, str]]:
     """The lines below the panels, with their colours."""
     lines: list[tuple[str, str]] = []
-    whole = [(mark, happening) for mark in marks for happening in mark.happenings]
-    for mark, happening in whole[:_MOST_LISTED]:
-        text = f"{mark.number:>3}  step {happening.step:<6} {happening.kind:<9} {happening.text}"
+    for mark in marks:
         colour = _TEXT if mark.colour == _FAINT else mark.colour
-        lines.append((textwrap.shorten(text, _LETTERS, placeholder=" …") if len(text) > _LETTERS else text, colour))
-    if len(whole) > _MOST_LISTED:
-        lines.append((f"     and {len(whole) - _MOST_LISTED} more, which adaptra trace prints without -o", _TEXT))
+        for happening in mark.happenings:
+            text = f"{mark.number:>3}  step {happening.step:<6} {happening.kind:<9} {happening.text}"
+            lines.append((text if len(text) <= _LETTERS else text[:_LETTERS] + " …", colour))
     return lines
 
 
@@ -185,7 +194,8 @@ def _times(axes: Axes, run: Run) -> None:
     # The first step pays for what is done once; it must not press all others flat.
     highest = 1.12 * max(measured[1:] or measured)
     axes.plot(numbers, measured, color=_MEASURED, linewidth=1.3, zorder=3, clip_on=True)
-    axes.plot(numbers, measured, linestyle="none", marker="o", markersize=3, color=_MEASURED, zorder=3)
+    if len(numbers) <= _MOST_DOTS:
+        axes.plot(numbers, measured, linestyle="none", marker="o", markersize=3, color=_MEASURED, zorder=3)
     axes.plot(
         numbers, [1e3 * step.predicted for step in run.steps], color=_TEXT, linewidth=1.1, linestyle=(0, (5, 2)), zorder=2.5,
         drawstyle="steps-mid",
@@ -205,9 +215,10 @@ def _times(axes: Axes, run: Run) -> None:
 
 
 def _delays(axes: Axes, run: Run) -> None:
-    usual = median([flight for flights in run.flights.values() for _, flight in flights] or [0.0])
     slowest = {edge: max(flight for _, flight in flights) for edge, flights in run.flights.items()}
-    out = sorted((edge for edge in slowest if slowest[edge] > _STANDS_OUT * usual), key=lambda edge: -slowest[edge])
+    usual = median([min(flight for _, flight in flights) for flights in run.flights.values()] or [0.0])
+    least = max(_STANDS_OUT * usual, _SEEN * max(slowest.values(), default=0.0))
+    out = sorted((edge for edge in slowest if slowest[edge] > least), key=lambda edge: -slowest[edge])
     colours = dict(zip(out, _EDGES, strict=False))
     ends: list[tuple[str, str, float]] = []
     for edge, flights in run.flights.items():

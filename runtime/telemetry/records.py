@@ -229,7 +229,10 @@ def _read(fields: Fields, event: str, where: str) -> Record:
 
 def _read_step(fields: Fields, where: str) -> StepTaken:
     names = ("rank", "step", "seconds", "stages", "edges")
-    measurement = StepMeasurement.from_json({name: fields.raw(name) for name in names})
+    try:
+        measurement = StepMeasurement.from_json({name: fields.raw(name) for name in names})
+    except ControlError as error:
+        raise ControlError(f"{where}: {error}") from None
     nbytes: list[int] = []
     for value in fields.items("bytes"):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
