@@ -10,19 +10,7 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from adaptra.errors import OptionError
-from adaptra.runtime.events import ControlEvent
-from adaptra.runtime.telemetry.records import (
-    MARK,
-    VERSION,
-    PathsChanged,
-    Record,
-    RunEnded,
-    RunStarted,
-    StepFailed,
-    StepTaken,
-    Told,
-    to_line,
-)
+from adaptra.runtime.telemetry.records import MARK, VERSION, StepTaken, Told, to_line
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +20,7 @@ _ATTRIBUTE: Final = "adaptra_told"
 class JsonFormatter(logging.Formatter):
     """Writes each of adaptra's records as the line of JSON that ``docs/formats.md`` describes.
 
-    For a handler of the logger ``adaptra``. Records of steps have level DEBUG, those of paths WARNING, all others INFO. What
+    For a handler of the logger ``adaptra``. Records of steps have level DEBUG, all others INFO. What
     adaptra or anybody else logs besides becomes a line of the same form, with the event ``log``.
     """
 
@@ -58,23 +46,14 @@ class LogSink:
 
     def take(self, told: Told) -> None:
         """See :meth:`.recorder.Sink.take`."""
-        logger.log(_level(told.record), "rank %d: %s", told.record.rank, told.record, extra={_ATTRIBUTE: told})
+        level = logging.DEBUG if isinstance(told.record, StepTaken) else logging.INFO
+        logger.log(level, "rank %d: %s", told.record.rank, told.record, extra={_ATTRIBUTE: told})
 
     def close(self) -> None:
         """Nothing was opened."""
 
     def __str__(self) -> str:
         return "the log"
-
-
-def _level(record: Record) -> int:
-    match record:
-        case StepTaken():
-            return logging.DEBUG
-        case PathsChanged():
-            return logging.WARNING
-        case ControlEvent() | RunStarted() | StepFailed() | RunEnded():
-            return logging.INFO  # a failure is raised as well
 
 
 class FileSink:
