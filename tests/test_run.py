@@ -223,3 +223,5 @@ def test_trace_of_a_run_prints_draws_and_gives_json(tmp_path: Path, capsys: pyte
     assert "expected traces only, or one folder of a run" in capsys.readouterr().err
     assert main(["trace", str(tmp_path / "rank-0.jsonl")]) == 2
     assert "give the folder" in capsys.readouterr().err
+    assert main(["trace", "step.json", "--json"]) == 2
+    assert "trace --json: expected the folder of a run" in capsys.readouterr().err

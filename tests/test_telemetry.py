@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -76,6 +77,18 @@ def test_every_record_is_the_line_it_was_and_is_read_back(golden):
     lines = [to_line(one) for one in told()]
     golden("telemetry.jsonl", "\n".join(lines) + "\n")
     assert [from_json(json.loads(line), "here") for line in lines] == told()
+
+
+def test_every_event_and_field_of_a_line_is_documented():
+    _, text = (Path(__file__).parents[1] / "docs" / "formats.md").read_text().split("## Runs: `.jsonl`")
+    rows = [row.split("|")[1:3] for row in text.splitlines() if row.startswith("| ")]
+    events = {event: set(re.findall(r"`(\w+)`", fields)) for names, fields in rows for event in re.findall(r"\w+", names)}
+    assert {kind.value for kind in EventKind} <= set(events)
+    for one in told():
+        line = json.loads(to_line(one))
+        inner = [field for name in ("edges", "stages") for each in line.get(name, ()) for field in each]
+        assert set(line) - {"adaptra", "time", "event", "rank"} <= events[line["event"]]
+        assert set(inner) <= events[line["event"]]
 
 
 def test_every_kind_of_event_is_read_back():

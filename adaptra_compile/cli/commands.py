@@ -82,6 +82,8 @@ def _trace(options: Namespace) -> str:
     for file in options.files:
         if Path(file).suffix == ".jsonl":
             raise ReportError(f"{file}: the records of one rank: give the folder of the run, or traces (.json)")
+    if options.json:
+        raise ReportError("trace --json: expected the folder of a run; traces (.json) are JSON themselves")
     runs = [run for file in options.files for run in perfetto.load_all(file)]
     if options.output is not None:
         picture.draw(runs, options.output, slow_edges=options.slow_edge or (), title=options.title)
