@@ -199,25 +199,27 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
             raise
         if len(launched.transports) == 1:  # the ranks of one process have compiled once, for all
             agree(launched.transports[0], "pipeline", _facts(compiled, initial), options.timeout)
+        workers: list[Worker] = []
+        folder = None if telemetry.folder is None else Path(telemetry.folder)
+        pacing = Pacing(initial.case.cost if options.emulate is not None else None, request.faults)
+        for transport in launched.transports:
+            carrier = FaultyTransport(transport, request.faults) if request.faults else transport
+            opened.callback(carrier.close)
+            worker = Worker(
+                compiled,
+                _state(compiled, transport.rank, request.model),
+                request.microbatches,
+                carrier,
+                initial,
+                planning,
+                launched.replicas,
+                pacing,
+                RankTelemetry(transport.rank, recorder, transport, folder, perfetto.write),
+                options,
+            )
+            opened.callback(worker.close)
+            workers.append(worker)
         opened.pop_all()
-    folder = None if telemetry.folder is None else Path(telemetry.folder)
-    faults = request.faults
-    pacing = Pacing(initial.case.cost if options.emulate is not None else None, faults)
-    workers = [
-        Worker(
-            compiled,
-            _state(compiled, transport.rank, request.model),
-            request.microbatches,
-            FaultyTransport(transport, faults) if faults else transport,
-            initial,
-            planning,
-            launched.replicas,
-            pacing,
-            RankTelemetry(transport.rank, recorder, transport, folder, perfetto.write),
-            options,
-        )
-        for transport in launched.transports
-    ]
     return Built(compiled, workers, request.microbatches, recorder)
 
 
