@@ -70,6 +70,7 @@ bench: $(READY)
 	$(BIN)/python bench/simulate.py
 	$(BIN)/python bench/plan.py
 	$(BIN)/python bench/runtime.py
+	$(BIN)/python bench/telemetry.py
 	$(BIN)/python bench/slow_link.py
 	$(BIN)/python bench/delegate.py
 	$(BIN)/python bench/failover.py

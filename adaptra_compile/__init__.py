@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from adaptra.program import Kind, Op, Program
     from adaptra.runtime.emulation import EmulatedDevice
     from adaptra.runtime.options import Options
+    from adaptra.runtime.telemetry.log import JsonFormatter
+    from adaptra.runtime.telemetry.options import Telemetry
     from adaptra.schedules import GENERATORS, generate
 
 __version__: Final = "0.1.0"
@@ -23,11 +25,13 @@ __all__ = [
     "Case",
     "CostModel",
     "EmulatedDevice",
+    "JsonFormatter",
     "Kind",
     "Op",
     "Options",
     "Pipeline",
     "Program",
+    "Telemetry",
     "compile",
     "generate",
 ]
@@ -37,11 +41,13 @@ _HOMES: Final = {
     "Case": "adaptra.cost",
     "CostModel": "adaptra.cost",
     "EmulatedDevice": "adaptra.runtime.emulation",
+    "JsonFormatter": "adaptra.runtime.telemetry.log",
     "Kind": "adaptra.program",
     "Op": "adaptra.program",
     "Options": "adaptra.runtime.options",
     "Pipeline": "adaptra.api",
     "Program": "adaptra.program",
+    "Telemetry": "adaptra.runtime.telemetry.options",
     "compile": "adaptra.api",
     "generate": "adaptra.schedules",
 }

@@ -8,25 +8,32 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from adaptra.cost import Case, CostModel
-from adaptra.errors import AdaptraError, BatchError, PeerLostError, PipelineError, PlanError
+from adaptra.errors import BatchError, PeerLostError, PipelineError, PlanError
 from adaptra.estimate import estimated_cost
 from adaptra.graph import CompiledStages, compile_stages
 from adaptra.graph.round_messages import round_messages
 from adaptra.planner import plan
 from adaptra.program import Program
+from adaptra.report import perfetto
 from adaptra.request import Request
 from adaptra.runtime.batch import example_microbatch, split_batch
 from adaptra.runtime.coordinator import Planning
 from adaptra.runtime.emulation import Pacing
-from adaptra.runtime.launch import agree, disagree, launch
+from adaptra.runtime.launch import Launch, agree, disagree, launch
+from adaptra.runtime.options import Options
 from adaptra.runtime.plan import Plan
+from adaptra.runtime.telemetry.options import Telemetry
+from adaptra.runtime.telemetry.rank import RankTelemetry
+from adaptra.runtime.telemetry.recorder import Recorder
+from adaptra.runtime.telemetry.start import of_replica, start_recorder
 from adaptra.runtime.transports.faulty import FaultyTransport
 from adaptra.runtime.worker import Batch, Worker, check_memory
 from adaptra.schedules import generate
@@ -42,10 +49,10 @@ class Built:
         compiled: The model's stages.
         workers: One per rank run here, by rank.
         microbatches: Microbatches per step.
-        stages: Stages of the pipeline.
+        recorder: Of what the workers tell.
     """
 
-    def __init__(self, compiled: CompiledStages, workers: Sequence[Worker], microbatches: int) -> None:
+    def __init__(self, compiled: CompiledStages, workers: Sequence[Worker], microbatches: int, recorder: Recorder) -> None:
         self.compiled = compiled
         self.workers = tuple(workers)
         self._microbatches = microbatches
@@ -53,7 +60,7 @@ class Built:
         self._failure: BaseException | None = None
         self._threads = ThreadPoolExecutor(len(workers), "adaptra-rank") if len(workers) > 1 else None
         # Also when the process ends without a close: the transports' threads must not outlive the interpreter.
-        self._end = weakref.finalize(self, _end, self.workers, self._threads)
+        self._end = weakref.finalize(self, _end, self.workers, self._threads, recorder)
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -148,7 +155,7 @@ class Built:
         self._end()
 
 
-def _end(workers: Sequence[Worker], threads: ThreadPoolExecutor | None) -> None:
+def _end(workers: Sequence[Worker], threads: ThreadPoolExecutor | None, recorder: Recorder) -> None:
     """Close all workers of this process."""
     for worker in workers:
         worker.leave()
@@ -156,6 +163,7 @@ def _end(workers: Sequence[Worker], threads: ThreadPoolExecutor | None) -> None:
         worker.close()
     if threads is not None:
         threads.shutdown()
+    recorder.close()
 
 
 def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any]) -> Built:
@@ -178,36 +186,49 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
         with_delegate=options.uses_delegate,
         addresses=options.addresses,
     )
-    try:
-        compiled, initial, planning = _compile(request, args, targets, kwargs)
-    except Exception as error:
+    telemetry = of_replica(options.telemetry, None if launched.replicas is None else launched.replicas.index)
+    with ExitStack() as opened:
         for transport in launched.transports:
-            disagree(transport, "pipeline", error)
-            transport.close()
-        raise
-    if len(launched.transports) == 1:  # the ranks of one process have compiled once, for all
+            opened.callback(transport.close)
         try:
-            agree(launched.transports[0], "pipeline", _facts(compiled, initial), options.timeout)
-        except AdaptraError:
-            launched.transports[0].close()
+            recorder = _recorder(telemetry, options, launched)
+            opened.callback(recorder.close)
+            compiled, initial, planning = _compile(request, args, targets, kwargs)
+        except Exception as error:
+            for transport in launched.transports:
+                disagree(transport, "pipeline", error)
             raise
-    faults = request.faults
-    pacing = Pacing(initial.case.cost if options.emulate is not None else None, faults)
-    workers = [
-        Worker(
-            compiled,
-            _state(compiled, transport.rank, request.model),
-            request.microbatches,
-            FaultyTransport(transport, faults) if faults else transport,
-            initial,
-            planning,
-            launched.replicas,
-            pacing,
-            options,
-        )
-        for transport in launched.transports
-    ]
-    return Built(compiled, workers, request.microbatches)
+        if len(launched.transports) == 1:  # the ranks of one process have compiled once, for all
+            agree(launched.transports[0], "pipeline", _facts(compiled, initial), options.timeout)
+        workers: list[Worker] = []
+        folder = None if telemetry.folder is None else Path(telemetry.folder)
+        pacing = Pacing(initial.case.cost if options.emulate is not None else None, request.faults)
+        for transport in launched.transports:
+            carrier = FaultyTransport(transport, request.faults) if request.faults else transport
+            opened.callback(carrier.close)
+            worker = Worker(
+                compiled,
+                _state(compiled, transport.rank, request.model),
+                request.microbatches,
+                carrier,
+                initial,
+                planning,
+                launched.replicas,
+                pacing,
+                RankTelemetry(transport.rank, recorder, transport, folder, perfetto.write),
+                options,
+            )
+            opened.callback(worker.close)
+            workers.append(worker)
+        opened.pop_all()
+    return Built(compiled, workers, request.microbatches, recorder)
+
+
+def _recorder(telemetry: Telemetry, options: Options, launched: Launch) -> Recorder:
+    """Opens what the user wants to be told by, before anything that takes time."""
+    ranks = [transport.rank for transport in launched.transports]
+    first = 0 if launched.replicas is None else launched.replicas.first_rank
+    return start_recorder(telemetry, options.on_event, ranks, first + ranks[0])
 
 
 def _compile(

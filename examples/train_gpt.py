@@ -31,6 +31,8 @@ import adaptra
 from adaptra.report.live import LiveTable
 from adaptra.report.perfetto import write as write_trace
 from adaptra.report.picture import draw
+from adaptra.report.run import load_run
+from adaptra.report.run_page import draw_run
 from adaptra.runtime.plan import Plan
 from adaptra.simulate import simulate
 from adaptra.timeline import Timeline
@@ -85,6 +87,7 @@ def train(arguments: argparse.Namespace, console: Console) -> tuple[list[Step], 
         options=adaptra.Options(
             faults=[f"delay {SLOW_EDGE[0]}-{SLOW_EDGE[1]} {arguments.delay_ms}ms @{arguments.slow_at}"],
             emulate=adaptra.EmulatedDevice(seconds, seconds, seconds),
+            telemetry=adaptra.Telemetry(folder=arguments.output / "run"),
         ),
     )
     del model  # the pipeline keeps this rank's stage; the other stages' parameters are freed
@@ -219,8 +222,10 @@ def main() -> int:
     for suffix in ("svg", "png"):
         draw(named, arguments.output / f"timeline.{suffix}", slow_edges=slow_edges, title="One training step, measured")
     write_trace(named, arguments.output / "trace.json")
+    draw_run(load_run(arguments.output / "run"), arguments.output / "run.svg", title="A GPT over 4 ranks, a link turns slow")
     console.print(
-        f"pictures: {arguments.output}/timeline.svg and .png; trace for ui.perfetto.dev: {arguments.output}/trace.json"
+        f"pictures: {arguments.output}/timeline.svg and .png; the whole run: {arguments.output}/run.svg; "
+        f"trace for ui.perfetto.dev: {arguments.output}/trace.json"
     )
 
     succeeded = equal_losses == arguments.steps and equal_weights and new.version > old.version

@@ -165,7 +165,6 @@ class Controller:
     ) -> None:
         event = ControlEvent(kind, self._rank, step, version, text, predicted, predicted_before)
         self._events.append(event)
-        log.info("rank %d: %s", self._rank, event)
         if self._on_event is not None:
             self._on_event(event)
 

@@ -168,13 +168,21 @@ class Monitor:
 
     def end_step(self, step: int, start: float, end: float) -> StepMeasurement:
         """Condense the step that ran from ``start`` to ``end``, keep its records and begin the next one."""
-        records = StepRecords(
-            self._rank, step, start, end, tuple(map(OpRecord._make, self._ops)), tuple(map(MessageRecord._make, self._messages))
-        )
+        records = self.unfinished(step, start, end)
         waits = self._waits
         self.begin_step()
         self._kept.append(records)
         return StepMeasurement(self._rank, step, end - start, self._measure_stages(records), _measure_edges(records, waits))
+
+    @property
+    def kept(self) -> tuple[StepRecords, ...]:
+        """The records of the last steps, oldest first."""
+        return tuple(self._kept)
+
+    def unfinished(self, step: int, start: float, end: float) -> StepRecords:
+        """What has been recorded since :meth:`begin_step`, as the records of a step that broke off at ``end``."""
+        ops, messages = tuple(map(OpRecord._make, self._ops)), tuple(map(MessageRecord._make, self._messages))
+        return StepRecords(self._rank, step, start, end, ops, messages)
 
     def records(self, step: int) -> StepRecords:
         """What was recorded in a step.
@@ -182,7 +190,7 @@ class Monitor:
         Raises:
             KeyError: The step is not among the last ones kept.
         """
-        kept = tuple(self._kept)
+        kept = self.kept
         for records in kept:
             if records.step == step:
                 return records

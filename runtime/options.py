@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from adaptra.errors import OptionError
 from adaptra.program import Program
 from adaptra.runtime.emulation import EmulatedDevice
+from adaptra.runtime.telemetry.options import Telemetry
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,9 @@ class Options:
             of the host, followed by the address by which it reaches the job's store.
         lossy_bf16: Round what stages send each other from float32 to bfloat16 while it travels: half the bytes, but activations
             and their gradients lose precision, so training is no longer bitwise that of one process. All of it must be float32.
-        on_event: Called with each event of the controller, such as a detected slow edge or a switch of plans.
+        on_event: Called with each event of the controller, such as a detected slow edge or a switch of plans, on a thread of
+            telemetry's own. What it raises is logged, once.
+        telemetry: Who else is told what, see :class:`adaptra.runtime.telemetry.options.Telemetry`.
 
     Raises:
         OptionError: An option is not what it should be; names it, what was given and what is expected.
@@ -47,6 +50,7 @@ class Options:
     addresses: Sequence[str] = ()
     lossy_bf16: bool = False
     on_event: Callable[[Any], None] | None = None
+    telemetry: Telemetry = field(default_factory=Telemetry)
 
     @property
     def delegated(self) -> tuple[tuple[int, int], ...]:
@@ -91,6 +95,9 @@ class Options:
         given = self.on_event
         if given is not None and not callable(given):
             raise OptionError(f"on_event={given!r}: expected a function that is called with each event, or None")
+        given = self.telemetry
+        if not isinstance(given, Telemetry):
+            raise OptionError(f"telemetry={given!r}: expected adaptra.Telemetry(...)")
 
 
 def _are_edges(given: object) -> bool:

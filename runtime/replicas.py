@@ -38,6 +38,16 @@ class Replicas:
         self._lock = threading.Lock()
         self._ended = False
 
+    @property
+    def index(self) -> int:
+        """Which of the job's pipelines this rank's is, counted from 0."""
+        return self._pipeline[0] // len(self._pipeline)
+
+    @property
+    def first_rank(self) -> int:
+        """The job's rank of this pipeline's first stage."""
+        return self._pipeline[0]
+
     def average(self, parameters: Iterable[Tensor], losses: Tensor) -> Tensor:
         """Replace every gradient by its mean over the replicas, and return the mean of the losses.
 

@@ -36,6 +36,8 @@ from adaptra.runtime.rdma_watch import RdmaEvent, watch
 from adaptra.runtime.replicas import Replicas
 from adaptra.runtime.stage import EvaluationStage, Stage, TrainingStage
 from adaptra.runtime.stores import clone
+from adaptra.runtime.telemetry.rank import RankTelemetry
+from adaptra.runtime.telemetry.start import agree_on_run
 from adaptra.runtime.transports.base import Identity, Transport
 from adaptra.schedules import forward_only
 from adaptra.simulate import simulate
@@ -58,6 +60,7 @@ class Worker:
         planning: The compiler, as the controller uses it.
         replicas: The ranks that hold copies of this stage, or None without data parallelism.
         pacing: Lengthens ops on emulated devices and slowed stages.
+        telemetry: Told what happens here.
         options: Seed and timeout.
     """
 
@@ -71,6 +74,7 @@ class Worker:
         planning: Planning,
         replicas: Replicas | None,
         pacing: Pacing,
+        telemetry: RankTelemetry,
         options: Options,
     ) -> None:
         self.rank = transport.rank
@@ -80,6 +84,7 @@ class Worker:
         self._transport = transport
         self._replicas = replicas
         self._pacing = pacing
+        self._telemetry = telemetry
         self._options = options
         self._stages = len(compiled.train)
         self._last = self._stages - 1
@@ -122,7 +127,7 @@ class Worker:
             planning,
             options=ControllerOptions(adapt=options.adapt, delegate=options.uses_delegate, plan_seconds=options.timeout),
             prepare=self._prepare,
-            on_event=options.on_event,
+            on_event=telemetry.event,
             on_error=self._abort_by_control,
         )
         self._membership = Membership(
@@ -133,6 +138,7 @@ class Worker:
             waiting_for=transport.waiting_for,
         )
         self._watcher = watch(transport.rdma_devices, self._link_told)
+        telemetry.started(agree_on_run(transport.store), initial)
 
     def step(self, inputs: Batch, targets: Batch) -> Tensor:
         """Run one training step and accumulate gradients.
@@ -151,6 +157,7 @@ class Worker:
         step = self._step
         with self._telling_the_others():
             executor = self._executor_of(self.controller.plan_for(step))
+            self._telemetry.begin_step(step, self.plan)
             self._gradients.begin_step(step)
             self.monitor.begin_step()
             started = time.monotonic()
@@ -159,7 +166,9 @@ class Worker:
             losses = self._share(step, results)
             if self._replicas is not None:
                 losses = self._replicas.average(self.trainable.values(), losses)
-            self.controller.report(self.monitor.end_step(step, started, time.monotonic()))
+            measurement = self.monitor.end_step(step, started, time.monotonic())
+            self.controller.report(measurement)
+            self._telemetry.end_step(measurement, self.monitor.kept[-1])
         self._step += 1
         return losses
 
@@ -211,6 +220,7 @@ class Worker:
         self.controller.close()
         self._membership.close()
         self._transport.close()
+        self._telemetry.ended(self._step)
 
     @property
     def is_alone(self) -> bool:
@@ -224,6 +234,7 @@ class Worker:
         if self._replicas is not None and isinstance(cause, PeerLostError):
             cause = self._replicas.placed(cause)
         self.abort(cause)
+        self._telemetry.failed(self._step, cause, self.monitor)
         return cause
 
     def abort(self, error: Exception) -> None:

@@ -1,5 +1,6 @@
 """Run a function in several processes that stand for the ranks of a job."""
 
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -8,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 
@@ -25,6 +27,18 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
+
+
+def free_ports(count: int) -> int:
+    """The first of so many TCP ports in a row that were free a moment ago and that no connection gets by itself."""
+    lowest_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    start = 10_000 + os.getpid() % 1000 * count
+    for first in range(start, lowest_given - count):
+        with contextlib.ExitStack() as found, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                found.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise AssertionError(f"no {count} free ports from {start} on")
 
 
 def run_processes(

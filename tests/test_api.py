@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import test_lossy
 import torch
 from errors_table import check_documented, documented_errors
 from models import EXAMPLES
+from processes import free_port
 from torch import nn
 
 import adaptra
@@ -134,6 +136,36 @@ def no_matplotlib() -> None:
         patch.setitem(sys.modules, "matplotlib", None)
         patch.setitem(sys.modules, "matplotlib.figure", None)
         pipe.save_trace("step.svg")
+
+
+def telemetry(**given: Any) -> Callable[[], object]:
+    return lambda: compiled(options=adaptra.Options(telemetry=adaptra.Telemetry(**given)))
+
+
+def two_runs_in_a_folder() -> None:
+    with tempfile.TemporaryDirectory() as folder, compiled(options=adaptra.Options(telemetry=adaptra.Telemetry(folder=folder))):
+        telemetry(folder=folder)()
+
+
+def two_runs_on_a_port() -> None:
+    port = free_port()
+    with compiled(options=adaptra.Options(telemetry=adaptra.Telemetry(metrics_port=port))):
+        telemetry(metrics_port=port)()
+
+
+def without(package: str, **given: Any) -> Callable[[], object]:
+    """A mistake made where a package is not installed."""
+
+    def mistake() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in [
+                package,
+                *(name for name in sys.modules if name.startswith((f"{package}.", f"torch.utils.{package}"))),
+            ]:
+                patch.setitem(sys.modules, name, None)
+            telemetry(**given)()
+
+    return mistake
 
 
 def no_distributed() -> None:
@@ -295,6 +327,33 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
         options(delegate=True),
     ),
     ("on_event=…: expected a function that is called with each event, or None", options(on_event=[])),
+    ("telemetry=…: expected adaptra.Telemetry(...)", options(telemetry="runs")),
+    ("Telemetry: folder=…: expected a folder's name, or None", telemetry(folder=3)),
+    *(
+        ("Telemetry: metrics_port=…: expected a port of 1..65535, or None", telemetry(metrics_port=given))
+        for given in (0, 65536, "9400", True)
+    ),
+    (
+        "Telemetry: metrics_address=…: expected an address of this host such as '127.0.0.1'",
+        telemetry(metrics_port=9400, metrics_address=None),
+    ),
+    ("Telemetry: tensorboard=…: expected a folder's name, a SummaryWriter, or None", telemetry(tensorboard=print)),
+    (
+        "Telemetry: on_record=…: expected a function that is called with each record, or None",
+        telemetry(on_record="print"),
+    ),
+    ("Telemetry: folder …: …: expected one that can be written", telemetry(folder="/proc/no such folder")),
+    ("Telemetry: folder …: another run is writing there: expected a folder of its own", two_runs_in_a_folder),
+    *(
+        (
+            "Telemetry: metrics on …: …: expected a free port of this host; each rank of the job listens on metrics_port + its "
+            "rank",
+            mistake,
+        )
+        for mistake in (two_runs_on_a_port, telemetry(metrics_port=free_port(), metrics_address="192.0.2.1"))
+    ),
+    ("metrics need prometheus_client: pip install 'adaptra[metrics]'", without("prometheus_client", metrics_port=9400)),
+    ("scalars need tensorboard: pip install 'adaptra[tensorboard]'", without("tensorboard", tensorboard="runs")),
     *(
         ("EmulatedDevice: … has … durations: expected one number for all stages or …, one per stage", mistake)
         for mistake in (emulate([0.1], 0.1, 0.1), emulate(0.1, 0.1, (0.1, 0.1, 0.1)))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_run import whole_run
 
 from adaptra.cli import main
 from adaptra.cost import Case
@@ -40,7 +41,8 @@ def test_every_documented_example_prints_what_the_document_says(folder: Path, ca
         for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL)
         for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)
     ]
-    assert len(examples) == 21
+    assert len(examples) == 23
+    whole_run(folder / "runs" / "1")
     for command, expected in examples:
         program, *arguments = shlex.split(command)
         assert program == "adaptra"
@@ -52,9 +54,9 @@ def test_every_documented_example_prints_what_the_document_says(folder: Path, ca
     files = {path.name for path in folder.iterdir()}
     programs, pictures = (
         {"plan.sched", "lowered.sched", "shortest.sched", "robust.sched"},
-        {"plan.svg", "compared.svg", "sweep.svg", "step.svg"},
+        {"plan.svg", "compared.svg", "sweep.svg", "step.svg", "page.svg"},
     )
-    assert files == {"slow.json", "before.json", "step.json", *programs, *pictures}
+    assert files == {"runs", "slow.json", "before.json", "step.json", *programs, *pictures}
 
 
 def test_every_command_is_documented() -> None:

@@ -36,5 +36,5 @@ def test_a_gpt_trains_through_a_link_that_turns_slow(tmp_path):
     result = json.loads(done.stdout.strip().splitlines()[-1])
     assert result["succeeded"] and result["equal_weights"] and result["equal_losses"] == 14
     assert result["measured"]["adapted"] < result["measured"]["slow"]
-    assert {"timeline.svg", "timeline.png", "trace.json"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"timeline.svg", "timeline.png", "trace.json", "run.svg"} <= {path.name for path in tmp_path.iterdir()}
     assert "emulated" in done.stderr

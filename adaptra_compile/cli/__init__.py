@@ -152,14 +152,19 @@ def _explain(add: _Add) -> None:
 def _trace(add: _Add) -> None:
     parser = add(
         "trace",
-        "Draw saved traces, simulated or measured: all their runs on one time axis.\n\n"
-        "Without -o they are printed as text. Times are in milliseconds where the trace knows its unit.",
+        "Draw what happened: a run from the folder that its telemetry wrote, or saved traces of steps on one time axis.\n\n"
+        "A run's page shows iteration times, delays seen, plans, switches and failures. Without -o all is printed as text.\n"
+        "Times are in milliseconds where the trace knows its unit.",
     )
-    parser.add_argument("files", metavar="FILE", nargs="+", help="traces that adaptra wrote (.json), such as before and after")
+    parser.add_argument(
+        "files", metavar="RUN", nargs="+",
+        help="the folder of a run, Telemetry(folder=...); or traces (.json), such as before and after",
+    )  # fmt: skip
     parser.add_argument("-o", "--output", metavar="PICTURE", help="the picture to write: .svg or .png")
     parser.add_argument("--title", help="a heading of the picture")
     parser.add_argument("--slow-edge", type=_edge, action="append", metavar="A-B", help="mark messages from stage A to stage B")
     parser.add_argument("--width", type=_at_least_one, metavar="N", help="characters per line of the printed timeline")
+    _json(parser)
 
 
 def _schedule(add: _Add) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 
 from adaptra.cli.doctor import examine, report
 from adaptra.cli.inputs import read_program
 from adaptra.cli.output import as_json, check_outputs, draw_timeline, figures, headline, line_width, title_of
 from adaptra.cli.planning import planned_for, run_plan
 from adaptra.cost import Case
-from adaptra.errors import ScheduleError
+from adaptra.errors import ReportError, ScheduleError
 from adaptra.program import Program
-from adaptra.report import perfetto, picture, text
+from adaptra.report import perfetto, picture, run_page, text
+from adaptra.report.run import load_run, summary
 from adaptra.schedules import PLACED, generate, generate_for
 from adaptra.simulate import Simulation, lower_bound, simulate
 
@@ -75,11 +77,29 @@ def _explain(options: Namespace) -> str:
 
 def _trace(options: Namespace) -> str:
     check_outputs({options.output: picture.SUFFIXES})
+    if any(Path(file).is_dir() for file in options.files):
+        return _trace_run(options)
+    for file in options.files:
+        if Path(file).suffix == ".jsonl":
+            raise ReportError(f"{file}: the records of one rank: give the folder of the run, or traces (.json)")
+    if options.json:
+        raise ReportError("trace --json: expected the folder of a run; traces (.json) are JSON themselves")
     runs = [run for file in options.files for run in perfetto.load_all(file)]
     if options.output is not None:
         picture.draw(runs, options.output, slow_edges=options.slow_edge or (), title=options.title)
         return ""
     return "\n".join(f"{title}\n{text.render(timeline, line_width(options))}" for title, timeline in runs)
+
+
+def _trace_run(options: Namespace) -> str:
+    if len(options.files) > 1 or options.slow_edge:
+        raise ReportError(f"trace {' '.join(options.files)}: expected traces only, or one folder of a run and no --slow-edge")
+    found = load_run(options.files[0])
+    if options.output is not None:
+        run_page.draw_run(found, options.output, title=options.title)
+    if options.json:
+        return as_json(found.to_json())
+    return summary(found) if options.output is None else ""
 
 
 def _generate(name: str, stages: int, microbatches: int) -> Program:

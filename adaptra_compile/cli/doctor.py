@@ -15,6 +15,8 @@ EXTRAS: Final = {
     "viz": ("matplotlib", "pictures"),
     "exact": ("ortools", "exact plans"),
     "gpu": ("triton", "packing messages on a GPU"),
+    "metrics": ("prometheus_client", "metrics for Prometheus"),
+    "tensorboard": ("tensorboard", "scalars for TensorBoard"),
 }
 _BACKENDS: Final = ("gloo", "nccl", "mpi", "xccl")
 

@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -142,6 +142,15 @@ class Pending(ABC):
         """
 
 
+class PathCounts(NamedTuple):
+    """What has happened so far to the paths of a directed edge of ranks: how many failed, how often messages changed path."""
+
+    source: int
+    destination: int
+    failures: int
+    changes: int
+
+
 class Transport(ABC):
     """One rank's end of the network.
 
@@ -210,6 +219,10 @@ class Transport(ABC):
             for op in order:
                 if op.lane is not None:
                     raise TransportError(f"{op}: {type(self).__name__} has no lanes")
+
+    def path_counts(self) -> tuple[PathCounts, ...]:
+        """Of each directed edge that has several paths and ends here; reading them holds up nobody."""
+        return ()
 
     @abstractmethod
     def waiting_for(self, rank: int) -> Identity | None:

@@ -20,7 +20,7 @@ from torch import Tensor, distributed
 from adaptra import _C
 from adaptra.errors import TransportError
 from adaptra.graph.specs import MessageSpec
-from adaptra.runtime.transports.base import Identity, Layout, Pending, Transport, check_tensors, layout_of, now
+from adaptra.runtime.transports.base import Identity, Layout, PathCounts, Pending, Transport, check_tensors, layout_of, now
 from adaptra.runtime.transports.contract import Contract
 from adaptra.runtime.transports.delegate_engine import StartedEngine
 from adaptra.runtime.transports.engine_memory import EngineMessage
@@ -144,6 +144,15 @@ class DelegateTransport(Transport):
         Counters are those of ``csrc/delegate/stats.h``; reading them holds up nobody.
         """
         return self._engine.statistics()
+
+    def path_counts(self) -> tuple[PathCounts, ...]:
+        """See :meth:`Transport.path_counts`."""
+        found: dict[tuple[int, int], PathCounts] = {}
+        for source, destination, _, _, counters in self.statistics():
+            before = found.get((source, destination), PathCounts(source, destination, 0, 0))
+            failures, changes = counters["path_failures"], counters["path_changes"]
+            found[source, destination] = before._replace(failures=before.failures + failures, changes=before.changes + changes)
+        return tuple(found.values())
 
     def settle(self, pending: Travelling) -> None:
         """Take over what the engine did with a message: complete the pending, or fail it and with it everything else."""

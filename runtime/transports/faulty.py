@@ -18,7 +18,7 @@ from adaptra.errors import TransportError
 from adaptra.graph.specs import MessageSpec
 from adaptra.program import Program
 from adaptra.runtime.faults import Fault, link_delay, link_occupancy
-from adaptra.runtime.transports.base import Identity, Pending, Transport, now
+from adaptra.runtime.transports.base import Identity, PathCounts, Pending, Transport, now
 
 
 class _HeldSend(Pending):
@@ -143,6 +143,10 @@ class FaultyTransport(Transport):
     def waiting_for(self, rank: int) -> Identity | None:
         """See :meth:`Transport.waiting_for`."""
         return self._transport.waiting_for(rank)
+
+    def path_counts(self) -> tuple[PathCounts, ...]:
+        """See :meth:`Transport.path_counts`."""
+        return self._transport.path_counts()
 
     def abort(self, error: Exception) -> None:
         """See :meth:`Transport.abort`. Held messages are dropped."""

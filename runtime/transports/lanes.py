@@ -17,7 +17,7 @@ from adaptra.dependencies import peer_stage
 from adaptra.errors import TransportError
 from adaptra.graph.specs import MessageSpec
 from adaptra.program import Kind, Program
-from adaptra.runtime.transports.base import Identity, Pending, Transport
+from adaptra.runtime.transports.base import Identity, PathCounts, Pending, Transport
 
 _Edge = tuple[int, int]
 
@@ -96,6 +96,10 @@ class LanedTransport(Transport):
     def waiting_for(self, rank: int) -> Identity | None:
         """See :meth:`Transport.waiting_for`."""
         return next(filter(None, (transport.waiting_for(rank) for transport in self._all)), None)
+
+    def path_counts(self) -> tuple[PathCounts, ...]:
+        """See :meth:`Transport.path_counts`."""
+        return tuple(counts for transport in self._all for counts in transport.path_counts())
 
     def abort(self, error: Exception) -> None:
         """See :meth:`Transport.abort`."""

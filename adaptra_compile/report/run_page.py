@@ -1,0 +1,262 @@
+"""A page that shows a run: iteration times over the predicted line, delays seen per edge, and what happened, numbered.
+
+All panels share the steps as their axis. A number in a circle marks a step at which something happened; the list below says
+what. Edges that lead forward are drawn in full, those that lead backward dashed: the two of a slow link often coincide.
+"""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+from adaptra.errors import MissingExtraError, ReportError
+from adaptra.report.files import check_suffix, write_whole
+from adaptra.report.picture import SUFFIXES
+from adaptra.report.run import Happening, Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_TEXT: Final = "#222222"
+_FAINT: Final = "#9A9DA5"
+_MEASURED: Final = "#1F5F99"
+_BAND: Final = "#EEF1F6"
+_EDGES: Final = ("#A53C8F", "#C8502B", "#5F9E8F", "#B08A1E", "#6B6BB5", "#7A5230")
+"""Colours of edges that stand out; when there are more of them, the rest is grey like the others."""
+
+_MARKS: Final = {"failed": "#B3261E", "path": "#C8502B", "link": "#C8502B", "agreed": "#1F5F99", "detected": "#B08A1E"}
+"""Colours of what happened, the weightiest first; everything else is grey."""
+
+_STANDS_OUT, _SEEN = 2.0, 0.1
+"""An edge stands out if its slowest flight is so many times what edges usually take, and such a part of the page's slowest."""
+
+# Inches, as everything below that is no time and no step.
+_WIDTH, _LEFT, _RIGHT = 11.0, 0.8, 1.15
+_HEAD, _STRIP_ROW, _TIMES, _DELAYS, _GAP, _LINE = 0.75, 0.24, 2.5, 1.9, 0.62, 0.19
+_LETTERS: Final = 150
+_MOST_LISTED: Final = 24
+_MOST_DOTS: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What happened at one step, its number on the page, and the row of its circle."""
+
+    number: int
+    step: int
+    row: int
+    happenings: tuple[Happening, ...]
+
+    @property
+    def colour(self) -> str:
+        kinds = {happening.kind for happening in self.happenings}
+        return next((colour for kind, colour in _MARKS.items() if kind in kinds), _FAINT)
+
+
+def draw_run(run: Run, path: str | Path, *, title: str | None = None) -> None:
+    """Write the page.
+
+    Args:
+        run: What to draw.
+        path: A file name ending in ``.svg`` or ``.png``; the file appears whole or not at all.
+        title: A heading; by default the run's name and size.
+
+    Raises:
+        ReportError: The run has no step yet, another suffix, or a folder that is not there.
+        MissingExtraError: matplotlib is not installed.
+    """
+    suffix = check_suffix(path, SUFFIXES)
+    if not run.steps:
+        raise ReportError(f"{run.folder}: no step was run: expected at least one to draw")
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError("pictures need matplotlib: pip install 'adaptra[viz]'") from error
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "adaptra", "font.family": "DejaVu Sans"}):
+        figure = Figure()
+        _compose(figure, run, title)
+        buffer = io.BytesIO()
+        metadata = {"Date": None} if suffix == ".svg" else None
+        figure.savefig(buffer, format=suffix[1:], dpi=120, facecolor="white", metadata=metadata)
+    write_whole(path, buffer.getvalue())
+
+
+def _compose(figure: Figure, run: Run, title: str | None) -> None:
+    first, last = run.steps[0].step, max(run.steps[-1].step, run.steps[0].step + 1)
+    marks = _marks(_weightiest(run.happenings), last - first)
+    lines = _list_of(marks)
+    if len(lines) < len(run.happenings):
+        lines.append((f"     and {len(run.happenings) - len(lines)} more, which adaptra trace prints without -o", _TEXT))
+    strip = _STRIP_ROW * (1 + max((mark.row for mark in marks), default=0))
+    height = _HEAD + strip + _TIMES + _GAP + _DELAYS + _GAP + _LINE * (len(lines) + 1)
+    figure.set_size_inches(_WIDTH, height)
+    _heading(figure, run, title, height)
+    plot = (_WIDTH - _LEFT - _RIGHT) / _WIDTH
+
+    def panel(top: float, tall: float) -> Axes:
+        axes = figure.add_axes((_LEFT / _WIDTH, 1 - (top + tall) / height, plot, tall / height))
+        axes.set_xlim(first - 0.6, last + 0.6)
+        return axes
+
+    top = _HEAD
+    _strip(panel(top, strip), marks)
+    times = panel(top + strip, _TIMES)
+    _bands(times, run)
+    _times(times, run)
+    delays = panel(top + strip + _TIMES + _GAP, _DELAYS)
+    _delays(delays, run)
+    for axes in (times, delays):
+        for mark in marks:
+            axes.axvline(mark.step, color=mark.colour, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1.5)
+    begin = height - (_HEAD + strip + _TIMES + _GAP + _DELAYS + _GAP)
+    for index, (line, colour) in enumerate(lines):
+        figure.text(
+            _LEFT / _WIDTH, (begin - _LINE * (index + 0.5)) / height, line,
+            va="center", fontsize=8, color=colour, family="DejaVu Sans Mono",
+        )  # fmt: skip
+
+
+def _heading(figure: Figure, run: Run, title: str | None, height: float) -> None:
+    started = run.started
+    size = f"{started.ranks} ranks, {started.microbatches} microbatches, {len(run.steps)} steps"
+    left = _LEFT / _WIDTH
+    figure.text(left, 1 - 0.2 / height, title or f"run {started.run}", va="top", fontsize=13, weight="bold", color=_TEXT)
+    notes = textwrap.shorten("; ".join((size, *run.notes)), _LETTERS, placeholder=" …")
+    figure.text(left, 1 - 0.5 / height, notes, va="top", fontsize=9, color=_TEXT)
+
+
+def _weightiest(happenings: Sequence[Happening]) -> list[Happening]:
+    """As many as the page lists, in their order; those that are left out are of the lightest kinds, and the latest of them."""
+    kinds = list(_MARKS)
+    weights = [kinds.index(one.kind) if one.kind in kinds else len(kinds) for one in happenings]
+    kept = sorted(range(len(happenings)), key=lambda index: weights[index])[:_MOST_LISTED]
+    return [happenings[index] for index in sorted(kept)]
+
+
+def _marks(happenings: Sequence[Happening], steps: int) -> list[_Mark]:
+    """One per step at which something happened; circles that would touch stand in different rows."""
+    apart = steps * 0.3 / (_WIDTH - _LEFT - _RIGHT)
+    free: list[float] = []
+    marks: list[_Mark] = []
+    for number, (step, group) in enumerate(groupby(happenings, key=lambda one: one.step), 1):
+        row = next((row for row, until in enumerate(free) if until <= step), len(free))
+        if row == len(free):
+            free.append(step)
+        free[row] = step + apart
+        marks.append(_Mark(number, step, row, tuple(group)))
+    return marks
+
+
+def _list_of(marks: Sequence[_Mark]) -> list[tuple[str, str]]:
+    """The lines below the panels, with their colours."""
+    lines: list[tuple[str, str]] = []
+    for mark in marks:
+        colour = _TEXT if mark.colour == _FAINT else mark.colour
+        for happening in mark.happenings:
+            text = f"{mark.number:>3}  step {happening.step:<6} {happening.kind:<9} {happening.text}"
+            lines.append((text if len(text) <= _LETTERS else text[:_LETTERS] + " …", colour))
+    return lines
+
+
+def _strip(axes: Axes, marks: Sequence[_Mark]) -> None:
+    axes.set_axis_off()
+    axes.set_ylim(-0.5, max((mark.row for mark in marks), default=0) + 0.5)
+    for mark in marks:
+        axes.text(
+            mark.step, mark.row, str(mark.number), ha="center", va="center", fontsize=7.5, color="white",
+            bbox={"boxstyle": "circle,pad=0.25", "facecolor": mark.colour, "edgecolor": "none"},
+        )  # fmt: skip
+
+
+def _bands(axes: Axes, run: Run) -> None:
+    """Every other plan on a tinted ground, each with its name."""
+    for index, (version, group) in enumerate(groupby(run.steps, key=lambda step: step.version)):
+        steps = [step.step for step in group]
+        if index % 2:
+            axes.axvspan(steps[0] - 0.5, steps[-1] + 0.5, color=_BAND, linewidth=0, zorder=0)
+        axes.annotate(
+            f"plan {version}", (steps[0], 0), xycoords=("data", "axes fraction"), xytext=(3, 4),
+            textcoords="offset points", fontsize=8.5, color=_TEXT,
+        )  # fmt: skip
+
+
+def _times(axes: Axes, run: Run) -> None:
+    numbers = [step.step for step in run.steps]
+    measured = [1e3 * step.seconds for step in run.steps]
+    # The first step pays for what is done once; it must not press all others flat.
+    highest = 1.12 * max(measured[1:] or measured)
+    axes.plot(numbers, measured, color=_MEASURED, linewidth=1.3, zorder=3, clip_on=True)
+    if len(numbers) <= _MOST_DOTS:
+        axes.plot(numbers, measured, linestyle="none", marker="o", markersize=3, color=_MEASURED, zorder=3)
+    axes.plot(
+        numbers, [1e3 * step.predicted for step in run.steps], color=_TEXT, linewidth=1.1, linestyle=(0, (5, 2)), zorder=2.5,
+        drawstyle="steps-mid",
+    )  # fmt: skip
+    if measured[0] > highest:
+        axes.annotate(
+            f"first step {measured[0]:.0f} ms ↑", (numbers[0], 1), xycoords=("data", "axes fraction"), xytext=(4, -11),
+            textcoords="offset points", fontsize=8, color=_MEASURED,
+        )  # fmt: skip
+    axes.set_ylim(0, highest)
+    _label_ends(
+        axes,
+        [("measured", _MEASURED, measured[-1]), ("predicted", _TEXT, 1e3 * run.steps[-1].predicted)],
+        highest,
+    )
+    _finish(axes, "iteration (ms)", "")
+
+
+def _delays(axes: Axes, run: Run) -> None:
+    slowest = {edge: max(flight for _, flight in flights) for edge, flights in run.flights.items()}
+    usual = median([min(flight for _, flight in flights) for flights in run.flights.values()] or [0.0])
+    least = max(_STANDS_OUT * usual, _SEEN * max(slowest.values(), default=0.0))
+    out = sorted((edge for edge in slowest if slowest[edge] > least), key=lambda edge: -slowest[edge])
+    colours = dict(zip(out, _EDGES, strict=False))
+    ends: list[tuple[str, str, float]] = []
+    for edge, flights in run.flights.items():
+        steps, values = [step for step, _ in flights], [1e3 * flight for _, flight in flights]
+        colour = colours.get(edge, _FAINT)
+        style = "-" if edge[0] < edge[1] else (0, (3, 1.5))
+        width, order = (1.5, 3) if edge in colours else (0.9, 2)
+        axes.plot(steps, values, color=colour, linewidth=width, linestyle=style, zorder=order)
+        if edge in colours:
+            ends.append((f"{edge[0]}→{edge[1]}", colour, values[-1]))
+    if len(colours) < len(run.flights):
+        others = [1e3 * flights[-1][1] for edge, flights in run.flights.items() if edge not in colours]
+        ends.append(("other edges", _FAINT, median(others)))
+    highest = 1.12e3 * max(slowest.values(), default=1e-3)
+    axes.set_ylim(0, highest)
+    _label_ends(axes, ends, highest)
+    _finish(axes, "delay seen (ms)", "step")
+
+
+def _finish(axes: Axes, name: str, below: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_ylabel(name, fontsize=9.5, color=_TEXT)
+    axes.set_xlabel(below, fontsize=9.5, color=_TEXT)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.tick_params(colors=_TEXT, labelsize=8.5)
+    axes.grid(axis="y", color="#DDDFE3", linewidth=0.6, zorder=0)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _label_ends(axes: Axes, ends: Sequence[tuple[str, str, float]], height: float) -> None:
+    """Names beside the ends of lines, from the bottom up, moved apart where they would touch."""
+    place = -1.0
+    for label, colour, value in sorted(ends, key=lambda end: end[2]):
+        place = max(min(value / height, 1.0), place + 0.1)
+        axes.annotate(
+            label, (1, place), xycoords="axes fraction", xytext=(5, 0), textcoords="offset points", va="center",
+            fontsize=8.5, color=colour, annotation_clip=False,
+        )  # fmt: skip

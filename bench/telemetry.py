@@ -1,0 +1,115 @@
+"""What telemetry costs a step: a file, metrics, scalars and a user's function, all told of every step.
+
+The first two rows take what a rank measured in a real step and tell it many times: how long the thread of the step is held up
+each time, and how much processor time telemetry's own thread then needs; both beside the iteration they belong to. The other
+rows are four processes over gloo with two pipelines of the same model, one that tells nobody and one that tells everybody,
+their steps in turn: the iteration with emulated devices, and the processor time of a step of small tensors, mean of the ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from _ranks import run_on_ranks, small_problem, timed
+from _table import Row, parser, print_rows
+
+import adaptra
+from adaptra.report import perfetto
+from adaptra.runtime.telemetry.rank import RankTelemetry
+from adaptra.runtime.telemetry.records import Told
+from adaptra.runtime.telemetry.start import start_recorder
+
+PORT = 9400
+
+
+def everything(folder: Path) -> adaptra.Telemetry:
+    """Everything that can be told."""
+    return adaptra.Telemetry(folder=folder, metrics_port=PORT, tensorboard=folder / "scalars", on_record=ignore)
+
+
+def ignore(told: Told) -> None:
+    """A user's function that does nothing."""
+
+
+def tell_often(ranks: int, microbatches: int, times: int) -> tuple[float, float]:
+    """Seconds per step on the step's thread, and of processor time on telemetry's, for what a rank with two edges measured."""
+    problem = small_problem(ranks, microbatches)
+    with adaptra.compile(**problem) as pipe, tempfile.TemporaryDirectory() as folder:
+        pipe.step(*problem["example_inputs"])
+        built = pipe._built
+        assert built is not None
+        worker = built.workers[1]
+        records, plan = worker.monitor.kept[-1], pipe.plan
+        measurement = worker.monitor.end_step(records.step, records.start, records.end)
+        recorder = start_recorder(everything(Path(folder)), None, [worker.rank], 0)
+        telemetry = RankTelemetry(worker.rank, recorder, worker._transport, None, perfetto.write)
+        telemetry.started("bench", plan)
+        held: list[float] = []
+        worked, mine = time.process_time(), time.thread_time()
+        for step in range(times):
+            begun = time.perf_counter()
+            telemetry.begin_step(step, plan)
+            telemetry.end_step(measurement, records)
+            held.append(time.perf_counter() - begun)
+        mine = time.thread_time() - mine
+        recorder.close()
+        return median(held), (time.process_time() - worked - mine) / times
+
+
+def measure(rank: int, ranks: int, microbatches: int, runs: int, emulated_runs: int, seconds: float) -> dict[str, Any]:
+    """One rank: steps that are told and steps that are not, in turn."""
+    problem = small_problem(ranks, microbatches)
+
+    def pairs(count: int, **options: Any) -> list[Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            common = {"adapt": False, "schedule": "zb_h1", **options}
+            loud = adaptra.compile(**problem, options=adaptra.Options(**common, telemetry=everything(Path(folder))))
+            quiet = adaptra.compile(**problem, options=adaptra.Options(**common))
+            with loud, quiet:
+                steps: list[Callable[[], object]] = [
+                    lambda pipe=pipe: pipe.step(*problem["example_inputs"]) for pipe in (loud, quiet)
+                ]
+                return [[timed(step) for step in steps] for _ in range(count + 1)][1:]
+
+    device = adaptra.EmulatedDevice(seconds, seconds, seconds)
+    return {"small": pairs(runs), "emulated": pairs(emulated_runs, emulate=device)}
+
+
+def main() -> int:
+    """Measure and print the table."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--ranks", type=int, default=4)
+    arguments.add_argument("--microbatches", type=int, default=16)
+    arguments.add_argument("--times", type=int, default=2000, help="how often the record of a step is told")
+    arguments.add_argument("--runs", type=int, default=60, help="paired steps of small tensors")
+    arguments.add_argument("--emulated-runs", type=int, default=15)
+    arguments.add_argument("--op-ms", type=float, default=20.0, help="duration of every emulated op, milliseconds")
+    given = arguments.parse_args()
+    held, worked = tell_often(given.ranks, given.microbatches, given.times)
+    found = run_on_ranks(
+        measure, given.ranks, given.ranks, given.microbatches, given.runs, given.emulated_runs, given.op_ms / 1e3
+    )
+
+    def of(name: str, side: int, clock: int) -> float:
+        return median(pair[side][clock] for pair in found[name])
+
+    iteration = of("emulated", 1, 0)
+    rows = [
+        Row("held up per step (beside: the iteration)", 1e6 * held, 1e6 * iteration, "µs", given.times),
+        Row("telemetry's thread per step (beside: the iteration)", 1e6 * worked, 1e6 * iteration, "µs", given.times),
+        Row("emulated iteration", 1e3 * of("emulated", 0, 0), 1e3 * iteration, "ms", given.emulated_runs),
+        Row("processor time of a small step", 1e3 * of("small", 0, 1), 1e3 * of("small", 1, 1), "ms", given.runs),
+    ]
+    title = f"telemetry, {given.ranks} ranks, {given.microbatches} microbatches, ops of {given.op_ms:g} ms where emulated"
+    print_rows(title, rows, baseline="telling nobody", as_json=given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Records for functions of the user's: how OpenTelemetry, or anything else that adaptra does not know, is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from adaptra.runtime.events import ControlEvent
+from adaptra.runtime.telemetry.records import Told
+
+
+class RecordHandler:
+    """Calls a function with every record."""
+
+    follows_steps = True
+
+    def __init__(self, function: Callable[[Told], object]) -> None:
+        self._function = function
+
+    def take(self, told: Told) -> None:
+        """See :meth:`.recorder.Sink.take`."""
+        self._function(told)
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+    def __str__(self) -> str:
+        return "Telemetry(on_record=...)"
+
+
+class EventHandler:
+    """Calls a function with the controller's events."""
+
+    follows_steps = False
+
+    def __init__(self, function: Callable[[ControlEvent], object]) -> None:
+        self._function = function
+
+    def take(self, told: Told) -> None:
+        """See :meth:`.recorder.Sink.take`."""
+        if isinstance(told.record, ControlEvent):
+            self._function(told.record)
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+    def __str__(self) -> str:
+        return "Options(on_event=...)"

@@ -1,0 +1,128 @@
+"""Records as lines: through Python's logging, and in a file per rank."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, TextIO
+
+from adaptra.errors import OptionError
+from adaptra.runtime.telemetry.records import MARK, VERSION, StepTaken, Told, to_line
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE: Final = "adaptra_told"
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes each of adaptra's records as the line of JSON that ``docs/formats.md`` describes.
+
+    For a handler of the logger ``adaptra``. Records of steps have level DEBUG, all others INFO. What
+    adaptra or anybody else logs besides becomes a line of the same form, with the event ``log``.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line of JSON, without its end."""
+        told = getattr(record, _ATTRIBUTE, None)
+        if isinstance(told, Told):
+            return to_line(told)
+        text = record.getMessage()
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        fields = {"level": record.levelname, "logger": record.name, "text": text}
+        return json.dumps({MARK: VERSION, "time": record.created, "event": "log", **fields})
+
+
+class LogSink:
+    """Hands records to Python's logging."""
+
+    @property
+    def follows_steps(self) -> bool:
+        """Whether anybody looks at records of steps."""
+        return logger.isEnabledFor(logging.DEBUG)
+
+    def take(self, told: Told) -> None:
+        """See :meth:`.recorder.Sink.take`."""
+        level = logging.DEBUG if isinstance(told.record, StepTaken) else logging.INFO
+        logger.log(level, "rank %d: %s", told.record.rank, told.record, extra={_ATTRIBUTE: told})
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+    def __str__(self) -> str:
+        return "the log"
+
+
+class FileSink:
+    """Appends each rank's records to a file of its own, line by line, so that a killed run loses its last lines at most.
+
+    Args:
+        folder: Where the files ``rank-0.jsonl``, … are; made if it is not there.
+        ranks: Those whose records will come.
+
+    Raises:
+        OptionError: The files can't be written, or another run is writing them.
+    """
+
+    follows_steps = True
+
+    def __init__(self, folder: Path, ranks: Sequence[int]) -> None:
+        self._folder = folder
+        self._files: dict[int, TextIO] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for rank in ranks:
+                self._files[rank] = _open_to_append(folder / f"rank-{rank}.jsonl")
+        except BlockingIOError as error:
+            self.close()
+            raise OptionError(
+                f"Telemetry: folder {folder}: another run is writing there: expected a folder of its own"
+            ) from error
+        except OSError as error:
+            self.close()
+            raise OptionError(f"Telemetry: folder {folder}: {error.strerror}: expected one that can be written") from error
+
+    def take(self, told: Told) -> None:
+        """See :meth:`.recorder.Sink.take`.
+
+        Raises:
+            OSError: The system refused. The file then holds what came before, and nothing is added to it any more.
+        """
+        file = self._files.get(told.record.rank)
+        if file is not None:
+            try:
+                file.write(to_line(told) + "\n")
+            except OSError:
+                del self._files[told.record.rank]
+                raise
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def __str__(self) -> str:
+        return f"the files in {self._folder}"
+
+
+def _open_to_append(path: Path) -> TextIO:
+    """The file for whole lines: every line is written when it ends; one that a killed run left cut off is ended first."""
+    file = path.open("a+", buffering=1, encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.stat().st_size and not _ends_with_a_line(path):
+            file.write("\n")
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _ends_with_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read() == b"\n"

@@ -1,0 +1,152 @@
+"""The numbers that Prometheus and TensorBoard show: which there are, and what each record says of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from adaptra.runtime.events import ControlEvent, EventKind
+from adaptra.runtime.telemetry.records import PathsChanged, Record, RunEnded, RunStarted, StepFailed, StepTaken
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One number per combination of labels.
+
+    Attributes:
+        name: With its unit; Prometheus calls it ``adaptra_`` and this, and a total ``…_total``.
+        help: What it is.
+        labels: What tells its values apart; ``edge`` is ``1>2``, two stages.
+        is_total: Whether it only grows: a sample is then what has been added, else what it is now.
+    """
+
+    name: str
+    help: str
+    labels: tuple[str, ...] = ("rank",)
+    is_total: bool = False
+
+
+_EDGE: Final = ("rank", "edge")
+
+STEPS: Final = Metric("steps", "Steps that the rank has run.", is_total=True)
+STEP: Final = Metric("step_seconds", "How long the last step took.")
+PREDICTED: Final = Metric("predicted_step_seconds", "How long a step takes under the running plan by simulation.")
+PLAN: Final = Metric("plan_version", "The version of the running plan.")
+STAGE: Final = Metric(
+    "stage_op_seconds", "Median duration of a stage's ops of one kind in the last step.", ("rank", "stage", "kind")
+)
+LATENCY: Final = Metric("edge_latency_seconds", "What messages took in the last step beyond the edge's occupancy.", _EDGE)
+OCCUPANCY: Final = Metric(
+    "edge_occupancy_seconds", "For how long a message kept the next one from departing; 0 where none queued.", _EDGE
+)
+WAITING: Final = Metric("edge_waiting_seconds", "How long the rank's ops have waited for messages.", _EDGE, is_total=True)
+MESSAGES: Final = Metric("edge_messages", "Messages that have arrived.", _EDGE, is_total=True)
+BYTES: Final = Metric("edge_bytes", "Bytes that have arrived.", _EDGE, is_total=True)
+DETECTIONS: Final = Metric("detections", "Changes of the cost model that the coordinator detected.", is_total=True)
+SWITCHES: Final = Metric("switches", "Plans that the rank has switched to.", is_total=True)
+PATH_FAILURES: Final = Metric("path_failures", "Paths of the delegate that were up and failed.", _EDGE, is_total=True)
+PATH_CHANGES: Final = Metric("path_changes", "Times that messages moved to another path.", _EDGE, is_total=True)
+FAILURES: Final = Metric("failures", "1 once the rank can't go on.", is_total=True)
+
+METRICS: Final = (
+    STEPS, STEP, PREDICTED, PLAN, STAGE, LATENCY, OCCUPANCY, WAITING, MESSAGES, BYTES, DETECTIONS, SWITCHES, PATH_FAILURES,
+    PATH_CHANGES, FAILURES,
+)  # fmt: skip
+
+
+class Sample(NamedTuple):
+    """A metric's value for some labels, in the order of the metric's own."""
+
+    metric: Metric
+    labels: tuple[str, ...]
+    value: float
+
+
+class Board:
+    """The present value of every metric. Any thread may read it."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[Metric, tuple[str, ...]], float] = {}
+        self._lock = threading.Lock()
+
+    def update(self, record: Record) -> tuple[Sample, ...]:
+        """Take a record's samples; those values that it has set, totals as a whole."""
+        found: list[Sample] = []
+        with self._lock:
+            for metric, labels, value in samples_of(record):
+                whole = value + self._values.get((metric, labels), 0.0) if metric.is_total else value
+                self._values[metric, labels] = whole
+                found.append(Sample(metric, labels, whole))
+        return tuple(found)
+
+    def values(self) -> tuple[Sample, ...]:
+        """All values, ordered by metric as in :data:`METRICS`, and by labels."""
+        with self._lock:
+            values = dict(self._values)
+        ordered = sorted(values.items(), key=lambda item: (METRICS.index(item[0][0]), item[0][1]))
+        return tuple(Sample(metric, labels, value) for (metric, labels), value in ordered)
+
+
+def samples_of(record: Record) -> Iterator[Sample]:
+    """What a record says of the metrics. Totals that a rank may never add to begin with its start."""
+    rank = (str(record.rank),)
+    match record:
+        case RunStarted():
+            yield Sample(PREDICTED, rank, record.predicted)
+            yield Sample(PLAN, rank, record.version)
+            for metric in (STEPS, DETECTIONS, SWITCHES, FAILURES):
+                yield Sample(metric, rank, 0.0)
+        case StepTaken():
+            yield from _step(record, rank)
+        case ControlEvent():
+            yield from _event(record, rank)
+        case PathsChanged():
+            edge = (*rank, f"{record.source}>{record.destination}")
+            yield Sample(PATH_FAILURES, edge, record.failures)
+            yield Sample(PATH_CHANGES, edge, record.changes)
+        case StepFailed():
+            yield Sample(FAILURES, rank, 1.0)
+        case RunEnded():
+            pass
+
+
+def _step(record: StepTaken, rank: tuple[str]) -> Iterator[Sample]:
+    measurement = record.measurement
+    yield Sample(STEPS, rank, 1.0)
+    yield Sample(STEP, rank, measurement.seconds)
+    yield Sample(PREDICTED, rank, record.predicted)
+    yield Sample(PLAN, rank, record.version)
+    for stage in measurement.stages:
+        kinds = {"F": stage.forward, "I": stage.input_grad, "W": stage.weight_grad, "B": stage.both}
+        for kind, seconds in kinds.items():
+            if seconds is not None:
+                yield Sample(STAGE, (*rank, str(stage.stage), kind), seconds)
+    for edge, nbytes in zip(measurement.edges, record.nbytes, strict=True):
+        labels = (*rank, f"{edge.source}>{edge.destination}")
+        occupancy = edge.estimate.occupancy or 0.0
+        yield Sample(LATENCY, labels, max(edge.estimate.flight - occupancy, 0.0))
+        yield Sample(OCCUPANCY, labels, occupancy)
+        yield Sample(WAITING, labels, edge.waiting)
+        yield Sample(MESSAGES, labels, edge.messages)
+        yield Sample(BYTES, labels, nbytes)
+
+
+def _event(event: ControlEvent, rank: tuple[str]) -> Iterator[Sample]:
+    match event.kind:
+        case EventKind.DETECTED:
+            yield Sample(DETECTIONS, rank, 1.0)
+        case EventKind.SWITCHED:
+            yield Sample(SWITCHES, rank, 1.0)
+            yield Sample(PLAN, rank, event.version)
+        case (
+            EventKind.KEPT
+            | EventKind.PROPOSED
+            | EventKind.AGREED
+            | EventKind.WITHDRAWN
+            | EventKind.CONFIRMED
+            | EventKind.REFUSED
+            | EventKind.LINK
+        ):
+            pass

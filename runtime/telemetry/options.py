@@ -1,0 +1,53 @@
+"""Who a run tells of itself: what the user asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adaptra.errors import OptionError
+from adaptra.runtime.telemetry.records import Told
+from adaptra.runtime.telemetry.tensorboard import ScalarWriter
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """Who a run tells of itself, besides Python's logging, which is always told: ``docs/telemetry.md``.
+
+    Attributes:
+        folder: Where every rank appends its records to ``rank-R.jsonl``, which ``adaptra trace`` draws, and where it writes the
+            trace of its last steps when a step fails. Made if it is not there. Data-parallel replicas have folders in it.
+        metrics_port: Rank R of the job serves metrics for Prometheus on this port + R; ranks that are threads of one process do
+            so together. Needs the extra ``metrics``.
+        metrics_address: The address of this host to serve them on; ``"0.0.0.0"`` for all of them.
+        tensorboard: A folder, or a ``SummaryWriter`` of the user's, for scalars. A folder needs the extra ``tensorboard``.
+        on_record: Called with every record and its time, on a thread of telemetry's own. What it raises is logged, once.
+
+    Raises:
+        OptionError: One is not what it should be; names it, what was given and what is expected.
+    """
+
+    folder: str | Path | None = None
+    metrics_port: int | None = None
+    metrics_address: str = "127.0.0.1"
+    tensorboard: ScalarWriter | str | Path | None = None
+    on_record: Callable[[Told], object] | None = None
+
+    def __post_init__(self) -> None:
+        given: Any = self.folder
+        if given is not None and not isinstance(given, str | Path):
+            raise OptionError(f"Telemetry: folder={given!r}: expected a folder's name, or None")
+        given = self.metrics_port
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or not 0 < given < 2**16):
+            raise OptionError(f"Telemetry: metrics_port={given!r}: expected a port of 1..65535, or None")
+        given = self.metrics_address
+        if not isinstance(given, str):
+            raise OptionError(f"Telemetry: metrics_address={given!r}: expected an address of this host such as '127.0.0.1'")
+        given = self.tensorboard
+        if given is not None and not isinstance(given, str | Path) and not callable(getattr(given, "add_scalar", None)):
+            raise OptionError(f"Telemetry: tensorboard={given!r}: expected a folder's name, a SummaryWriter, or None")
+        given = self.on_record
+        if given is not None and not callable(given):
+            raise OptionError(f"Telemetry: on_record={given!r}: expected a function that is called with each record, or None")

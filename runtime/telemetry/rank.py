@@ -1,0 +1,135 @@
+"""One rank's side of telemetry: tells the recorder what happens to it, and writes down its last steps when one fails."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from adaptra.errors import AdaptraError
+from adaptra.runtime.events import ControlEvent, EventKind
+from adaptra.runtime.measurement import StepMeasurement
+from adaptra.runtime.monitor import Monitor, StepRecords, merge_timelines
+from adaptra.runtime.plan import Plan
+from adaptra.runtime.telemetry.recorder import Recorder
+from adaptra.runtime.telemetry.records import PathsChanged, Record, RunEnded, RunStarted, StepFailed, StepTaken
+from adaptra.timeline import Timeline
+
+if TYPE_CHECKING:
+    from adaptra.runtime.transports.base import Transport
+
+WriteTrace = Callable[[Sequence[tuple[str, Timeline]], Path], None]
+"""Writes (title, timeline) pairs as a trace, see :func:`adaptra.report.perfetto.write`."""
+
+REMEMBERED_STEPS: Final = 16
+"""Of how many steps a rank remembers which plan they ran under; the monitor keeps fewer records."""
+
+logger = logging.getLogger(__name__)
+
+
+class RankTelemetry:
+    """What one rank tells. Every call costs the caller an entry in a queue, but for :meth:`failed`, which writes a file.
+
+    Args:
+        rank: The rank.
+        recorder: The process's.
+        transport: The rank's; asked for its paths on the recorder's thread.
+        folder: Where the trace of the last steps goes when one fails, or None for nowhere.
+        write_trace: How it is written.
+    """
+
+    def __init__(
+        self, rank: int, recorder: Recorder, transport: Transport, folder: Path | None, write_trace: WriteTrace
+    ) -> None:
+        self._rank = rank
+        self._recorder = recorder
+        self._transport = transport
+        self._folder = folder
+        self._write_trace = write_trace
+        self._predicted = 0.0
+        self._plans: deque[tuple[int, float, Plan]] = deque(maxlen=REMEMBERED_STEPS)
+        self._paths: dict[tuple[int, int], tuple[int, int]] = {}
+        self._has_failed = False
+
+    def started(self, run: str, plan: Plan) -> None:
+        """The rank is ready to begin under ``plan``; ``run`` is the same on all ranks."""
+        self._predicted = plan.predicted
+        program = plan.program
+        record = RunStarted(
+            self._rank, run, program.ranks, program.microbatches, plan.version, program.name, plan.predicted, plan.bound
+        )
+        self._recorder.tell(lambda: (record,))
+
+    def event(self, event: ControlEvent) -> None:
+        """The controller has told an event."""
+        if event.kind in (EventKind.KEPT, EventKind.PROPOSED) and event.predicted_before is not None:
+            self._predicted = event.predicted_before
+        self._recorder.tell(lambda: (event,))
+
+    def begin_step(self, step: int, plan: Plan) -> None:
+        """The rank begins a step."""
+        if self._plans and self._plans[-1][2].version != plan.version:
+            self._predicted = plan.predicted
+        self._plans.append((step, time.monotonic(), plan))
+
+    def end_step(self, measurement: StepMeasurement, records: StepRecords) -> None:
+        """The rank has run the step that it began last."""
+        if self._recorder.follows_steps:
+            _, _, plan = self._plans[-1]
+            self._recorder.tell(partial(self._step, measurement, records, plan.version, self._predicted))
+
+    def failed(self, step: int, error: Exception, monitor: Monitor) -> None:
+        """The rank can't go on: writes the records of its last steps, and adds to the error where they are. Only once."""
+        if self._has_failed:
+            return
+        self._has_failed = True
+        trace = None if self._folder is None else self._write_last_steps(self._folder, step, monitor)
+        if trace is not None:
+            error.add_note(f"the last steps of rank {self._rank} are in {trace}; adaptra trace draws them")
+        record = StepFailed(self._rank, step, f"{type(error).__name__}: {error}", None if trace is None else str(trace))
+        self._recorder.tell(lambda: (record,))
+
+    def ended(self, steps: int) -> None:
+        """The rank has closed."""
+        record = RunEnded(self._rank, steps)
+        self._recorder.tell(lambda: (record,))
+
+    def _step(self, measurement: StepMeasurement, records: StepRecords, version: int, predicted: float) -> Iterator[Record]:
+        nbytes: Counter[tuple[int, int]] = Counter()
+        for message in records.messages:
+            nbytes[message.source, message.destination] += message.nbytes
+        arrived = tuple(nbytes[edge.source, edge.destination] for edge in measurement.edges)
+        yield StepTaken(measurement, arrived, version, predicted)
+        for source, destination, failures, changes in self._transport.path_counts():
+            before = self._paths.get((source, destination), (0, 0))
+            self._paths[source, destination] = (failures, changes)
+            if (failures, changes) != before:
+                more = (failures - before[0], changes - before[1])
+                yield PathsChanged(self._rank, measurement.step, source, destination, *more)
+
+    def _write_last_steps(self, folder: Path, step: int, monitor: Monitor) -> Path | None:
+        """The file, or None if there is nothing to write or the system refuses, which the log then says."""
+        plans = {of_step: (start, plan) for of_step, start, plan in self._plans}
+        recorded = [(records, "") for records in monitor.kept if records.step in plans]
+        if step in plans:
+            unfinished = monitor.unfinished(step, plans[step][0], time.monotonic())
+            if unfinished.ops:
+                recorded.append((unfinished, ", broken off"))
+        if not recorded:
+            return None
+        named = [
+            (f"rank {self._rank}, step {records.step}, plan {plan.version}{end}", merge_timelines(plan.program, [records]))
+            for records, end in recorded
+            for _, plan in [plans[records.step]]
+        ]
+        path = folder / f"rank-{self._rank}.step-{step}.json"
+        try:
+            self._write_trace(named, path)
+        except (AdaptraError, OSError) as error:
+            logger.warning("rank %d: the records of its last steps could not be written: %s", self._rank, error)
+            return None
+        return path

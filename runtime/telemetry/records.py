@@ -1,0 +1,243 @@
+"""What a run tells, record by record, and the line of JSON that each is written as: ``docs/formats.md`` has the format.
+
+Every line stands for itself: it says that it is adaptra's and in which version, when it was told, and by which rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from adaptra.errors import ControlError
+from adaptra.runtime.events import ControlEvent, EventKind
+from adaptra.runtime.measurement import StepMeasurement
+from adaptra.runtime.schema import Fields
+
+VERSION: Final = 1
+"""Of the lines' format."""
+
+MARK: Final = "adaptra"
+"""The field that says whose line it is; its value is the format's version."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted:
+    """A rank is ready for its first step.
+
+    Attributes:
+        rank: The rank, counted within its pipeline.
+        run: A name that the ranks of one start of one pipeline share, and no other start has.
+        ranks: How many ranks the pipeline has.
+        microbatches: Per step.
+        version: The plan to begin with.
+        program: That plan's name.
+        predicted: Its simulated makespan, from estimated costs; seconds.
+        bound: What no plan can beat under these costs; seconds.
+    """
+
+    rank: int
+    run: str
+    ranks: int
+    microbatches: int
+    version: int
+    program: str
+    predicted: float
+    bound: float
+
+    def __str__(self) -> str:
+        return f"run {self.run} of {self.ranks} ranks begins under plan {self.version}, {self.program}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTaken:
+    """A rank has run a step.
+
+    Attributes:
+        measurement: How long it took, what the rank's ops took and how the messages to it travelled.
+        nbytes: The bytes that arrived on each edge, in the order of ``measurement.edges``.
+        version: The plan that it ran under.
+        predicted: What this rank knows of how long a step takes under that plan; seconds. The coordinator's rank knows best: it
+            learns what a changed cost model predicts for a plan that is kept.
+    """
+
+    measurement: StepMeasurement
+    nbytes: tuple[int, ...]
+    version: int
+    predicted: float
+
+    @property
+    def rank(self) -> int:
+        """The rank that ran it."""
+        return self.measurement.rank
+
+    def __str__(self) -> str:
+        milliseconds = f"{1e3 * self.measurement.seconds:.1f} ms, predicted {1e3 * self.predicted:.1f} ms"
+        return f"step {self.measurement.step}: {milliseconds}, plan {self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class PathsChanged:
+    """Since the last step, paths of the delegate failed on a directed edge of ranks, or its messages moved to another path.
+
+    Attributes:
+        rank: The rank that noticed: the edge's source or its destination.
+        step: The last step it had run.
+        source, destination: The edge.
+        failures: How many paths that were up have failed.
+        changes: How often messages moved to another path; only their source knows.
+    """
+
+    rank: int
+    step: int
+    source: int
+    destination: int
+    failures: int
+    changes: int
+
+    def __str__(self) -> str:
+        edge = f"edge {self.source}→{self.destination}"
+        return f"step {self.step}: {edge}: paths failed: {self.failures}, moves to another path: {self.changes}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """A rank can't go on.
+
+    Attributes:
+        rank: The rank.
+        step: The step that it had begun or was about to.
+        error: The error's class and text.
+        trace: The file that holds the records of its last steps, or None if there is none.
+    """
+
+    rank: int
+    step: int
+    error: str
+    trace: str | None
+
+    def __str__(self) -> str:
+        return f"step {self.step} failed: {self.error}" + ("" if self.trace is None else f"; its last steps: {self.trace}")
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """A rank has closed after so many steps."""
+
+    rank: int
+    steps: int
+
+    def __str__(self) -> str:
+        return f"closed after {self.steps} steps"
+
+
+Record = RunStarted | StepTaken | ControlEvent | PathsChanged | StepFailed | RunEnded
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A record and when it was told, in seconds since 1970 by the clock of its rank's host."""
+
+    time: float
+    record: Record
+
+
+def to_line(told: Told) -> str:
+    """The line of JSON, without its end; :func:`from_json` reads back an equal record."""
+    event, fields = _to_json(told.record)
+    return json.dumps({MARK: VERSION, "time": told.time, "event": event, **fields}, allow_nan=False)
+
+
+def from_json(data: object, where: str) -> Told:
+    """Read a line that was decoded from JSON.
+
+    Args:
+        data: What was decoded.
+        where: Begins every error message, such as a file and the line's number.
+
+    Raises:
+        ControlError: It is not adaptra's, of another version, or a field is missing, unknown or not what it should be.
+    """
+    if not isinstance(data, Mapping) or MARK not in data:
+        raise ControlError(f"{where}: not adaptra's: expected a JSON object with a field {MARK!r}")
+    fields = Fields(dict(data), where)
+    version = fields.raw(MARK)
+    if version != VERSION:
+        raise ControlError(f"{where}: version {version!r}: this adaptra reads version {VERSION}")
+    told = Told(fields.instant("time"), _read(fields, fields.text("event", at_most=32), where))
+    fields.end()
+    return told
+
+
+def _to_json(record: Record) -> tuple[str, dict[str, Any]]:
+    match record:
+        case ControlEvent():
+            fields = record.to_json()
+            return fields.pop("kind"), fields
+        case StepTaken():
+            taken = {"version": record.version, "predicted": record.predicted, "bytes": list(record.nbytes)}
+            return "step", record.measurement.to_json() | taken
+        case RunStarted():
+            return "started", asdict(record)
+        case PathsChanged():
+            return "path", asdict(record)
+        case StepFailed():
+            return "failed", asdict(record)
+        case RunEnded():
+            return "ended", asdict(record)
+
+
+def _read(fields: Fields, event: str, where: str) -> Record:
+    match event:
+        case "started":
+            return RunStarted(
+                rank=fields.whole("rank"),
+                run=fields.text("run", at_most=64),
+                ranks=fields.whole("ranks", at_least=1),
+                microbatches=fields.whole("microbatches", at_least=1),
+                version=fields.whole("version"),
+                program=fields.text("program"),
+                predicted=fields.number("predicted"),
+                bound=fields.number("bound"),
+            )
+        case "step":
+            return _read_step(fields, where)
+        case "path":
+            return PathsChanged(*map(fields.whole, ("rank", "step", "source", "destination", "failures", "changes")))
+        case "failed":
+            trace = fields.raw("trace")
+            if trace is not None and not isinstance(trace, str):
+                raise fields.refuse("trace", "the name of a file or null", trace)
+            return StepFailed(fields.whole("rank"), fields.whole("step"), fields.text("error"), trace)
+        case "ended":
+            return RunEnded(fields.whole("rank"), fields.whole("steps"))
+        case kind if kind in {one.value for one in EventKind}:
+            return ControlEvent(
+                kind=EventKind(kind),
+                rank=fields.whole("rank"),
+                step=fields.whole("step"),
+                version=fields.whole("version"),
+                text=fields.text("text"),
+                predicted=fields.number_or_none("predicted"),
+                predicted_before=fields.number_or_none("predicted_before"),
+            )
+        case _:
+            known = ", ".join(["started", "step", "path", "failed", "ended", *(kind.value for kind in EventKind)])
+            raise fields.refuse("event", f"one of {known}", event)
+
+
+def _read_step(fields: Fields, where: str) -> StepTaken:
+    names = ("rank", "step", "seconds", "stages", "edges")
+    try:
+        measurement = StepMeasurement.from_json({name: fields.raw(name) for name in names})
+    except ControlError as error:
+        raise ControlError(f"{where}: {error}") from None
+    nbytes: list[int] = []
+    for value in fields.items("bytes"):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise fields.refuse("bytes", "whole numbers", value)
+        nbytes.append(value)
+    if len(nbytes) != len(measurement.edges):
+        raise ControlError(f"{where}: bytes of {len(nbytes)} edges: expected one number for each of {len(measurement.edges)}")
+    return StepTaken(measurement, tuple(nbytes), fields.whole("version"), fields.number("predicted"))

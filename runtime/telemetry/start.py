@@ -1,0 +1,79 @@
+"""From what the user asks for to a recorder with its sinks open."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from adaptra.runtime.events import ControlEvent
+from adaptra.runtime.telemetry.handlers import EventHandler, RecordHandler
+from adaptra.runtime.telemetry.log import FileSink, LogSink
+from adaptra.runtime.telemetry.options import Telemetry
+from adaptra.runtime.telemetry.prometheus import PrometheusSink
+from adaptra.runtime.telemetry.recorder import Recorder, Sink
+from adaptra.runtime.telemetry.tensorboard import TensorBoardSink
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+def start_recorder(
+    telemetry: Telemetry, on_event: Callable[[ControlEvent], object] | None, ranks: Sequence[int], job_rank: int
+) -> Recorder:
+    """Open what was asked for.
+
+    Args:
+        telemetry: What was asked for; :func:`of_replica` has found its folders.
+        on_event: The user's function for the controller's events.
+        ranks: The pipeline's ranks that this process runs.
+        job_rank: The job's rank of the first of them, which decides the port.
+
+    Raises:
+        OptionError: A folder can't be written, or the port is taken.
+        MissingExtraError: What was asked for is not installed; says what to install.
+    """
+    sinks: list[Sink] = [LogSink()]
+    with ExitStack() as opened:
+
+        def add(sink: Sink) -> None:
+            sinks.append(sink)
+            opened.callback(sink.close)
+
+        if telemetry.metrics_port is not None:
+            add(PrometheusSink(telemetry.metrics_address, telemetry.metrics_port + job_rank))
+        if telemetry.folder is not None:
+            add(FileSink(Path(telemetry.folder), ranks))
+        if telemetry.tensorboard is not None:
+            add(TensorBoardSink(telemetry.tensorboard, ranks))
+        opened.pop_all()
+    if telemetry.on_record is not None:
+        sinks.append(RecordHandler(telemetry.on_record))
+    if on_event is not None:
+        sinks.append(EventHandler(on_event))
+    return Recorder(sinks)
+
+
+def of_replica(telemetry: Telemetry, replica: int | None) -> Telemetry:
+    """The same for one of several data-parallel replicas, which have folders of their own; for None as it is."""
+    if replica is None:
+        return telemetry
+
+    def own(folder: str | Path) -> Path:
+        return Path(folder) / f"replica-{replica}"
+
+    board = telemetry.tensorboard
+    return Telemetry(
+        folder=None if telemetry.folder is None else own(telemetry.folder),
+        metrics_port=telemetry.metrics_port,
+        metrics_address=telemetry.metrics_address,
+        tensorboard=own(board) if isinstance(board, str | Path) else board,
+        on_record=telemetry.on_record,
+    )
+
+
+def agree_on_run(store: Store) -> str:
+    """A name for this start of a pipeline, the same on all of its ranks and no other's."""
+    return store.compare_set("telemetry/run", "", secrets.token_hex(6)).decode()

@@ -1,0 +1,82 @@
+"""Metrics as TensorBoard's scalars, by torch's SummaryWriter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from adaptra.errors import MissingExtraError
+from adaptra.runtime.events import ControlEvent
+from adaptra.runtime.telemetry.metrics import Board, Sample
+from adaptra.runtime.telemetry.records import PathsChanged, Record, RunEnded, RunStarted, StepFailed, StepTaken, Told
+
+
+class ScalarWriter(Protocol):
+    """What is asked of a writer; torch.utils.tensorboard.SummaryWriter is one."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int, walltime: float) -> object:
+        """Write one number of one step."""
+        ...
+
+    def flush(self) -> object:
+        """Write what is not written yet."""
+        ...
+
+
+class TensorBoardSink:
+    """Writes every metric when it changes, under the tag ``name/label value, …``, such as ``step_seconds/rank 0``.
+
+    Args:
+        writer: The user's; it stays open. Or a folder, in which the ranks of this process get a writer.
+        ranks: Those of this process.
+
+    Raises:
+        MissingExtraError: A folder is given and tensorboard is not installed.
+    """
+
+    follows_steps = True
+
+    def __init__(self, writer: ScalarWriter | str | Path, ranks: Sequence[int]) -> None:
+        self._board = Board()
+        self._owned = None
+        if isinstance(writer, str | Path):
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise MissingExtraError("scalars need tensorboard: pip install 'adaptra[tensorboard]'") from error
+            name = "-".join(map(str, sorted({ranks[0], ranks[-1]})))
+            self._owned = writer = SummaryWriter(str(Path(writer) / f"rank-{name}"))
+        self._writer: ScalarWriter = writer
+
+    def take(self, told: Told) -> None:
+        """See :meth:`.recorder.Sink.take`."""
+        step = _step_of(told.record)
+        for sample in self._board.update(told.record):
+            self._writer.add_scalar(_tag(sample), sample.value, step, told.time)
+
+    def close(self) -> None:
+        """Write everything; close the writer unless it is the user's."""
+        self._writer.flush()
+        if self._owned is not None:
+            self._owned.close()
+
+    def __str__(self) -> str:
+        return "TensorBoard's scalars"
+
+
+def _tag(sample: Sample) -> str:
+    labels = zip(sample.metric.labels, sample.labels, strict=True)
+    return f"{sample.metric.name}/" + ", ".join(f"{name} {value}" for name, value in labels)
+
+
+def _step_of(record: Record) -> int:
+    match record:
+        case StepTaken():
+            return record.measurement.step
+        case ControlEvent() | PathsChanged() | StepFailed():
+            return record.step
+        case RunStarted():
+            return 0
+        case RunEnded():
+            return record.steps
