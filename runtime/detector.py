@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from statistics import fmean, median
 from typing import Final
 
@@ -46,6 +47,19 @@ class DetectorOptions:
     window: int = 8
 
 
+class ChangeKind(Enum):
+    """What about a stage or an edge has changed."""
+
+    COMPUTE = "compute"
+    """How long ops take."""
+    LATENCY = "latency"
+    """How long a message is under way that does not queue."""
+    BANDWIDTH = "bandwidth"
+    """How long a message keeps the next one from departing."""
+    FLIGHT = "flight"
+    """One of these two: no message followed another so closely that they could be told apart."""
+
+
 @dataclass(frozen=True, slots=True)
 class StageChange:
     """A stage whose ops take longer or shorter: seconds of F + I + W before, now, and when it was calibrated."""
@@ -55,6 +69,11 @@ class StageChange:
     now: float
     calibrated: float
     is_healed: bool
+
+    @property
+    def kind(self) -> ChangeKind:
+        """What has changed."""
+        return ChangeKind.COMPUTE
 
     def __str__(self) -> str:
         factor = f"{self.now / max(self.calibrated, 1e-9):.2f}x"
@@ -66,7 +85,8 @@ class EdgeChange:
     """A directed edge between stages whose messages take longer or shorter; seconds.
 
     ``was``, ``now`` and ``calibrated`` are flights of a message that does not queue; ``occupancy`` is the part of ``now`` for
-    which it keeps the next one from departing.
+    which it keeps the next one from departing, as far as is known, ``occupancy_was`` that part of ``was``, and
+    ``occupancy_most`` what that part may be at most.
     """
 
     source: int
@@ -74,8 +94,18 @@ class EdgeChange:
     was: float
     now: float
     calibrated: float
+    occupancy_was: float
     occupancy: float
+    occupancy_most: float
     is_healed: bool
+
+    @property
+    def kind(self) -> ChangeKind:
+        """Whichever makes up most of the change."""
+        most = 0.5 * abs(self.now - self.was)
+        if abs(self.occupancy - self.occupancy_was) > most:
+            return ChangeKind.BANDWIDTH
+        return ChangeKind.LATENCY if self.occupancy_most - self.occupancy_was <= most else ChangeKind.FLIGHT
 
     def __str__(self) -> str:
         edge = f"edge {self.source}→{self.destination} {_word(self.was, self.now, self.is_healed)}"
@@ -268,12 +298,16 @@ class Detector:
         occupancy_moved = occupancy.moves(_occupancy(measured, occupancy.level), options.persist, smallest, options.noise)
         if not (flight_moved or occupancy_moved):
             return None
-        was, now, occupied = flight.level, flight.settle(options.persist), occupancy.settle(options.persist)
+        was, occupied_was = flight.level, occupancy.level
+        now, occupied = flight.settle(options.persist), occupancy.settle(options.persist)
         near = self._edge_limit(flight.calibrated)
         healed = abs(now - flight.calibrated) <= flight.limit(near, options.noise)
         healed = healed and occupied - occupancy.calibrated <= occupancy.limit(near, options.noise)
         self._set_edge(edge, now, occupied)
-        return EdgeChange(*edge, was, now, flight.calibrated, min(occupied, now), healed)
+        estimate = measured.estimate
+        unseen = now if estimate.spacing is None else min(now, estimate.spacing)
+        most = unseen if estimate.occupancy is None else min(occupied, now)
+        return EdgeChange(*edge, was, now, flight.calibrated, min(occupied_was, was), min(occupied, now), most, healed)
 
     def _edge_limit(self, flight: float) -> float:
         return max(self._options.change * fmean(self._cost.forward), self._options.edge_change * flight)

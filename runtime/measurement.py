@@ -21,6 +21,9 @@ FITTED_MESSAGES: Final = 64
 FITTED_OCCUPANCIES: Final = 12
 """How many occupancies the estimate tries."""
 
+LATE_PAIRS: Final = 8
+"""One in so many pairs of arrivals may be closer than the edge lets messages follow."""
+
 RESOLUTION: Final = 50e-6
 """Seconds per message that queueing must explain before it counts as seen."""
 
@@ -50,7 +53,8 @@ class EdgeEstimate:
     Attributes:
         flight: From handing a message over to its arrival when no other message is before it: occupancy + latency.
         occupancy: How long a message occupies the edge; None when no messages queued, so that it could not be seen.
-        spacing: The shortest time between two arrivals, an upper bound of the occupancy; None for a single message.
+        spacing: How closely messages arrived behind each other, an upper bound of the occupancy: an eighth of the pairs is
+            closer, such as two of which the first was late. None for a single message.
     """
 
     flight: float
@@ -162,14 +166,15 @@ def estimate_edge(flights: Sequence[tuple[float, float]]) -> EdgeEstimate:
     unqueued, latency = _scatter(ordered, 0.0)
     if not spacings:
         return EdgeEstimate(max(latency, 0.0), None, None)
+    spacing = spacings[len(spacings) // LATE_PAIRS]
     stride = max(1, len(spacings) // FITTED_OCCUPANCIES)
     best = min(spacings[::stride], key=lambda occupancy: _scatter(ordered, occupancy)[0])
     occupancy = _queued_spacing(ordered, best)
     scatter, behind = _scatter(ordered, occupancy)
     gained = (unqueued - scatter) / len(ordered)
     if occupancy > 0 and scatter < 0.5 * unqueued and gained > RESOLUTION:
-        return EdgeEstimate(occupancy + max(behind, 0.0), occupancy, spacings[0])
-    return EdgeEstimate(max(latency, 0.0), None, spacings[0])
+        return EdgeEstimate(occupancy + max(behind, 0.0), occupancy, spacing)
+    return EdgeEstimate(max(latency, 0.0), None, spacing)
 
 
 def _scatter(flights: Sequence[tuple[float, float]], occupancy: float) -> tuple[float, float]:

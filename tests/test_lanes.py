@@ -99,7 +99,7 @@ def test_a_plan_carries_its_lanes_and_they_are_part_of_what_ranks_confirm():
 
 def test_edges_that_turn_slow_take_the_delegate_and_come_back_once_healed():
     def change(source, was, now, is_healed=False):
-        return EdgeChange(source, source + 1, was, now, 0.001, 0.0, is_healed)
+        return EdgeChange(source, source + 1, was, now, 0.001, 0.0, 0.0, 0.0, is_healed)
 
     slow = Detection(4, (change(1, 0.001, 0.03), change(0, 0.03, 0.02)), COST)
     assert _delegated(plan(((2, 3),)), slow) == ((1, 2), (2, 3))
