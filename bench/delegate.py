@@ -47,7 +47,9 @@ def measure_latency(engine: _C.Engine, rank: int, link: str, rounds: int, echoes
     return Row(f"{link}: latency of 4 KiB", mine, theirs, "µs", rounds)
 
 
-def measure_messages(engine: _C.Engine, rank: int, link: str, size: int, outstanding: int, volume: int, rounds: int) -> list[Row]:
+def measure_messages(
+    engine: _C.Engine, rank: int, link: str, size: int, outstanding: int, volume: int, rounds: int
+) -> list[Row]:
     """Many messages of one size."""
     count = max(2 * outstanding, volume // size)
     ours, gloo = Delegate(engine, rank, size, outstanding), Gloo(rank, size, outstanding)
