@@ -18,6 +18,7 @@ from typing import Final
 
 from adaptra.cost import CostModel
 from adaptra.errors import ControlError
+from adaptra.runtime.clock_drift import ClockDrift
 from adaptra.runtime.measurement import EdgeMeasurement, StageMeasurement, StepMeasurement
 
 AGREEMENT: Final = 0.2
@@ -206,6 +207,7 @@ class Detector:
         self._seen = 0
         self._calibration = _Calibration()
         self._stages: dict[int, _Level] = {}
+        self._clocks = ClockDrift()
         self._flights: dict[tuple[int, int], _Level] = {}
         self._occupancies: dict[tuple[int, int], _Level] = {}
 
@@ -240,11 +242,14 @@ class Detector:
             for stage in stages:
                 self._calibration.stages.setdefault(stage.stage, []).append(stage)
             for edge in edges:
-                self._calibration.edges.setdefault((edge.source, edge.destination), []).append(edge)
+                possible = replace(edge.estimate, flight=max(edge.estimate.flight, 0.0))
+                self._calibration.edges.setdefault((edge.source, edge.destination), []).append(replace(edge, estimate=possible))
             if self._seen < self._options.warm_up + self._options.calibration:
                 return None
             self._calibrate()
             return Detection(step, (), self._cost)
+        levels = {edge: flight.level for edge, flight in self._flights.items()}
+        edges = self._clocks.correct(edges, levels, self._least_change)
         changes = (*filter(None, map(self._observe_stage, stages)), *filter(None, map(self._observe_edge, edges)))
         return Detection(step, changes, self._cost) if changes else None
 
@@ -308,6 +313,10 @@ class Detector:
         unseen = now if estimate.spacing is None else min(now, estimate.spacing)
         most = unseen if estimate.occupancy is None else min(occupied, now)
         return EdgeChange(*edge, was, now, flight.calibrated, min(occupied_was, was), min(occupied, now), most, healed)
+
+    def _least_change(self, edge: tuple[int, int]) -> float:
+        flight = self._flights[edge]
+        return flight.limit(self._edge_limit(flight.level), self._options.noise)
 
     def _edge_limit(self, flight: float) -> float:
         return max(self._options.change * fmean(self._cost.forward), self._options.edge_change * flight)

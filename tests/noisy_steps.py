@@ -2,8 +2,8 @@
 fail.
 
 A step is simulated under the costs of its moment, and every record of it is disturbed as on real machines: ops scatter and
-drift, one now and then holds a pause of the garbage collector, messages have a long tail, the first steps warm up. Monitor,
-detector, planner and the cost test are the real ones; hours pass in seconds.
+drift, one now and then holds a pause of the garbage collector, messages have a long tail, clocks run apart, the first steps
+warm up. Monitor, detector, planner and the cost test are the real ones; hours pass in seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import count
 
 from adaptra.cost import Case, CostModel
 from adaptra.planner import plan
-from adaptra.program import Program
+from adaptra.program import Kind, Program
 from adaptra.runtime.coordinator import ControllerOptions
 from adaptra.runtime.detector import ChangeKind, Detection, Detector, EdgeChange, StageChange
 from adaptra.runtime.measurement import StepMeasurement
@@ -37,6 +37,7 @@ class Noise:
         pause: How often a rank's step holds a pause, which lengthens one op by 50 to 300 ms.
         jitter: The mean of what a message takes more, exponentially distributed.
         tail: How often a message takes up to ``tail_seconds`` more, as when a packet is sent again.
+        clocks: How far a rank's clock may run fast or slow, as a share of the time.
     """
 
     ops: float = 0.02
@@ -46,6 +47,7 @@ class Noise:
     jitter: float = 3e-4
     tail: float = 0.01
     tail_seconds: float = 0.03
+    clocks: float = 5e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ class NoisySteps:
     def __post_init__(self) -> None:
         self._dice = random.Random(self.seed)
         self._phases = [self._dice.uniform(0, 2 * math.pi) for _ in self.case.placement]
+        self._clocks = [self._dice.uniform(-self.noise.clocks, self.noise.clocks) for _ in set(self.case.placement)]
         self._monitors = [Monitor(rank, self.case.placement) for rank in sorted(set(self.case.placement))]
         self._detector = Detector(self.case.cost)
         self._options = ControllerOptions()
@@ -165,10 +168,11 @@ class NoisySteps:
                 monitor.op(op.op, op.start, op.start + duration + pause)
         for message in timeline.messages:
             late = dice.expovariate(1 / noise.jitter) + (dice.random() < noise.tail) * dice.uniform(0, noise.tail_seconds)
-            arrived = message.arrived + late * warming
-            forwards = message.kind.value == "SEND_F"
-            destination = message.source + (1 if forwards else -1)
-            monitor = self._monitors[self.case.placement[destination]]
+            destination = message.source + (1 if message.kind is Kind.SEND_F else -1)
+            sender, receiver = self.case.placement[message.source], self.case.placement[destination]
+            # Read from the receiver's clock, which agreed with the sender's at the start.
+            arrived = message.arrived + late * warming + (self._clocks[receiver] - self._clocks[sender]) * self.seconds
+            monitor = self._monitors[receiver]
             monitor.message(
                 message.kind, message.source, destination, message.microbatch, 1 << 20, message.posted, arrived, arrived
             )

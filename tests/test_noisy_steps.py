@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import pytest
-from noisy_steps import Fault, NoisySteps, judge, random_episode
+from noisy_steps import Fault, Noise, NoisySteps, judge, random_episode
 
 from adaptra.cost import Case, CostModel
 from adaptra.runtime.detector import ChangeKind
@@ -20,6 +20,15 @@ def test_noise_drift_pauses_and_warm_up_change_no_plan() -> None:
         run.step()
     assert [detection.reason for detection in run.detections] == ["calibrated by measurement"]
     assert run.switches == []
+
+
+def test_clocks_that_run_apart_are_no_slow_links() -> None:
+    """Half a millisecond per step, ten times what clocks do."""
+    run = NoisySteps(CASE, seed=3, noise=Noise(clocks=5e-4), faults=[Fault(ChangeKind.LATENCY, ((2, 1),), 0.06, 100, 150)])
+    for _ in range(250):
+        run.step()
+    named = [(change.source, change.destination) for found in run.detections for change in found.changes]
+    assert named == [(2, 1), (2, 1)], "turned slow and healed"
 
 
 @pytest.mark.parametrize("seed", range(12))
