@@ -17,8 +17,9 @@ from itertools import count
 from adaptra.cost import Case, CostModel
 from adaptra.planner import plan
 from adaptra.program import Kind, Program
+from adaptra.runtime.changes import ChangeKind, EdgeChange, StageChange
 from adaptra.runtime.coordinator import ControllerOptions
-from adaptra.runtime.detector import ChangeKind, Detection, Detector, EdgeChange, StageChange
+from adaptra.runtime.detector import Detection, Detector
 from adaptra.runtime.measurement import StepMeasurement
 from adaptra.runtime.monitor import Monitor
 from adaptra.simulate import simulate

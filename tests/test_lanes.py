@@ -8,8 +8,9 @@ from adaptra.errors import ControlError, LaunchError, OptionError, TransportErro
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.passes.lower_comm import LowerComm
 from adaptra.program import Kind
+from adaptra.runtime.changes import EdgeChange
 from adaptra.runtime.coordinator import _delegated
-from adaptra.runtime.detector import Detection, EdgeChange
+from adaptra.runtime.detector import Detection
 from adaptra.runtime.launch import launch
 from adaptra.runtime.options import Options
 from adaptra.runtime.plan import Plan

@@ -9,7 +9,7 @@ import pytest
 from noisy_steps import Fault, Noise, NoisySteps, judge, random_episode
 
 from adaptra.cost import Case, CostModel
-from adaptra.runtime.detector import ChangeKind
+from adaptra.runtime.changes import ChangeKind
 
 CASE = Case(CostModel.uniform(4, 0.02, 0.02, 0.02, latency=2e-4), 16, (0, 1, 2, 3))
 
@@ -29,6 +29,19 @@ def test_clocks_that_run_apart_are_no_slow_links() -> None:
         run.step()
     named = [(change.source, change.destination) for found in run.detections for change in found.changes]
     assert named == [(2, 1), (2, 1)], "turned slow and healed"
+
+
+def test_a_link_that_comes_and_goes_does_not_make_the_plan_come_and_go() -> None:
+    """Twenty times slow for six steps: what has relapsed is believed later each time, and still believed in the end."""
+    slow = [Fault(ChangeKind.LATENCY, ((1, 2), (2, 1)), 0.1, first, first + 5) for first in range(10, 250, 12)]
+    run = NoisySteps(CASE, seed=4, faults=slow)
+    for _ in range(400):
+        run.step()
+    changes = [found for found in run.detections if found.changes]
+    assert len(changes) <= 10, "of forty that there were"
+    assert [change.is_flapping for change in changes[0].changes] == [False, False]
+    assert all(change.is_flapping and change.is_healed for change in changes[-1].changes)
+    assert slow[-1].last < changes[-1].step < slow[-1].last + 70
 
 
 @pytest.mark.parametrize("seed", range(12))
