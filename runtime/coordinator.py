@@ -20,8 +20,10 @@ from torch.distributed import DistError
 from adaptra.cost import Case, CostModel
 from adaptra.errors import AdaptraError, ControlError
 from adaptra.program import Program
-from adaptra.runtime.detector import Detection, Detector, DetectorOptions, EdgeChange, StageChange
+from adaptra.runtime.changes import EdgeChange, StageChange
+from adaptra.runtime.detector import Detection, Detector
 from adaptra.runtime.events import EventKind
+from adaptra.runtime.level import DetectorOptions
 from adaptra.runtime.mailbox import Confirmed, LogGrew, Mailbox, Measured, Proposed, Refused, Wake
 from adaptra.runtime.measurement import StepMeasurement
 from adaptra.runtime.plan import Plan

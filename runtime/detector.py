@@ -9,86 +9,16 @@ same way.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean, median
-from typing import Final
+from statistics import fmean
 
 from adaptra.cost import CostModel
 from adaptra.errors import ControlError
+from adaptra.runtime.changes import EdgeChange, StageChange
+from adaptra.runtime.clock_drift import ClockDrift
+from adaptra.runtime.level import DetectorOptions, Level
 from adaptra.runtime.measurement import EdgeMeasurement, StageMeasurement, StepMeasurement
-
-AGREEMENT: Final = 0.2
-"""Two steps agree about a change if they differ by at most this part of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class DetectorOptions:
-    """What counts as a change.
-
-    Attributes:
-        warm_up: How many first steps are not looked at.
-        calibration: Over how many steps after them the first levels are the medians.
-        persist: How many steps in a row must agree on a change.
-        change: The smallest change, as a part of a stage's F + I + W, and for an edge of the mean forward.
-        edge_change: The smallest change of an edge as a part of its own flight; links are less steady than devices.
-        noise: The smallest change in units of the recent steps' scatter (median absolute deviation).
-        window: Over how many recent steps that scatter is taken.
-    """
-
-    warm_up: int = 1
-    calibration: int = 3
-    persist: int = 2
-    change: float = 0.1
-    edge_change: float = 0.2
-    noise: float = 6.0
-    window: int = 8
-
-
-@dataclass(frozen=True, slots=True)
-class StageChange:
-    """A stage whose ops take longer or shorter: seconds of F + I + W before, now, and when it was calibrated."""
-
-    stage: int
-    was: float
-    now: float
-    calibrated: float
-    is_healed: bool
-
-    def __str__(self) -> str:
-        factor = f"{self.now / max(self.calibrated, 1e-9):.2f}x"
-        return f"stage {self.stage} {_word(self.was, self.now, self.is_healed)}: {factor} the calibrated time"
-
-
-@dataclass(frozen=True, slots=True)
-class EdgeChange:
-    """A directed edge between stages whose messages take longer or shorter; seconds.
-
-    ``was``, ``now`` and ``calibrated`` are flights of a message that does not queue; ``occupancy`` is the part of ``now`` for
-    which it keeps the next one from departing.
-    """
-
-    source: int
-    destination: int
-    was: float
-    now: float
-    calibrated: float
-    occupancy: float
-    is_healed: bool
-
-    def __str__(self) -> str:
-        edge = f"edge {self.source}→{self.destination} {_word(self.was, self.now, self.is_healed)}"
-        queueing = f", {_milliseconds(self.occupancy)} of it occupancy" if self.occupancy > 0 else ""
-        return f"{edge}: {_milliseconds(self.now)} (was {_milliseconds(self.was)}){queueing}"
-
-
-def _word(was: float, now: float, is_healed: bool) -> str:
-    return "healed" if is_healed else "slow" if now > was else "faster"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,55 +33,6 @@ class Detection:
     def reason(self) -> str:
         """One line for people."""
         return "; ".join(map(str, self.changes)) or "calibrated by measurement"
-
-
-@dataclass(slots=True)
-class _Level:
-    """One followed value: where it stands, where it was calibrated, the recent steps there, and the latest ones elsewhere."""
-
-    level: float
-    calibrated: float
-    scatter: float
-    recent: deque[float]
-    suspects: list[float] = field(default_factory=list[float])
-
-    @staticmethod
-    def calibrate(values: Sequence[float], window: int) -> _Level:
-        level = median(values)
-        return _Level(level, level, _scatter(values), deque(values, maxlen=window))
-
-    def limit(self, smallest: float, noise: float) -> float:
-        """How far apart two values are that differ by more than noise."""
-        return max(smallest, noise * max(self.scatter, _scatter(self.recent)))
-
-    def moves(self, value: float, persist: int, smallest: float, noise: float) -> bool:
-        """Take a step's value; whether the last ones agree that the level has moved."""
-        limit = self.limit(smallest, noise)
-        same_side = not self.suspects or (value > self.level) == (self.suspects[-1] > self.level)
-        if abs(value - self.level) <= limit or not same_side:
-            # What came to nothing was noise, and widens the scatter from here on.
-            self.recent.extend([*self.suspects, value])
-            self.suspects.clear()
-            return False
-        self.suspects.append(value)
-        last = self.suspects[-persist:]
-        agree = max(last) - min(last) <= max(limit, AGREEMENT * abs(value - self.level))
-        return len(last) == persist and (agree or len(self.suspects) == self.recent.maxlen)
-
-    def settle(self, persist: int) -> float:
-        """Move the level to where the latest steps are, if they are elsewhere."""
-        if self.suspects:
-            latest = self.suspects[-persist:]
-            self.level = median(latest)
-            self.recent.clear()
-            self.recent.extend(latest)
-            self.suspects.clear()
-        return self.level
-
-
-def _scatter(values: Sequence[float] | deque[float]) -> float:
-    middle = median(values)
-    return median(abs(value - middle) for value in values)
 
 
 @dataclass(slots=True)
@@ -175,9 +56,10 @@ class Detector:
         self._cost = cost
         self._seen = 0
         self._calibration = _Calibration()
-        self._stages: dict[int, _Level] = {}
-        self._flights: dict[tuple[int, int], _Level] = {}
-        self._occupancies: dict[tuple[int, int], _Level] = {}
+        self._stages: dict[int, Level] = {}
+        self._clocks = ClockDrift()
+        self._flights: dict[tuple[int, int], Level] = {}
+        self._occupancies: dict[tuple[int, int], Level] = {}
 
     @property
     def cost(self) -> CostModel:
@@ -210,11 +92,14 @@ class Detector:
             for stage in stages:
                 self._calibration.stages.setdefault(stage.stage, []).append(stage)
             for edge in edges:
-                self._calibration.edges.setdefault((edge.source, edge.destination), []).append(edge)
+                possible = replace(edge.estimate, flight=max(edge.estimate.flight, 0.0))
+                self._calibration.edges.setdefault((edge.source, edge.destination), []).append(replace(edge, estimate=possible))
             if self._seen < self._options.warm_up + self._options.calibration:
                 return None
             self._calibrate()
             return Detection(step, (), self._cost)
+        levels = {edge: flight.level for edge, flight in self._flights.items()}
+        edges = self._clocks.correct(edges, levels, self._least_change)
         changes = (*filter(None, map(self._observe_stage, stages)), *filter(None, map(self._observe_edge, edges)))
         return Detection(step, changes, self._cost) if changes else None
 
@@ -236,11 +121,11 @@ class Detector:
             self._set_stage(ordered[len(ordered) // 2])
             totals = [total for total in map(_total, measured) if total is not None]
             if totals:
-                self._stages[stage] = _Level.calibrate(totals, window)
+                self._stages[stage] = Level.calibrate(totals, window)
         for edge, measured in self._calibration.edges.items():
-            self._flights[edge] = _Level.calibrate([m.estimate.flight for m in measured], window)
+            self._flights[edge] = Level.calibrate([m.estimate.flight for m in measured], window)
             known = self._edge_occupancy(edge)
-            self._occupancies[edge] = _Level.calibrate([_occupancy(m, known) for m in measured], window)
+            self._occupancies[edge] = Level.calibrate([_occupancy(m, known) for m in measured], window)
             self._set_edge(edge, self._flights[edge].level, self._occupancies[edge].level)
         self._calibration = _Calibration()
 
@@ -249,12 +134,12 @@ class Detector:
         if total is None or level is None:
             return None
         smallest = self._options.change * level.level
-        if not level.moves(total, self._options.persist, smallest, self._options.noise):
+        if not level.moves(total, self._options, smallest):
             return None
         near = self._options.change * level.calibrated
         was, now = level.level, level.settle(self._options.persist)
         healed = abs(now - level.calibrated) <= level.limit(near, self._options.noise)
-        change = StageChange(measured.stage, was, now, level.calibrated, healed)
+        change = StageChange(measured.stage, was, now, level.calibrated, healed, level.relapses > 0)
         self._set_stage(measured)
         return change
 
@@ -264,16 +149,26 @@ class Detector:
             return None
         flight, occupancy = self._flights[edge], self._occupancies[edge]
         smallest, options = self._edge_limit(flight.level), self._options
-        flight_moved = flight.moves(measured.estimate.flight, options.persist, smallest, options.noise)
-        occupancy_moved = occupancy.moves(_occupancy(measured, occupancy.level), options.persist, smallest, options.noise)
+        flight_moved = flight.moves(measured.estimate.flight, options, smallest)
+        occupancy_moved = occupancy.moves(_occupancy(measured, occupancy.level), options, smallest)
         if not (flight_moved or occupancy_moved):
             return None
-        was, now, occupied = flight.level, flight.settle(options.persist), occupancy.settle(options.persist)
+        was, occupied_was = flight.level, occupancy.level
+        now, occupied = flight.settle(options.persist), occupancy.settle(options.persist)
         near = self._edge_limit(flight.calibrated)
         healed = abs(now - flight.calibrated) <= flight.limit(near, options.noise)
         healed = healed and occupied - occupancy.calibrated <= occupancy.limit(near, options.noise)
         self._set_edge(edge, now, occupied)
-        return EdgeChange(*edge, was, now, flight.calibrated, min(occupied, now), healed)
+        estimate = measured.estimate
+        unseen = now if estimate.spacing is None else min(now, estimate.spacing)
+        most = unseen if estimate.occupancy is None else min(occupied, now)
+        occupied = min(occupied, now)
+        flapping = max(flight.relapses, occupancy.relapses) > 0
+        return EdgeChange(*edge, was, now, flight.calibrated, min(occupied_was, was), occupied, most, healed, flapping)
+
+    def _least_change(self, edge: tuple[int, int]) -> float:
+        flight = self._flights[edge]
+        return flight.limit(self._edge_limit(flight.level), self._options.noise)
 
     def _edge_limit(self, flight: float) -> float:
         return max(self._options.change * fmean(self._cost.forward), self._options.edge_change * flight)

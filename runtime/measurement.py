@@ -1,8 +1,8 @@
 """The small vector that a rank reports after a step: how long its ops took and how its incoming messages travelled.
 
 All times are seconds. ``sent`` and ``arrived`` of a message must be read from one clock: on one host that is the monotonic
-clock; between hosts the difference of their clocks must have been taken out. ``arrived`` is when the message was there, not
-when somebody looked.
+clock; between hosts the difference that their clocks had at the start must have been taken out, and
+:mod:`adaptra.runtime.clock_drift` follows them from there. ``arrived`` is when the message was there, not when somebody looked.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ FITTED_MESSAGES: Final = 64
 
 FITTED_OCCUPANCIES: Final = 12
 """How many occupancies the estimate tries."""
+
+LATE_PAIRS: Final = 8
+"""One in so many pairs of arrivals may be closer than the edge lets messages follow."""
 
 RESOLUTION: Final = 50e-6
 """Seconds per message that queueing must explain before it counts as seen."""
@@ -48,9 +51,11 @@ class EdgeEstimate:
     """What the flights of one step say about a directed edge.
 
     Attributes:
-        flight: From handing a message over to its arrival when no other message is before it: occupancy + latency.
+        flight: From handing a message over to its arrival when no other message is before it: occupancy + latency. Read from
+            two clocks, so that it is below zero where the receiver's has fallen behind by more.
         occupancy: How long a message occupies the edge; None when no messages queued, so that it could not be seen.
-        spacing: The shortest time between two arrivals, an upper bound of the occupancy; None for a single message.
+        spacing: How closely messages arrived behind each other, an upper bound of the occupancy: an eighth of the pairs is
+            closer, such as two of which the first was late. None for a single message.
     """
 
     flight: float
@@ -139,7 +144,7 @@ def _read_stage(fields: Fields) -> StageMeasurement:
 def _read_edge(fields: Fields) -> EdgeMeasurement:
     source, destination = fields.whole("source"), fields.whole("destination")
     messages, waiting = fields.whole("messages", at_least=1), fields.number("waiting")
-    estimate = EdgeEstimate(fields.number("flight"), fields.number_or_none("occupancy"), fields.number_or_none("spacing"))
+    estimate = EdgeEstimate(fields.instant("flight"), fields.number_or_none("occupancy"), fields.number_or_none("spacing"))
     fields.end()
     return EdgeMeasurement(source, destination, messages, waiting, estimate)
 
@@ -161,15 +166,16 @@ def estimate_edge(flights: Sequence[tuple[float, float]]) -> EdgeEstimate:
     spacings = sorted(later - earlier for earlier, later in pairwise(arrivals))
     unqueued, latency = _scatter(ordered, 0.0)
     if not spacings:
-        return EdgeEstimate(max(latency, 0.0), None, None)
+        return EdgeEstimate(latency, None, None)
+    spacing = spacings[len(spacings) // LATE_PAIRS]
     stride = max(1, len(spacings) // FITTED_OCCUPANCIES)
     best = min(spacings[::stride], key=lambda occupancy: _scatter(ordered, occupancy)[0])
     occupancy = _queued_spacing(ordered, best)
     scatter, behind = _scatter(ordered, occupancy)
     gained = (unqueued - scatter) / len(ordered)
     if occupancy > 0 and scatter < 0.5 * unqueued and gained > RESOLUTION:
-        return EdgeEstimate(occupancy + max(behind, 0.0), occupancy, spacings[0])
-    return EdgeEstimate(max(latency, 0.0), None, spacings[0])
+        return EdgeEstimate(occupancy + behind, occupancy, spacing)
+    return EdgeEstimate(latency, None, spacing)
 
 
 def _scatter(flights: Sequence[tuple[float, float]], occupancy: float) -> tuple[float, float]:

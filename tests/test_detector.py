@@ -9,7 +9,9 @@ import pytest
 
 from adaptra.cost import CostModel
 from adaptra.errors import ControlError
-from adaptra.runtime.detector import Detection, Detector, DetectorOptions, EdgeChange, StageChange
+from adaptra.runtime.changes import EdgeChange, StageChange
+from adaptra.runtime.detector import Detection, Detector
+from adaptra.runtime.level import DetectorOptions
 from adaptra.runtime.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
 
 STAGES = 4

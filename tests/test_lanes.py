@@ -8,8 +8,9 @@ from adaptra.errors import ControlError, LaunchError, OptionError, TransportErro
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.passes.lower_comm import LowerComm
 from adaptra.program import Kind
+from adaptra.runtime.changes import EdgeChange
 from adaptra.runtime.coordinator import _delegated
-from adaptra.runtime.detector import Detection, EdgeChange
+from adaptra.runtime.detector import Detection
 from adaptra.runtime.launch import launch
 from adaptra.runtime.options import Options
 from adaptra.runtime.plan import Plan
@@ -99,7 +100,7 @@ def test_a_plan_carries_its_lanes_and_they_are_part_of_what_ranks_confirm():
 
 def test_edges_that_turn_slow_take_the_delegate_and_come_back_once_healed():
     def change(source, was, now, is_healed=False):
-        return EdgeChange(source, source + 1, was, now, 0.001, 0.0, is_healed)
+        return EdgeChange(source, source + 1, was, now, 0.001, 0.0, 0.0, 0.0, is_healed)
 
     slow = Detection(4, (change(1, 0.001, 0.03), change(0, 0.03, 0.02)), COST)
     assert _delegated(plan(((2, 3),)), slow) == ((1, 2), (2, 3))

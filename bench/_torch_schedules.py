@@ -1,0 +1,76 @@
+"""torch.distributed.pipelining's schedules on emulated devices: the same durations as :class:`adaptra.EmulatedDevice` states.
+
+Durations are made by sleeping, in the forward and at the two places of the backward where input and weight gradients end.
+Stage 0's input has no gradient; as in a real model, what its layers need of one another still takes its time.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _ranks import layer, squared_error
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+CHUNKS = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2}
+"""Their names, and how many stages each has on a rank."""
+
+
+class _TakesLong(torch.autograd.Function):
+    """The identity, whose backward takes ``seconds``."""
+
+    @staticmethod
+    def forward(context: Any, given: Tensor, seconds: float) -> Tensor:
+        context.seconds = seconds
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(context.seconds)
+        return gradients[0], None
+
+
+class EmulatedStage(nn.Module):
+    """One layer whose F, I and W take ``seconds`` each."""
+
+    def __init__(self, seconds: float, is_first: bool) -> None:
+        super().__init__()
+        self.layer = layer()
+        self.entry = nn.Parameter(torch.ones(1)) if is_first else None
+        self._seconds = seconds
+
+    def forward(self, given: Tensor) -> Tensor:
+        """F, padded to its duration."""
+        until = time.monotonic() + self._seconds
+        if self.entry is not None:
+            given = given * self.entry
+        weights = {name: _TakesLong.apply(weight, 0.0) for name, weight in self.layer.named_parameters()}
+        weights["0.weight"] = _TakesLong.apply(self.layer.get_parameter("0.weight"), self._seconds)
+        found = torch.func.functional_call(self.layer, weights, (_TakesLong.apply(given, self._seconds),))
+        time.sleep(max(0.0, until - time.monotonic()))
+        return found
+
+
+class TorchSchedule:
+    """One of torch's schedules on this rank, for the small problem of ``_ranks.py``."""
+
+    def __init__(self, name: str, microbatches: int, seconds: float) -> None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        chunks = CHUNKS[name]
+        count = ranks * chunks
+        mine = [rank, count - 1 - rank] if name == "ZBVZeroBubble" else [rank + chunk * ranks for chunk in range(chunks)]
+        torch.manual_seed(0)
+        stages = [
+            PipelineStage(EmulatedStage(seconds / chunks, index == 0), index, count, torch.device("cpu")) for index in mine
+        ]
+        made: Any = get_schedule_class(name)
+        self._schedule = made(stages if chunks > 1 else stages[0], microbatches, loss_fn=squared_error)
+        self._is_first, self._is_last = 0 in mine, count - 1 in mine
+
+    def step(self, inputs: Tensor, targets: Tensor) -> None:
+        """One training step."""
+        self._schedule.step(*((inputs,) if self._is_first else ()), target=targets if self._is_last else None)

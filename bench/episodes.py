@@ -1,0 +1,83 @@
+"""Detection on noisy machines: false switches in hours of healthy training, and random faults found, placed and named.
+
+Steps are simulated and their records disturbed (``tests/noisy_steps.py``: ops scatter and drift, ranks pause, messages have
+a long tail); monitor, detector, planner and cost test are the real ones. A fault matters when another plan would win by more
+than a switch costs. Its kind can't be told where no message follows another closely enough to tell latency from bandwidth;
+such faults are counted apart. Figures of episodes are shares of the faults, with the bar as baseline.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from statistics import median
+
+from _table import Row, parser, print_rows
+from rich.console import Console
+from rich.progress import Progress, track
+
+from adaptra.cost import Case, CostModel
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+from noisy_steps import NoisySteps, judge, random_episode
+
+
+def healthy(case: Case, hours: float, seed: int) -> NoisySteps:
+    """So many emulated hours without a fault."""
+    run = NoisySteps(case, seed)
+    with Progress(console=Console(stderr=True)) as progress:
+        shown = progress.add_task("healthy hours", total=3600 * hours)
+        while run.seconds < 3600 * hours:
+            run.step()
+            progress.update(shown, completed=run.seconds)
+    return run
+
+
+def main() -> int:
+    """Measure and print."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--stages", type=int, default=4)
+    arguments.add_argument("--microbatches", type=int, default=16)
+    arguments.add_argument("--op-ms", type=float, default=20.0, help="duration of every op, milliseconds")
+    arguments.add_argument("--hours", type=float, default=2.0, help="of healthy training, as its emulated clock says")
+    arguments.add_argument("--episodes", type=int, default=100)
+    arguments.add_argument("--seed", type=int, default=0)
+    given = arguments.parse_args()
+    seconds = given.op_ms / 1e3
+    cost = CostModel.uniform(given.stages, seconds, seconds, seconds, latency=2e-4)
+    case = Case(cost, given.microbatches, tuple(range(given.stages)))
+    calm = healthy(case, given.hours, given.seed)
+    verdicts = [
+        verdict
+        for episode in track(range(given.episodes), "episodes", console=Console(stderr=True))
+        for faults in [random_episode(case, given.seed + episode)]
+        for verdict in judge(NoisySteps(case, given.seed + episode, faults=faults), faults)
+    ]
+    matter = [verdict for verdict in verdicts if verdict.matters]
+    found = [verdict for verdict in verdicts if verdict.detected]
+    told = [verdict for verdict in found if verdict.kind is not None]
+    delays = [verdict.steps + 1 for verdict in found if verdict.steps is not None]
+
+    def share(part: int, whole: int) -> float:
+        return part / max(whole, 1)
+
+    print_rows(
+        f"{calm.seconds / 3600:.2f} healthy hours, {len(verdicts)} faults, {len(matter)} of which matter",
+        [
+            Row("false switches", len(calm.switches), 0, "switches", 1),
+            Row("changes seen where there was none", len(calm.detections) - 1, 0, "detections", 1),
+            Row("faults that matter: detected", share(sum(v.detected for v in matter), len(matter)), 1.0, "share", len(matter)),
+            Row("detected: right place", share(sum(v.named for v in found), len(found)), 0.98, "share", len(found)),
+            Row("kind told: right", share(sum(v.kind is True for v in told), len(told)), 0.98, "share", len(told)),
+            Row("detected: kind told", share(len(told), len(found)), 0.98, "share", len(found)),
+            Row("slow steps until detected, median", median(delays or [0]), None, "steps", len(delays)),
+            Row("slow steps until detected, most", max(delays, default=0), None, "steps", len(delays)),
+        ],
+        baseline="bar",
+        as_json=given.json,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

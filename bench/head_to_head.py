@@ -1,0 +1,186 @@
+"""adaptra beside torch.distributed.pipelining, over the same real links that turn slow.
+
+Every rank is a host of its own (``tests/links``; needs root), every op lasts a stated time (emulated devices), both sides
+send by gloo. One training job per contender runs through all situations: links are changed between steps, adaptra has to see
+that and to adapt by itself, and is then measured in turn with the others. It runs twice: with as many microbatches in flight
+as 1F1B's first stage holds, and with no limit. GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble and ZBVZeroBubble are
+torch's own, unmodified.
+
+One row per situation and contender. ``in flight`` is the most microbatches that a stage of adaptra's plan holds; the bound
+is what no order of one stage per rank beats, whatever its memory. In the last situation links change every few steps: the
+figure is the mean over all steps, adapting included.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+import torch.distributed as dist
+from _ranks import change_links, run_on_hosts, small_problem, timed
+from _table import Row, parser, print_rows
+from _torch_schedules import CHUNKS, TorchSchedule
+
+import adaptra
+from adaptra.cost import Case, CostModel
+from adaptra.runtime.events import EventKind
+from adaptra.simulate import lower_bound, simulate
+
+HEALTHY = "all delay=0"
+SETTLE = 8
+"""In how many steps adaptra's plans have to have settled before it is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Links between neighbouring ranks and their one-way delay, both ways alike; seconds."""
+
+    delays: tuple[tuple[int, float], ...]
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return ", ".join(f"{edge}-{edge + 1} {1e3 * delay:g} ms" for edge, delay in self.delays) or "no delay"
+
+    @property
+    def changes(self) -> list[str]:
+        """As the lab reads them, from whatever was before."""
+        return [HEALTHY, *(f"{edge}-{edge + 1} delay={1e3 * delay:g}ms" for edge, delay in self.delays)]
+
+    def cost(self, ranks: int, seconds: float) -> CostModel:
+        """Of one stage per rank."""
+        cost = CostModel.uniform(ranks, seconds, seconds, seconds)
+        for edge, delay in self.delays:
+            cost = cost.with_latency(edge, edge + 1, delay).with_latency(edge + 1, edge, delay)
+        return cost
+
+
+def situations(ranks: int, seconds: float, forwards: list[float]) -> list[Situation]:
+    """No delay; the first, a middle and the last edge by so many forwards; two and three edges by the same."""
+    middle, last = (ranks - 1) // 2, ranks - 2
+    found = [Situation(())]
+    for count in forwards:
+        found += [Situation(((edge, count * seconds),)) for edge in (0, middle, last)]
+        found.append(Situation(((0, count * seconds), (last, count * seconds))))
+        found.append(Situation(((0, count * seconds), (middle, count * seconds), (last, count * seconds))))
+    return found
+
+
+class Adaptra:
+    """Our side: a pipeline that adapts while it is measured."""
+
+    def __init__(self, problem: dict[str, Any], seconds: float, memory: int | None) -> None:
+        self._steps = 0
+        self._switches: list[int] = []
+        device = adaptra.EmulatedDevice(seconds, seconds, seconds)
+        options = adaptra.Options(emulate=device, on_event=self._note)
+        self.pipe = adaptra.compile(**problem, memory=memory, options=options)
+
+    def _note(self, event: Any) -> None:
+        if event.kind is EventKind.SWITCHED:
+            self._switches.append(event.step)
+
+    def step(self, inputs: Any, targets: Any) -> None:
+        """One training step."""
+        self.pipe.step(inputs, targets)
+        self._steps += 1
+
+    def settle(self, inputs: Any, targets: Any) -> int | None:
+        """Steps until the first one under another plan, after SETTLE of them; None where no plan was worth a switch."""
+        before = self._steps
+        for _ in range(SETTLE):
+            self.step(inputs, targets)
+        return next((switch - before for switch in self._switches if switch >= before), None)
+
+
+def measure(
+    _rank: int, ranks: int, microbatches: int, seconds: float, places: list[Any], names: list[str], runs: int, episode: int
+) -> dict[str, Any]:
+    """One rank: per situation the seconds of every contender's steps, and what adaptra's plans were."""
+    problem = small_problem(ranks, microbatches)
+    batch = problem["example_inputs"]
+    theirs = {name: TorchSchedule(name, microbatches, seconds) for name in names}
+    ours = {f"adaptra, {memory or 'no limit'}": Adaptra(problem, seconds, memory) for memory in (ranks, None)}
+    contenders = theirs | ours
+    found: list[dict[str, Any]] = []
+    for contender in contenders.values():
+        contender.step(*batch)
+    for place in places:
+        for change in Situation(tuple(map(tuple, place))).changes:
+            change_links(change)
+        settled = {name: contender.settle(*batch) for name, contender in ours.items()}
+        times: dict[str, list[float]] = {name: [] for name in contenders}
+        for _ in range(runs):
+            for name, contender in contenders.items():
+                times[name].append(timed(lambda contender=contender: contender.step(*batch))[0])
+        plans = {name: str(contender.pipe.plan.program) for name, contender in ours.items()}
+        found.append({"times": times, "settled": settled, "plans": plans})
+    changing: dict[str, list[float]] = {name: [] for name in contenders}
+    for name, contender in contenders.items():
+        for place in [*places[1:], *places[:1]] if episode else ():
+            for change in Situation(tuple(map(tuple, place))).changes:
+                change_links(change)
+            changing[name] += [timed(lambda contender=contender: contender.step(*batch))[0] for _ in range(episode)]
+    dist.barrier()
+    for contender in ours.values():
+        contender.pipe.close()
+    return {"situations": found, "changing": changing}
+
+
+def rows_of(
+    situation: Situation, found: dict[str, Any], ranks: int, microbatches: int, seconds: float, names: list[str], runs: int
+) -> list[Row]:
+    """Adaptra with either memory beside every other contender."""
+    cost = situation.cost(ranks, seconds)
+    bound = lower_bound(Case(cost, microbatches, tuple(range(ranks)))).value
+    rows: list[Row] = []
+    for memory in (ranks, None):
+        name = f"adaptra, {memory or 'no limit'}"
+        ours = median(found["times"][name])
+        in_flight = max(simulate(adaptra.Program.parse(found["plans"][name]), cost).peak_in_flight)
+        settled = found["settled"][name]
+        label = f"{situation.name}; {in_flight} in flight"
+        rows.append(Row(f"{label}; bound", 1e3 * ours, 1e3 * bound, "ms", runs))
+        rows += [Row(f"{label}; {other}", 1e3 * ours, 1e3 * median(found["times"][other]), "ms", runs) for other in names]
+        if settled is not None:
+            rows.append(Row(f"{label}; steps until the new plan, bar 3", settled, 3, "steps", 1))
+    return rows
+
+
+def main() -> int:
+    """Start the hosts and print the table."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--ranks", type=int, default=4)
+    arguments.add_argument("--microbatches", type=int, default=16)
+    arguments.add_argument("--op-ms", type=float, default=20.0, help="duration of every op, milliseconds")
+    arguments.add_argument("--forwards", type=float, nargs="*", default=[0.5, 1, 2, 3, 6], help="one-way delays, in forwards")
+    arguments.add_argument("--against", nargs="+", choices=CHUNKS, default=list(CHUNKS), help="which of torch's schedules")
+    arguments.add_argument("--runs", type=int, default=3, help="steps of every contender per situation, taken in turn")
+    arguments.add_argument("--episode", type=int, default=6, help="steps between changes at the end; 0 to leave that out")
+    given = arguments.parse_args()
+    seconds = given.op_ms / 1e3
+    faced = situations(given.ranks, seconds, given.forwards)
+    places = [list(situation.delays) for situation in faced]
+    found = run_on_hosts(
+        measure, given.ranks, [], given.ranks, given.microbatches, seconds, places, given.against, given.runs, given.episode
+    )
+    rows: list[Row] = []
+    for situation, measured in zip(faced, found["situations"], strict=True):
+        rows += rows_of(situation, measured, given.ranks, given.microbatches, seconds, given.against, given.runs)
+    if given.episode:
+        for name in (f"adaptra, {given.ranks}", "adaptra, no limit"):
+            mean = 1e3 * fmean(found["changing"][name])
+            rows += [
+                Row(f"changing every {given.episode} steps; {name}; {other}", mean, 1e3 * fmean(found["changing"][other]), "ms",
+                    len(found["changing"][other]))
+                for other in given.against
+            ]  # fmt: skip
+    title = f"{given.ranks} ranks, {given.microbatches} microbatches, {given.op_ms:g} ms per op, hosts joined by links"
+    print_rows(title, rows, baseline="bound; torch", as_json=given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

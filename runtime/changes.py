@@ -1,0 +1,83 @@
+"""What the detector finds: a stage or a directed edge that has turned slow, faster or healthy again, and in which way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class ChangeKind(Enum):
+    """What about a stage or an edge has changed."""
+
+    COMPUTE = "compute"
+    """How long ops take."""
+    LATENCY = "latency"
+    """How long a message is under way that does not queue."""
+    BANDWIDTH = "bandwidth"
+    """How long a message keeps the next one from departing."""
+    FLIGHT = "flight"
+    """One of these two: no message followed another so closely that they could be told apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageChange:
+    """A stage whose ops take longer or shorter: seconds of F + I + W before, now, and when it was calibrated."""
+
+    stage: int
+    was: float
+    now: float
+    calibrated: float
+    is_healed: bool
+    is_flapping: bool = False
+
+    @property
+    def kind(self) -> ChangeKind:
+        """What has changed."""
+        return ChangeKind.COMPUTE
+
+    def __str__(self) -> str:
+        factor = f"{self.now / max(self.calibrated, 1e-9):.2f}x"
+        return f"stage {self.stage} {_word(self)}: {factor} the calibrated time"
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeChange:
+    """A directed edge between stages whose messages take longer or shorter; seconds.
+
+    ``was``, ``now`` and ``calibrated`` are flights of a message that does not queue; ``occupancy`` is the part of ``now`` for
+    which it keeps the next one from departing, as far as is known, ``occupancy_was`` that part of ``was``, and
+    ``occupancy_most`` what that part may be at most.
+    """
+
+    source: int
+    destination: int
+    was: float
+    now: float
+    calibrated: float
+    occupancy_was: float
+    occupancy: float
+    occupancy_most: float
+    is_healed: bool
+    is_flapping: bool = False
+
+    @property
+    def kind(self) -> ChangeKind:
+        """Whichever makes up most of the change."""
+        most = 0.5 * abs(self.now - self.was)
+        if abs(self.occupancy - self.occupancy_was) > most:
+            return ChangeKind.BANDWIDTH
+        return ChangeKind.LATENCY if self.occupancy_most - self.occupancy_was <= most else ChangeKind.FLIGHT
+
+    def __str__(self) -> str:
+        edge = f"edge {self.source}→{self.destination} {_word(self)}"
+        queueing = f", {_milliseconds(self.occupancy)} of it occupancy" if self.occupancy > 0 else ""
+        return f"{edge}: {_milliseconds(self.now)} (was {_milliseconds(self.was)}){queueing}"
+
+
+def _word(change: StageChange | EdgeChange) -> str:
+    said = "healed" if change.is_healed else "slow" if change.now > change.was else "faster"
+    return f"{said} (flapping)" if change.is_flapping else said
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"

@@ -1,0 +1,112 @@
+"""One measured value followed through the steps: when it has really moved, and when what moved has really come back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Final
+
+MOST_RELAPSES: Final = 5
+"""More relapses than these don't delay a healing any further."""
+
+AGREEMENT: Final = 0.2
+"""Two steps agree about a change if they differ by at most this part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DetectorOptions:
+    """What counts as a change.
+
+    Attributes:
+        warm_up: How many first steps are not looked at.
+        calibration: Over how many steps after them the first levels are the medians.
+        persist: How many steps in a row must agree on a change.
+        change: The smallest change, as a part of a stage's F + I + W, and for an edge of the mean forward.
+        edge_change: The smallest change of an edge as a part of its own flight; links are less steady than devices.
+        noise: The smallest change in units of the recent steps' scatter (median absolute deviation).
+        window: Over how many recent steps that scatter is taken.
+        relapse: What turns slow again within so many steps after it healed is flapping: each time, twice as many steps must
+            agree before it is believed to have healed, and so many times as many without a relapse until that is forgotten.
+    """
+
+    warm_up: int = 1
+    calibration: int = 3
+    persist: int = 2
+    change: float = 0.1
+    edge_change: float = 0.2
+    noise: float = 6.0
+    window: int = 8
+    relapse: int = 40
+
+
+@dataclass(slots=True)
+class Level:
+    """A followed value.
+
+    Attributes:
+        level: Where it stands.
+        calibrated: Where it was at first.
+        scatter: Of the values that it was calibrated with.
+        recent: The recent steps' values there.
+        suspects: The latest steps' values, if they are elsewhere.
+        relapses: How often it has moved up soon after it had moved down.
+        since_better: Steps since it last moved down, unless it has moved up since.
+    """
+
+    level: float
+    calibrated: float
+    scatter: float
+    recent: deque[float]
+    suspects: list[float] = field(default_factory=list[float])
+    relapses: int = 0
+    since_better: int | None = None
+
+    @staticmethod
+    def calibrate(values: Sequence[float], window: int) -> Level:
+        """A level at the median of what was measured first."""
+        level = median(values)
+        return Level(level, level, _scatter(values), deque(values, maxlen=window))
+
+    def limit(self, smallest: float, noise: float) -> float:
+        """How far apart two values are that differ by more than noise."""
+        return max(smallest, noise * max(self.scatter, _scatter(self.recent)))
+
+    def moves(self, value: float, options: DetectorOptions, smallest: float) -> bool:
+        """Take a step's value; whether the last ones agree that the level has moved."""
+        if self.since_better is not None:
+            self.since_better += 1
+            if self.since_better > options.relapse * 2**self.relapses:
+                self.relapses, self.since_better = 0, None
+        limit = self.limit(smallest, options.noise)
+        same_side = not self.suspects or (value > self.level) == (self.suspects[-1] > self.level)
+        if abs(value - self.level) <= limit or not same_side:
+            # What came to nothing was noise, and widens the scatter from here on.
+            self.recent.extend([*self.suspects, value][-options.window :])
+            self.suspects.clear()
+            return False
+        self.suspects.append(value)
+        last = self.suspects[-options.persist :]
+        agree = max(last) - min(last) <= max(limit, AGREEMENT * abs(value - self.level))
+        needed = options.persist if value > self.level else options.persist * 2**self.relapses
+        return len(self.suspects) >= (needed if agree else max(needed, options.window))
+
+    def settle(self, persist: int) -> float:
+        """Move the level to where the latest steps are, if they are elsewhere."""
+        if self.suspects:
+            latest = self.suspects[-persist:]
+            before, self.level = self.level, median(latest)
+            if self.level < before:
+                self.since_better = 0
+            elif self.since_better is not None:
+                self.relapses, self.since_better = min(self.relapses + 1, MOST_RELAPSES), None
+            self.recent.clear()
+            self.recent.extend(latest)
+            self.suspects.clear()
+        return self.level
+
+
+def _scatter(values: Sequence[float] | deque[float]) -> float:
+    middle = median(values)
+    return median(abs(value - middle) for value in values)

@@ -1,0 +1,81 @@
+"""Hours of noise and random faults in seconds: no false switch, every fault that matters found and rightly named.
+
+``bench/episodes.py`` runs the same for two hours and a hundred episodes.
+"""
+
+from __future__ import annotations
+
+import pytest
+from noisy_steps import Fault, Noise, NoisySteps, judge, random_episode
+
+from adaptra.cost import Case, CostModel
+from adaptra.runtime.changes import ChangeKind
+
+CASE = Case(CostModel.uniform(4, 0.02, 0.02, 0.02, latency=2e-4), 16, (0, 1, 2, 3))
+
+
+def test_noise_drift_pauses_and_warm_up_change_no_plan() -> None:
+    run = NoisySteps(CASE, seed=5)
+    for _ in range(300):
+        run.step()
+    assert [detection.reason for detection in run.detections] == ["calibrated by measurement"]
+    assert run.switches == []
+
+
+def test_clocks_that_run_apart_are_no_slow_links() -> None:
+    """Half a millisecond per step, ten times what clocks do."""
+    run = NoisySteps(CASE, seed=3, noise=Noise(clocks=5e-4), faults=[Fault(ChangeKind.LATENCY, ((2, 1),), 0.06, 100, 150)])
+    for _ in range(250):
+        run.step()
+    named = [(change.source, change.destination) for found in run.detections for change in found.changes]
+    assert named == [(2, 1), (2, 1)], "turned slow and healed"
+
+
+def test_a_link_that_comes_and_goes_does_not_make_the_plan_come_and_go() -> None:
+    """Twenty times slow for six steps: what has relapsed is believed later each time, and still believed in the end."""
+    slow = [Fault(ChangeKind.LATENCY, ((1, 2), (2, 1)), 0.1, first, first + 5) for first in range(10, 250, 12)]
+    run = NoisySteps(CASE, seed=4, faults=slow)
+    for _ in range(400):
+        run.step()
+    changes = [found for found in run.detections if found.changes]
+    assert len(changes) <= 10, "of forty that there were"
+    assert [change.is_flapping for change in changes[0].changes] == [False, False]
+    assert all(change.is_flapping and change.is_healed for change in changes[-1].changes)
+    assert slow[-1].last < changes[-1].step < slow[-1].last + 70
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_fault_that_matters_is_found_and_rightly_named(seed: int) -> None:
+    faults = random_episode(CASE, seed)
+    run = NoisySteps(CASE, seed, faults=faults)
+    for verdict in judge(run, faults):
+        assert verdict.detected or not verdict.matters
+        assert verdict.named
+        assert verdict.kind is not False
+    assert all(change.is_healed for change in run.detections[-1].changes)
+
+
+def test_a_wrong_name_is_noticed() -> None:
+    """What is said of a fault is held against what was injected: here another stage turns slow than is claimed."""
+    injected = Fault(ChangeKind.COMPUTE, ((1,),), 2.0, 8, 20)
+    claimed = Fault(ChangeKind.COMPUTE, ((2,),), 2.0, 8, 20)
+    run = NoisySteps(CASE, seed=1, faults=[injected])
+    (verdict,) = judge(run, [claimed])
+    assert not verdict.detected
+    assert not verdict.named
+
+
+@pytest.mark.parametrize(
+    ("places", "kind"),
+    [
+        (((0, 1),), ChangeKind.BANDWIDTH),  # forwards of the warm-up queue
+        (((3, 2),), ChangeKind.FLIGHT),  # gradients come so far apart that none waits for another
+    ],
+)
+def test_bandwidth_is_told_from_latency_only_where_messages_follow_closely(
+    places: tuple[tuple[int, int], ...], kind: ChangeKind
+) -> None:
+    run = NoisySteps(CASE, seed=2, faults=[Fault(ChangeKind.BANDWIDTH, places, 0.03, 8, 30)])
+    for _ in range(14):
+        run.step()
+    assert [change.kind for detection in run.detections for change in detection.changes] == [kind]
