@@ -392,7 +392,10 @@ def test_a_bug_in_the_planner_ends_training_on_all_ranks_with_its_error() -> Non
     ("text", "message"),
     [
         ("\x80\x04K\x01.", "mail: not JSON"),
-        ('{"mail": "run"}', "expected one of measured, proposed, confirmed, refused, log, failed, wake, got 'run'"),
+        (
+            '{"mail": "run"}',
+            "expected one of measured, proposed, confirmed, refused, joined, term, log, failed, wake, got 'run'",
+        ),
         ('{"mail": "wake", "more": 1}', "mail: unknown field 'more'"),
         ('{"mail": "refused", "rank": 9, "version": 0, "why": ""}', "mail of rank 9: expected ranks 0..3"),
     ],
@@ -452,7 +455,7 @@ def test_a_lost_store_ends_training_with_an_error() -> None:
 def test_a_step_without_a_plan_in_time_says_so() -> None:
     with (
         controllers(Journal(), ranks=range(3), options=ControllerOptions(plan_seconds=0.05)) as started,
-        pytest.raises(ControlError, match=r"step 0 has no plan after 0\.05 s: the log covers the steps before 0"),
+        pytest.raises(ControlError, match=r"step 0 has no plan after 0\.05 s: a rank has not reported its last step"),
     ):
         started[1].plan_for(0)
 
