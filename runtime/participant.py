@@ -1,10 +1,11 @@
 """A rank's part in the agreement about plans: the protocol itself, without threads, clocks or measurements.
 
 Any rank can coordinate: the coordinator of term t is rank t modulo the number of ranks, and a term begins when a rank turns to
-its coordinator, be it because the one before gave up or because it did not answer. Nobody need agree on the term. Two ranks
-that both coordinate write one log, entry by entry, since an entry is only ever appended where none is; versions are drawn from
-one counter, so no two plans share one; and whatever the log names, every rank has confirmed. So a wrong belief about who
-coordinates costs time and nothing else.
+its coordinator, be it because the one before gave up or because it did not answer. Nobody need agree on the term. A rank tells
+how far it has come to one coordinator only, and the log grows by what all ranks have told, so a new coordinator writes nothing
+before all have turned to it, the former one too. If two wrote all the same it would be one log, as an entry is only appended
+where none is. Versions are drawn from one counter, so no two plans share one, and every rank has confirmed what the log names.
+So a wrong belief about who coordinates costs time and nothing else.
 
 Mail may come late, twice or never. What is lost is made good by the rank that misses it: a rank whose training waits for the
 log asks the coordinator, tells it anew how far it has come, and gets what it has not answered once more.

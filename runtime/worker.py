@@ -35,7 +35,7 @@ from adaptra.runtime.plan import Plan
 from adaptra.runtime.rdma_watch import RdmaEvent, watch
 from adaptra.runtime.replicas import Replicas
 from adaptra.runtime.stage import EvaluationStage, Stage, TrainingStage
-from adaptra.runtime.stores import clone
+from adaptra.runtime.stores import Connection
 from adaptra.runtime.transports.base import Identity, Transport
 from adaptra.schedules import forward_only
 from adaptra.simulate import simulate
@@ -126,7 +126,7 @@ class Worker:
             on_error=self._abort_by_control,
         )
         self._membership = Membership(
-            PrefixStore("membership", clone(transport.store)),
+            Connection(PrefixStore("membership", transport.store)),
             self.rank,
             self._stages,
             self.abort,

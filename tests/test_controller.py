@@ -253,6 +253,86 @@ def test_training_goes_on_while_the_planner_plans() -> None:
     assert agreed.step > began[0] + 20
 
 
+def test_a_rank_that_lags_delays_the_switch_and_not_the_steps() -> None:
+    """Rank 2 takes its time to get ready for a plan: until every rank has run twenty more steps."""
+    journal = Journal()
+    is_asked, enough = threading.Event(), threading.Event()
+    began: list[int] = []
+
+    def prepare(rank: int, plan: Plan) -> None:
+        if rank == 2 and not enough.is_set():
+            began.append(max(journal.versions(), default=0))
+            is_asked.set()
+            assert enough.wait(30.0)
+
+    def until(step: int, plan: Plan) -> bool:
+        if is_asked.is_set() and step > began[0] + 20:
+            enough.set()
+        return plan.version == 1
+
+    with controllers(journal, prepare=prepare) as started:
+        assert train(started, journal, until) == []
+    assert_agreed(journal)
+    (agreed,) = journal.of(EventKind.AGREED)
+    assert agreed.step > began[0] + 20
+
+
+def test_a_coordinator_that_fails_is_replaced() -> None:
+    """The planner fails on ranks 0 and 1; rank 2 takes over, measures anew, and all switch to its plan."""
+    journal = Journal()
+    calls: list[str] = []
+
+    def broken_at_first(case: Case, incumbent: Program) -> Program:
+        calls.append(case.name)
+        if len(calls) <= 2:
+            raise IndexError(len(calls))
+        return best(case, incumbent)
+
+    with controllers(journal, planner=broken_at_first) as started:
+        assert train(started, journal, lambda step, plan: plan.version == 2) == []
+    assert_agreed(journal)
+    assert [(event.rank, event.text) for event in journal.of(EventKind.RESIGNED)] == [
+        (0, "IndexError: 1"),
+        (1, "IndexError: 2"),
+    ]
+    took_over = journal.of(EventKind.COORDINATES)
+    assert [(event.rank, event.text) for event in took_over] == [(1, "in place of rank 0"), (2, "in place of rank 1")]
+    assert {event.rank for event in journal.of(EventKind.AGREED)} == {2}
+
+
+def test_a_coordinator_that_does_not_answer_is_replaced() -> None:
+    """Rank 0 begins after the others have lost patience with it; it joins the one that they turned to."""
+    journal, store = Journal(), dist.HashStore()
+    options = ControllerOptions(patience=0.05)
+    with controllers(journal, ranks=range(1, RANKS), store=store, options=options) as others:
+        waiting = [threading.Thread(target=controller.plan_for, args=(0,)) for controller in others]
+        for thread in waiting:
+            thread.start()
+        assert journal.wait_for(EventKind.COORDINATES).rank == 1
+        with controllers(journal, ranks=[0], store=store, options=ControllerOptions()) as late:
+            assert train([*late, *others], journal, lambda step, plan: plan.version > 0) == []
+            for thread in waiting:
+                thread.join(30.0)
+    assert_agreed(journal)
+    assert {event.rank for event in journal.of(EventKind.SWITCHED)} == set(range(RANKS))
+
+
+def test_a_suggested_program_is_proposed_whatever_it_gains() -> None:
+    journal = Journal()
+
+    def until(step: int, plan: Plan) -> bool:
+        if step == 5:
+            started[0].suggest(SLOW_PROGRAM, "a user's wish")
+            started[3].suggest(HEALTHY_PROGRAM, "of a rank that does not coordinate")
+        return plan.version == 1
+
+    with controllers(journal) as started:
+        assert train(started, journal, until, cost=lambda step, plan: HEALTHY) == []
+    assert_agreed(journal)
+    (agreed,) = journal.of(EventKind.AGREED)
+    assert agreed.text == "a user's wish" and agreed.predicted == pytest.approx(predict(SLOW_PROGRAM, HEALTHY))
+
+
 def test_a_rank_that_refuses_keeps_all_on_the_old_plan() -> None:
     journal = Journal()
 
