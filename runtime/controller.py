@@ -157,7 +157,7 @@ class Controller:
         Raises:
             ControlError: The store is lost.
         """
-        self._send(self._participant.reach(measurement.step), Measured(measurement))
+        self._post(self._participant.reach(measurement.step), Measured(measurement))
 
     def suggest(self, program: Program, reason: str) -> None:
         """Have a compute-only program of this pipeline proposed in the next round, whatever it gains. Any thread may.
@@ -188,7 +188,7 @@ class Controller:
         self._coverage.fail(ControlError(f"the controller of rank {self._rank} is closed"))
         if self._thread.is_alive():
             try:
-                self._mailbox.send(self._rank, Wake())
+                self._mailbox.post(self._rank, Wake())
             except DistError as error:
                 log.warning("rank %d: the store was lost before the controller was closed: %s", self._rank, error)
         if threading.current_thread() is not self._thread:
@@ -232,18 +232,18 @@ class Controller:
                     f"{unheard * self._options.patience:g} s"
                 )
             self._is_impatient.set()
-            self._send(self._rank, Wake())
+            self._post(self._rank, Wake())
 
-    def _send(self, rank: int, mail: Mail) -> None:
+    def _post(self, rank: int, mail: Mail) -> None:
         try:
-            self._mailbox.send(rank, mail)
+            self._mailbox.post(rank, mail)
         except DistError as error:
             raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
 
     def _tell_control(self, act: Callable[[], None]) -> None:
         """Have something done on the control thread. Any thread may."""
         self._told.put(act)
-        self._send(self._rank, Wake())
+        self._post(self._rank, Wake())
 
     def _run(self) -> None:
         try:
@@ -318,7 +318,7 @@ class Controller:
 
     def _wake(self) -> None:
         try:
-            self._mailbox.send(self._rank, Wake())
+            self._mailbox.post(self._rank, Wake())
         except DistError as error:
             # The control thread meets the lost store by itself and reports it.
             log.warning("rank %d: the store was lost: %s", self._rank, error)

@@ -165,6 +165,7 @@ class Mailbox:
     def __init__(self, store: Store, rank: int) -> None:
         self._rank = rank
         self._sending = Connection(store)
+        self._posting = Connection(store)
         self._waiting = clone(store)
         self._waiting.set_timeout(PATIENCE)
 
@@ -174,16 +175,21 @@ class Mailbox:
         return self._sending
 
     def send(self, rank: int, mail: Mail) -> None:
-        """Send mail to a rank, in order, without waiting for anything. Any thread may.
+        """Send mail to a rank, in order. Only the control thread may, whose other requests to the store this mail follows.
 
         If the connection breaks, mail sent before may be lost, and this mail may arrive twice.
 
         Raises:
             torch.distributed.DistError: The store is lost.
         """
-        self._sending.push(f"mail/{rank}", encode(to_json(mail)))
-        # HashStore's queue_push wakes one waiting thread, whichever queue that waits for; its set wakes all.
-        self._sending.set("mail/bell", "")
+        _push(self._sending, rank, mail)
+
+    def post(self, rank: int, mail: Mail) -> None:
+        """Send mail to a rank as :meth:`send` does, from any thread, without waiting for anything.
+
+        It has a client of its own: another's requests wait for answers, and with a store that is out of reach for ever.
+        """
+        _push(self._posting, rank, mail)
 
     def receive(self) -> Mail:
         """Wait for the next mail. Only one thread may.
@@ -202,3 +208,9 @@ class Mailbox:
             torch.distributed.DistError: The store can't be reached.
         """
         self._waiting = renewed(self._waiting)
+
+
+def _push(connection: Connection, rank: int, mail: Mail) -> None:
+    connection.push(f"mail/{rank}", encode(to_json(mail)))
+    # HashStore's queue_push wakes one waiting thread, whichever queue that waits for; its set wakes all.
+    connection.set("mail/bell", "")
