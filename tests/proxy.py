@@ -15,7 +15,8 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._open: list[socket.socket] = []
-        self._is_stalled = False
+        self._flows = threading.Event()
+        self._flows.set()
         self._refuses = False
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -32,8 +33,12 @@ class Proxy:
         self.cut()
 
     def stall(self) -> None:
-        """Forward nothing any more, without a word."""
-        self._is_stalled = True
+        """Forward nothing any more, without a word, until :meth:`go_on`."""
+        self._flows.clear()
+
+    def go_on(self) -> None:
+        """Forward again, what came meanwhile first."""
+        self._flows.set()
 
     def _accept(self) -> None:
         while True:
@@ -49,8 +54,8 @@ class Proxy:
     def _forward(self, source: socket.socket, to: socket.socket) -> None:
         with contextlib.suppress(OSError):  # cut
             while data := source.recv(65536):
-                if not self._is_stalled:
-                    to.sendall(data)
+                self._flows.wait()
+                to.sendall(data)
         for end in (source, to):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

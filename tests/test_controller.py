@@ -18,6 +18,8 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from errors_table import check_documented
+from proxy import Proxy
 
 from adaptra.cost import Case, CostModel
 from adaptra.errors import ControlError, PeerLostError, PlanError
@@ -29,6 +31,8 @@ from adaptra.runtime.measurement import EdgeEstimate, EdgeMeasurement, StageMeas
 from adaptra.runtime.plan import Plan
 from adaptra.schedules import gpipe, one_f_one_b, zb_h1
 from adaptra.simulate import lower_bound, simulate
+
+SILENT = "step … has no plan: rank … lost the control channel: the store has not answered for … s"
 
 RANKS, MICROBATCHES = 4, 8
 HEALTHY = CostModel.uniform(RANKS, 0.02, 0.02, 0.01, latency=2e-4)
@@ -154,7 +158,7 @@ def controllers(
 def train(
     started: Sequence[Controller],
     journal: Journal,
-    until: Callable[[int, Plan], bool],
+    until: Callable[[int, Plan], object],
     cost: Callable[[int, Plan], CostModel] = lambda step, plan: against(plan),
     ranks: Sequence[int] = range(RANKS),
     first_step: int = 0,
@@ -530,6 +534,21 @@ def test_a_lost_store_ends_training_with_an_error() -> None:
     assert all(isinstance(error, ControlError) for error in raised)
     assert all(isinstance(error, dist.DistError) for error in errors)
     assert len(errors) == 3
+
+
+def test_a_store_that_falls_silent_ends_training_with_an_error() -> None:
+    """Nothing that the ranks send arrives, and no connection ends: none of them waits for ever."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    proxy = Proxy(server.port)
+    client = dist.TCPStore("127.0.0.1", proxy.port, is_master=False, wait_for_workers=False)
+    journal = Journal()
+    with controllers(journal, store=client, options=ControllerOptions(patience=0.05)) as started:
+        raised = train(started, journal, lambda step, plan: proxy.stall() if step == 5 else False)
+        # Closing wakes the control threads, which then see what came meanwhile.
+        proxy.go_on()
+    assert len(raised) == RANKS
+    for error in raised:
+        check_documented(type(error).__name__, str(error), SILENT)
 
 
 def test_a_step_without_a_plan_in_time_says_so() -> None:
