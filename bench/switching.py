@@ -3,13 +3,17 @@
 Ranks over gloo with emulated devices. The coordinator is asked every few steps for the other of two plans of equal time,
 so that plans are proposed, prepared, confirmed and switched while training runs. In the same processes, in turn, a pipeline
 whose control plane is at rest runs as many steps: the baseline. A step's time is that of the slowest rank. The first rows are
-the first steps under a new plan; the others all steps of that pipeline, in which plans are proposed, prepared and confirmed.
+the first steps under a new plan; the next all steps of that pipeline, in which plans are proposed, prepared and confirmed; the
+last steps of the other pipeline while its first rank plans in the background, one plan after the other.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from statistics import quantiles
 from typing import Any
 
@@ -19,7 +23,10 @@ from _ranks import run_on_ranks, small_problem
 from _table import Row, parser, print_rows
 
 import adaptra
+from adaptra.cost import Case, CostModel
+from adaptra.planner import plan
 from adaptra.program import Program
+from adaptra.runtime.background import giving_way
 
 BLOCK = 40
 """Steps of one pipeline before the other has its turn."""
@@ -35,6 +42,27 @@ def alternatives(ranks: int, microbatches: int) -> tuple[Program, Program]:
     at = next(i for i in range(len(last) - 2) if last[i].kind.value == "W" and last[i + 1].kind.value == "F")
     last[at], last[at + 1] = last[at + 1], last[at]
     return first, Program("1f1b_late_w", first.placement, microbatches, (*first.orders[:-1], tuple(last)))
+
+
+@contextmanager
+def planning(rank: int, case: Case) -> Iterator[None]:
+    """Let the first rank plan all the time, on a thread of its own as the coordinator does."""
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.is_set():
+            with giving_way():
+                plan(case)
+
+    thread = threading.Thread(target=work)
+    if rank == 0:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if rank == 0:
+            thread.join()
 
 
 class Timed:
@@ -68,16 +96,17 @@ class Timed:
         return times.tolist()
 
 
-def measure(_rank: int, programs: tuple[Program, Program], switches: int, seconds: float) -> dict[str, Any]:
+def measure(rank: int, programs: tuple[Program, Program], switches: int, seconds: float) -> dict[str, Any]:
     """One rank: blocks of both pipelines in turn until there were enough switches."""
     problem = small_problem(programs[0].ranks, programs[0].microbatches)
     device = adaptra.EmulatedDevice(seconds, seconds, seconds)
     options = adaptra.Options(adapt=False, schedule=programs[0], emulate=device)
     batch = problem["example_inputs"]
+    case = Case(CostModel.uniform(8, seconds, seconds, seconds, latency=3 * seconds), 32, tuple(range(8)))
     with adaptra.compile(**problem, options=options) as ours, adaptra.compile(**problem, options=options) as theirs:
         for pipe in (ours, theirs):
             Timed(pipe, batch).step()  # what the first step of a process costs is not asked here
-        switching, resting = Timed(ours, batch), Timed(theirs, batch)
+        switching, resting, beside = Timed(ours, batch), Timed(theirs, batch), Timed(theirs, batch)
         while ours.plan.version < switches:
             for step in range(BLOCK):
                 if step % EVERY == 0:
@@ -85,7 +114,11 @@ def measure(_rank: int, programs: tuple[Program, Program], switches: int, second
                 switching.step()
             for _ in range(BLOCK):
                 resting.step()
-        found = {"switching": switching.slowest, "versions": switching.versions, "resting": resting.slowest}
+            with planning(rank, case):
+                for _ in range(BLOCK):
+                    beside.step()
+        found = {"switching": switching.slowest, "resting": resting.slowest, "beside": beside.slowest}
+        found["versions"] = switching.versions
         dist.barrier()
     return found
 
@@ -111,6 +144,7 @@ def main() -> int:
     first = [now for now, was, is_ in zip(seconds[1:], versions, versions[1:], strict=False) if is_ != was]
     rows = rows_of("first step under a new plan", first, found["resting"])
     rows += rows_of("all steps while plans are proposed", seconds, found["resting"])
+    rows += rows_of("steps beside planning for 8 stages, 32 microbatches", found["beside"], found["resting"])
     title = f"{given.ranks} ranks, {given.microbatches} microbatches, {given.op_ms:g} ms ops, {len(first)} switches"
     print_rows(title, rows, baseline="at rest", as_json=given.json)
     return 0

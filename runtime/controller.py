@@ -43,7 +43,7 @@ from adaptra.runtime.measurement import StepMeasurement
 from adaptra.runtime.participant import Participant, Surroundings
 from adaptra.runtime.plan import Plan
 from adaptra.runtime.plan_log import Coverage
-from adaptra.verify import verify
+from adaptra.runtime.preparation import Preparation
 
 KEPT_EVENTS = 4096
 """How many events are kept."""
@@ -99,7 +99,6 @@ class Controller:
         self._initial = initial
         self._planning = planning
         self._options = options
-        self._prepare = prepare
         self._on_event = on_event
         self._on_error = on_error
         self._events: deque[ControlEvent] = deque(maxlen=KEPT_EVENTS)
@@ -107,19 +106,25 @@ class Controller:
         self._step = first_step
         self._coverage = Coverage(first_step)
         self._mailbox = Mailbox(store, rank)
+        preparation = Preparation(
+            rank,
+            initial.program,
+            prepare,
+            self._is_ready,
+            self._is_refused,
+        )
         self._participant = Participant(
             rank,
             world_size,
             initial,
             Surroundings(
-                self._mailbox.store, self._mailbox.send, self._coverage.extend, self._consider, self._lead, self._emit
+                self._mailbox.store, self._mailbox.send, self._coverage.extend, preparation.begin, self._lead, self._emit
             ),
             options.ahead,
             first_step,
         )
         self._coordinator: Coordinator | None = None
         self._has_resigned = False
-        self._preparing = threading.Lock()
         self._told: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_impatient = threading.Event()
         self._closing = threading.Event()
@@ -163,11 +168,8 @@ class Controller:
         """Have a compute-only program of this pipeline proposed in the next round, whatever it gains. Any thread may.
 
         Only the coordinator's rank can; elsewhere, or if this rank stops coordinating before that round, nothing happens.
-
-        Raises:
-            ControlError: The store is lost.
         """
-        self._tell_control(lambda: None if self._coordinator is None else self._coordinator.suggest(program, reason))
+        self._tell(lambda: None if self._coordinator is None else self._coordinator.suggest(program, reason))
 
     def tell_link(self, text: str) -> None:
         """Something has happened to one of this rank's links. Any thread may."""
@@ -240,11 +242,6 @@ class Controller:
         except DistError as error:
             raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
 
-    def _tell_control(self, act: Callable[[], None]) -> None:
-        """Have something done on the control thread. Any thread may."""
-        self._told.put(act)
-        self._post(self._rank, Wake())
-
     def _run(self) -> None:
         try:
             self._participant.start()
@@ -316,41 +313,23 @@ class Controller:
             self._emit(EventKind.RESIGNED, self._step, self._running.version, f"{type(error).__name__}: {error}")
             self._participant.resign()
 
+    def _is_ready(self, plan: Plan) -> None:
+        self._tell(lambda: self._participant.ready(plan))
+
+    def _is_refused(self, version: int, why: str) -> None:
+        self._tell(lambda: self._participant.refuse(version, why))
+
+    def _tell(self, act: Callable[[], None]) -> None:
+        """Have something done on the control thread. Any thread may."""
+        self._told.put(act)
+        self._wake()
+
     def _wake(self) -> None:
         try:
             self._mailbox.post(self._rank, Wake())
         except DistError as error:
             # The control thread meets the lost store by itself and reports it.
             log.warning("rank %d: the store was lost: %s", self._rank, error)
-
-    def _consider(self, proposal: Proposed) -> None:
-        threading.Thread(target=self._prepare_plan, args=(proposal,), name=f"adaptra-prepare-{self._rank}", daemon=True).start()
-
-    def _prepare_plan(self, proposal: Proposed) -> None:
-        """Confirm a proposed plan, or refuse it: what is wrong with a plan never ends the plan that runs."""
-        with self._preparing:
-            try:
-                plan = Plan.from_json(proposal.plan)
-                self._check(plan, proposal.version)
-                if self._prepare is not None:
-                    self._prepare(plan)
-            except Exception as error:
-                why = str(error)
-                self._told.put(lambda: self._participant.refuse(proposal.version, why))
-            else:
-                self._told.put(lambda: self._participant.ready(plan))
-        self._wake()
-
-    def _check(self, plan: Plan, version: int) -> None:
-        given, expected = plan.program, self._initial.program
-        if plan.version != version:
-            raise ControlError(f"plan {plan.version} proposed as version {version}: expected the plan's own")
-        if (given.placement, given.microbatches) != (expected.placement, expected.microbatches):
-            raise ControlError(
-                f"plan {version} has placement {given.placement} and {given.microbatches} microbatches: "
-                f"expected {expected.placement} and {expected.microbatches}"
-            )
-        verify(given)
 
     def _fail(self, error: Exception) -> None:
         log.error("rank %d: the control plane failed", self._rank, exc_info=error)

@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from adaptra.cost import Case, CostModel
 from adaptra.errors import AdaptraError
 from adaptra.program import Program
+from adaptra.runtime.background import giving_way
 from adaptra.runtime.detector import Detection, Detector, DetectorOptions, EdgeChange, StageChange
 from adaptra.runtime.events import EventKind
 from adaptra.runtime.measurement import StepMeasurement
@@ -191,7 +192,8 @@ class Coordinator:
     def _plan(self, detection: Detection, current: Plan) -> None:
         """On the planning thread: the outcome goes to the control thread, whatever it is."""
         try:
-            outcome = self._compare(detection, current)
+            with giving_way():
+                outcome = self._compare(detection, current)
         except Exception as error:
             outcome = _Outcome(error=error)
         self._outcomes.put(outcome)

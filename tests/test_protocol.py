@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from protocol_model import Bounds, Faults, Model, ViolationError
+from protocol_model import Model, ViolationError
+from protocol_world import Bounds, Faults
 
 from adaptra.runtime.mailbox import Confirmed, Joined
 from adaptra.runtime.participant import Participant
