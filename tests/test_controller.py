@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -398,7 +399,8 @@ def test_a_rank_that_holds_another_program_keeps_all_on_the_old_plan() -> None:
 
 def test_a_rank_that_never_answers_delays_the_switch_and_not_the_steps() -> None:
     journal = run_with_one_by_hand(lambda mailbox, proposed: None, ControllerOptions(confirm_seconds=0.05))
-    assert journal.of(EventKind.WITHDRAWN)[0].text == "not confirmed by rank 3 within 0.05 s"
+    # On a busy machine others may be as late.
+    assert re.fullmatch(r"not confirmed by rank (\d, )*3 within 0\.05 s", journal.of(EventKind.WITHDRAWN)[0].text)
     assert journal.of(EventKind.AGREED) == []
     assert {version for found in journal.versions().values() for version in found} == {0}
 
