@@ -83,13 +83,18 @@ class Search {
         most_(most_in_flight(problem, options.in_flight)),
         dice_(options.seed),
         judge_(problem, rule, options.in_flight) {
-    if (QuickTimer::fills(problem)) {
+    const auto local_search = [&](WeightGrads weight_grads) {
+      return std::make_unique<LocalSearch>(problem, rule, options.in_flight, weight_grads, judge_, dice_);
+    };
+    const bool fills = QuickTimer::fills(problem);
+    if (fills) {
       add(0.25, std::make_unique<RhythmClimb>(problem, options.warm_ups, most_, judge_, dice_));
-      add(2.0, std::make_unique<LocalSearch>(problem, rule, options.in_flight, WeightGrads::Filled, judge_, dice_));
+      add(2.0, local_search(WeightGrads::Filled));
     }
     policies_ = new PolicyClimb(problem, options.warm_ups, most_, judge_, dice_);
     add(0.5, std::unique_ptr<SearchPart>(policies_));
-    add(2.0, std::make_unique<LocalSearch>(problem, rule, options.in_flight, WeightGrads::Placed, judge_, dice_));
+    // Where W can be filled in, moving them too keeps one change in 150: it is for what is left when nothing else gains.
+    add(fills ? 0.1 : 2.0, local_search(WeightGrads::Placed));
   }
 
   std::optional<Plan> run() {
