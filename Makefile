@@ -73,6 +73,7 @@ bench: $(READY)
 	$(BIN)/python bench/slow_link.py
 	$(BIN)/python bench/delegate.py
 	$(BIN)/python bench/head_of_line.py
+	$(BIN)/python bench/switching.py
 
 clean:
 	rm -rf $(VENV) build dist out
