@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import test_api_processes
-import test_control_processes
 import test_controller
+import test_membership
 import torch
 from errors_table import check_documented, documented_errors
 from models import EXAMPLES
@@ -375,7 +375,7 @@ def test_every_mistake_is_told_as_documented(row, mistake):
 
 def test_every_documented_error_has_a_test():
     tested = {row for row, _ in MISTAKES} | TESTED_ELSEWHERE | {test_controller.SILENT}
-    for module in (test_api_processes, test_control_processes):
+    for module in (test_api_processes, test_membership):
         tested |= set(module.DOCUMENTED.values())
     assert tested == set(documented_errors())
 

@@ -13,7 +13,6 @@ import time
 from datetime import timedelta
 
 import pytest
-from errors_table import check_documented
 from event_log import EventFile, check_events, read_events
 from processes import run_processes
 
@@ -24,11 +23,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 RANKS, MICROBATCHES, ROWS = 3, 4, 12
 LIMIT = 1000
 """Far more steps than any of these runs takes."""
-
-DOCUMENTED = {
-    "store": "the control store is lost: the process that hosts it died or can't be reached: …",
-    "silent": "rank … gave no sign of life for … s…",
-}
 
 
 @pytest.fixture
@@ -229,13 +223,10 @@ def test_a_control_store_out_of_reach_ends_training_everywhere(victim, how, stor
         assert found is not None, f"rank {rank} went on for {seconds} s"
         error, text, lost, last_step = found
         assert last_step < 30, text
-        if rank == victim and how == "stall":
-            check_documented(error, text, DOCUMENTED["store"])
-        elif rank == victim:
+        if rank == victim:
             # Whichever of its threads first needs the store says so.
             assert error in {"PeerLostError", "ControlError"} and "store" in text, text
         else:
+            # By its silence, or by the connections that it ends.
             assert (error, lost) == ("PeerLostError", victim), text
-            if how == "stall":
-                check_documented(error, text, DOCUMENTED["silent"])
     check_events(read_events(tmp_path), {})
