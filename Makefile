@@ -75,6 +75,7 @@ bench: $(READY)
 	$(BIN)/python bench/delegate.py
 	$(BIN)/python bench/failover.py
 	$(BIN)/python bench/head_of_line.py
+	$(BIN)/python bench/switching.py
 
 clean:
 	rm -rf $(VENV) build dist out

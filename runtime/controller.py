@@ -1,37 +1,58 @@
 """The controller: every rank's end of the control plane, beside training and never inside a step.
 
-Each rank has a control thread that waits for mail. It follows the plan log, checks and confirms proposed plans, and on rank 0
-it also coordinates. The training thread asks :meth:`Controller.plan_for` which plan runs a step, which in steady state has been
-known for a step or two and costs a comparison, and hands over what it measured with :meth:`Controller.report`, which waits for
-nobody.
+Each rank has a control thread that waits for mail and takes this rank's part in the agreement about plans; on one rank it also
+coordinates. A proposed plan is checked and prepared on a thread of its own, so that the log is followed meanwhile. The training
+thread asks :meth:`Controller.plan_for` which plan runs a step, which in steady state has been known for a step or two and costs
+a comparison, and hands over what it measured with :meth:`Controller.report`, which waits for nobody.
 
-Whatever goes wrong on a control thread ends the control plane on all ranks: it is logged, told to ``on_error``, and raised by
-the next :meth:`Controller.plan_for`.
+What goes wrong in coordinating makes another rank coordinate, and so does a broken connection of the coordinator to the store;
+any rank whose connection breaks makes a new one. Whatever else goes wrong on a control thread ends the control plane on all
+ranks: it is logged, told to ``on_error``, and raised by the next :meth:`Controller.plan_for`. So does a second failure in
+coordinating on one rank, for by then every other rank has failed at it, too.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 
-from torch.distributed import DistError, Store
+from torch.distributed import DistError, DistNetworkError, Store
 
 from adaptra.errors import ControlError
-from adaptra.runtime.coordinator import COORDINATOR, ControllerOptions, Coordinator, Planning
+from adaptra.program import Program
+from adaptra.runtime.coordinator import ControllerOptions, Coordinator, Planning
 from adaptra.runtime.events import ControlEvent, EventKind
-from adaptra.runtime.mailbox import Confirmed, Failed, LogGrew, Mail, Mailbox, Measured, Proposed, Refused, Wake
+from adaptra.runtime.mailbox import (
+    Confirmed,
+    Failed,
+    Joined,
+    LogGrew,
+    Mail,
+    Mailbox,
+    Measured,
+    Proposed,
+    Refused,
+    Term,
+    Wake,
+)
 from adaptra.runtime.measurement import StepMeasurement
+from adaptra.runtime.participant import Participant, Surroundings
 from adaptra.runtime.plan import Plan
-from adaptra.runtime.plan_log import Coverage, LogReader
-from adaptra.verify import verify
+from adaptra.runtime.plan_log import Coverage
+from adaptra.runtime.preparation import Preparation
 
 KEPT_EVENTS = 4096
 """How many events are kept."""
 
 CLOSE_SECONDS = 10.0
 """How long closing waits for the control thread, and for planning that is under way."""
+
+DEAF_WAITS = 8
+"""A control thread that has heard nothing of this rank's training for so many times its patience has lost the store."""
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +69,10 @@ class Controller:
         world_size: Ranks of the pipeline.
         store: The pipeline's store, with a prefix that no other controller uses or has used. It is cloned.
         initial: Plan 0; every rank must give the same program.
-        planning: The compiler; only used on rank 0.
-        options: How to behave; only those of rank 0 matter, but for ``plan_seconds``.
-        prepare: Called on the control thread with a proposed plan before it is confirmed, to do beforehand what a switch needs;
-            what it raises refuses the plan.
+        planning: The compiler; used while this rank coordinates.
+        options: How to behave; those of the coordinating rank matter, but for ``plan_seconds`` and ``patience``.
+        prepare: Called with a proposed plan before it is confirmed, on a thread of its own and one at a time, to do beforehand
+            what a switch needs; what it raises refuses the plan.
         on_event: Called with each event, by the thread that it happens on: the control thread, or for SWITCHED the training
             thread.
         on_error: Called on the control thread with the error that ends the control plane.
@@ -76,20 +97,36 @@ class Controller:
         self._rank = rank
         self._ranks = world_size
         self._initial = initial
-        self._prepare = prepare
+        self._planning = planning
+        self._options = options
         self._on_event = on_event
         self._on_error = on_error
-        self._timeout = options.plan_seconds
         self._events: deque[ControlEvent] = deque(maxlen=KEPT_EVENTS)
         self._running = initial
         self._step = first_step
-        self._plans = {initial.version: initial}
         self._coverage = Coverage(first_step)
         self._mailbox = Mailbox(store, rank)
-        self._log = LogReader(self._mailbox.store)
+        preparation = Preparation(
+            rank,
+            initial.program,
+            prepare,
+            self._is_ready,
+            self._is_refused,
+        )
+        self._participant = Participant(
+            rank,
+            world_size,
+            initial,
+            Surroundings(
+                self._mailbox.store, self._mailbox.send, self._coverage.extend, preparation.begin, self._lead, self._emit
+            ),
+            options.ahead,
+            first_step,
+        )
         self._coordinator: Coordinator | None = None
-        if rank == COORDINATOR:
-            self._coordinator = Coordinator(world_size, self._mailbox, initial, planning, options, self._emit, first_step)
+        self._has_resigned = False
+        self._told: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._is_impatient = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"adaptra-controller-{rank}", daemon=True)
         self._thread.start()
@@ -107,10 +144,13 @@ class Controller:
 
         Raises:
             TransportError: :meth:`abort` was given it.
-            ControlError: The control plane has failed or is closed, or the log does not reach the step within ``plan_seconds``.
+            ControlError: The control plane has failed or is closed, the store does not answer, or the log does not reach the
+                step within ``plan_seconds``.
         """
         self._step = step
-        plan = self._coverage.plan_for(step, self._timeout)
+        if not self._coverage.wait_for(step, 0.0):
+            self._wait_for(step)
+        plan = self._coverage.plan_for(step)
         if plan.version != self._running.version:
             self._running = plan
             self._emit(EventKind.SWITCHED, step, plan.version, plan.reason, plan.predicted)
@@ -122,10 +162,14 @@ class Controller:
         Raises:
             ControlError: The store is lost.
         """
-        try:
-            self._mailbox.send(COORDINATOR, Measured(measurement))
-        except DistError as error:
-            raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
+        self._post(self._participant.reach(measurement.step), Measured(measurement))
+
+    def suggest(self, program: Program, reason: str) -> None:
+        """Have a compute-only program of this pipeline proposed in the next round, whatever it gains. Any thread may.
+
+        Only the coordinator's rank can; elsewhere, or if this rank stops coordinating before that round, nothing happens.
+        """
+        self._tell(lambda: None if self._coordinator is None else self._coordinator.suggest(program, reason))
 
     def tell_link(self, text: str) -> None:
         """Something has happened to one of this rank's links. Any thread may."""
@@ -146,13 +190,13 @@ class Controller:
         self._coverage.fail(ControlError(f"the controller of rank {self._rank} is closed"))
         if self._thread.is_alive():
             try:
-                self._mailbox.send(self._rank, Wake())
+                self._mailbox.post(self._rank, Wake())
             except DistError as error:
                 log.warning("rank %d: the store was lost before the controller was closed: %s", self._rank, error)
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_SECONDS)
-        if self._coordinator is not None:
-            self._coordinator.close(CLOSE_SECONDS)
+        if (coordinator := self._coordinator) is not None:
+            coordinator.close(CLOSE_SECONDS)
 
     def _emit(
         self,
@@ -168,72 +212,123 @@ class Controller:
         if self._on_event is not None:
             self._on_event(event)
 
+    def _wait_for(self, step: int) -> None:
+        """Wait until the log covers a step, and ask the coordinator now and then."""
+        waited, unheard, limit = 0.0, 0, self._options.plan_seconds
+        while True:
+            left = self._options.patience if limit is None else min(self._options.patience, limit - waited)
+            started = time.monotonic()
+            if self._coverage.wait_for(step, left):
+                return
+            waited += time.monotonic() - started
+            if limit is not None and waited >= limit:
+                raise ControlError(
+                    f"step {step} has no plan after {limit} s: a rank has not reported its last step, or has not confirmed the "
+                    "first plan"
+                )
+            unheard = unheard + 1 if self._is_impatient.is_set() else 0
+            if unheard == DEAF_WAITS:
+                raise ControlError(
+                    f"step {step} has no plan: rank {self._rank} lost the control channel: the store has not answered for "
+                    f"{unheard * self._options.patience:g} s"
+                )
+            self._is_impatient.set()
+            self._post(self._rank, Wake())
+
+    def _post(self, rank: int, mail: Mail) -> None:
+        try:
+            self._mailbox.post(rank, mail)
+        except DistError as error:
+            raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
+
     def _run(self) -> None:
         try:
-            self._mailbox.send(COORDINATOR, Confirmed(self._rank, self._initial.version, self._initial.digest))
+            self._participant.start()
             while not self._closing.is_set():
-                self._handle(self._mailbox.receive())
+                self._receive()
         except Exception as error:
             if not self._closing.is_set():
                 self._fail(error)
 
+    def _receive(self) -> None:
+        try:
+            mail = self._mailbox.receive()
+        except DistNetworkError as error:
+            log.warning("rank %d: the connection to the store broke, making another: %s", self._rank, error)
+            self._mailbox.reconnect()
+            self._participant.rejoin()
+        else:
+            self._handle(mail)
+
     def _handle(self, mail: Mail) -> None:
         match mail:
-            case LogGrew():
-                self._follow()
-            case Proposed():
-                self._consider(mail)
             case Failed(rank, error):
                 raise _PeerFailedError(f"the controller of rank {rank} failed: {error}")
             case Wake():
-                if self._coordinator is not None and not self._closing.is_set():
-                    self._coordinator.woken()
-            case Measured():
-                self._coordinating(mail).measured(mail)
-            case Confirmed():
-                self._coordinating(mail).confirmed(mail)
-            case Refused():
-                self._coordinating(mail).refused(mail)
+                self._woken()
+            case Measured(measurement):
+                self._participant.handle(mail)
+                self._coordinate(lambda coordinator: coordinator.measured(measurement))
+            case Proposed() | Confirmed() | Refused() | Joined() | Term() | LogGrew():
+                self._participant.handle(mail)
+        self._coordinate(Coordinator.begin_round)
 
-    def _coordinating(self, mail: Mail) -> Coordinator:
-        if self._coordinator is None:
-            raise ControlError(f"rank {self._rank} got mail for the coordinator, rank {COORDINATOR}: {type(mail).__name__}")
-        return self._coordinator
+    def _woken(self) -> None:
+        while not self._told.empty():
+            self._told.get()()
+        if self._is_impatient.is_set():
+            self._is_impatient.clear()
+            self._participant.impatient()
+        self._coordinate(Coordinator.woken)
 
-    def _follow(self) -> None:
-        for entry in self._log.read():
-            if entry.version not in self._plans:
-                raise ControlError(f"the log names plan {entry.version}, which rank {self._rank} has not confirmed")
-            self._coverage.extend(entry.until, self._plans[entry.version])
-            for version in [version for version in self._plans if version < entry.version]:
-                del self._plans[version]
-
-    def _consider(self, proposal: Proposed) -> None:
-        """Confirm a proposed plan, or refuse it: what is wrong with a plan never ends the plan that runs."""
-        try:
-            plan = Plan.from_json(proposal.plan)
-            self._check(plan, proposal.version)
-            if self._prepare is not None:
-                self._prepare(plan)
-        except Exception as error:
-            self._emit(EventKind.REFUSED, self._step, proposal.version, str(error))
-            self._mailbox.send(COORDINATOR, Refused(self._rank, proposal.version, str(error)))
-            return
-        self._plans[plan.version] = plan
-        # Told before it is sent: the switch can then never be told before the confirmation.
-        self._emit(EventKind.CONFIRMED, self._step, plan.version, plan.reason, plan.predicted)
-        self._mailbox.send(COORDINATOR, Confirmed(self._rank, plan.version, plan.digest))
-
-    def _check(self, plan: Plan, version: int) -> None:
-        given, expected = plan.program, self._initial.program
-        if plan.version != version or version in self._plans:
-            raise ControlError(f"plan {plan.version} proposed as version {version}: expected a new version, the plan's own")
-        if (given.placement, given.microbatches) != (expected.placement, expected.microbatches):
-            raise ControlError(
-                f"plan {version} has placement {given.placement} and {given.microbatches} microbatches: "
-                f"expected {expected.placement} and {expected.microbatches}"
+    def _lead(self, leads: bool) -> None:
+        """This rank begins or ends to coordinate. Planning that is under way may end; nobody asks for its outcome."""
+        self._coordinator = None
+        agreement = self._participant.agreement
+        if leads and agreement is not None:
+            self._coordinator = Coordinator(
+                self._ranks,
+                self._participant,
+                agreement.current or self._initial,
+                self._planning,
+                self._options,
+                self._emit,
+                self._wake,
             )
-        verify(given)
+
+    def _coordinate(self, act: Callable[[Coordinator], None]) -> None:
+        """Do the coordinator's part; if that fails, leave it to another rank, but only once."""
+        if self._coordinator is None or self._closing.is_set():
+            return
+        try:
+            act(self._coordinator)
+        except DistError:
+            raise
+        except Exception as error:
+            if self._has_resigned:
+                raise
+            self._has_resigned = True
+            log.exception("rank %d: coordinating failed, another rank takes over", self._rank)
+            self._emit(EventKind.RESIGNED, self._step, self._running.version, f"{type(error).__name__}: {error}")
+            self._participant.resign()
+
+    def _is_ready(self, plan: Plan) -> None:
+        self._tell(lambda: self._participant.ready(plan))
+
+    def _is_refused(self, version: int, why: str) -> None:
+        self._tell(lambda: self._participant.refuse(version, why))
+
+    def _tell(self, act: Callable[[], None]) -> None:
+        """Have something done on the control thread. Any thread may."""
+        self._told.put(act)
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self._mailbox.post(self._rank, Wake())
+        except DistError as error:
+            # The control thread meets the lost store by itself and reports it.
+            log.warning("rank %d: the store was lost: %s", self._rank, error)
 
     def _fail(self, error: Exception) -> None:
         log.error("rank %d: the control plane failed", self._rank, exc_info=error)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class EventKind(Enum):
-    """What happened. DETECTED to WITHDRAWN are told by the coordinator's rank, the others by each rank for itself."""
+    """What happened. DETECTED to WITHDRAWN are told by the rank that coordinates, the others by each rank for itself."""
 
     DETECTED = "detected"
     """The cost model changed; ``text`` says how."""
@@ -26,6 +26,10 @@ class EventKind(Enum):
     """This rank can't run a plan; ``text`` says why."""
     SWITCHED = "switched"
     """This rank is about to run ``step``, the first one under another plan."""
+    COORDINATES = "coordinates"
+    """This rank coordinates from now on, in place of another."""
+    RESIGNED = "resigned"
+    """This rank failed in coordinating, ``text`` says how, and leaves it to another."""
     LINK = "link"
     """An RDMA device of this rank told of a port that went down, say; ``text`` has that, and what its ports are now."""
 
@@ -38,7 +42,7 @@ class ControlEvent:
         kind: What happened.
         rank: The rank that tells it.
         step: The step it belongs to: the last one measured for DETECTED to WITHDRAWN, the first one of the plan for AGREED and
-            SWITCHED, the last one asked for by this rank otherwise.
+            SWITCHED, the last one that this rank has run or asked for otherwise.
         version: The plan it is about.
         text: For people.
         predicted: That plan's simulated makespan, where it is known; seconds.

@@ -78,9 +78,10 @@ class Executor:
         self._values: dict[tuple[int, Kind, int], tuple[Tensor, ...]] = {}
         self._receives: dict[Op, Pending] = {}
         self._held: dict[tuple[int, int], list[Pending]] = {}
-
-    def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
+        self.receive_counts = self._receive_counts()
         """How many receive buffers the program takes at a time, per source rank and message."""
+
+    def _receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
         held: Counter[tuple[int, MessageSpec]] = Counter()
         most: Counter[tuple[int, MessageSpec]] = Counter()
         by_microbatch: dict[tuple[int, int], list[tuple[int, MessageSpec]]] = {}

@@ -14,7 +14,7 @@ from torch.distributed import Store
 
 from adaptra.runtime.measurement import StepMeasurement
 from adaptra.runtime.schema import decode, encode
-from adaptra.runtime.stores import clone
+from adaptra.runtime.stores import Connection, clone, renewed
 
 PATIENCE: Final = timedelta(days=30)
 """A control thread without mail waits for so long; the end of a wait is mail, never a timeout."""
@@ -57,6 +57,25 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined:
+    """A rank turns to the coordinator of a term, which takes over if it does not coordinate yet.
+
+    ``reached`` is the last step that the rank has run.
+    """
+
+    rank: int
+    term: int
+    reached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """The answer to :class:`Joined`, and what a coordinator tells all when it takes over: the latest term it knows of."""
+
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
 class LogGrew:
     """There is a new entry in the plan log."""
 
@@ -74,7 +93,7 @@ class Wake:
     """To oneself: something happened in this process."""
 
 
-Mail = Measured | Proposed | Confirmed | Refused | LogGrew | Failed | Wake
+Mail = Measured | Proposed | Confirmed | Refused | Joined | Term | LogGrew | Failed | Wake
 
 
 def to_json(mail: Mail) -> dict[str, Any]:
@@ -89,6 +108,10 @@ def to_json(mail: Mail) -> dict[str, Any]:
             data = {"mail": "confirmed", "rank": rank, "version": version, "digest": digest}
         case Refused(rank, version, why):
             data = {"mail": "refused", "rank": rank, "version": version, "why": why[:MAX_TEXT]}
+        case Joined(rank, term, reached):
+            data = {"mail": "joined", "rank": rank, "term": term, "reached": reached}
+        case Term(term):
+            data = {"mail": "term", "term": term}
         case LogGrew():
             data = {"mail": "log"}
         case Failed(rank, error):
@@ -115,6 +138,10 @@ def from_json(payload: bytes) -> Mail:
             mail = Confirmed(fields.whole("rank"), fields.whole("version"), fields.text("digest", at_most=64))
         case "refused":
             mail = Refused(fields.whole("rank"), fields.whole("version"), fields.text("why", at_most=MAX_TEXT))
+        case "joined":
+            mail = Joined(fields.whole("rank"), fields.whole("term"), fields.whole("reached", at_least=-1))
+        case "term":
+            mail = Term(fields.whole("term"))
         case "log":
             mail = LogGrew()
         case "failed":
@@ -122,7 +149,7 @@ def from_json(payload: bytes) -> Mail:
         case "wake":
             mail = Wake()
         case other:
-            raise fields.refuse("mail", "one of measured, proposed, confirmed, refused, log, failed, wake", other)
+            raise fields.refuse("mail", "one of measured, proposed, confirmed, refused, joined, term, log, failed, wake", other)
     fields.end()
     return mail
 
@@ -137,30 +164,53 @@ class Mailbox:
 
     def __init__(self, store: Store, rank: int) -> None:
         self._rank = rank
-        self._sending = clone(store)
+        self._sending = Connection(store)
+        self._posting = Connection(store)
         self._waiting = clone(store)
         self._waiting.set_timeout(PATIENCE)
 
     @property
-    def store(self) -> Store:
+    def store(self) -> Connection:
         """The client that sends: what is written through it is there before mail sent after it by the same thread."""
         return self._sending
 
     def send(self, rank: int, mail: Mail) -> None:
-        """Send mail to a rank, in order, without waiting for anything. Any thread may.
+        """Send mail to a rank, in order. Only the control thread may, whose other requests to the store this mail follows.
+
+        If the connection breaks, mail sent before may be lost, and this mail may arrive twice.
 
         Raises:
             torch.distributed.DistError: The store is lost.
         """
-        self._sending.queue_push(f"mail/{rank}", encode(to_json(mail)))
-        # HashStore's queue_push wakes one waiting thread, whichever queue that waits for; its set wakes all.
-        self._sending.set("mail/bell", "")
+        _push(self._sending, rank, mail)
+
+    def post(self, rank: int, mail: Mail) -> None:
+        """Send mail to a rank as :meth:`send` does, from any thread, without waiting for anything.
+
+        It has a client of its own: another's requests wait for answers, and with a store that is out of reach for ever.
+        """
+        _push(self._posting, rank, mail)
 
     def receive(self) -> Mail:
         """Wait for the next mail. Only one thread may.
 
         Raises:
             ControlError: What arrived is not mail.
+            torch.distributed.DistNetworkError: The connection broke; mail may be lost. See :meth:`reconnect`.
             torch.distributed.DistError: The store is lost.
         """
         return from_json(self._waiting.queue_pop(f"mail/{self._rank}"))
+
+    def reconnect(self) -> None:
+        """Receive through a new connection.
+
+        Raises:
+            torch.distributed.DistError: The store can't be reached.
+        """
+        self._waiting = renewed(self._waiting)
+
+
+def _push(connection: Connection, rank: int, mail: Mail) -> None:
+    connection.push(f"mail/{rank}", encode(to_json(mail)))
+    # HashStore's queue_push wakes one waiting thread, whichever queue that waits for; its set wakes all.
+    connection.set("mail/bell", "")

@@ -38,6 +38,7 @@ from adaptra.runtime.membership_record import (
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from adaptra.runtime.stores import Connection
     from adaptra.runtime.transports.base import Identity
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ class Membership:
     """One rank's part in the job. Starts its threads at once.
 
     Args:
-        store: Shared by all ranks; a connection of its own, so that nobody's blocking read holds up a heartbeat.
+        store: Shared by all ranks; a connection of its own, so that nobody's blocking read holds up a heartbeat. A
+            :class:`Connection` outlives the network's breaks.
         rank: This rank.
         world_size: The number of ranks.
         on_lost: Called once, from a thread of the membership, when another rank or the store is lost.
@@ -76,7 +78,7 @@ class Membership:
 
     def __init__(
         self,
-        store: Store,
+        store: Store | Connection,
         rank: int,
         world_size: int,
         on_lost: Callable[[PeerLostError], object],

@@ -2,9 +2,10 @@
 
 There is one log per pipeline, in the ranks' common store. Its entry i says "the steps from where entry i-1 ended up to
 ``until`` run plan ``version``", and entries are never changed. A rank starts a step only when the log covers it, so two ranks
-never run one step under different plans, however late either reads. The coordinator alone appends. It keeps the log ``ahead``
-steps beyond the slowest rank, so that nobody waits for it, and it names a new version only after every rank has confirmed that
-version. A rank that does not confirm keeps everyone on the old plan; a rank that is slow delays the switch, not the step.
+never run one step under different plans, however late either reads. The coordinator appends, and only where no entry is yet,
+so two ranks that both believe to be the coordinator still write one log. It keeps the log ``ahead`` steps beyond the slowest
+rank, so that nobody waits for it, and it names a new version only after every rank has confirmed that version. A rank that
+does not confirm keeps everyone on the old plan; a rank that is slow delays the switch, not the step.
 
 :class:`Agreement` is the coordinator's part and :class:`Coverage` each rank's; neither touches the store.
 """
@@ -12,6 +13,8 @@ version. A rank that does not confirm keeps everyone on the old plan; a rank tha
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,10 +34,6 @@ class Entry:
 class Store(Protocol):
     """What the log needs of a torch.distributed Store."""
 
-    def set(self, key: str, value: str, /) -> None:
-        """Set a key."""
-        ...
-
     def get(self, key: str, /) -> bytes:
         """The value of a key that is set."""
         ...
@@ -43,51 +42,60 @@ class Store(Protocol):
         """Whether all keys are set."""
         ...
 
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set a key if its value is the expected one, "" if it must not be set; the value that it then has."""
+        ...
+
     def delete_key(self, key: str, /) -> bool:
         """Remove a key."""
         ...
 
 
-class LogWriter:
-    """The coordinator's end of the log. Entries that every rank must have read are removed."""
+class Log:
+    """The log as one rank sees it: read so far, and appended to at that place.
 
-    def __init__(self, store: Store) -> None:
+    Args:
+        store: The store that all ranks share.
+        kept: How many entries there are at most that a rank may not have read yet.
+    """
+
+    def __init__(self, store: Store, kept: int) -> None:
         self._store = store
-        self._count = 0
-        self._kept: list[tuple[int, int]] = []
+        self._position = 0
+        self._latest: deque[tuple[int, int]] = deque(maxlen=kept)
 
-    def append(self, entry: Entry) -> None:
-        """Append an entry; it is visible to all ranks or to none."""
-        self._store.set(f"log/{self._count}", encode({"until": entry.until, "version": entry.version}))
-        self._kept.append((self._count, entry.until))
-        self._count += 1
+    def read(self) -> Iterator[Entry]:
+        """The entries since those that were read or appended before. Does not wait.
 
-    def forget(self, step: int) -> None:
-        """Remove the entries that end at ``step`` or before it. Every rank must have run all steps before ``step``."""
-        while self._kept and self._kept[0][1] <= step:
-            self._store.delete_key(f"log/{self._kept.pop(0)[0]}")
-
-
-class LogReader:
-    """A rank's end of the log."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._count = 0
-
-    def read(self) -> list[Entry]:
-        """The entries since the last call. Does not wait.
+        An entry counts as read when it is yielded: if the store fails after it, the next call goes on behind it.
 
         Raises:
             ControlError: An entry is not what it should be.
         """
-        entries: list[Entry] = []
-        while self._store.check([f"log/{self._count}"]):
-            fields = decode(self._store.get(f"log/{self._count}"), f"log entry {self._count}")
-            entries.append(Entry(fields.whole("until"), fields.whole("version")))
+        while self._store.check([f"log/{self._position}"]):
+            fields = decode(self._store.get(f"log/{self._position}"), f"log entry {self._position}")
+            entry = Entry(fields.whole("until"), fields.whole("version"))
             fields.end()
-            self._count += 1
-        return entries
+            self._pass(entry)
+            yield entry
+
+    def append(self, entry: Entry) -> bool:
+        """Append an entry behind all that was read; False if another rank has appended a different one there."""
+        text = encode({"until": entry.until, "version": entry.version})
+        if self._store.compare_set(f"log/{self._position}", "", text).decode() != text:
+            return False
+        self._pass(entry)
+        return True
+
+    def forget(self, step: int) -> None:
+        """Remove the entries that end at ``step`` or before it. Every rank must have run all steps before ``step``."""
+        while self._latest and self._latest[0][1] <= step:
+            self._store.delete_key(f"log/{self._latest[0][0]}")
+            self._latest.popleft()
+
+    def _pass(self, entry: Entry) -> None:
+        self._latest.append((self._position, entry.until))
+        self._position += 1
 
 
 class Agreement:
@@ -161,17 +169,23 @@ class Agreement:
         """Give the proposal up; the current plan stays."""
         self._proposal = None
 
+    def adopt(self, until: int, plan: Plan) -> None:
+        """The log says so, whoever wrote it: the steps before ``until`` are covered, the latest of them by ``plan``."""
+        self._until = until
+        if self._current is None or plan.version > self._current.version:
+            self._current = plan
+        if self._proposal is not None and self._proposal.version <= self._current.version:
+            self._proposal = None
+
     def report(self, rank: int, step: int) -> None:
-        """A rank has run a step.
+        """A rank has run all steps up to this one. What it has reported before may be told again.
 
         Raises:
-            ControlError: The step is not after the rank's last one, or beyond what the log covers.
+            ControlError: The step is beyond what the log covers.
         """
-        if not self._reported[rank] < step < self._until:
-            raise ControlError(
-                f"rank {rank} reports step {step}: expected one of {self._reported[rank] + 1}..{self._until - 1}"
-            )
-        self._reported[rank] = step
+        if step >= self._until:
+            raise ControlError(f"rank {rank} reports step {step}: expected one before {self._until}, where the log ends")
+        self._reported[rank] = max(step, self._reported[rank])
 
     def advance(self) -> Entry | None:
         """The entry to append now, if any."""
@@ -223,38 +237,41 @@ class Coverage:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def plan_for(self, step: int, timeout: float | None) -> Plan:
-        """The plan that runs a step; waits only if this rank has not read so far.
+    def wait_for(self, step: int, seconds: float | None) -> bool:
+        """Wait until this rank has read so far that the step is covered, or it has ended; whether either is so.
 
-        Earlier steps than the one asked for are forgotten.
+        Args:
+            step: The step.
+            seconds: How long to wait at most, or None.
+        """
+        if self._error is None and step < self._until:
+            return True
+        with self._changed:
+            return self._changed.wait_for(lambda: self._error is not None or step < self._until, seconds)
+
+    def plan_for(self, step: int) -> Plan:
+        """The plan that runs a step. Does not wait. Earlier steps than the one asked for are forgotten.
 
         Args:
             step: The step; not before the last one asked for.
-            timeout: Seconds to wait at most, or None.
 
         Raises:
             TransportError: It was given to :meth:`fail`.
-            ControlError: The control plane has failed or ended, or the log does not reach the step in time.
+            ControlError: The control plane has failed or ended, or the log does not reach the step yet.
         """
-        if not (self._error is None and step < self._until):
-            with self._changed:
-                reached = self._changed.wait_for(lambda: self._error is not None or step < self._until, timeout)
-                if isinstance(self._error, TransportError):
-                    raise self._error
-                if self._error is not None:
-                    raise ControlError(f"step {step} has no plan: {self._error}") from self._error
-                if not reached:
-                    raise ControlError(
-                        f"step {step} has no plan after {timeout} s: the log covers the steps before {self._until}; "
-                        "a rank has not reported its last step"
-                    )
+        if isinstance(self._error, TransportError):
+            raise self._error
+        if self._error is not None:
+            raise ControlError(f"step {step} has no plan: {self._error}") from self._error
         segments = self._segments
         for segment in segments:
             if segment.start <= step < segment.until:
                 if segment is not segments[0]:
                     self._forget(step)
                 return segment.plan
-        raise ControlError(f"step {step} has no plan: it lies before step {segments[0].start}, the first one still known")
+        if segments and step < segments[0].start:
+            raise ControlError(f"step {step} has no plan: it lies before step {segments[0].start}, the first one still known")
+        raise ControlError(f"step {step} has no plan: the log covers the steps before {self._until}")
 
     def _forget(self, step: int) -> None:
         with self._changed:

@@ -2,9 +2,95 @@
 
 from __future__ import annotations
 
-from torch.distributed import Store
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final, TypeVar
+
+from torch.distributed import DistError, DistNetworkError, Store
+
+Answer = TypeVar("Answer")
+
+RECONNECT: Final = timedelta(seconds=2)
+"""How long a client whose connection broke tries to reach the store again; it takes up to twice as long."""
 
 
 def clone(store: Store) -> Store:
     """Another client of the same store: who blocks on one client holds up every other user of that client."""
     return store.clone()  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack the method
+
+
+def renewed(client: Store) -> Store:
+    """A new connection to the store of a client whose own broke.
+
+    Raises:
+        torch.distributed.DistError: The store can't be reached.
+    """
+    patience: timedelta = client.timeout  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack it
+    client.set_timeout(RECONNECT)
+    made = clone(client)
+    made.set_timeout(patience)
+    return made
+
+
+class Connection:
+    """A client of a store that connects anew once its connection breaks. Any thread may use it.
+
+    The request at which the break is noticed is made again, so a request may be made twice; earlier ones that have no answer,
+    such as ``set`` and ``queue_push``, may be lost. Once the store can't be reached every request raises at once.
+
+    Args:
+        store: Whose clone this is.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._client = clone(store)
+        self._lock = threading.Lock()
+        self._lost: DistError | None = None
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+        self._request(lambda client: client.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that is set."""
+        return self._request(lambda client: client.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are set."""
+        return self._request(lambda client: client.check(keys))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter; its new value."""
+        return self._request(lambda client: client.add(key, amount))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set a key if its value is the expected one, "" if it must not be set; the value that it then has."""
+        return self._request(lambda client: client.compare_set(key, expected, desired))
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key."""
+        return self._request(lambda client: client.delete_key(key))
+
+    def push(self, queue: str, value: str) -> None:
+        """Append to a queue."""
+        self._request(lambda client: client.queue_push(queue, value))
+
+    def _request(self, make: Callable[[Store], Answer]) -> Answer:
+        client = self._client
+        try:
+            return make(client)
+        except DistNetworkError:
+            return make(self._after(client))
+
+    def _after(self, broken: Store) -> Store:
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost
+            if self._client is broken:
+                try:
+                    self._client = renewed(broken)
+                except DistError as error:
+                    self._lost = error
+                    raise
+            return self._client

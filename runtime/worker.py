@@ -35,7 +35,7 @@ from adaptra.runtime.plan import Plan
 from adaptra.runtime.rdma_watch import RdmaEvent, watch
 from adaptra.runtime.replicas import Replicas
 from adaptra.runtime.stage import EvaluationStage, Stage, TrainingStage
-from adaptra.runtime.stores import clone
+from adaptra.runtime.stores import Connection
 from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.telemetry.start import agree_on_run
 from adaptra.runtime.transports.base import Identity, Transport
@@ -113,12 +113,13 @@ class Worker:
         self._evaluations = 0
         self.plan = initial
         self._executor: Executor | None = None
+        self._shapes = [MessageShapes(graphs.outputs, graphs.grad_inputs) for graphs in compiled.train]
         self._always = Counter(self._gradients.receive_counts())
         if self.rank != self._last:
             self._always[self._last, self._losses_spec()] += 1
         self._by_program: Counter[tuple[int, MessageSpec]] = Counter()
         self._cost = initial.case.cost
-        self._prepared = {initial.version: self._lower(initial)}
+        self._prepared = {initial.version: self._executor_for(self._lower(initial), self._training, self._shapes)}
         self.controller = Controller(
             self.rank,
             self._stages,
@@ -131,7 +132,7 @@ class Worker:
             on_error=self._abort_by_control,
         )
         self._membership = Membership(
-            PrefixStore("membership", clone(transport.store)),
+            Connection(PrefixStore("membership", transport.store)),
             self.rank,
             self._stages,
             self.abort,
@@ -190,6 +191,7 @@ class Worker:
         shapes = [MessageShapes(stage.outputs, ()) for stage in self._compiled.eval]
         with self._telling_the_others():
             executor = self._executor_for(program, evaluation, shapes)
+            self._reserve(executor)
             results = executor.run(step, inputs, targets or [()] * self._microbatches)
             if targets is not None:
                 losses = self._share(step, results)
@@ -265,20 +267,19 @@ class Worker:
         self._transport.abort(error if isinstance(error, Exception) else AdaptraError(str(error)))
 
     def _prepare(self, plan: Plan) -> None:
-        """Check and lower a proposed plan before the step that switches to it; runs on the control thread.
+        """Check and lower a proposed plan before the step that switches to it; runs beside training.
 
         Raises:
             PlanError: The plan holds more than this job allows.
         """
         check_memory(f"plan {plan.version}", plan.program, self._cost)
-        self._prepared[plan.version] = self._lower(plan)
+        self._prepared[plan.version] = self._executor_for(self._lower(plan), self._training, self._shapes)
 
     def _executor_of(self, plan: Plan) -> Executor:
         if self._executor is None or plan.version != self.plan.version:
-            shapes = [MessageShapes(graphs.outputs, graphs.grad_inputs) for graphs in self._compiled.train]
-            lowered = self._prepared[plan.version]
-            self._transport.use_lanes(self._step, lowered)
-            self._executor = self._executor_for(lowered, self._training, shapes)
+            self._executor = self._prepared[plan.version]
+            self._transport.use_lanes(self._step, self._executor.program)
+            self._reserve(self._executor)
             self.plan = plan
             for version in [version for version in self._prepared if version < plan.version]:
                 del self._prepared[version]
@@ -286,7 +287,7 @@ class Worker:
 
     def _lower(self, plan: Plan) -> Program:
         """Put SEND and RECV where this transport wants them, those of delegated edges on their lane."""
-        lowered = self._insert_comm(plan.program, plan.case.cost)
+        lowered = InsertComm.for_contract(self._transport.contract).apply(plan.program, plan.case.cost)
         lowered = LowerComm(slow=plan.delegated).apply(lowered, plan.case.cost)
         verify(lowered)
         return lowered
@@ -297,7 +298,7 @@ class Worker:
         return lowered
 
     def _executor_for(self, lowered: Program, stage: Stage, shapes: Sequence[MessageShapes]) -> Executor:
-        executor = Executor(
+        return Executor(
             lowered,
             self.rank,
             {self.rank: stage},
@@ -307,12 +308,10 @@ class Worker:
             self.monitor,
             self._options.timeout,
         )
-        self._reserve(executor.receive_counts())
-        return executor
 
-    def _reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
+    def _reserve(self, executor: Executor) -> None:
         """Let the pool grow to what a program needs besides the messages that no program holds."""
-        self._by_program |= Counter(counts)
+        self._by_program |= Counter(executor.receive_counts)
         self._transport.reserve(self._always + self._by_program)
 
     def _losses_spec(self) -> MessageSpec:

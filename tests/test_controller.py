@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -18,6 +19,8 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from errors_table import check_documented
+from proxy import Proxy
 
 from adaptra.cost import Case, CostModel
 from adaptra.errors import ControlError, PeerLostError, PlanError
@@ -29,6 +32,8 @@ from adaptra.runtime.measurement import EdgeEstimate, EdgeMeasurement, StageMeas
 from adaptra.runtime.plan import Plan
 from adaptra.schedules import gpipe, one_f_one_b, zb_h1
 from adaptra.simulate import lower_bound, simulate
+
+SILENT = "step … has no plan: rank … lost the control channel: the store has not answered for … s"
 
 RANKS, MICROBATCHES = 4, 8
 HEALTHY = CostModel.uniform(RANKS, 0.02, 0.02, 0.01, latency=2e-4)
@@ -154,7 +159,7 @@ def controllers(
 def train(
     started: Sequence[Controller],
     journal: Journal,
-    until: Callable[[int, Plan], bool],
+    until: Callable[[int, Plan], object],
     cost: Callable[[int, Plan], CostModel] = lambda step, plan: against(plan),
     ranks: Sequence[int] = range(RANKS),
     first_step: int = 0,
@@ -253,6 +258,86 @@ def test_training_goes_on_while_the_planner_plans() -> None:
     assert agreed.step > began[0] + 20
 
 
+def test_a_rank_that_lags_delays_the_switch_and_not_the_steps() -> None:
+    """Rank 2 takes its time to get ready for a plan: until every rank has run twenty more steps."""
+    journal = Journal()
+    is_asked, enough = threading.Event(), threading.Event()
+    began: list[int] = []
+
+    def prepare(rank: int, plan: Plan) -> None:
+        if rank == 2 and not enough.is_set():
+            began.append(max(journal.versions(), default=0))
+            is_asked.set()
+            assert enough.wait(30.0)
+
+    def until(step: int, plan: Plan) -> bool:
+        if is_asked.is_set() and step > began[0] + 20:
+            enough.set()
+        return plan.version == 1
+
+    with controllers(journal, prepare=prepare) as started:
+        assert train(started, journal, until) == []
+    assert_agreed(journal)
+    (agreed,) = journal.of(EventKind.AGREED)
+    assert agreed.step > began[0] + 20
+
+
+def test_a_coordinator_that_fails_is_replaced() -> None:
+    """The planner fails on ranks 0 and 1; rank 2 takes over, measures anew, and all switch to its plan."""
+    journal = Journal()
+    calls: list[str] = []
+
+    def broken_at_first(case: Case, incumbent: Program) -> Program:
+        calls.append(case.name)
+        if len(calls) <= 2:
+            raise IndexError(len(calls))
+        return best(case, incumbent)
+
+    with controllers(journal, planner=broken_at_first) as started:
+        assert train(started, journal, lambda step, plan: plan.version == 2) == []
+    assert_agreed(journal)
+    assert [(event.rank, event.text) for event in journal.of(EventKind.RESIGNED)] == [
+        (0, "IndexError: 1"),
+        (1, "IndexError: 2"),
+    ]
+    took_over = journal.of(EventKind.COORDINATES)
+    assert [(event.rank, event.text) for event in took_over] == [(1, "in place of rank 0"), (2, "in place of rank 1")]
+    assert {event.rank for event in journal.of(EventKind.AGREED)} == {2}
+
+
+def test_a_coordinator_that_does_not_answer_is_replaced() -> None:
+    """Rank 0 begins after the others have lost patience with it; it joins the one that they turned to."""
+    journal, store = Journal(), dist.HashStore()
+    options = ControllerOptions(patience=0.05)
+    with controllers(journal, ranks=range(1, RANKS), store=store, options=options) as others:
+        waiting = [threading.Thread(target=controller.plan_for, args=(0,)) for controller in others]
+        for thread in waiting:
+            thread.start()
+        assert journal.wait_for(EventKind.COORDINATES).rank == 1
+        with controllers(journal, ranks=[0], store=store, options=ControllerOptions()) as late:
+            assert train([*late, *others], journal, lambda step, plan: plan.version > 0) == []
+            for thread in waiting:
+                thread.join(30.0)
+    assert_agreed(journal)
+    assert {event.rank for event in journal.of(EventKind.SWITCHED)} == set(range(RANKS))
+
+
+def test_a_suggested_program_is_proposed_whatever_it_gains() -> None:
+    journal = Journal()
+
+    def until(step: int, plan: Plan) -> bool:
+        if step == 5:
+            started[0].suggest(SLOW_PROGRAM, "a user's wish")
+            started[3].suggest(HEALTHY_PROGRAM, "of a rank that does not coordinate")
+        return plan.version == 1
+
+    with controllers(journal) as started:
+        assert train(started, journal, until, cost=lambda step, plan: HEALTHY) == []
+    assert_agreed(journal)
+    (agreed,) = journal.of(EventKind.AGREED)
+    assert agreed.text == "a user's wish" and agreed.predicted == pytest.approx(predict(SLOW_PROGRAM, HEALTHY))
+
+
 def test_a_rank_that_refuses_keeps_all_on_the_old_plan() -> None:
     journal = Journal()
 
@@ -314,7 +399,8 @@ def test_a_rank_that_holds_another_program_keeps_all_on_the_old_plan() -> None:
 
 def test_a_rank_that_never_answers_delays_the_switch_and_not_the_steps() -> None:
     journal = run_with_one_by_hand(lambda mailbox, proposed: None, ControllerOptions(confirm_seconds=0.05))
-    assert journal.of(EventKind.WITHDRAWN)[0].text == "not confirmed by rank 3 within 0.05 s"
+    # On a busy machine others may be as late.
+    assert re.fullmatch(r"not confirmed by rank (\d, )*3 within 0\.05 s", journal.of(EventKind.WITHDRAWN)[0].text)
     assert journal.of(EventKind.AGREED) == []
     assert {version for found in journal.versions().values() for version in found} == {0}
 
@@ -392,7 +478,10 @@ def test_a_bug_in_the_planner_ends_training_on_all_ranks_with_its_error() -> Non
     ("text", "message"),
     [
         ("\x80\x04K\x01.", "mail: not JSON"),
-        ('{"mail": "run"}', "expected one of measured, proposed, confirmed, refused, log, failed, wake, got 'run'"),
+        (
+            '{"mail": "run"}',
+            "expected one of measured, proposed, confirmed, refused, joined, term, log, failed, wake, got 'run'",
+        ),
         ('{"mail": "wake", "more": 1}', "mail: unknown field 'more'"),
         ('{"mail": "refused", "rank": 9, "version": 0, "why": ""}', "mail of rank 9: expected ranks 0..3"),
     ],
@@ -449,10 +538,25 @@ def test_a_lost_store_ends_training_with_an_error() -> None:
     assert len(errors) == 3
 
 
+def test_a_store_that_falls_silent_ends_training_with_an_error() -> None:
+    """Nothing that the ranks send arrives, and no connection ends: none of them waits for ever."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    proxy = Proxy(server.port)
+    client = dist.TCPStore("127.0.0.1", proxy.port, is_master=False, wait_for_workers=False)
+    journal = Journal()
+    with controllers(journal, store=client, options=ControllerOptions(patience=0.05)) as started:
+        raised = train(started, journal, lambda step, plan: proxy.stall() if step == 5 else False)
+        # Closing wakes the control threads, which then see what came meanwhile.
+        proxy.go_on()
+    assert len(raised) == RANKS
+    for error in raised:
+        check_documented(type(error).__name__, str(error), SILENT)
+
+
 def test_a_step_without_a_plan_in_time_says_so() -> None:
     with (
         controllers(Journal(), ranks=range(3), options=ControllerOptions(plan_seconds=0.05)) as started,
-        pytest.raises(ControlError, match=r"step 0 has no plan after 0\.05 s: the log covers the steps before 0"),
+        pytest.raises(ControlError, match=r"step 0 has no plan after 0\.05 s: a rank has not reported its last step"),
     ):
         started[1].plan_for(0)
 

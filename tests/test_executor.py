@@ -85,7 +85,7 @@ def executor_of(
         Monitor(rank, program.placement),
         timeout,
     )
-    transport.reserve(executor.receive_counts())
+    transport.reserve(executor.receive_counts)
     return executor
 
 
@@ -274,7 +274,7 @@ def test_a_program_takes_no_fewer_buffers_than_it_asks_for(index: int) -> None:
     hub = LocalHub(3)
     transport = hub.transport(1)
     executor = executor_of(program, 1, transport, {1: Doubling()})
-    asked = executor.receive_counts()
+    asked = executor.receive_counts
     assert list(asked.values()) == [2, 2]
     key = list(asked)[index]
     transport.reserve(asked | {key: asked[key] - 1})
@@ -292,6 +292,6 @@ def test_an_evaluation_gives_its_buffers_back_after_each_forward() -> None:
     transports = [hub.transport(0), hub.transport(1)]
     communicating = InsertComm.for_contract(transports[0].contract).apply(program, CostModel.uniform(2, 1.0, 1.0, 1.0))
     executor = executor_of(communicating, 1, transports[1], {1: Doubling(last=True)})
-    assert max(executor.receive_counts().values()) < 5
+    assert max(executor.receive_counts.values()) < 5
     results, _ = run_all(communicating, transports)
     assert [one.item() for one in results] == [4.0 * (k + 1) + 0.5 * k for k in range(5)]

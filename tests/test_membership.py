@@ -7,10 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
+from errors_table import check_documented
 from transport_bodies import backward
 
 from adaptra.errors import PeerLostError, TransportError
 from adaptra.runtime.membership import Membership
+
+DOCUMENTED = {
+    "store": "the control store is lost: the process that hosts it died or can't be reached: …",
+    "silent": "rank … gave no sign of life for … s…",
+}
 
 
 class Job:
@@ -141,6 +147,7 @@ def test_a_rank_that_stops_beating_is_lost_with_the_edge_that_waits():
     assert told.wait(20)
     lost = member.lost
     assert lost is not None
+    check_documented("PeerLostError", str(lost), DOCUMENTED["silent"])
     assert str(lost).startswith("rank 1 gave no sign of life for 0.3")
     assert str(lost).endswith("while edge 1→0 waits for 1SEND_B4 of step 0")
     assert (lost.rank, lost.edge, lost.op) == (1, (1, 0), "1SEND_B4")
@@ -175,6 +182,7 @@ class Stuck:
 def test_a_store_that_does_not_answer_is_lost():
     store = Stuck()
     job = Job(2, store=store, lost_after=0.3)
+    check_documented("PeerLostError", str(job.wait(0)), DOCUMENTED["store"])
     assert str(job.wait(0)) == (
         "the control store is lost: the process that hosts it died or can't be reached: no answer for 0.3 s"
     )

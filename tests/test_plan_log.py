@@ -13,7 +13,7 @@ from adaptra.cost import Case, CostModel
 from adaptra.errors import ControlError
 from adaptra.program import Program
 from adaptra.runtime.plan import Plan
-from adaptra.runtime.plan_log import Agreement, Coverage, Entry, LogReader, LogWriter
+from adaptra.runtime.plan_log import Agreement, Coverage, Entry, Log
 from adaptra.schedules import gpipe, one_f_one_b
 
 CASE = Case(CostModel.uniform(2, 0.02, 0.02, 0.01), 4, (0, 1))
@@ -52,18 +52,45 @@ def test_a_plan_with_communication_ops_is_refused() -> None:
 
 def test_all_readers_of_the_log_see_the_same_entries_and_old_ones_are_removed() -> None:
     store = dist.HashStore()
-    writer, first, second = LogWriter(store), LogReader(store), LogReader(store)
+    writer, first, second = Log(store, 4), Log(store, 4), Log(store, 4)
     entries = [Entry(2, 0), Entry(3, 0), Entry(5, 1)]
-    for entry in entries:
-        writer.append(entry)
-    assert first.read() == entries
-    assert first.read() == []
-    assert second.read() == entries
+    assert all(map(writer.append, entries))
+    assert list(first.read()) == entries
+    assert list(first.read()) == list(writer.read()) == []
+    assert list(second.read()) == entries
     assert store.num_keys() == 3
     writer.forget(3)
     assert store.num_keys() == 1
-    writer.append(Entry(6, 1))
-    assert first.read() == second.read() == [Entry(6, 1)]
+    assert writer.append(Entry(6, 1))
+    assert list(first.read()) == list(second.read()) == [Entry(6, 1)]
+    # Whoever goes on with the log removes what others wrote.
+    first.forget(6)
+    assert store.num_keys() == 0
+
+
+def test_two_ranks_that_append_write_one_log() -> None:
+    store = dist.HashStore()
+    one, other = Log(store, 4), Log(store, 4)
+    assert one.append(Entry(2, 0))
+    assert not other.append(Entry(2, 1))
+    assert list(other.read()) == [Entry(2, 0)]
+    assert other.append(Entry(3, 1))
+    assert not one.append(Entry(4, 0))
+    # The same entry again is a request whose answer was lost.
+    assert one.append(Entry(3, 1))
+    assert list(Log(store, 4).read()) == [Entry(2, 0), Entry(3, 1)]
+
+
+def test_an_entry_whose_reading_fails_is_not_lost() -> None:
+    store = dist.HashStore()
+    log = Log(store, 4)
+    store.set("log/0", '{"until": 2, "version": 0}')
+    store.set("log/1", "")
+    found = []
+    with pytest.raises(ControlError, match="log entry 1: not JSON"):
+        found.extend(log.read())
+    store.set("log/1", '{"until": 3, "version": 0}')
+    assert [*found, *log.read()] == [Entry(2, 0), Entry(3, 0)]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +100,7 @@ def test_a_log_entry_that_is_none_is_refused(text: str) -> None:
     store = dist.HashStore()
     store.set("log/0", text)
     with pytest.raises(ControlError, match="log entry 0: "):
-        LogReader(store).read()
+        list(Log(store, 4).read())
 
 
 def confirm_all(agreement: Agreement, ranks: int, one: Plan) -> None:
@@ -102,10 +129,29 @@ def test_the_log_stays_ahead_of_the_slowest_rank() -> None:
     assert agreement.advance() is None
     agreement.report(1, 10)
     assert agreement.advance() == Entry(14, 0)
-    with pytest.raises(ControlError, match=r"rank 0 reports step 11: expected one of 12\.\.13"):
-        agreement.report(0, 11)
-    with pytest.raises(ControlError, match=r"rank 1 reports step 14: expected one of 11\.\.13"):
+    # What is told twice, or late, changes nothing.
+    agreement.report(0, 10)
+    agreement.report(1, 10)
+    assert agreement.advance() is None
+    with pytest.raises(ControlError, match="rank 1 reports step 14: expected one before 14, where the log ends"):
         agreement.report(1, 14)
+
+
+def test_a_coordinator_goes_on_from_what_another_wrote() -> None:
+    agreement = Agreement(2)
+    agreement.adopt(5, plan(3))
+    assert (agreement.current, agreement.until, agreement.advance()) == (plan(3), 5, None)
+    agreement.report(0, 3)
+    agreement.report(1, 4)
+    assert agreement.advance() == Entry(6, 3)
+    # A plan that all have confirmed here outlives an entry that names an earlier one, a proposal does not outlive a later one.
+    agreement.propose(plan(4))
+    confirm_all(agreement, 2, plan(4))
+    agreement.propose(plan(6))
+    agreement.adopt(7, plan(3))
+    assert (agreement.current, agreement.proposal) == (plan(4), plan(6))
+    agreement.adopt(8, plan(7))
+    assert (agreement.current, agreement.proposal) == (plan(7), None)
 
 
 def test_a_rank_with_another_program_is_named() -> None:
@@ -158,11 +204,12 @@ def test_coverage_answers_for_the_steps_it_has_read() -> None:
     coverage.extend(2, plan(0))
     coverage.extend(3, plan(0))
     coverage.extend(6, plan(1))
-    assert [coverage.plan_for(step, 0.0).version for step in range(6)] == [0, 0, 0, 1, 1, 1]
-    with pytest.raises(ControlError, match=r"step 6 has no plan after 0\.0 s: the log covers the steps before 6"):
-        coverage.plan_for(6, 0.0)
+    assert [coverage.plan_for(step).version for step in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert coverage.wait_for(5, 0.0) and not coverage.wait_for(6, 0.0)
+    with pytest.raises(ControlError, match=r"step 6 has no plan: the log covers the steps before 6"):
+        coverage.plan_for(6)
     with pytest.raises(ControlError, match="step 1 has no plan: it lies before step 3"):
-        coverage.plan_for(1, 0.0)
+        coverage.plan_for(1)
     with pytest.raises(ControlError, match="log entry ends at step 6: expected an end after 6"):
         coverage.extend(6, plan(1))
 
@@ -174,7 +221,8 @@ def test_a_rank_that_waits_is_woken(end: str) -> None:
 
     def wait() -> None:
         try:
-            found.append(coverage.plan_for(0, 30.0).version)
+            assert coverage.wait_for(0, 30.0)
+            found.append(coverage.plan_for(0).version)
         except ControlError as error:
             found.append(str(error))
 
