@@ -148,5 +148,7 @@ def _event(event: ControlEvent, rank: tuple[str]) -> Iterator[Sample]:
             | EventKind.CONFIRMED
             | EventKind.REFUSED
             | EventKind.LINK
+            | EventKind.COORDINATES
+            | EventKind.RESIGNED
         ):
             pass
