@@ -12,6 +12,8 @@ using Seconds = std::chrono::duration<double>;
 constexpr Clock::duration kLookEvery = std::chrono::milliseconds(100);
 // A rate within these of the one before is the same.
 constexpr double kNotMore = 1.1, kNotLess = 0.8;
+// Looks until more connections have to bring more: new ones start slowly.
+constexpr std::uint32_t kPatience = 10;
 // Of the best rate, from one look to the next: what a link once carried it may not carry any more.
 constexpr double kForgotten = 0.05;
 // What busy hosts add to a round trip.
@@ -29,14 +31,19 @@ std::optional<std::uint32_t> Width::look(std::span<const Pace> paces, Clock::tim
   if (paces.size() - outdated_count_ < used_) {
     // Those in use have become outdated: others in their place. What they carry says nothing about the link.
     rate_.when_widened = 0;
-    is_trying_ = false;
+    looks_tried_ = 0;
   } else {
     const bool is_more = rate_.now >= kNotMore * rate_.when_widened, is_less = rate_.now <= kNotLess * rate_.when_widened;
-    const bool was_trying = std::exchange(is_trying_, false);
-    if (was_trying && !is_more) used_ /= 2;
-    if (!is_more && (was_trying || !is_less)) return std::nullopt;
+    if (!is_more && looks_tried_ > 0) {
+      if (++looks_tried_ > kPatience) {
+        used_ /= 2;
+        looks_tried_ = 0;
+      }
+      return std::nullopt;
+    }
+    if (!is_more && !is_less) return std::nullopt;
     rate_.when_widened = rate_.now;
-    is_trying_ = used_ < kMostConnections;
+    looks_tried_ = used_ < kMostConnections ? 1 : 0;
     used_ = std::min(2 * used_, kMostConnections);
   }
   const std::uint32_t before = std::exchange(wanted_, std::max(wanted_, std::min(used_ + outdated_count_, kMostConnections)));

@@ -42,9 +42,9 @@ class Width {
   void find_outdated(std::span<const Pace> paces, std::uint64_t under_way);
   [[nodiscard]] bool are_limited(std::span<const Pace> paces) const;
 
-  std::uint32_t used_ = 1;    // connections in use, apart from outdated ones
-  std::uint32_t wanted_ = 1;  // connections in all
-  bool is_trying_ = false;    // whether more bring more
+  std::uint32_t used_ = 1;         // connections in use, apart from outdated ones
+  std::uint32_t wanted_ = 1;       // connections in all
+  std::uint32_t looks_tried_ = 0;  // since there were more, while they have not brought more; 0 if that is settled
   Clock::time_point looked_;
   Clock::duration round_trip_{};
   std::uint64_t delivered_ = 0;
