@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import test_api_processes
+import test_rdma
+import test_verbs
 import torch
 from errors_table import check_documented, documented_errors
 from models import EXAMPLES
@@ -360,8 +362,8 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ("…: not exchanged within … s", wait_too_long),
 ]
 
-TESTED_ELSEWHERE = {"…: rank … did not answer within … s"}
-"""In test_launch.py."""
+TESTED_ELSEWHERE = {"…: rank … did not answer within … s", *test_rdma.DOCUMENTED.values(), test_verbs.CUT_OFF}
+"""In test_launch.py, test_rdma.py and test_verbs.py."""
 
 
 @pytest.mark.parametrize(("row", "mistake"), MISTAKES, ids=[f"{number}-{row[:40]}" for number, (row, _) in enumerate(MISTAKES)])
