@@ -16,6 +16,8 @@ import test_controller
 import test_delegate_paths
 import test_lossy
 import test_membership
+import test_rdma
+import test_verbs
 import torch
 from errors_table import check_documented, documented_errors
 from models import EXAMPLES
@@ -445,8 +447,8 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ("…: not exchanged within … s", wait_too_long),
 ]
 
-TESTED_ELSEWHERE = {"…: rank … did not answer within … s", test_lossy.FOREIGN}
-"""In test_launch.py and test_lossy.py."""
+TESTED_ELSEWHERE = {"…: rank … did not answer within … s", test_lossy.FOREIGN, *test_rdma.DOCUMENTED.values(), test_verbs.CUT_OFF}
+"""In test_launch.py, test_lossy.py, test_rdma.py and test_verbs.py."""
 
 
 @pytest.mark.parametrize(("row", "mistake"), MISTAKES, ids=[f"{number}-{row[:40]}" for number, (row, _) in enumerate(MISTAKES)])

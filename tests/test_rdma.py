@@ -10,11 +10,29 @@ from typing import Any
 
 import inside
 import pytest
+from delegate_lab import CALM
+from errors_table import check_documented
 
+from adaptra import _C
 from adaptra.cli import doctor
-from adaptra.errors import MissingExtraError
+from adaptra.errors import LaunchError, MissingExtraError
 from adaptra.runtime import rdma
 from adaptra.runtime.rdma_watch import RdmaEvent, Watcher
+from adaptra.runtime.transports import rdma_paths
+
+DOCUMENTED = {
+    "rdma:mlx5_0/first": "path …: expected a device and a port's number, such as rdma:mlx5_0/1",
+    "rdma:no_such_device/1": "path …: RDMA port …",
+}
+"""Paths that no host has, and what docs/errors.md says of them."""
+
+
+@pytest.mark.parametrize("path", DOCUMENTED)
+def test_a_port_that_is_not_there_is_refused_as_documented(path: str) -> None:
+    engine = _C.Engine(0, 2, bytes(32), **CALM)
+    with pytest.raises(LaunchError) as caught:
+        rdma_paths.listen(engine, path)
+    check_documented("LaunchError", str(caught.value), DOCUMENTED[path])
 
 
 def test_doctor_always_says_what_it_found_or_why_not() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,16 @@ from typing import Any
 import inside
 import pytest
 import rdma_bodies as bodies
+import rdma_failures
+import rdma_peer
+from errors_table import check_documented
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(120)]
+
+REMOTE_ACCESS_ERROR = 10
+"""``IBV_WC_REM_ACCESS_ERR``."""
+CUT_OFF = "rank … is lost: edge … failed at … of step …: no path to rank … is left: verbs … (…), verbs … (…)"
+"""In docs/errors.md."""
 
 
 def call_on_hosts(name: str, hosts: int, *arguments: Any) -> list[Any]:
@@ -90,3 +99,29 @@ def test_training_is_bitwise_the_same_while_a_path_fails_every_few_steps(in_lab:
     # What the devices told is there for whoever looks: the pipeline's events and the monitor.
     assert "RDMA device rxe0_0: IBV_EVENT_PORT_ERR; now port 1 is down" in results[0]["links"], results
     assert results[0]["seen"] == len(results[0]["links"])
+
+
+def attack() -> Any:
+    """The engine on host 0, and pyverbs as its peer on host 1."""
+    with (
+        contextlib.closing(inside.Process(0, rdma_peer.receive_from_stranger_code, (0,))) as engine,
+        contextlib.closing(inside.Process(1, rdma_peer.send_and_attack, (1,))) as peer,
+    ):
+        return [engine.result(40), peer.result(40)]
+
+
+def test_pyverbs_writes_messages_and_opens_nothing_with_a_key_that_is_not_its_own_or_no_longer_valid(
+    in_lab: Callable[..., Any],
+) -> None:
+    engine, peer = in_lab(attack, timeout=60.0)
+    assert peer == {"foreign": REMOTE_ACCESS_ERROR, "revoked": REMOTE_ACCESS_ERROR}
+    # Nothing was written by either attempt.
+    assert engine["held"] == [True, True, True]
+    assert engine["counters"]["acknowledged"] == 3 and engine["counters"]["bytes"] == 3 * rdma_peer.SIZE
+
+
+def test_ranks_that_no_port_joins_any_more_are_told_each_port_and_its_reason(in_lab: Callable[..., Any]) -> None:
+    errors = in_lab(rdma_failures.cut_off, timeout=110.0)
+    for host, (kind, message) in enumerate(errors):
+        check_documented(kind, message, CUT_OFF)
+        assert f"verbs rxe{host}_0 port 1 (" in message and f"verbs rxe{host}_1 port 1 (" in message
