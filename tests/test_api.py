@@ -447,7 +447,12 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ("…: not exchanged within … s", wait_too_long),
 ]
 
-TESTED_ELSEWHERE = {"…: rank … did not answer within … s", test_lossy.FOREIGN, *test_rdma.DOCUMENTED.values(), test_verbs.CUT_OFF}
+TESTED_ELSEWHERE = {
+    "…: rank … did not answer within … s",
+    test_lossy.FOREIGN,
+    *test_rdma.DOCUMENTED.values(),
+    test_verbs.CUT_OFF,
+}
 """In test_launch.py, test_lossy.py, test_rdma.py and test_verbs.py."""
 
 
