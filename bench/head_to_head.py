@@ -44,10 +44,10 @@ class Situation:
         """For people."""
         return ", ".join(f"{edge}-{edge + 1} {1e3 * delay:g} ms" for edge, delay in self.delays) or "no delay"
 
-    @property
-    def changes(self) -> list[str]:
-        """As the lab reads them, from whatever was before."""
-        return [HEALTHY, *(f"{edge}-{edge + 1} delay={1e3 * delay:g}ms" for edge, delay in self.delays)]
+    def face(self) -> None:
+        """Make the links so, whatever they were before; every rank calls it."""
+        for change in (HEALTHY, *(f"{edge}-{edge + 1} delay={1e3 * delay:g}ms" for edge, delay in self.delays)):
+            change_links(change)
 
     def cost(self, ranks: int, seconds: float) -> CostModel:
         """Of one stage per rank."""
@@ -66,6 +66,11 @@ def situations(ranks: int, seconds: float, forwards: list[float]) -> list[Situat
         found.append(Situation(((0, count * seconds), (last, count * seconds))))
         found.append(Situation(((0, count * seconds), (middle, count * seconds), (last, count * seconds))))
     return found
+
+
+def our_name(memory: int | None) -> str:
+    """Of adaptra with so many microbatches in flight."""
+    return f"adaptra, {memory or 'no limit'}"
 
 
 class Adaptra:
@@ -102,14 +107,14 @@ def measure(
     problem = small_problem(ranks, microbatches)
     batch = problem["example_inputs"]
     theirs = {name: TorchSchedule(name, microbatches, seconds) for name in names}
-    ours = {f"adaptra, {memory or 'no limit'}": Adaptra(problem, seconds, memory) for memory in (ranks, None)}
+    ours = {our_name(memory): Adaptra(problem, seconds, memory) for memory in (ranks, None)}
+    faced = [Situation(tuple(map(tuple, place))) for place in places]
     contenders = theirs | ours
     found: list[dict[str, Any]] = []
     for contender in contenders.values():
         contender.step(*batch)
-    for place in places:
-        for change in Situation(tuple(map(tuple, place))).changes:
-            change_links(change)
+    for situation in faced:
+        situation.face()
         settled = {name: contender.settle(*batch) for name, contender in ours.items()}
         times: dict[str, list[float]] = {name: [] for name in contenders}
         for _ in range(runs):
@@ -119,9 +124,8 @@ def measure(
         found.append({"times": times, "settled": settled, "plans": plans})
     changing: dict[str, list[float]] = {name: [] for name in contenders}
     for name, contender in contenders.items():
-        for place in [*places[1:], *places[:1]] if episode else ():
-            for change in Situation(tuple(map(tuple, place))).changes:
-                change_links(change)
+        for situation in [*faced[1:], *faced[:1]] if episode else ():
+            situation.face()
             changing[name] += [timed(lambda contender=contender: contender.step(*batch))[0] for _ in range(episode)]
     dist.barrier()
     for contender in ours.values():
@@ -137,7 +141,7 @@ def rows_of(
     bound = lower_bound(Case(cost, microbatches, tuple(range(ranks)))).value
     rows: list[Row] = []
     for memory in (ranks, None):
-        name = f"adaptra, {memory or 'no limit'}"
+        name = our_name(memory)
         ours = median(found["times"][name])
         in_flight = max(simulate(adaptra.Program.parse(found["plans"][name]), cost).peak_in_flight)
         settled = found["settled"][name]
@@ -170,7 +174,7 @@ def main() -> int:
     for situation, measured in zip(faced, found["situations"], strict=True):
         rows += rows_of(situation, measured, given.ranks, given.microbatches, seconds, given.against, given.runs)
     if given.episode:
-        for name in (f"adaptra, {given.ranks}", "adaptra, no limit"):
+        for name in map(our_name, (given.ranks, None)):
             mean = 1e3 * fmean(found["changing"][name])
             rows += [
                 Row(f"changing every {given.episode} steps; {name}; {other}", mean, 1e3 * fmean(found["changing"][other]), "ms",

@@ -16,7 +16,7 @@ from itertools import count
 
 from adaptra.cost import Case, CostModel
 from adaptra.planner import plan
-from adaptra.program import Kind, Program
+from adaptra.program import Program
 from adaptra.runtime.changes import ChangeKind, EdgeChange, StageChange
 from adaptra.runtime.coordinator import ControllerOptions
 from adaptra.runtime.detector import Detection, Detector
@@ -169,13 +169,12 @@ class NoisySteps:
                 monitor.op(op.op, op.start, op.start + duration + pause)
         for message in timeline.messages:
             late = dice.expovariate(1 / noise.jitter) + (dice.random() < noise.tail) * dice.uniform(0, noise.tail_seconds)
-            destination = message.source + (1 if message.kind is Kind.SEND_F else -1)
-            sender, receiver = self.case.placement[message.source], self.case.placement[destination]
+            sender, receiver = self.case.placement[message.source], self.case.placement[message.destination]
             # Read from the receiver's clock, which agreed with the sender's at the start.
             arrived = message.arrived + late * warming + (self._clocks[receiver] - self._clocks[sender]) * self.seconds
             monitor = self._monitors[receiver]
             monitor.message(
-                message.kind, message.source, destination, message.microbatch, 1 << 20, message.posted, arrived, arrived
+                message.kind, message.source, message.destination, message.microbatch, 1 << 20, message.posted, arrived, arrived
             )
         return [monitor.end_step(step, 0.0, length) for monitor in self._monitors]
 
@@ -206,7 +205,7 @@ def random_episode(case: Case, seed: int) -> list[Fault]:
                 places, size = ((where,),), dice.uniform(1.2, 2.5)
             case ChangeKind.LATENCY:
                 places, size = dice.choice((both, both[:1], both[1:])), dice.uniform(0.5, 5.0) * forward
-            case ChangeKind.BANDWIDTH | ChangeKind.FLIGHT:
+            case ChangeKind.BANDWIDTH:
                 places, size = dice.choice((both, both[:1], both[1:])), dice.uniform(1.3, 3.0) * forward
         faults.append(Fault(kind, places, size, first, first + dice.randint(8, 20)))
         first += dice.randint(4, 12)
