@@ -119,7 +119,9 @@ class Worker:
             self._always[self._last, self._losses_spec()] += 1
         self._by_program: Counter[tuple[int, MessageSpec]] = Counter()
         self._cost = initial.case.cost
-        self._prepared = {initial.version: self._executor_for(self._lower(initial), self._training, self._shapes)}
+        lowered = self._lower(initial)
+        verify(lowered)
+        self._prepared = {initial.version: self._executor_for(lowered, self._training, self._shapes)}
         self.controller = Controller(
             self.rank,
             self._stages,
@@ -269,6 +271,9 @@ class Worker:
     def _prepare(self, plan: Plan) -> None:
         """Check and lower a proposed plan before the step that switches to it; runs beside training.
 
+        The controller has verified it, and passes keep a valid program valid: proving that again would be half of all that a
+        switch takes of the interpreter.
+
         Raises:
             PlanError: The plan holds more than this job allows.
         """
@@ -288,9 +293,7 @@ class Worker:
     def _lower(self, plan: Plan) -> Program:
         """Put SEND and RECV where this transport wants them, those of delegated edges on their lane."""
         lowered = InsertComm.for_contract(self._transport.contract).apply(plan.program, plan.case.cost)
-        lowered = LowerComm(slow=plan.delegated).apply(lowered, plan.case.cost)
-        verify(lowered)
-        return lowered
+        return LowerComm(slow=plan.delegated).apply(lowered, plan.case.cost)
 
     def _insert_comm(self, program: Program, cost: CostModel) -> Program:
         lowered = InsertComm.for_contract(self._transport.contract).apply(program, cost)

@@ -66,6 +66,9 @@ def follow_costs(rank: int, port: int, onset: int, healed: int, after: tuple[int
                 standing_by.wait()
             ran.append(controller.plan_for(step).program.name)
             controller.report(measurement(rank, step, SLOW if onset <= step < healed else HEALTHY))
+        # Whoever closes takes no part any more, and the last steps of the others need all.
+        store.set(f"ended/{rank}", "")
+        store.wait([f"ended/{other}" for other in range(RANKS)])
         controller.close()
     outcomes = (EventKind.PROPOSED, EventKind.AGREED, EventKind.WITHDRAWN)
     return ran, [event.kind for event in told if event.kind in outcomes]
@@ -77,7 +80,7 @@ def test_a_plan_runs_three_steps_after_the_onset_and_is_gone_three_after_the_end
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     onset, healed = 10, 20
-    results = run_processes(follow_costs, RANKS, store.port, onset, healed, (onset, healed))
+    results = run_processes(follow_costs, RANKS, store.port, onset, healed, (onset, healed), timeout=100.0)
     adapted, back = onset + STEPS_TO_SWITCH, healed + STEPS_TO_SWITCH
     healthy, slow = HEALTHY_PROGRAM.name, SLOW_PROGRAM.name
     expected = [healthy] * adapted + [slow] * (back - adapted) + [healthy] * (healed + 6 - back)
@@ -91,7 +94,7 @@ def test_a_plan_that_stands_by_for_what_was_an_outlier_is_never_run() -> None:
     from test_controller import HEALTHY_PROGRAM, RANKS
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results = run_processes(follow_costs, RANKS, store.port, 10, 11, (10,))
+    results = run_processes(follow_costs, RANKS, store.port, 10, 11, (10,), timeout=100.0)
     assert [set(ran) for ran, _ in results] == [{HEALTHY_PROGRAM.name}] * RANKS
     assert results[0][1] == [EventKind.PROPOSED, EventKind.WITHDRAWN]
 
