@@ -32,6 +32,7 @@ from adaptra.runtime.membership import Membership
 from adaptra.runtime.monitor import Monitor, StepRecords, merge_timelines
 from adaptra.runtime.options import Options
 from adaptra.runtime.plan import Plan
+from adaptra.runtime.probes import Probes
 from adaptra.runtime.rdma_watch import RdmaEvent, watch
 from adaptra.runtime.replicas import Replicas
 from adaptra.runtime.stage import EvaluationStage, Stage, TrainingStage
@@ -101,6 +102,7 @@ class Worker:
             transport,
             options.timeout,
         )
+        self._probes = Probes(self.rank, self._stages, microbatches, transport, self.monitor)
         self._training: Stage = TrainingStage(
             graphs,
             state,
@@ -114,7 +116,7 @@ class Worker:
         self.plan = initial
         self._executor: Executor | None = None
         self._shapes = [MessageShapes(graphs.outputs, graphs.grad_inputs) for graphs in compiled.train]
-        self._always = Counter(self._gradients.receive_counts())
+        self._always = Counter(self._gradients.receive_counts()) + Counter(self._probes.receive_counts())
         if self.rank != self._last:
             self._always[self._last, self._losses_spec()] += 1
         self._by_program: Counter[tuple[int, MessageSpec]] = Counter()
@@ -161,14 +163,16 @@ class Worker:
         with self._telling_the_others():
             executor = self._executor_of(self.controller.plan_for(step))
             self._telemetry.begin_step(step, self.plan)
-            self._gradients.begin_step(step)
             self.monitor.begin_step()
             started = time.monotonic()
-            results = executor.run(step, inputs, targets)
+            self._probes.begin_step(step)
+            self._gradients.begin_step(step)
+            results = executor.run(step, inputs, targets, self._probes.answer)
             self._gradients.end_step()
             losses = self._share(step, results)
             if self._replicas is not None:
                 losses = self._replicas.average(self.trainable.values(), losses)
+            self._probes.end_step(self._options.timeout)
             measurement = self.monitor.end_step(step, started, time.monotonic())
             self.controller.report(measurement)
             self._telemetry.end_step(measurement, self.monitor.kept[-1])
