@@ -1,0 +1,65 @@
+"""Steps from the onset of a fault to the switch and from its end to the way back, in training over gloo, with real faults.
+
+Episodes of one fault or two that overlap, of random kind, place, size and length (``tests/fault_episodes.py``): messages are
+held back and ops lengthened. Devices are emulated, planning, detection and switching are not. At the end every parameter must
+be bitwise that of plain torch in one process that met no fault. Switches are counted for faults that are alone and for which
+the cost test found a better plan; the way back only where another plan is better once the fault has ended.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _ranks import run_on_ranks
+from _table import Row, parser, print_rows
+
+from adaptra.runtime.events import ControlEvent, EventKind
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+from fault_episodes import judge, random_episodes, train_through
+
+
+def measure(rank: int, *arguments: Any) -> dict[str, Any]:
+    """One rank: how many parameters differ on all ranks together, and what the coordinator told."""
+    differing, told = train_through(rank, *arguments)
+    count = torch.tensor(len(differing))
+    dist.all_reduce(count)
+    return {"differing": int(count), "told": told}
+
+
+def main() -> int:
+    """Measure and print."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--ranks", type=int, default=4)
+    arguments.add_argument("--microbatches", type=int, default=8)
+    arguments.add_argument("--op-ms", type=float, default=5.0, help="duration of every emulated op, milliseconds")
+    arguments.add_argument("--episodes", type=int, default=100)
+    arguments.add_argument("--seed", type=int, default=0)
+    given = arguments.parse_args()
+    seconds = given.op_ms / 1e3
+    found = run_on_ranks(measure, given.ranks, given.seed, given.episodes, given.ranks, given.microbatches, seconds)
+    told = [ControlEvent(**event | {"kind": EventKind(event["kind"])}) for event in found["told"]]
+    outcomes = judge(random_episodes(given.seed, given.episodes, given.ranks, seconds), told)
+    rows = [
+        Row("parameters that differ from an undisturbed run", found["differing"], 0, "tensors", 1),
+        Row("faults detected", sum(one.detected is not None for one in outcomes), len(outcomes), "faults", len(outcomes)),
+    ]
+    for name, bar, steps in (
+        ("slow steps until detected", 2, [one.detected for one in outcomes if one.detected is not None]),
+        ("steps from onset to switch", 3, [one.switched for one in outcomes if one.switched is not None]),
+        ("steps from healing to switch back", 5, [one.back for one in outcomes if one.back is not None]),
+    ):
+        rows.append(Row(f"{name}, median", median(steps or [0]), bar, "steps", len(steps)))
+        rows.append(Row(f"{name}, most", max(steps, default=0), bar, "steps", len(steps)))
+    title = f"{given.episodes} episodes, {given.ranks} ranks, {given.microbatches} microbatches, {given.op_ms:g} ms ops"
+    print_rows(title, rows, baseline="bar", as_json=given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
