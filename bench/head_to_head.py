@@ -8,8 +8,9 @@ torch's own, unmodified.
 
 One row per situation and contender. ``in flight`` is the most microbatches that a stage of adaptra's plan holds; the bound
 is what no order of one stage per rank beats, whatever its memory; ``simulated`` is what the simulator says of the plan at the
-situation's own delays. In the last situation links change every few steps: the figure is the mean over all steps, adapting
-included.
+situation's own delays. N·c/T0 is by how much the messages of all microbatches are late, one way, in units of the bound without
+delay: speed-ups are a function of that. In the last situation links change every few steps: the figure is the mean over all
+steps, adapting included.
 """
 
 from __future__ import annotations
@@ -149,6 +150,8 @@ def rows_of(
 ) -> list[Row]:
     """Adaptra with either memory beside every other contender."""
     cost = situation.cost(ranks, seconds)
+    healthy = lower_bound(Case(Situation(()).cost(ranks, seconds), microbatches, tuple(range(ranks)))).value
+    relative = microbatches * max((delay for _, delay in situation.delays), default=0.0) / healthy
     bound = lower_bound(Case(cost, microbatches, tuple(range(ranks)))).value
     rows: list[Row] = []
     for memory in (ranks, None):
@@ -157,7 +160,7 @@ def rows_of(
         simulated = simulate(adaptra.Program.parse(found["plans"][name]), cost)
         in_flight = max(simulated.peak_in_flight)
         settled = found["settled"][name]
-        label = f"{situation.name}; {in_flight} in flight"
+        label = f"{situation.name} (N·c/T0 {relative:.2f}); {in_flight} in flight"
         rows.append(Row(f"{label}; bound", 1e3 * ours, 1e3 * bound, "ms", runs))
         rows.append(Row(f"{label}; simulated", 1e3 * ours, 1e3 * simulated.makespan, "ms", runs))
         rows += [Row(f"{label}; {other}", 1e3 * ours, 1e3 * median(found["times"][other]), "ms", runs) for other in names]
