@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -252,7 +253,7 @@ def _compile(
     if request.memory is not None:
         cost = replace(cost, memory_limit=(float(request.memory),) * request.stages)
     case = Case(cost, request.microbatches, tuple(range(request.stages)), name="compiled")
-    planning = Planning(_better_plan, _makespan, lambda costs: lower_bound(costs).value)
+    planning = Planning(partial(_better_plan, options.planning_seconds), _makespan, lambda costs: lower_bound(costs).value)
     return compiled, first_plan(options, case), planning
 
 
@@ -271,8 +272,12 @@ def _state(compiled: CompiledStages, stage: int, model: nn.Module) -> dict[str, 
     return state
 
 
-def _better_plan(case: Case, incumbent: Program | None) -> Program:
-    return plan(case, incumbent=incumbent)
+def _better_plan(seconds: float, case: Case, incumbent: Program) -> Program:
+    """Only the coordinator asks and all ranks get what it found, so the search may end by time.
+
+    It takes at most half a step: a plan that is there before the next step ends is run a step sooner.
+    """
+    return plan(case, incumbent=incumbent, budget=min(seconds, 0.5 * _makespan(incumbent, case.cost)))
 
 
 def _makespan(program: Program, cost: CostModel) -> float:

@@ -2,7 +2,7 @@
 
 Steps are simulated and their records disturbed (``tests/noisy_steps.py``: ops scatter and drift, ranks pause, messages have
 a long tail); monitor, detector, planner and cost test are the real ones. A fault matters when another plan would win by more
-than a switch costs. Its kind can't be told where no message follows another closely enough to tell latency from bandwidth;
+than a switch costs. Its kind can't be told where neither a queue nor a probe shows how much of a flight is occupancy;
 such faults are counted apart. Figures of episodes are shares of the faults, with the bar as baseline.
 """
 

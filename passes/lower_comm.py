@@ -47,7 +47,9 @@ class LowerComm(Pass):
     def _marked(self, op: Op) -> Op:
         if op.kind.is_compute:
             return op
-        return replace(op, lane=self.lane if _edge(op) in self.slow else None)
+        lane = self.lane if _edge(op) in self.slow else None
+        # Most ops stay as they are, and a program is lowered beside training, whose interpreter this uses.
+        return op if op.lane == lane else replace(op, lane=lane)
 
 
 def _edge(op: Op) -> tuple[int, int]:

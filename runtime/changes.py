@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
+
+SHOWN_OCCUPANCY: Final = 50e-6
+"""Seconds; less is not worth a word."""
 
 
 class ChangeKind(Enum):
@@ -70,7 +74,7 @@ class EdgeChange:
 
     def __str__(self) -> str:
         edge = f"edge {self.source}→{self.destination} {_word(self)}"
-        queueing = f", {_milliseconds(self.occupancy)} of it occupancy" if self.occupancy > 0 else ""
+        queueing = f", {_milliseconds(self.occupancy)} of it occupancy" if self.occupancy >= SHOWN_OCCUPANCY else ""
         return f"{edge}: {_milliseconds(self.now)} (was {_milliseconds(self.was)}){queueing}"
 
 

@@ -267,8 +267,9 @@ class Controller:
             case Wake():
                 self._woken()
             case Measured(measurement):
-                self._participant.handle(mail)
+                # What the step shows comes first: the entry that it makes room for can then name a plan that stands by.
                 self._coordinate(lambda coordinator: coordinator.measured(measurement))
+                self._participant.handle(mail)
             case Proposed() | Confirmed() | Refused() | Joined() | Term() | LogGrew():
                 self._participant.handle(mail)
         self._coordinate(Coordinator.begin_round)

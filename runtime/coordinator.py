@@ -3,6 +3,11 @@
 It lives on the control thread of its rank for as long as that coordinates; planning runs on a thread of its own, so that the
 log keeps growing meanwhile. There is one round at a time: detection → planning → proposal → all confirm, or withdrawn. What is
 detected during a round starts the next one, and a plan made for costs that have changed since is thrown away.
+
+A round may begin ahead, as soon as one step shows what the next may confirm. Its proposal is held: all ranks get ready for it
+and go on under the old plan. If what was suspected is then detected, and the plan wins under the costs that were found, the
+entry of the log that this very step makes room for names it; another round then looks for a still better one. Otherwise it is
+withdrawn.
 """
 
 from __future__ import annotations
@@ -21,10 +26,12 @@ from adaptra.runtime.background import giving_way
 from adaptra.runtime.changes import EdgeChange, StageChange
 from adaptra.runtime.detector import Detection, Detector
 from adaptra.runtime.events import EventKind
+from adaptra.runtime.foresight import Foresight
 from adaptra.runtime.level import DetectorOptions
 from adaptra.runtime.measurement import StepMeasurement
 from adaptra.runtime.participant import Emit, Participant
 from adaptra.runtime.plan import Plan
+from adaptra.runtime.plan_log import Agreement
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +80,9 @@ class Planning:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What the planning thread found: a plan without a version yet, or none, or why it failed."""
+    """What the planning thread found for ``detection``: a plan without a version yet, or none, or why it failed."""
 
+    detection: Detection
     before: float | None = None
     plan: Plan | None = None
     error: Exception | None = None
@@ -126,6 +134,8 @@ class Coordinator:
         self._detector = Detector(current.case.cost, options.detector)
         self._gathered: dict[int, dict[int, StepMeasurement]] = {}
         self._wanted: Detection | None = None
+        self._foresight = Foresight()
+        self._foreseen: Detection | None = None
         self._suggested: tuple[Program, str] | None = None
         self._thread: threading.Thread | None = None
         self._outcomes: SimpleQueue[_Outcome] = SimpleQueue()
@@ -140,7 +150,7 @@ class Coordinator:
             self._gathered = {later: found for later, found in self._gathered.items() if later > measurement.step}
             self._observe(measurement.step, list(step.values()))
         agreement = self._participant.agreement
-        if agreement is not None and agreement.proposal is not None and time.monotonic() > self._deadline:
+        if agreement is not None and agreement.proposal and agreement.missing and time.monotonic() > self._deadline:
             missing = ", ".join(map(str, agreement.missing))
             why = f"not confirmed by rank {missing} within {self._options.confirm_seconds} s"
             self._participant.withdraw(agreement.proposal.version, why)
@@ -160,7 +170,9 @@ class Coordinator:
             self._thread = None
             if outcome.error is not None and not isinstance(outcome.error, AdaptraError):
                 raise outcome.error
-            if self._wanted is None:
+            if outcome.detection is self._foreseen:
+                self._conclude_ahead(outcome)
+            elif self._wanted is None:
                 self._conclude(outcome)
 
     def begin_round(self) -> None:
@@ -176,8 +188,10 @@ class Coordinator:
             self._propose(replace(current, program=program, predicted=predicted, reason=reason), before)
         elif self._wanted is not None:
             detection, self._wanted = self._wanted, None
-            self._thread = threading.Thread(target=self._plan, args=(detection, current), name="adaptra-planner", daemon=True)
-            self._thread.start()
+            self._begin_planning(detection, current)
+        elif (suspicion := self._foresight.suspicion) is not None and suspicion is not self._foreseen:
+            self._foreseen = suspicion
+            self._begin_planning(suspicion, current)
 
     def close(self, timeout: float) -> None:
         """Wait for planning that is under way, at most ``timeout`` seconds."""
@@ -187,9 +201,38 @@ class Coordinator:
     def _observe(self, step: int, measurements: list[StepMeasurement]) -> None:
         detection = self._detector.observe(measurements)
         agreement = self._participant.agreement
-        if detection is not None and agreement is not None and agreement.current is not None:
+        if agreement is None or agreement.current is None:
+            return
+        if detection is not None:
             self._emit(EventKind.DETECTED, step, agreement.current.version, detection.reason)
             self._wanted = detection
+            self._foresight.confirm()
+        elif self._options.adapt:
+            with giving_way():
+                self._foresight.suspect(step, self._detector.foresee(measurements))
+        if agreement.is_held and self._foresight.suspicion is not self._foreseen:
+            self._settle_held(agreement, agreement.current)
+
+    def _settle_held(self, agreement: Agreement, current: Plan) -> None:
+        """What the held proposal was made for is not suspected any more: it was found, or it came to nothing."""
+        proposal = agreement.proposal
+        assert proposal is not None, "a held proposal is one"
+        if self._wanted is not None and self._wins(proposal.program, current, self._wanted):
+            self._participant.release()
+        else:
+            self._participant.withdraw(proposal.version, "what was suspected did not come true")
+
+    def _wins(self, program: Program, current: Plan, detection: Detection) -> bool:
+        """Whether a program gains enough over the running plan under the costs that were detected."""
+        predict = self._planning.predict
+        return self._is_gain(predict(program, detection.cost), predict(current.program, detection.cost))
+
+    def _is_gain(self, predicted: float, before: float) -> bool:
+        return predicted < (1 - self._options.switch_gain) * before
+
+    def _begin_planning(self, detection: Detection, current: Plan) -> None:
+        self._thread = threading.Thread(target=self._plan, args=(detection, current), name="adaptra-planner", daemon=True)
+        self._thread.start()
 
     def _plan(self, detection: Detection, current: Plan) -> None:
         """On the planning thread: the outcome goes to the control thread, whatever it is."""
@@ -197,21 +240,21 @@ class Coordinator:
             with giving_way():
                 outcome = self._compare(detection, current)
         except Exception as error:
-            outcome = _Outcome(error=error)
+            outcome = _Outcome(detection, error=error)
         self._outcomes.put(outcome)
         self._wake()
 
     def _compare(self, detection: Detection, current: Plan) -> _Outcome:
         before = self._planning.predict(current.program, detection.cost)
         if not self._options.adapt:
-            return _Outcome(before)
+            return _Outcome(detection, before)
         case = replace(current.case, cost=detection.cost)
         program = self._planning.planner(case, current.program).compute_only()
         predicted = self._planning.predict(program, detection.cost)
         delegated = _delegated(current, detection) if self._options.delegate else current.delegated
         bound = self._planning.bound(case)
         plan = Plan(current.version, program, case, predicted, bound, detection.reason, delegated)
-        return _Outcome(before, plan)
+        return _Outcome(detection, before, plan)
 
     def _conclude(self, outcome: _Outcome) -> None:
         agreement = self._participant.agreement
@@ -223,13 +266,24 @@ class Coordinator:
             self._emit(EventKind.KEPT, step, current.version, f"no other plan: {outcome.error}")
         elif plan is None or before is None:
             self._emit(EventKind.KEPT, step, current.version, "switching plans is turned off", before, before)
-        elif plan.predicted >= (1 - self._options.switch_gain) * before:
+        elif not self._is_gain(plan.predicted, before):
             text = f"the best plan found takes {1e3 * plan.predicted:.1f} ms, the running one {1e3 * before:.1f} ms"
             self._emit(EventKind.KEPT, step, current.version, text, before, before)
         else:
             self._propose(plan, before)
 
-    def _propose(self, plan: Plan, before: float) -> None:
+    def _conclude_ahead(self, outcome: _Outcome) -> None:
+        """Propose what was planned ahead: held while it is suspected, at once if it has been detected meanwhile."""
+        agreement = self._participant.agreement
+        if agreement is None or agreement.current is None or outcome.plan is None or outcome.before is None:
+            return
+        if self._foresight.suspicion is outcome.detection:
+            if self._is_gain(outcome.plan.predicted, outcome.before):
+                self._propose(outcome.plan, outcome.before, is_held=True)
+        elif self._wanted is not None and self._wins(outcome.plan.program, agreement.current, self._wanted):
+            self._propose(outcome.plan, outcome.before)
+
+    def _propose(self, plan: Plan, before: float, is_held: bool = False) -> None:
         self._deadline = time.monotonic() + self._options.confirm_seconds
         text = f"{plan.reason}; {1e3 * plan.predicted:.1f} ms instead of {1e3 * before:.1f} ms"
-        self._participant.propose(plan, before, text)
+        self._participant.propose(plan, before, f"in case of {text}" if is_held else text, is_held)

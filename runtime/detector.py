@@ -10,6 +10,7 @@ same way.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
@@ -102,6 +103,11 @@ class Detector:
         edges = self._clocks.correct(edges, levels, self._least_change)
         changes = (*filter(None, map(self._observe_stage, stages)), *filter(None, map(self._observe_edge, edges)))
         return Detection(step, changes, self._cost) if changes else None
+
+    def foresee(self, measurements: Sequence[StepMeasurement]) -> Detection | None:
+        """What would be detected if the next step measured what the latest one did, which has been observed already."""
+        levels = (*self._stages.values(), *self._flights.values(), *self._occupancies.values())
+        return deepcopy(self).observe(measurements) if any(level.suspects for level in levels) else None
 
     def _check(self, stages: Sequence[StageMeasurement], edges: Sequence[EdgeMeasurement]) -> None:
         count = self._cost.stages

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +74,7 @@ class Executor:
         self._last = program.stages - 1
         self._forward_only = program.is_forward_only
         self._step = -1
+        self._on_message: Callable[[int], None] | None = None
         self._results: dict[int, tuple[Tensor, ...]] = {}
         self._values: dict[tuple[int, Kind, int], tuple[Tensor, ...]] = {}
         self._receives: dict[Op, Pending] = {}
@@ -112,7 +113,11 @@ class Executor:
 
     @torch.no_grad()
     def run(
-        self, step: int, inputs: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]
+        self,
+        step: int,
+        inputs: Sequence[Sequence[Tensor]],
+        targets: Sequence[Sequence[Tensor]],
+        on_message: Callable[[int], None] | None = None,
     ) -> dict[int, tuple[Tensor, ...]]:
         """Run one step.
 
@@ -120,6 +125,7 @@ class Executor:
             step: The step's number; part of every message's identity.
             inputs: The model's inputs per microbatch; only looked at by the rank of the first stage.
             targets: The loss's targets per microbatch; only looked at by the rank of the last stage.
+            on_message: Called with the stage that a message has come from, as soon as an op uses it.
 
         Returns:
             On the rank of the last stage, what it returned per microbatch; elsewhere nothing.
@@ -129,6 +135,7 @@ class Executor:
             Exception: Whatever the user's model raises, with a note of rank, op and step.
         """
         self._step = step
+        self._on_message = on_message
         self._results = {}
         for op in self._order:
             try:
@@ -200,6 +207,8 @@ class Executor:
             now,
         )
         self._held.setdefault((op.stage, op.microbatch), []).append(pending)
+        if self._on_message is not None:
+            self._on_message(neighbour)
         return tensors
 
     def _send(self, op: Op, tensors: tuple[Tensor, ...]) -> None:

@@ -53,7 +53,8 @@ class EdgeEstimate:
     Attributes:
         flight: From handing a message over to its arrival when no other message is before it: occupancy + latency. Read from
             two clocks, so that it is below zero where the receiver's has fallen behind by more.
-        occupancy: How long a message occupies the edge; None when no messages queued, so that it could not be seen.
+        occupancy: How long a message occupies the edge; None when no messages queued and no probe told, so that it could not be
+            seen.
         spacing: How closely messages arrived behind each other, an upper bound of the occupancy: an eighth of the pairs is
             closer, such as two of which the first was late. None for a single message.
     """
@@ -149,24 +150,28 @@ def _read_edge(fields: Fields) -> EdgeMeasurement:
     return EdgeMeasurement(source, destination, messages, waiting, estimate)
 
 
-def estimate_edge(flights: Sequence[tuple[float, float]]) -> EdgeEstimate:
+def estimate_edge(flights: Sequence[tuple[float, float]], probe: tuple[float, float] | None = None) -> EdgeEstimate:
     """Tell an edge's latency from its occupancy.
 
     The cost model says that message k departs at ``max(sent_k, departed_(k-1) + occupancy)`` and arrives ``occupancy +
     latency`` later. For a given occupancy the latency is the median of what is left of the arrivals. Occupancies are tried
     among the spacings of the arrivals, since queued messages arrive one occupancy apart; the one whose latencies scatter least
-    wins, but only if it halves the scatter that a flight without queueing leaves. If none does, no message queued, and the
-    flights' median is all there is to know.
+    wins, but only if it halves the scatter that a flight without queueing leaves. If none does, no message queued. What a probe
+    of a few bytes took is then the latency, and the rest of the flights' median the occupancy; without one the median is all
+    there is to know.
 
     Args:
         flights: ``(sent, arrived)`` per message, at least one, in any order.
+        probe: ``(sent, arrived)`` of a message of a few bytes on the same edge. One that left while another message was under
+            way may have queued behind it, and says nothing.
     """
     ordered = sorted(flights)[:FITTED_MESSAGES]
     arrivals = sorted(arrived for _, arrived in ordered)
     spacings = sorted(later - earlier for earlier, later in pairwise(arrivals))
     unqueued, latency = _scatter(ordered, 0.0)
+    probed = _probed_occupancy(ordered, latency, probe)
     if not spacings:
-        return EdgeEstimate(latency, None, None)
+        return EdgeEstimate(latency, probed, None)
     spacing = spacings[len(spacings) // LATE_PAIRS]
     stride = max(1, len(spacings) // FITTED_OCCUPANCIES)
     best = min(spacings[::stride], key=lambda occupancy: _scatter(ordered, occupancy)[0])
@@ -175,7 +180,13 @@ def estimate_edge(flights: Sequence[tuple[float, float]]) -> EdgeEstimate:
     gained = (unqueued - scatter) / len(ordered)
     if occupancy > 0 and scatter < 0.5 * unqueued and gained > RESOLUTION:
         return EdgeEstimate(occupancy + behind, occupancy, spacing)
-    return EdgeEstimate(latency, None, spacing)
+    return EdgeEstimate(latency, probed, spacing)
+
+
+def _probed_occupancy(flights: Sequence[tuple[float, float]], flight: float, probe: tuple[float, float] | None) -> float | None:
+    if probe is None or any(sent <= probe[0] < arrived for sent, arrived in flights):
+        return None
+    return max(flight - (probe[1] - probe[0]), 0.0)
 
 
 def _scatter(flights: Sequence[tuple[float, float]], occupancy: float) -> tuple[float, float]:

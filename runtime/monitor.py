@@ -8,7 +8,7 @@ into one timeline.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final, NamedTuple
@@ -129,6 +129,7 @@ class Monitor:
         self._ops: list[tuple[Op, float, float]] = []
         self._messages: list[tuple[Kind, int, int, int, int, float, float, float]] = []
         self._waits: list[tuple[Op, float]] = []
+        self._probes: dict[tuple[int, int], tuple[float, float]] = {}
         self._links: deque[LinkRecord] = deque(maxlen=_KEPT_LINKS)
 
     @property
@@ -142,7 +143,7 @@ class Monitor:
 
     def begin_step(self) -> None:
         """Forget what was recorded since the last :meth:`end_step`: a step that failed, or one that only evaluated."""
-        self._ops, self._messages, self._waits = [], [], []
+        self._ops, self._messages, self._waits, self._probes = [], [], [], {}
 
     def op(self, op: Op, start: float, end: float) -> None:
         """Record that a compute op ran."""
@@ -166,13 +167,17 @@ class Monitor:
         """Record how long a compute op waited for its message."""
         self._waits.append((op, seconds))
 
+    def probe(self, source: int, destination: int, sent_at: float, arrived_at: float) -> None:
+        """Record a message of a few bytes that crossed an edge of stages only to be timed."""
+        self._probes[source, destination] = sent_at, arrived_at
+
     def end_step(self, step: int, start: float, end: float) -> StepMeasurement:
         """Condense the step that ran from ``start`` to ``end``, keep its records and begin the next one."""
         records = self.unfinished(step, start, end)
-        waits = self._waits
+        edges = _measure_edges(records, self._waits, self._probes)
         self.begin_step()
         self._kept.append(records)
-        return StepMeasurement(self._rank, step, end - start, self._measure_stages(records), _measure_edges(records, waits))
+        return StepMeasurement(self._rank, step, end - start, self._measure_stages(records), edges)
 
     @property
     def kept(self) -> tuple[StepRecords, ...]:
@@ -215,7 +220,9 @@ class Monitor:
         )
 
 
-def _measure_edges(records: StepRecords, waits: Iterable[tuple[Op, float]]) -> tuple[EdgeMeasurement, ...]:
+def _measure_edges(
+    records: StepRecords, waits: Iterable[tuple[Op, float]], probes: Mapping[tuple[int, int], tuple[float, float]]
+) -> tuple[EdgeMeasurement, ...]:
     flights: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for message in records.messages:
         flights.setdefault((message.source, message.destination), []).append((message.sent_at, message.arrived_at))
@@ -224,8 +231,8 @@ def _measure_edges(records: StepRecords, waits: Iterable[tuple[Op, float]]) -> t
         edge = (op.stage - 1 if op.kind is Kind.F else op.stage + 1, op.stage)
         waiting[edge] = waiting.get(edge, 0.0) + seconds
     return tuple(
-        EdgeMeasurement(source, destination, len(pairs), waiting[source, destination], estimate_edge(pairs))
-        for (source, destination), pairs in sorted(flights.items())
+        EdgeMeasurement(*edge, len(pairs), waiting[edge], estimate_edge(pairs, probes.get(edge)))
+        for edge, pairs in sorted(flights.items())
     )
 
 

@@ -24,6 +24,8 @@ class Options:
         expected_delays: What delays a link may get, if that is known beforehand: per directed edge of neighbouring stages the
             seconds added to each message, and how likely they are relative to each other, such as
             ``{(1, 2): {0.0: 0.9, 0.06: 0.1}}``. The first plan is then good on average over all combinations.
+        planning_seconds: How long the search for another plan takes at most, beside training and on one rank alone; it never
+            takes more than half a step. The first plan is searched by effort instead, as every rank finds it for itself.
         seed: Seed of the random numbers of dropout and its like; they depend on it, the step and the microbatch alone.
         timeout: Seconds an op waits for a message, and a step for its plan, before the step fails.
         faults: Faults to inject, such as ``"delay 1-2 60ms @8"``: see :mod:`adaptra.runtime.faults`.
@@ -46,6 +48,7 @@ class Options:
     adapt: bool = True
     schedule: str | Program | None = None
     expected_delays: Mapping[tuple[int, int], Mapping[float, float]] = field(default_factory=dict[Any, Any])
+    planning_seconds: float = 0.1
     seed: int = 0
     timeout: float = 300.0
     faults: Sequence[str] = ()
@@ -77,9 +80,10 @@ class Options:
         given = self.seed
         if not is_whole(given) or not 0 <= given < 2**63:
             raise OptionError(f"seed={given!r}: expected a whole number of 0..2**63-1")
-        given = self.timeout
-        if isinstance(given, bool) or not isinstance(given, int | float) or not (math.isfinite(given) and given > 0):
-            raise OptionError(f"timeout={given!r}: expected a number of seconds above 0")
+        for name in ("planning_seconds", "timeout"):
+            given = getattr(self, name)
+            if isinstance(given, bool) or not isinstance(given, int | float) or not (math.isfinite(given) and given > 0):
+                raise OptionError(f"{name}={given!r}: expected a number of seconds above 0")
         given = self.faults
         if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
             raise OptionError(f"faults={given!r}: expected a list of texts such as ['delay 1-2 60ms @8']")

@@ -163,22 +163,29 @@ class Participant:
         self._around.emit(EventKind.REFUSED, self._reached, version, why)
         self._around.send(self.coordinator, Refused(self._rank, version, why))
 
-    def propose(self, plan: Plan, before: float | None, text: str) -> None:
+    def propose(self, plan: Plan, before: float | None, text: str, is_held: bool = False) -> None:
         """Put a plan to the ranks, under a version of its own. Only the coordinator does, while nothing else is proposed.
 
         Args:
             plan: The plan; its version does not matter.
             before: The predicted makespan of the plan that it is to replace, seconds.
             text: For the event.
+            is_held: Whether the ranks get ready for it and all keep the old plan until :meth:`release`.
         """
         assert self._agreement is not None, "only the coordinator proposes"
         plan = replace(plan, version=self._initial.version + self._around.store.add("versions", 1))
-        self._agreement.propose(plan)
+        self._agreement.propose(plan, is_held)
         self._before = before
         self._around.emit(EventKind.PROPOSED, self._agreement.slowest, plan.version, text, plan.predicted, before)
         mail = Proposed(plan.version, plan.to_json())
         for rank in range(self._ranks):
             self._around.send(rank, mail)
+
+    def release(self) -> None:
+        """What was proposed and held is wanted: the log names it next, or as soon as all have confirmed it."""
+        assert self._agreement is not None, "only the coordinator releases"
+        self._agreement.release()
+        self._advance(self._agreement)
 
     def withdraw(self, version: int, why: str) -> None:
         """Give a proposal up, if it is still one and not the first; everyone keeps the plan that runs."""

@@ -5,7 +5,8 @@ There is one log per pipeline, in the ranks' common store. Its entry i says "the
 never run one step under different plans, however late either reads. The coordinator appends, and only where no entry is yet,
 so two ranks that both believe to be the coordinator still write one log. It keeps the log ``ahead`` steps beyond the slowest
 rank, so that nobody waits for it, and it names a new version only after every rank has confirmed that version. A rank that
-does not confirm keeps everyone on the old plan; a rank that is slow delays the switch, not the step.
+does not confirm keeps everyone on the old plan; a rank that is slow delays the switch, not the step. A plan may be confirmed
+before anybody knows whether it is wanted: it is held until it is released or withdrawn.
 
 :class:`Agreement` is the coordinator's part and :class:`Coverage` each rank's; neither touches the store.
 """
@@ -113,6 +114,7 @@ class Agreement:
         self._ahead = ahead
         self._current: Plan | None = None
         self._proposal: Plan | None = None
+        self._is_held = False
         self._confirmed: set[int] = set()
 
     @property
@@ -122,8 +124,13 @@ class Agreement:
 
     @property
     def proposal(self) -> Plan | None:
-        """The plan that is waiting for confirmations."""
+        """The plan that is waiting for confirmations, or held and waiting for its release."""
         return self._proposal
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the proposal is one that only stands by."""
+        return self._proposal is not None and self._is_held
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -140,14 +147,17 @@ class Agreement:
         """The first step that the log does not cover."""
         return self._until
 
-    def propose(self, plan: Plan) -> None:
-        """Put a plan to the ranks. There is one proposal at a time, and versions only grow."""
+    def propose(self, plan: Plan, is_held: bool = False) -> None:
+        """Put a plan to the ranks. There is one proposal at a time, and versions only grow.
+
+        A held one stands by: the ranks get ready for it, and the log does not name it unless it is released.
+        """
         assert self._proposal is None, "one proposal at a time"
         assert self._current is None or plan.version > self._current.version, "versions only grow"
-        self._proposal, self._confirmed = plan, set()
+        self._proposal, self._is_held, self._confirmed = plan, is_held, set()
 
     def confirm(self, rank: int, version: int, digest: str) -> bool:
-        """A rank is ready to run a version. True when this was the last one: the plan is then the current one.
+        """A rank is ready to run a version. True when this was the last one: the plan, unless held, is then the current one.
 
         A confirmation of anything but the proposal comes late, after a withdrawal, and changes nothing.
 
@@ -160,9 +170,17 @@ class Agreement:
         if digest != plan.digest:
             raise ControlError(f"rank {rank} holds program {digest[:12]} as plan {version}: expected {plan.digest[:12]}")
         self._confirmed.add(rank)
-        if self.missing:
+        return self._conclude(plan)
+
+    def release(self) -> bool:
+        """The held proposal is wanted. True if all had confirmed it: it is then the current plan, else it is once they have."""
+        self._is_held = False
+        return self._proposal is not None and self._conclude(self._proposal)
+
+    def _conclude(self, proposal: Plan) -> bool:
+        if self.missing or self._is_held:
             return False
-        self._current, self._proposal = plan, None
+        self._current, self._proposal = proposal, None
         return True
 
     def withdraw(self) -> None:

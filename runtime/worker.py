@@ -32,6 +32,7 @@ from adaptra.runtime.membership import Membership
 from adaptra.runtime.monitor import Monitor, StepRecords, merge_timelines
 from adaptra.runtime.options import Options
 from adaptra.runtime.plan import Plan
+from adaptra.runtime.probes import Probes
 from adaptra.runtime.rdma_watch import RdmaEvent, watch
 from adaptra.runtime.replicas import Replicas
 from adaptra.runtime.stage import EvaluationStage, Stage, TrainingStage
@@ -101,6 +102,7 @@ class Worker:
             transport,
             options.timeout,
         )
+        self._probes = Probes(self.rank, self._stages, microbatches, transport, self.monitor)
         self._training: Stage = TrainingStage(
             graphs,
             state,
@@ -114,12 +116,14 @@ class Worker:
         self.plan = initial
         self._executor: Executor | None = None
         self._shapes = [MessageShapes(graphs.outputs, graphs.grad_inputs) for graphs in compiled.train]
-        self._always = Counter(self._gradients.receive_counts())
+        self._always = Counter(self._gradients.receive_counts()) + Counter(self._probes.receive_counts())
         if self.rank != self._last:
             self._always[self._last, self._losses_spec()] += 1
         self._by_program: Counter[tuple[int, MessageSpec]] = Counter()
         self._cost = initial.case.cost
-        self._prepared = {initial.version: self._executor_for(self._lower(initial), self._training, self._shapes)}
+        lowered = self._lower(initial)
+        verify(lowered)
+        self._prepared = {initial.version: self._executor_for(lowered, self._training, self._shapes)}
         self.controller = Controller(
             self.rank,
             self._stages,
@@ -159,14 +163,16 @@ class Worker:
         with self._telling_the_others():
             executor = self._executor_of(self.controller.plan_for(step))
             self._telemetry.begin_step(step, self.plan)
-            self._gradients.begin_step(step)
             self.monitor.begin_step()
             started = time.monotonic()
-            results = executor.run(step, inputs, targets)
+            self._probes.begin_step(step)
+            self._gradients.begin_step(step)
+            results = executor.run(step, inputs, targets, self._probes.answer)
             self._gradients.end_step()
             losses = self._share(step, results)
             if self._replicas is not None:
                 losses = self._replicas.average(self.trainable.values(), losses)
+            self._probes.end_step(self._options.timeout)
             measurement = self.monitor.end_step(step, started, time.monotonic())
             self.controller.report(measurement)
             self._telemetry.end_step(measurement, self.monitor.kept[-1])
@@ -269,6 +275,9 @@ class Worker:
     def _prepare(self, plan: Plan) -> None:
         """Check and lower a proposed plan before the step that switches to it; runs beside training.
 
+        The controller has verified it, and passes keep a valid program valid: proving that again would be half of all that a
+        switch takes of the interpreter.
+
         Raises:
             PlanError: The plan holds more than this job allows.
         """
@@ -288,9 +297,7 @@ class Worker:
     def _lower(self, plan: Plan) -> Program:
         """Put SEND and RECV where this transport wants them, those of delegated edges on their lane."""
         lowered = InsertComm.for_contract(self._transport.contract).apply(plan.program, plan.case.cost)
-        lowered = LowerComm(slow=plan.delegated).apply(lowered, plan.case.cost)
-        verify(lowered)
-        return lowered
+        return LowerComm(slow=plan.delegated).apply(lowered, plan.case.cost)
 
     def _insert_comm(self, program: Program, cost: CostModel) -> Program:
         lowered = InsertComm.for_contract(self._transport.contract).apply(program, cost)

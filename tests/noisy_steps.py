@@ -23,6 +23,7 @@ from adaptra.runtime.detector import Detection, Detector
 from adaptra.runtime.measurement import StepMeasurement
 from adaptra.runtime.monitor import Monitor
 from adaptra.simulate import simulate
+from adaptra.timeline import MessageInterval
 
 EFFORT = 30_000
 """Of the planner, about a millisecond: the same plans everywhere."""
@@ -101,6 +102,11 @@ def latency(cost: CostModel, source: int, destination: int) -> float:
     return (cost.latency_forward if destination > source else cost.latency_backward)[min(source, destination)]
 
 
+def occupancy(cost: CostModel, source: int, destination: int) -> float:
+    """Of a directed edge."""
+    return (cost.occupancy_forward if destination > source else cost.occupancy_backward)[min(source, destination)]
+
+
 @dataclass
 class NoisySteps:
     """A run. :meth:`step` makes the next step and lets the control loop see it.
@@ -168,7 +174,7 @@ class NoisySteps:
                 pause = dice.uniform(0.05, 0.3) if index == paused else 0.0
                 monitor.op(op.op, op.start, op.start + duration + pause)
         for message in timeline.messages:
-            late = dice.expovariate(1 / noise.jitter) + (dice.random() < noise.tail) * dice.uniform(0, noise.tail_seconds)
+            late = self._late()
             sender, receiver = self.case.placement[message.source], self.case.placement[message.destination]
             # Read from the receiver's clock, which agreed with the sender's at the start.
             arrived = message.arrived + late * warming + (self._clocks[receiver] - self._clocks[sender]) * self.seconds
@@ -176,7 +182,27 @@ class NoisySteps:
             monitor.message(
                 message.kind, message.source, message.destination, message.microbatch, 1 << 20, message.posted, arrived, arrived
             )
+        self._probe(timeline.messages, self.cost_at(step), warming)
         return [monitor.end_step(step, 0.0, length) for monitor in self._monitors]
+
+    def _probe(self, messages: Sequence[MessageInterval], cost: CostModel, warming: float) -> None:
+        """Over every edge a few bytes, as soon as its source has the first message from its destination."""
+        firsts: dict[tuple[int, int], float] = {}
+        for message in messages:
+            edge = message.destination, message.source
+            firsts[edge] = min(firsts.get(edge, math.inf), message.arrived)
+        for (source, destination), sent in firsts.items():
+            sender, receiver = self.case.placement[source], self.case.placement[destination]
+            before = [m for m in messages if (m.source, m.destination) == (source, destination) and m.posted <= sent]
+            departed = max([sent, *(m.departed + occupancy(cost, source, destination) for m in before)])
+            arrived = departed + latency(cost, source, destination) + self._late() * warming
+            drifted = (self._clocks[receiver] - self._clocks[sender]) * self.seconds
+            self._monitors[receiver].probe(source, destination, sent, arrived + drifted)
+
+    def _late(self) -> float:
+        """How much longer than the costs say a message takes."""
+        noise, dice = self.noise, self._dice
+        return dice.expovariate(1 / noise.jitter) + (dice.random() < noise.tail) * dice.uniform(0, noise.tail_seconds)
 
 
 def best_plan(case: Case, cost: CostModel, incumbent: Program) -> tuple[Program, float]:

@@ -9,6 +9,7 @@ holds does not matter here.
 In every state reached:
 
 - all ranks that have run a step have run it under one plan, which every rank had confirmed before the log named it;
+- the log names no plan that is held and has not been released;
 - the versions and the steps of the log only grow;
 - no rank has met what it takes for an error;
 - there is a next event, or every rank that lives has run all steps, or has been told that another died;
@@ -225,8 +226,13 @@ class Model:
         if agreement is not None and agreement.current is not None:
             if agreement.proposal is None and world.proposals:
                 yield f"proposal of {rank}", "", rank, lambda world: self._propose(world, rank)
-            elif agreement.proposal is not None and (is_quiet or world.faults.refused):
-                yield f"withdrawal of {rank}", "" if is_quiet else "refused", rank, lambda world: self._withdraw(world, rank)
+                if self.bounds.held:
+                    yield f"proposal of {rank}, held", "", rank, lambda world: self._propose(world, rank, is_held=True)
+            elif agreement.proposal is not None and (is_quiet or agreement.is_held or world.faults.refused):
+                fault = "" if is_quiet or agreement.is_held else "refused"
+                yield f"withdrawal of {rank}", fault, rank, lambda world: self._withdraw(world, rank)
+            if agreement.is_held:
+                yield f"release of {rank}", "", rank, lambda world: self._release(world, rank)
         if world.faults.broken:
             yield f"broken connection of {rank}", "broken", rank, lambda world: world.participants[rank].rejoin()
         if world.faults.crashes:
@@ -274,10 +280,17 @@ class Model:
         world.considering[rank] = tuple(rest)
         world.participants[rank].refuse(plan.version, "")
 
-    def _propose(self, world: World, rank: int) -> None:
+    def _propose(self, world: World, rank: int, *, is_held: bool = False) -> None:
         plan: Any = ModelPlan(0, f"{rank}.{world.proposals}")
         world.proposals -= 1
-        world.participants[rank].propose(plan, None, "")
+        world.held |= {plan.digest} if is_held else frozenset[str]()
+        world.participants[rank].propose(plan, None, "", is_held)
+
+    def _release(self, world: World, rank: int) -> None:
+        agreement = world.participants[rank].agreement
+        assert agreement is not None and agreement.proposal is not None
+        world.held -= {agreement.proposal.digest}
+        world.participants[rank].release()
 
     def _withdraw(self, world: World, rank: int) -> None:
         agreement = world.participants[rank].agreement
@@ -373,3 +386,5 @@ class Model:
         held: list[Any] = [participant._plans.get(version) for participant in self._world.participants]
         if len({plan and plan.digest for plan in held}) != 1 or held[0] is None:
             raise ViolationError(f"the log names plan {version}, which not all ranks have confirmed: {held}")
+        if held[0].digest in self._world.held:
+            raise ViolationError(f"the log names plan {version}, which was held and has not been released")

@@ -327,6 +327,10 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ),
     *(("seed=…: expected a whole number of 0..2**63-1", options(seed=given)) for given in (-1, 1.0, None, 2**63)),
     *(
+        ("planning_seconds=…: expected a number of seconds above 0", options(planning_seconds=given))
+        for given in (0, float("inf"), None)
+    ),
+    *(
         ("timeout=…: expected a number of seconds above 0", options(timeout=given))
         for given in (0, -1, float("nan"), float("inf"), "30")
     ),

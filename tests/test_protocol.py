@@ -31,6 +31,12 @@ RUNS = {
     "three ranks, a connection breaks": Bounds(3, steps=2, proposals=1, eager=True, faults=Faults(broken=1)),
     "a connection breaks and mail is lost": Bounds(2, steps=2, proposals=1, eager=True, faults=Faults(broken=1, lost=1)),
     "a connection breaks and a process dies": Bounds(2, steps=2, proposals=1, faults=Faults(broken=1, crashes=1)),
+    "two ranks, plans are held": Bounds(2, steps=3, proposals=2, ahead=2, held=True),
+    "three ranks, plans are held": Bounds(3, steps=2, proposals=1, held=True),
+    "plans are held, one lags and mail is lost": Bounds(
+        2, steps=3, proposals=1, eager=True, faults=Faults(early=1, lost=1), held=True
+    ),
+    "plans are held and a connection breaks": Bounds(2, steps=3, proposals=1, eager=True, faults=Faults(broken=1), held=True),
     "three ranks, a process dies": Bounds(3, steps=2, proposals=1, eager=True, faults=Faults(crashes=1)),
 }
 
@@ -90,10 +96,21 @@ def lead_without_reading_the_log(self: Participant) -> None:
     self._agreement.propose(self._initial)
 
 
-append, forget, lead, ready = Log.append, Log.forget, Participant._lead, Participant.ready
+def forget_that_it_is_held(self: Agreement, plan: Any, is_held: bool = False) -> None:
+    propose(self, plan)
+
+
+def release_unconfirmed(self: Agreement) -> bool:
+    self._current, self._proposal = self._proposal, None
+    return True
+
+
+append, forget, lead, propose, ready = Log.append, Log.forget, Participant._lead, Agreement.propose, Participant.ready
 
 MUTATIONS: list[tuple[type, str, Callable[..., Any], Bounds, str]] = [
     (Agreement, "confirm", first_confirmation_is_enough, RUNS["three ranks"], "which not all ranks have confirmed"),
+    (Agreement, "propose", forget_that_it_is_held, RUNS["two ranks, plans are held"], "has not been released"),
+    (Agreement, "release", release_unconfirmed, RUNS["two ranks, plans are held"], "which not all ranks have confirmed"),
     (Participant, "ready", switch_once_ready, RUNS["three ranks"], "ends at|runs step"),
     (Log, "forget", forget_what_is_not_run_yet, RUNS["three ranks"], "deadlock|no end can be reached"),
     (Participant, "impatient", never_ask, RUNS["two ranks, mail is lost"], "no end can be reached"),

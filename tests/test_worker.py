@@ -21,9 +21,9 @@ STEPS = 40
 def test_a_plan_beyond_the_memory_is_refused_and_nobody_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     planner = build.plan
 
-    def careless(case: adaptra.Case, incumbent: Any = None) -> adaptra.Program:
+    def careless(case: adaptra.Case, incumbent: Any = None, **limits: Any) -> adaptra.Program:
         unlimited = replace(case, cost=replace(case.cost, memory_limit=None))
-        return planner(case if incumbent is None else unlimited, incumbent=incumbent)
+        return planner(case if incumbent is None else unlimited, incumbent=incumbent, **limits)
 
     monkeypatch.setattr(build, "plan", careless)
     inputs, targets = torch.randn(8, 4), torch.randn(8, 4)

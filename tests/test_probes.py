@@ -1,0 +1,50 @@
+"""A few bytes over every edge tell a lower rate from a longer latency where no message queues."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import adaptra
+from adaptra.runtime.events import ControlEvent, EventKind
+from adaptra.runtime.measurement import estimate_edge
+
+STEPS = 40
+"""Far more than calibration and detection take."""
+
+
+def test_a_probe_splits_the_flight_of_messages_that_do_not_queue() -> None:
+    apart = [(number * 0.1, number * 0.1 + 0.03) for number in range(6)]
+    assert estimate_edge(apart).occupancy is None
+    quick = estimate_edge(apart, probe=(0.05, 0.055))
+    assert (quick.flight, quick.occupancy) == (pytest.approx(0.03), pytest.approx(0.025))
+    slow = estimate_edge(apart, probe=(0.05, 0.081))
+    assert (slow.flight, slow.occupancy) == (pytest.approx(0.03), 0.0)
+
+
+def test_a_probe_that_left_behind_a_message_says_nothing() -> None:
+    apart = [(number * 0.1, number * 0.1 + 0.03) for number in range(6)]
+    assert estimate_edge(apart, probe=(0.11, 0.131)).occupancy is None
+
+
+@pytest.mark.parametrize(("fault", "is_occupancy"), [("rate 2>1 3kB @8", True), ("delay 2>1 21ms @8", False)])
+def test_gradients_that_come_slowly_are_told_from_gradients_that_come_late(fault: str, is_occupancy: bool) -> None:
+    """A message of 64 bytes at 3 kB/s occupies its edge for 21 ms."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    inputs = torch.randn(16, 8)
+    problem = {"example_inputs": (inputs, torch.zeros_like(inputs)), "loss": nn.functional.mse_loss, "split": ["1", "2"]}
+    told: list[ControlEvent] = []
+    device = adaptra.EmulatedDevice(0.005, 0.005, 0.005)
+    options = adaptra.Options(adapt=False, schedule="1f1b", emulate=device, faults=[fault], on_event=told.append)
+    with adaptra.compile(model, stages=3, microbatches=8, options=options, **problem) as pipe:
+        for _ in range(STEPS):
+            pipe.step(inputs, torch.zeros_like(inputs))
+            if any(event.kind is EventKind.DETECTED and "edge 2→1 slow" in event.text for event in told):
+                break
+    (text,) = (event.text for event in told if event.kind is EventKind.DETECTED and "edge 2→1 slow" in event.text)
+    found = re.search(r"edge 2→1 slow: ([\d.]+) ms \(was [\d.]+ ms\)(?:, ([\d.]+) ms of it occupancy)?", text)
+    assert found is not None
+    assert (float(found[2] or 0) > 0.5 * float(found[1])) == is_occupancy
