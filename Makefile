@@ -11,11 +11,12 @@ CXX_TESTS := $(wildcard tests/cxx/*.cc tests/cxx/*.h tests/links/*.cc tests/link
 FUZZ_SECONDS ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types cxx unit bench clean
+.PHONY: help setup demo test lint types docs cxx unit bench clean
 
 help:
 	@echo "make demo    train a GPT over 4 ranks through a link that turns slow (sets everything up first)"
 	@echo "make test    lint, types, and all tests (sets everything up first)"
+	@echo "make docs    build the documentation into build/site"
 	@echo "make bench   print the tables behind the README's figures"
 	@echo "make clean   remove the virtual environment and everything built"
 
@@ -44,6 +45,9 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/pyright
 
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 # The C++ tests under the address and undefined-behaviour sanitizers, then under the thread sanitizer; then the fuzz target.
 cxx: $(READY)
 	for sanitizers in address,undefined thread; do \
@@ -64,7 +68,7 @@ cxx: $(READY)
 unit: $(READY)
 	$(BIN)/pytest --lab-kernel=$(LAB_KERNEL)
 
-test: lint types cxx unit
+test: lint types docs cxx unit
 
 bench: $(READY)
 	$(BIN)/python bench/simulate.py

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from adaptra.cost import Case, CostModel
-from adaptra.errors import BatchError, PeerLostError, PipelineError, PlanError
+from adaptra.errors import BatchError, PeerLostError, PipelineError
 from adaptra.estimate import estimated_cost
+from adaptra.first_plan import first_plan
 from adaptra.graph import CompiledStages, compile_stages
 from adaptra.graph.round_messages import round_messages
 from adaptra.planner import plan
@@ -36,8 +37,7 @@ from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.telemetry.recorder import Recorder
 from adaptra.runtime.telemetry.start import of_replica, start_recorder
 from adaptra.runtime.transports.faulty import FaultyTransport
-from adaptra.runtime.worker import Batch, Worker, check_memory
-from adaptra.schedules import generate
+from adaptra.runtime.worker import Batch, Worker
 from adaptra.simulate import lower_bound, simulate
 
 Result = TypeVar("Result")
@@ -254,8 +254,7 @@ def _compile(
         cost = replace(cost, memory_limit=(float(request.memory),) * request.stages)
     case = Case(cost, request.microbatches, tuple(range(request.stages)), name="compiled")
     planning = Planning(partial(_better_plan, options.planning_seconds), _makespan, lambda costs: lower_bound(costs).value)
-    first = _first_plan(options.schedule, case, planning)
-    return compiled, replace(first, delegated=options.delegated), planning
+    return compiled, first_plan(options, case), planning
 
 
 def _facts(compiled: CompiledStages, initial: Plan) -> list[object]:
@@ -283,19 +282,3 @@ def _better_plan(seconds: float, case: Case, incumbent: Program) -> Program:
 
 def _makespan(program: Program, cost: CostModel) -> float:
     return simulate(program, cost).makespan
-
-
-def _first_plan(schedule: str | Program | None, case: Case, planning: Planning) -> Plan:
-    """Plan 0: the schedule asked for, or the one adapted to the estimated costs."""
-    if schedule is None:
-        program, reason = plan(case), "adapted to the estimated costs"
-    else:
-        program = generate(schedule, case.cost.stages, case.microbatches) if isinstance(schedule, str) else schedule
-        reason = f"{program.name}, as asked for"
-        if program.placement != case.placement or program.microbatches != case.microbatches:
-            raise PlanError(
-                f"schedule {program.name}: placement {program.placement} and {program.microbatches} microbatches: expected "
-                f"{case.placement} and {case.microbatches}"
-            )
-        check_memory(f"schedule {program.name}", program, case.cost)
-    return Plan(0, program, case, planning.predict(program, case.cost), planning.bound(case), reason)

@@ -45,13 +45,14 @@ def run_on_ranks(measure: Callable[..., Any], ranks: int, *arguments: Any) -> An
 def run_on_hosts(measure: Callable[..., Any], ranks: int, links: list[str], *arguments: Any, timeout: float = 3600.0) -> Any:
     """The same with each rank on a host of its own; ``links`` are changes as ``tests/links/link_changes.py`` reads them.
 
-    Arguments are JSON values. :func:`change_links` changes links from within ``measure``.
+    Arguments are JSON values. :func:`change_links` changes links from within ``measure``. What rank 0 writes on standard error
+    is shown at once.
     """
     if (reason := linked_hosts.missing()) is not None:
         raise SystemExit(reason)
     with linked_hosts.LinkedHosts(ranks, *links) as hosts:
         file, name = inspect.getfile(measure), measure.__name__
-        return hosts.call(_on_host, str(Path(file).resolve()), name, arguments, timeout=timeout)[0]
+        return hosts.call(_on_host, str(Path(file).resolve()), name, arguments, timeout=timeout, shown=(0,))[0]
 
 
 def change_links(change: str) -> None:
@@ -85,17 +86,32 @@ def _rank(rank: int, ranks: int, port: int, results: str, measure: Callable[...,
 
 
 def timed(step: Callable[[], object]) -> tuple[float, float, float]:
-    """Seconds of one step between two barriers: wall clock, and processor time, as mean of the ranks and of the busiest."""
-    dist.barrier()
-    started, worked = time.perf_counter(), time.process_time()
+    """Seconds of one step that all ranks begin at one moment, until the last of them ends it: wall clock, and processor time,
+    as mean of the ranks and of the busiest."""
+    started, worked = _start_together(), time.process_time()
     step()
+    ended = torch.tensor(time.monotonic(), dtype=torch.float64)
     mean = torch.tensor(time.process_time() - worked, dtype=torch.float64)
     busiest = mean.clone()
-    dist.barrier()
-    wall = time.perf_counter() - started
+    dist.all_reduce(ended, op=dist.ReduceOp.MAX)
     dist.all_reduce(mean)
     dist.all_reduce(busiest, op=dist.ReduceOp.MAX)
-    return wall, mean.item() / dist.get_world_size(), busiest.item()
+    return ended.item() - started, mean.item() / dist.get_world_size(), busiest.item()
+
+
+def _start_together() -> float:
+    """Wait for a moment that every rank knows by then, however slow its links are, and return it.
+
+    Ranks leave a barrier as far apart as their links are slow. All of them run on one machine and share its monotonic clock.
+    """
+    latest = torch.tensor(time.monotonic(), dtype=torch.float64)
+    dist.all_reduce(latest, op=dist.ReduceOp.MAX)
+    now = time.monotonic()
+    both = torch.tensor([now, now - latest.item()], dtype=torch.float64)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    start = both[0].item() + 2.0 * both[1].item() + 0.01
+    time.sleep(max(0.0, start - time.monotonic()))
+    return start
 
 
 def layer() -> nn.Module:

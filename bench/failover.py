@@ -1,9 +1,16 @@
-"""How long messages of the delegate over TCP stand still when a path fails, per kind of failure.
+"""How long messages of the delegate stand still when a path fails, per kind of failure.
 
-Rank 0 hands a message of 16 KiB over every two milliseconds; what it sends to rank 1 crosses one of two links on this machine's
-loopback, proxies that fail to order. A link fails while it carries the messages; measured are the seconds from then until a
-message that was handed over after the failure has arrived. A receiver that stops is the whole process of rank 1: there the time
-runs from its going on. ``--rounds`` failures of each kind; the delegate's own timing; beside it the bound of one second.
+    bench/failover.py                           over TCP
+    bench/failover.py --lab-kernel FILE         over RDMA too, in the lab of tests/rxe
+
+Over TCP rank 0 hands a message of 16 KiB over every two milliseconds; what it sends to rank 1 crosses one of two links on this
+machine's loopback, proxies that fail to order. A link fails while it carries the messages; measured are the seconds from then
+until a message that was handed over after the failure has arrived. A receiver that stops is the whole process of rank 1: there
+the time runs from its going on. ``--rounds`` failures of each kind; the delegate's own timing; beside it the bound of one
+second.
+
+Over RDMA the same messages cross soft-RoCE devices whose cables and packets are disturbed; measured is the longest time between
+two arrivals. The bound is a second more than after which a queue pair gives up.
 """
 
 from __future__ import annotations
@@ -11,101 +18,30 @@ from __future__ import annotations
 import json
 import os
 import signal
-import struct
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from ctypes import memmove, string_at
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
 from _ranks import run_on_ranks
+from _streams import SIZE, WINDOW, Stream, receive_all, wait_until
 from _table import Row, parser, print_rows
 
-from adaptra import _C
 from adaptra.runtime.transports.delegate_engine import Timing, listen, start_engine
 from adaptra.runtime.transports.groups import new_group
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "rxe")]
+import _failing_rails
+import inside
+import lab
 from delegate_lab import Link, behind_links
 
 BOUND = 1.0
+BOUND_OF_RAILS = 1.47
+"""A second more than after which a queue pair gives up a packet."""
 HOSTS = ("127.0.0.2", "127.0.0.3")
-SIZE, WINDOW, PAUSE = 16384, 8, 0.002
-PATIENCE = 30.0
-NUMBER = struct.Struct("<q")
-LAST = -1
-
-
-class Stream:
-    """Messages from rank 0 to rank 1, numbered, one after the other, from a thread of its own."""
-
-    def __init__(self, engine: _C.Engine) -> None:
-        self._engine = engine
-        self._free = deque(engine.allocate(SIZE) for _ in range(WINDOW))
-        self._under_way: deque[tuple[_C.Request, _C.Memory]] = deque()
-        self._is_over = False
-        self.posted: list[float] = []
-        self.acknowledged = 0
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Send the last message, and wait until all have arrived."""
-        self._is_over = True
-        self._thread.join()
-        self._post(LAST)
-        while self._under_way:
-            self._take_back()
-
-    def _run(self) -> None:
-        while not self._is_over:
-            self._post(len(self.posted))
-            time.sleep(PAUSE)
-
-    def _post(self, number: int) -> None:
-        if not self._free:
-            self._take_back()
-        memory = self._free.popleft()
-        memmove(memory.address, NUMBER.pack(number), NUMBER.size)
-        now = time.monotonic()
-        self._under_way.append((self._engine.send(1, False, memory, SIZE, now), memory))
-        self.posted.append(now)
-
-    def _take_back(self) -> None:
-        request, memory = self._under_way.popleft()
-        assert request.wait(PATIENCE) and request.error is None, request.error
-        self._free.append(memory)
-        self.acknowledged += 1
-
-
-def receive_all(engine: _C.Engine) -> list[float]:
-    """Rank 1: when each message arrived, by number, until the last."""
-    engine.reserve(0, SIZE, WINDOW)
-    waiting = deque(engine.receive(0, False, SIZE) for _ in range(WINDOW))
-    arrived: list[float] = []
-    while True:
-        request = waiting.popleft()
-        assert request.wait(PATIENCE) and request.error is None, request.error
-        memory = request.memory
-        assert memory is not None, "an arrived message lies somewhere"
-        (number,) = NUMBER.unpack(string_at(memory.address, NUMBER.size))
-        engine.release(request)
-        if number == LAST:
-            return arrived
-        assert number == len(arrived), f"message {number} came in place of {len(arrived)}"
-        arrived.append(request.moment)
-        waiting.append(engine.receive(0, False, SIZE))
-
-
-def wait_until(what: str, holds: Callable[[], bool]) -> None:
-    """Wait until something holds, looking as often as messages are sent."""
-    deadline = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(PAUSE)
 
 
 def stop(receiver: int) -> float:
@@ -178,16 +114,29 @@ def measure(rank: int, rounds: int) -> dict[str, list[float]] | None:
     return found
 
 
+def rows_of(found: dict[str, list[float]], wire: str, bound: float) -> Iterator[Row]:
+    """Of each kind of failure the median and the worst."""
+    for kind, seconds in found.items():
+        yield Row(f"{wire}: {kind}, median", median(seconds), bound, "s", len(seconds))
+        yield Row(f"{wire}: {kind}, worst", max(seconds), bound, "s", len(seconds))
+
+
 def main() -> None:
     """Measure and print."""
     arguments = parser(__doc__ or "")
     arguments.add_argument("--rounds", type=int, default=5, help="failures of each kind")
+    arguments.add_argument("--lab-kernel", type=Path, help="for RDMA, see tests/rxe/build_kernel.sh")
     given = arguments.parse_args()
-    rows: list[Row] = []
-    for kind, seconds in run_on_ranks(measure, 2, given.rounds).items():
-        rows.append(Row(f"{kind}, median", median(seconds), BOUND, "s", len(seconds)))
-        rows.append(Row(f"{kind}, worst", max(seconds), BOUND, "s", len(seconds)))
-    print_rows("Time to the next path over TCP", rows, baseline="bound", as_json=given.json)
+    rows = list(rows_of(run_on_ranks(measure, 2, given.rounds), "TCP", BOUND))
+    if given.lab_kernel is not None:
+        if (reason := lab.missing(given.lab_kernel)) is not None:
+            sys.exit(f"bench/failover.py: {reason}")
+        command = inside.command(_failing_rails.measure, given.rounds)
+        finished = lab.run(given.lab_kernel, command, ROOT, timeout=120.0 + 120.0 * given.rounds)
+        if finished.status != 0:
+            sys.exit(finished.output)
+        rows += rows_of(inside.result_of(finished.output), "RDMA", BOUND_OF_RAILS)
+    print_rows("Time to the next path", rows, baseline="bound", as_json=given.json)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ as 1F1B's first stage holds, and with no limit. GPipe, 1F1B, Interleaved1F1B, In
 torch's own, unmodified.
 
 One row per situation and contender. ``in flight`` is the most microbatches that a stage of adaptra's plan holds; the bound
-is what no order of one stage per rank beats, whatever its memory. In the last situation links change every few steps: the
-figure is the mean over all steps, adapting included.
+is what no order of one stage per rank beats, whatever its memory; ``simulated`` is what the simulator says of the plan at the
+situation's own delays. N·c/T0 is by how much the messages of all microbatches are late, one way, in units of the bound without
+delay: speed-ups are a function of that. In the last situation links change every few steps: the figure is the mean over all
+steps, adapting included.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from adaptra.runtime.events import EventKind
 from adaptra.simulate import lower_bound, simulate
 
 HEALTHY = "all delay=0"
-SETTLE = 8
+SETTLE = 6
 """In how many steps adaptra's plans have to have settled before it is measured."""
 
 
@@ -66,6 +68,14 @@ def situations(ranks: int, seconds: float, forwards: list[float]) -> list[Situat
         found.append(Situation(((0, count * seconds), (last, count * seconds))))
         found.append(Situation(((0, count * seconds), (middle, count * seconds), (last, count * seconds))))
     return found
+
+
+def changing_ones(faced: list[Situation]) -> list[Situation]:
+    """What links that change every few steps go through: one situation of each delay, at another place each time, then none."""
+    per_count = 5
+    delayed = faced[1:]
+    turns = range(len(delayed) // per_count)
+    return [*(delayed[per_count * turn + turn % per_count] for turn in turns), faced[0]]
 
 
 def our_name(memory: int | None) -> str:
@@ -113,7 +123,9 @@ def measure(
     found: list[dict[str, Any]] = []
     for contender in contenders.values():
         contender.step(*batch)
-    for situation in faced:
+    for index, situation in enumerate(faced):
+        if dist.get_rank() == 0:
+            print(f"{index + 1} of {len(faced)}: {situation.name}", file=sys.stderr, flush=True)
         situation.face()
         settled = {name: contender.settle(*batch) for name, contender in ours.items()}
         times: dict[str, list[float]] = {name: [] for name in contenders}
@@ -124,7 +136,7 @@ def measure(
         found.append({"times": times, "settled": settled, "plans": plans})
     changing: dict[str, list[float]] = {name: [] for name in contenders}
     for name, contender in contenders.items():
-        for situation in [*faced[1:], *faced[:1]] if episode else ():
+        for situation in changing_ones(faced) if episode else ():
             situation.face()
             changing[name] += [timed(lambda contender=contender: contender.step(*batch))[0] for _ in range(episode)]
     dist.barrier()
@@ -138,15 +150,19 @@ def rows_of(
 ) -> list[Row]:
     """Adaptra with either memory beside every other contender."""
     cost = situation.cost(ranks, seconds)
+    healthy = lower_bound(Case(Situation(()).cost(ranks, seconds), microbatches, tuple(range(ranks)))).value
+    relative = microbatches * max((delay for _, delay in situation.delays), default=0.0) / healthy
     bound = lower_bound(Case(cost, microbatches, tuple(range(ranks)))).value
     rows: list[Row] = []
     for memory in (ranks, None):
         name = our_name(memory)
         ours = median(found["times"][name])
-        in_flight = max(simulate(adaptra.Program.parse(found["plans"][name]), cost).peak_in_flight)
+        simulated = simulate(adaptra.Program.parse(found["plans"][name]), cost)
+        in_flight = max(simulated.peak_in_flight)
         settled = found["settled"][name]
-        label = f"{situation.name}; {in_flight} in flight"
+        label = f"{situation.name} (N·c/T0 {relative:.2f}); {in_flight} in flight"
         rows.append(Row(f"{label}; bound", 1e3 * ours, 1e3 * bound, "ms", runs))
+        rows.append(Row(f"{label}; simulated", 1e3 * ours, 1e3 * simulated.makespan, "ms", runs))
         rows += [Row(f"{label}; {other}", 1e3 * ours, 1e3 * median(found["times"][other]), "ms", runs) for other in names]
         if settled is not None:
             rows.append(Row(f"{label}; steps until the new plan, bar 3", settled, 3, "steps", 1))

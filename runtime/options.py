@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,7 +20,10 @@ class Options:
     Attributes:
         adapt: Re-plan when a link or a stage turns slow. False measures and reports, and never switches.
         schedule: The program to start with: a generator's name such as ``"1f1b"``, a compute-only Program, or None for the
-            plan adapted to the estimated costs.
+            plan adapted to the estimated costs, with what ``memory`` is to spare spread evenly over the edges as slack.
+        expected_delays: What delays a link may get, if that is known beforehand: per directed edge of neighbouring stages the
+            seconds added to each message, and how likely they are relative to each other, such as
+            ``{(1, 2): {0.0: 0.9, 0.06: 0.1}}``. The first plan is then good on average over all combinations.
         planning_seconds: How long the search for another plan takes at most, beside training and on one rank alone; it never
             takes more than half a step. The first plan is searched by effort instead, as every rank finds it for itself.
         seed: Seed of the random numbers of dropout and its like; they depend on it, the step and the microbatch alone.
@@ -44,6 +47,7 @@ class Options:
 
     adapt: bool = True
     schedule: str | Program | None = None
+    expected_delays: Mapping[tuple[int, int], Mapping[float, float]] = field(default_factory=dict[Any, Any])
     planning_seconds: float = 0.1
     seed: int = 0
     timeout: float = 300.0
@@ -72,6 +76,7 @@ class Options:
         given = self.schedule
         if given is not None and not isinstance(given, str | Program):
             raise OptionError(f"schedule={given!r}: expected a generator's name such as '1f1b', an adaptra.Program, or None")
+        _check_delays(self.expected_delays, self.schedule)
         given = self.seed
         if not is_whole(given) or not 0 <= given < 2**63:
             raise OptionError(f"seed={given!r}: expected a whole number of 0..2**63-1")
@@ -114,6 +119,30 @@ def _are_edges(given: object) -> bool:
             case _:
                 return False
     return True
+
+
+def _check_delays(given: Mapping[tuple[int, int], Mapping[float, float]], schedule: object) -> None:
+    if not _are_delays(given):
+        raise OptionError(
+            f"expected_delays={given!r}: expected per directed edge of neighbouring stages its delays in seconds and the "
+            "weight of each, such as {(1, 2): {0.0: 0.9, 0.06: 0.1}}"
+        )
+    if given and schedule is not None:
+        raise OptionError("expected_delays=… together with schedule=…: expected one of them, as both say what comes first")
+
+
+def _are_delays(given: object) -> bool:
+    if not isinstance(given, Mapping):
+        return False
+    delays = cast("Mapping[object, object]", given)
+    return _are_edges(list(delays)) and all(isinstance(each, Mapping) and _are_weighted(each) for each in delays.values())
+
+
+def _are_weighted(given: Mapping[object, object]) -> bool:
+    def is_number(value: object) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+    return bool(given) and all(is_number(delay) and is_number(weight) and weight != 0 for delay, weight in given.items())
 
 
 def is_whole(given: object) -> bool:

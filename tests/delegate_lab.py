@@ -154,7 +154,9 @@ class Pair:
         hosts = [f"127.0.0.{2 + k}" for k in range(links)]
         targets = [(host, self.sender.add_tcp_path(host)) for host in hosts]
         self.links = [Link(*target) for target in zip(hosts, targets, strict=True)]
-        self.sender.set_peer(1, [(host, self.receiver.add_tcp_path(host)) for host in hosts])
+        self.doors = [Link(host, (host, self.receiver.add_tcp_path(host))) for host in hosts]
+        """By which the sender asks whether the receiver is there; no message crosses them."""
+        self.sender.set_peer(1, [door.endpoint for door in self.doors])
         self.receiver.set_peer(0, [link.endpoint for link in self.links])
         self.targets = targets
         self.sender.start()
@@ -166,7 +168,7 @@ class Pair:
     def __exit__(self, *_):
         self.sender.close("the test is over", 0.5)
         self.receiver.close("the test is over", 0.5)
-        for link in self.links:
+        for link in (*self.links, *self.doors):
             link.close()
 
     def message(self, number, size):

@@ -301,6 +301,30 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ),
     ("adapt=…: expected True or False", options(adapt="no")),
     ("schedule=…: expected a generator's name such as '1f1b', an adaptra.Program, or None", options(schedule=1)),
+    *(
+        (
+            "expected_delays=…: expected per directed edge of neighbouring stages its delays in seconds and the weight of "
+            "each, such as {(1, 2): {0.0: 0.9, 0.06: 0.1}}",
+            options(expected_delays=given),
+        )
+        for given in (
+            [(1, 2)],
+            {(0, 2): {0.1: 1}},
+            {(0, 1): {}},
+            {(0, 1): 0.1},
+            {(0, 1): {-1: 1}},
+            {(0, 1): {0.1: 0}},
+            {(0, 1): {"a": 1}},
+        )
+    ),
+    (
+        "expected_delays=… together with schedule=…: expected one of them, as both say what comes first",
+        options(expected_delays={(0, 1): {0.1: 1}}, schedule="1f1b"),
+    ),
+    (
+        "edge …→…: expected two neighbouring stages of 0..…",
+        example(options=adaptra.Options(expected_delays={(6, 7): {0.1: 1}})),
+    ),
     *(("seed=…: expected a whole number of 0..2**63-1", options(seed=given)) for given in (-1, 1.0, None, 2**63)),
     *(
         ("planning_seconds=…: expected a number of seconds above 0", options(planning_seconds=given))

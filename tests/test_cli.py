@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from documented import Page
 from test_run import whole_run
 
 from adaptra.cli import main
@@ -33,24 +34,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_documented_example_prints_what_the_document_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = DOCUMENT.read_text()
-    (case,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    page = Page.read(DOCUMENT)
+    (case,) = page.data
     Path("slow.json").write_text(case)
-    examples = [
-        (command, expected)
-        for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL)
-        for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)
-    ]
-    assert len(examples) == 23
+    assert len(page.examples) == 23
     whole_run(folder / "runs" / "1")
-    for command, expected in examples:
-        program, *arguments = shlex.split(command)
+    for example in page.examples:
+        program, *arguments = shlex.split(example.command)
         assert program == "adaptra"
         status = main(arguments)
         shown = capsys.readouterr()
-        assert status == (2 if expected.startswith("adaptra: ") else 0), f"{command}\n{shown.err}"
-        pattern = ".*".join(map(re.escape, expected.split("…")))
-        assert re.fullmatch(pattern, shown.err if status else shown.out, re.DOTALL), f"{command}\n{shown.out}"
+        assert status == (2 if example.printed.startswith("adaptra: ") else 0), f"{example.command}\n{shown.err}"
+        assert example.matches(shown.err if status else shown.out), f"{example.command}\n{shown.out}"
     files = {path.name for path in folder.iterdir()}
     programs, pictures = (
         {"plan.sched", "lowered.sched", "shortest.sched", "robust.sched"},

@@ -133,6 +133,19 @@ def test_a_peer_that_is_gone_is_told_from_a_path_that_is():
         assert receive.error.startswith("rank 0 is gone: tcp 127.0.0.2 (")
 
 
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_sender_calls_its_peer_gone_only_where_its_host_refuses_connections(is_gone):
+    """The paths end in the same way, as those of a process that has ended do."""
+    with Pair() as pair:
+        exchange(pair, 2)
+        for link in [*pair.links, *(pair.doors if is_gone else [])]:
+            link.vanish()
+        send = pair.send(2, SIZE)
+        assert send.wait(10)
+        assert send.error.startswith("rank 1 is gone: " if is_gone else "no path to rank 1 is left: ")
+        assert not pair.receiver.refusals()
+
+
 def test_a_peer_that_closes_says_so():
     with Pair() as pair:
         exchange(pair, 2)

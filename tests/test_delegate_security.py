@@ -180,12 +180,19 @@ def test_a_recorded_session_is_worthless_to_the_next_engine():
         check_traffic(later)
 
 
-@pytest.mark.parametrize("greeting", [hello(source=1, destination=0), hello(destination=7), hello(path=3), hello(index=16)])
+@pytest.mark.parametrize("greeting", [hello(source=1, destination=1), hello(destination=7), hello(path=3), hello(index=16)])
 def test_who_knows_the_secret_gets_only_what_this_rank_has_a_use_for(pair, greeting):
     with call(pair) as connection:
         prove(connection, greeting)
         assert is_ended(connection)
     assert "has no use for" in refusals(pair)[STRANGER][0]
+
+
+def test_a_rank_that_asks_whether_another_is_there_learns_that_and_no_more(pair):
+    """A source opens no paths of its own."""
+    with call(pair) as connection:
+        assert prove(connection, hello(source=1, destination=0))
+        assert is_ended(connection)
 
 
 def test_slow_callers_are_turned_away_and_hold_up_nobody(pair):

@@ -13,6 +13,8 @@ import adaptra
 from adaptra.errors import TransportError
 from adaptra.program import Program
 from adaptra.runtime.events import ControlEvent, EventKind
+from adaptra.runtime.plan import Plan
+from adaptra.simulate import simulate
 
 ROWS, MICROBATCHES, STAGES = 8, 4, 4
 SLOW = ["delay 1-2 40ms @3"]
@@ -96,6 +98,44 @@ def test_the_first_plan_may_be_a_program_of_ones_own():
     mine = Program("mine", program.placement, program.microbatches, program.orders)
     pipe, _ = train(1, schedule=mine)
     assert pipe.plan.program == mine and "mine, as asked for" in pipe.plan.reason
+
+
+def first_plan(memory: int | None = None, **options: Any) -> Plan:
+    """Of a pipeline whose stages all take as long."""
+    example = EXAMPLES["skip_mlp"]
+    args, _, targets = example.rows(2 * 16, seed=0)
+    with adaptra.compile(
+        example.make(),
+        stages=STAGES,
+        microbatches=16,
+        memory=memory,
+        example_inputs=(args, targets),
+        loss=example.loss,
+        options=adaptra.Options(emulate=DEVICE, **options),
+    ) as pipe:
+        return pipe.plan
+
+
+def in_flight(plan: Plan) -> tuple[int, ...]:
+    return simulate(plan.program, plan.case.cost).peak_in_flight
+
+
+def test_the_first_plan_spreads_spare_memory_as_slack_and_costs_nothing_for_it():
+    spread, needed = first_plan(memory=10), first_plan()
+    assert in_flight(spread) == (10, 7, 4, 1) and in_flight(needed)[0] < 10
+    assert spread.predicted == needed.predicted
+    assert spread.reason == "adapted to the estimated costs, spare memory spread as slack"
+
+
+def test_without_memory_to_spare_the_first_plan_is_the_shortest():
+    assert first_plan(memory=3).reason == "adapted to the estimated costs"
+
+
+def test_the_first_plan_has_its_slack_where_delays_are_expected():
+    plan = first_plan(memory=10, expected_delays={(1, 2): {0.0: 1, 0.02: 1}, (2, 1): {0.0: 1, 0.02: 1}})
+    late = plan.case.cost.with_latency(1, 2, 0.02).with_latency(2, 1, 0.02)
+    assert simulate(plan.program, late).makespan < simulate(first_plan(memory=10).program, late).makespan
+    assert plan.reason == "good on average over the delays to expect, for the estimated costs"
 
 
 def test_the_seed_decides_the_random_numbers_and_nothing_else_does():

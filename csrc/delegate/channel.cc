@@ -9,14 +9,11 @@
 namespace adaptra::delegate {
 namespace {
 
-// A process that has ended may be told from an unlucky one after so long.
-constexpr Clock::duration kGoneAfter = std::chrono::seconds(2);
+// A peer's process has ended if its host refuses connections on every path, and still does so long after the last one was lost.
+// How slow either process is doesn't matter: what counts is when the host was asked, not for how long nothing was heard.
+constexpr Clock::duration kGoneAfter = std::chrono::milliseconds(500);
 
 }  // namespace
-
-bool means_gone(std::string_view reason) {
-  return reason == kPeerEnded || reason == error_text(ECONNREFUSED) || reason == error_text(ECONNRESET);
-}
 
 Channel::Channel(Host& host, const Address& address, std::uint32_t peer, const std::vector<std::string>& paths)
     : host_(host), address_(address), peer_(peer), paths_(paths) {}
@@ -29,6 +26,11 @@ void Channel::connected(Descriptor socket, const Address& address, bool opened_h
   } catch (const std::exception& error) {
     not_connected(address, error.what());
   }
+}
+
+void Channel::not_connected(const Address& address, const std::string& reason) {
+  paths_.opened_in_vain(address.path, reason == error_text(ECONNREFUSED), Clock::now());
+  opening_failed(address, reason);
 }
 
 void Channel::established(Connection& connection) {
@@ -104,13 +106,13 @@ void Channel::tick(Clock::time_point now) {
 }
 
 void Channel::give_up_if_lost(Clock::time_point now) {
-  if (paths_.any_up() || !has_pending() || !(ever_up_ || opens())) {
+  if (!is_cut_off()) {
     if (!ever_up_ && !has_pending()) down_since_ = now;
     return;
   }
-  bool is_gone = ever_up_;
-  for (std::size_t path = 0; path < paths_.size(); ++path) is_gone = is_gone && means_gone(paths_[path].reason);
-  if (now - down_since_ < (is_gone ? std::min(kGoneAfter, host_.timing().lost_after) : host_.timing().lost_after)) return;
+  const auto refused_at = paths_.all_refused_at();
+  const bool is_gone = ever_up_ && refused_at && *refused_at - down_since_ >= kGoneAfter;
+  if (!is_gone && now - down_since_ < host_.timing().lost_after) return;
   const std::string who = "rank " + std::to_string(peer_);
   fail((is_gone ? who + " is gone: " : "no path to " + who + " is left: ") + paths_.describe());
 }

@@ -8,7 +8,6 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "delegate/descriptor.h"
@@ -51,7 +50,8 @@ class Channel : public Sink {
 
   // A proven socket of this channel.
   void connected(Descriptor socket, const Address& address, bool opened_here);
-  virtual void not_connected(const Address& address, const std::string& reason) = 0;
+  // Nobody could be connected to.
+  void not_connected(const Address& address, const std::string& reason);
 
   void tick(Clock::time_point now);
   void flush();
@@ -78,6 +78,7 @@ class Channel : public Sink {
   // What each end adds. `path` has just come up, or has just failed.
   virtual void path_up(std::size_t path, Connection& connection) = 0;
   virtual void path_failed(std::size_t path) = 0;
+  virtual void opening_failed(const Address& address, const std::string& reason) = 0;
   // A frame of the channel's own; an empty answer, or why no honest peer sends it.
   [[nodiscard]] virtual std::string handle(Connection& connection, const Frame& frame, std::span<const std::byte> payload) = 0;
   virtual void every_tick(Clock::time_point now) = 0;
@@ -86,6 +87,8 @@ class Channel : public Sink {
   // Whether an absence of all paths counts against the peer, though none was ever up.
   [[nodiscard]] virtual bool opens() const = 0;
 
+  // Whether no message moves any more for want of a path.
+  [[nodiscard]] bool is_cut_off() const { return has_pending() && (ever_up_ || opens()) && !paths_.any_up(); }
   void fail_path(std::size_t path, const std::string& reason);
   void say(Connection& connection, const Frame& frame, std::span<const std::byte> payload = {});
   void wants_flush();
@@ -106,8 +109,5 @@ class Channel : public Sink {
   Clock::time_point down_since_ = Clock::now();
   Clock::time_point last_heartbeat_;
 };
-
-// Whether a connection that ended so says that the process at its other end is gone.
-[[nodiscard]] bool means_gone(std::string_view reason);
 
 }  // namespace adaptra::delegate

@@ -224,12 +224,12 @@ void Engine::fail_all(const std::string& reason) {
 
 void Engine::open(const Address& address) {
   if (is_closed_) return;
-  doorway_.open(address, locals_[address.path], peers_.at(address.source)[address.path]);
+  doorway_.open(address, locals_[address.path], peers_.at(peer_in(address))[address.path]);
 }
 
 bool Engine::expects(const Address& address, std::uint32_t path, std::string& refusal) {
-  if (!is_closed_ && address.source == rank_ && address.destination < world_size_ && address.destination != rank_ &&
-      address.path == path && address.index < kMostConnections) {
+  const bool is_own = (address.source == rank_) != (address.destination == rank_);
+  if (!is_closed_ && is_own && peer_in(address) < world_size_ && address.path == path && address.index < kMostConnections) {
     return true;
   }
   refusal = "proved the job's secret for a connection that this rank has no use for";
@@ -237,12 +237,16 @@ bool Engine::expects(const Address& address, std::uint32_t path, std::string& re
 }
 
 void Engine::connected(Descriptor socket, const Address& address, bool opened_here) {
-  const std::uint32_t peer = opened_here ? address.source : address.destination;
-  channel({peer, address.is_backward, !opened_here}).connected(std::move(socket), address, opened_here);
+  const bool is_source = address.source == rank_, is_question = is_source == opened_here;
+  if (!is_question) {
+    channel({peer_in(address), address.is_backward, is_source}).connected(std::move(socket), address, opened_here);
+  } else if (is_source) {
+    sender(address.destination, address.is_backward).answered(address);
+  }
 }
 
 void Engine::not_connected(const Address& address, std::string reason) {
-  receiver(address.source, address.is_backward).not_connected(address, reason);
+  channel({peer_in(address), address.is_backward, address.source == rank_}).not_connected(address, reason);
 }
 
 Channel& Engine::channel(const Key& key) {

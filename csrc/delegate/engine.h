@@ -85,6 +85,9 @@ class Engine final : private Host, private Doorway::House {
   void settle();
   void run();
   [[nodiscard]] bool turn(Clock::time_point& busy_until);
+  [[nodiscard]] std::uint32_t peer_in(const Address& address) const {
+    return address.source == rank_ ? address.destination : address.source;
+  }
   [[nodiscard]] Channel& channel(const Key& key);
   [[nodiscard]] SendChannel& sender(std::uint32_t peer, bool is_backward);
   [[nodiscard]] ReceiveChannel& receiver(std::uint32_t peer, bool is_backward);

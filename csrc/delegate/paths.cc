@@ -28,6 +28,8 @@ std::size_t Paths::established(const Connection& connection, Clock::time_point n
   const std::size_t found = path_of(connection).value();
   Path& path = paths_[found];
   if (path.up.empty()) path.up_since = now;
+  path.refused_at.reset();
+  path.refused_at.reset();
   path.up.push_back(const_cast<Connection*>(&connection));
   return found;
 }
@@ -54,6 +56,19 @@ bool Paths::fail(std::size_t path, std::string reason) {
   failed.indices.clear();
   failed.up.clear();
   return was_up;
+}
+
+void Paths::opened_in_vain(std::size_t path, bool was_refused, Clock::time_point now) {
+  paths_[path].refused_at = was_refused ? std::optional(now) : std::nullopt;
+}
+
+std::optional<Clock::time_point> Paths::all_refused_at() const {
+  auto earliest = Clock::time_point::max();
+  for (const Path& path : paths_) {
+    if (!path.refused_at) return std::nullopt;
+    earliest = std::min(earliest, *path.refused_at);
+  }
+  return earliest;
 }
 
 std::optional<std::size_t> Paths::choose(std::optional<std::size_t> present, Clock::time_point now,

@@ -24,6 +24,7 @@ class Paths {
     Clock::time_point up_since;
     Clock::time_point heard;  // the last sign of life before it failed
     std::string reason = "never connected";
+    std::optional<Clock::time_point> refused_at;  // see opened_in_vain()
   };
 
   explicit Paths(const std::vector<std::string>& names);
@@ -44,6 +45,12 @@ class Paths {
   // Closes all connections of a path; they are destroyed by bury(). Returns whether it was up.
   bool fail(std::size_t path, std::string reason);
   void bury() { closed_.clear(); }
+
+  // Nobody could be connected to. Whether the peer's host refused is what tells a process that has ended from one that is slow:
+  // for as long as a process lives, its host takes connections on its behalf.
+  void opened_in_vain(std::size_t path, bool was_refused, Clock::time_point now);
+  // When each path had been refused, as far as is known by its last attempt; nothing unless all were.
+  [[nodiscard]] std::optional<Clock::time_point> all_refused_at() const;
 
   // The path to use: the best that has been up for `healthy_for`, or the present one, or any that is up, the best first.
   [[nodiscard]] std::optional<std::size_t> choose(std::optional<std::size_t> present, Clock::time_point now,

@@ -221,7 +221,7 @@ void ReceiveChannel::path_failed(std::size_t path) {
   if (path_ == path) path_.reset();
 }
 
-void ReceiveChannel::not_connected(const Address& address, const std::string& reason) {
+void ReceiveChannel::opening_failed(const Address& address, const std::string& reason) {
   if (!paths_.is_up(address.path)) return fail_path(address.path, reason);
   Opening& opening = openings_[address.path];
   opening.under_way.erase(address.index);

@@ -32,7 +32,6 @@ class ReceiveChannel final : public Channel {
   // The message in this slot is no longer needed.
   void release(std::uint32_t slot);
 
-  void not_connected(const Address& address, const std::string& reason) override;
   [[nodiscard]] std::span<std::byte> place(const Frame& chunk, std::string& refusal) override;
   void chunk(Connection& connection, const Frame& chunk) override;
   void bare_message(Connection& connection, std::uint32_t bytes, std::uint32_t header_checksum) override;
@@ -75,6 +74,7 @@ class ReceiveChannel final : public Channel {
 
   void path_up(std::size_t path, Connection& connection) override;
   void path_failed(std::size_t path) override;
+  void opening_failed(const Address& address, const std::string& reason) override;
   [[nodiscard]] std::string handle(Connection& connection, const Frame& frame, std::span<const std::byte> payload) override;
   void every_tick(Clock::time_point now) override;
   [[nodiscard]] bool has_pending() const override { return !expected_.empty(); }

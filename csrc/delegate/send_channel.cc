@@ -10,6 +10,7 @@ namespace adaptra::delegate {
 namespace {
 
 constexpr std::size_t kMostSlots = 1U << 16;
+constexpr Clock::duration kAskEvery = std::chrono::milliseconds(300);
 
 std::uint64_t nanoseconds(Clock::duration duration) {
   return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count());
@@ -75,6 +76,30 @@ void SendChannel::path_failed(std::size_t path) {
     Stats::set(stats_.longest_outage_ns, std::max(outage, stats_.longest_outage_ns.load(std::memory_order_relaxed)));
   }
   pump();
+}
+
+// The destination opens all connections. A source without any opens one on each path only to learn whether there is a process
+// behind it, which is all that either end does with such a connection.
+void SendChannel::ask_whether_gone(Clock::time_point now) {
+  if (!is_cut_off() || asked_ != 0 || now < ask_not_before_) return;
+  ask_not_before_ = now + kAskEvery;
+  for (std::uint32_t path = 0; path < paths_.size(); ++path) {
+    Address address = address_;
+    address.path = path;
+    asked_ |= std::uint64_t{1} << path;
+    host_.open(address);
+  }
+}
+
+void SendChannel::answered(const Address& address) {
+  asked_ &= ~(std::uint64_t{1} << address.path);
+  paths_.opened_in_vain(address.path, false, Clock::now());
+}
+
+void SendChannel::opening_failed(const Address& address, const std::string& reason) {
+  asked_ &= ~(std::uint64_t{1} << address.path);
+  // A path that the destination is opening is not down.
+  if (paths_[address.path].connections.empty()) paths_.fail(address.path, reason);
 }
 
 void SendChannel::choose_path(Clock::time_point now) {
@@ -255,6 +280,7 @@ bool SendChannel::is_next_to_complete(const Outgoing& message, std::uint64_t len
 }
 
 void SendChannel::every_tick(Clock::time_point now) {
+  ask_whether_gone(now);
   choose_path(now);
   if (!lingering_.empty()) {
     let_go(now);

@@ -27,7 +27,9 @@ class SendChannel final : public Channel {
   void submit(std::shared_ptr<Request> request, std::shared_ptr<const Pages> message, std::size_t bytes,
               Clock::time_point posted_at);
 
-  void not_connected(const Address&, const std::string&) override {}  // the destination opens
+  // The destination has answered what ask_whether_gone() asked.
+  void answered(const Address& address);
+
   [[nodiscard]] std::span<std::byte> place(const Frame& chunk, std::string& refusal) override;
   void chunk(Connection&, const Frame&) override {}
   void bare_message(Connection& connection, std::uint32_t bytes, std::uint32_t header_checksum) override;
@@ -54,12 +56,14 @@ class SendChannel final : public Channel {
 
   void path_up(std::size_t path, Connection& connection) override;
   void path_failed(std::size_t path) override;
+  void opening_failed(const Address& address, const std::string& reason) override;
   [[nodiscard]] std::string handle(Connection& connection, const Frame& frame, std::span<const std::byte> payload) override;
   void every_tick(Clock::time_point now) override;
   [[nodiscard]] bool has_pending() const override { return !queue_.empty(); }
   void fail_pending(const std::string& reason) override;
   [[nodiscard]] bool opens() const override { return false; }
 
+  void ask_whether_gone(Clock::time_point now);
   void choose_path(Clock::time_point now);
   void resync();
   void let_go(Clock::time_point now);
@@ -84,6 +88,8 @@ class SendChannel final : public Channel {
   std::unordered_map<std::uint32_t, std::uint32_t> generations_;  // the latest of each slot
   std::vector<Outgoing> lingering_;                               // acknowledged, but a connection may still read them
   Width width_;
+  std::uint64_t asked_ = 0;  // bit k: on path k it is not known yet whether the destination answers
+  Clock::time_point ask_not_before_;
 };
 
 }  // namespace adaptra::delegate

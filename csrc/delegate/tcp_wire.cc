@@ -183,11 +183,14 @@ class TcpConnection : public Connection, public Handler {
     if (total_read_ != before) heard_ = Clock::now();
   }
 
+  // Behind a long chunk there is likely another, whose bytes belong into its slot: no more is read ahead than its header.
+  [[nodiscard]] std::size_t staged_at_most() const { return frame_.length > kStagingBytes ? kFrameBytes : kStagingBytes; }
+
   bool read_header() {
     if (staged_end_ - staged_begin_ < kFrameBytes) {
       std::memmove(staging_.data(), staging_.data() + staged_begin_, staged_end_ - staged_begin_);
       staged_end_ -= std::exchange(staged_begin_, 0);
-      const iovec rest = {staging_.data() + staged_end_, staging_.size() - staged_end_};
+      const iovec rest = {staging_.data() + staged_end_, staged_at_most() - staged_end_};
       const std::size_t got = receive(std::span(&rest, 1));
       staged_end_ += got;
       return got > 0;
@@ -226,7 +229,7 @@ class TcpConnection : public Connection, public Handler {
     staged_begin_ = staged_end_ = 0;
     const std::span<std::byte> into =
         is_dropped_ ? std::span(wire_.scratch_).first(std::min(missing, kScratchBytes)) : place.subspan(done_);
-    const std::array<iovec, 2> pieces = {iovec{into.data(), into.size()}, iovec{staging_.data(), staging_.size()}};
+    const std::array<iovec, 2> pieces = {iovec{into.data(), into.size()}, iovec{staging_.data(), staged_at_most()}};
     const std::size_t got = receive(std::span(pieces).first(into.size() == missing && has_budget_ ? 2 : 1));
     done_ += std::min(got, into.size());
     staged_end_ = got - std::min(got, into.size());

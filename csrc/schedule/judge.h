@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "schedule/limits.h"
 #include "schedule/quick_timer.h"
 #include "schedule/rule.h"
 #include "schedule/sequence.h"
@@ -31,11 +32,9 @@ class Judge {
   [[nodiscard]] std::int64_t timing_effort() const { return quick_ ? 1 + ops_ / 9 : 2 * ops_; }
 
  private:
-  [[nodiscard]] bool within_limits(const std::vector<Order>& orders) const;
-
   const Problem& problem_;
   const Rule& rule_;
-  const std::vector<std::int32_t>& in_flight_;
+  Limits limits_;
   const bool quick_;
   const std::int64_t ops_;
   QuickTimer timer_;

@@ -31,7 +31,6 @@ QuickTimer::QuickTimer(const Problem& problem)
              Numbers(stages_ * microbatches_),
              std::vector<std::uint32_t>(stages_ * microbatches_),
              std::vector<std::uint32_t>(stages_ * microbatches_)},
-      kept_(trace_),
       forwards_(stages_, 0),
       gradients_(stages_, 0),
       weight_grads_(stages_, 0),
@@ -75,6 +74,7 @@ double QuickTimer::fill(const std::vector<Sequence>& orders, const std::vector<f
 
 void QuickTimer::keep() {
   std::swap(trace_, kept_);
+  if (trace_.times.empty()) trace_ = kept_;
   kept_filled_ = filled_;
 }
 

@@ -101,7 +101,7 @@ class QuickTimer {
   const std::size_t stages_, microbatches_;
   const bool sender_waits_, receiver_waits_;
   std::vector<Directed> forward_, backward_;
-  Trace trace_, kept_;                               // of the step last timed, and of the one last kept
+  Trace trace_, kept_;                               // of the step last timed, and of the one last kept: empty before
   std::vector<std::uint32_t> forwards_, gradients_;  // per stage, how many have run
   std::vector<std::uint32_t> weight_grads_;          // the same
   std::vector<std::vector<std::size_t>> stages_of_;  // per rank

@@ -79,29 +79,19 @@ class Search {
  public:
   Search(const Problem& problem, const Rule& rule, const SearchOptions& options)
       : problem_(problem),
+        rule_(rule),
         options_(options),
         most_(most_in_flight(problem, options.in_flight)),
         dice_(options.seed),
-        judge_(problem, rule, options.in_flight) {
-    const auto local_search = [&](WeightGrads weight_grads) {
-      return std::make_unique<LocalSearch>(problem, rule, options.in_flight, weight_grads, judge_, dice_);
-    };
-    const bool fills = QuickTimer::fills(problem);
-    if (fills) {
-      add(0.25, std::make_unique<RhythmClimb>(problem, options.warm_ups, most_, judge_, dice_));
-      add(2.0, local_search(WeightGrads::Filled));
-    }
-    policies_ = new PolicyClimb(problem, options.warm_ups, most_, judge_, dice_);
-    add(0.5, std::unique_ptr<SearchPart>(policies_));
-    // Where W can be filled in, moving them too keeps one change in 150: it is for what is left when nothing else gains.
-    add(fills ? 0.1 : 2.0, local_search(WeightGrads::Placed));
-  }
+        judge_(problem, rule, options.in_flight) {}
 
   std::optional<Plan> run() {
-    spent_ += policies_->step();
+    auto policies = std::make_unique<PolicyClimb>(problem_, options_.warm_ups, most_, judge_, dice_);
+    spent_ += policies->step();
     for (const Alternation& alternation : options_.alternations) judge_.judge(alternating_sequences(problem_, alternation));
-    while (policies_->has_starts() && (judge_.best_makespan() == kNever || !done())) spent_ += policies_->step();
+    while (policies->has_starts() && (judge_.best_makespan() == kNever || !done())) spent_ += policies->step();
     if (judge_.best_makespan() == kNever) return std::nullopt;
+    if (!done()) add_players(std::move(policies));
     while (!done()) take_turn(next());
     return Plan{judge_.best_makespan(), to_orders(judge_.best(), problem_.cost.stages())};
   }
@@ -112,6 +102,21 @@ class Search {
     if (spent_ >= options_.effort || options_.stop()) return true;
     if (target_ < 0.0) target_ = lower_bound(problem_).value;
     return judge_.best_makespan() <= target_ * (1.0 + kTolerance);
+  }
+
+  // Not before there is a plan: on large problems making them takes as long as finding the first.
+  void add_players(std::unique_ptr<PolicyClimb> policies) {
+    const auto local_search = [&](WeightGrads weight_grads) {
+      return std::make_unique<LocalSearch>(problem_, rule_, options_.in_flight, weight_grads, judge_, dice_);
+    };
+    const bool fills = QuickTimer::fills(problem_);
+    if (fills) {
+      add(0.25, std::make_unique<RhythmClimb>(problem_, options_.warm_ups, most_, judge_, dice_));
+      add(2.0, local_search(WeightGrads::Filled));
+    }
+    add(0.5, std::move(policies));
+    // Where W can be filled in, moving them too keeps one change in 150: it is for what is left when nothing else gains.
+    add(fills ? 0.1 : 2.0, local_search(WeightGrads::Placed));
   }
 
   void add(double share, std::unique_ptr<SearchPart> part) {
@@ -143,11 +148,11 @@ class Search {
   }
 
   const Problem& problem_;
+  const Rule& rule_;
   const SearchOptions& options_;
   const std::vector<std::int32_t> most_;
   Dice dice_;
   Judge judge_;
-  PolicyClimb* policies_ = nullptr;  // one of the players' parts
   std::vector<Player> players_;
   std::int64_t spent_ = 0;
   double target_ = -1.0;  // the bound, once it is needed: on large problems it takes as long as a plan

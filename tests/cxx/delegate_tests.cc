@@ -15,6 +15,7 @@
 
 using namespace adaptra::delegate;
 
+void test_channels();
 void test_engines();
 void test_width();
 #if ADAPTRA_HAS_VERBS
@@ -161,6 +162,7 @@ int main() {
   test_intervals();
   test_handshake();
   test_width();
+  test_channels();
   test_engines();
 #if ADAPTRA_HAS_VERBS
   test_verbs();

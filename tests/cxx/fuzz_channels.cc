@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <map>
 #include <memory>
 #include <span>
 #include <vector>
@@ -17,39 +16,11 @@
 #include "delegate/handshake.h"
 #include "delegate/receive_channel.h"
 #include "delegate/send_channel.h"
-#include "delegate/tcp_wire.h"
+#include "lone_host.h"
 
 using namespace adaptra::delegate;
 
 namespace {
-
-class NoPoller : public Poller {
- public:
-  void add(int descriptor, std::uint32_t, Handler& handler) override { handlers[descriptor] = &handler; }
-  void modify(int, std::uint32_t, Handler&) override {}
-  void remove(int descriptor) noexcept override { handlers.erase(descriptor); }
-
-  std::map<int, Handler*> handlers;
-};
-
-class FuzzHost : public Host {
- public:
-  [[nodiscard]] const Timing& timing() const override { return timing_; }
-  [[nodiscard]] Wire& wire(std::size_t) override { return wire_; }
-  [[nodiscard]] std::shared_ptr<const Pages> make_pages(std::size_t bytes) override {
-    return std::make_shared<const Pages>(++memories_, bytes);
-  }
-  void open(const Address&) override {}
-  void wants_flush(Channel& channel) override { to_flush = &channel; }
-
-  NoPoller poller;
-  Channel* to_flush = nullptr;
-
- private:
-  Timing timing_;
-  TcpWire wire_{"127.0.0.1", poller, std::chrono::seconds(1)};
-  std::uint64_t memories_ = 0;
-};
 
 // Reads numbers off the input; zeros once it is used up.
 class Reader {
@@ -94,7 +65,7 @@ std::vector<std::byte> make_frames(Reader& reader) {
   return stream;
 }
 
-void play(Channel& channel, FuzzHost& host, const std::vector<std::byte>& stream) {
+void play(Channel& channel, LoneHost& host, const std::vector<std::byte>& stream) {
   int ends[2];
   if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) != 0) return;
   const Descriptor peer(ends[1]);
@@ -116,7 +87,7 @@ void play(Channel& channel, FuzzHost& host, const std::vector<std::byte>& stream
 }
 
 void fuzz_receiver(const std::vector<std::byte>& stream) {
-  FuzzHost host;
+  LoneHost host;
   ReceiveChannel channel(host, {.source = 0, .destination = 1}, {"tcp"});
   channel.reserve(300, 2);
   channel.reserve(64, 1);
@@ -132,7 +103,7 @@ void fuzz_receiver(const std::vector<std::byte>& stream) {
 }
 
 void fuzz_sender(const std::vector<std::byte>& stream) {
-  FuzzHost host;
+  LoneHost host;
   SendChannel channel(host, {.source = 0, .destination = 1}, {"tcp"});
   for (const std::size_t size : {300U, 64U, 300U}) {
     channel.submit(std::make_shared<Request>(), host.make_pages(size), size, Clock::now());

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -169,10 +169,13 @@ class LinkedHosts:
                 os.close(end)
         return [process.wait() for process in started]
 
-    def call(self, function: Callable[..., Any], *arguments: Any, timeout: float = 50.0) -> list[Any]:
+    def call(
+        self, function: Callable[..., Any], *arguments: Any, timeout: float = 50.0, shown: Collection[int] = ()
+    ) -> list[Any]:
         """Call ``function(rank, *arguments)`` of a module's top level in a process on every host; what each returned.
 
-        Arguments and results are JSON values. What a process prints is shown when it fails.
+        Arguments and results are JSON values. What a process prints is shown when it fails; for the hosts in ``shown`` its
+        standard error is this program's.
 
         Raises:
             AssertionError: One failed or took longer than ``timeout`` seconds.
@@ -182,10 +185,11 @@ class LinkedHosts:
             outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(self._hosts)]
             started = [
                 self.start(
-                    rank, inside.command(function, rank, *arguments), env=self.environment(rank), stdout=output, stderr=output
+                    rank, inside.command(function, rank, *arguments), env=self.environment(rank), stdout=output,
+                    stderr=None if rank in shown else output,
                 )
                 for rank, output in enumerate(outputs)
-            ]
+            ]  # fmt: skip
             statuses = [_status(process, until) for process in started]
             for output in outputs:
                 output.seek(0)

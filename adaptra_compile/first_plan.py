@@ -1,0 +1,56 @@
+"""Plan 0, before anything is measured: a schedule asked for, or one for the estimated costs and what delays there may be.
+
+Nothing is searched by time here: every rank finds the first plan for itself and must find the same.
+"""
+
+from __future__ import annotations
+
+from adaptra.cost import Case
+from adaptra.errors import PlanError
+from adaptra.planner import plan
+from adaptra.program import Program
+from adaptra.published import uniform_slack
+from adaptra.robust import delay_scenarios, robust_plan
+from adaptra.runtime.options import Options
+from adaptra.runtime.plan import Plan
+from adaptra.runtime.worker import check_memory
+from adaptra.schedules import generate
+from adaptra.simulate import lower_bound, simulate
+
+
+def first_plan(options: Options, case: Case) -> Plan:
+    """The plan to start with.
+
+    Args:
+        options: ``schedule``, ``expected_delays`` and ``delegate`` matter.
+        case: The estimated costs, with what each rank may hold.
+
+    Raises:
+        CaseError: A delay is expected on an edge that does not exist.
+        PlanError: The schedule is of another size, or nothing fits the memory.
+    """
+    if options.schedule is not None:
+        program = _asked_for(options.schedule, case)
+        reason = f"{program.name}, as asked for"
+    elif options.expected_delays:
+        program = robust_plan(case, delay_scenarios(case.cost, options.expected_delays)).program
+        reason = "good on average over the delays to expect, for the estimated costs"
+    else:
+        program, reason = plan(case), "adapted to the estimated costs"
+        if case.cost.memory_limit is not None:
+            spread = uniform_slack(case)
+            if simulate(spread, case.cost).makespan <= simulate(program, case.cost).makespan:
+                program, reason = spread, f"{reason}, spare memory spread as slack"
+    predicted = simulate(program, case.cost).makespan
+    return Plan(0, program, case, predicted, lower_bound(case).value, reason, options.delegated)
+
+
+def _asked_for(schedule: str | Program, case: Case) -> Program:
+    program = generate(schedule, case.cost.stages, case.microbatches) if isinstance(schedule, str) else schedule
+    if program.placement != case.placement or program.microbatches != case.microbatches:
+        raise PlanError(
+            f"schedule {program.name}: placement {program.placement} and {program.microbatches} microbatches: expected "
+            f"{case.placement} and {case.microbatches}"
+        )
+    check_memory(f"schedule {program.name}", program, case.cost)
+    return program
