@@ -243,6 +243,6 @@ class _Deliver(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator's
         (above,) = grad_outputs
         return None, None, *(gradient * above for gradient in ctx.gradients)
