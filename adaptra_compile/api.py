@@ -184,10 +184,13 @@ class Pipeline:
 
         A parameter that several stages use appears once for each of them, under its one name: every stage has a copy.
         """
-        for worker in self._require().workers:
-            for name, value in worker.state.items():
-                if isinstance(value, nn.Parameter):
-                    yield name, value
+        for name, value in self.held_tensors():
+            if isinstance(value, nn.Parameter):
+                yield name, value
+
+    def held_tensors(self) -> Sequence[tuple[str, Tensor]]:
+        """The parameters and buffers of the stages in this process with their names; what several stages use once for each."""
+        return [one for worker in self._require().workers for one in worker.state.items()]
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state of the stages in this process, by the names that the user's model gives it.

@@ -34,6 +34,11 @@ class Launch:
     replicas: Replicas | None = None
 
 
+def is_launched() -> bool:
+    """Whether this process is one of several that a launcher started or that have joined a process group."""
+    return dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())
+
+
 def launch(
     stages: int,
     transport: str | None,
@@ -57,8 +62,7 @@ def launch(
         LaunchError: The delegate is wanted beside a transport other than c10d; or the number of ranks is not a multiple of the
             number of stages, says what to change; or a rank was given other arguments or failed before it came here, names it.
     """
-    is_launched = dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())
-    name = transport or ("c10d" if is_launched else "local")
+    name = transport or ("c10d" if is_launched() else "local")
     if with_delegate and name != "c10d":
         raise LaunchError(
             f"Options(delegate=...) with transport {name!r}: expected c10d, whose slow edges the delegate takes over"
@@ -66,7 +70,7 @@ def launch(
     if name == "local":
         hub = LocalHub(stages)
         return Launch(tuple(hub.transport(rank) for rank in range(stages)))
-    if not is_launched:
+    if not is_launched():
         raise LaunchError(
             f"transport {name!r} needs {stages} processes: start this script with torchrun --nproc-per-node={stages}, or call "
             "torch.distributed.init_process_group yourself; without a launcher use transport='local'"

@@ -14,6 +14,7 @@ import pytest
 import test_api_processes
 import test_controller
 import test_delegate_paths
+import test_dynamo
 import test_lossy
 import test_membership
 import test_rdma
@@ -66,6 +67,29 @@ class Branching(nn.Module):
 
     def forward(self, x):
         return self.inner(x) if x.sum() > 0 else x
+
+
+class Rounded(torch.autograd.Function):
+    """A backward method of one's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Quantized(nn.Module):
+    """What calls an autograd.Function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return Rounded.apply(self.inner(x))
 
 
 class Masked(nn.Module):
@@ -205,6 +229,11 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ),
     ("the local transport needs torch.distributed, and this torch was built without it", no_distributed),
     ("module … (…) at …: the model can't become one graph: …", example(model=Branching())),
+    (
+        "… at …: the model calls a torch.autograd.Function, whose backward method a graph can't hold: expected ops of torch; "
+        "make it an op with torch.library.custom_op and register_autograd",
+        example(model=Quantized()),
+    ),
     (
         "the model returned …: without loss= the model must return a scalar loss, or a dict, tuple or dataclass whose first "
         "element or .loss is the scalar loss",
@@ -492,7 +521,8 @@ def test_every_mistake_is_told_as_documented(row, mistake):
 
 
 def test_every_documented_error_has_a_test():
-    tested = {row for row, _ in MISTAKES} | TESTED_ELSEWHERE | {test_controller.SILENT}
+    tested = {row for row, _ in MISTAKES} | TESTED_ELSEWHERE | {test_controller.SILENT, test_dynamo.WITHOUT_GRADIENTS}
+    tested |= {row for row, _ in test_dynamo.MISTAKES}
     for module in (test_api_processes, test_delegate_paths, test_membership):
         tested |= set(module.DOCUMENTED.values())
     assert tested == set(documented_errors())

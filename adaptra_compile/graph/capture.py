@@ -21,6 +21,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from adaptra.errors import CaptureError
 from adaptra.graph.batch import InputFormat, OutputFormat, TargetFormat, find_loss
+from adaptra.graph.checkpoints import numbering_checkpoints
 from adaptra.graph.ops import results_of
 
 Loss = Callable[[Any, Any], Any]
@@ -120,7 +121,7 @@ def capture(
     formats: list[OutputFormat] = []
     step = _Step(model, input_format, target_format, loss, evaluation, formats)
     examples = (tuple(tensor.detach() for tensor in inputs), tuple(tensor.detach() for tensor in targets))
-    with _mode(model, evaluation):
+    with _mode(model, evaluation), numbering_checkpoints():
         try:
             exported = torch.export.export(step, examples, strict=False)
         except CaptureError:
@@ -179,13 +180,14 @@ def _refuse_custom_gradients(loss: Tensor) -> None:
         if node in seen:
             continue
         seen.add(node)
-        if isinstance(node, BackwardCFunction):
-            function: Any = getattr(type(node), "_forward_cls", type(node))
+        function: Any = getattr(type(node), "_forward_cls", type(node))
+        # What torch.library makes of register_autograd is one too, but of an op, which the graph does hold.
+        if isinstance(node, BackwardCFunction) and function.forward.__module__ != "torch._library.autograd":
             code = function.forward.__code__
             raise CaptureError(
                 f"{function.__qualname__} at {code.co_filename}:{code.co_firstlineno}: the model calls a "
                 "torch.autograd.Function, whose backward method a graph can't hold: expected ops of torch; make it an op with "
-                "torch.library.custom_op and register_autograd, or use the non-reentrant form of activation checkpointing"
+                "torch.library.custom_op and register_autograd"
             )
         waiting += [following for following, _ in node.next_functions]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -24,12 +25,6 @@ def fake_like(tensor: Tensor, requires_grad: bool = False) -> Tensor:
     return made.requires_grad_(requires_grad)
 
 
-def run_nodes(module: fx.GraphModule, nodes: Iterable[fx.Node], values: dict[fx.Node, Any]) -> None:
-    """Execute nodes in the order given, reading from and adding to ``values``."""
-    for node in nodes:
-        values[node] = run_node(module, node, values)
-
-
 def run_node(module: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     """Execute one ``call_function`` node."""
 
@@ -39,3 +34,16 @@ def run_node(module: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any
         return values[argument]
 
     return call(node, fx.map_arg(node.args, look_up), fx.map_arg(node.kwargs, look_up))
+
+
+@contextmanager
+def without_onednn() -> Generator[None]:
+    """Within this context composite ops are made of torch's own kernels where torch would choose oneDNN's."""
+    # Not torch's context of that name, which sets switches of other devices too and warns of them.
+    switches: Any = torch.backends.mkldnn
+    before = switches.enabled
+    switches.enabled = False
+    try:
+        yield
+    finally:
+        switches.enabled = before

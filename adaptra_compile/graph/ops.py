@@ -41,6 +41,22 @@ def changes_unsaid(op: Any) -> bool:
     return any(word in str(op) for word in ("batch_norm", "instance_norm")) and "backward" not in str(op)
 
 
+def changed_by(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values a node changes in place: those its op's schema says, and running statistics."""
+    op = node.target
+    if changes_unsaid(op):
+        return [one for one in node.all_input_nodes if one.op == "placeholder"]
+    if not isinstance(op, OpOverload) or not changes_in_place(op):
+        return []
+    arguments: Any = op._schema.arguments
+    found: list[fx.Node] = []
+    for position, argument in enumerate(arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            fx.map_arg(given, found.append)
+    return found
+
+
 def returns_first_argument(op: Any) -> bool:
     """Whether an op changes its first argument in place and returns it."""
     if not isinstance(op, OpOverload):

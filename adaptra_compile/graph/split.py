@@ -2,7 +2,7 @@
 
 F is the forward pass as it was traced, changes in place included. Of the backward pass, I is everything the gradients of the
 inputs depend on, W everything else the gradients of the weights depend on. What a later graph needs of an earlier one is kept;
-views are made again instead, since they cost nothing and keep nothing.
+views are made again instead, since they cost nothing and keep nothing, and so is what the user has checkpointed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 
+from adaptra.graph.checkpoints import repeatable
 from adaptra.graph.fake import fake_like
 from adaptra.graph.ops import arguments_of, call, changes_in_place, changes_unsaid, is_random, is_view_node, results_of
 from adaptra.graph.random_state import run_seeded
@@ -145,31 +146,35 @@ def _forward_part(traced: TracedPiece, kept: Sequence[fx.Node]) -> tuple[fx.Node
 
 
 def _backward_part(traced: TracedPiece, results: Sequence[fx.Node]) -> tuple[list[fx.Node], Kept]:
-    """The nodes of the backward pass with the forward pass's views they need, and what else they need of the forward pass."""
+    """The nodes of the backward pass with those of the forward pass that are made again for it, and what else it needs of it.
+
+    Views are made again, and what lies inside checkpointed regions.
+    """
     graph_nodes = list(traced.module.graph.nodes)
     backward = [node for node in graph_nodes if node.op == "call_function" and node not in traced.forward]
     effects = [node for node in backward if changes_in_place(node.target)]
     found = _closure([*results, *effects], backward)
     used = {one for node in found for one in node.all_input_nodes} | set(results)
     needed = used - found - set(traced.grad_outputs)
-    views, bases = _through_views(needed, lambda node: node.op == "call_function")
-    found |= views
+    again = repeatable(node for node in graph_nodes if node.op == "call_function" and node in traced.forward)
+    repeated, bases = _trace_back(needed, lambda node: node in again or (node.op == "call_function" and is_view_node(node)))
+    found |= repeated
     return list(_in_order(found, graph_nodes)), _in_order(bases, graph_nodes)
 
 
-def _through_views(nodes: Iterable[fx.Node], may_repeat: Callable[[fx.Node], bool]) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Trace values back through views: the views to make again, and the values they start from."""
-    views: set[fx.Node] = set()
+def _trace_back(nodes: Iterable[fx.Node], may_repeat: Callable[[fx.Node], bool]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Trace values back through what may be repeated: the nodes to run again, and the values they start from."""
+    repeated: set[fx.Node] = set()
     bases: set[fx.Node] = set()
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
-        if not (may_repeat(node) and is_view_node(node)):
+        if not may_repeat(node):
             bases.add(node)
-        elif node not in views:
-            views.add(node)
+        elif node not in repeated:
+            repeated.add(node)
             waiting += node.all_input_nodes
-    return views, bases
+    return repeated, bases
 
 
 def _is_part_of(node: fx.Node, nodes: set[fx.Node]) -> bool:
@@ -192,7 +197,7 @@ def _without(weights: set[fx.Node], inputs: set[fx.Node], results: Sequence[fx.N
     """W's nodes without those of I, and the nodes of I whose results W needs; views of I are made again in W."""
     own = weights - inputs
     needed = ({one for node in own for one in node.all_input_nodes} | set(results)) & inputs
-    views, bases = _through_views(needed, lambda node: node in inputs)
+    views, bases = _trace_back(needed, lambda node: node in inputs and is_view_node(node))
     return own | views, {node for node in bases if node in inputs}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from adaptra.errors import CaptureError
 from adaptra.graph.analyze import Analysis
-from adaptra.graph.fake import fake_like, run_nodes
+from adaptra.graph.checkpoints import pass_on_region
+from adaptra.graph.fake import fake_like, run_node, without_onednn
 from adaptra.graph.ops import arguments_of, results_of, returns_first_argument
 from adaptra.graph.partition import Piece
 from adaptra.graph.specs import TensorSpec
@@ -125,7 +127,8 @@ def trace_piece(
     """
     trace = _Trace(module, piece, analysis, state, gradients, is_last, used_later)
     arguments = trace.arguments()
-    with torch.set_grad_enabled(gradients is not None):
+    # The backward op of oneDNN's LSTM can't be traced; without oneDNN the same layer is traced as the ops it is made of.
+    with torch.set_grad_enabled(gradients is not None), without_onednn():
         try:
             traced = make_fx(trace, _disable_torch_fn_metadata_mode=True)(*arguments)
         except RuntimeError as error:
@@ -231,11 +234,15 @@ class _Trace:
         for node, message in zip(piece.inputs, received, strict=True):
             values[node] = self.layout(node).unpack(message)
         values |= {node: next(remaining) for node in piece.targets}
-        run_nodes(self._module, piece.nodes, values)
-        outputs = [self._output(node, values[node]) for node in piece.outputs]
         mode = get_proxy_mode()
         assert mode is not None
-        for node in mode.tracer.graph.nodes:
+        traced = mode.tracer.graph.nodes
+        for node in piece.nodes:
+            before = len(traced)
+            values[node] = run_node(self._module, node, values)
+            pass_on_region(node, islice(reversed(traced), len(traced) - before))
+        outputs = [self._output(node, values[node]) for node in piece.outputs]
+        for node in traced:
             node.meta[_FORWARD] = True
         if self._gradients is None:
             return outputs
