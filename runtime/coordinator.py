@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from adaptra.cost import Case, CostModel
 from adaptra.errors import AdaptraError
 from adaptra.program import Program
+from adaptra.remedies import Remedies, Remedy, without_needless_rounding
 from adaptra.runtime.background import giving_way
 from adaptra.runtime.changes import EdgeChange, StageChange
 from adaptra.runtime.detector import Detection, Detector
@@ -24,7 +25,7 @@ from adaptra.runtime.events import EventKind
 from adaptra.runtime.level import DetectorOptions
 from adaptra.runtime.measurement import StepMeasurement
 from adaptra.runtime.participant import Emit, Participant
-from adaptra.runtime.plan import Plan
+from adaptra.runtime.plan import Edges, Plan
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,10 @@ class ControllerOptions:
     detector: DetectorOptions = field(default_factory=DetectorOptions)
 
 
+def nothing_helps(_case: Case, _program: Program, _spread: Edges, _rounded: Edges) -> None:
+    """What is known where nobody looks for remedies."""
+
+
 @dataclass(frozen=True, slots=True)
 class Planning:
     """The compiler, as the controller uses it.
@@ -64,20 +69,24 @@ class Planning:
         planner: The best program for a case, given the one that runs now. May raise an AdaptraError: the old plan is then kept.
         predict: The makespan of a program under a cost model; seconds.
         bound: What no program can beat in a case; seconds.
+        remedies: What would relieve the edges whose bandwidth binds in a case, given its program and the edges that take the
+            delegate or round already; see :func:`adaptra.remedies.find_remedies`.
     """
 
     planner: Callable[[Case, Program], Program]
     predict: Callable[[Program, CostModel], float]
     bound: Callable[[Case], float]
+    remedies: Callable[[Case, Program, Edges, Edges], Remedies | None] = nothing_helps
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What the planning thread found: a plan without a version yet, or none, or why it failed."""
+    """What the planning thread found: a plan without a version yet, or none, or why it failed; and what bandwidth limits."""
 
     before: float | None = None
     plan: Plan | None = None
     error: Exception | None = None
+    remedies: Remedies | None = None
 
 
 def _delegated(current: Plan, detection: Detection) -> tuple[tuple[int, int], ...]:
@@ -205,13 +214,18 @@ class Coordinator:
         before = self._planning.predict(current.program, detection.cost)
         if not self._options.adapt:
             return _Outcome(before)
-        case = replace(current.case, cost=detection.cost)
-        program = self._planning.planner(case, current.program).compute_only()
-        predicted = self._planning.predict(program, detection.cost)
         delegated = _delegated(current, detection) if self._options.delegate else current.delegated
-        bound = self._planning.bound(case)
-        plan = Plan(current.version, program, case, predicted, bound, detection.reason, delegated)
-        return _Outcome(before, plan)
+        case, rounded = without_needless_rounding(replace(current.case, cost=detection.cost), current.rounded)
+        program, reason = self._planning.planner(case, current.program).compute_only(), detection.reason
+        remedies = self._planning.remedies(case, program, delegated, rounded)
+        rounding = None if remedies is None else remedies.best(Remedy.ROUNDING)
+        if remedies is not None and rounding is not None:
+            case, program = replace(case, cost=rounding.cost), rounding.program
+            rounded = tuple(sorted({*rounded, *remedies.edges}))
+            reason = f"{reason}; {rounding.change}"
+        predicted, bound = self._planning.predict(program, case.cost), self._planning.bound(case)
+        plan = Plan(current.version, program, case, predicted, bound, reason, delegated, rounded)
+        return _Outcome(before, plan, remedies=remedies)
 
     def _conclude(self, outcome: _Outcome) -> None:
         agreement = self._participant.agreement
@@ -219,15 +233,22 @@ class Coordinator:
             return
         current, step = agreement.current, agreement.slowest
         before, plan = outcome.before, outcome.plan
+        if outcome.remedies is not None:
+            self._emit(EventKind.LIMITED, step, current.version, str(outcome.remedies))
         if outcome.error is not None:
             self._emit(EventKind.KEPT, step, current.version, f"no other plan: {outcome.error}")
         elif plan is None or before is None:
             self._emit(EventKind.KEPT, step, current.version, "switching plans is turned off", before, before)
-        elif plan.predicted >= (1 - self._options.switch_gain) * before:
+        elif plan.predicted >= (1 - self._least_gain(current, plan)) * before:
             text = f"the best plan found takes {1e3 * plan.predicted:.1f} ms, the running one {1e3 * before:.1f} ms"
             self._emit(EventKind.KEPT, step, current.version, text, before, before)
         else:
             self._propose(plan, before)
+
+    def _least_gain(self, current: Plan, plan: Plan) -> float:
+        """The part of the step that a plan must save. Exact messages are worth as much as a switch has to gain."""
+        rounds_less = set(plan.rounded) < set(current.rounded)
+        return -self._options.switch_gain if rounds_less else self._options.switch_gain
 
     def _propose(self, plan: Plan, before: float) -> None:
         self._deadline = time.monotonic() + self._options.confirm_seconds

@@ -18,7 +18,7 @@ from adaptra.cuts import Place, Places
 from adaptra.explanation import explain
 from adaptra.graph import compile_stages
 from adaptra.planner import plan
-from adaptra.remedies import Means, Remedy, bound_edges, find_remedies
+from adaptra.remedies import Means, Remedy, bound_edges, find_remedies, without_needless_rounding
 from adaptra.simulate import simulate
 
 TEN = CostModel.uniform(4, 10, 10, 10)
@@ -95,6 +95,13 @@ def test_a_cut_that_moves_work_to_the_right_or_left_loses_none() -> None:
         for move in PLACES.moves(TEN, stage):
             assert sum(move.cost.forward) == pytest.approx(sum(TEN.forward))
             assert min(move.cost.forward) > 0
+
+
+@pytest.mark.parametrize(("rounded_time", "kept"), [(14, ()), (15, ()), (16, ((1, 2),)), (40, ((1, 2),))])
+def test_an_edge_rounds_no_longer_than_it_would_bind_as_it_is(rounded_time: float, kept: tuple[tuple[int, int], ...]) -> None:
+    found, rounded = without_needless_rounding(case(TEN.with_occupancy(1, 2, rounded_time)), ((1, 2),))
+    assert rounded == kept
+    assert found.cost.occupancy_forward == (0, rounded_time * (1 if kept else 2), 0)
 
 
 @settings(max_examples=30, deadline=None)
