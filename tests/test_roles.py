@@ -14,6 +14,7 @@ from training import MIXED, compiled
 
 from adaptra.errors import OptionError, StateError
 from adaptra.roles import Roles, moved
+from adaptra.runtime.events import EventKind
 from adaptra.runtime.handover import gather_state, give_optimizer, take_over
 from adaptra.runtime.probe import peers
 
@@ -106,6 +107,7 @@ def train(rank, changes=None, links=()):
                 dist.barrier()
             if links and step == 5:
                 told = str(pipe.settle_roles(optimizer))
+                assert [event.text for event in pipe.events if event.kind is EventKind.ROLES] == [told]
             (inputs,), _, targets = MIXED.rows(2 * ROWS, seed=step)
             half = slice(pipe.replica * ROWS, (pipe.replica + 1) * ROWS)
             losses.append(pipe.step(inputs[half], targets[half]).item())
