@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +14,12 @@ from training import MIXED, compiled
 
 from adaptra.errors import OptionError, StateError
 from adaptra.roles import Roles, moved
+from adaptra.runtime.events import EventKind
 from adaptra.runtime.handover import gather_state, give_optimizer, take_over
 from adaptra.runtime.probe import peers
+
+sys.path.append(str(Path(__file__).parent / "links"))
+from linked_hosts import CONTROL, change_links
 
 ROWS, STEPS = 16, 8
 
@@ -70,12 +76,13 @@ def optimizer_of(pipe):
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
 
 
-def train(rank, changes=None):
-    """Losses of every step, this rank's role in the end and its state: 2 replicas of 2 stages.
+def train(rank, changes=None, links=()):
+    """Losses of every step, this rank's role in the end and its state, and what settling told: 2 replicas of 2 stages.
 
     Args:
         rank: This rank.
         changes: Which two ranks swap roles before which step.
+        links: Changes of the links between hosts before step 3, and roles are settled before step 5.
     """
     import torch.distributed as dist
 
@@ -84,7 +91,7 @@ def train(rank, changes=None):
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     inputs, _, targets = MIXED.rows(ROWS, seed=0)
-    losses = []
+    losses, told = [], None
     with adaptra.compile(
         MIXED.make(), stages=2, microbatches=4, example_inputs=(inputs, targets), loss=MIXED.loss,
         options=adaptra.Options(adapt=False),
@@ -93,6 +100,14 @@ def train(rank, changes=None):
         for step in range(STEPS):
             if changes and step in changes:
                 pipe.take_roles(pipe.roles.swapped(*changes[step]), optimizer)
+            if links and step == 3:
+                dist.barrier()
+                for change in links if rank == 0 else ():
+                    change_links(os.environ[CONTROL], change)
+                dist.barrier()
+            if links and step == 5:
+                told = str(pipe.settle_roles(optimizer))
+                assert [event.text for event in pipe.events if event.kind is EventKind.ROLES] == [told]
             (inputs,), _, targets = MIXED.rows(2 * ROWS, seed=step)
             half = slice(pipe.replica * ROWS, (pipe.replica + 1) * ROWS)
             losses.append(pipe.step(inputs[half], targets[half]).item())
@@ -101,16 +116,16 @@ def train(rank, changes=None):
             schedule.step()
         state = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in pipe.state_dict().items()}
         dist.barrier()
-        return losses, pipe.roles.of(rank), state
+        return losses, pipe.roles.of(rank), state, told
 
 
 def by_role(results):
-    return {tuple(role): (losses, state) for losses, role, state in results}
+    return {tuple(role): (losses, state) for losses, role, state, _ in results}
 
 
-def train_twice(rank, changes):
+def train_twice(rank, changes=None, links=()):
     """A run in which nobody moves, and one that something happens to."""
-    return train(rank), train(rank, changes)
+    return train(rank), train(rank, changes, links)
 
 
 @pytest.mark.processes
@@ -118,7 +133,7 @@ def train_twice(rank, changes):
 def test_a_run_whose_ranks_change_places_is_bitwise_the_undisturbed_one():
     """Data-parallel links become pipeline links, then ranks of one pipeline swap stages: buffers, AdamW and all move."""
     undisturbed, moved = zip(*run_processes(train_twice, 4, {3: (1, 2), 5: (0, 2), 6: (3, 1)}, timeout=100), strict=True)
-    assert [role for _, role, _ in undisturbed] == [(0, 0), (0, 1), (1, 0), (1, 1)] != [role for _, role, _ in moved]
+    assert [role for _, role, *_ in undisturbed] == [(0, 0), (0, 1), (1, 0), (1, 1)] != [role for _, role, *_ in moved]
     assert by_role(moved) == by_role(undisturbed)
     losses, *_ = moved[0]
     assert len(set(losses)) == len(losses) == STEPS
@@ -229,3 +244,16 @@ def test_other_groups_than_on_the_rank_before_are_refused():
     with pytest.raises(StateError) as caught:
         give_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))]), gather_state(state, optimizer), state)
     check_documented("StateError", str(caught.value), DOCUMENTED["groups"])
+
+
+@pytest.mark.root
+@pytest.mark.timeout(120)
+def test_slow_links_between_replicas_join_stages_once_roles_are_settled(linked_hosts):
+    """The simulator is told what was measured, moves the ranks, and nobody's numbers change."""
+    slow = [f"{link} delay=30ms" for link in ("0-2", "0-3", "1-2", "1-3")]
+    with linked_hosts(4) as hosts:
+        undisturbed, settled = zip(*hosts.call(train_twice, None, slow, timeout=100), strict=True)
+    assert len({told for *_, told in settled}) == 1 and "ms a step instead of" in settled[0][3]
+    columns = [{rank for rank, (_, role, *_) in enumerate(settled) if role[1] == stage} for stage in range(2)]
+    assert {0, 1} in columns and {2, 3} in columns
+    assert by_role(settled) == by_role(undisturbed)
