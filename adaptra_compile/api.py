@@ -19,13 +19,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from adaptra.build import Built, build
+from adaptra.assignment import RoleChange
+from adaptra.build import build
+from adaptra.built import Built
 from adaptra.errors import BatchError, OptionError, PipelineError, StateError
 from adaptra.explanation import explain
 from adaptra.report import perfetto, picture
 from adaptra.report.files import check_suffix
 from adaptra.report.stages import stage_table
 from adaptra.request import Request
+from adaptra.roles import Roles
 from adaptra.runtime.events import ControlEvent
 from adaptra.runtime.options import Options
 from adaptra.runtime.plan import Plan
@@ -236,6 +239,57 @@ class Pipeline:
                         worker.state[canonical].copy_(state[name])
 
     @property
+    def roles(self) -> Roles | None:
+        """Which stage of which data-parallel replica each rank of the job holds; None if there is one replica."""
+        return self._require().launched.roles
+
+    @property
+    def replica(self) -> int:
+        """The data-parallel replica that this process belongs to, 0 if there is one: whose part of a batch to give to step."""
+        replicas = self._require().launched.replicas
+        return 0 if replicas is None else replicas.index
+
+    def settle_roles(self, optimizer: torch.optim.Optimizer, *, horizon: int = 1000) -> RoleChange | None:
+        """Measure the links between the ranks of a job, and let them change roles if the simulator says it wins.
+
+        Averaging gradients over a slow link hides nothing of it, a plan hides much of a slow link between two stages, and a
+        link may carry nothing at all: so a slow link can be worth a change of places, see :meth:`take_roles`. All ranks call
+        it at the same place between two steps, such as every thousand: that is where :attr:`replica` may change. It takes a
+        few round trips per pair of ranks.
+
+        Args:
+            optimizer: As for :meth:`take_roles`.
+            horizon: Over how many steps a change must save more than moving costs.
+
+        Returns:
+            The change that was made, the same on every rank, or None; its text says what is gained.
+
+        Raises:
+            PipelineError: No step has run yet.
+            OptionError, StateError, LaunchError, PeerLostError: As :meth:`take_roles`.
+        """
+        return self._require().settle_roles(optimizer, horizon)
+
+    def take_roles(self, roles: Roles, optimizer: torch.optim.Optimizer) -> None:
+        """Let the ranks of a job with several replicas change places, so that a slow link carries something else.
+
+        Parameters, buffers, gradients and the optimizer's state move to the ranks that take the roles; later steps are bitwise
+        what they would have been. All ranks call it between two steps with the same roles. Then :meth:`parameters` are other
+        tensors on the ranks that moved, which ``optimizer`` steps from now on, and each rank gives to :meth:`step` the part of
+        the batch that belongs to its new :attr:`replica` and stage. The plan is the first one again, and adapts again.
+
+        Args:
+            roles: The new roles, such as ``pipe.roles.swapped(1, 2)``.
+            optimizer: The torch optimizer of this process's parameters, of the same groups on every rank.
+
+        Raises:
+            OptionError: There is one replica only, or the roles are those of another job; nothing is changed.
+            StateError: The optimizer keeps what can't be moved.
+            LaunchError, PeerLostError: A rank did not come or is lost; the pipeline has failed.
+        """
+        self._require().take_roles(roles, optimizer)
+
+    @property
     def plan(self) -> Plan:
         """The plan that the last step ran under, or that the first one will."""
         return self._require().workers[0].plan
@@ -259,9 +313,16 @@ class Pipeline:
         return tuple(sorted(forward + backward))
 
     def explain(self) -> str:
-        """Why the plan is as it is: the bubble equations with its numbers filled in, its bound and what limits it."""
-        plan = self.plan
-        return str(explain(plan.program, plan.case.cost, plan.case.microbatches))
+        """Why the plan is as it is: the bubble equations with its numbers filled in, its bound and what limits it.
+
+        Where the bandwidth of an edge does, which no order hides: what more connections, rounding, or a cut elsewhere would
+        give, and what would limit the step then.
+        """
+        plan, means = self.plan, self._require().means
+        explanation = explain(
+            plan.program, plan.case.cost, plan.case.microbatches, means=means, spread=plan.delegated, rounded=plan.rounded
+        )
+        return str(explanation)
 
     def report(self) -> str:
         """A table of what was compiled: per stage the FLOPs, parameters, activations and messages."""

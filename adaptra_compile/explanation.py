@@ -11,6 +11,7 @@ from adaptra.equations import Equation, equations
 from adaptra.errors import PlanError
 from adaptra.limitation import Limitation, what_limits
 from adaptra.program import Kind, Program
+from adaptra.remedies import Edge, Means, Remedies, find_remedies
 from adaptra.simulate import Bound, lower_bound, simulate
 from adaptra.warm_up import WarmUp, edge_times, warm_up
 
@@ -61,6 +62,7 @@ class Explanation:
         bound: What no plan beats, and what binds.
         lines: Every equation at every place where it says something, equation by equation.
         limitation: What keeps the plan from being shorter, and what would help.
+        remedies: What would relieve the edges whose bandwidth binds, or None if none does.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Explanation:
     bound: Bound
     lines: tuple[Line, ...]
     limitation: Limitation
+    remedies: Remedies | None
 
     @property
     def slack(self) -> tuple[int, ...]:
@@ -97,6 +100,7 @@ class Explanation:
             "binds": f"{self.bound.kind.value}, {self.bound.where}",
             "gap": self.gap,
             "limitation": self.limitation.to_json(),
+            "remedies": None if self.remedies is None else self.remedies.to_json(),
             "equations": [line.to_json() for line in self.lines],
         }
 
@@ -106,6 +110,8 @@ class Explanation:
     def _text(self) -> Iterator[str]:
         yield f"{self.name}: makespan {self.makespan:g}, no plan beats {self.bound}, gap {100 * self.gap:.1f} %"
         yield str(self.limitation)
+        if self.remedies is not None:
+            yield str(self.remedies)
         yield f"N = {self.microbatches}, S = {len(self.x)}; warm-up forwards per stage, x_i:"
         yield f"  this plan           {' '.join(map(str, self.x))}"
         yield f"  the equations alone {' '.join(map(str, self.asked.x))}"
@@ -117,7 +123,15 @@ class Explanation:
             yield f"    {line}"
 
 
-def explain(program: Program, cost: CostModel, microbatches: int | None = None) -> Explanation:
+def explain(
+    program: Program,
+    cost: CostModel,
+    microbatches: int | None = None,
+    *,
+    means: Means | None = None,
+    spread: Sequence[Edge] = (),
+    rounded: Sequence[Edge] = (),
+) -> Explanation:
     """Fill the bubble equations with the numbers of a plan.
 
     Where "no cascading bubble" does not hold, one microbatch's delay may reach the next. That is no fault in itself: W may fill
@@ -128,6 +142,7 @@ def explain(program: Program, cost: CostModel, microbatches: int | None = None) 
         program: The plan; communication ops don't matter.
         cost: The costs it was made for.
         microbatches: N, if the caller wants it checked against the program's.
+        means, spread, rounded: What there is against edges whose bandwidth binds; see :func:`adaptra.remedies.find_remedies`.
 
     Raises:
         PlanError: The program has another number of microbatches, or no backward, so no warm-up.
@@ -138,6 +153,7 @@ def explain(program: Program, cost: CostModel, microbatches: int | None = None) 
     if program.is_forward_only:
         raise PlanError(f"{program.name} computes no gradients: there is no warm-up to explain")
     simulation = simulate(program.compute_only() if program.is_lowered else program, cost)
+    case = Case(cost, program.microbatches, program.placement, program.name)
     x = _warm_up_of(program)
     asked = warm_up(cost, program.microbatches, _limits(program, cost))
     return Explanation(
@@ -146,9 +162,10 @@ def explain(program: Program, cost: CostModel, microbatches: int | None = None) 
         x,
         asked,
         simulation.makespan,
-        lower_bound(Case(cost, program.microbatches, program.placement)),
+        lower_bound(case),
         (*_edge_lines(cost, program.microbatches, x, asked), *_bound_lines(cost, program.microbatches, asked.limit)),
         what_limits(simulation),
+        find_remedies(case, simulation.program, spread, rounded, means=means or Means()),
     )
 
 

@@ -103,7 +103,7 @@ def what_limits(simulation: Simulation) -> Limitation:
         reliefs.append(Relief(change, 1.0 - makespan / base.makespan if base.makespan > 0 else 0.0))
     reliefs.sort(key=lambda relief: -relief.saves)
     return Limitation(
-        _cause(bound),
+        cause_of(bound),
         simulation.makespan / bound.value - 1.0 if bound.value > 0 else 0.0,
         1.0 - base.makespan / simulation.makespan if simulation.makespan > 0 else 0.0,
         tuple(reliefs),
@@ -116,7 +116,8 @@ def _again(program: Program, case: Case, effort: int) -> Program:
     return search(case, None, incumbent=None if fused else program, effort=effort)
 
 
-def _cause(bound: Bound) -> str:
+def cause_of(bound: Bound) -> str:
+    """What a bound comes from, for people."""
     match bound.kind:
         case BoundKind.LOAD | BoundKind.ONE_MACHINE:
             return f"the load of {bound.where}"

@@ -61,7 +61,8 @@ class Request:
             raise OptionError(f"options={given!r}: expected adaptra.Options(...)")
         if given.lossy_bf16 and self.transport is not None and not is_built_in(self.transport):
             raise OptionError(
-                f"lossy_bf16=True with transport {self.transport!r}: expected a transport of adaptra's own, which all can round"
+                f"lossy_bf16={given.lossy_bf16!r} with transport {self.transport!r}: expected a transport of adaptra's own, "
+                "which all can round"
             )
         for edge in self.options.delegated:
             if max(edge) >= self.stages:

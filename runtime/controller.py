@@ -22,6 +22,7 @@ from queue import SimpleQueue
 
 from torch.distributed import DistError, DistNetworkError, Store
 
+from adaptra.assignment import RoleChange
 from adaptra.errors import ControlError
 from adaptra.program import Program
 from adaptra.runtime.coordinator import ControllerOptions, Coordinator, Planning
@@ -174,6 +175,11 @@ class Controller:
     def tell_link(self, text: str) -> None:
         """Something has happened to one of this rank's links. Any thread may."""
         self._emit(EventKind.LINK, self._step, self._running.version, text)
+
+    def tell_roles(self, change: RoleChange) -> None:
+        """The ranks have changed roles before the next step. Any thread may."""
+        seconds = (change.seconds_after, change.seconds_before)
+        self._emit(EventKind.ROLES, self._step, self._running.version, str(change), *seconds)
 
     def abort(self, error: Exception) -> None:
         """Training has failed elsewhere: whoever waits in :meth:`plan_for`, or asks later, gets ``error``. Any thread may."""

@@ -22,6 +22,7 @@ from queue import SimpleQueue
 from adaptra.cost import Case, CostModel
 from adaptra.errors import AdaptraError
 from adaptra.program import Program
+from adaptra.remedies import Remedies, Remedy, without_needless_rounding
 from adaptra.runtime.background import giving_way
 from adaptra.runtime.changes import EdgeChange, StageChange
 from adaptra.runtime.detector import Detection, Detector
@@ -30,7 +31,7 @@ from adaptra.runtime.foresight import Foresight
 from adaptra.runtime.level import DetectorOptions
 from adaptra.runtime.measurement import StepMeasurement
 from adaptra.runtime.participant import Emit, Participant
-from adaptra.runtime.plan import Plan
+from adaptra.runtime.plan import Edges, Plan
 from adaptra.runtime.plan_log import Agreement
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,10 @@ class ControllerOptions:
     detector: DetectorOptions = field(default_factory=DetectorOptions)
 
 
+def nothing_helps(_case: Case, _program: Program, _spread: Edges, _rounded: Edges) -> None:
+    """What is known where nobody looks for remedies."""
+
+
 @dataclass(frozen=True, slots=True)
 class Planning:
     """The compiler, as the controller uses it.
@@ -71,21 +76,25 @@ class Planning:
         planner: The best program for a case, given the one that runs now. May raise an AdaptraError: the old plan is then kept.
         predict: The makespan of a program under a cost model; seconds.
         bound: What no program can beat in a case; seconds.
+        remedies: What would relieve the edges whose bandwidth binds in a case, given its program and the edges that take the
+            delegate or round already; see :func:`adaptra.remedies.find_remedies`.
     """
 
     planner: Callable[[Case, Program], Program]
     predict: Callable[[Program, CostModel], float]
     bound: Callable[[Case], float]
+    remedies: Callable[[Case, Program, Edges, Edges], Remedies | None] = nothing_helps
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What the planning thread found for ``detection``: a plan without a version yet, or none, or why it failed."""
+    """What planning for ``detection`` found: a plan without a version yet, or none, or why it failed; what bandwidth limits."""
 
     detection: Detection
     before: float | None = None
     plan: Plan | None = None
     error: Exception | None = None
+    remedies: Remedies | None = None
 
 
 def _delegated(current: Plan, detection: Detection) -> tuple[tuple[int, int], ...]:
@@ -227,8 +236,10 @@ class Coordinator:
         predict = self._planning.predict
         return self._is_gain(predict(program, detection.cost), predict(current.program, detection.cost))
 
-    def _is_gain(self, predicted: float, before: float) -> bool:
-        return predicted < (1 - self._options.switch_gain) * before
+    def _is_gain(self, predicted: float, before: float, rounds_less: bool = False) -> bool:
+        """Whether a plan saves enough of a step. Exact messages are worth as much as a switch has to gain."""
+        least = -self._options.switch_gain if rounds_less else self._options.switch_gain
+        return predicted < (1 - least) * before
 
     def _begin_planning(self, detection: Detection, current: Plan) -> None:
         self._thread = threading.Thread(target=self._plan, args=(detection, current), name="adaptra-planner", daemon=True)
@@ -248,13 +259,18 @@ class Coordinator:
         before = self._planning.predict(current.program, detection.cost)
         if not self._options.adapt:
             return _Outcome(detection, before)
-        case = replace(current.case, cost=detection.cost)
-        program = self._planning.planner(case, current.program).compute_only()
-        predicted = self._planning.predict(program, detection.cost)
         delegated = _delegated(current, detection) if self._options.delegate else current.delegated
-        bound = self._planning.bound(case)
-        plan = Plan(current.version, program, case, predicted, bound, detection.reason, delegated)
-        return _Outcome(detection, before, plan)
+        case, rounded = without_needless_rounding(replace(current.case, cost=detection.cost), current.rounded)
+        program, reason = self._planning.planner(case, current.program).compute_only(), detection.reason
+        remedies = self._planning.remedies(case, program, delegated, rounded)
+        rounding = None if remedies is None else remedies.best(Remedy.ROUNDING)
+        if remedies is not None and rounding is not None:
+            case, program = replace(case, cost=rounding.cost), rounding.program
+            rounded = tuple(sorted({*rounded, *remedies.edges}))
+            reason = f"{reason}; {rounding.change}"
+        predicted, bound = self._planning.predict(program, case.cost), self._planning.bound(case)
+        plan = Plan(current.version, program, case, predicted, bound, reason, delegated, rounded)
+        return _Outcome(detection, before, plan, remedies=remedies)
 
     def _conclude(self, outcome: _Outcome) -> None:
         agreement = self._participant.agreement
@@ -262,11 +278,13 @@ class Coordinator:
             return
         current, step = agreement.current, agreement.slowest
         before, plan = outcome.before, outcome.plan
+        if outcome.remedies is not None:
+            self._emit(EventKind.LIMITED, step, current.version, str(outcome.remedies))
         if outcome.error is not None:
             self._emit(EventKind.KEPT, step, current.version, f"no other plan: {outcome.error}")
         elif plan is None or before is None:
             self._emit(EventKind.KEPT, step, current.version, "switching plans is turned off", before, before)
-        elif not self._is_gain(plan.predicted, before):
+        elif not self._is_gain(plan.predicted, before, rounds_less=set(plan.rounded) < set(current.rounded)):
             text = f"the best plan found takes {1e3 * plan.predicted:.1f} ms, the running one {1e3 * before:.1f} ms"
             self._emit(EventKind.KEPT, step, current.version, text, before, before)
         else:
@@ -277,6 +295,8 @@ class Coordinator:
         agreement = self._participant.agreement
         if agreement is None or agreement.current is None or outcome.plan is None or outcome.before is None:
             return
+        if outcome.plan.rounded != agreement.current.rounded:
+            return  # what it takes depends on how messages travel then, which waits for what is sure
         if self._foresight.suspicion is outcome.detection:
             if self._is_gain(outcome.plan.predicted, outcome.before):
                 self._propose(outcome.plan, outcome.before, is_held=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class EventKind(Enum):
-    """What happened. DETECTED to WITHDRAWN are told by the rank that coordinates, the others by each rank for itself."""
+    """What happened. DETECTED to LIMITED are told by the rank that coordinates, the others by each rank for itself."""
 
     DETECTED = "detected"
     """The cost model changed; ``text`` says how."""
@@ -20,12 +20,16 @@ class EventKind(Enum):
     """All ranks have confirmed a plan and run it from ``step`` on."""
     WITHDRAWN = "withdrawn"
     """A rank refused the plan or did not answer in time, or what was suspected did not come true; all keep the old one."""
+    LIMITED = "limited"
+    """An edge's bandwidth limits the step, which no order hides; ``text`` says what helps, and what bound then remains."""
     CONFIRMED = "confirmed"
     """This rank is ready to run a plan."""
     REFUSED = "refused"
     """This rank can't run a plan; ``text`` says why."""
     SWITCHED = "switched"
     """This rank is about to run ``step``, the first one under another plan."""
+    ROLES = "roles"
+    """The ranks of the job have changed roles, so that a slow link carries something else; ``text`` says which, and why."""
     COORDINATES = "coordinates"
     """This rank coordinates from now on, in place of another."""
     RESIGNED = "resigned"
@@ -41,7 +45,7 @@ class ControlEvent:
     Attributes:
         kind: What happened.
         rank: The rank that tells it.
-        step: The step it belongs to: the last one measured for DETECTED to WITHDRAWN, the first one of the plan for AGREED and
+        step: The step it belongs to: the last one measured for DETECTED to LIMITED, the first one of the plan for AGREED and
             SWITCHED, the last one that this rank has run or asked for otherwise.
         version: The plan it is about.
         text: For people.

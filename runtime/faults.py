@@ -174,7 +174,7 @@ def link_delay(faults: Iterable[Fault], identity: Identity) -> float:
 def link_occupancy(faults: Iterable[Fault], identity: Identity) -> float:
     """For how many seconds a message occupies its edge: its bytes at the lowest rate ordered."""
     rates = [f.amount for f in faults if f.effect is Effect.RATE and f.is_of_edge(*identity.edge) and f.is_on(identity.step)]
-    return sum(spec.bytes for spec in identity.specs) / min(rates) if rates else 0.0
+    return sum(spec.travelling_bytes for spec in identity.specs) / min(rates) if rates else 0.0
 
 
 def _decimal(value: float) -> str:

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch.distributed import DistError, DistStoreError, PrefixStore, Store
 
 from adaptra.errors import ControlError, LaunchError
+from adaptra.roles import Roles
 from adaptra.runtime.replicas import Replicas
 from adaptra.runtime.transports.base import Transport
+from adaptra.runtime.transports.groups import new_group
 from adaptra.runtime.transports.lanes import LanedTransport
 from adaptra.runtime.transports.local import LocalHub
 from adaptra.runtime.transports.registry import create_transport
@@ -28,10 +30,59 @@ class Launch:
     Attributes:
         transports: One per rank run here, by rank: all of them as threads, or the one of this process.
         replicas: This process's peers in other pipelines, or None without data parallelism.
+        job, roles: Joins the pipeline and the peers of another role, and the roles of all ranks; None without replicas.
     """
 
     transports: tuple[Transport, ...]
     replicas: Replicas | None = None
+    job: Job | None = None
+    roles: Roles | None = None
+
+
+class Job:
+    """This process among those of a job with several replicas.
+
+    Args:
+        name: The transport's name.
+        store: Shared by all ranks of the job.
+        with_delegate, addresses: As :func:`launch`.
+
+    Attributes:
+        rank: This process's rank in the job.
+        everyone: All ranks of the job, by rank.
+    """
+
+    def __init__(self, name: str, store: Store, with_delegate: bool, addresses: Sequence[str]) -> None:
+        self.rank = dist.get_rank()
+        self._name = name
+        self._store = store
+        self._with_delegate = with_delegate
+        self._addresses = addresses
+        self._joined = 0
+        self._met = 0
+        # Made while all ranks are sure to live: making a group waits for its members.
+        self.everyone = new_group(range(dist.get_world_size()), "gloo")
+
+    def join(self, roles: Roles) -> Launch:
+        """Join the pipeline and the replicas of this rank's role. All ranks of the job call it with the same roles."""
+        replica, stage = roles.of(self.rank)
+        members = roles.pipeline(replica)
+        # Of their own members only, so that each rank makes the groups it belongs to; in the order of the replicas, so that
+        # gradients are added in one order whichever ranks these are.
+        pipeline, column = _new_group(members), _new_group(roles.column(stage))
+        self._joined += 1
+        replicas = Replicas(column, PrefixStore(f"replicas/{self._joined}", self._store), replica, members)
+        return Launch((_join(self._name, pipeline, self._with_delegate, self._addresses),), replicas, self, roles)
+
+    def meet(self, timeout: float) -> None:
+        """Wait for all ranks of the job, which call it together.
+
+        Raises:
+            LaunchError: Ranks have not come within ``timeout`` seconds; names them.
+            ControlError: The store is lost.
+        """
+        self._met += 1
+        _exchange(self._store, f"roles/{self._met}", self.rank, "", range(self.everyone.size()), timeout)
 
 
 def is_launched() -> bool:
@@ -88,10 +139,7 @@ def launch(
         )
     if ranks == stages:
         return Launch((_join(name, None, with_delegate, addresses),))
-    replica, stage = divmod(rank, stages)
-    members = range(replica * stages, (replica + 1) * stages)
-    pipeline, column = _new_group(members), _new_group(range(stage, ranks, stages))
-    return Launch((_join(name, pipeline, with_delegate, addresses),), Replicas(column, PrefixStore("replicas", store), members))
+    return Job(name, store, with_delegate, addresses).join(Roles.initial(ranks, stages))
 
 
 def _join(name: str, group: dist.ProcessGroup | None, with_delegate: bool, addresses: Sequence[str]) -> Transport:
@@ -122,9 +170,8 @@ def _agree_on_arguments(store: Store, rank: int, ranks: int, arguments: Mapping[
                 )
 
 
-def _new_group(ranks: range) -> dist.ProcessGroup:
-    # Of its own members only, so that each rank makes the groups it belongs to.
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
+def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
     assert isinstance(group, dist.ProcessGroup)
     return group
 

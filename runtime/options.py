@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from adaptra.errors import OptionError
 from adaptra.program import Program
@@ -37,6 +37,7 @@ class Options:
             of the host, followed by the address by which it reaches the job's store.
         lossy_bf16: Round what stages send each other from float32 to bfloat16 while it travels: half the bytes, but activations
             and their gradients lose precision, so training is no longer bitwise that of one process. All of it must be float32.
+            ``"slow"``: only over edges whose bandwidth limits the step, and for as long as it does, as part of a plan.
         on_event: Called with each event of the controller, such as a detected slow edge or a switch of plans, on a thread of
             telemetry's own. What it raises is logged, once.
         telemetry: Who else is told what, see :class:`adaptra.runtime.telemetry.options.Telemetry`.
@@ -55,7 +56,7 @@ class Options:
     emulate: EmulatedDevice | None = None
     delegate: bool | Sequence[tuple[int, int]] = False
     addresses: Sequence[str] = ()
-    lossy_bf16: bool = False
+    lossy_bf16: bool | Literal["slow"] = False
     on_event: Callable[[Any], None] | None = None
     telemetry: Telemetry = field(default_factory=Telemetry)
 
@@ -99,8 +100,8 @@ class Options:
         if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
             raise OptionError(f"addresses={given!r}: expected a list of numeric addresses of this host such as ['10.0.0.1']")
         given = self.lossy_bf16
-        if not isinstance(given, bool):
-            raise OptionError(f"lossy_bf16={given!r}: expected True or False")
+        if not isinstance(given, bool) and given != "slow":
+            raise OptionError(f"lossy_bf16={given!r}: expected True, False or 'slow'")
         given = self.on_event
         if given is not None and not callable(given):
             raise OptionError(f"on_event={given!r}: expected a function that is called with each event, or None")

@@ -14,6 +14,9 @@ from adaptra.runtime.schema import Fields
 MAX_REASON: Final = 10_000
 """The longest reason of a plan, in characters."""
 
+Edges = tuple[tuple[int, int], ...]
+"""Directed edges of stages: (the sending one, the receiving one)."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -27,6 +30,7 @@ class Plan:
         bound: What no program can beat under that case, seconds.
         reason: Why it was made, for people.
         delegated: The directed edges of stages whose messages travel by the delegate, in ascending order.
+        rounded: Those whose messages are rounded to bfloat16 while they travel, in ascending order.
     """
 
     version: int
@@ -35,12 +39,13 @@ class Plan:
     predicted: float
     bound: float
     reason: str
-    delegated: tuple[tuple[int, int], ...] = ()
+    delegated: Edges = ()
+    rounded: Edges = ()
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the program's text and its lanes: two ranks with the same digest run the same program."""
-        return digest_of(self.program, self.delegated)
+        """The SHA-256 of all that a rank runs of the plan: two ranks with the same digest run the same program alike."""
+        return digest_of(self.program, self.delegated, self.rounded)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object that :meth:`from_json` reads back to an equal plan."""
@@ -53,6 +58,7 @@ class Plan:
             "bound": self.bound,
             "reason": self.reason,
             "delegated": [list(edge) for edge in self.delegated],
+            "rounded": [list(edge) for edge in self.rounded],
         }
 
     @staticmethod
@@ -72,7 +78,8 @@ class Plan:
                 predicted=fields.number("predicted"),
                 bound=fields.number("bound"),
                 reason=fields.text("reason", at_most=MAX_REASON),
-                delegated=_edges(fields),
+                delegated=_edges(fields, "delegated"),
+                rounded=_edges(fields, "rounded"),
             )
         except (ScheduleError, CaseError) as error:
             raise ControlError(f"plan: {error}") from None
@@ -85,18 +92,19 @@ class Plan:
         return plan
 
 
-def digest_of(program: Program, delegated: tuple[tuple[int, int], ...] = ()) -> str:
-    """The SHA-256 of a program's text and of the edges that take the delegate, in hexadecimal."""
-    lanes = "".join(f"{source}>{destination}@delegate\n" for source, destination in delegated)
-    return hashlib.sha256((str(program) + lanes).encode()).hexdigest()
+def digest_of(program: Program, delegated: Edges = (), rounded: Edges = ()) -> str:
+    """The SHA-256 of a program's text and of the edges that take the delegate or round, in hexadecimal."""
+    marks = [(delegated, "delegate"), (rounded, "bfloat16")]
+    lines = "".join(f"{source}>{destination}@{mark}\n" for edges, mark in marks for source, destination in edges)
+    return hashlib.sha256((str(program) + lines).encode()).hexdigest()
 
 
-def _edges(fields: Fields) -> tuple[tuple[int, int], ...]:
+def _edges(fields: Fields, name: str) -> Edges:
     edges: list[tuple[int, int]] = []
-    for item in fields.items("delegated"):
+    for item in fields.items(name):
         match item:
             case [int(source), int(destination)] if source >= 0 and abs(source - destination) == 1:
                 edges.append((source, destination))
             case _:
-                raise fields.refuse("delegated", "pairs of neighbouring stages", item)
+                raise fields.refuse(name, "pairs of neighbouring stages", item)
     return tuple(edges)

@@ -26,27 +26,22 @@ class Replicas:
 
     Args:
         group: Their process group.
-        store: Shared by all ranks of the job.
+        store: Shared by all ranks of the job; with a prefix of these roles.
+        index: Which of the job's pipelines this rank's is, counted from 0.
         pipeline: The job's ranks that make up this rank's pipeline, by stage.
+
+    Attributes:
+        index: As given.
     """
 
-    def __init__(self, group: dist.ProcessGroup, store: Store, pipeline: Sequence[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup, store: Store, index: int, pipeline: Sequence[int]) -> None:
+        self.index = index
         self._group = group
         self._count = dist.get_world_size(group)
         self._store = clone(store)
         self._pipeline = pipeline
         self._lock = threading.Lock()
         self._ended = False
-
-    @property
-    def index(self) -> int:
-        """Which of the job's pipelines this rank's is, counted from 0."""
-        return self._pipeline[0] // len(self._pipeline)
-
-    @property
-    def first_rank(self) -> int:
-        """The job's rank of this pipeline's first stage."""
-        return self._pipeline[0]
 
     def average(self, parameters: Iterable[Tensor], losses: Tensor) -> Tensor:
         """Replace every gradient by its mean over the replicas, and return the mean of the losses.
@@ -79,7 +74,7 @@ class Replicas:
             if self._ended:
                 return
             self._ended = True
-        ranks = f"{self._pipeline[0]}..{self._pipeline[-1]}"
+        ranks = ", ".join(map(str, self._pipeline))
         with contextlib.suppress(RuntimeError):
             # The first text is the cause, later ones are its consequences.
             text = f"the pipeline of the job's ranks {ranks} failed: {type(error).__name__}: {error}"[:4000]

@@ -7,9 +7,10 @@ torchrun a process has one worker; without a launcher a process has one per rank
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.distributed import PrefixStore
 from adaptra.cost import CostModel
 from adaptra.errors import AdaptraError, PeerLostError, PlanError
 from adaptra.graph import CompiledStages
+from adaptra.graph.round_messages import round_edges
 from adaptra.graph.specs import MessageSpec, TensorSpec
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.passes.lower_comm import LowerComm
@@ -28,6 +30,7 @@ from adaptra.runtime.emulation import Pacing
 from adaptra.runtime.executor import Executor, MessageShapes
 from adaptra.runtime.gradients import Gradients, SharedParameter
 from adaptra.runtime.launch import gather
+from adaptra.runtime.measurement import StageMeasurement
 from adaptra.runtime.membership import Membership
 from adaptra.runtime.monitor import Monitor, StepRecords, merge_timelines
 from adaptra.runtime.options import Options
@@ -48,6 +51,9 @@ from adaptra.verify import verify
 Batch = Sequence[Sequence[Tensor]]
 """The tensors of a step, per microbatch."""
 
+KEPT_MEASUREMENTS: Final = 5
+"""Of how many steps a worker keeps what it measured of its stage."""
+
 
 class Worker:
     """Runs the steps of one rank.
@@ -63,6 +69,12 @@ class Worker:
         pacing: Lengthens ops on emulated devices and slowed stages.
         telemetry: Told what happens here.
         options: Seed and timeout.
+        first_step: The number of the first step.
+
+    Attributes:
+        initial: As given.
+        plan: The plan of the last step, or of the first one.
+        measured: This stage in the last steps, oldest first.
     """
 
     def __init__(
@@ -77,6 +89,7 @@ class Worker:
         pacing: Pacing,
         telemetry: RankTelemetry,
         options: Options,
+        first_step: int = 0,
     ) -> None:
         self.rank = transport.rank
         self.state = state
@@ -111,19 +124,19 @@ class Worker:
             is_last=self.rank == self._last,
             gradients=self._gradients,
         )
-        self._step = 0
+        self._step = first_step
         self._evaluations = 0
-        self.plan = initial
+        self.measured: deque[StageMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
+        self.initial = self.plan = initial
         self._executor: Executor | None = None
-        self._shapes = [MessageShapes(graphs.outputs, graphs.grad_inputs) for graphs in compiled.train]
         self._always = Counter(self._gradients.receive_counts()) + Counter(self._probes.receive_counts())
         if self.rank != self._last:
             self._always[self._last, self._losses_spec()] += 1
         self._by_program: Counter[tuple[int, MessageSpec]] = Counter()
         self._cost = initial.case.cost
-        lowered = self._lower(initial)
-        verify(lowered)
-        self._prepared = {initial.version: self._executor_for(lowered, self._training, self._shapes)}
+        first = self._training_executor(initial)
+        verify(first.program)
+        self._prepared = {initial.version: first}
         self.controller = Controller(
             self.rank,
             self._stages,
@@ -134,6 +147,7 @@ class Worker:
             prepare=self._prepare,
             on_event=telemetry.event,
             on_error=self._abort_by_control,
+            first_step=first_step,
         )
         self._membership = Membership(
             Connection(PrefixStore("membership", transport.store)),
@@ -174,6 +188,7 @@ class Worker:
                 losses = self._replicas.average(self.trainable.values(), losses)
             self._probes.end_step(self._options.timeout)
             measurement = self.monitor.end_step(step, started, time.monotonic())
+            self.measured.extend(measurement.stages)
             self.controller.report(measurement)
             self._telemetry.end_step(measurement, self.monitor.kept[-1])
         self._step += 1
@@ -216,6 +231,11 @@ class Worker:
         if records is None:
             return None
         return merge_timelines(self.plan.program, map(StepRecords.from_json, records))
+
+    @property
+    def next_step(self) -> int:
+        """The number of the next step."""
+        return self._step
 
     def leave(self) -> None:
         """Tell the others that this rank will close; ranks of one process do so before one of them waits for the others."""
@@ -282,7 +302,12 @@ class Worker:
             PlanError: The plan holds more than this job allows.
         """
         check_memory(f"plan {plan.version}", plan.program, self._cost)
-        self._prepared[plan.version] = self._executor_for(self._lower(plan), self._training, self._shapes)
+        self._prepared[plan.version] = self._training_executor(plan)
+
+    def _training_executor(self, plan: Plan) -> Executor:
+        stages = round_edges(self._compiled.train, plan.rounded)
+        shapes = [MessageShapes(graphs.outputs, graphs.grad_inputs) for graphs in stages]
+        return self._executor_for(self._lower(plan), self._training, shapes)
 
     def _executor_of(self, plan: Plan) -> Executor:
         if self._executor is None or plan.version != self.plan.version:

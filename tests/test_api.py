@@ -18,6 +18,7 @@ import test_dynamo
 import test_lossy
 import test_membership
 import test_rdma
+import test_roles
 import test_verbs
 import torch
 from errors_table import check_documented, documented_errors
@@ -374,10 +375,10 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ),
     ("delegate=…: expected edges of stages 0..…", options(delegate=[(1, 2)])),
     ("addresses=…: expected a list of numeric addresses of this host such as ['10.0.0.1']", options(addresses="10.0.0.1")),
-    *(("lossy_bf16=…: expected True or False", options(lossy_bf16=given)) for given in ("yes", 1, None)),
+    *(("lossy_bf16=…: expected True, False or 'slow'", options(lossy_bf16=given)) for given in ("yes", 1, None)),
     *(
         (
-            "lossy_bf16=True: the message from stage … to … holds …: expected float32 alone, which can be rounded; cut the "
+            "lossy_bf16: the message from stage … to … holds …: expected float32 alone, which can be rounded; cut the "
             "model elsewhere by split=, or send messages as they are",
             example(model=Masked(dtype), split=["last"], options=adaptra.Options(lossy_bf16=True)),
         )
@@ -523,7 +524,7 @@ def test_every_mistake_is_told_as_documented(row, mistake):
 def test_every_documented_error_has_a_test():
     tested = {row for row, _ in MISTAKES} | TESTED_ELSEWHERE | {test_controller.SILENT, test_dynamo.WITHOUT_GRADIENTS}
     tested |= {row for row, _ in test_dynamo.MISTAKES}
-    for module in (test_api_processes, test_delegate_paths, test_membership):
+    for module in (test_api_processes, test_delegate_paths, test_membership, test_roles):
         tested |= set(module.DOCUMENTED.values())
     assert tested == set(documented_errors())
 

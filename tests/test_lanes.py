@@ -85,17 +85,18 @@ def test_an_abort_ends_waits_on_every_lane():
     receiver.close()
 
 
-def plan(delegated=()):
-    return Plan(1, gpipe(2, 2), Case(COST, 2, (0, 1)), 0.1, 0.1, "a test", delegated)
+def plan(delegated=(), rounded=()):
+    return Plan(1, gpipe(2, 2), Case(COST, 2, (0, 1)), 0.1, 0.1, "a test", delegated, rounded)
 
 
-def test_a_plan_carries_its_lanes_and_they_are_part_of_what_ranks_confirm():
-    found = plan(((0, 1), (1, 0)))
+@pytest.mark.parametrize("field", ["delegated", "rounded"])
+def test_a_plan_carries_its_edges_and_they_are_part_of_what_ranks_confirm(field):
+    found = plan(**{field: ((0, 1), (1, 0))})
     assert Plan.from_json(found.to_json()) == found
-    assert len({found.digest, plan().digest, plan(((0, 1),)).digest}) == 3
+    assert len({found.digest, plan().digest, plan(((0, 1),)).digest, plan(rounded=((0, 1),)).digest}) == 4
     for wrong in ([[0, 2]], [[-1, 0]], [[0]], ["01"], [[0, "1"]]):
-        with pytest.raises(ControlError, match="plan: field 'delegated': expected pairs of neighbouring stages"):
-            Plan.from_json(found.to_json() | {"delegated": wrong})
+        with pytest.raises(ControlError, match=f"plan: field '{field}': expected pairs of neighbouring stages"):
+            Plan.from_json(found.to_json() | {field: wrong})
 
 
 def test_edges_that_turn_slow_take_the_delegate_and_come_back_once_healed():

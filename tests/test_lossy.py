@@ -1,4 +1,4 @@
-"""Options(lossy_bf16=True): messages are rounded as torch rounds, and nothing else is; what can't be is refused at the door."""
+"""Options(lossy_bf16=...): messages are rounded as torch rounds, and nothing else is; what can't be is refused at the door."""
 
 import pytest
 import torch
@@ -7,13 +7,14 @@ from installed import install_transport
 from models import Example, square_loss, vectors
 from processes import run_processes
 from torch import nn
-from training import call, compiled, differences, train, train_alone
+from training import adam, call, compiled, differences, run_step, train, train_alone
 
 import adaptra
 from adaptra.errors import OptionError
+from adaptra.runtime.events import EventKind
 
 ROWS, MICROBATCHES, WIDTH = 16, 4, 128
-FOREIGN = "lossy_bf16=True with transport '…': expected a transport of adaptra's own, which all can round"
+FOREIGN = "lossy_bf16=… with transport '…': expected a transport of adaptra's own, which all can round"
 
 
 class Two(nn.Module):
@@ -58,6 +59,45 @@ def train_rounded(rank, transports):
             evaluated = float(pipe.eval_step(*call(batches[0])[0]))
             found[transport] = differences(steps, expected, is_whole), is_exact, pipe.report(), evaluated
     return found
+
+
+def train_while_slow():
+    """The plans of a run whose only edge carries little from step 10 on and heals later, and what its steps left."""
+    batches = [example(False).rows(2 * MICROBATCHES, seed) for seed in range(60)]
+    steps, plans = [], []
+    with compiled(
+        example(False),
+        batches[0],
+        stages=2,
+        microbatches=MICROBATCHES,
+        split=["last"],
+        options=adaptra.Options(
+            lossy_bf16="slow",
+            emulate=adaptra.EmulatedDevice(0.001, 0.001, 0.001),
+            faults=["rate 0-1 40kB @10..30"],
+        ),
+    ) as pipe:
+        optimizer = adam(pipe.parameters())
+        for batch in batches:
+            steps.append(run_step(pipe, optimizer, batch))
+            plans.append(pipe.plan)
+        return batches, steps, plans, pipe.events
+
+
+def test_an_edge_whose_bandwidth_binds_is_rounded_until_it_heals():
+    batches, steps, plans, events = train_while_slow()
+    rounded = [step for step, plan in enumerate(plans) if plan.rounded]
+    assert rounded and rounded[0] > 10 and rounded[-1] < len(plans) - 1
+    assert plans[-1].rounded == ()
+    (first, *_) = [event for event in events if event.kind is EventKind.LIMITED]
+    assert "bandwidth of edge" in first.text and "rounding to bfloat16" in first.text
+    proposed = next(
+        event for event in events if event.kind is EventKind.PROPOSED and event.version == plans[rounded[0]].version
+    )
+    assert "rounding to bfloat16" in proposed.text and proposed.predicted < 0.8 * proposed.predicted_before
+    exact = train_alone(example(False), batches[: rounded[0] + 1], MICROBATCHES)
+    assert differences(steps[: rounded[0]], exact[: rounded[0]]) == []
+    assert differences(steps[rounded[0] : rounded[0] + 1], exact[rounded[0] :]) != []
 
 
 def check(found):

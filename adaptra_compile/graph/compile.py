@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from adaptra.cuts import Places
 from adaptra.errors import CaptureError, PartitionError
 from adaptra.graph.analyze import Analysis, analyze
 from adaptra.graph.balance import balance
@@ -16,7 +17,7 @@ from adaptra.graph.batch import InputFormat, OutputFormat, TargetFormat
 from adaptra.graph.capture import FlatGraph, Loss, StateNames, capture, state_names
 from adaptra.graph.differentiate import differentiate, evaluate
 from adaptra.graph.fake import fake_like, fake_mode
-from adaptra.graph.partition import Piece, align, cut_before, find_cuts, pieces, state_uses
+from adaptra.graph.partition import Piece, align, cut_before, find_cuts, pieces, places_of, state_uses
 from adaptra.graph.stage_graphs import EvalStage, StageGraphs
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class CompiledStages:
         non_persistent: The buffers that the model's state_dict leaves out.
         inputs, targets: Flatten and check what a user gives.
         outputs: Puts together what the model returns in evaluation mode.
+        places: Where the stages begin, and where else they could.
     """
 
     train: tuple[StageGraphs, ...]
@@ -67,6 +69,7 @@ class CompiledStages:
     inputs: InputFormat
     targets: TargetFormat
     outputs: OutputFormat
+    places: Places
 
 
 def compile_stages(
@@ -149,6 +152,7 @@ def compile_stages(
         inputs=inputs,
         targets=target_format,
         outputs=outputs,
+        places=places_of(flat, analysis, cuts, positions),
     )
 
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from torch import Tensor, fx
 
+from adaptra.cuts import Place, Places
 from adaptra.errors import PartitionError
 from adaptra.graph.analyze import Analysis
 from adaptra.graph.balance import Cuts
@@ -97,6 +98,21 @@ def cut_before(flat: FlatGraph, analysis: Analysis, cuts: Cuts, split: Sequence[
             )
         found.append(position)
     return tuple(found)
+
+
+def places_of(flat: FlatGraph, analysis: Analysis, cuts: Cuts, positions: Sequence[int]) -> Places:
+    """The cuts at these positions, and all that could begin a stage at a module instead."""
+    named: dict[int, str] = {}
+    for name, position in _first_node_of_module(flat, analysis).items():
+        # A module that holds others begins with the first of them: the outermost is the one that users name.
+        if position not in named or name.count(".") < named[position].count("."):
+            named[position] = name
+
+    def place(position: int) -> Place:
+        return Place(named.get(position), cuts.bytes[position], cuts.work[position])
+
+    possible = [one for one in sorted(named) if cuts.crossing[one] is not None and 0 < cuts.work[one] < cuts.work[-1]]
+    return Places(tuple(map(place, positions)), tuple(map(place, possible)), cuts.work[-1])
 
 
 def align(

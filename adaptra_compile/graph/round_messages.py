@@ -1,7 +1,8 @@
-"""What ``Options(lossy_bf16=True)`` asks for: messages between stages travel as bfloat16."""
+"""What ``Options(lossy_bf16=...)`` asks for: messages between stages travel as bfloat16."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from adaptra.errors import OptionError
 from adaptra.graph.compile import CompiledStages
 from adaptra.graph.specs import MessageSpec
+from adaptra.graph.stage_graphs import StageGraphs
 
 
 def round_messages(compiled: CompiledStages) -> CompiledStages:
@@ -20,19 +22,33 @@ def round_messages(compiled: CompiledStages) -> CompiledStages:
         OptionError: A message holds something else than float32; names the edge and what it holds.
     """
     last = len(compiled.train) - 1
-    train = tuple(
-        replace(
-            stage,
-            outputs=stage.outputs if stage.index == last else _rounded(stage.outputs, stage.index, stage.index + 1),
-            grad_inputs=_rounded(stage.grad_inputs, stage.index, stage.index - 1),
-        )
-        for stage in compiled.train
-    )
     evaluated = tuple(
         stage if stage.index == last else replace(stage, outputs=_rounded(stage.outputs, stage.index, stage.index + 1))
         for stage in compiled.eval
     )
-    return replace(compiled, train=train, eval=evaluated)
+    everywhere = {(stage, peer) for stage in range(last + 1) for peer in (stage - 1, stage + 1)}
+    return replace(compiled, train=round_edges(compiled.train, everywhere), eval=evaluated)
+
+
+def round_edges(train: tuple[StageGraphs, ...], edges: Collection[tuple[int, int]]) -> tuple[StageGraphs, ...]:
+    """Training stages whose messages over these directed edges are rounded to bfloat16 while they travel.
+
+    Raises:
+        OptionError: As :func:`round_messages`.
+    """
+    last = len(train) - 1
+
+    def over(message: MessageSpec, source: int, destination: int) -> MessageSpec:
+        return _rounded(message, source, destination) if (source, destination) in edges else message
+
+    return tuple(
+        replace(
+            stage,
+            outputs=stage.outputs if stage.index == last else over(stage.outputs, stage.index, stage.index + 1),
+            grad_inputs=over(stage.grad_inputs, stage.index, stage.index - 1),
+        )
+        for stage in train
+    )
 
 
 def _rounded(message: MessageSpec, source: int, destination: int) -> MessageSpec:
@@ -40,7 +56,7 @@ def _rounded(message: MessageSpec, source: int, destination: int) -> MessageSpec
         if spec.dtype != torch.float32:
             held = f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}"
             raise OptionError(
-                f"lossy_bf16=True: the message from stage {source} to {destination} holds {held}: expected float32 alone, "
+                f"lossy_bf16: the message from stage {source} to {destination} holds {held}: expected float32 alone, "
                 "which can be rounded; cut the model elsewhere by split=, or send messages as they are"
             )
     return tuple(replace(spec, lossy_bf16=True) for spec in message)

@@ -145,6 +145,8 @@ def _event(event: ControlEvent, rank: tuple[str]) -> Iterator[Sample]:
             | EventKind.PROPOSED
             | EventKind.AGREED
             | EventKind.WITHDRAWN
+            | EventKind.LIMITED
+            | EventKind.ROLES
             | EventKind.CONFIRMED
             | EventKind.REFUSED
             | EventKind.LINK

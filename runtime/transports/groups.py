@@ -27,7 +27,9 @@ def initialise(backend: str) -> bool:
 
 
 def new_group(members: Sequence[int], backend: str) -> ProcessGroup:
-    """A communicator of these ranks only; each of them makes it."""
-    group = distributed.new_group(list(members), timeout=_FOR_EVER, backend=backend, use_local_synchronization=True)
+    """A communicator of these ranks only, in this order; each of them makes it."""
+    group = distributed.new_group(
+        list(members), timeout=_FOR_EVER, backend=backend, use_local_synchronization=True, sort_ranks=False
+    )
     assert isinstance(group, ProcessGroup)
     return group

@@ -1,0 +1,220 @@
+"""A compiled pipeline at work: the workers of this process, what each step asks of them, and how they change roles."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from adaptra.assignment import RoleChange
+from adaptra.errors import AdaptraError, OptionError, PeerLostError, PipelineError
+from adaptra.remedies import Means
+from adaptra.roles import Roles
+from adaptra.runtime.batch import split_batch
+from adaptra.runtime.handover import exchange, gather_state, give_optimizer, take_over
+from adaptra.runtime.launch import Job, Launch
+from adaptra.runtime.settling import agree_on_roles
+from adaptra.runtime.telemetry.recorder import Recorder
+from adaptra.runtime.worker import Batch, Worker
+from adaptra.start import Starter, open_recorder
+
+Result = TypeVar("Result")
+
+
+class Built:
+    """A compiled pipeline: its stages and the workers of this process.
+
+    Args:
+        starter: What the workers were started with.
+        launched: The ranks run here.
+        workers: One per rank run here, by rank.
+        recorder: Of what the workers tell.
+        means: What there is against edges whose bandwidth binds.
+    """
+
+    def __init__(self, starter: Starter, launched: Launch, workers: Sequence[Worker], recorder: Recorder, means: Means) -> None:
+        self.compiled = starter.compiled
+        self.means = means
+        self._starter = starter
+        self._microbatches = starter.microbatches
+        self._failure: BaseException | None = None
+        self._threads = ThreadPoolExecutor(len(workers), "adaptra-rank") if len(workers) > 1 else None
+        self._run_by(launched, workers, recorder)
+
+    def _run_by(self, launched: Launch, workers: Sequence[Worker], recorder: Recorder) -> None:
+        self.launched = launched
+        self.workers = tuple(workers)
+        self._ranks = {worker.rank for worker in workers}
+        # Also when the process ends without a close: the transports' threads must not outlive the interpreter.
+        self._end = weakref.finalize(self, _end, self.workers, self._threads, recorder)
+
+    def take_roles(self, after: Roles, optimizer: torch.optim.Optimizer) -> None:
+        """Hold another stage, or the same of another replica: see :meth:`adaptra.api.Pipeline.take_roles`."""
+        job, before = self._replicated()
+        if (after.stages, len(after.ranks)) != (before.stages, len(before.ranks)):
+            raise OptionError(
+                f"roles of {len(after.ranks)} ranks and {after.stages} stages: expected {len(before.ranks)} and {before.stages}"
+            )
+        if after == before:
+            return
+        (worker,) = self.workers
+        held = gather_state(worker.state, optimizer)
+        with self._changing_roles(job), ExitStack() as opened:
+            launched = job.join(after)
+            for transport in launched.transports:
+                opened.callback(transport.close)
+            self._end()
+            state = worker.state
+            if before.of(job.rank) != after.of(job.rank):
+                graphs = self.compiled.train[after.of(job.rank)[1]]
+                arrived = exchange(held, before, after, job.everyone)
+                state = take_over(arrived, frozenset(graphs.trainable), frozenset(graphs.parameters))
+                give_optimizer(optimizer, arrived, state)
+            recorder = open_recorder(self._starter.options, launched)
+            opened.callback(recorder.close)
+            workers = self._starter.workers(launched, recorder, [state], worker.initial, worker.next_step)
+            opened.pop_all()
+            self._run_by(launched, workers, recorder)
+
+    def settle_roles(self, optimizer: torch.optim.Optimizer, horizon: int) -> RoleChange | None:
+        """Take better roles, if there are any: see :meth:`adaptra.api.Pipeline.settle_roles`."""
+        job, roles = self._replicated()
+        (worker,) = self.workers
+        if not worker.measured:
+            raise PipelineError("no step has run yet: roles are settled by what steps took")
+        held = gather_state(worker.state, optimizer)
+        with self._changing_roles(job):
+            case, measured = worker.initial.case, tuple(worker.measured)
+            change = agree_on_roles(job.everyone, roles, self.compiled.train, case, measured, held, horizon)
+        if change is not None:
+            self.take_roles(change.after, optimizer)
+            (worker,) = self.workers
+            worker.controller.tell_roles(change)
+        return change
+
+    @contextmanager
+    def _changing_roles(self, job: Job) -> Generator[None]:
+        """Around what all ranks of the job do together: what fails here has failed everywhere, or will."""
+        try:
+            job.meet(self._starter.options.timeout)
+            yield
+        except BaseException as error:
+            self._failure = error
+            if isinstance(error, RuntimeError) and not isinstance(error, AdaptraError):
+                raise PeerLostError(f"roles: a rank is lost: {error}") from error
+            raise
+
+    def _replicated(self) -> tuple[Job, Roles]:
+        self.require_running()
+        job, roles = self.launched.job, self.launched.roles
+        if job is None or roles is None:
+            raise OptionError("roles: this job has one replica: expected several, whose ranks can change places")
+        return job, roles
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The state of this process's stages; of a parameter with several copies the first stage's."""
+        merged: dict[str, Tensor] = {}
+        for worker in self.workers:
+            merged = {**worker.state, **merged}
+        return merged
+
+    @property
+    def saved_names(self) -> dict[str, str]:
+        """Every name of the model's state_dict, on whatever rank, to the one that stages know the tensor by."""
+        left_out = self.compiled.non_persistent
+        return {name: canonical for name, canonical in self.compiled.aliases.items() if canonical not in left_out}
+
+    def split_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
+        """The microbatches of a batch's inputs, or nothing where the first stage is elsewhere."""
+        if 0 not in self._ranks:
+            return ()
+        form = self.compiled.inputs
+        return split_batch(form.flatten(args, kwargs), form.specs, self._microbatches, "inputs")
+
+    def split_targets(self, targets: Any) -> Batch:
+        """The microbatches of a batch's targets, or nothing where the last stage is elsewhere."""
+        if len(self.compiled.train) - 1 not in self._ranks:
+            return ()
+        form = self.compiled.targets
+        return split_batch(form.flatten(targets), form.specs, self._microbatches, "targets")
+
+    @contextmanager
+    def at_the_door(self) -> Generator[None]:
+        """Around what checks a batch before anything runs.
+
+        Where all ranks are in this process a batch that is refused changes nothing. The ranks of other processes may already
+        wait for this one's messages, so there it ends the pipeline on all of them.
+        """
+        self.require_running()
+        try:
+            yield
+        except Exception as error:
+            if self._threads is None and not self.workers[0].is_alone:
+                self._failure = error
+                self.workers[0].fail(error)
+            raise
+
+    def require_running(self) -> None:
+        """Refuse to go on after the end.
+
+        Raises:
+            PipelineError: The pipeline is closed or has failed.
+        """
+        if not self._end.alive:
+            raise PipelineError("this pipeline is closed: call adaptra.compile for another one")
+        if self._failure is not None:
+            raise PipelineError(
+                "this pipeline has failed and can't go on: close it, call adaptra.compile again and load the last checkpoint; "
+                f"it failed by {type(self._failure).__name__}: {self._failure}"
+            ) from self._failure
+
+    def on_every_rank(self, run: Callable[[Worker], Result]) -> list[Result]:
+        """Run something on every worker of this process, each on its own thread, and wait for all.
+
+        Raises:
+            PipelineError: The pipeline is closed or has failed.
+            Exception: What the first worker to fail raised; the others' errors only say that it failed. The pipeline has
+                failed then.
+        """
+        self.require_running()
+        try:
+            return self._run(run)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _run(self, run: Callable[[Worker], Result]) -> list[Result]:
+        if self._threads is None:
+            return [run(self.workers[0])]
+        futures = [self._threads.submit(run, worker) for worker in self.workers]
+        try:
+            errors = [error for error in (future.exception() for future in futures) if error is not None]
+        except BaseException as error:
+            # Such as Ctrl-C, which reaches this thread only: the ranks would go on without it.
+            for worker in self.workers:
+                worker.abort(PipelineError(f"the step was interrupted: {type(error).__name__}"))
+            raise
+        if errors:
+            raise next((error for error in errors if not isinstance(error, PeerLostError)), errors[0])
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """End all workers. May be called again."""
+        self._end()
+
+
+def _end(workers: Sequence[Worker], threads: ThreadPoolExecutor | None, recorder: Recorder) -> None:
+    """Close all workers of this process."""
+    for worker in workers:
+        worker.leave()
+    for worker in workers:
+        worker.close()
+    if threads is not None:
+        threads.shutdown()
+    recorder.close()

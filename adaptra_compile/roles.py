@@ -1,0 +1,66 @@
+"""Roles: which stage of which data-parallel replica each rank of a job holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from adaptra.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """One role, a stage of a replica, for every rank of a job.
+
+    Attributes:
+        stages: Stages of each replica's pipeline.
+        ranks: ``ranks[replica * stages + stage]`` is the rank of that role; every rank of the job has one.
+
+    Raises:
+        OptionError: Ranks are missing, or have two roles, or don't make whole replicas.
+    """
+
+    stages: int
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.stages < 1 or len(self.ranks) % self.stages or sorted(self.ranks) != list(range(len(self.ranks))):
+            raise OptionError(
+                f"roles {list(self.ranks)} for {self.stages} stages: expected each rank of the job once, in whole replicas"
+            )
+
+    @staticmethod
+    def initial(ranks: int, stages: int) -> Roles:
+        """The roles a job starts with: each replica's stages lie on consecutive ranks."""
+        return Roles(stages, tuple(range(ranks)))
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas there are."""
+        return len(self.ranks) // self.stages
+
+    def of(self, rank: int) -> tuple[int, int]:
+        """A rank's replica and stage."""
+        return divmod(self.ranks.index(rank), self.stages)
+
+    def pipeline(self, replica: int) -> tuple[int, ...]:
+        """The ranks of a replica's pipeline, by stage."""
+        return self.ranks[replica * self.stages : (replica + 1) * self.stages]
+
+    def column(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold copies of a stage and average its gradients, by replica."""
+        return self.ranks[stage :: self.stages]
+
+    def swapped(self, one: int, other: int) -> Roles:
+        """These roles, but two ranks have each other's."""
+        exchange = {one: other, other: one}
+        return replace(self, ranks=tuple(exchange.get(rank, rank) for rank in self.ranks))
+
+    def successor(self, rank: int, following: Roles) -> int:
+        """The rank that has, among the ``following`` roles, the one that ``rank`` has here."""
+        return following.ranks[self.ranks.index(rank)]
+
+
+def moved(before: Roles, after: Roles) -> Sequence[int]:
+    """The ranks whose role changes."""
+    return [rank for rank in sorted(before.ranks) if before.of(rank) != after.of(rank)]

@@ -1,0 +1,209 @@
+"""What a rank hands over with its role: parameters, buffers and gradients of its stage, and the optimizer's state of them.
+
+A handover is one JSON object that says what there is, and the bytes of all tensors in that order. The object is checked
+field by field and nothing in it is executed; numbers of an optimizer's state that are no tensors travel in it. What it keeps
+per group, such as the learning rate, stays where it is: every rank runs the same lines on its own groups.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import ProcessGroup
+
+from adaptra.errors import StateError
+from adaptra.roles import Roles
+from adaptra.runtime.schema import Fields, decode
+
+GRADIENT: Final = "gradient"
+VALUE: Final = "value"
+STATE: Final = "state/"
+
+_DTYPES: Final = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+
+
+@dataclass(slots=True)
+class Handover:
+    """The state of a stage on one rank.
+
+    Attributes:
+        tensors: By the name of the parameter or buffer and what of it: its value, its gradient or an entry of the optimizer's
+            state of it.
+        numbers: The entries of the optimizer's state that are no tensors.
+        groups: Per parameter that the optimizer has, in which of its groups.
+    """
+
+    tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict[tuple[str, str], Tensor])
+    numbers: dict[tuple[str, str], float | bool | None] = field(default_factory=dict[tuple[str, str], float | bool | None])
+    groups: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+def gather_state(state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Handover:
+    """What a rank has to hand over.
+
+    Args:
+        state: Its stage's parameters and buffers by name.
+        optimizer: Steps the parameters.
+
+    Raises:
+        StateError: The optimizer keeps something of a parameter that is neither a tensor nor a number; names both.
+    """
+    found = Handover()
+    groups = {id(one): index for index, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    for name, value in state.items():
+        found.tensors[name, VALUE] = value.detach()
+        if value.grad is not None:
+            found.tensors[name, GRADIENT] = value.grad
+        if id(value) in groups:
+            found.groups[name] = groups[id(value)]
+        for key, entry in optimizer.state.get(value, {}).items():
+            if isinstance(entry, Tensor):
+                found.tensors[name, STATE + key] = entry
+            elif entry is None or isinstance(entry, bool | int | float):
+                found.numbers[name, STATE + key] = entry
+            else:
+                raise StateError(
+                    f"optimizer {type(optimizer).__name__}: its state {key!r} of {name} is a {type(entry).__name__}: expected "
+                    "tensors and numbers alone, which can move to another rank"
+                )
+    return found
+
+
+def exchange(held: Handover, before: Roles, after: Roles, group: ProcessGroup) -> Handover:
+    """Send what this rank holds to the rank that takes its role, and receive what belongs to its own new one.
+
+    All ranks whose role changes call it, and every one of them has another role before and after.
+
+    Args:
+        held: What this rank hands over.
+        before, after: The roles.
+        group: All ranks of the job, by rank.
+
+    Raises:
+        ControlError: What arrived is not a handover.
+        RuntimeError: A rank is lost.
+    """
+    rank = distributed.get_rank(group)
+    to, source = before.successor(rank, after), after.successor(rank, before)
+    head = torch.frombuffer(bytearray(_describe(held)), dtype=torch.uint8)
+    body = torch.cat([torch.empty(0, dtype=torch.uint8), *map(_bytes_of, held.tensors.values())])
+    sizes, arriving = torch.tensor([head.numel(), body.numel()]), torch.empty(2, dtype=torch.int64)
+    works = [group.send([sizes], to, 0), group.send([head], to, 1), group.send([body], to, 2)]
+    group.recv([arriving], source, 0).wait()
+    head_size, body_size = map(int, arriving.tolist())
+    head, body = torch.empty(head_size, dtype=torch.uint8), torch.empty(body_size, dtype=torch.uint8)
+    group.recv([head], source, 1).wait()
+    group.recv([body], source, 2).wait()
+    for work in works:
+        work.wait()
+    return _read(bytes(head.tolist()), body, f"handover of rank {source}")
+
+
+def take_over(arrived: Handover, trainable: frozenset[str], parameters: frozenset[str]) -> dict[str, Tensor]:
+    """The state of a stage as tensors of this rank.
+
+    Args:
+        arrived: What was handed over.
+        trainable: The parameters that take gradients.
+        parameters: The names that are parameters; all others are buffers.
+    """
+    state: dict[str, Tensor] = {}
+    for (name, what), tensor in arrived.tensors.items():
+        if what == VALUE:
+            state[name] = nn.Parameter(tensor, requires_grad=name in trainable) if name in parameters else tensor
+    for (name, what), tensor in arrived.tensors.items():
+        if what == GRADIENT:
+            state[name].grad = tensor
+    return state
+
+
+def give_optimizer(optimizer: torch.optim.Optimizer, arrived: Handover, state: Mapping[str, Tensor]) -> None:
+    """Let the optimizer step the parameters of the new stage, from where the rank before stopped.
+
+    Raises:
+        StateError: The rank before had more groups; nothing is changed then.
+    """
+    if any(index >= len(optimizer.param_groups) for index in arrived.groups.values()):
+        raise StateError(
+            f"optimizer: {len(optimizer.param_groups)} parameter groups here, {max(arrived.groups.values()) + 1} on the rank "
+            "that had this role: expected the same groups on every rank, empty ones too"
+        )
+    optimizer.state.clear()
+    for index, group in enumerate(optimizer.param_groups):
+        group["params"] = [state[name] for name, of in arrived.groups.items() if of == index]
+    for (name, what), entry in (*arrived.tensors.items(), *arrived.numbers.items()):
+        if what.startswith(STATE):
+            optimizer.state[state[name]][what.removeprefix(STATE)] = entry
+
+
+def _describe(held: Handover) -> bytes:
+    return json.dumps(
+        {
+            "tensors": [
+                [name, what, one.device.type, str(one.dtype).removeprefix("torch."), list(one.shape)]
+                for (name, what), one in held.tensors.items()
+            ],
+            "numbers": [[name, what, value] for (name, what), value in held.numbers.items()],
+            "groups": [[name, index] for name, index in held.groups.items()],
+        },
+        allow_nan=False,
+    ).encode()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _read(head: bytes, body: Tensor, where: str) -> Handover:
+    fields = decode(head, where)
+    arrived, begin = Handover(), 0
+    for item in fields.items("tensors"):
+        name, what, device, dtype, shape = _tensor_of(fields, item)
+        tensor = torch.empty(shape, dtype=dtype)
+        end = begin + tensor.numel() * tensor.element_size()
+        if end > body.numel():
+            raise fields.refuse("tensors", f"{body.numel()} bytes in all", item)
+        tensor.reshape(-1).view(torch.uint8).copy_(body[begin:end])
+        arrived.tensors[name, what] = tensor.to(device)
+        begin = end
+    for item in fields.items("numbers"):
+        match item:
+            case [str(name), str(what), (None | bool() | int() | float()) as value]:
+                arrived.numbers[name, what] = value
+            case _:
+                raise fields.refuse("numbers", "a name, a key and a number", item)
+    for item in fields.items("groups"):
+        match item:
+            case [str(name), int(index)] if index >= 0:
+                arrived.groups[name] = index
+            case _:
+                raise fields.refuse("groups", "a name and a group's index", item)
+    fields.end()
+    return arrived
+
+
+def _tensor_of(fields: Fields, item: object) -> tuple[str, str, str, torch.dtype, list[int]]:
+    match item:
+        case [str(name), str(what), ("cpu" | "cuda") as device, str(dtype), [*sizes]] if dtype in _DTYPES:
+            shape = [size for size in sizes if isinstance(size, int) and size >= 0]
+            if len(shape) == len(sizes):
+                return name, what, device, _DTYPES[dtype], shape
+        case _:
+            pass
+    raise fields.refuse("tensors", "a name, what of it, a device, a dtype and a shape", item)

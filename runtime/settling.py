@@ -1,0 +1,85 @@
+"""Agreeing on roles between two steps: all ranks measure, one chooses, all do what it chose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+from typing import Final
+
+import torch
+from torch.distributed import ProcessGroup
+
+from adaptra.assignment import JobModel, RoleChange, StageLoad, choose_roles
+from adaptra.cost import Case
+from adaptra.graph.stage_graphs import StageGraphs
+from adaptra.roles import Roles
+from adaptra.runtime.handover import VALUE, Handover
+from adaptra.runtime.link_probe import measure_links
+from adaptra.runtime.measurement import StageMeasurement
+
+RESTART_SECONDS: Final = 1.0
+"""What a change of roles takes besides moving state: ending the workers and starting others, and calibrating anew."""
+
+
+def agree_on_roles(
+    group: ProcessGroup,
+    roles: Roles,
+    stages: Sequence[StageGraphs],
+    case: Case,
+    measured: Sequence[StageMeasurement],
+    held: Handover,
+    horizon: int,
+) -> RoleChange | None:
+    """The change of roles that wins, the same on every rank. All ranks of the job call it.
+
+    Args:
+        group: All ranks of the job, by rank.
+        roles: As they are.
+        stages: The stages' graphs: what a message holds.
+        case: The first plan's: memory, and how a fused backward divides where none was split.
+        measured: This rank's stage in the last steps.
+        held: What this rank would hand over.
+        horizon: Over how many steps a change must pay.
+
+    Raises:
+        RuntimeError: A rank is lost.
+    """
+    rank, stage = group.rank(), roles.of(group.rank())[1]
+    trained = [held.tensors[name, VALUE] for name in held.groups]
+    facts = torch.zeros(group.size(), 6, dtype=torch.float64)
+    sizes = (sum(one.numel() * one.element_size() for one in trained), len(trained), held.nbytes)
+    facts[rank] = torch.tensor([*_durations(case, stage, measured), *sizes])
+    group.allreduce([facts]).wait()
+    links = measure_links(group)
+    chosen = torch.zeros(3 + group.size(), dtype=torch.float64)
+    if rank == 0:
+        by_stage = [facts[list(roles.column(one))].amax(0).tolist() for one in range(roles.stages)]
+        cost = replace(
+            case.cost,
+            forward=tuple(found[0] for found in by_stage),
+            input_grad=tuple(found[1] for found in by_stage),
+            weight_grad=tuple(found[2] for found in by_stage),
+        )
+        messages = [(one.output_bytes, other.grad_input_bytes) for one, other in pairwise(stages)]
+        loads = [StageLoad(*map(int, found[3:])) for found in by_stage]
+        change = choose_roles(JobModel(cost, case.microbatches, messages, loads, links, RESTART_SECONDS), roles, horizon)
+        if change is not None:
+            chosen = torch.tensor([change.seconds_before, change.seconds_after, change.moving, *change.after.ranks])
+            chosen = chosen.to(torch.float64)
+    group.broadcast([chosen]).wait()
+    before, after, moving, *ranks = chosen.tolist()
+    return RoleChange(roles, Roles(roles.stages, tuple(map(int, ranks))), before, after, moving) if before else None
+
+
+def _durations(case: Case, stage: int, measured: Sequence[StageMeasurement]) -> tuple[float, float, float]:
+    """Seconds of F, I and W, the medians of the last steps."""
+    forward = median(one.forward or 0.0 for one in measured)
+    backward = median(one.backward or 0.0 for one in measured)
+    known = case.cost.input_grad[stage] + case.cost.weight_grad[stage]
+    share = case.cost.input_grad[stage] / known if known > 0 else 0.5
+    split = [one for one in measured if one.input_grad is not None and one.weight_grad is not None]
+    if split:
+        share = median((one.input_grad or 0.0) / (one.backward or 1.0) for one in split)
+    return forward, share * backward, (1 - share) * backward
