@@ -176,11 +176,45 @@ class Pipeline:
         """The parameters of the stages in this process, for any torch optimizer.
 
         Under a launcher that is this rank's stage only, so ``torch.nn.utils.clip_grad_norm_`` over them takes the norm of one
-        stage, not of the model. With threads a parameter that several stages use is here once for each copy, and such a norm
-        counts it as often.
+        stage, not of the model: use :meth:`clip_grad_norm_`. With threads a parameter that several stages use is here once for
+        each copy.
         """
         for _, parameter in self.named_parameters():
             yield parameter
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale all gradients, on whatever rank, so that their norm over the whole model is at most ``max_norm``.
+
+        What ``torch.nn.utils.clip_grad_norm_`` does in one process, bitwise; a parameter that several stages use counts once.
+        All ranks call it between a step and the optimizer's.
+
+        Args:
+            max_norm: The largest norm that is left as it is.
+            norm_type: Which p-norm; ``inf`` for the largest absolute value.
+            error_if_nonfinite: Whether a norm that is infinite or no number is an error; else gradients are divided by it.
+
+        Returns:
+            The norm before, a scalar, the same on every rank.
+
+        Raises:
+            OptionError: No norm is meant by the arguments.
+            PipelineError: No step has run yet, or the norm is not finite and ``error_if_nonfinite``; nothing is changed then.
+            PeerLostError: Another rank failed; names it. The pipeline has failed.
+        """
+        for name, value, least in (("max_norm", max_norm, "0"), ("norm_type", norm_type, "1")):
+            given: Any = value
+            if isinstance(given, bool) or not isinstance(given, int | float) or not given >= float(least):
+                raise OptionError(f"{name}={given!r}: expected a number of at least {least}")
+        built = self._require()
+        if self._losses is None:
+            raise PipelineError("no step has run yet: there are no gradients to clip")
+        total = built.on_every_rank(lambda worker: worker.gradient_norm(float(norm_type)))[0]
+        if error_if_nonfinite and not total.isfinite():
+            raise PipelineError(
+                f"the norm of all gradients is {total.item()}: expected a finite one, as error_if_nonfinite=True"
+            )
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        return total
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of the stages in this process with their names in the user's model.

@@ -33,6 +33,7 @@ from adaptra.runtime.launch import gather
 from adaptra.runtime.measurement import StageMeasurement
 from adaptra.runtime.membership import Membership
 from adaptra.runtime.monitor import Monitor, StepRecords, merge_timelines
+from adaptra.runtime.norms import GradientNorms
 from adaptra.runtime.options import Options
 from adaptra.runtime.plan import Plan
 from adaptra.runtime.probes import Probes
@@ -115,6 +116,7 @@ class Worker:
             transport,
             options.timeout,
         )
+        self._norms = GradientNorms(self.rank, self.trainable, compiled, microbatches, transport)
         self._probes = Probes(self.rank, self._stages, microbatches, transport, self.monitor)
         self._training: Stage = TrainingStage(
             graphs,
@@ -129,7 +131,9 @@ class Worker:
         self.measured: deque[StageMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
         self.initial = self.plan = initial
         self._executor: Executor | None = None
-        self._always = Counter(self._gradients.receive_counts()) + Counter(self._probes.receive_counts())
+        self._always = sum(
+            map(Counter, (each.receive_counts() for each in (self._gradients, self._probes, self._norms))), Counter()
+        )
         if self.rank != self._last:
             self._always[self._last, self._losses_spec()] += 1
         self._by_program: Counter[tuple[int, MessageSpec]] = Counter()
@@ -193,6 +197,11 @@ class Worker:
             self._telemetry.end_step(measurement, self.monitor.kept[-1])
         self._step += 1
         return losses
+
+    def gradient_norm(self, norm_type: float) -> Tensor:
+        """The norm of all stages' gradients after the last step, the same on every rank, all of which call it."""
+        with self._telling_the_others():
+            return self._norms.total(self._step - 1, norm_type, self._options.timeout)
 
     def evaluate(self, inputs: Batch, targets: Batch | None) -> dict[int, tuple[Tensor, ...]]:
         """Run the model forward in evaluation mode.

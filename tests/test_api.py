@@ -17,6 +17,7 @@ import test_delegate_paths
 import test_dynamo
 import test_lossy
 import test_membership
+import test_norms
 import test_rdma
 import test_roles
 import test_verbs
@@ -524,7 +525,7 @@ def test_every_mistake_is_told_as_documented(row, mistake):
 def test_every_documented_error_has_a_test():
     tested = {row for row, _ in MISTAKES} | TESTED_ELSEWHERE | {test_controller.SILENT, test_dynamo.WITHOUT_GRADIENTS}
     tested |= {row for row, _ in test_dynamo.MISTAKES}
-    for module in (test_api_processes, test_delegate_paths, test_membership, test_roles):
+    for module in (test_api_processes, test_delegate_paths, test_membership, test_norms, test_roles):
         tested |= set(module.DOCUMENTED.values())
     assert tested == set(documented_errors())
 
