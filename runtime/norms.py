@@ -30,7 +30,7 @@ class GradientNorms:
         rank: This rank and its stage.
         trainable: This stage's trainable parameters by name.
         compiled: All stages; a parameter that several use counts at its owner.
-        microbatches: Microbatches per step; a number behind the last one names these messages.
+        microbatches: Microbatches per step; the number after that of probes names these messages.
         transport: Carries them.
     """
 
@@ -49,7 +49,7 @@ class GradientNorms:
             tuple(name for name in one.trainable if owners.get(name, one.index) == one.index) for one in compiled.train
         ]
         self._order = tuple(dict.fromkeys(compiled.aliases.values()))
-        self._microbatch = microbatches + 1
+        self._microbatch = microbatches + 2
         self._transport = transport
 
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:

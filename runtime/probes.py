@@ -28,7 +28,7 @@ class Probes:
     Args:
         rank: This rank and its stage.
         stages: How many there are.
-        microbatches: Microbatches per step; the number behind the last one names probes.
+        microbatches: Microbatches per step. The number behind the last one names sums of shared gradients, the next one probes.
         transport: Carries them.
         monitor: Is told how long they took.
     """
@@ -36,7 +36,7 @@ class Probes:
     def __init__(self, rank: int, stages: int, microbatches: int, transport: Transport, monitor: Monitor) -> None:
         self._rank = rank
         self._neighbours = tuple(stage for stage in (rank - 1, rank + 1) if 0 <= stage < stages)
-        self._microbatch = microbatches
+        self._microbatch = microbatches + 1
         self._transport = transport
         self._monitor = monitor
         self._content = (torch.zeros(1, dtype=torch.uint8),)
