@@ -23,6 +23,9 @@ ROUNDED_OTHERWISE = {"LSTM": "oneDNN's kernel of a whole layer can't be differen
 """Why a model is not bitwise as eager torch runs it by default; with oneDNN off it is."""
 
 
+pytestmark = pytest.mark.timeout(240)  # compiling one takes some ten seconds of a processor, and CI has two for all
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """A sum over several threads is taken in an order of its own, and stages are threads already."""
