@@ -1,16 +1,9 @@
 #include "schedule/judge.h"
 
-#include <limits>
-
+#include "schedule/numbers.h"
 #include "schedule/simulate.h"
 
 namespace adaptra::schedule {
-namespace {
-
-constexpr double kNever = std::numeric_limits<double>::infinity();
-
-}  // namespace
-
 Judge::Judge(const Problem& problem, const Rule& rule, const std::vector<std::int32_t>& in_flight)
     : problem_(problem),
       rule_(rule),

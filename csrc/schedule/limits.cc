@@ -1,17 +1,8 @@
 #include "schedule/limits.h"
 
-#include <limits>
+#include "schedule/numbers.h"
 
 namespace adaptra::schedule {
-namespace {
-
-constexpr double kNever = std::numeric_limits<double>::infinity();
-constexpr double kTolerance = 1e-9;
-
-std::size_t at(std::int32_t index) { return static_cast<std::size_t>(index); }
-
-}  // namespace
-
 Limits::Limits(const Problem& problem, const std::vector<std::int32_t>& in_flight)
     : problem_(problem),
       in_flight_(in_flight),

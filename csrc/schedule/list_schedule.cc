@@ -2,20 +2,11 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <limits>
 
 #include "schedule/bounds.h"
+#include "schedule/numbers.h"
 
 namespace adaptra::schedule {
-namespace {
-
-constexpr double kNever = std::numeric_limits<double>::infinity();
-constexpr double kTolerance = 1e-9;
-
-std::size_t at(std::int32_t index) { return static_cast<std::size_t>(index); }
-
-}  // namespace
-
 ListScheduler::ListScheduler(const Problem& problem)
     : problem_(problem),
       cost_(problem.cost),

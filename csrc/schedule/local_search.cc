@@ -2,16 +2,13 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
 #include <utility>
 
+#include "schedule/numbers.h"
 #include "schedule/simulate.h"
 
 namespace adaptra::schedule {
 namespace {
-
-constexpr double kNever = std::numeric_limits<double>::infinity();
-constexpr double kTolerance = 1e-9;
 
 // Measured on random cases of 4 to 16 stages: shorter histories get stuck, longer ones take too long to descend. After so many
 // steps without a better plan the search goes back to the best one, and may lose that factor of its makespan at first.
@@ -21,8 +18,6 @@ constexpr double kSetBack = 1.006;
 
 // Where W are filled in: how long a gap must be at first, as a share of W.
 constexpr std::array<float, 3> kFirstPatience = {1.0F, 0.75F, 0.5F};
-
-std::size_t at(std::int32_t index) { return static_cast<std::size_t>(index); }
 
 }  // namespace
 

@@ -1,19 +1,14 @@
 #include "schedule/quick_timer.h"
 
 #include <algorithm>
-#include <limits>
 
 #include "schedule/bounds.h"
+#include "schedule/numbers.h"
 
 namespace adaptra::schedule {
 namespace {
 
-constexpr double kNever = std::numeric_limits<double>::infinity();
-constexpr double kTolerance = 1e-9;
-
 using Numbers = std::vector<double>;
-
-std::size_t at(std::int32_t index) { return static_cast<std::size_t>(index); }
 
 }  // namespace
 

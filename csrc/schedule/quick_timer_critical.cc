@@ -1,17 +1,10 @@
 // What is critical in the step that a QuickTimer kept.
 #include <algorithm>
 
+#include "schedule/numbers.h"
 #include "schedule/quick_timer.h"
 
 namespace adaptra::schedule {
-namespace {
-
-constexpr double kTolerance = 1e-9;
-
-std::size_t at(std::int32_t index) { return static_cast<std::size_t>(index); }
-
-}  // namespace
-
 // The op whose end, or whose message, let the op at `record` begin; that op itself when it began with the step.
 std::size_t QuickTimer::record_before(const std::vector<Sequence>& sequences, std::size_t rank, std::size_t record) const {
   const std::size_t base = ranks_[rank].first_record;

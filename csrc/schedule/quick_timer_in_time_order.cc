@@ -1,18 +1,10 @@
 // The QuickTimer where messages hold their receivers.
 #include <algorithm>
-#include <limits>
 
+#include "schedule/numbers.h"
 #include "schedule/quick_timer.h"
 
 namespace adaptra::schedule {
-namespace {
-
-constexpr double kNever = std::numeric_limits<double>::infinity();
-
-std::size_t at(std::int32_t index) { return static_cast<std::size_t>(index); }
-
-}  // namespace
-
 // Where a message holds its receiver, ranks can't run ahead: what a rank may begin depends on what the others do at that
 // moment. Messages never queue here, as a sender begins nothing before its message has arrived.
 double QuickTimer::run_in_time_order(const std::vector<Sequence>& sequences, double cutoff) {

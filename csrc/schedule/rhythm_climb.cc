@@ -4,13 +4,10 @@
 #include <cstddef>
 #include <utility>
 
+#include "schedule/numbers.h"
+
 namespace adaptra::schedule {
 namespace {
-
-constexpr double kNever = std::numeric_limits<double>::infinity();
-constexpr double kTolerance = 1e-9;
-
-std::size_t at(std::int32_t index) { return static_cast<std::size_t>(index); }
 
 enum class Knob : std::uint8_t { WarmUp, Steady, Patience };
 

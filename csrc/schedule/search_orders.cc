@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
-#include <limits>
 #include <memory>
 #include <utility>
 
@@ -11,16 +10,12 @@
 #include "schedule/dice.h"
 #include "schedule/judge.h"
 #include "schedule/local_search.h"
+#include "schedule/numbers.h"
 #include "schedule/policy_climb.h"
 #include "schedule/rhythm_climb.h"
 
 namespace adaptra::schedule {
 namespace {
-
-constexpr double kNever = std::numeric_limits<double>::infinity();
-constexpr double kTolerance = 1e-9;
-
-std::size_t at(std::int32_t index) { return static_cast<std::size_t>(index); }
 
 // Every stage by itself: its warm-up forwards, then in turn I, the W that is `deferred` older, and one forward.
 std::vector<Sequence> alternating_sequences(const Problem& problem, const Alternation& alternation) {
