@@ -29,7 +29,6 @@ std::size_t Paths::established(const Connection& connection, Clock::time_point n
   Path& path = paths_[found];
   if (path.up.empty()) path.up_since = now;
   path.refused_at.reset();
-  path.refused_at.reset();
   path.up.push_back(const_cast<Connection*>(&connection));
   return found;
 }
