@@ -69,7 +69,7 @@ class Job:
         members = roles.pipeline(replica)
         # Of their own members only, so that each rank makes the groups it belongs to; in the order of the replicas, so that
         # gradients are added in one order whichever ranks these are.
-        pipeline, column = _new_group(members), _new_group(roles.column(stage))
+        pipeline, column = (new_group(ranks, timeout=None) for ranks in (members, roles.column(stage)))
         self._joined += 1
         replicas = Replicas(column, PrefixStore(f"replicas/{self._joined}", self._store), replica, members)
         return Launch((_join(self._name, pipeline, self._with_delegate, self._addresses),), replicas, self, roles)
@@ -168,12 +168,6 @@ def _agree_on_arguments(store: Store, rank: int, ranks: int, arguments: Mapping[
                     f"adaptra.compile: rank {other} was given {name}={theirs.get(name)}, rank 0 {name}={value}: expected the "
                     "same arguments on every rank"
                 )
-
-
-def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def _nearest_multiple(ranks: int, stages: int) -> int:

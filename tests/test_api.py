@@ -36,13 +36,7 @@ MLP = EXAMPLES["skip_mlp"]
 (X,), _, Y = MLP.rows(ROWS, seed=0)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Kernels without threads of their own: the ranks are threads already."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def compiled(name: str = "skip_mlp", **arguments: Any) -> adaptra.Pipeline:

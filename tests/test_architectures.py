@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cache
 
@@ -23,16 +22,8 @@ ROUNDED_OTHERWISE = {"LSTM": "oneDNN's kernel of a whole layer can't be differen
 """Why a model is not bitwise as eager torch runs it by default; with oneDNN off it is."""
 
 
-pytestmark = pytest.mark.timeout(240)  # compiling one takes some ten seconds of a processor, and CI has two for all
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A sum over several threads is taken in an order of its own, and stages are threads already."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# Compiling one takes some ten seconds of a processor, and CI has two for all.
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("one_thread")]
 
 
 @cache

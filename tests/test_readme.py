@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from documented import Page
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-(SNIPPET,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+SNIPPET = Page.read(Path(__file__).parents[1] / "README.md").program
 
 
 def run(command: list[str], tmp_path: Path) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -34,14 +33,7 @@ from adaptra.schedules import gpipe, one_f_one_b
 STAGES = 4
 ROWS = 24
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A sum over several threads is taken in an order of its own, and stages are threads already."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 CASES = [(name, stages, torch.float32) for name in EXAMPLES for stages in (2, 4)]

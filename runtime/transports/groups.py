@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from adaptra.errors import LaunchError
 
 # Liveness is the membership's business: a message may be waited for as long as its sender lives.
-_FOR_EVER: Final = timedelta(days=7)
+FOR_EVER: Final = timedelta(days=7)
 
 
 def initialise(backend: str) -> bool:
@@ -26,10 +26,16 @@ def initialise(backend: str) -> bool:
     return True
 
 
-def new_group(members: Sequence[int], backend: str) -> ProcessGroup:
-    """A communicator of these ranks only, in this order; each of them makes it."""
+def new_group(members: Sequence[int], backend: str | None = None, timeout: timedelta | None = FOR_EVER) -> ProcessGroup:
+    """A communicator of these ranks only, in this order; each of them makes it.
+
+    Args:
+        members: Ranks of the job.
+        backend: torch.distributed's name of it, or None for the job's own.
+        timeout: How long its operations wait, or None for the backend's default.
+    """
     group = distributed.new_group(
-        list(members), timeout=_FOR_EVER, backend=backend, use_local_synchronization=True, sort_ranks=False
+        list(members), timeout=timeout, backend=backend, use_local_synchronization=True, sort_ranks=False
     )
     assert isinstance(group, ProcessGroup)
     return group
