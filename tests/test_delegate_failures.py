@@ -63,13 +63,19 @@ def test_the_next_link_takes_over_and_the_first_comes_back(how):
 
 
 def use_first_link(pair, number):
-    """Exchange messages from ``number`` on until they cross the best link, which is so once it has been up for a while."""
+    """Exchange messages from ``number`` on until they cross the best link, which is so once it has been up for a while.
+
+    Beside them the other link carries signs of life: it is up as well.
+    """
     deadline = time.monotonic() + 10
+    beside = pair.links[1].carried
     while True:
         before = pair.links[0].carried
         exchange(pair, 1, first=number)
         number += 1
-        if pair.links[0].carried - before >= SIZE:
+        if pair.links[0].carried - before < SIZE:
+            beside = pair.links[1].carried
+        elif pair.links[1].carried > beside:
             return number
         assert time.monotonic() < deadline, "messages don't return to the better link"
 

@@ -124,8 +124,11 @@ def check(results):
     assert sum(counters["corrupted"] for counters in received.values()) > 0
     expected = dict.fromkeys(((stage, stage + 1, False) for stage in range(stages - 1)), steps * MICROBATCHES)
     expected |= dict.fromkeys(((stage + 1, stage, True) for stage in range(stages - 1)), steps * MICROBATCHES)
-    # The last stage tells the losses of each step.
+    # The last stage tells the losses of each step, and neighbours probe each other's edge.
     expected |= dict.fromkeys(((stages - 1, stage, False) for stage in range(stages - 1)), steps)
+    for stage in range(stages - 1):
+        for probe in ((stage, stage + 1, True), (stage + 1, stage, False)):
+            expected[probe] = expected.get(probe, 0) + steps
     for name in ("posted", "acknowledged"):
         assert {channel: counters[name] for channel, counters in sent.items() if counters[name]} == expected
     assert {channel: got["acknowledged"] for channel, got in received.items() if got["acknowledged"]} == expected

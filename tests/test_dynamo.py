@@ -22,6 +22,8 @@ from adaptra.errors import AdaptraError
 ROWS, MICROBATCHES = 8, 4
 LAYERS = EXAMPLES["skip_mlp"]
 (X,), _, Y = LAYERS.rows(ROWS, 0)
+MADE: list[adaptra.Pipeline] = []
+"""The pipelines of this test, which end with it."""
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +34,8 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch.set_num_threads(before)
+    while MADE:
+        MADE.pop().close()
 
 
 class WithLoss(nn.Module):
@@ -47,7 +51,7 @@ class WithLoss(nn.Module):
 
 
 def compiled(model: Callable[..., Any], mode: str | None = None, **options: Any) -> Any:
-    given = {"stages": 2, "microbatches": MICROBATCHES, "adapt": False} | options
+    given = {"stages": 2, "microbatches": MICROBATCHES, "adapt": False, "on_pipeline": MADE.append} | options
     return torch.compile(model, backend="adaptra", options=given, mode=mode)
 
 
@@ -82,12 +86,10 @@ def test_a_plain_loop_trains_bitwise_on_the_same_microbatches(name: str) -> None
     example = (EXAMPLES | {"mixed": MIXED})[name]
     batches = [example.rows(ROWS, seed) for seed in range(4)]
     model = WithLoss(example)
-    made: list[adaptra.Pipeline] = []
-    losses, state = loop(model, compiled(model, on_pipeline=made.append), batches)
+    losses, state = loop(model, compiled(model), batches)
     assert unequal(losses, state, train_alone(example, batches, MICROBATCHES)) == []
-    (pipe,) = made
+    (pipe,) = MADE
     assert pipe.plan.program.stages == 2 and "2 stages" in pipe.report()
-    pipe.close()
 
 
 def test_the_losses_are_those_of_the_uncompiled_loop() -> None:
@@ -269,15 +271,14 @@ def train_over_processes(rank: int) -> tuple[list[str], set[str], str, str]:
     example = EXAMPLES["gpt_tied"]
     batches = [example.rows(ROWS, seed) for seed in range(3)]
     model = WithLoss(example)
-    made: list[adaptra.Pipeline] = []
-    run = compiled(model, on_pipeline=made.append)
+    run = compiled(model)
     losses, state = loop(model, run, batches)
-    own = {name.removeprefix("model.") for name in made[0].state_dict()}
+    own = {name.removeprefix("model.") for name in MADE[0].state_dict()}
     held = {name: one for name, one in state.items() if name in own}
     found = unequal(losses, held, train_alone(example, batches, MICROBATCHES))
     with torch.no_grad():
         error = caught(lambda: run(*batches[0][0], batches[0][2]))
-    made[0].close()
+    MADE[0].close()
     return found, own, type(error).__name__, str(error)
 
 
