@@ -14,14 +14,16 @@ Judge::Judge(const Problem& problem, const Rule& rule, const std::vector<std::in
       best_makespan_(kNever) {}
 
 double Judge::judge(const std::vector<Sequence>& sequences) {
-  double makespan = kNever;
-  if (quick_) {
-    makespan = timer_.makespan(sequences, kNever);
-  } else {
-    const Result result = simulate(problem_, to_orders(sequences, problem_.cost.stages()), rule_);
-    if (result.complete) makespan = result.makespan;
-  }
+  const double makespan = time(sequences, kNever);
   return makespan < kNever && keep(sequences, makespan) ? makespan : kNever;
+}
+
+void Judge::consider(const std::vector<Sequence>& sequences) {
+  if (!limits_.hold(sequences)) return;
+  const double makespan = time(sequences, best_makespan_);
+  if (makespan >= best_makespan_) return;
+  best_makespan_ = makespan;
+  best_ = sequences;
 }
 
 bool Judge::keep(const std::vector<Sequence>& sequences, double makespan) {
@@ -30,6 +32,12 @@ bool Judge::keep(const std::vector<Sequence>& sequences, double makespan) {
   best_makespan_ = makespan;
   best_ = sequences;
   return true;
+}
+
+double Judge::time(const std::vector<Sequence>& sequences, double at_most) {
+  if (quick_) return timer_.makespan(sequences, at_most);
+  const Result result = simulate(problem_, to_orders(sequences, problem_.cost.stages()), rule_);
+  return result.complete ? result.makespan : kNever;
 }
 
 }  // namespace adaptra::schedule

@@ -20,7 +20,10 @@ class Judge {
   // The exact makespan, or infinity when ranks can't execute the sequences within the limits. Keeps the best.
   double judge(const std::vector<Sequence>& sequences);
 
-  // The same where the makespan is known and finite. False when they are not within the limits.
+  // Keeps them if they are the best, and takes no longer than it takes to see that they are not.
+  void consider(const std::vector<Sequence>& sequences);
+
+  // As judge, where the makespan is known and finite. False when they are not within the limits.
   bool keep(const std::vector<Sequence>& sequences, double makespan);
 
   // The best so far; an infinite makespan when there is none.
@@ -32,6 +35,9 @@ class Judge {
   [[nodiscard]] std::int64_t timing_effort() const { return quick_ ? 1 + ops_ / 9 : 2 * ops_; }
 
  private:
+  // The exact makespan; infinity when it is more than `at_most`, or ranks can't execute the sequences.
+  double time(const std::vector<Sequence>& sequences, double at_most);
+
   const Problem& problem_;
   const Rule& rule_;
   Limits limits_;

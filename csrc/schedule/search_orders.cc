@@ -83,7 +83,7 @@ class Search {
   std::optional<Plan> run() {
     auto policies = std::make_unique<PolicyClimb>(problem_, options_.warm_ups, most_, judge_, dice_);
     spent_ += policies->step();
-    for (const Alternation& alternation : options_.alternations) judge_.judge(alternating_sequences(problem_, alternation));
+    for (const Alternation& alternation : options_.alternations) judge_.consider(alternating_sequences(problem_, alternation));
     while (policies->has_starts() && (judge_.best_makespan() == kNever || !done())) spent_ += policies->step();
     if (judge_.best_makespan() == kNever) return std::nullopt;
     if (!done()) add_players(std::move(policies));
