@@ -99,6 +99,21 @@ def timed(step: Callable[[], object]) -> tuple[float, float, float]:
     return ended.item() - started, mean.item() / dist.get_world_size(), busiest.item()
 
 
+def timed_in_a_row(step: Callable[[], object], steps: int, before: int = 1) -> list[float]:
+    """Seconds of each of some steps that follow each other as in training: from when all ranks have ended the step before.
+
+    Nothing lies between them that TCP would take for a pause: after one it begins anew to find out how much a slow link may
+    hold. So the first steps, ``before`` of them, are not counted.
+    """
+    ends = [_start_together()]
+    for _ in range(before + steps):
+        step()
+        ends.append(time.monotonic())
+    latest = torch.tensor(ends, dtype=torch.float64)
+    dist.all_reduce(latest, op=dist.ReduceOp.MAX)
+    return latest.diff()[before:].tolist()
+
+
 def _start_together() -> float:
     """Wait for a moment that every rank knows by then, however slow its links are, and return it.
 

@@ -1,10 +1,10 @@
 """adaptra beside torch.distributed.pipelining, over the same real links that turn slow.
 
 Every rank is a host of its own (``tests/links``; needs root), every op lasts a stated time (emulated devices), both sides
-send by gloo. One training job per contender runs through all situations: links are changed between steps, adaptra has to see
-that and to adapt by itself, and is then measured in turn with the others. It runs twice: with as many microbatches in flight
-as 1F1B's first stage holds, and with no limit. GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble and ZBVZeroBubble are
-torch's own, unmodified.
+send by gloo. One training job per contender runs through all situations: links are changed between steps, and adaptra has to
+see that and to adapt by itself. Once its plan has stood for some steps, some steps in a row of every contender are measured.
+adaptra takes part twice: with as many microbatches in flight as 1F1B's first stage holds, and with no limit. GPipe, 1F1B,
+Interleaved1F1B, InterleavedZeroBubble and ZBVZeroBubble are torch's own, unmodified.
 
 One row per situation and contender. ``in flight`` is the most microbatches that a stage of adaptra's plan holds; the bound
 is what no order of one stage per rank beats, whatever its memory; ``simulated`` is what the simulator says of the plan at the
@@ -21,18 +21,17 @@ from statistics import fmean, median
 from typing import Any
 
 import torch.distributed as dist
-from _ranks import change_links, run_on_hosts, small_problem, timed
+from _ranks import change_links, run_on_hosts, small_problem, timed_in_a_row
 from _table import Row, parser, print_rows
 from _torch_schedules import CHUNKS, TorchSchedule
 
 import adaptra
 from adaptra.cost import Case, CostModel
-from adaptra.runtime.events import EventKind
 from adaptra.simulate import lower_bound, simulate
 
 HEALTHY = "all delay=0"
-SETTLE = 6
-"""In how many steps adaptra's plans have to have settled before it is measured."""
+STANDING, SETTLED = 6, 20
+"""adaptra is measured once its plan has stood for so many steps, or after so many in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,27 +86,25 @@ class Adaptra:
     """Our side: a pipeline that adapts while it is measured."""
 
     def __init__(self, problem: dict[str, Any], seconds: float, memory: int | None) -> None:
-        self._steps = 0
-        self._switches: list[int] = []
         device = adaptra.EmulatedDevice(seconds, seconds, seconds)
-        options = adaptra.Options(emulate=device, on_event=self._note)
-        self.pipe = adaptra.compile(**problem, memory=memory, options=options)
-
-    def _note(self, event: Any) -> None:
-        if event.kind is EventKind.SWITCHED:
-            self._switches.append(event.step)
+        self.pipe = adaptra.compile(**problem, memory=memory, options=adaptra.Options(emulate=device))
 
     def step(self, inputs: Any, targets: Any) -> None:
         """One training step."""
         self.pipe.step(inputs, targets)
-        self._steps += 1
 
     def settle(self, inputs: Any, targets: Any) -> int | None:
-        """Steps until the first one under another plan, after SETTLE of them; None where no plan was worth a switch."""
-        before = self._steps
-        for _ in range(SETTLE):
+        """Steps until the first one under another plan, once a plan stands; None where none was worth a switch."""
+        switched: list[int] = []
+        version = self.pipe.plan.version
+        for step in range(SETTLED):
+            if step == STANDING + (switched[-1] if switched else 0):
+                break
             self.step(inputs, targets)
-        return next((switch - before for switch in self._switches if switch >= before), None)
+            if self.pipe.plan.version != version:
+                switched.append(step)
+                version = self.pipe.plan.version
+        return next(iter(switched), None)
 
 
 def measure(
@@ -128,17 +125,17 @@ def measure(
             print(f"{index + 1} of {len(faced)}: {situation.name}", file=sys.stderr, flush=True)
         situation.face()
         settled = {name: contender.settle(*batch) for name, contender in ours.items()}
-        times: dict[str, list[float]] = {name: [] for name in contenders}
-        for _ in range(runs):
-            for name, contender in contenders.items():
-                times[name].append(timed(lambda contender=contender: contender.step(*batch))[0])
+        times = {
+            name: timed_in_a_row(lambda contender=contender: contender.step(*batch), runs)
+            for name, contender in contenders.items()
+        }
         plans = {name: str(contender.pipe.plan.program) for name, contender in ours.items()}
         found.append({"times": times, "settled": settled, "plans": plans})
     changing: dict[str, list[float]] = {name: [] for name in contenders}
     for name, contender in contenders.items():
         for situation in changing_ones(faced) if episode else ():
             situation.face()
-            changing[name] += [timed(lambda contender=contender: contender.step(*batch))[0] for _ in range(episode)]
+            changing[name] += timed_in_a_row(lambda contender=contender: contender.step(*batch), episode, before=0)
     dist.barrier()
     for contender in ours.values():
         contender.pipe.close()
@@ -177,7 +174,7 @@ def main() -> int:
     arguments.add_argument("--op-ms", type=float, default=20.0, help="duration of every op, milliseconds")
     arguments.add_argument("--forwards", type=float, nargs="*", default=[0.5, 1, 2, 3, 6], help="one-way delays, in forwards")
     arguments.add_argument("--against", nargs="+", choices=CHUNKS, default=list(CHUNKS), help="which of torch's schedules")
-    arguments.add_argument("--runs", type=int, default=3, help="steps of every contender per situation, taken in turn")
+    arguments.add_argument("--runs", type=int, default=3, help="steps of every contender per situation")
     arguments.add_argument("--episode", type=int, default=6, help="steps between changes at the end; 0 to leave that out")
     given = arguments.parse_args()
     seconds = given.op_ms / 1e3
