@@ -85,6 +85,12 @@ def search_orders(
         Exception: What ``should_stop`` raised.
     """
 
+def give_way(work: float, rest: float) -> None:
+    """From now on this thread rests for ``rest`` seconds without the interpreter lock whenever it has worked for ``work``.
+
+    It is the thread's profile function that does so, with every call of a function: ``sys.setprofile(None)`` ends it.
+    """
+
 @final
 class Memory:
     """Page-aligned host memory of the engine's, kept alive by this object. ``len()`` is its size in bytes."""

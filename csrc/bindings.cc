@@ -15,6 +15,7 @@
 #include <functional>
 #include <optional>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -377,6 +378,37 @@ void bind_search(nb::module_& m) {
       nb::arg("seed"), nb::arg("seconds").none(), nb::arg("should_stop").none(), nb::arg("rule"));
 }
 
+// How long a thread works with the interpreter lock, and then rests without it.
+struct Turns {
+  std::chrono::duration<double> work, rest;
+  Clock::time_point began;
+  unsigned calls = 0;
+};
+
+int rest_after_work(PyObject* given, PyFrameObject* /*frame*/, int /*event*/, PyObject* /*argument*/) {
+  // Reading the clock takes longer than a call, of which there are thousands in a turn.
+  constexpr unsigned kCalls = 16;
+  Turns& turns = *nb::inst_ptr<Turns>(given);
+  if (++turns.calls % kCalls != 0 || Clock::now() - turns.began < turns.work) return 0;
+  {
+    const nb::gil_scoped_release release;
+    std::this_thread::sleep_for(turns.rest);
+  }
+  turns.began = Clock::now();
+  return 0;
+}
+
+void bind_giving_way(nb::module_& m) {
+  nb::class_<Turns>(m, "Turns");
+  m.def(
+      "give_way",
+      [](double work, double rest) {
+        using Seconds = std::chrono::duration<double>;
+        PyEval_SetProfile(&rest_after_work, nb::cast(Turns{Seconds(work), Seconds(rest), Clock::now()}).ptr());
+      },
+      nb::arg("work"), nb::arg("rest"));
+}
+
 }  // namespace
 
 NB_MODULE(_C, m) {
@@ -384,5 +416,6 @@ NB_MODULE(_C, m) {
   bind_simulation(m);
   bind_bounds(m);
   bind_search(m);
+  bind_giving_way(m);
   bind_delegate(m);
 }
