@@ -75,6 +75,7 @@ class Executor:
         self._forward_only = program.is_forward_only
         self._step = -1
         self._on_message: Callable[[int], None] | None = None
+        self._on_results: Callable[[dict[int, tuple[Tensor, ...]]], None] | None = None
         self._results: dict[int, tuple[Tensor, ...]] = {}
         self._values: dict[tuple[int, Kind, int], tuple[Tensor, ...]] = {}
         self._receives: dict[Op, Pending] = {}
@@ -118,6 +119,7 @@ class Executor:
         inputs: Sequence[Sequence[Tensor]],
         targets: Sequence[Sequence[Tensor]],
         on_message: Callable[[int], None] | None = None,
+        on_results: Callable[[dict[int, tuple[Tensor, ...]]], None] | None = None,
     ) -> dict[int, tuple[Tensor, ...]]:
         """Run one step.
 
@@ -126,6 +128,7 @@ class Executor:
             inputs: The model's inputs per microbatch; only looked at by the rank of the first stage.
             targets: The loss's targets per microbatch; only looked at by the rank of the last stage.
             on_message: Called with the stage that a message has come from, as soon as an op uses it.
+            on_results: Called on the rank of the last stage with what is returned, as soon as that is complete.
 
         Returns:
             On the rank of the last stage, what it returned per microbatch; elsewhere nothing.
@@ -136,6 +139,7 @@ class Executor:
         """
         self._step = step
         self._on_message = on_message
+        self._on_results = on_results
         self._results = {}
         for op in self._order:
             try:
@@ -156,6 +160,8 @@ class Executor:
                 self._finish(op, started)
                 if stage == self._last:
                     self._results[microbatch] = outputs
+                    if self._on_results is not None and len(self._results) == self.program.microbatches:
+                        self._on_results(self._results)
                 else:
                     self._values[stage, Kind.F, microbatch] = outputs
             case Kind.I | Kind.B:

@@ -12,7 +12,6 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-import torch
 from torch import Tensor
 from torch.distributed import PrefixStore
 
@@ -20,16 +19,17 @@ from adaptra.cost import CostModel
 from adaptra.errors import AdaptraError, PeerLostError, PlanError
 from adaptra.graph import CompiledStages
 from adaptra.graph.round_messages import round_edges
-from adaptra.graph.specs import MessageSpec, TensorSpec
+from adaptra.graph.specs import MessageSpec
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.passes.lower_comm import LowerComm
-from adaptra.program import Kind, Program
+from adaptra.program import Program
 from adaptra.runtime.controller import Controller
 from adaptra.runtime.coordinator import ControllerOptions, Planning
 from adaptra.runtime.emulation import Pacing
 from adaptra.runtime.executor import Executor, MessageShapes
 from adaptra.runtime.gradients import Gradients, SharedParameter
 from adaptra.runtime.launch import gather
+from adaptra.runtime.losses import Losses
 from adaptra.runtime.measurement import StageMeasurement
 from adaptra.runtime.membership import Membership
 from adaptra.runtime.monitor import Monitor, StepRecords, merge_timelines
@@ -43,7 +43,7 @@ from adaptra.runtime.stage import EvaluationStage, Stage, TrainingStage
 from adaptra.runtime.stores import Connection
 from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.telemetry.start import agree_on_run
-from adaptra.runtime.transports.base import Identity, Transport
+from adaptra.runtime.transports.base import Transport
 from adaptra.schedules import forward_only
 from adaptra.simulate import simulate
 from adaptra.timeline import Timeline
@@ -117,6 +117,9 @@ class Worker:
             options.timeout,
         )
         self._norms = GradientNorms(self.rank, self.trainable, compiled, microbatches, transport)
+        (loss,) = compiled.train[self._last].outputs
+        sharing = {stage for one in compiled.tied if self._last in one.stages for stage in one.stages}
+        self._losses = Losses(self.rank, self._last, microbatches, loss.dtype, sharing, transport)
         self._probes = Probes(self.rank, self._stages, microbatches, transport, self.monitor)
         self._training: Stage = TrainingStage(
             graphs,
@@ -131,11 +134,8 @@ class Worker:
         self.measured: deque[StageMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
         self.initial = self.plan = initial
         self._executor: Executor | None = None
-        self._always = sum(
-            map(Counter, (each.receive_counts() for each in (self._gradients, self._probes, self._norms))), Counter()
-        )
-        if self.rank != self._last:
-            self._always[self._last, self._losses_spec()] += 1
+        own_messages = (self._gradients, self._losses, self._probes, self._norms)
+        self._always = sum((Counter(each.receive_counts()) for each in own_messages), Counter())
         self._by_program: Counter[tuple[int, MessageSpec]] = Counter()
         self._cost = initial.case.cost
         first = self._training_executor(initial)
@@ -184,10 +184,11 @@ class Worker:
             self.monitor.begin_step()
             started = time.monotonic()
             self._probes.begin_step(step)
+            self._losses.begin_step(step)
             self._gradients.begin_step(step)
-            results = executor.run(step, inputs, targets, self._probes.answer)
+            executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=self._losses.tell)
             self._gradients.end_step()
-            losses = self._share(step, results)
+            losses = self._losses.end_step(self._options.timeout)
             if self._replicas is not None:
                 losses = self._replicas.average(self.trainable.values(), losses)
             self._probes.end_step(self._options.timeout)
@@ -222,9 +223,12 @@ class Worker:
         with self._telling_the_others():
             executor = self._executor_for(program, evaluation, shapes)
             self._reserve(executor)
-            results = executor.run(step, inputs, targets or [()] * self._microbatches)
-            if targets is not None:
-                losses = self._share(step, results)
+            if targets is None:
+                results = executor.run(step, inputs, [()] * self._microbatches)
+            else:
+                self._losses.begin_step(step)
+                executor.run(step, inputs, targets, on_results=self._losses.tell)
+                losses = self._losses.end_step(self._options.timeout)
                 results = {microbatch: (loss,) for microbatch, loss in enumerate(losses.unbind())}
         self.monitor.begin_step()
         return results
@@ -354,25 +358,6 @@ class Worker:
         """Let the pool grow to what a program needs besides the messages that no program holds."""
         self._by_program |= Counter(executor.receive_counts)
         self._transport.reserve(self._always + self._by_program)
-
-    def _losses_spec(self) -> MessageSpec:
-        (loss,) = self._compiled.train[self._last].outputs
-        return (TensorSpec((self._microbatches,), loss.dtype),)
-
-    def _share(self, step: int, results: Mapping[int, tuple[Tensor, ...]]) -> Tensor:
-        """Give every rank the losses that the last stage computed."""
-        spec = self._losses_spec()
-        if self.rank != self._last:
-            identity = Identity(step, Kind.F, self._last, self.rank, 0, spec)
-            pending = self._transport.receive(self._last, identity)
-            (losses,) = pending.wait(self._options.timeout)
-            losses = losses.clone()
-            self._transport.release(pending)
-            return losses
-        losses = torch.stack([results[microbatch][0].detach().reshape(()) for microbatch in range(self._microbatches)])
-        for rank in range(self._last):
-            self._transport.send(rank, Identity(step, Kind.F, self._last, rank, 0, spec), (losses,))
-        return losses
 
 
 def check_memory(what: str, program: Program, cost: CostModel) -> None:

@@ -1,0 +1,87 @@
+"""The losses of a step: computed by the last stage, told to every rank.
+
+They are known when the last stage has done its last forward, long before the step ends: told then, they reach the other ranks
+while those still work, however slow the way is. A rank that shares parameters with the last stage gets them at the end: their
+gradients take the same channel, and messages on a channel are received in the order in which they are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from adaptra.graph.specs import MessageSpec, TensorSpec
+from adaptra.program import Kind
+from adaptra.runtime.transports.base import Identity, Pending, Transport
+
+
+class Losses:
+    """One rank's end, in a pipeline with one stage per rank. Used by the thread that runs the steps.
+
+    Args:
+        rank: This rank and its stage.
+        last: The last stage.
+        microbatches: Microbatches per step.
+        dtype: Of a loss.
+        sharing: The ranks that share parameters with the last stage.
+        transport: Carries them.
+    """
+
+    def __init__(
+        self, rank: int, last: int, microbatches: int, dtype: torch.dtype, sharing: Collection[int], transport: Transport
+    ) -> None:
+        self._rank = rank
+        self._last = last
+        self._spec: MessageSpec = (TensorSpec((microbatches,), dtype),)
+        self._at_once = [other for other in range(last) if other not in sharing]
+        self._at_the_end = [other for other in range(last) if other in sharing]
+        self._transport = transport
+        self._step = 0
+        self._told: Tensor | None = None
+        self._pending: Pending | None = None
+
+    def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
+        """How many receive buffers this takes at a time, per source rank and message."""
+        return {} if self._rank == self._last else {(self._last, self._spec): 1}
+
+    def begin_step(self, step: int) -> None:
+        """Expect a step's losses, after the probes and before what is shared."""
+        self._step = step
+        if self._rank in self._at_once:
+            self._pending = self._receive()
+
+    def tell(self, results: Mapping[int, tuple[Tensor, ...]]) -> None:
+        """The last stage has computed them, a scalar per microbatch."""
+        self._told = torch.stack([results[microbatch][0].detach().reshape(()) for microbatch in range(len(results))])
+        self._send(self._at_once)
+
+    def end_step(self, timeout: float) -> Tensor:
+        """The loss of every microbatch, (microbatches,), the same on every rank.
+
+        Args:
+            timeout: Seconds to wait for them.
+
+        Raises:
+            TransportError: They could not be exchanged.
+        """
+        if self._told is not None:
+            self._send(self._at_the_end)
+            told, self._told = self._told, None
+            return told
+        pending, self._pending = self._pending or self._receive(), None
+        losses = pending.wait(timeout)[0].clone()
+        self._transport.release(pending)
+        return losses
+
+    def _send(self, ranks: Collection[int]) -> None:
+        assert self._told is not None, "the last stage has told them"
+        for other in ranks:
+            self._transport.send(other, self._identity(other), (self._told,))
+
+    def _receive(self) -> Pending:
+        return self._transport.receive(self._last, self._identity(self._rank))
+
+    def _identity(self, destination: int) -> Identity:
+        return Identity(self._step, Kind.F, self._last, destination, 0, self._spec)
