@@ -11,7 +11,7 @@ CXX_TESTS := $(wildcard tests/cxx/*.cc tests/cxx/*.h tests/links/*.cc tests/link
 FUZZ_SECONDS ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types docs cxx unit bench clean
+.PHONY: help setup demo test alone lint types docs cxx unit processes rdma bench clean
 
 help:
 	@echo "make demo    train a GPT over 4 ranks through a link that turns slow (sets everything up first)"
@@ -66,9 +66,21 @@ cxx: $(READY)
 	fi
 
 unit: $(READY)
-	$(BIN)/pytest --lab-kernel=$(LAB_KERNEL)
+	$(BIN)/pytest -m "not processes and not root and not rdma"
 
-test: lint types docs cxx unit
+processes: $(READY)
+	$(BIN)/pytest -m "(processes or root) and not rdma"
+
+rdma: $(READY)
+	$(BIN)/pytest -m rdma --lab-kernel=$(LAB_KERNEL)
+
+# Each of these keeps one core busy: two at a time. Tests of several processes then have the machine to themselves.
+alone: $(READY)
+	$(MAKE) --jobs=1 lint types docs cxx unit
+
+test: $(READY)
+	$(MAKE) --jobs=2 --output-sync=target rdma alone
+	$(MAKE) processes
 
 bench: $(READY)
 	$(BIN)/python bench/simulate.py
