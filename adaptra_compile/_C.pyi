@@ -85,6 +85,10 @@ def search_orders(
         Exception: What ``should_stop`` raised.
     """
 
+@final
+class Turns:
+    """How long a thread that gives way works, and rests."""
+
 def give_way(work: float, rest: float) -> None:
     """From now on this thread rests for ``rest`` seconds without the interpreter lock whenever it has worked for ``work``.
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from adaptra.runtime.telemetry.log import JsonFormatter
     from adaptra.runtime.telemetry.options import Telemetry
     from adaptra.schedules import GENERATORS, generate
+    from adaptra.training_state import TrainingState
 
 __version__: Final = "0.1.0"
 
@@ -32,6 +33,7 @@ __all__ = [
     "Pipeline",
     "Program",
     "Telemetry",
+    "TrainingState",
     "compile",
     "generate",
 ]
@@ -48,6 +50,7 @@ _HOMES: Final = {
     "Pipeline": "adaptra.api",
     "Program": "adaptra.program",
     "Telemetry": "adaptra.runtime.telemetry.options",
+    "TrainingState": "adaptra.training_state",
     "compile": "adaptra.api",
     "generate": "adaptra.schedules",
 }

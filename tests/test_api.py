@@ -20,6 +20,7 @@ import test_membership
 import test_norms
 import test_rdma
 import test_roles
+import test_training_state
 import test_verbs
 import torch
 from errors_table import check_documented, documented_errors
@@ -504,9 +505,10 @@ TESTED_ELSEWHERE = {
     "…: rank … did not answer within … s",
     test_lossy.FOREIGN,
     *test_rdma.DOCUMENTED.values(),
+    test_training_state.FOREIGN,
     test_verbs.CUT_OFF,
 }
-"""In test_launch.py, test_lossy.py, test_rdma.py and test_verbs.py."""
+"""In test_launch.py, test_lossy.py, test_rdma.py, test_training_state.py and test_verbs.py."""
 
 
 @pytest.mark.parametrize(("row", "mistake"), MISTAKES, ids=[f"{number}-{row[:40]}" for number, (row, _) in enumerate(MISTAKES)])

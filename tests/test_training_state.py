@@ -1,0 +1,112 @@
+"""Checkpoints of a whole run: one number of stages saves, another goes on, bitwise as if nothing had happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as checkpoints
+from errors_table import check_documented
+from models import EXAMPLES
+from processes import run_processes
+from torch import nn
+from training import adam, compiled, differences, run_step, train, train_alone
+
+import adaptra
+from adaptra.errors import StateError
+
+EXAMPLE = EXAMPLES["gpt_tied"]
+ROWS, MICROBATCHES = 8, 4
+BATCHES = [EXAMPLE.rows(ROWS, seed) for seed in range(4)]
+FOREIGN = "optimizer: … of its parameters are not this pipeline's: expected an optimizer over pipe.parameters()"
+
+
+def halving(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Its learning rate, which a scheduler halves after every step, is part of what goes on."""
+    optimizer = adam(parameters)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    return optimizer
+
+
+def begin(rank: int, stages: int, folder: str) -> list[str]:
+    """Train two steps and save."""
+    torch.distributed.init_process_group("gloo")
+    with compiled(EXAMPLE, BATCHES[0], stages=stages, microbatches=MICROBATCHES) as pipe:
+        optimizer = adam(pipe.parameters())
+        steps = [run_step(pipe, optimizer, batch) for batch in BATCHES[:2]]
+        checkpoints.save({"training": adaptra.TrainingState(pipe, optimizer)}, checkpoint_id=folder)
+    return differences(steps, train_alone(EXAMPLE, BATCHES, MICROBATCHES)[:2], whole=False)
+
+
+def go_on(rank: int, stages: int, folder: str) -> list[str]:
+    """Load into other stages and train two more."""
+    torch.distributed.init_process_group("gloo")
+    with compiled(EXAMPLE, BATCHES[0], stages=stages, microbatches=MICROBATCHES, model=EXAMPLE.make(seed=1)) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1.0)
+        checkpoints.load({"training": adaptra.TrainingState(pipe, optimizer)}, checkpoint_id=folder)
+        steps = [run_step(pipe, optimizer, batch) for batch in BATCHES[2:]]
+    return differences(steps, train_alone(EXAMPLE, BATCHES, MICROBATCHES)[2:], whole=False)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_what_two_ranks_saved_three_go_on_with(tmp_path: Path) -> None:
+    assert run_processes(begin, 2, 2, str(tmp_path / "saved")) == [[], []]
+    assert run_processes(go_on, 3, 3, str(tmp_path / "saved")) == [[], [], []]
+
+
+def test_without_a_launcher_a_state_dict_is_the_whole_run(one_thread: None) -> None:
+    """The optimizer of the plain loop halves its rate after every step; the second pipeline has to be told by the first."""
+    expected = train_alone(EXAMPLE, BATCHES, MICROBATCHES, optimizer=halving)
+    with compiled(EXAMPLE, BATCHES[0], stages=3, microbatches=MICROBATCHES) as pipe:
+        optimizer = halving(list(pipe.parameters()))
+        assert differences([run_step(pipe, optimizer, batch) for batch in BATCHES[:2]], expected[:2]) == []
+        saved = adaptra.TrainingState(pipe, optimizer).state_dict()
+    with compiled(EXAMPLE, BATCHES[0], stages=2, microbatches=MICROBATCHES, model=EXAMPLE.make(seed=1)) as pipe:
+        optimizer = halving(list(pipe.parameters()))
+        training = adaptra.TrainingState(pipe, optimizer)
+        untouched = training.state_dict()["model"]
+        assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.01
+        assert all(torch.equal(one, EXAMPLE.make(seed=1).state_dict()[name]) for name, one in untouched.items())
+        training.load_state_dict(saved)
+        assert optimizer.param_groups[0]["lr"] == 0.0025
+        assert differences([run_step(pipe, optimizer, batch) for batch in BATCHES[2:]], expected[2:]) == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+        lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+        halving,
+    ],
+    ids=["fused", "foreach", "momentum", "adagrad", "scheduled"],
+)
+def test_any_optimizer_trains_bitwise_as_in_one_process(one_thread: None, make: object) -> None:
+    expected = train_alone(EXAMPLE, BATCHES[:3], MICROBATCHES, optimizer=make)  # type: ignore[arg-type]
+    with compiled(EXAMPLE, BATCHES[0], stages=2, microbatches=MICROBATCHES) as pipe:
+        assert differences(train(pipe, BATCHES[:3], make), expected) == []  # type: ignore[arg-type]
+
+
+def test_gradients_of_several_steps_add_up_as_those_of_more_microbatches(one_thread: None) -> None:
+    """Two batches before the optimizer's step, with half the loss each, are one of twice the microbatches."""
+    both = EXAMPLE.rows(2 * ROWS, 7)
+    (ids,), kwargs, targets = both
+    (expected,) = train_alone(EXAMPLE, [both], 2 * MICROBATCHES)
+    with compiled(EXAMPLE, BATCHES[0], stages=2, microbatches=MICROBATCHES) as pipe:
+        for half in (slice(None, ROWS), slice(ROWS, None)):
+            pipe.step(ids[half], targets[half], **kwargs)
+        for name, parameter in pipe.named_parameters():
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad / 2, dict(expected.gradients)[name]), name
+
+
+def test_an_optimizer_of_the_plain_model_is_refused(one_thread: None) -> None:
+    with compiled(EXAMPLE, BATCHES[0], stages=2, microbatches=MICROBATCHES) as pipe:
+        with pytest.raises(StateError) as error:
+            adaptra.TrainingState(pipe, adam(EXAMPLE.make().parameters()))
+        check_documented("StateError", str(error.value), FOREIGN)
