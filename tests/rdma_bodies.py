@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import traceback
-from typing import Any
 
 STORE_PORT = 29500
 
@@ -46,16 +45,3 @@ def run_matrix(host: int, hosts: int) -> dict[str, str]:
             failures[body.__name__] = traceback.format_exc()
         transport.close()
     return failures
-
-
-def train(host: int, hosts: int, cases: list[list[Any]]) -> Any:
-    """Cases of test_training_processes.py over the delegate with all paths that there are; per case, what differs."""
-    import torch
-    import torch.distributed as dist
-    from test_training_processes import train_examples
-
-    torch.set_num_threads(1)
-    environment(host, hosts)
-    found = train_examples(host, hosts, [tuple(case) for case in cases], "delegate")
-    dist.destroy_process_group()
-    return [differences for differences, *_ in found.values()]
