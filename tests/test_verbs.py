@@ -15,8 +15,6 @@ from errors_table import check_documented
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(120)]
 
-RETRIES = 0.47
-"""Seconds after which a queue pair gives up a packet."""
 REMOTE_ACCESS_ERROR = 10
 """``IBV_WC_REM_ACCESS_ERR``."""
 CUT_OFF = "rank … is lost: edge … failed at … of step …: no path to rank … is left: verbs … (…), verbs … (…)"
@@ -44,7 +42,6 @@ def check_training(found: dict[str, Any], failures: int) -> None:
             received = hosts[int(peer)]["received"][f"{rank} {direction}"]
             assert sent["posted"] == sent["sent"] == sent["acknowledged"] == received["acknowledged"], (rank, channel)
             assert sent["bytes"] == received["bytes"], (rank, channel)
-            assert sent["longest_outage_ns"] < 1e9 * (RETRIES + 1.0), (rank, channel)
     assert sum(channel["path_failures"] for host in hosts for channel in host["sent"].values()) >= failures
     received = [channel for host in hosts for channel in host["received"].values()]
     assert sum(channel["corrupted"] for channel in received) >= found["failed"]["corruption"]
