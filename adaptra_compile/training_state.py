@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adaptra.api import Pipeline
 from adaptra.errors import StateError
@@ -80,5 +80,5 @@ class TrainingState:
                 parameter.grad = gradient
 
     def _named_state(self) -> dict[str, dict[str, Any]]:
-        state: Mapping[nn.Parameter, dict[str, Any]] = self._optimizer.state  # type: ignore[assignment]
+        state = self._optimizer.state
         return {name: dict(state[parameter]) for parameter, name in self._names.items() if parameter in state}

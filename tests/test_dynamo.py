@@ -27,13 +27,10 @@ MADE: list[adaptra.Pipeline] = []
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh(one_thread: None) -> Iterator[None]:
     """Nothing that an earlier test has compiled, and kernels without threads of their own."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     torch._dynamo.reset()
     yield
-    torch.set_num_threads(before)
     while MADE:
         MADE.pop().close()
 

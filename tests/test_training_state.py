@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from errors_table import check_documented
 from models import EXAMPLES
 from processes import run_processes
 from torch import nn
-from training import adam, compiled, differences, run_step, train, train_alone
+from training import Optimizer, adam, compiled, differences, run_step, train, train_alone
 
 import adaptra
 from adaptra.errors import StateError
@@ -22,7 +23,7 @@ BATCHES = [EXAMPLE.rows(ROWS, seed) for seed in range(4)]
 FOREIGN = "optimizer: … of its parameters are not this pipeline's: expected an optimizer over pipe.parameters()"
 
 
-def halving(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def halving(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Its learning rate, which a scheduler halves after every step, is part of what goes on."""
     optimizer = adam(parameters)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -61,11 +62,11 @@ def test_without_a_launcher_a_state_dict_is_the_whole_run(one_thread: None) -> N
     """The optimizer of the plain loop halves its rate after every step; the second pipeline has to be told by the first."""
     expected = train_alone(EXAMPLE, BATCHES, MICROBATCHES, optimizer=halving)
     with compiled(EXAMPLE, BATCHES[0], stages=3, microbatches=MICROBATCHES) as pipe:
-        optimizer = halving(list(pipe.parameters()))
+        optimizer = halving(pipe.parameters())
         assert differences([run_step(pipe, optimizer, batch) for batch in BATCHES[:2]], expected[:2]) == []
         saved = adaptra.TrainingState(pipe, optimizer).state_dict()
     with compiled(EXAMPLE, BATCHES[0], stages=2, microbatches=MICROBATCHES, model=EXAMPLE.make(seed=1)) as pipe:
-        optimizer = halving(list(pipe.parameters()))
+        optimizer = halving(pipe.parameters())
         training = adaptra.TrainingState(pipe, optimizer)
         untouched = training.state_dict()["model"]
         assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.01
@@ -86,10 +87,10 @@ def test_without_a_launcher_a_state_dict_is_the_whole_run(one_thread: None) -> N
     ],
     ids=["fused", "foreach", "momentum", "adagrad", "scheduled"],
 )
-def test_any_optimizer_trains_bitwise_as_in_one_process(one_thread: None, make: object) -> None:
-    expected = train_alone(EXAMPLE, BATCHES[:3], MICROBATCHES, optimizer=make)  # type: ignore[arg-type]
+def test_any_optimizer_trains_bitwise_as_in_one_process(one_thread: None, make: Optimizer) -> None:
+    expected = train_alone(EXAMPLE, BATCHES[:3], MICROBATCHES, optimizer=make)
     with compiled(EXAMPLE, BATCHES[0], stages=2, microbatches=MICROBATCHES) as pipe:
-        assert differences(train(pipe, BATCHES[:3], make), expected) == []  # type: ignore[arg-type]
+        assert differences(train(pipe, BATCHES[:3], make), expected) == []
 
 
 def test_gradients_of_several_steps_add_up_as_those_of_more_microbatches(one_thread: None) -> None:
