@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import random
 import socket
 import time
 import traceback
@@ -23,22 +24,25 @@ class Outcome:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """A TCP port that was free a moment ago and that no connection gets by itself."""
+    return free_ports(1)
 
 
 def free_ports(count: int) -> int:
-    """The first of so many TCP ports in a row that were free a moment ago and that no connection gets by itself."""
+    """The first of so many such ports in a row, anywhere, so that who asks twice gets others.
+
+    A port that the system gives to connections would not do: a rank that tries to reach a store that is not there yet may be
+    given the very port that it tries to reach, is then connected to itself, and the store can't be opened any more.
+    """
     lowest_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    start = 10_000 + os.getpid() % 1000 * count
-    for first in range(start, lowest_given - count):
+    somewhere = random.Random()
+    for _ in range(1000):
+        first = somewhere.randrange(10_000, lowest_given - count)
         with contextlib.ExitStack() as found, contextlib.suppress(OSError):
             for port in range(first, first + count):
                 found.enter_context(socket.socket()).bind(("127.0.0.1", port))
             return first
-    raise AssertionError(f"no {count} free ports from {start} on")
+    raise AssertionError(f"no {count} free ports from 10000 to {lowest_given}")
 
 
 def run_processes(

@@ -104,6 +104,8 @@ def run_out_of_paths(rank, folder):
     for how in ("no path", "gone"):
         with compiled_over("linked") as pipe:
             step(pipe)
+            # A step ends with a probe, which the other rank may still be waiting for.
+            sum_over_ranks(True)
             for link in pipe._built.workers[0]._transport.links:
                 if rank == 0 and how == "gone":
                     link.vanish()
