@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from adaptra.assignment import JobModel, RoleChange, StageLoad, choose_roles
 from adaptra.cost import Case
-from adaptra.graph.stage_graphs import StageGraphs
+from adaptra.graph.stages import TrainStage
 from adaptra.roles import Roles
 from adaptra.runtime.handover import VALUE, Handover
 from adaptra.runtime.link_probe import measure_links
@@ -26,7 +26,7 @@ RESTART_SECONDS: Final = 1.0
 def agree_on_roles(
     group: ProcessGroup,
     roles: Roles,
-    stages: Sequence[StageGraphs],
+    stages: Sequence[TrainStage],
     case: Case,
     measured: Sequence[StageMeasurement],
     held: Handover,

@@ -1,4 +1,4 @@
-"""One stage on its rank: runs the stage's graphs and keeps what F leaves for I, and I for W."""
+"""One stage on its rank: runs its F, I and W and keeps what F leaves for I, and I for W."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adaptra.graph.random_state import RandomKey
-from adaptra.graph.stage_graphs import EvalStage, StageGraphs
+from adaptra.graph.stages import EvalStage, TrainStage
 from adaptra.runtime.gradients import Gradients
 
 
@@ -33,7 +33,7 @@ class TrainingStage:
     """F, I and W of one stage.
 
     Args:
-        graphs: The stage's graphs.
+        stage: What it runs.
         state: The stage's own parameters and buffers by their names in the user's model.
         seed: Seed of the job's random numbers.
         microbatches: How many microbatches a step has; the step's loss is the mean of theirs.
@@ -43,7 +43,7 @@ class TrainingStage:
 
     def __init__(
         self,
-        graphs: StageGraphs,
+        stage: TrainStage,
         state: Mapping[str, Tensor],
         *,
         seed: int,
@@ -51,34 +51,34 @@ class TrainingStage:
         is_last: bool,
         gradients: Gradients,
     ) -> None:
-        self._graphs = graphs
+        self._stage = stage
         self._state = state
         self._seed = seed
         self._gradients = gradients
         self._saved: dict[int, Any] = {}
         self._loss_gradient: tuple[Tensor, ...] | None = None
         if is_last:
-            (loss,) = graphs.outputs
+            (loss,) = stage.outputs
             # Divided as autograd divides, so that the quotient is rounded in the loss's own dtype.
             self._loss_gradient = (torch.ones(loss.shape, dtype=loss.dtype) / microbatches,)
 
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run F; what I and W need stays here until they run."""
         key = RandomKey(self._seed, step, microbatch)
-        outputs, self._saved[microbatch] = self._graphs.run_forward(self._state, inputs, key, targets)
+        outputs, self._saved[microbatch] = self._stage.run_forward(self._state, inputs, key, targets)
         return outputs
 
     def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run I. The last stage is given no ``grad_outputs``: there the gradient starts from the loss."""
         if self._loss_gradient is not None:
             grad_outputs = self._loss_gradient
-        grad_inputs, self._saved[microbatch] = self._graphs.run_input_grad(self._saved.pop(microbatch), grad_outputs)
+        grad_inputs, self._saved[microbatch] = self._stage.run_input_grad(self._saved.pop(microbatch), grad_outputs)
         return grad_inputs
 
     def weight_grad(self, microbatch: int) -> None:
         """Run W and hand each gradient on."""
-        gradients = self._graphs.run_weight_grad(self._saved.pop(microbatch))
-        for name, gradient in zip(self._graphs.contributions, gradients, strict=True):
+        gradients = self._stage.run_weight_grad(self._saved.pop(microbatch))
+        for name, gradient in zip(self._stage.contributions, gradients, strict=True):
             self._gradients.add(name, microbatch, gradient)
         self._gradients.end_microbatch(microbatch)
 

@@ -3,16 +3,16 @@
 from adaptra.graph.compile import CompiledStages, TiedParameter, compile_stages
 from adaptra.graph.random_state import RandomKey, reference_randomness
 from adaptra.graph.specs import MessageSpec, TensorSpec
-from adaptra.graph.stage_graphs import EvalStage, StageGraphs
+from adaptra.graph.stages import EvalStage, TrainStage
 
 __all__ = [
     "CompiledStages",
     "EvalStage",
     "MessageSpec",
     "RandomKey",
-    "StageGraphs",
     "TensorSpec",
     "TiedParameter",
+    "TrainStage",
     "compile_stages",
     "reference_randomness",
 ]

@@ -18,7 +18,7 @@ from adaptra.graph.capture import FlatGraph, Loss, StateNames, capture, state_na
 from adaptra.graph.differentiate import differentiate, evaluate
 from adaptra.graph.fake import fake_like, fake_mode
 from adaptra.graph.partition import Piece, align, cut_before, find_cuts, pieces, places_of, state_uses
-from adaptra.graph.stage_graphs import EvalStage, StageGraphs
+from adaptra.graph.stages import EvalStage, TrainStage
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class CompiledStages:
         places: Where the stages begin, and where else they could.
     """
 
-    train: tuple[StageGraphs, ...]
+    train: tuple[TrainStage, ...]
     eval: tuple[EvalStage, ...]
     tied: tuple[TiedParameter, ...]
     names: Mapping[str, tuple[int, ...]]
@@ -182,7 +182,7 @@ def _holders(names: StateNames, graphs: Sequence[tuple[FlatGraph, Sequence[Piece
     return holders
 
 
-def _tied(names: StateNames, holders: Mapping[str, tuple[int, ...]], train: Sequence[StageGraphs]) -> tuple[TiedParameter, ...]:
+def _tied(names: StateNames, holders: Mapping[str, tuple[int, ...]], train: Sequence[TrainStage]) -> tuple[TiedParameter, ...]:
     found: list[TiedParameter] = []
     for name in names.parameters:
         held = holders[name]

@@ -14,7 +14,8 @@ from adaptra.graph.capture import FlatGraph, StateNames
 from adaptra.graph.partition import Piece
 from adaptra.graph.specs import MessageSpec, TensorSpec
 from adaptra.graph.split import SplitPiece, build, forward_part, split
-from adaptra.graph.stage_graphs import EvalStage, Flops, ForwardGraph, StageGraphs
+from adaptra.graph.stage_graphs import EvalGraphs, ForwardGraph, StageGraphs
+from adaptra.graph.stages import Flops
 from adaptra.graph.trace import GradientMessage, Layout, TracedPiece, trace_piece
 from adaptra.graph.work import flops_of_nodes
 
@@ -68,11 +69,11 @@ def differentiate(
     return tuple(stages)
 
 
-def evaluate(flat: FlatGraph, analysis: Analysis, parts: Sequence[Piece]) -> tuple[EvalStage, ...]:
+def evaluate(flat: FlatGraph, analysis: Analysis, parts: Sequence[Piece]) -> tuple[EvalGraphs, ...]:
     """Make the evaluation stages; to be called inside the fake mode of the analysis. The last piece's outputs begin with the
     loss."""
     last = len(parts) - 1
-    stages: list[EvalStage] = []
+    stages: list[EvalGraphs] = []
     ordinal = 0
     for piece in parts:
         is_last = piece.index == last
@@ -82,7 +83,7 @@ def evaluate(flat: FlatGraph, analysis: Analysis, parts: Sequence[Piece]) -> tup
         loss = _forward_graph(one, one.outputs[:1], (), ordinal, with_targets=True)[0] if is_last else None
         ordinal += count
         stages.append(
-            EvalStage(
+            EvalGraphs(
                 index=piece.index,
                 inputs=one.input_specs,
                 outputs=one.output_specs[1:] if is_last else one.output_specs,

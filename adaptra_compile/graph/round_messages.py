@@ -10,7 +10,7 @@ import torch
 from adaptra.errors import OptionError
 from adaptra.graph.compile import CompiledStages
 from adaptra.graph.specs import MessageSpec
-from adaptra.graph.stage_graphs import StageGraphs
+from adaptra.graph.stages import TrainStage
 
 
 def round_messages(compiled: CompiledStages) -> CompiledStages:
@@ -30,7 +30,7 @@ def round_messages(compiled: CompiledStages) -> CompiledStages:
     return replace(compiled, train=round_edges(compiled.train, everywhere), eval=evaluated)
 
 
-def round_edges(train: tuple[StageGraphs, ...], edges: Collection[tuple[int, int]]) -> tuple[StageGraphs, ...]:
+def round_edges(train: tuple[TrainStage, ...], edges: Collection[tuple[int, int]]) -> tuple[TrainStage, ...]:
     """Training stages whose messages over these directed edges are rounded to bfloat16 while they travel.
 
     Raises:

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from adaptra.graph import StageGraphs
+    from adaptra.graph import TrainStage
     from adaptra.program import Program
 
 _UNITS = ("", "k", "M", "G", "T", "P")
 
 
-def stage_table(stages: Sequence[StageGraphs], program: Program, in_flight: Sequence[int]) -> str:
+def stage_table(stages: Sequence[TrainStage], program: Program, in_flight: Sequence[int]) -> str:
     """One row per stage.
 
     Args:
