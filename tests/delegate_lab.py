@@ -36,6 +36,8 @@ class Link:
         self._near = set()
         self.is_corrupting = False
         self.carried = 0
+        self.rate: float | None = None
+        """Bytes per second, if that is bounded."""
         self.recording: bytearray | None = None
         """Where what the connecting side says is kept, if anywhere."""
         self.is_silent = self._is_closed = False
@@ -121,7 +123,7 @@ class Link:
 
     def _move(self, end):
         try:
-            data = bytearray(end.recv(1 << 18))
+            data = bytearray(end.recv(1 << 18 if self.rate is None else 1 << 14))
             if not data:
                 return self._drop(end)
             if self.is_corrupting and len(data) > 4096:
@@ -131,6 +133,8 @@ class Link:
             if self.recording is not None and end in self._near:
                 self.recording += data
             self._pairs[end].sendall(data)
+            if self.rate is not None:
+                time.sleep(len(data) / self.rate)
         except OSError:
             self._drop(end)
 

@@ -103,6 +103,17 @@ def test_many_failures_lose_and_repeat_nothing():
         assert sent["bytes"] == received["bytes"] == number * SIZE
 
 
+def test_a_slow_link_is_not_a_silent_one():
+    """The receiver sleeps until a chunk is there, here for longer than a connection may be silent, and still hears it come."""
+    with Pair(1, timing=QUICK | {"silence": 1.0}) as pair:
+        exchange(pair, 1)
+        pair.links[0].rate = SIZE / 3.5
+        started = time.monotonic()
+        exchange(pair, 1, first=1)
+        assert time.monotonic() - started > 3
+        assert [found["path_failures"] for found in pair.counters()] == [0, 0]
+
+
 def test_a_receiver_that_takes_nothing_holds_up_only_what_has_no_room():
     """Credits bound what is sent ahead; the rest waits at the sender, however long."""
     with Pair(1) as pair:

@@ -3,6 +3,7 @@
 #include <linux/tcp.h>
 #include <netinet/in.h>
 #include <sys/epoll.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -21,12 +22,15 @@
 namespace adaptra::delegate {
 namespace {
 
-// Small enough that the checksum leaves a chunk in the processor's cache for the kernel's copy, large enough for few calls.
-constexpr std::uint32_t kChunkBytes = 256U << 10;
+// Small enough that the checksum leaves a chunk in the processor's cache for the kernel's copy, large enough for few calls and
+// few times that a thread is woken: a chunk is what it is woken for.
+constexpr std::uint32_t kChunkBytes = 512U << 10;
 // What a connection holds, here and unsent in the kernel, is out of reach of a better path, and of the other connections when
-// it turns slow: no more than keeps the kernel busy without waking this thread all the time.
-constexpr std::size_t kQueuedBytes = 2 * kChunkBytes;
-constexpr unsigned kUnsentBytes = 4 * kChunkBytes;
+// it turns slow: no more than keeps the kernel busy without waking this thread all the time. The kernel asks for more when half
+// of it is left.
+constexpr unsigned kUnsentBytes = 2 * kChunkBytes;
+// As much is posted at a time as the kernel then takes at once: it copies what the checksum has just brought into the cache.
+constexpr std::size_t kTurnBytes = kUnsentBytes / 2;
 constexpr std::size_t kPieces = 32;  // of memory per system call
 constexpr std::size_t kStagingBytes = 8192;
 constexpr std::size_t kScratchBytes = 64U << 10;
@@ -52,14 +56,11 @@ class TcpConnection : public Connection, public Handler {
   void expose(std::uint32_t, const Memory&) override {}  // a stream's chunks are placed by the receiver
   void withdraw(std::uint32_t) noexcept override {}
 
-  [[nodiscard]] bool can_post(std::uint32_t) const override {
-    const bool has_room = !closed_ && queued_ < kQueuedBytes;
-    if (!has_room) is_awaited_ = true;
-    return has_room;
-  }
+  [[nodiscard]] bool can_post(std::uint32_t) const override { return !closed_ && turn_left_ > 0; }
 
   void post(const Frame& chunk, const Memory& message, bool) override {
     queued_ += chunk.length;
+    turn_left_ -= std::min<std::size_t>(turn_left_, chunk.length);
     queue_.push_back({encode(chunk), message.bytes.subspan(chunk.offset, chunk.length), {}, message.id});
   }
 
@@ -90,7 +91,7 @@ class TcpConnection : public Connection, public Handler {
       if (put < 0) break;
       written(static_cast<std::size_t>(put));
     }
-    want_writable(!queue_.empty() || is_awaited_);
+    want_writable(!queue_.empty() || turn_left_ == 0);
   }
 
   void close() noexcept override {
@@ -102,17 +103,24 @@ class TcpConnection : public Connection, public Handler {
     queued_ = 0;
   }
 
-  [[nodiscard]] Clock::time_point heard() override { return heard_; }
+  [[nodiscard]] Clock::time_point heard() override {
+    // While a chunk is awaited as a whole, on a slow link for seconds, only the kernel knows that bytes of it come.
+    int waiting = 0;
+    if (wakes_for_ > 1 && ioctl(socket_.get(), FIONREAD, &waiting) == 0 && waiting != std::exchange(waiting_, waiting)) {
+      heard_ = Clock::now();
+    }
+    return heard_;
+  }
 
   [[nodiscard]] Pace pace() override { return pace_.read(socket_.get()); }
 
   void ready(std::uint32_t events) override {
     if ((events & EPOLLOUT) != 0) {
       flush();
-      if (!closed_ && queued_ < kQueuedBytes) {
-        is_awaited_ = false;
+      if (!closed_ && queued_ == 0) {
+        turn_left_ = kTurnBytes;
         sink_.writable(*this);
-        if (!closed_) want_writable(!queue_.empty() || is_awaited_);
+        if (!closed_) want_writable(!queue_.empty() || turn_left_ == 0);
       }
     }
     if (!closed_ && (events & ~static_cast<std::uint32_t>(EPOLLOUT)) != 0) read();
@@ -162,6 +170,7 @@ class TcpConnection : public Connection, public Handler {
 
   void read() {
     const auto before = total_read_;
+    is_drained_ = false;
     while (!closed_) {
       has_budget_ = total_read_ - before < kReadBudget;
       // What is staged is worked off in any case: epoll would not report it again.
@@ -180,6 +189,7 @@ class TcpConnection : public Connection, public Handler {
       }
     }
     has_budget_ = true;
+    if (!closed_) wake_for(in_payload_ && !is_dropped_ ? frame_.length - done_ : 1);
     if (total_read_ != before) heard_ = Clock::now();
   }
 
@@ -236,11 +246,22 @@ class TcpConnection : public Connection, public Handler {
     return got > 0;
   }
 
+  // Let the kernel wake this thread not for every packet, but once so many bytes have come, or as many as it keeps.
+  void wake_for(std::size_t bytes) {
+    const int wanted = static_cast<int>(std::max<std::size_t>(bytes, 1));
+    if (wanted != std::exchange(wakes_for_, wanted)) setsockopt(socket_.get(), SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted);
+  }
+
   // Bytes read; 0 if there are none now or the connection failed.
   std::size_t receive(std::span<const iovec> pieces) {
+    if (is_drained_) return 0;
     const ssize_t got = readv(socket_.get(), pieces.data(), static_cast<int>(pieces.size()));
     if (got > 0) {
       total_read_ += static_cast<std::size_t>(got);
+      std::size_t asked = 0;
+      for (const iovec& piece : pieces) asked += piece.iov_len;
+      // What has come since is reported again: cheaper than to ask, as there is mostly nothing.
+      is_drained_ = static_cast<std::size_t>(got) < asked;
       return static_cast<std::size_t>(got);
     }
     if (got == 0) {
@@ -266,14 +287,17 @@ class TcpConnection : public Connection, public Handler {
   std::deque<Out> queue_;
   std::size_t begun_ = 0;   // bytes of the first that are written
   std::size_t queued_ = 0;  // bytes of chunks in the queue
+  std::size_t turn_left_ = kTurnBytes;
   bool wants_writable_ = false;
-  mutable bool is_awaited_ = false;  // someone was told that there is no room
 
   std::array<std::byte, kStagingBytes> staging_;
   std::size_t staged_begin_ = 0, staged_end_ = 0;
   Frame frame_;
   bool in_payload_ = false;
   bool has_budget_ = true;
+  int wakes_for_ = 1;        // bytes
+  int waiting_ = 0;          // bytes in the kernel when somebody asked last
+  bool is_drained_ = false;  // the last read found less than was asked for
   bool is_dropped_ = false;
   std::size_t done_ = 0;
   std::array<std::byte, kHeadBytes> control_{};
