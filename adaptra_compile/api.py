@@ -37,7 +37,7 @@ from adaptra.timeline import Timeline
 
 
 def compile(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     *,
     stages: int,
     microbatches: int,
@@ -53,12 +53,15 @@ def compile(
 
     Args:
         model: Any module that torch.export can capture. Every rank builds the same one; the pipeline keeps only its own
-            stage's parameters, so delete the model to free the others.
+            stage's parameters, so delete the model to free the others. Or a list of modules, one for every stage, each called
+            with what the one before returned (a tuple is its arguments): they run as they are and nothing is captured, but
+            their W can't be split off I, so plans have less to fill waits with.
         stages: Number of pipeline stages. Under torchrun the number of ranks is a multiple of it; more ranks than stages make
             data-parallel replicas.
         microbatches: Into how many parts a batch is split along its first dimension.
         example_inputs: The positional arguments of :meth:`Pipeline.step`, a whole batch: inputs alone, or
-            ``(inputs, targets)``. Only shapes, dtypes and constants matter. Without it the first call of step compiles.
+            ``(inputs, targets)``. Only shapes, dtypes and constants matter, but a list of modules runs with its first
+            microbatch. Without it the first call of step compiles.
         example_kwargs: The keyword arguments of step, if the model takes any.
         loss: ``loss(outputs, targets)`` → scalar. Without it the model itself returns the scalar loss, and targets, if given,
             are its last positional argument.

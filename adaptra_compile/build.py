@@ -19,6 +19,7 @@ from adaptra.errors import BatchError
 from adaptra.estimate import estimated_cost
 from adaptra.first_plan import first_plan
 from adaptra.graph import CompiledStages, compile_stages
+from adaptra.graph.compile_modules import compile_modules
 from adaptra.graph.round_messages import round_messages
 from adaptra.planner import plan
 from adaptra.program import Program
@@ -66,7 +67,8 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
         if len(launched.transports) == 1:  # the ranks of one process have compiled once, for all
             agree(launched.transports[0], "pipeline", _facts(compiled, initial), options.timeout)
         starter = Starter(compiled, request.microbatches, planning, request.faults, options)
-        states = [_state(compiled, transport.rank, request.model) for transport in launched.transports]
+        model = request.whole_model
+        states = [_state(compiled, transport.rank, model) for transport in launched.transports]
         workers = starter.workers(launched, recorder, states, initial)
         opened.pop_all()
     return Built(starter, launched, workers, recorder, means)
@@ -82,9 +84,12 @@ def _compile(
             "tuple of two, or a first step with both on every rank"
         )
     args, targets, kwargs = example_microbatch((args, targets, dict(kwargs)), request.microbatches, "example_inputs")
-    compiled = compile_stages(
-        request.model, args, kwargs, stages=request.stages, loss=request.loss, targets=targets, split=request.split
-    )
+    if request.stage_modules is not None:
+        compiled = compile_modules(request.stage_modules, args, kwargs, loss=request.loss, targets=targets)
+    else:
+        compiled = compile_stages(
+            request.whole_model, args, kwargs, stages=request.stages, loss=request.loss, targets=targets, split=request.split
+        )
     if request.options.lossy_bf16:
         rounded = round_messages(compiled)  # which also refuses what can't be rounded, before a plan wants to
         compiled = rounded if request.options.lossy_bf16 is True else compiled

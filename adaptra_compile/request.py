@@ -24,7 +24,7 @@ class Request:
         CaseError: A fault can't be read, or names a stage that does not exist.
     """
 
-    model: nn.Module
+    model: nn.Module | Sequence[nn.Module]
     stages: int
     microbatches: int
     loss: Callable[..., Any] | None
@@ -34,9 +34,8 @@ class Request:
     options: Options
 
     def __post_init__(self) -> None:
-        given: Any = self.model
-        if not isinstance(given, nn.Module):
-            raise OptionError(f"model: a {type(given).__name__}: expected a torch.nn.Module")
+        self._check_model()
+        given: Any
         for name in ("stages", "microbatches", "memory"):
             given = getattr(self, name)
             if name == "memory" and given is None:
@@ -70,6 +69,32 @@ class Request:
         for fault in self.faults:
             fault.check_stages(self.stages)
 
+    def _check_model(self) -> None:
+        given: Any = self.model
+        if not isinstance(given, nn.Module) and not (_is_list(given) and all(isinstance(one, nn.Module) for one in given)):
+            raise OptionError(
+                f"model: a {type(given).__name__}: expected a torch.nn.Module, or a list of them, one for every stage"
+            )
+        if (modules := self.stage_modules) is None:
+            return
+        if len(modules) != self.stages:
+            raise OptionError(
+                f"model: a list of {len(modules)} modules with stages={self.stages!r}: expected one for every stage; "
+                "torch.nn.Sequential joins several to one"
+            )
+        if self.split is not None:
+            raise OptionError(f"split={self.split!r}: expected None, as the model is a list of stages already")
+
+    @property
+    def stage_modules(self) -> nn.ModuleList | None:
+        """The stages, where the model is given as a list of them."""
+        return nn.ModuleList(self.model) if _is_list(self.model) else None  # pyright: ignore[reportArgumentType]
+
+    @property
+    def whole_model(self) -> nn.Module:
+        """The model as one module; the names of its parameters are those that the pipeline uses."""
+        return self.model if isinstance(self.model, nn.Module) else nn.ModuleList(self.model)
+
     @property
     def faults(self) -> tuple[Fault, ...]:
         """The faults to inject."""
@@ -93,3 +118,8 @@ class Request:
             "options.delegate": str(options.delegate),
             "options.lossy_bf16": str(options.lossy_bf16),
         }
+
+
+def _is_list(model: object) -> bool:
+    """Whether a model is a list of stages: a ModuleList is, but a class derived from it may have a forward of its own."""
+    return isinstance(model, list | tuple) or type(model) is nn.ModuleList

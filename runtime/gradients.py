@@ -101,12 +101,13 @@ class Gradients:
         self._own.clear()
         self._arriving.clear()
 
-    def add(self, name: str, microbatch: int, gradient: Tensor) -> None:
+    def add(self, name: str, microbatch: int, gradient: Tensor | None) -> None:
         """Take the gradient of one parameter from one microbatch; of a shared one, one contribution, in autograd's order."""
         if name in self._is_shared:
+            gradient = torch.zeros_like(self._parameters[name]) if gradient is None else gradient
             # Kept or sent beyond the end of W, when the buffers it may be a view of are reused.
             self._own.setdefault(microbatch, {}).setdefault(name, []).append(gradient.clone())
-        else:
+        elif gradient is not None:
             _accumulate(self._parameters[name], gradient)
 
     def end_microbatch(self, microbatch: int) -> None:

@@ -53,9 +53,10 @@ class Replicas:
         """
         try:
             for parameter in parameters:
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad, group=self._group)
-                    parameter.grad /= self._count
+                if parameter.grad is None:  # here; another replica's part of the batch may have reached it
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=self._group)
+                parameter.grad /= self._count
             dist.all_reduce(losses, group=self._group)
         except RuntimeError as error:
             raise PeerLostError(f"a data-parallel replica is lost: {self._why() or error}") from error

@@ -58,9 +58,9 @@ class TrainingStage:
         self._saved: dict[int, Any] = {}
         self._loss_gradient: tuple[Tensor, ...] | None = None
         if is_last:
-            (loss,) = stage.outputs
-            # Divided as autograd divides, so that the quotient is rounded in the loss's own dtype.
-            self._loss_gradient = (torch.ones(loss.shape, dtype=loss.dtype) / microbatches,)
+            # Divided as autograd divides, so that the quotient is rounded in the loss's own dtype. There is none if the loss
+            # depends on nothing that is trained.
+            self._loss_gradient = tuple(torch.ones(one.shape, dtype=one.dtype) / microbatches for one in stage.grad_outputs)
 
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run F; what I and W need stays here until they run."""

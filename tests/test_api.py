@@ -20,6 +20,7 @@ import test_membership
 import test_norms
 import test_rdma
 import test_roles
+import test_stage_modules
 import test_training_state
 import test_verbs
 import torch
@@ -210,7 +211,7 @@ OPTIONS = EXAMPLES["options"].rows(ROWS, seed=0)
 """A batch of a model that takes an int and keyword arguments."""
 
 MISTAKES: list[tuple[str, Callable[[], object]]] = [
-    ("model: a …: expected a torch.nn.Module", example(model=nn.Linear)),
+    ("model: a …: expected a torch.nn.Module, or a list of them, one for every stage", example(model=nn.Linear)),
     *(("stages=…: expected a whole number of at least 1", example(stages=given)) for given in (0, -1, 2.0, "2", True, None)),
     *(("microbatches=…: expected a whole number of at least 1", example(microbatches=given)) for given in (0, 4.0, "4")),
     *(("memory=…: expected a whole number of at least 1", example(memory=given)) for given in (0, -1, 1.5, [2, 2])),
@@ -521,7 +522,7 @@ def test_every_mistake_is_told_as_documented(row, mistake):
 def test_every_documented_error_has_a_test():
     tested = {row for row, _ in MISTAKES} | TESTED_ELSEWHERE | {test_controller.SILENT, test_dynamo.WITHOUT_GRADIENTS}
     tested |= {row for row, _ in test_dynamo.MISTAKES}
-    for module in (test_api_processes, test_delegate_paths, test_membership, test_norms, test_roles):
+    for module in (test_api_processes, test_delegate_paths, test_membership, test_norms, test_roles, test_stage_modules):
         tested |= set(module.DOCUMENTED.values())
     assert tested == set(documented_errors())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,9 @@ from torch.utils import _pytree as pytree
 
 from adaptra.errors import BatchError, CaptureError
 from adaptra.graph.specs import MessageSpec, TensorSpec
+
+Loss = Callable[[Any, Any], Any]
+"""``loss(outputs, targets)`` returns a scalar tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,7 @@ class InputFormat:
         """
         return self._structure.flatten(self._bind(args, kwargs))
 
-    def call(self, model: nn.Module, tensors: Sequence[Tensor]) -> Any:
+    def call(self, model: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
         """Call the model with these tensors in the captured structure."""
         bound = inspect.BoundArguments(self._signature, self._structure.unflatten(tensors))  # type: ignore[arg-type]  # a dict has the order that is asked for
         return model(*bound.args, **bound.kwargs)
@@ -200,6 +203,21 @@ class OutputFormat:
         if self._dataclass is None:
             return outputs
         return {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
+
+
+def loss_of(outputs: Any, loss: Loss | None, form: TargetFormat, targets: Sequence[Tensor]) -> Tensor:
+    """The scalar loss of what a model returns.
+
+    Raises:
+        CaptureError: ``loss`` returns something else, or without it there is none in the outputs.
+    """
+    if loss is None:
+        return find_loss(outputs)
+    found = loss(outputs, form.unflatten(targets))
+    if not isinstance(found, Tensor) or found.dim() != 0:
+        shown = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise CaptureError(f"the loss function returned {shown}: expected a scalar tensor, such as the mean of the losses")
+    return found
 
 
 def find_loss(outputs: Any) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +20,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.export.graph_signature import InputKind, OutputKind
 
 from adaptra.errors import CaptureError
-from adaptra.graph.batch import InputFormat, OutputFormat, TargetFormat, find_loss
+from adaptra.graph.batch import InputFormat, Loss, OutputFormat, TargetFormat, loss_of
 from adaptra.graph.checkpoints import numbering_checkpoints
 from adaptra.graph.ops import results_of
-
-Loss = Callable[[Any, Any], Any]
-"""``loss(outputs, targets)`` returns a scalar tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,15 +152,7 @@ class _Step(nn.Module):
 
     def forward(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         outputs = self._inputs.call(self.model, inputs)
-        if self.loss is None:
-            loss = find_loss(outputs)
-        else:
-            loss = self.loss(outputs, self._targets.unflatten(targets))
-            if not isinstance(loss, Tensor) or loss.dim() != 0:
-                shown = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                raise CaptureError(
-                    f"the loss function returned {shown}: expected a scalar tensor, such as the mean of the losses"
-                )
+        loss = loss_of(outputs, self.loss, self._targets, targets)
         if not self._evaluation:
             _refuse_custom_gradients(loss)
             return (loss,)

@@ -13,8 +13,8 @@ from adaptra.cuts import Places
 from adaptra.errors import CaptureError, PartitionError
 from adaptra.graph.analyze import Analysis, analyze
 from adaptra.graph.balance import balance
-from adaptra.graph.batch import InputFormat, OutputFormat, TargetFormat
-from adaptra.graph.capture import FlatGraph, Loss, StateNames, capture, state_names
+from adaptra.graph.batch import InputFormat, Loss, OutputFormat, TargetFormat
+from adaptra.graph.capture import FlatGraph, StateNames, capture, state_names
 from adaptra.graph.differentiate import differentiate, evaluate
 from adaptra.graph.fake import fake_like, fake_mode
 from adaptra.graph.partition import Piece, align, cut_before, find_cuts, pieces, places_of, state_uses
@@ -145,7 +145,7 @@ def compile_stages(
     return CompiledStages(
         train=train,
         eval=evaluation,
-        tied=_tied(names, holders, train),
+        tied=tied_parameters(names, holders, train),
         names={name: holders[first] for name, first in names.aliases.items()},
         aliases=dict(names.aliases),
         non_persistent=frozenset(name for name in names.buffers if name not in names.persistent),
@@ -182,7 +182,14 @@ def _holders(names: StateNames, graphs: Sequence[tuple[FlatGraph, Sequence[Piece
     return holders
 
 
-def _tied(names: StateNames, holders: Mapping[str, tuple[int, ...]], train: Sequence[TrainStage]) -> tuple[TiedParameter, ...]:
+def tied_parameters(
+    names: StateNames, holders: Mapping[str, tuple[int, ...]], train: Sequence[TrainStage]
+) -> tuple[TiedParameter, ...]:
+    """The trainable parameters that several stages hold.
+
+    Raises:
+        CaptureError: A stage that holds one does not train it.
+    """
     found: list[TiedParameter] = []
     for name in names.parameters:
         held = holders[name]

@@ -46,8 +46,23 @@ def run_seeded(key: RandomKey, ordinal: int, op: OpOverload, *args: Any, **kwarg
         generator = torch.Generator(device)
         generator.manual_seed(seed)
         return op(*args, **{**kwargs, "generator": generator})
-    with _DEFAULT_GENERATOR, _default_generator_seeded(device, seed):
+    with default_generator_seeded(device, seed):
         return op(*args, **kwargs)
+
+
+@contextmanager
+def default_generator_seeded(device: torch.device, seed: int) -> Generator[None]:
+    """Within this context the process's default generator of a device draws what belongs to this seed; then it is as before."""
+    generator = torch.default_generator
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[torch.empty((), device=device).get_device()]
+    with _DEFAULT_GENERATOR:
+        before = generator.get_state()
+        try:
+            generator.manual_seed(seed)
+            yield
+        finally:
+            generator.set_state(before)
 
 
 @contextmanager
@@ -84,16 +99,3 @@ def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
         return torch.device(kwargs["device"])
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     return tensors[0].device if tensors else torch.device("cpu")
-
-
-@contextmanager
-def _default_generator_seeded(device: torch.device, seed: int) -> Generator[None]:
-    generator = torch.default_generator
-    if device.type == "cuda":
-        generator = torch.cuda.default_generators[torch.empty((), device=device).get_device()]
-    before = generator.get_state()
-    try:
-        generator.manual_seed(seed)
-        yield
-    finally:
-        generator.set_state(before)

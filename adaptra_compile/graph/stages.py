@@ -120,14 +120,14 @@ class TrainStage(ABC):
         """
 
     @abstractmethod
-    def run_weight_grad(self, saved: Any) -> tuple[Tensor, ...]:
+    def run_weight_grad(self, saved: Any) -> tuple[Tensor | None, ...]:
         """Run W on one microbatch.
 
         Args:
             saved: What I left; it is empty afterwards.
 
         Returns:
-            One tensor for each of ``contributions``.
+            One tensor for each of ``contributions``, None where this microbatch has no gradient.
         """
 
 

@@ -1,0 +1,301 @@
+"""From a list of modules to stages that run them, without a capture: a run of the example says what crosses the stages."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from adaptra.cuts import Place, Places
+from adaptra.errors import AdaptraError, CaptureError, PartitionError
+from adaptra.graph.batch import InputFormat, Loss, OutputFormat, TargetFormat
+from adaptra.graph.capture import StateNames, state_names
+from adaptra.graph.compile import CompiledStages, tied_parameters
+from adaptra.graph.specs import MessageSpec, TensorSpec
+from adaptra.graph.stage_graphs import NOTHING_RANDOM
+from adaptra.graph.stage_modules import Boundary, Differentiable, EvalModule, ModuleCall, StageModule
+from adaptra.graph.stages import Flops
+from adaptra.graph.trace import Layout
+from adaptra.graph.work import CountWork
+
+logger = logging.getLogger(__name__)
+
+
+def compile_modules(
+    modules: nn.ModuleList, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, loss: Loss | None = None, targets: Any = None
+) -> CompiledStages:
+    """Make a pipeline of modules, one per stage. No reference to their parameters and buffers is kept.
+
+    The example runs with copies of the buffers: nothing of the modules is changed.
+
+    Args:
+        modules: The stages. Each is called with what the one before returned: a tuple is its arguments.
+        args, kwargs: One microbatch of the first module's inputs.
+        loss: Called as ``loss(outputs, targets)`` with what the last module returns; None when that is or holds the loss.
+        targets: One microbatch of targets.
+
+    Raises:
+        CaptureError: A module fails with the example, returns what can't travel, or can't be copied; names the stage.
+        PartitionError: Two stages share a buffer.
+        BatchError: The example is not a call that the first module takes.
+    """
+    inputs, target_format = InputFormat(modules[0], args, kwargs), TargetFormat(targets)
+    example = _Example(
+        modules=modules,
+        names=state_names(modules),
+        loss=loss,
+        inputs=inputs,
+        targets=target_format,
+        flat_inputs=tuple(inputs.flatten(args, kwargs)),
+        flat_targets=tuple(target_format.flatten(targets)),
+    )
+    holders = example.holders()
+    train, work = example.train(holders)
+    evaluation, outputs = example.evaluate()
+    places = tuple(Place(str(stage.index), stage.input_bytes, sum(work[: stage.index])) for stage in train[1:])
+    names = example.names
+    return CompiledStages(
+        train=train,
+        eval=evaluation,
+        tied=tied_parameters(names, holders, train),
+        names={name: holders[first] for name, first in names.aliases.items()},
+        aliases=dict(names.aliases),
+        non_persistent=frozenset(name for name in names.buffers if name not in names.persistent),
+        inputs=inputs,
+        targets=target_format,
+        outputs=outputs,
+        places=Places(places, (), sum(work)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Example:
+    """The modules, and one microbatch to learn from."""
+
+    modules: nn.ModuleList
+    names: StateNames
+    loss: Loss | None
+    inputs: InputFormat
+    targets: TargetFormat
+    flat_inputs: tuple[Tensor, ...]
+    flat_targets: tuple[Tensor, ...]
+
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Which stages hold each parameter and buffer."""
+        found: dict[str, set[int]] = {}
+        for alias, name in self.names.aliases.items():
+            found.setdefault(name, set()).add(int(alias.split(".")[0]))
+        for name in self.names.buffers:
+            if len(found[name]) > 1:
+                raise PartitionError(
+                    f"{name}: stages {sorted(found[name])} share this buffer: expected each buffer in one stage, which alone "
+                    "may change it"
+                )
+        return {name: tuple(sorted(stages)) for name, stages in found.items()}
+
+    def train(self, holders: Mapping[str, tuple[int, ...]]) -> tuple[tuple[StageModule, ...], list[float]]:
+        """The training stages, and what F takes on each, as :mod:`adaptra.graph.work` counts it."""
+        state = self._state()
+        stages: list[StageModule] = []
+        left: list[Differentiable] = []
+        work: list[float] = []
+        takes: InputFormat | Boundary = self.inputs
+        travelling, specs = self.flat_inputs, self.inputs.specs
+        for index in range(len(self.modules)):
+            with _naming(index):
+                call, targets = self._call(index, takes, training=True), self._targets_of(index)
+                stage, returns = self._stage(call, state, travelling, specs, holders)
+                kept = _Kept(state.values())
+                with kept.counted(), CountWork() as counted:
+                    travelling, saved = stage.run_forward(state, travelling, NOTHING_RANDOM, targets)
+            flops = Flops(counted.total.flops, 0, 0)
+            stages.append(replace(stage, flops=flops, kept_after_forward=kept.bytes + stage.input_bytes))
+            left.append(saved)
+            work.append(counted.total.cost)
+            takes, specs = returns or takes, stage.outputs
+        loss_gradients = [torch.ones_like(one) for one, spec in zip(travelling, specs, strict=True) if spec.requires_grad]
+        if not loss_gradients:
+            logger.warning("the loss depends on no trainable parameter: training will change nothing")
+        return self._with_gradients(stages, left, loss_gradients), work
+
+    def _with_gradients(
+        self, stages: Sequence[StageModule], left: Sequence[Differentiable], gradients: Sequence[Tensor]
+    ) -> tuple[StageModule, ...]:
+        """The stages with what a backward pass shows of them, from the last to the first."""
+        found: list[StageModule] = []
+        layouts, specs = _travelling(gradients)
+        for stage, saved in reversed(list(zip(stages, left, strict=True))):
+            inputs = saved.inputs
+            with _naming(stage.index), CountWork() as counted:
+                arrived, of_parameters = saved.backward(gradients)
+            gradients = [torch.zeros_like(one) if new is None else new for one, new in zip(inputs, arrived, strict=True)]
+            received, specs_received = layouts, specs
+            layouts, specs = _travelling(gradients)
+            found.append(
+                replace(
+                    stage,
+                    grad_inputs=specs,
+                    grad_outputs=specs_received,
+                    flops=replace(stage.flops, input_grad=counted.total.flops),
+                    kept_after_input_grad=sum(_size(one) for one in of_parameters.values()),
+                    _grad_inputs=layouts,
+                    _grad_outputs=received,
+                )
+            )
+        return tuple(reversed(found))
+
+    def evaluate(self) -> tuple[tuple[EvalModule, ...], OutputFormat]:
+        """The evaluation stages, and what the last module returns."""
+        state = self._state()
+        stages: list[EvalModule] = []
+        takes: InputFormat | Boundary = self.inputs
+        travelling, specs = self.flat_inputs, self.inputs.specs
+        returned: Any = None
+        for index in range(len(self.modules)):
+            with _naming(index), torch.no_grad():
+                call = self._call(index, takes, training=False)
+                returned = call.run(state, call.unpacked(travelling), NOTHING_RANDOM)
+                targets = _specs(self._targets_of(index))
+                if index == len(self.modules) - 1:
+                    outputs, returns = OutputFormat(returned), None
+                    loss = _specs([call.loss_of(returned, self.flat_targets)])
+                    made = _specs(outputs.flatten(returned))
+                    stages.append(EvalModule(index, specs, made, loss, targets, call, None))
+                    return tuple(stages), outputs
+                returns = Boundary.of(returned)
+                travelling = returns.pack(returns.tensors(returned))
+            stages.append(EvalModule(index, specs, _specs(travelling), (), targets, call, returns))
+            takes, specs = returns, stages[-1].outputs
+        raise AssertionError("there is a last stage")
+
+    def _stage(
+        self,
+        call: ModuleCall,
+        state: Mapping[str, Tensor],
+        inputs: tuple[Tensor, ...],
+        specs: MessageSpec,
+        holders: Mapping[str, tuple[int, ...]],
+    ) -> tuple[StageModule, Boundary | None]:
+        """A training stage as far as one run shows it."""
+        index, names = call.index, self.names
+        parameters = tuple(name for name in names.parameters if index in holders[name])
+        with torch.enable_grad():
+            returned, _ = call.run_differentiable(state, parameters, inputs, specs, NOTHING_RANDOM)
+            if index == len(self.modules) - 1:
+                returns, results = None, (call.loss_of(returned, self.flat_targets),)
+            else:
+                returns = Boundary.of(returned)
+                results = returns.pack(returns.tensors(returned))
+        outputs = tuple(TensorSpec(tuple(one.shape), one.dtype, one.requires_grad) for one in results)
+        trainable = tuple(name for name in parameters if name in names.trainable)
+        stage = StageModule(
+            index=index,
+            parameters=parameters,
+            buffers=tuple(name for name in names.buffers if index in holders[name]),
+            trainable=trainable,
+            contributions=trainable,
+            inputs=specs,
+            outputs=outputs,
+            targets=_specs(self._targets_of(index)),
+            grad_inputs=(),
+            grad_outputs=(),
+            flops=Flops(0, 0, 0),
+            parameter_bytes=sum(_size(state[name]) for name in parameters),
+            kept_after_forward=0,
+            kept_after_input_grad=0,
+            _call=call,
+            _returns=returns,
+            _grad_inputs=(),
+            _grad_outputs=(),
+        )
+        return stage, returns
+
+    def _call(self, index: int, takes: InputFormat | Boundary, *, training: bool) -> ModuleCall:
+        module = _without_tensors(self.modules[index])
+        # As for a model that is captured: what was set to evaluation mode in a model that trains stays so.
+        if not training:
+            module.eval()
+        elif not module.training:
+            module.train()
+        own = {alias.split(".", 1)[1]: name for alias, name in self.names.aliases.items() if alias.startswith(f"{index}.")}
+        first = {name: alias for alias, name in reversed(own.items())}
+        state = {alias: name for name, alias in first.items()}
+        return ModuleCall(index, module, state, takes, self.loss, self.targets)
+
+    def _state(self) -> dict[str, Tensor]:
+        """The parameters, and copies of the buffers."""
+        parameters = dict(self.modules.named_parameters())
+        return parameters | {name: buffer.detach().clone() for name, buffer in self.modules.named_buffers()}
+
+    def _targets_of(self, index: int) -> tuple[Tensor, ...]:
+        return self.flat_targets if index == len(self.modules) - 1 else ()
+
+
+class _Kept:
+    """Counts the bytes that autograd keeps, those of the given state not."""
+
+    def __init__(self, state: Iterable[Tensor]) -> None:
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in state}
+        self._found: dict[int, int] = {}
+
+    @property
+    def bytes(self) -> int:
+        return sum(self._found.values())
+
+    @contextmanager
+    def counted(self) -> Generator[None]:
+        with saved_tensors_hooks(self._keep, lambda tensor: tensor):
+            yield
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._known:
+            self._found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+
+def _without_tensors(module: nn.Module) -> nn.Module:
+    """A copy of a module with tensors of the meta device in place of its parameters and buffers."""
+    copied: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        copied[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return copy.deepcopy(module, copied)
+
+
+@contextmanager
+def _naming(index: int) -> Generator[None]:
+    """Say of any error which stage it is of."""
+    try:
+        yield
+    except CaptureError as error:
+        raise CaptureError(f"stage {index}: {error}") from error
+    except AdaptraError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"stage {index}: its module failed with the example: {type(error).__name__}: {error}: expected modules of which "
+            "each takes what the one before returns, a tuple as its arguments"
+        ) from error
+
+
+def _travelling(gradients: Sequence[Tensor]) -> tuple[tuple[Layout, ...], MessageSpec]:
+    """How gradients travel."""
+    layouts = tuple(map(Layout.of, gradients))
+    return layouts, tuple(layout.spec(one, False) for layout, one in zip(layouts, gradients, strict=True))
+
+
+def _specs(tensors: Sequence[Tensor]) -> MessageSpec:
+    return tuple(TensorSpec(tuple(one.shape), one.dtype) for one in tensors)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
