@@ -14,6 +14,8 @@ from adaptra import _C
 SIZE, WINDOW, PAUSE = 16384, 8, 0.002
 PATIENCE = 30.0
 NUMBER = struct.Struct("<q")
+EMPTY = bytes(SIZE - NUMBER.size)
+"""What follows a message's number."""
 LAST = -1
 
 
@@ -69,7 +71,9 @@ def receive_all(engine: _C.Engine) -> list[float]:
         assert request.wait(PATIENCE) and request.error is None, request.error
         memory = request.memory
         assert memory is not None, "an arrived message lies somewhere"
-        (number,) = NUMBER.unpack(string_at(memory.address, NUMBER.size))
+        got = string_at(memory.address, SIZE)
+        (number,) = NUMBER.unpack_from(got)
+        assert got[NUMBER.size :] == EMPTY, f"message {number} has changed on its way"
         engine.release(request)
         if number == LAST:
             return arrived
