@@ -12,7 +12,7 @@ sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "rxe")]
 import inside
 import rdma_failures
 from _lab_hosts import swap
-from _streams import PAUSE, SIZE, Stream, receive_all
+from _streams import PAUSE, SIZE, Stream, holds_within, receive_all
 
 from adaptra import _C
 
@@ -77,12 +77,8 @@ def carry(rails: range, seconds: float) -> bool:
     def carried() -> int:
         return sum(int(Path(f"/sys/class/net/p0_{rail}/statistics/rx_bytes").read_text()) for rail in rails)
 
-    enough, deadline = carried() + ENOUGH, time.monotonic() + seconds
-    while carried() < enough:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(PAUSE)
-    return True
+    enough = carried() + ENOUGH
+    return holds_within(seconds, lambda: carried() >= enough)
 
 
 def exchange(host: int) -> list[float]:

@@ -83,8 +83,15 @@ def receive_all(engine: _C.Engine) -> list[float]:
 
 
 def wait_until(what: str, holds: Callable[[], bool]) -> None:
-    """Wait until something holds, looking as often as messages are sent."""
-    deadline = time.monotonic() + PATIENCE
+    """Wait until something holds."""
+    assert holds_within(PATIENCE, holds), what
+
+
+def holds_within(seconds: float, holds: Callable[[], bool]) -> bool:
+    """Whether something comes to hold within this time, looking as often as messages are sent."""
+    deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, what
+        if time.monotonic() >= deadline:
+            return False
         time.sleep(PAUSE)
+    return True
