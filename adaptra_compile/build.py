@@ -84,8 +84,9 @@ def _compile(
             "tuple of two, or a first step with both on every rank"
         )
     args, targets, kwargs = example_microbatch((args, targets, dict(kwargs)), request.microbatches, "example_inputs")
-    if request.stage_modules is not None:
-        compiled = compile_modules(request.stage_modules, args, kwargs, loss=request.loss, targets=targets)
+    modules = request.stage_modules
+    if modules is not None:
+        compiled = compile_modules(modules, args, kwargs, loss=request.loss, targets=targets)
     else:
         compiled = compile_stages(
             request.whole_model, args, kwargs, stages=request.stages, loss=request.loss, targets=targets, split=request.split

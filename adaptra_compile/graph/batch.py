@@ -134,7 +134,7 @@ class InputFormat:
         """
         return self._structure.flatten(self._bind(args, kwargs))
 
-    def call(self, model: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+    def call(self, model: nn.Module, tensors: Sequence[Tensor]) -> Any:
         """Call the model with these tensors in the captured structure."""
         bound = inspect.BoundArguments(self._signature, self._structure.unflatten(tensors))  # type: ignore[arg-type]  # a dict has the order that is asked for
         return model(*bound.args, **bound.kwargs)

@@ -71,6 +71,34 @@ class CompiledStages:
     outputs: OutputFormat
     places: Places
 
+    @staticmethod
+    def of(
+        names: StateNames,
+        holders: Mapping[str, tuple[int, ...]],
+        train: tuple[TrainStage, ...],
+        evaluation: tuple[EvalStage, ...],
+        formats: tuple[InputFormat, TargetFormat, OutputFormat],
+        places: Places,
+    ) -> CompiledStages:
+        """The pipeline of these stages, which hold the model's state as ``holders`` says.
+
+        Raises:
+            CaptureError: A stage that holds a shared trainable parameter does not train it.
+        """
+        inputs, targets, outputs = formats
+        return CompiledStages(
+            train=train,
+            eval=evaluation,
+            tied=_tied(names, holders, train),
+            names={name: holders[first] for name, first in names.aliases.items()},
+            aliases=dict(names.aliases),
+            non_persistent=frozenset(name for name in names.buffers if name not in names.persistent),
+            inputs=inputs,
+            targets=targets,
+            outputs=outputs,
+            places=places,
+        )
+
 
 def compile_stages(
     model: nn.Module,
@@ -142,18 +170,8 @@ def compile_stages(
     with mode:
         train = differentiate(flat, analysis, parts, holders, names, sizes)
         evaluation = evaluate(eval_flat, eval_analysis, eval_parts)
-    return CompiledStages(
-        train=train,
-        eval=evaluation,
-        tied=tied_parameters(names, holders, train),
-        names={name: holders[first] for name, first in names.aliases.items()},
-        aliases=dict(names.aliases),
-        non_persistent=frozenset(name for name in names.buffers if name not in names.persistent),
-        inputs=inputs,
-        targets=target_format,
-        outputs=outputs,
-        places=places_of(flat, analysis, cuts, positions),
-    )
+    formats = (inputs, target_format, outputs)
+    return CompiledStages.of(names, holders, train, evaluation, formats, places_of(flat, analysis, cuts, positions))
 
 
 def _example(
@@ -182,14 +200,7 @@ def _holders(names: StateNames, graphs: Sequence[tuple[FlatGraph, Sequence[Piece
     return holders
 
 
-def tied_parameters(
-    names: StateNames, holders: Mapping[str, tuple[int, ...]], train: Sequence[TrainStage]
-) -> tuple[TiedParameter, ...]:
-    """The trainable parameters that several stages hold.
-
-    Raises:
-        CaptureError: A stage that holds one does not train it.
-    """
+def _tied(names: StateNames, holders: Mapping[str, tuple[int, ...]], train: Sequence[TrainStage]) -> tuple[TiedParameter, ...]:
     found: list[TiedParameter] = []
     for name in names.parameters:
         held = holders[name]

@@ -17,7 +17,7 @@ from adaptra.cuts import Place, Places
 from adaptra.errors import AdaptraError, CaptureError, PartitionError
 from adaptra.graph.batch import InputFormat, Loss, OutputFormat, TargetFormat
 from adaptra.graph.capture import StateNames, state_names
-from adaptra.graph.compile import CompiledStages, tied_parameters
+from adaptra.graph.compile import CompiledStages
 from adaptra.graph.specs import MessageSpec, TensorSpec
 from adaptra.graph.stage_graphs import NOTHING_RANDOM
 from adaptra.graph.stage_modules import Boundary, Differentiable, EvalModule, ModuleCall, StageModule
@@ -60,19 +60,8 @@ def compile_modules(
     train, work = example.train(holders)
     evaluation, outputs = example.evaluate()
     places = tuple(Place(str(stage.index), stage.input_bytes, sum(work[: stage.index])) for stage in train[1:])
-    names = example.names
-    return CompiledStages(
-        train=train,
-        eval=evaluation,
-        tied=tied_parameters(names, holders, train),
-        names={name: holders[first] for name, first in names.aliases.items()},
-        aliases=dict(names.aliases),
-        non_persistent=frozenset(name for name in names.buffers if name not in names.persistent),
-        inputs=inputs,
-        targets=target_format,
-        outputs=outputs,
-        places=Places(places, (), sum(work)),
-    )
+    formats = (inputs, target_format, outputs)
+    return CompiledStages.of(example.names, holders, train, evaluation, formats, Places(places, (), sum(work)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +133,7 @@ class _Example:
                     grad_inputs=specs,
                     grad_outputs=specs_received,
                     flops=replace(stage.flops, input_grad=counted.total.flops),
-                    kept_after_input_grad=sum(_size(one) for one in of_parameters.values()),
+                    kept_after_input_grad=sum(one.nbytes for one in of_parameters.values()),
                     _grad_inputs=layouts,
                     _grad_outputs=received,
                 )
@@ -157,14 +146,13 @@ class _Example:
         stages: list[EvalModule] = []
         takes: InputFormat | Boundary = self.inputs
         travelling, specs = self.flat_inputs, self.inputs.specs
-        returned: Any = None
         for index in range(len(self.modules)):
             with _naming(index), torch.no_grad():
                 call = self._call(index, takes, training=False)
                 returned = call.run(state, call.unpacked(travelling), NOTHING_RANDOM)
                 targets = _specs(self._targets_of(index))
                 if index == len(self.modules) - 1:
-                    outputs, returns = OutputFormat(returned), None
+                    outputs = OutputFormat(returned)
                     loss = _specs([call.loss_of(returned, self.flat_targets)])
                     made = _specs(outputs.flatten(returned))
                     stages.append(EvalModule(index, specs, made, loss, targets, call, None))
@@ -207,7 +195,7 @@ class _Example:
             grad_inputs=(),
             grad_outputs=(),
             flops=Flops(0, 0, 0),
-            parameter_bytes=sum(_size(state[name]) for name in parameters),
+            parameter_bytes=sum(state[name].nbytes for name in parameters),
             kept_after_forward=0,
             kept_after_input_grad=0,
             _call=call,
@@ -295,7 +283,3 @@ def _travelling(gradients: Sequence[Tensor]) -> tuple[tuple[Layout, ...], Messag
 
 def _specs(tensors: Sequence[Tensor]) -> MessageSpec:
     return tuple(TensorSpec(tuple(one.shape), one.dtype) for one in tensors)
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -72,7 +72,7 @@ class Boundary:
         """The tensors as the module returned them."""
         return tuple(layout.unpack(tensor) for layout, tensor in zip(self.layouts, arrived, strict=True))
 
-    def call(self, module: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+    def call(self, module: nn.Module, tensors: Sequence[Tensor]) -> Any:
         """Call the next module with these tensors: a tuple is its arguments, anything else its one argument."""
         remaining = iter(tensors)
         given = pytree.tree_unflatten([next(remaining) if here else None for here in self.is_tensor], self.structure)
