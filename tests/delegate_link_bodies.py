@@ -1,6 +1,7 @@
 """What runs on the hosts of tests/test_delegate_links.py: two engines joined by links."""
 
 import ctypes
+import socket
 import struct
 import sys
 import time
@@ -20,36 +21,64 @@ WINDOW = 24
 PATIENCE = 40.0
 
 
-def until_several_connections(rank, addresses, change, control):
-    """Messages from rank 0 to rank 1, after a while over changed links, until there are several connections.
+def has_several(engine, _):
+    """Whether a channel has several connections."""
+    return any(counters["connections"] > 1 for *_, counters in engine.statistics())
 
-    Returns how many messages there were, and how many connections in the end.
+
+def is_under_bbr(_, ports):
+    """Whether a connection that joins one of these ports is under BBR."""
+    controls = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found = socket.socket(fileno=int(entry.name))
+        except OSError:
+            continue  # no socket, or the descriptor that this listing used
+        try:
+            if {found.getsockname()[1], found.getpeername()[1]} & ports:
+                controls.add(found.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0"))
+        except (OSError, IndexError):
+            continue  # not connected, or not by an address
+        finally:
+            found.detach()
+    assert controls, "no connection of the engine"
+    return b"bbr" in controls
+
+
+GOALS = {"several": has_several, "bbr": is_under_bbr}
+
+
+def until(rank, addresses, change, control, goal):
+    """Messages from rank 0 to rank 1, after a while over changed links, until rank 0 sees the goal, or for too long.
+
+    Returns how many messages there were, and on rank 0 whether it saw the goal before the links changed and in the end.
     """
     engine = _C.Engine(rank, 2, SECRET, **CALM)
     connection = meet(rank, addresses[0])
-    connection.sendall(struct.pack("<H", engine.add_tcp_path(addresses[rank])))
+    own = engine.add_tcp_path(addresses[rank])
+    connection.sendall(struct.pack("<H", own))
     (port,) = struct.unpack("<H", receive(connection, 2))
     engine.set_peer(1 - rank, [(addresses[1 - rank], port)])
     engine.start()
     engine.reserve(1 - rank, SIZE, WINDOW)
-    count = _send(engine, change, control) if rank == 0 else _receive(engine)
+    found = _send(engine, change, control, lambda: GOALS[goal](engine, {own, port})) if rank == 0 else [_receive(engine)]
     # Whoever closes first ends the other's connections.
     connection.sendall(b"x")
     receive(connection, 1)
-    used = max(counters["connections"] for *_, counters in engine.statistics())
     engine.close("the test is over", 0.5)
-    return [count, used]
+    return found
 
 
-def _send(engine, change, control):
-    """The last message begins with a 1; how many there were."""
+def _send(engine, change, control, has_come):
+    """The last message begins with a 1; how many there were, and whether the goal was seen before and after the change."""
     pending = deque()
-    count, is_last, until = 0, 0, time.monotonic() + PATIENCE
+    count, is_last, was_there, deadline = 0, 0, False, time.monotonic() + PATIENCE
     while not is_last:
         if count == WINDOW and change:
+            was_there = has_come()
             change_links(control, change)
-        widest = max((counters["connections"] for *_, counters in engine.statistics()), default=0)
-        is_last = int(widest > 1 or time.monotonic() > until)
+        is_there = count >= WINDOW and has_come()
+        is_last = int(is_there or time.monotonic() > deadline)
         message = engine.allocate(SIZE)
         ctypes.memmove(message.address, struct.pack("<BI", is_last, count), 5)
         pending.append(engine.send(1, False, message, SIZE, time.monotonic()))
@@ -58,7 +87,7 @@ def _send(engine, change, control):
             _finish(pending.popleft())
     while pending:
         _finish(pending.popleft())
-    return count
+    return [count, was_there, is_there]
 
 
 def _receive(engine):

@@ -1,7 +1,20 @@
-"""The delegate's engine between hosts whose link is long, or turns long while messages travel."""
+"""The delegate's engine between hosts whose link is long, or turns long or lossy while messages travel."""
+
+from pathlib import Path
 
 import pytest
-from delegate_link_bodies import until_several_connections
+from delegate_link_bodies import until
+
+CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+
+
+def run(linked_hosts, before, after, goal):
+    """See ``until``: whether the goal was there before the change and in the end. All messages arrive, each once."""
+    with linked_hosts(2, before) as hosts:
+        addresses = [hosts.address(rank) for rank in (0, 1)]
+        (sent, was_there, is_there), (arrived,) = hosts.call(until, addresses, after, hosts.control, goal)
+    assert arrived == sent
+    return was_there, is_there
 
 
 @pytest.mark.root
@@ -9,8 +22,13 @@ from delegate_link_bodies import until_several_connections
     ("before", "after"), [("all delay=30ms", ""), ("all rate=50MB", "all delay=40ms")], ids=["long", "turned long"]
 )
 def test_what_one_connection_cannot_carry_gets_more(linked_hosts, before, after):
-    with linked_hosts(2, before) as hosts:
-        addresses = [hosts.address(rank) for rank in (0, 1)]
-        (sent, used), (arrived, _) = hosts.call(until_several_connections, addresses, after, hosts.control)
-    assert arrived == sent
-    assert used > 1
+    _, is_there = run(linked_hosts, before, after, "several")
+    assert is_there
+
+
+@pytest.mark.root
+def test_connections_are_under_bbr_only_where_packets_are_lost(linked_hosts):
+    systems = CONGESTION_CONTROL.read_text().strip()
+    if systems != "bbr":
+        pytest.skip(f"this system's connections are under {systems} whatever they lose: set {CONGESTION_CONTROL} to bbr")
+    assert run(linked_hosts, "all delay=2ms", "all loss=0.03", "bbr") == (False, True)

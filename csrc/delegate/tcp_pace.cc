@@ -6,6 +6,8 @@
 #include <sys/socket.h>
 
 #include <chrono>
+#include <cstring>
+#include <string_view>
 #include <utility>
 
 namespace adaptra::delegate {
@@ -13,6 +15,9 @@ namespace {
 
 // On a shorter link a window that is full says only that the receiver is slow.
 constexpr std::chrono::microseconds kLong{2000};
+constexpr std::string_view kSteady = "cubic", kStopping = "bbr";
+// A connection is lossy if of so many packets more than one in a hundred was repeated.
+constexpr std::uint64_t kPackets = 1000;
 
 // The round trip by which the congestion control sizes its window: only BBR has such a number, and tells it.
 std::chrono::microseconds believed_round_trip(int socket, std::uint32_t measured_us) noexcept {
@@ -24,10 +29,30 @@ std::chrono::microseconds believed_round_trip(int socket, std::uint32_t measured
 
 }  // namespace
 
+TcpPace::TcpPace(int socket) {
+  char name[16]{};
+  socklen_t size = sizeof name;
+  if (getsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, name, &size) != 0) return;
+  const std::string_view systems(name, strnlen(name, size));
+  if (!systems.starts_with(kStopping)) return;
+  // Refused where the system allows no other.
+  if (setsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, kSteady.data(), kSteady.size()) == 0) systems_ = systems;
+}
+
+void TcpPace::give_back_if_lossy(int socket, std::uint64_t sent, std::uint64_t repeated) noexcept {
+  if (systems_.empty() || sent - sent_ < kPackets) return;
+  const std::uint64_t sent_since = sent - std::exchange(sent_, sent);
+  const std::uint64_t repeated_since = repeated - std::exchange(repeated_, repeated);
+  if (100 * repeated_since <= sent_since) return;
+  setsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, systems_.data(), static_cast<socklen_t>(systems_.size()));
+  systems_.clear();
+}
+
 Pace TcpPace::read(int socket) noexcept {
   tcp_info info{};
   socklen_t size = sizeof info;
   if (getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
+  give_back_if_lossy(socket, info.tcpi_data_segs_out, info.tcpi_total_retrans);
   const std::uint64_t limited = info.tcpi_sndbuf_limited + info.tcpi_rwnd_limited;
   const std::uint64_t busy_for = info.tcpi_busy_time - std::exchange(busy_us_, info.tcpi_busy_time);
   const std::uint64_t limited_for = limited - std::exchange(limited_us_, limited);

@@ -41,7 +41,8 @@ constexpr std::size_t kReadBudget = 4U << 20;
 
 class TcpConnection : public Connection, public Handler {
  public:
-  TcpConnection(TcpWire& wire, Descriptor socket, Sink& sink) : wire_(wire), socket_(std::move(socket)), sink_(sink) {
+  TcpConnection(TcpWire& wire, Descriptor socket, Sink& sink)
+      : wire_(wire), socket_(std::move(socket)), sink_(sink), pace_(socket_.get()) {
     const int on = 1;
     setsockopt(socket_.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     setsockopt(socket_.get(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kUnsentBytes, sizeof kUnsentBytes);

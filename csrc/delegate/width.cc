@@ -18,6 +18,8 @@ constexpr std::uint32_t kPatience = 10;
 constexpr double kForgotten = 0.05;
 // What busy hosts add to a round trip.
 constexpr Clock::duration kCommon = std::chrono::milliseconds(10);
+// Of a round trip: what queues on a link that is full.
+constexpr double kQueue = 0.25;
 
 }  // namespace
 
@@ -81,7 +83,10 @@ void Width::find_outdated(std::span<const Pace> paces, std::uint64_t under_way) 
 
 bool Width::are_limited(std::span<const Pace> paces) const {
   for (std::size_t k = 0; k < paces.size(); ++k) {
-    if (!is_avoided(k, paces.size()) && !paces[k].is_limited && !outdated_[k]) return false;
+    if (is_avoided(k, paces.size()) || outdated_[k]) continue;
+    // Where bytes queue the link is full, whatever else holds the connection up.
+    const bool is_queueing = paces[k].round_trip > (1 + kQueue) * Seconds(paces[k].believed_round_trip) + kCommon;
+    if (!paces[k].is_limited || is_queueing) return false;
   }
   return true;
 }

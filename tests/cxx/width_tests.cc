@@ -61,6 +61,9 @@ void test_what_says_nothing() {
   watched.each.is_limited = false;
   check(!watched.after(10'000'000, 1), "no more beside one that the link holds up");
   watched.each.is_limited = true;
+  watched.each.round_trip = 90ms;
+  check(!watched.after(10'000'000, 1), "no more on a link that is full");
+  watched.each.round_trip = 60ms;
   watched.each.busy = kStep / 4;
   check(!watched.after(10'000'000, 1), "no more for a rank with little to send");
   check(!watched.width.is_due(watched.now + 100ms), "two round trips to be waited for");
