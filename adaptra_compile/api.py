@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from adaptra.runtime.plan import Plan
 from adaptra.simulate import simulate
 from adaptra.timeline import Timeline
 
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
+
 
 def compile(
     model: nn.Module | Sequence[nn.Module],
@@ -46,6 +49,7 @@ def compile(
     loss: Callable[..., Any] | None = None,
     memory: int | None = None,
     split: Sequence[str] | None = None,
+    mesh: DeviceMesh | None = None,
     transport: str | None = None,
     options: Options | None = None,
 ) -> Pipeline:
@@ -68,6 +72,8 @@ def compile(
         memory: For how many microbatches a stage may hold activations at a time, or None for no limit. A microbatch counts
             from its F to its W; what its I frees is known from the stage's graphs and counts no longer after I.
         split: Names of the modules that begin stages 1, 2, …; without it the stages are balanced by estimated cost.
+        mesh: A ``torch.distributed`` DeviceMesh of all ranks whose dimensions are ``dp`` and ``pp``, or ``pp`` alone: along
+            ``pp`` lie the stages of a replica. Without it these are consecutive ranks.
         transport: ``"local"``, ``"c10d"``, the name of an installed transport, or None for c10d under a launcher, else local.
         options: How the runtime behaves; see :class:`adaptra.runtime.options.Options`.
 
@@ -79,7 +85,7 @@ def compile(
         LaunchError: The ranks don't fit the stages, there is no such transport, or another rank compiles something else.
         ScheduleError, PlanError: ``options.schedule`` is unknown, of another pipeline, or does not fit the memory.
     """
-    request = Request(model, stages, microbatches, loss, memory, split, transport, options or Options())
+    request = Request(model, stages, microbatches, loss, memory, split, mesh, transport, options or Options())
     pipeline = Pipeline(request)
     named: Any = {} if example_kwargs is None else example_kwargs
     if not isinstance(named, Mapping):

@@ -50,6 +50,7 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
         request.transport,
         request.facts(),
         options.timeout,
+        roles=request.roles,
         with_delegate=options.uses_delegate,
         addresses=options.addresses,
     )

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from adaptra.errors import LaunchError, OptionError
+from adaptra.roles import Roles
 from adaptra.runtime.faults import Fault
 from adaptra.runtime.options import Options, is_whole
 from adaptra.runtime.transports.registry import is_built_in, transport_names
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class Request:
     loss: Callable[..., Any] | None
     memory: int | None
     split: Sequence[str] | None
+    mesh: DeviceMesh | None
     transport: str | None
     options: Options
 
@@ -55,6 +60,8 @@ class Request:
         given = self.transport
         if given is not None and given not in transport_names():
             raise LaunchError(f"transport {given!r}: expected one of {', '.join(transport_names())}")
+        if self.roles is not None and given == "local":
+            raise OptionError("mesh= with transport 'local': expected another transport, as 'local' runs all in one process")
         given = self.options
         if not isinstance(given, Options):
             raise OptionError(f"options={given!r}: expected adaptra.Options(...)")
@@ -96,6 +103,11 @@ class Request:
         return self.model if isinstance(self.model, nn.Module) else nn.ModuleList(self.model)
 
     @property
+    def roles(self) -> Roles | None:
+        """Which stage of which replica each rank of the job holds, where a mesh says so."""
+        return None if self.mesh is None else Roles.of_mesh(self.mesh, self.stages)
+
+    @property
     def faults(self) -> tuple[Fault, ...]:
         """The faults to inject."""
         return tuple(map(Fault.parse, self.options.faults))
@@ -108,6 +120,7 @@ class Request:
             "microbatches": str(self.microbatches),
             "memory": str(self.memory),
             "split": str(None if self.split is None else list(self.split)),
+            "mesh": str(self.roles and list(self.roles.ranks)),
             "transport": str(self.transport),
             "loss": "None" if self.loss is None else "a function",
             "options.adapt": str(options.adapt),

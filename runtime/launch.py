@@ -96,6 +96,7 @@ def launch(
     arguments: Mapping[str, str],
     timeout: float,
     *,
+    roles: Roles | None = None,
     with_delegate: bool = False,
     addresses: Sequence[str] = (),
 ) -> Launch:
@@ -106,6 +107,7 @@ def launch(
         transport: ``"local"``, ``"c10d"``, the name of an installed transport, or None: c10d under a launcher, else local.
         arguments: What the user asked for, by name: the ranks compare it before anything else.
         timeout: Seconds to wait for the other ranks.
+        roles: Which stage of which replica each rank of the job holds; None for consecutive ranks.
         with_delegate: Whether some edges may take the delegate, which is then set up beside the transport.
         addresses: Of this host, for the delegate; see :class:`adaptra.runtime.options.Options`.
 
@@ -137,9 +139,10 @@ def launch(
             f"{ranks} ranks for {stages} stages: expected a multiple of {stages} ranks (more make data-parallel replicas); "
             f"start {_nearest_multiple(ranks, stages)} processes or ask for another number of stages"
         )
-    if ranks == stages:
+    usual = Roles.initial(ranks, stages)
+    if roles in (None, usual) and ranks == stages:
         return Launch((_join(name, None, with_delegate, addresses),))
-    return Job(name, store, with_delegate, addresses).join(Roles.initial(ranks, stages))
+    return Job(name, store, with_delegate, addresses).join(roles or usual)
 
 
 def _join(name: str, group: dist.ProcessGroup | None, with_delegate: bool, addresses: Sequence[str]) -> Transport:

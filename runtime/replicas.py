@@ -43,24 +43,37 @@ class Replicas:
         self._lock = threading.Lock()
         self._ended = False
 
-    def average(self, parameters: Iterable[Tensor], losses: Tensor) -> Tensor:
-        """Replace every gradient by its mean over the replicas, and return the mean of the losses.
+    def average_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Replace every gradient by its mean over the replicas.
 
-        Every replica adds in the same order, so the copies stay bitwise equal.
+        Every replica adds in the same order, so the copies stay bitwise equal. Waits for the replicas' ranks of this stage
+        alone: other stages may still compute.
 
         Raises:
             PeerLostError: Another replica has failed; says why where it could.
         """
+        gradients: list[Tensor] = []
+        for parameter in parameters:
+            if parameter.grad is None:  # here; another replica's part of the batch may have reached it
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        self._average(gradients)
+
+    def average_losses(self, losses: Tensor) -> Tensor:
+        """The mean of the replicas' losses; raises as :meth:`average_gradients`."""
+        mean = losses.clone()  # the last stage's are on their way to other ranks
+        self._average([mean])
+        return mean
+
+    def _average(self, tensors: Sequence[Tensor]) -> None:
         try:
-            for parameter in parameters:
-                if parameter.grad is None:  # here; another replica's part of the batch may have reached it
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, group=self._group)
-                parameter.grad /= self._count
-            dist.all_reduce(losses, group=self._group)
+            works = [dist.all_reduce(one, group=self._group, async_op=True) for one in tensors]
+            for tensor, work in zip(tensors, works, strict=True):
+                assert work is not None, "this rank is of the group"
+                work.wait()
+                tensor /= self._count
         except RuntimeError as error:
             raise PeerLostError(f"a data-parallel replica is lost: {self._why() or error}") from error
-        return losses / self._count
 
     def placed(self, error: PeerLostError) -> PeerLostError:
         """An error of this rank's pipeline, in which ranks count from 0, with the job's number of the lost rank."""

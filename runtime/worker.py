@@ -188,9 +188,11 @@ class Worker:
             self._gradients.begin_step(step)
             executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=self._losses.tell)
             self._gradients.end_step()
+            if self._replicas is not None:  # while the stages that end later still compute
+                self._replicas.average_gradients(self.trainable.values())
             losses = self._losses.end_step(self._options.timeout)
             if self._replicas is not None:
-                losses = self._replicas.average(self.trainable.values(), losses)
+                losses = self._replicas.average_losses(losses)
             self._probes.end_step(self._options.timeout)
             measurement = self.monitor.end_step(step, started, time.monotonic())
             self.measured.extend(measurement.stages)

@@ -214,6 +214,10 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ("model: a …: expected a torch.nn.Module, or a list of them, one for every stage", example(model=nn.Linear)),
     *(("stages=…: expected a whole number of at least 1", example(stages=given)) for given in (0, -1, 2.0, "2", True, None)),
     *(("microbatches=…: expected a whole number of at least 1", example(microbatches=given)) for given in (0, 4.0, "4")),
+    (
+        "mesh=…: expected a torch.distributed DeviceMesh whose mesh_dim_names are ('dp', 'pp'), or ('pp',)",
+        example(mesh="dp, pp"),
+    ),
     *(("memory=…: expected a whole number of at least 1", example(memory=given)) for given in (0, -1, 1.5, [2, 2])),
     ("loss=…: expected a function of (outputs, targets), or None if the model returns the loss", example(loss="mean")),
     ("split=…: expected a list of module names, one for every stage but the first", example(split="layers.4")),

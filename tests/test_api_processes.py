@@ -27,6 +27,9 @@ DOCUMENTED = {
         "another number of stages"
     ),
     "replica": "a data-parallel replica is lost: …",
+    "half": "mesh=…: … ranks in a job of …: expected a mesh of all ranks",
+    "pp": "mesh=…: … ranks along pp with stages=…: expected one for every stage",
+    "local": "mesh= with transport 'local': expected another transport, as 'local' runs all in one process",
 }
 
 
@@ -169,18 +172,21 @@ def test_ranks_that_compile_something_else_are_named():
     assert len(state) + len(other_state) == 16 and not set(state) & set(other_state)
 
 
-def train_replicas(rank, delay):
-    """Two replicas of two stages: every replica gets its own half of the rows."""
+def train_replicas(rank, delay, dimensions=None):
+    """Two replicas of two stages, on a mesh with these dimensions if any: every replica gets its own half of the rows."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
 
     import adaptra
 
     options = adaptra.Options(
         faults=[f"delay 0-1 {delay}ms @2"] if delay else [], emulate=adaptra.EmulatedDevice(0.004, 0.004, 0.004)
     )
-    example, pipe = set_up(stages=2, options=options)
-    replica = rank // 2
+    mesh = dimensions and init_device_mesh("cpu", (2, 2), mesh_dim_names=tuple(dimensions))
+    example, pipe = set_up(stages=2, options=options, mesh=mesh)
+    replica = mesh.get_local_rank("dp") if mesh else rank // 2
+    assert pipe.replica == replica
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     losses, gradients = [], {}
     with pipe:
@@ -227,6 +233,86 @@ def test_replicas_take_the_mean_and_stay_equal():
         assert same(state, other_state) and same(mine, theirs)
         for name, gradient in mine.items():
             torch.testing.assert_close(torch.from_numpy(gradient), gradients[name], rtol=1e-4, atol=1e-7)
+
+
+def test_a_mesh_says_which_stage_of_which_replica_a_rank_holds():
+    """What ranks 0, 2 and 1, 3 train, the stages of its two columns, is bitwise what consecutive ranks do."""
+    usual = run_processes(train_replicas, 4, 0, ["dp", "pp"])
+    across = run_processes(train_replicas, 4, 0, ["pp", "dp"])
+    for rank, same_role in enumerate([0, 2, 1, 3]):
+        (losses, gradients, state, _), (others, theirs, other_state, _) = usual[rank], across[same_role]
+        assert losses == others and same(gradients, theirs) and same(state, other_state)
+
+
+def refuse_meshes(rank):
+    """Meshes that don't fit, and one replica whose stages lie in another order."""
+    import torch.distributed as dist
+    from torch.distributed import DeviceMesh
+
+    dist.init_process_group("gloo")
+    halves = [DeviceMesh("cpu", ranks, mesh_dim_names=("pp",)) for ranks in ([0, 1], [2, 3])]
+    every = DeviceMesh("cpu", [3, 1, 0, 2], mesh_dim_names=("pp",))
+    refused = {
+        "half": caught(lambda: set_up(stages=2, mesh=halves[rank // 2])),
+        "pp": caught(lambda: set_up(stages=2, mesh=every)),
+        "local": caught(lambda: set_up(stages=4, mesh=every, transport="local")),
+    }
+    example, pipe = set_up(stages=4, mesh=every)
+    args, _, targets = example.rows(ROWS, seed=0)
+    with pipe:
+        return refused, pipe.step(args, targets).item(), sorted(pipe.state_dict())
+
+
+def test_a_mesh_is_of_all_ranks_and_gives_stages_their_order():
+    results = run_processes(refuse_meshes, 4)
+    for refused, *_ in results:
+        for row, error in refused.items():
+            check_documented(*error[:2], DOCUMENTED[row])
+    usual = run_processes(step_once, 4)
+    assert [results[rank][1:] for rank in (3, 1, 0, 2)] == usual
+
+
+def step_once(rank):
+    example, pipe = set_up(stages=4)
+    args, _, targets = example.rows(ROWS, seed=0)
+    with pipe:
+        return pipe.step(args, targets).item(), sorted(pipe.state_dict())
+
+
+def average_before_others_end(rank):
+    """Stages other than the last end no step before the last one's gradients are averaged over the replicas."""
+    import datetime
+
+    import torch.distributed as dist
+
+    from adaptra.runtime.gradients import Gradients
+    from adaptra.runtime.replicas import Replicas
+
+    dist.init_process_group("gloo")
+    store = dist.distributed_c10d._get_default_store()
+    replica, stage = divmod(rank, 2)
+    end_step, average = Gradients.end_step, Replicas.average_gradients
+
+    def waiting(gradients):
+        if stage == 0:
+            store.wait([f"averaged {replica}"], datetime.timedelta(seconds=30))
+        end_step(gradients)
+
+    def telling(replicas, parameters):
+        average(replicas, parameters)
+        if stage == 1:
+            store.set(f"averaged {replica}", "")
+
+    Gradients.end_step, Replicas.average_gradients = waiting, telling
+    example, pipe = set_up(stages=2)
+    args, _, targets = example.rows(ROWS, seed=rank // 2)
+    with pipe:
+        return pipe.step(args, targets).item()
+
+
+def test_a_stage_averages_its_gradients_while_others_still_compute():
+    losses = run_processes(average_before_others_end, 4)
+    assert losses == losses[:1] * 4
 
 
 def test_replicas_adapt():
