@@ -158,7 +158,7 @@ def test_ranks_that_compile_something_else_are_named():
     (first, losses, state), (second, same_losses, other_state) = run_processes(compile_differently, 2)
     for found in (first, second):
         assert all(error is not None and error[0] in {"LaunchError", "BatchError"} for error in found.values()), found
-        assert all(error[-1] < 10 for error in found.values())
+        assert all(error[-1] < 30 for error in found.values())
         check_documented(*found["stages"][:2], DOCUMENTED["arguments"])
         assert "rank 1 was given stages=1, rank 0 stages=2" in found["stages"][1]
         assert "rank 1 was given options.seed=1, rank 0 options.seed=0" in found["seed"][1]
@@ -352,7 +352,7 @@ def test_a_failure_in_one_replica_reaches_the_others():
     assert results[3][:3:2] == ("PeerLostError", 2) and "out of range" in results[3][1]
     for kind, message, _, _, seconds in results[:2]:
         assert kind == "PeerLostError" and "out of range" in message and "the job's ranks 2, 3" in message
-        assert seconds < 15
+        assert seconds < 30
     assert any("a data-parallel replica is lost" in message for _, message, *_ in results[:2])
 
 
