@@ -24,6 +24,7 @@ from adaptra.build import build
 from adaptra.built import Built
 from adaptra.errors import BatchError, OptionError, PipelineError, StateError
 from adaptra.explanation import explain
+from adaptra.memory import predicted_peaks
 from adaptra.report import perfetto, picture
 from adaptra.report.files import check_suffix
 from adaptra.report.stages import stage_table
@@ -47,7 +48,7 @@ def compile(
     example_inputs: Any = None,
     example_kwargs: Mapping[str, Any] | None = None,
     loss: Callable[..., Any] | None = None,
-    memory: int | None = None,
+    memory: int | str | None = None,
     split: Sequence[str] | None = None,
     mesh: DeviceMesh | None = None,
     transport: str | None = None,
@@ -69,8 +70,9 @@ def compile(
         example_kwargs: The keyword arguments of step, if the model takes any.
         loss: ``loss(outputs, targets)`` → scalar. Without it the model itself returns the scalar loss, and targets, if given,
             are its last positional argument.
-        memory: For how many microbatches a stage may hold activations at a time, or None for no limit. A microbatch counts
-            from its F to its W; what its I frees is known from the stage's graphs and counts no longer after I.
+        memory: What a rank may hold of activations at a time: a size such as ``"2GiB"``, with what an op needs while it runs
+            and messages on their way; or a number of microbatches; or None for no limit. A microbatch counts from its F to its
+            W; what its I frees is known from the stage's graphs and counts no longer after I.
         split: Names of the modules that begin stages 1, 2, …; without it the stages are balanced by estimated cost.
         mesh: A ``torch.distributed`` DeviceMesh of all ranks whose dimensions are ``dp`` and ``pp``, or ``pp`` alone: along
             ``pp`` lie the stages of a replica. Without it these are consecutive ranks.
@@ -83,7 +85,8 @@ def compile(
         CaptureError, PartitionError: The model can't be captured or cut; says where and what to change.
         BatchError: The example's batch does not divide into microbatches.
         LaunchError: The ranks don't fit the stages, there is no such transport, or another rank compiles something else.
-        ScheduleError, PlanError: ``options.schedule`` is unknown, of another pipeline, or does not fit the memory.
+        ScheduleError, PlanError: ``options.schedule`` is unknown, of another pipeline, or does not fit the memory; or one
+            microbatch does not.
     """
     request = Request(model, stages, microbatches, loss, memory, split, mesh, transport, options or Options())
     pipeline = Pipeline(request)
@@ -368,10 +371,11 @@ class Pipeline:
         return str(explanation)
 
     def report(self) -> str:
-        """A table of what was compiled: per stage the FLOPs, parameters, activations and messages."""
+        """A table of what was compiled: per stage the FLOPs, parameters, activations and their peak, and messages."""
         built = self._require()
         peaks = simulate(self.plan.program, self.plan.case.cost).peak_in_flight
-        return stage_table(built.compiled.train, self.plan.program, peaks)
+        sizes = predicted_peaks(self.plan.program, built.compiled.train)
+        return stage_table(built.compiled.train, self.plan.program, peaks, sizes)
 
     def timeline(self) -> Timeline | None:
         """The measured timeline of the last step. Under torchrun all ranks call this; only the first stage's rank gets it."""

@@ -21,6 +21,7 @@ from adaptra.first_plan import first_plan
 from adaptra.graph import CompiledStages, compile_stages
 from adaptra.graph.compile_modules import compile_modules
 from adaptra.graph.round_messages import round_messages
+from adaptra.memory import in_bytes, parse_size
 from adaptra.planner import plan
 from adaptra.program import Program
 from adaptra.remedies import Means, find_remedies
@@ -98,7 +99,9 @@ def _compile(
     cost, options = estimated_cost(compiled), request.options
     if options.emulate is not None:
         cost = options.emulate.apply(cost)
-    if request.memory is not None:
+    if isinstance(request.memory, str):
+        cost = in_bytes(cost, compiled.train, parse_size(request.memory))
+    elif request.memory is not None:
         cost = replace(cost, memory_limit=(float(request.memory),) * request.stages)
     case = Case(cost, request.microbatches, tuple(range(request.stages)), name="compiled")
     means = Means(options.uses_delegate, options.lossy_bf16 == "slow", compiled.places)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from adaptra.errors import LaunchError, OptionError
+from adaptra.memory import parse_size
 from adaptra.roles import Roles
 from adaptra.runtime.faults import Fault
 from adaptra.runtime.options import Options, is_whole
@@ -32,7 +33,7 @@ class Request:
     stages: int
     microbatches: int
     loss: Callable[..., Any] | None
-    memory: int | None
+    memory: int | str | None
     split: Sequence[str] | None
     mesh: DeviceMesh | None
     transport: str | None
@@ -40,14 +41,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self._check_model()
-        given: Any
-        for name in ("stages", "microbatches", "memory"):
-            given = getattr(self, name)
-            if name == "memory" and given is None:
-                continue
-            if not is_whole(given) or given < 1:
-                raise OptionError(f"{name}={given!r}: expected a whole number of at least 1")
-        given = self.loss
+        self._check_numbers()
+        given: Any = self.loss
         if given is not None and not callable(given):
             raise OptionError(
                 f"loss={given!r}: expected a function of (outputs, targets), or None if the model returns the loss"
@@ -91,6 +86,16 @@ class Request:
             )
         if self.split is not None:
             raise OptionError(f"split={self.split!r}: expected None, as the model is a list of stages already")
+
+    def _check_numbers(self) -> None:
+        numbers: dict[str, Any] = {"stages": self.stages, "microbatches": self.microbatches}
+        if isinstance(self.memory, str):
+            parse_size(self.memory)
+        elif self.memory is not None:
+            numbers["memory"] = self.memory
+        for name, given in numbers.items():
+            if not is_whole(given) or given < 1:
+                raise OptionError(f"{name}={given!r}: expected a whole number of at least 1")
 
     @property
     def stage_modules(self) -> nn.ModuleList | None:

@@ -372,6 +372,6 @@ def check_memory(what: str, program: Program, cost: CostModel) -> None:
     for rank in found.over_memory:
         assert cost.memory_limit is not None, "only a limit can be exceeded"
         raise PlanError(
-            f"{what}: rank {rank} holds the activations of {found.peak_memory[rank]:g} microbatches: expected at most "
-            f"memory={cost.memory_limit[rank]:g}"
+            f"{what}: rank {rank} holds {found.peak_memory[rank]:g} of activations: expected at most "
+            f"{cost.memory_limit[rank]:g}, in the unit of memory= (microbatches, or bytes)"
         )

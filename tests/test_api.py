@@ -218,6 +218,15 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
         "mesh=…: expected a torch.distributed DeviceMesh whose mesh_dim_names are ('dp', 'pp'), or ('pp',)",
         example(mesh="dp, pp"),
     ),
+    *(
+        ("memory=…: expected a size such as '2GiB' or '500MB', or a number of microbatches", example(memory=given))
+        for given in ("2", "GiB", "-1 GiB", "2 gib", "0.1 B")
+    ),
+    (
+        "memory=…: stage … needs … for one microbatch, and keeps … of it from F to I: expected at least what it needs; half "
+        "the rows per microbatch or twice the stages need about …, activation checkpointing keeps … or more",
+        example(memory="1 KiB"),
+    ),
     *(("memory=…: expected a whole number of at least 1", example(memory=given)) for given in (0, -1, 1.5, [2, 2])),
     ("loss=…: expected a function of (outputs, targets), or None if the model returns the loss", example(loss="mean")),
     ("split=…: expected a list of module names, one for every stage but the first", example(split="layers.4")),
@@ -327,7 +336,7 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
         for sizes in ((3, MICROBATCHES), (2, 5))
     ),
     (
-        "schedule …: rank … holds the activations of … microbatches: expected at most memory=…",
+        "schedule …: rank … holds … of activations: expected at most …, in the unit of memory= (microbatches, or bytes)",
         example(memory=2, options=adaptra.Options(schedule="gpipe")),
     ),
     ("adapt=…: expected True or False", options(adapt="no")),

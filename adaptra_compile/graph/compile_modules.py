@@ -21,7 +21,7 @@ from adaptra.graph.compile import CompiledStages
 from adaptra.graph.specs import MessageSpec, TensorSpec
 from adaptra.graph.stage_graphs import NOTHING_RANDOM
 from adaptra.graph.stage_modules import Boundary, Differentiable, EvalModule, ModuleCall, StageModule
-from adaptra.graph.stages import Flops
+from adaptra.graph.stages import Flops, Peaks
 from adaptra.graph.trace import Layout
 from adaptra.graph.work import CountWork
 
@@ -127,13 +127,17 @@ class _Example:
             gradients = [torch.zeros_like(one) if new is None else new for one, new in zip(inputs, arrived, strict=True)]
             received, specs_received = layouts, specs
             layouts, specs = _travelling(gradients)
+            kept = sum(one.nbytes for one in of_parameters.values())
+            # Autograd says nothing of what its ops hold meanwhile.
+            peaks = Peaks(stage.kept_after_forward, stage.kept_after_forward + kept, kept)
             found.append(
                 replace(
                     stage,
                     grad_inputs=specs,
                     grad_outputs=specs_received,
                     flops=replace(stage.flops, input_grad=counted.total.flops),
-                    kept_after_input_grad=sum(one.nbytes for one in of_parameters.values()),
+                    kept_after_input_grad=kept,
+                    peaks=peaks,
                     _grad_inputs=layouts,
                     _grad_outputs=received,
                 )
@@ -198,6 +202,7 @@ class _Example:
             parameter_bytes=sum(state[name].nbytes for name in parameters),
             kept_after_forward=0,
             kept_after_input_grad=0,
+            peaks=Peaks(0, 0, 0),
             _call=call,
             _returns=returns,
             _grad_inputs=(),

@@ -11,11 +11,12 @@ from torch import fx
 
 from adaptra.graph.analyze import Analysis
 from adaptra.graph.capture import FlatGraph, StateNames
+from adaptra.graph.memory import peak_bytes
 from adaptra.graph.partition import Piece
 from adaptra.graph.specs import MessageSpec, TensorSpec
 from adaptra.graph.split import SplitPiece, build, forward_part, split
 from adaptra.graph.stage_graphs import EvalGraphs, ForwardGraph, StageGraphs
-from adaptra.graph.stages import Flops
+from adaptra.graph.stages import Flops, Peaks
 from adaptra.graph.trace import GradientMessage, Layout, TracedPiece, trace_piece
 from adaptra.graph.work import flops_of_nodes
 
@@ -133,6 +134,11 @@ def _stage(
         kept_after_forward=_kept_bytes(traced, parts, range(len(parts.kept))),
         kept_after_input_grad=_kept_bytes(traced, parts, weight_grad_takes)
         + sum(_size(node) for node in parts.kept_by_input_grad),
+        peaks=Peaks(
+            forward=peak_bytes(forward.module.graph, foreign=range(len(traced.state) + len(traced.constants))),
+            input_grad=_backward_peak(input_grad, input_grad_takes, traced, parts, weight_grad_takes),
+            weight_grad=_backward_peak(weight_grad, weight_grad_takes, traced, parts),
+        ),
         _forward=forward,
         _input_grad=input_grad,
         _input_grad_takes=input_grad_takes,
@@ -171,6 +177,17 @@ def _kept_bytes(traced: TracedPiece, parts: SplitPiece, positions: Iterable[int]
     """Bytes of values at these positions of I's inputs, without those that the stage holds anyway."""
     sources = (*parts.kept, *traced.grad_outputs)
     return sum(_size(sources[i]) for i in positions if sources[i] not in traced.state and sources[i] not in traced.constants)
+
+
+def _backward_peak(
+    module: fx.GraphModule, takes: Sequence[int], traced: TracedPiece, parts: SplitPiece, passed: Sequence[int] = ()
+) -> int:
+    """The bytes that I or W holds at most; with what I passes on to W and may not take itself."""
+    sources = (*parts.kept, *traced.grad_outputs)
+    foreign = [at for at, index in enumerate(takes) if sources[index] in traced.state or sources[index] in traced.constants]
+    staying = [at for at, index in enumerate(takes) if index in passed]
+    beside = _kept_bytes(traced, parts, [index for index in passed if index not in takes])
+    return peak_bytes(module.graph, foreign=foreign, staying=staying) + beside
 
 
 def _size(node: fx.Node) -> int:

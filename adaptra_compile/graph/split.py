@@ -117,7 +117,7 @@ def build(
             made[node] = graph.call_function(target, args, kwargs)
         made[node].meta = {"val": node.meta.get("val")}
     copies = set(copied)
-    results = [graph.call_function(_aten.clone.default, (made[node],)) if node in copies else made[node] for node in outputs]
+    results = [_clone(graph, made[node]) if node in copies else made[node] for node in outputs]
     graph.output(results)
     graph.set_codegen(_ListCodeGen())
     return fx.GraphModule(torch.nn.Module(), graph), count
@@ -133,6 +133,12 @@ class _ListCodeGen(CodeGen):
 
 
 _aten = torch.ops.aten
+
+
+def _clone(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    made = graph.call_function(_aten.clone.default, (node,))
+    made.meta = {"val": node.meta["val"].clone()}
+    return made
 
 
 def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -28,6 +28,15 @@ class Flops:
 
 
 @dataclass(frozen=True, slots=True)
+class Peaks:
+    """The most bytes that F, I and W of one microbatch hold while they run, what they are given included, state not."""
+
+    forward: int
+    input_grad: int
+    weight_grad: int
+
+
+@dataclass(frozen=True, slots=True)
 class TrainStage(ABC):
     """One stage of a training pipeline.
 
@@ -44,6 +53,7 @@ class TrainStage(ABC):
         parameter_bytes: Of the stage's parameters.
         kept_after_forward: Bytes that one microbatch keeps from F to I, inputs included, state not.
         kept_after_input_grad: Bytes that one microbatch keeps from I to W.
+        peaks: Bytes while F, I and W run.
     """
 
     index: int
@@ -60,6 +70,7 @@ class TrainStage(ABC):
     parameter_bytes: int
     kept_after_forward: int
     kept_after_input_grad: int
+    peaks: Peaks
 
     @property
     def input_bytes(self) -> int:

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 _UNITS = ("", "k", "M", "G", "T", "P")
 
 
-def stage_table(stages: Sequence[TrainStage], program: Program, in_flight: Sequence[int]) -> str:
+def stage_table(stages: Sequence[TrainStage], program: Program, in_flight: Sequence[int], peak_bytes: Sequence[int]) -> str:
     """One row per stage.
 
     Args:
         stages: The stages' graphs.
         program: The program that runs; named in the title.
         in_flight: How many microbatches each stage has in flight at most under it.
+        peak_bytes: The most bytes of activations that each stage's rank holds under it.
     """
     title = f"{len(stages)} stages, {program.microbatches} microbatches, plan {program.name}; per microbatch"
     if any(spec.lossy_bf16 for stage in stages for spec in stage.outputs):
@@ -39,9 +40,10 @@ def stage_table(stages: Sequence[TrainStage], program: Program, in_flight: Seque
         "sends forward",
         "backward",
         "in flight",
+        "peak",
     ):
         table.add_column(heading, justify="right")
-    for stage, count in zip(stages, in_flight, strict=True):
+    for stage, count, peak in zip(stages, in_flight, peak_bytes, strict=True):
         sizes = (stage.kept_after_forward, stage.kept_after_input_grad, stage.output_bytes, stage.grad_input_bytes)
         table.add_row(
             str(stage.index),
@@ -51,6 +53,7 @@ def stage_table(stages: Sequence[TrainStage], program: Program, in_flight: Seque
             _short(stage.flops.weight_grad),
             *map(_bytes, sizes),
             str(count),
+            _bytes(peak),
         )
     console = Console(file=StringIO(), width=120)
     console.print(table)

@@ -1,0 +1,52 @@
+"""How many bytes the graphs of a stage hold while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+
+def peak_bytes(graph: fx.Graph, *, foreign: Collection[int], staying: Collection[int] = ()) -> int:
+    """The most bytes that a graph of ``split.build`` holds at a time, what it is given included.
+
+    A tensor lives from its making to the last use of it or of a view of it. What an op needs for itself while it runs is not
+    known.
+
+    Args:
+        graph: Its nodes hold fake tensors.
+        foreign: Which of the values that it takes are somebody else's and not counted.
+        staying: Which of them live on after their last use.
+    """
+    nodes = list(graph.nodes)
+    taken = [node for node in nodes if node.op == "placeholder"]
+    excluded = set(_storages(taken[index] for index in foreign))
+    sizes: dict[StorageWeakRef, int] = {}
+    made: list[list[StorageWeakRef]] = []
+    last_use: dict[StorageWeakRef, int] = {}
+    for index, node in enumerate(nodes):
+        made.append([])
+        for storage, size in _storages([node]).items():
+            if storage not in excluded and storage not in sizes:
+                sizes[storage] = size
+                made[index].append(storage)
+        for storage in _storages([node, *node.all_input_nodes]):
+            last_use[storage] = index
+    last_use |= dict.fromkeys(_storages(taken[index] for index in staying), len(nodes))
+    ends: dict[int, int] = {}
+    for storage, size in sizes.items():
+        ends[last_use[storage]] = ends.get(last_use[storage], 0) + size
+    held = peak = 0
+    for index in range(len(nodes)):
+        held += sum(sizes[storage] for storage in made[index])
+        peak = max(peak, held)
+        held -= ends.get(index, 0)
+    return peak
+
+
+def _storages(nodes: Iterable[fx.Node]) -> dict[StorageWeakRef, int]:
+    """The storages of the nodes' values and their bytes."""
+    leaves = [leaf for node in nodes for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+    return {StorageWeakRef(leaf.untyped_storage()): leaf.untyped_storage().nbytes() for leaf in leaves}

@@ -1,0 +1,105 @@
+"""Memory for activations in bytes: what a plan needs, what one microbatch needs, and what helps where that is too much.
+
+A rank holds what its microbatches keep, from F to I and from I to W, and while an op runs what that op makes for itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from adaptra.cost import CostModel
+from adaptra.errors import OptionError, PlanError
+from adaptra.graph.stages import TrainStage
+from adaptra.program import Kind, Program
+
+_UNITS: Final = {"B": 1} | {
+    f"{prefix}{unit}": base**power for unit, base in (("B", 1000), ("iB", 1024)) for power, prefix in enumerate("KMGT", start=1)
+}
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B)")
+
+
+def parse_size(text: str) -> int:
+    """Bytes from a text such as ``2GiB`` or ``500 MB``.
+
+    Raises:
+        OptionError: It is no such text, or says less than a byte.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    size = 0 if found is None or found[2] not in _UNITS else int(float(found[1]) * _UNITS[found[2]])
+    if size < 1:
+        raise OptionError(f"memory={text!r}: expected a size such as '2GiB' or '500MB', or a number of microbatches")
+    return size
+
+
+def size_text(size: float) -> str:
+    """A size for people: at least three digits of the largest binary unit that it fills."""
+    for unit in ("GiB", "MiB", "KiB"):
+        if size >= _UNITS[unit]:
+            return f"{size / _UNITS[unit]:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
+def in_bytes(cost: CostModel, stages: Sequence[TrainStage], memory: int) -> CostModel:
+    """A cost model whose memory is in bytes, with as much of a limit as is left for what microbatches keep.
+
+    Raises:
+        PlanError: A rank can't hold one microbatch; says what it needs and what would help.
+    """
+    for stage in stages:
+        if (needed := _counted(stage) + _beside(stage)) > memory:
+            raise PlanError(
+                f"memory={size_text(memory)}: stage {stage.index} needs {size_text(needed)} for one microbatch, and keeps "
+                f"{size_text(stage.kept_after_forward)} of it from F to I: expected at least what it needs; half the rows per "
+                f"microbatch or twice the stages need about {size_text(needed / 2)}, activation checkpointing keeps "
+                f"{size_text(stage.input_bytes)} or more"
+            )
+    return replace(
+        cost,
+        memory_forward=tuple(float(_counted(stage)) for stage in stages),
+        memory_input_grad=tuple(float(_counted(stage) - stage.kept_after_input_grad) for stage in stages),
+        memory_limit=tuple(float(memory - _beside(stage)) for stage in stages),
+    )
+
+
+def predicted_peaks(program: Program, stages: Sequence[TrainStage]) -> tuple[int, ...]:
+    """The most bytes of activations that each rank holds at a time under a program."""
+    peaks: list[int] = []
+    for rank, order in enumerate(program.orders):
+        held = peak = 0
+        for op in order:
+            if op.kind not in (Kind.F, Kind.I, Kind.W, Kind.B):
+                continue
+            stage = stages[op.stage]
+            first, second, at = stage.kept_after_forward, stage.kept_after_input_grad, stage.peaks
+            match op.kind:
+                case Kind.F:
+                    peak, held = max(peak, held + at.forward), held + first
+                case Kind.I:
+                    peak, held = max(peak, held - first + at.input_grad), held - first + second
+                case Kind.W:
+                    peak, held = max(peak, held - second + at.weight_grad), held - second
+                case Kind.B:
+                    peak = max(peak, held - first + at.input_grad, held - first + at.weight_grad)
+                    held -= first
+        peaks.append(peak + sum(_travelling(stages[stage]) for stage, at in enumerate(program.placement) if at == rank))
+    return tuple(peaks)
+
+
+def _travelling(stage: TrainStage) -> int:
+    """Of messages that the stage has sent and that have not arrived: each way one on its way and one behind it."""
+    return 2 * (stage.output_bytes + stage.grad_input_bytes)
+
+
+def _counted(stage: TrainStage) -> int:
+    """What a microbatch counts for in a plan until its I ends. I may keep more than F left."""
+    return max(stage.kept_after_forward, stage.kept_after_input_grad)
+
+
+def _beside(stage: TrainStage) -> int:
+    """The most bytes that a rank holds beside what microbatches count for in a plan: those of an op that runs, and messages."""
+    counted, at = _counted(stage), stage.peaks
+    running = max(0, at.forward - counted, at.input_grad - counted, at.weight_grad - stage.kept_after_input_grad)
+    return running + _travelling(stage)
