@@ -92,6 +92,7 @@ bench: $(READY)
 	$(BIN)/python bench/failover.py
 	$(BIN)/python bench/head_of_line.py
 	$(BIN)/python bench/switching.py
+	$(BIN)/python bench/compile_cost.py
 
 clean:
 	rm -rf $(VENV) build dist out

@@ -6,7 +6,7 @@ This is the path from model to instruction list in one place, top to bottom.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,11 +24,12 @@ from adaptra.graph.round_messages import round_messages
 from adaptra.memory import in_bytes, parse_size
 from adaptra.planner import plan
 from adaptra.program import Program
+from adaptra.progress import Progress, log_progress, shown_progress
 from adaptra.remedies import Means, find_remedies
 from adaptra.request import Request
 from adaptra.runtime.batch import example_microbatch
 from adaptra.runtime.coordinator import Planning
-from adaptra.runtime.launch import agree, disagree, launch
+from adaptra.runtime.launch import Launch, agree, disagree, launch
 from adaptra.runtime.plan import Plan
 from adaptra.simulate import lower_bound, simulate
 from adaptra.start import Starter, open_recorder
@@ -61,7 +62,8 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
         try:
             recorder = open_recorder(options, launched)
             opened.callback(recorder.close)
-            compiled, initial, planning, means = _compile(request, args, targets, kwargs)
+            with _progress(launched) as progress:
+                compiled, initial, planning, means = _compile(request, args, targets, kwargs, progress)
         except Exception as error:
             for transport in launched.transports:
                 disagree(transport, "pipeline", error)
@@ -76,8 +78,14 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
     return Built(starter, launched, workers, recorder, means)
 
 
+def _progress(launched: Launch) -> AbstractContextManager[Progress]:
+    """Of all ranks, which do the same, the first one shows how far it is."""
+    is_first = launched.transports[0].rank == 0 and (launched.replicas is None or launched.replicas.index == 0)
+    return shown_progress() if is_first else nullcontext(log_progress)
+
+
 def _compile(
-    request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any]
+    request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any], progress: Progress
 ) -> tuple[CompiledStages, Plan, Planning, Means]:
     """The stages, the first plan, how to make later ones and what helps them: all that every rank comes to for itself."""
     if request.loss is not None and targets is None:
@@ -91,7 +99,14 @@ def _compile(
         compiled = compile_modules(modules, args, kwargs, loss=request.loss, targets=targets)
     else:
         compiled = compile_stages(
-            request.whole_model, args, kwargs, stages=request.stages, loss=request.loss, targets=targets, split=request.split
+            request.whole_model,
+            args,
+            kwargs,
+            stages=request.stages,
+            loss=request.loss,
+            targets=targets,
+            split=request.split,
+            progress=progress,
         )
     if request.options.lossy_bf16:
         rounded = round_messages(compiled)  # which also refuses what can't be rounded, before a plan wants to
@@ -107,7 +122,9 @@ def _compile(
     means = Means(options.uses_delegate, options.lossy_bf16 == "slow", compiled.places)
     better_plan = partial(_better_plan, options.planning_seconds)
     planning = Planning(better_plan, _makespan, lambda costs: lower_bound(costs).value, partial(find_remedies, means=means))
-    return compiled, first_plan(options, case), planning, means
+    initial = first_plan(options, case)
+    progress("planned", 1, 1)
+    return compiled, initial, planning, means
 
 
 def _facts(compiled: CompiledStages, initial: Plan) -> list[object]:

@@ -56,9 +56,14 @@ def numbering_checkpoints() -> Generator[None]:
         module._checkpoint_without_reentrant_generator, module.CheckpointFunction = before
 
 
+def region_of(captured: fx.Node) -> int | None:
+    """The number of the checkpointed region that a captured node lies in, if it does."""
+    return captured.meta.get("custom", {}).get(_REGION)
+
+
 def pass_on_region(captured: fx.Node, traced: Iterable[fx.Node]) -> None:
     """Let the nodes that a captured node has become know its region."""
-    number = captured.meta.get("custom", {}).get(_REGION)
+    number = region_of(captured)
     if number is not None:
         for node in traced:
             node.meta[_REGION] = number

@@ -19,6 +19,7 @@ from adaptra.graph.differentiate import differentiate, evaluate
 from adaptra.graph.fake import fake_like, fake_mode
 from adaptra.graph.partition import Piece, align, cut_before, find_cuts, pieces, places_of, state_uses
 from adaptra.graph.stages import EvalStage, TrainStage
+from adaptra.progress import Progress, log_progress
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ def compile_stages(
     loss: Loss | None = None,
     targets: Any = None,
     split: Sequence[str] | None = None,
+    progress: Progress = log_progress,
 ) -> CompiledStages:
     """Compile a model into stages. The model is only read: no reference to it or to its state is kept.
 
@@ -124,6 +126,7 @@ def compile_stages(
             or a dict, tuple or dataclass whose ``.loss`` or first element it is.
         targets: One microbatch of targets; they enter at the last stage.
         split: Names of the modules that begin stages 1, 2, …; None balances by estimated cost.
+        progress: Told of every part that is done.
 
     Raises:
         CaptureError: The model can't become one graph; names its module and line.
@@ -146,13 +149,16 @@ def compile_stages(
             return flat, analyze(flat, frozenset(names.buffers) - changed, example), outputs
 
     flat, analysis, _ = captured(evaluation=False, changed=frozenset())
+    progress("captured", 1, 2)
     if not analysis.values[flat.loss].requires_grad:
         logger.warning("the loss depends on no trainable parameter: training will change nothing")
     cuts = find_cuts(flat, analysis)
     positions = balance(cuts, stages) if split is None else cut_before(flat, analysis, cuts, split, stages)
     parts = pieces(flat, analysis, cuts, positions, [flat.loss])
+    progress("cut into stages", 1, 1)
 
     eval_flat, eval_analysis, outputs = captured(evaluation=True, changed=analysis.changed_state)
+    progress("captured", 2, 2)
     assert outputs is not None, "an evaluation capture has outputs"
     eval_cuts = find_cuts(eval_flat, eval_analysis)
     stage_of = {use: sum(position <= index for position in positions) for use, index in state_uses(flat, analysis).items()}
@@ -168,8 +174,8 @@ def compile_stages(
             )
     sizes = _state_bytes(model)
     with mode:
-        train = differentiate(flat, analysis, parts, holders, names, sizes)
-        evaluation = evaluate(eval_flat, eval_analysis, eval_parts)
+        train = differentiate(flat, analysis, parts, holders, names, sizes, progress)
+        evaluation = evaluate(eval_flat, eval_analysis, eval_parts, progress)
     formats = (inputs, target_format, outputs)
     return CompiledStages.of(names, holders, train, evaluation, formats, places_of(flat, analysis, cuts, positions))
 

@@ -6,6 +6,7 @@ Stages are traced from the last to the first, since a stage's backward pass begi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -13,12 +14,14 @@ from adaptra.graph.analyze import Analysis
 from adaptra.graph.capture import FlatGraph, StateNames
 from adaptra.graph.memory import peak_bytes
 from adaptra.graph.partition import Piece
+from adaptra.graph.same_pieces import Tracer
 from adaptra.graph.specs import MessageSpec, TensorSpec
 from adaptra.graph.split import SplitPiece, build, forward_part, split
 from adaptra.graph.stage_graphs import EvalGraphs, ForwardGraph, StageGraphs
 from adaptra.graph.stages import Flops, Peaks
-from adaptra.graph.trace import GradientMessage, Layout, TracedPiece, trace_piece
+from adaptra.graph.trace import GradientMessage, Layout, TracedPiece
 from adaptra.graph.work import flops_of_nodes
+from adaptra.progress import Progress
 
 
 def differentiate(
@@ -28,8 +31,9 @@ def differentiate(
     holders: Mapping[str, tuple[int, ...]],
     names: StateNames,
     state_bytes: Mapping[str, int],
+    progress: Progress,
 ) -> tuple[StageGraphs, ...]:
-    """Make the training stages; to be called inside the fake mode of the analysis.
+    """Make the training stages; to be called inside the fake mode of the analysis. Identical pieces share their graphs.
 
     Args:
         flat: The training graph.
@@ -38,51 +42,48 @@ def differentiate(
         holders: Which stages hold each parameter and buffer.
         names: Of the model's state.
         state_bytes: The size of each parameter and buffer.
+        progress: Told of every stage.
     """
     loss = analysis.values[flat.loss]
     gradients: tuple[GradientMessage, ...] = ()
     if loss.requires_grad:
         gradients = (GradientMessage(0, Layout(()), TensorSpec((), loss.dtype, False)),)
     last = len(parts) - 1
+    tracer = Tracer(flat, analysis)
+    backward: dict[fx.GraphModule, _Backward] = {}
     traced: list[tuple[TracedPiece, tuple[GradientMessage, ...]]] = []
     trained: set[str] = set()
     for piece in reversed(parts):
-        one = trace_piece(
-            flat.module,
-            piece,
-            analysis,
-            flat.state,
-            flat.constants,
-            gradients=gradients,
-            is_last=piece.index == last,
-            used_later=frozenset(trained),
-        )
+        one = tracer.trace(piece, gradients, is_last=piece.index == last, used_later=frozenset(trained))
+        if one.module not in backward:
+            backward[one.module] = _backward(one, analysis.changed_state)
         trained |= {name for name, _ in one.weights}
         traced.append((one, gradients))
+        progress("differentiated", len(traced), len(parts))
         gradients = one.grad_messages
     stages: list[StageGraphs] = []
-    ordinal = 0
+    forward = _Forward()
     for index, (one, received) in enumerate(reversed(traced)):
         held = [name for name, stages_of in holders.items() if index in stages_of]
         trainable = tuple(name for name in one.state.values() if name in trained)
-        stage, ordinal = _stage(index, one, received, held, trainable, names, state_bytes, analysis.changed_state, ordinal)
-        stages.append(stage)
+        stages.append(_stage(index, one, forward, backward[one.module], received, held, trainable, names, state_bytes))
     return tuple(stages)
 
 
-def evaluate(flat: FlatGraph, analysis: Analysis, parts: Sequence[Piece]) -> tuple[EvalGraphs, ...]:
-    """Make the evaluation stages; to be called inside the fake mode of the analysis. The last piece's outputs begin with the
-    loss."""
+def evaluate(flat: FlatGraph, analysis: Analysis, parts: Sequence[Piece], progress: Progress) -> tuple[EvalGraphs, ...]:
+    """Make the evaluation stages; to be called inside the fake mode of the analysis. Identical pieces share their graphs.
+
+    The last piece's outputs begin with the loss. ``progress`` is told of every stage.
+    """
     last = len(parts) - 1
+    tracer, forward = Tracer(flat, analysis), _Forward()
     stages: list[EvalGraphs] = []
-    ordinal = 0
     for piece in parts:
         is_last = piece.index == last
-        one = trace_piece(flat.module, piece, analysis, flat.state, flat.constants, gradients=None, is_last=is_last)
+        one = tracer.trace(piece, None, is_last=is_last)
+        # The loss draws the same random numbers as the outputs: one of the two is run.
+        loss = _Forward(forward.next_random).graph(one, one.outputs[:1]) if is_last else None
         results = one.outputs[1:] if is_last else one.outputs
-        forward, count = _forward_graph(one, results, (), ordinal, with_targets=not is_last)
-        loss = _forward_graph(one, one.outputs[:1], (), ordinal, with_targets=True)[0] if is_last else None
-        ordinal += count
         stages.append(
             EvalGraphs(
                 index=piece.index,
@@ -90,35 +91,104 @@ def evaluate(flat: FlatGraph, analysis: Analysis, parts: Sequence[Piece]) -> tup
                 outputs=one.output_specs[1:] if is_last else one.output_specs,
                 loss=one.output_specs[:1] if is_last else (),
                 targets=_specs(one.targets),
-                _forward=forward,
+                _forward=forward.graph(one, results, with_targets=not is_last),
                 _loss=loss,
             )
         )
+        progress("traced for evaluation", len(stages), len(parts))
     return tuple(stages)
 
 
-def _stage(
-    index: int,
-    traced: TracedPiece,
-    received: Sequence[GradientMessage],
-    held: Sequence[str],
-    trainable: tuple[str, ...],
-    names: StateNames,
-    state_bytes: Mapping[str, int],
-    changed_state: frozenset[str],
-    ordinal: int,
-) -> tuple[StageGraphs, int]:
+class _Forward:
+    """Makes forward graphs of the pieces of a model, from the first to the last.
+
+    Random ops are numbered through the whole model, so only graphs without them can be shared.
+    """
+
+    def __init__(self, next_random: int = 0) -> None:
+        self.next_random = next_random
+        self._without_random: dict[fx.GraphModule, fx.GraphModule] = {}
+
+    def graph(
+        self,
+        traced: TracedPiece,
+        outputs: Sequence[fx.Node],
+        copied: Sequence[fx.Node] = (),
+        *,
+        nodes: tuple[fx.Node, ...] | None = None,
+        with_targets: bool = True,
+    ) -> ForwardGraph:
+        """The forward graph of one piece. Pieces that share what was traced differ in nothing else."""
+        module = self._without_random.get(traced.module)
+        if module is None:
+            nodes = forward_part(traced, outputs) if nodes is None else nodes
+            inputs = [*traced.state, *traced.constants, *traced.inputs, *(traced.targets if with_targets else ())]
+            module, count = build(inputs, nodes, outputs, copied, self.next_random)
+            self.next_random += count
+            if not count:
+                self._without_random[traced.module] = module
+        return ForwardGraph(module, tuple(traced.state.values()), tuple(traced.constants.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """A traced piece taken apart: what its forward graph is made of, the graphs of I and W, and what follows from these."""
+
+    forward: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    copied: tuple[fx.Node, ...]
+    input_grad: fx.GraphModule
+    input_grad_takes: tuple[int, ...]
+    weight_grad: fx.GraphModule
+    weight_grad_takes: tuple[int, ...]
+    flops: Flops
+    kept_after_forward: int
+    kept_after_input_grad: int
+    peaks: Peaks  # but F's
+
+
+def _backward(traced: TracedPiece, changed_state: frozenset[str]) -> _Backward:
     parts = split(traced)
-    changed = [node for node in parts.kept if traced.state.get(node) in changed_state]
-    forward, count = _forward_graph(traced, [*traced.outputs, *parts.kept], changed, ordinal, nodes=parts.forward)
     input_grad, input_grad_takes = _taking(
         parts.backward_inputs, parts.input_grad, (*parts.grad_inputs, *parts.kept_by_input_grad)
     )
     weight_grad, weight_grad_takes = _taking(
         parts.backward_inputs, parts.weight_grad, parts.grad_weights, parts.kept_by_input_grad
     )
+    return _Backward(
+        forward=parts.forward,
+        outputs=(*traced.outputs, *parts.kept),
+        copied=tuple(node for node in parts.kept if traced.state.get(node) in changed_state),
+        input_grad=input_grad,
+        input_grad_takes=input_grad_takes,
+        weight_grad=weight_grad,
+        weight_grad_takes=weight_grad_takes,
+        flops=Flops(flops_of_nodes(parts.forward), flops_of_nodes(parts.input_grad), flops_of_nodes(parts.weight_grad)),
+        kept_after_forward=_kept_bytes(traced, parts, range(len(parts.kept))),
+        kept_after_input_grad=_kept_bytes(traced, parts, weight_grad_takes)
+        + sum(_size(node) for node in parts.kept_by_input_grad),
+        peaks=Peaks(
+            forward=0,
+            input_grad=_backward_peak(input_grad, input_grad_takes, traced, parts, weight_grad_takes),
+            weight_grad=_backward_peak(weight_grad, weight_grad_takes, traced, parts),
+        ),
+    )
+
+
+def _stage(
+    index: int,
+    traced: TracedPiece,
+    forward: _Forward,
+    backward: _Backward,
+    received: Sequence[GradientMessage],
+    held: Sequence[str],
+    trainable: tuple[str, ...],
+    names: StateNames,
+    state_bytes: Mapping[str, int],
+) -> StageGraphs:
     parameters = tuple(name for name in held if name in names.parameters)
-    stage = StageGraphs(
+    graph = forward.graph(traced, backward.outputs, backward.copied, nodes=backward.forward)
+    return StageGraphs(
         index=index,
         parameters=parameters,
         buffers=tuple(name for name in held if name in names.buffers),
@@ -129,38 +199,19 @@ def _stage(
         targets=_specs(traced.targets),
         grad_inputs=tuple(one.spec for one in traced.grad_messages),
         grad_outputs=tuple(one.spec for one in received),
-        flops=Flops(flops_of_nodes(parts.forward), flops_of_nodes(parts.input_grad), flops_of_nodes(parts.weight_grad)),
+        flops=backward.flops,
         parameter_bytes=sum(state_bytes[name] for name in parameters),
-        kept_after_forward=_kept_bytes(traced, parts, range(len(parts.kept))),
-        kept_after_input_grad=_kept_bytes(traced, parts, weight_grad_takes)
-        + sum(_size(node) for node in parts.kept_by_input_grad),
-        peaks=Peaks(
-            forward=peak_bytes(forward.module.graph, foreign=range(len(traced.state) + len(traced.constants))),
-            input_grad=_backward_peak(input_grad, input_grad_takes, traced, parts, weight_grad_takes),
-            weight_grad=_backward_peak(weight_grad, weight_grad_takes, traced, parts),
+        kept_after_forward=backward.kept_after_forward,
+        kept_after_input_grad=backward.kept_after_input_grad,
+        peaks=replace(
+            backward.peaks, forward=peak_bytes(graph.module.graph, foreign=range(len(graph.state) + len(graph.constants)))
         ),
-        _forward=forward,
-        _input_grad=input_grad,
-        _input_grad_takes=input_grad_takes,
-        _weight_grad=weight_grad,
-        _weight_grad_takes=weight_grad_takes,
+        _forward=graph,
+        _input_grad=backward.input_grad,
+        _input_grad_takes=backward.input_grad_takes,
+        _weight_grad=backward.weight_grad,
+        _weight_grad_takes=backward.weight_grad_takes,
     )
-    return stage, ordinal + count
-
-
-def _forward_graph(
-    traced: TracedPiece,
-    outputs: Sequence[fx.Node],
-    copied: Sequence[fx.Node],
-    ordinal: int,
-    *,
-    nodes: tuple[fx.Node, ...] | None = None,
-    with_targets: bool = True,
-) -> tuple[ForwardGraph, int]:
-    nodes = forward_part(traced, outputs) if nodes is None else nodes
-    inputs = [*traced.state, *traced.constants, *traced.inputs, *(traced.targets if with_targets else ())]
-    module, count = build(inputs, nodes, outputs, copied, ordinal)
-    return ForwardGraph(module, tuple(traced.state.values()), tuple(traced.constants.values())), count
 
 
 def _taking(
