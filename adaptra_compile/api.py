@@ -24,6 +24,7 @@ from adaptra.build import build
 from adaptra.built import Built
 from adaptra.errors import BatchError, OptionError, PipelineError, StateError
 from adaptra.explanation import explain
+from adaptra.loss_scale import GradScaler
 from adaptra.memory import predicted_peaks
 from adaptra.report import perfetto, picture
 from adaptra.report.files import check_suffix
@@ -115,6 +116,7 @@ class Pipeline:
         self._returns_loss = request.loss is None
         self._built: Built | None = None
         self._losses: Tensor | None = None
+        self._scaler: GradScaler | None = None
         self._is_closed = False
 
     def build(self, inputs: Any = None, targets: Any = None, /, **kwargs: Any) -> None:
@@ -152,7 +154,8 @@ class Pipeline:
             args, given = self._arguments(inputs, targets)
             microbatches = built.split_inputs(args, kwargs)
             wanted = built.split_targets(given)
-        self._losses = built.on_every_rank(lambda worker: worker.step(microbatches, wanted))[0]
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        self._losses = built.on_every_rank(lambda worker: worker.step(microbatches, wanted, scale))[0]
         return self._losses.mean()
 
     @property
@@ -227,6 +230,40 @@ class Pipeline:
             )
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
+
+    def grad_scaler(
+        self,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> GradScaler:
+        """A ``torch.amp.GradScaler`` for this pipeline, for training in float16: later steps scale their gradients by it.
+
+        After a step call ``scaler.step(optimizer)`` and ``scaler.update()``, before them ``scaler.unscale_(optimizer)`` if
+        gradients are clipped; the loss that step returns is not scaled. If the gradients of any stage are not finite, all ranks
+        skip the optimizer's step and lower the scale: what torch does in one process, bitwise. All ranks call this.
+
+        Args:
+            init_scale, growth_factor, backoff_factor, growth_interval, enabled: As torch's GradScaler takes them.
+
+        Raises:
+            PipelineError: The pipeline has one already, or is not compiled yet.
+        """
+        built = self._require()
+        if self._scaler is not None:
+            raise PipelineError("this pipeline has a grad_scaler already: expected one, which all optimizers share")
+        self._scaler = GradScaler(
+            built,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        return self._scaler
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of the stages in this process with their names in the user's model.

@@ -19,6 +19,7 @@ from adaptra.errors import BatchError
 from adaptra.estimate import estimated_cost
 from adaptra.first_plan import first_plan
 from adaptra.graph import CompiledStages, compile_stages
+from adaptra.graph.autocast import refuse_autocast
 from adaptra.graph.compile_modules import compile_modules
 from adaptra.graph.round_messages import round_messages
 from adaptra.memory import in_bytes, parse_size
@@ -46,6 +47,7 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
     Raises:
         As :func:`adaptra.api.compile`.
     """
+    refuse_autocast("adaptra.compile")
     options = request.options
     launched = launch(
         request.stages,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from adaptra.assignment import RoleChange
 from adaptra.errors import AdaptraError, OptionError, PeerLostError, PipelineError
+from adaptra.graph.autocast import refuse_autocast
 from adaptra.remedies import Means
 from adaptra.roles import Roles
 from adaptra.runtime.batch import split_batch
@@ -153,6 +154,7 @@ class Built:
         """
         self.require_running()
         try:
+            refuse_autocast("a pipeline's step")
             yield
         except Exception as error:
             if self._threads is None and not self.workers[0].is_alone:

@@ -2,12 +2,13 @@
 
 torch takes the norm of each parameter's gradient and then the norm of those norms, in the order of the parameters. Ranks
 therefore exchange the norms themselves, each sending its own to every other at once, so that a slow link delays this by
-its latency alone; then every rank puts them in the model's order and comes to the same number.
+its latency alone; then every rank puts them in the model's order and comes to the same number. Whether any rank has found a
+gradient that is not finite is exchanged likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -21,6 +22,7 @@ from adaptra.runtime.transports.base import Identity, Transport
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ABSENT: Final = -1.0
 """In place of the norm of a parameter without gradient: norms are never below zero."""
+_FLAG: Final = (TensorSpec((1,), torch.float32),)
 
 
 class GradientNorms:
@@ -54,7 +56,7 @@ class GradientNorms:
 
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
         """How many receive buffers this takes at a time, per source rank and message."""
-        return {(other, self._spec(other)): 1 for other in self._others()}
+        return {(other, spec): 1 for other in self._others() for spec in (self._spec(other), _FLAG)}
 
     def total(self, step: int, norm_type: float, timeout: float) -> Tensor:
         """The norm of the gradients as they are, a scalar; every rank calls it after the same step.
@@ -71,24 +73,46 @@ class GradientNorms:
         own = [None if one is None else torch.linalg.vector_norm(one.detach(), norm_type) for one in gradients]
         rows = [(_ABSENT, 0.0) if one is None else (one.item(), float(_DTYPES.index(one.dtype))) for one in own]
         table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 2)
-        awaited = {other: self._transport.receive(other, self._identity(step, other, self._rank)) for other in self._others()}
-        for other in awaited:
-            self._transport.send(other, self._identity(step, self._rank, other), (table,))
         norms = _named(self._counted[self._rank], table)
-        for other, pending in awaited.items():
-            norms |= _named(self._counted[other], pending.wait(timeout)[0])
-            self._transport.release(pending)
+        for other, arrived in self._exchange(step, table, self._spec, timeout).items():
+            norms |= _named(self._counted[other], arrived)
         ordered = [norms[name] for name in self._order if name in norms]
         return torch.linalg.vector_norm(torch.stack(ordered), norm_type) if ordered else torch.tensor(0.0)
+
+    def found_anywhere(self, step: int, found: bool, timeout: float) -> bool:
+        """Whether any rank has ``found`` what it looked for in its gradients; every rank calls it after the same step.
+
+        Args:
+            step: The step that was run last.
+            found: Whether this rank has.
+            timeout: Seconds to wait for the other ranks.
+
+        Raises:
+            TransportError: The answers could not be exchanged.
+        """
+        answers = self._exchange(step, torch.tensor([float(found)]), lambda _: _FLAG, timeout)
+        return found or any(bool(one) for one in answers.values())
+
+    def _exchange(self, step: int, own: Tensor, spec_of: Callable[[int], MessageSpec], timeout: float) -> dict[int, Tensor]:
+        """Send this rank's tensor to every other and return theirs; ``spec_of`` says what each rank's looks like."""
+
+        def identity(source: int, destination: int) -> Identity:
+            return Identity(step, Kind.W, source, destination, self._microbatch, spec_of(source))
+
+        awaited = {other: self._transport.receive(other, identity(other, self._rank)) for other in self._others()}
+        for other in awaited:
+            self._transport.send(other, identity(self._rank, other), (own,))
+        arrived: dict[int, Tensor] = {}
+        for other, pending in awaited.items():
+            arrived[other] = pending.wait(timeout)[0].clone()
+            self._transport.release(pending)
+        return arrived
 
     def _others(self) -> list[int]:
         return [stage for stage in range(len(self._counted)) if stage != self._rank]
 
     def _spec(self, stage: int) -> MessageSpec:
         return (TensorSpec((len(self._counted[stage]), 2), torch.float64),)
-
-    def _identity(self, step: int, source: int, destination: int) -> Identity:
-        return Identity(step, Kind.W, source, destination, self._microbatch, self._spec(source))
 
 
 def _named(names: Sequence[str], table: Tensor) -> dict[str, Tensor]:

@@ -56,11 +56,19 @@ class TrainingStage:
         self._seed = seed
         self._gradients = gradients
         self._saved: dict[int, Any] = {}
-        self._loss_gradient: tuple[Tensor, ...] | None = None
-        if is_last:
-            # Divided as autograd divides, so that the quotient is rounded in the loss's own dtype. There is none if the loss
-            # depends on nothing that is trained.
-            self._loss_gradient = tuple(torch.ones(one.shape, dtype=one.dtype) / microbatches for one in stage.grad_outputs)
+        self._microbatches = microbatches
+        self._is_last = is_last
+        self._loss_gradient: tuple[Tensor, ...] = ()
+
+    def begin_step(self, loss_scale: float) -> None:
+        """Start a step whose gradients are those of the loss times ``loss_scale``."""
+        if self._is_last:
+            # As autograd does it for scale * (loss / microbatches): the scale is float32, and the quotient is rounded in the
+            # loss's own dtype. There is none if the loss depends on nothing that is trained.
+            scale = torch.tensor(loss_scale, dtype=torch.float32)
+            self._loss_gradient = tuple(
+                scale.to(one.dtype).expand(one.shape) / self._microbatches for one in self._stage.grad_outputs
+            )
 
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run F; what I and W need stays here until they run."""
@@ -70,7 +78,7 @@ class TrainingStage:
 
     def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run I. The last stage is given no ``grad_outputs``: there the gradient starts from the loss."""
-        if self._loss_gradient is not None:
+        if self._is_last:
             grad_outputs = self._loss_gradient
         grad_inputs, self._saved[microbatch] = self._stage.run_input_grad(self._saved.pop(microbatch), grad_outputs)
         return grad_inputs

@@ -121,7 +121,7 @@ class Worker:
         sharing = {stage for one in compiled.tied if self._last in one.stages for stage in one.stages}
         self._losses = Losses(self.rank, self._last, microbatches, loss.dtype, sharing, transport)
         self._probes = Probes(self.rank, self._stages, microbatches, transport, self.monitor)
-        self._training: Stage = TrainingStage(
+        self._training = TrainingStage(
             graphs,
             state,
             seed=options.seed,
@@ -163,12 +163,13 @@ class Worker:
         self._watcher = watch(transport.rdma_devices, self._link_told)
         telemetry.started(agree_on_run(transport.store), initial)
 
-    def step(self, inputs: Batch, targets: Batch) -> Tensor:
+    def step(self, inputs: Batch, targets: Batch, loss_scale: float = 1.0) -> Tensor:
         """Run one training step and accumulate gradients.
 
         Args:
             inputs: The model's inputs per microbatch; only looked at on the first stage's rank.
             targets: The loss's targets per microbatch; only looked at on the last stage's rank.
+            loss_scale: Gradients are those of the loss times this. Losses are returned without it.
 
         Returns:
             The loss of every microbatch, (microbatches,), in microbatch order, on every rank.
@@ -186,6 +187,7 @@ class Worker:
             self._probes.begin_step(step)
             self._losses.begin_step(step)
             self._gradients.begin_step(step)
+            self._training.begin_step(loss_scale)
             executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=self._losses.tell)
             self._gradients.end_step()
             if self._replicas is not None:  # while the stages that end later still compute
@@ -205,6 +207,11 @@ class Worker:
         """The norm of all stages' gradients after the last step, the same on every rank, all of which call it."""
         with self._telling_the_others():
             return self._norms.total(self._step - 1, norm_type, self._options.timeout)
+
+    def found_anywhere(self, found: bool) -> bool:
+        """Whether any rank has ``found`` what it looked for after the last step; all ranks call it."""
+        with self._telling_the_others():
+            return self._norms.found_anywhere(self._step - 1, found, self._options.timeout)
 
     def evaluate(self, inputs: Batch, targets: Batch | None) -> dict[int, tuple[Tensor, ...]]:
         """Run the model forward in evaluation mode.

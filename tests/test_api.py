@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import test_api_processes
+import test_autocast
 import test_controller
 import test_delegate_paths
 import test_dynamo
+import test_loss_scale
 import test_lossy
 import test_membership
 import test_norms
@@ -535,7 +537,8 @@ def test_every_mistake_is_told_as_documented(row, mistake):
 def test_every_documented_error_has_a_test():
     tested = {row for row, _ in MISTAKES} | TESTED_ELSEWHERE | {test_controller.SILENT, test_dynamo.WITHOUT_GRADIENTS}
     tested |= {row for row, _ in test_dynamo.MISTAKES}
-    for module in (test_api_processes, test_delegate_paths, test_membership, test_norms, test_roles, test_stage_modules):
+    modules = (test_api_processes, test_autocast, test_delegate_paths, test_loss_scale, test_membership, test_norms, test_roles)
+    for module in (*modules, test_stage_modules):
         tested |= set(module.DOCUMENTED.values())
     assert tested == set(documented_errors())
 

@@ -34,6 +34,7 @@ class Layer(nn.Module):
         checkpointed: bool = False,
         count: int = 1,
         detours: bool = False,
+        autocast: bool = False,
     ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH, eps)
@@ -41,6 +42,7 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.register_buffer("seen", torch.zeros(()))
         self.scale, self.checkpointed, self.count, self.detours = list(scale), checkpointed, count, detours
+        self.autocast = autocast
         self.linear.bias.requires_grad_(not frozen)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,7 +56,8 @@ class Layer(nn.Module):
         return self.dropout(made) * torch.tensor(self.scale) + x
 
     def inner(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(self.norm(x)))
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            return torch.tanh(self.linear(self.norm(x))).to(x.dtype)
 
 
 class Layers(nn.Module):
@@ -134,6 +137,7 @@ def test_evaluation_over_stages_that_share_a_graph_is_bitwise_that_of_one_proces
         pytest.param({"checkpointed": True}, id="checkpointed"),
         pytest.param({"count": 2}, id="argument"),
         pytest.param({"detours": True}, id="other ops"),
+        pytest.param({"autocast": True}, id="autocast"),
     ],
 )
 def test_a_stage_that_differs_a_bit_has_a_graph_of_its_own(changed: dict[str, Any]) -> None:

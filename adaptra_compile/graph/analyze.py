@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from adaptra.graph.autocast import following_autocast
 from adaptra.graph.capture import FlatGraph
 from adaptra.graph.fake import run_node
 from adaptra.graph.ops import changes_unsaid, memory_of, version_of
@@ -55,23 +56,25 @@ def analyze(flat: FlatGraph, buffers: frozenset[str], example: Mapping[fx.Node, 
     changed: dict[int, frozenset[int]] = {}
     touched: set[int] = set()
     random: set[fx.Node] = set()
-    for node in list(flat.module.graph.nodes):
-        if node.op != "call_function":
-            continue
-        arguments = _tensors(values[one] for one in node.all_input_nodes if one in values)
-        versions = [version_of(tensor) for tensor in arguments]
-        with CountWork() as counted:
-            values[node] = run_node(flat.module, node, values)
-        written = [tensor for tensor, version in zip(arguments, versions, strict=True) if version_of(tensor) != version]
-        written += _statistics(node, values)
-        if written:
-            changed[len(nodes)] = _memory(written)
-            touched |= changed[len(nodes)]
-        nodes.append(node)
-        if counted.random:
-            random.add(node)
-        cost.append(_both_ways(counted.total, values[node], arguments))
-        _forget_other_name(node, values)
+    with following_autocast() as enter_autocast:
+        for node in list(flat.module.graph.nodes):
+            if node.op != "call_function":
+                continue
+            arguments = _tensors(values[one] for one in node.all_input_nodes if one in values)
+            versions = [version_of(tensor) for tensor in arguments]
+            enter_autocast(node)
+            with CountWork() as counted:
+                values[node] = run_node(flat.module, node, values)
+            written = [tensor for tensor, version in zip(arguments, versions, strict=True) if version_of(tensor) != version]
+            written += _statistics(node, values)
+            if written:
+                changed[len(nodes)] = _memory(written)
+                touched |= changed[len(nodes)]
+            nodes.append(node)
+            if counted.random:
+                random.add(node)
+            cost.append(_both_ways(counted.total, values[node], arguments))
+            _forget_other_name(node, values)
     memory = {node: _memory(_tensors([value])) for node, value in values.items()}
     return Analysis(
         nodes=tuple(nodes),

@@ -20,6 +20,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.export.graph_signature import InputKind, OutputKind
 
 from adaptra.errors import CaptureError
+from adaptra.graph.autocast import noting_autocast
 from adaptra.graph.batch import InputFormat, Loss, OutputFormat, TargetFormat, loss_of
 from adaptra.graph.checkpoints import numbering_checkpoints
 from adaptra.graph.ops import results_of
@@ -118,7 +119,7 @@ def capture(
     formats: list[OutputFormat] = []
     step = _Step(model, input_format, target_format, loss, evaluation, formats)
     examples = (tuple(tensor.detach() for tensor in inputs), tuple(tensor.detach() for tensor in targets))
-    with _mode(model, evaluation), numbering_checkpoints():
+    with _mode(model, evaluation), numbering_checkpoints(), noting_autocast():
         try:
             exported = torch.export.export(step, examples, strict=False)
         except CaptureError:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from adaptra.graph.autocast import under_autocast
 from adaptra.graph.ops import call
 
 
@@ -30,7 +31,7 @@ def run_node(module: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any
 
     def look_up(argument: fx.Node) -> Any:
         if argument.op == "get_attr":
-            return attrgetter(str(argument.target))(module)
+            return under_autocast(attrgetter(str(argument.target))(module))
         return values[argument]
 
     return call(node, fx.map_arg(node.args, look_up), fx.map_arg(node.kwargs, look_up))

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from adaptra.graph.analyze import Analysis
+from adaptra.graph.autocast import regions_of
 from adaptra.graph.capture import FlatGraph
 from adaptra.graph.checkpoints import region_of
 from adaptra.graph.partition import Piece
@@ -83,10 +84,14 @@ def structure_of(
     for node in (*piece.state, *piece.constants, *piece.inputs, *piece.targets, *piece.nodes):
         number.setdefault(node, len(number))
     regions: dict[int, int] = {}
+    autocasts: dict[int, int] = {}
 
     def region(node: fx.Node) -> int | None:
         found = region_of(node)
         return None if found is None else regions.setdefault(found, len(regions))
+
+    def autocast(node: fx.Node) -> Hashable:
+        return tuple(replace(one, number=autocasts.setdefault(one.number, len(autocasts))) for one in regions_of(node))
 
     def looks(nodes: Iterable[fx.Node]) -> Hashable:
         return tuple((number[node], *_look(analysis.values[node])) for node in nodes)
@@ -97,7 +102,10 @@ def structure_of(
             (piece.index == 0, is_last, None if gradients is None else tuple(gradients)),
             tuple((names.index(name), name in used_later, name in analysis.changed_state) for name in names),
             *map(looks, (piece.state, piece.constants, piece.inputs, piece.targets, piece.outputs)),
-            tuple((_op(node), _value(node.args, number), _value(node.kwargs, number), region(node)) for node in piece.nodes),
+            tuple(
+                (_op(node), _value(node.args, number), _value(node.kwargs, number), region(node), autocast(node))
+                for node in piece.nodes
+            ),
         )
     except _IncomparableError:
         return None

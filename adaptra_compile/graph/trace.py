@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from adaptra.errors import CaptureError
 from adaptra.graph.analyze import Analysis
+from adaptra.graph.autocast import following_autocast
 from adaptra.graph.checkpoints import pass_on_region
 from adaptra.graph.fake import fake_like, run_node, without_onednn
 from adaptra.graph.ops import arguments_of, results_of, returns_first_argument
@@ -237,10 +238,12 @@ class _Trace:
         mode = get_proxy_mode()
         assert mode is not None
         traced = mode.tracer.graph.nodes
-        for node in piece.nodes:
-            before = len(traced)
-            values[node] = run_node(self._module, node, values)
-            pass_on_region(node, islice(reversed(traced), len(traced) - before))
+        with following_autocast() as enter_autocast:
+            for node in piece.nodes:
+                before = len(traced)
+                enter_autocast(node)
+                values[node] = run_node(self._module, node, values)
+                pass_on_region(node, islice(reversed(traced), len(traced) - before))
         outputs = [self._output(node, values[node]) for node in piece.outputs]
         for node in traced:
             node.meta[_FORWARD] = True

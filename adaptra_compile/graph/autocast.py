@@ -1,0 +1,145 @@
+"""Autocast: which ops of a model run under it, from capture to the graphs of stages, in which its casts are ops.
+
+torch.export makes a region under autocast one op that nothing can cut, and forgets a ``torch.no_grad`` inside. So while a model
+is captured each op is noted with the autocasts it runs in instead, and enters them whenever it is run.
+"""
+
+# pyright: reportPrivateUsage=false
+# What an autocast was made with has no public name, nor what keeps torch.export from seeing that one is entered.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import count, takewhile
+from operator import attrgetter
+from typing import Any, Final
+
+import torch
+from torch import fx
+from torch.fx.traceback import annotate, preserve_node_meta
+
+from adaptra.errors import OptionError
+
+_REGION: Final = "adaptra_autocast"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One entered autocast, told from others with the same settings by its number."""
+
+    number: int
+    device: str
+    dtype: torch.dtype
+    enabled: bool
+
+    def make(self) -> torch.autocast:
+        """An autocast as the model's, not entered."""
+        # Tracing turns the cache of casts off, without which the gradients of a weight used twice are added after the cast.
+        return torch.autocast(self.device, self.dtype, self.enabled, cache_enabled=True)
+
+
+def refuse_autocast(what: str) -> None:
+    """Refuse to be called under autocast, which what runs on other threads and in other processes would not see.
+
+    Raises:
+        OptionError: Some autocast is on; says where it belongs.
+    """
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise OptionError(f"{what} under torch.autocast: expected it in the model's forward and in loss=, where it is compiled")
+
+
+@contextmanager
+def noting_autocast() -> Generator[None]:
+    """Within this context what runs under autocast is captured as ops that know it."""
+    numbers = count()
+    notes: list[tuple[tuple[Region, ...], AbstractContextManager[None]]] = []
+    original: Any = torch.autocast
+    before = original.__enter__, original.__exit__
+
+    def enter(autocast: Any) -> Any:
+        outer = notes[-1][0] if notes else ()
+        regions = (*outer, Region(next(numbers), autocast.device, autocast.fast_dtype, autocast._enabled))
+        note = annotate({_REGION: regions})
+        note.__enter__()
+        notes.append((regions, note))
+        with torch._C.DisableTorchFunction():
+            return before[0](autocast)
+
+    def leave(autocast: Any, *error: Any) -> Any:
+        notes.pop()[1].__exit__(None, None, None)
+        with torch._C.DisableTorchFunction():
+            return before[1](autocast, *error)
+
+    original.__enter__, original.__exit__ = enter, leave
+    try:
+        with preserve_node_meta():
+            yield
+    finally:
+        original.__enter__, original.__exit__ = before
+
+
+@contextmanager
+def following_autocast() -> Generator[Callable[[fx.Node], None]]:
+    """Gives what is to be called before each node is run: it leaves and enters autocasts as the model does.
+
+    Autocasts stay entered from node to node, since they cache the casts of weights for as long as they last.
+    """
+    entered: list[tuple[Region, torch.autocast]] = []
+
+    def leave_to(depth: int) -> None:
+        while len(entered) > depth:
+            entered.pop()[1].__exit__(None, None, None)
+
+    def enter(node: fx.Node) -> None:
+        regions = regions_of(node)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1], zip(entered, regions, strict=False)))
+        leave_to(same)
+        for region in regions[same:]:
+            entered.append((region, region.make()))
+            entered[-1][1].__enter__()
+
+    try:
+        yield enter
+    finally:
+        leave_to(0)
+
+
+def under_autocast(value: Any) -> Any:
+    """What a higher-order op holds: a graph some of whose nodes run under autocast as a function that enters it."""
+    if not isinstance(value, fx.GraphModule) or not any(regions_of(node) for node in _calls(value)):
+        return value
+
+    def run(*args: Any) -> Any:
+        with following_autocast() as enter:
+            return _Interpreter(value, enter).run(*args)
+
+    return run
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a graph node by node, each in its autocasts."""
+
+    def __init__(self, module: fx.GraphModule, enter: Callable[[fx.Node], None]) -> None:
+        super().__init__(module)
+        self._enter = enter
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._enter(n)
+        return super().run_node(n)
+
+    def fetch_attr(self, target: str) -> Any:
+        return under_autocast(super().fetch_attr(target))
+
+
+def regions_of(node: fx.Node) -> tuple[Region, ...]:
+    """The autocasts a node runs in, outermost first; of a higher-order op, which has no note, those of all nodes it holds."""
+    held = [attrgetter(str(one.target))(node.graph.owning_module) for one in node.all_input_nodes if one.op == "get_attr"]
+    inner = [regions_of(one) for graph in held if isinstance(graph, fx.GraphModule) for one in _calls(graph)]
+    shared = tuple(same[0] for same in takewhile(lambda same: len(set(same)) == 1, zip(*inner, strict=False)))
+    return node.meta.get("custom", {}).get(_REGION, shared)
+
+
+def _calls(module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if node.op == "call_function"]
