@@ -52,7 +52,7 @@ class BackendOptions:
 
     stages: int = 1
     microbatches: int = 1
-    memory: int | None = None
+    memory: int | str | None = None
     transport: str | None = None
     inner: str = "eager"
     on_pipeline: Callable[[Pipeline], object] | None = None

@@ -10,6 +10,7 @@ from torch import nn
 
 from adaptra.errors import LaunchError, OptionError
 from adaptra.memory import parse_size
+from adaptra.mesh import roles_of
 from adaptra.roles import Roles
 from adaptra.runtime.faults import Fault
 from adaptra.runtime.options import Options, is_whole
@@ -110,7 +111,7 @@ class Request:
     @property
     def roles(self) -> Roles | None:
         """Which stage of which replica each rank of the job holds, where a mesh says so."""
-        return None if self.mesh is None else Roles.of_mesh(self.mesh, self.stages)
+        return None if self.mesh is None else roles_of(self.mesh, self.stages)
 
     @property
     def faults(self) -> tuple[Fault, ...]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
 
 from adaptra.errors import OptionError
 
@@ -36,28 +33,6 @@ class Roles:
     def initial(ranks: int, stages: int) -> Roles:
         """The roles a job starts with: each replica's stages lie on consecutive ranks."""
         return Roles(stages, tuple(range(ranks)))
-
-    @staticmethod
-    def of_mesh(mesh: Any, stages: int) -> Roles:
-        """The roles that a DeviceMesh gives: stages lie along its dimension ``pp``, replicas along ``dp`` if it has one.
-
-        Raises:
-            OptionError: It has other dimensions, another number of stages, or not all ranks of the job.
-        """
-        names = getattr(mesh, "mesh_dim_names", None)
-        if names not in (("pp",), ("dp", "pp"), ("pp", "dp")):
-            raise OptionError(
-                f"mesh={mesh!r}: expected a torch.distributed DeviceMesh whose mesh_dim_names are ('dp', 'pp'), or ('pp',)"
-            )
-        ranks = mesh.mesh.T if names == ("pp", "dp") else mesh.mesh
-        if ranks.shape[-1] != stages:
-            raise OptionError(
-                f"mesh={mesh!r}: {ranks.shape[-1]} ranks along pp with stages={stages}: expected one for every stage"
-            )
-        found = tuple(ranks.flatten().tolist())
-        if len(found) != (job := torch.distributed.get_world_size()):
-            raise OptionError(f"mesh={mesh!r}: {len(found)} ranks in a job of {job}: expected a mesh of all ranks")
-        return Roles(stages, found)
 
     @property
     def replicas(self) -> int:
