@@ -235,17 +235,21 @@ def test_replicas_take_the_mean_and_stay_equal():
             torch.testing.assert_close(torch.from_numpy(gradient), gradients[name], rtol=1e-4, atol=1e-7)
 
 
+def train_on_meshes(rank):
+    return train_replicas(rank, 0, ["dp", "pp"]), train_replicas(rank, 0, ["pp", "dp"])
+
+
+@pytest.mark.timeout(120)
 def test_a_mesh_says_which_stage_of_which_replica_a_rank_holds():
     """What ranks 0, 2 and 1, 3 train, the stages of its two columns, is bitwise what consecutive ranks do."""
-    usual = run_processes(train_replicas, 4, 0, ["dp", "pp"])
-    across = run_processes(train_replicas, 4, 0, ["pp", "dp"])
+    results = run_processes(train_on_meshes, 4, timeout=110)
     for rank, same_role in enumerate([0, 2, 1, 3]):
-        (losses, gradients, state, _), (others, theirs, other_state, _) = usual[rank], across[same_role]
+        (losses, gradients, state, _), (others, theirs, other_state, _) = results[rank][0], results[same_role][1]
         assert losses == others and same(gradients, theirs) and same(state, other_state)
 
 
-def refuse_meshes(rank):
-    """Meshes that don't fit, and one replica whose stages lie in another order."""
+def lie_in_another_order(rank):
+    """Meshes that don't fit; what a step of four stages in the usual order gives, and of one replica in another order."""
     import torch.distributed as dist
     from torch.distributed import DeviceMesh
 
@@ -257,26 +261,24 @@ def refuse_meshes(rank):
         "pp": caught(lambda: set_up(stages=2, mesh=every)),
         "local": caught(lambda: set_up(stages=4, mesh=every, transport="local")),
     }
-    example, pipe = set_up(stages=4, mesh=every)
-    args, _, targets = example.rows(ROWS, seed=0)
-    with pipe:
-        return refused, pipe.step(args, targets).item(), sorted(pipe.state_dict())
+    found = []
+    for mesh in (None, every):
+        example, pipe = set_up(stages=4, mesh=mesh)
+        args, _, targets = example.rows(ROWS, seed=0)
+        with pipe:
+            found.append((pipe.step(args, targets).item(), sorted(pipe.state_dict())))
+        dist.barrier()
+    return refused, *found
 
 
+@pytest.mark.timeout(120)
 def test_a_mesh_is_of_all_ranks_and_gives_stages_their_order():
-    results = run_processes(refuse_meshes, 4)
+    results = run_processes(lie_in_another_order, 4, timeout=110)
     for refused, *_ in results:
         for row, error in refused.items():
             check_documented(*error[:2], DOCUMENTED[row])
-    usual = run_processes(step_once, 4)
-    assert [results[rank][1:] for rank in (3, 1, 0, 2)] == usual
-
-
-def step_once(rank):
-    example, pipe = set_up(stages=4)
-    args, _, targets = example.rows(ROWS, seed=0)
-    with pipe:
-        return pipe.step(args, targets).item(), sorted(pipe.state_dict())
+    usual, other = ([result[which] for result in results] for which in (1, 2))
+    assert [other[rank] for rank in (3, 1, 0, 2)] == usual
 
 
 def average_before_others_end(rank):
