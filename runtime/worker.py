@@ -370,7 +370,7 @@ class Worker:
 
 
 def check_memory(what: str, program: Program, cost: CostModel) -> None:
-    """Refuse a program that holds the activations of more microbatches than the job allows, counting what W still needs.
+    """Refuse a program that holds more activations than the job allows, counting what W still needs.
 
     Raises:
         PlanError: Names the rank, what it would hold and what it may.
