@@ -10,6 +10,7 @@ from pathlib import Path
 
 from delegate_lab import CALM, SECRET
 from link_bodies import meet, receive
+from own_sockets import connected_sockets
 
 from adaptra import _C
 
@@ -28,19 +29,11 @@ def has_several(engine, _):
 
 def is_under_bbr(_, ports):
     """Whether a connection that joins one of these ports is under BBR."""
-    controls = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            found = socket.socket(fileno=int(entry.name))
-        except OSError:
-            continue  # no socket, or the descriptor that this listing used
-        try:
-            if {found.getsockname()[1], found.getpeername()[1]} & ports:
-                controls.add(found.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0"))
-        except (OSError, IndexError):
-            continue  # not connected, or not by an address
-        finally:
-            found.detach()
+    controls = {
+        found.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+        for found, (_, own), (_, peer) in connected_sockets()
+        if {own, peer} & ports
+    }
     assert controls, "no connection of the engine"
     return b"bbr" in controls
 
