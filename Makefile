@@ -9,9 +9,13 @@ READY := $(VENV)/.ready
 CXX_SOURCES := $(wildcard csrc/*.cc csrc/*.h csrc/*/*.cc csrc/*/*.h)
 CXX_TESTS := $(wildcard tests/cxx/*.cc tests/cxx/*.h tests/links/*.cc tests/links/*.h)
 FUZZ_SECONDS ?= 10
+ONE_PROCESS := not processes and not root and not rdma
+# Those that capture and train models: about half of what all tests of one process take.
+MODEL_TESTS := $(addprefix tests/test_,$(addsuffix .py,architectures autocast capture differentiate dynamo dynamo_outputs \
+	inner loss_scale memory partition same_pieces stage_modules training training_state))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test alone lint types docs cxx unit processes rdma bench clean
+.PHONY: help setup demo test first second lint types docs cxx unit models processes rdma bench clean
 
 help:
 	@echo "make demo    train a GPT over 4 ranks through a link that turns slow (sets everything up first)"
@@ -66,7 +70,10 @@ cxx: $(READY)
 	fi
 
 unit: $(READY)
-	$(BIN)/pytest -m "not processes and not root and not rdma"
+	$(BIN)/pytest -m "$(ONE_PROCESS)" $(addprefix --ignore=,$(MODEL_TESTS))
+
+models: $(READY)
+	$(BIN)/pytest -m "$(ONE_PROCESS)" $(MODEL_TESTS)
 
 processes: $(READY)
 	$(BIN)/pytest -m "(processes or root) and not rdma"
@@ -75,11 +82,14 @@ rdma: $(READY)
 	$(BIN)/pytest -m rdma --lab-kernel=$(LAB_KERNEL)
 
 # Each of these keeps one core busy: two at a time. Tests of several processes then have the machine to themselves.
-alone: $(READY)
+first: $(READY)
+	$(MAKE) --jobs=1 rdma models
+
+second: $(READY)
 	$(MAKE) --jobs=1 lint types docs cxx unit
 
 test: $(READY)
-	$(MAKE) --jobs=2 --output-sync=target rdma alone
+	$(MAKE) --jobs=2 --output-sync=target first second
 	$(MAKE) processes
 
 bench: $(READY)

@@ -113,7 +113,7 @@ class Pipeline:
 
     def __init__(self, request: Request) -> None:
         self._request: Request | None = request
-        self._returns_loss = request.loss is None
+        self._returns_loss = request.loss is None and request.with_loss
         self._built: Built | None = None
         self._losses: Tensor | None = None
         self._scaler: GradScaler | None = None

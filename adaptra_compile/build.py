@@ -17,10 +17,11 @@ from adaptra.built import Built
 from adaptra.cost import Case, CostModel
 from adaptra.errors import BatchError
 from adaptra.estimate import estimated_cost
-from adaptra.first_plan import first_plan
+from adaptra.first_plan import first_plan, two_phase_plan
 from adaptra.graph import CompiledStages, compile_stages
 from adaptra.graph.autocast import refuse_autocast
 from adaptra.graph.compile_modules import compile_modules
+from adaptra.graph.inner import EAGER, compiled_by, prepare
 from adaptra.graph.round_messages import round_messages
 from adaptra.memory import in_bytes, parse_size
 from adaptra.planner import plan
@@ -29,9 +30,9 @@ from adaptra.progress import Progress, log_progress, shown_progress
 from adaptra.remedies import Means, find_remedies
 from adaptra.request import Request
 from adaptra.runtime.batch import example_microbatch
-from adaptra.runtime.coordinator import Planning
 from adaptra.runtime.launch import Launch, agree, disagree, launch
 from adaptra.runtime.plan import Plan
+from adaptra.runtime.planning import Planning
 from adaptra.simulate import lower_bound, simulate
 from adaptra.start import Starter, open_recorder
 
@@ -66,6 +67,10 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
             opened.callback(recorder.close)
             with _progress(launched) as progress:
                 compiled, initial, planning, means = _compile(request, args, targets, kwargs, progress)
+                ranks = [transport.rank for transport in launched.transports] if options.inner != EAGER else []
+                for done, rank in enumerate(ranks, 1):
+                    prepare(compiled.train[rank])
+                    progress(f"compiled by {options.inner}", done, len(ranks))
         except Exception as error:
             for transport in launched.transports:
                 disagree(transport, "pipeline", error)
@@ -108,8 +113,10 @@ def _compile(
             loss=request.loss,
             targets=targets,
             split=request.split,
+            with_loss=request.with_loss,
             progress=progress,
         )
+    compiled = compiled_by(request.options.inner, compiled)
     if request.options.lossy_bf16:
         rounded = round_messages(compiled)  # which also refuses what can't be rounded, before a plan wants to
         compiled = rounded if request.options.lossy_bf16 is True else compiled
@@ -124,7 +131,7 @@ def _compile(
     means = Means(options.uses_delegate, options.lossy_bf16 == "slow", compiled.places)
     better_plan = partial(_better_plan, options.planning_seconds)
     planning = Planning(better_plan, _makespan, lambda costs: lower_bound(costs).value, partial(find_remedies, means=means))
-    initial = first_plan(options, case)
+    initial = first_plan(options, case) if request.with_loss else two_phase_plan(options, case)
     progress("planned", 1, 1)
     return compiled, initial, planning, means
 

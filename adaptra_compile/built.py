@@ -14,6 +14,7 @@ from torch import Tensor
 from adaptra.assignment import RoleChange
 from adaptra.errors import AdaptraError, OptionError, PeerLostError, PipelineError
 from adaptra.graph.autocast import refuse_autocast
+from adaptra.graph.inner import prepare
 from adaptra.remedies import Means
 from adaptra.roles import Roles
 from adaptra.runtime.batch import split_batch
@@ -42,7 +43,7 @@ class Built:
         self.compiled = starter.compiled
         self.means = means
         self._starter = starter
-        self._microbatches = starter.microbatches
+        self.microbatches = starter.microbatches
         self._failure: BaseException | None = None
         self._threads = ThreadPoolExecutor(len(workers), "adaptra-rank") if len(workers) > 1 else None
         self._run_by(launched, workers, recorder)
@@ -73,6 +74,7 @@ class Built:
             state = worker.state
             if before.of(job.rank) != after.of(job.rank):
                 graphs = self.compiled.train[after.of(job.rank)[1]]
+                prepare(graphs)
                 arrived = exchange(held, before, after, job.everyone)
                 state = take_over(arrived, frozenset(graphs.trainable), frozenset(graphs.parameters))
                 give_optimizer(optimizer, arrived, state)
@@ -136,14 +138,14 @@ class Built:
         if 0 not in self._ranks:
             return ()
         form = self.compiled.inputs
-        return split_batch(form.flatten(args, kwargs), form.specs, self._microbatches, "inputs")
+        return split_batch(form.flatten(args, kwargs), form.specs, self.microbatches, "inputs")
 
     def split_targets(self, targets: Any) -> Batch:
         """The microbatches of a batch's targets, or nothing where the last stage is elsewhere."""
         if len(self.compiled.train) - 1 not in self._ranks:
             return ()
         form = self.compiled.targets
-        return split_batch(form.flatten(targets), form.specs, self._microbatches, "targets")
+        return split_batch(form.flatten(targets), form.specs, self.microbatches, "targets")
 
     @contextmanager
     def at_the_door(self) -> Generator[None]:

@@ -5,10 +5,13 @@
     loss.backward()
     optimizer.step()
 
-A backend is given the forward pass alone, and what it returns is one call; the backward pass comes later, from outside. So the
-compiled function must return its scalar loss: then a call runs a whole adapted step, forward and backward of all microbatches,
-and keeps the gradients; ``backward`` scales them by what comes from above and hands them to autograd, which puts them where it
-always does. The loss is the mean of the microbatches' losses, on every rank.
+A backend is given the forward pass alone, and what it returns is one call; the backward pass comes later, from outside. If the
+compiled function returns its scalar loss, a call runs a whole adapted step, forward and backward of all microbatches, and keeps
+the gradients; ``backward`` scales them by what comes from above and hands them to autograd, which puts them where it always
+does. The loss is the mean of the microbatches' losses, on every rank.
+
+If it returns anything else, a call runs the forward pass of all microbatches, and ``backward`` their backward pass, by what
+comes from above. See :mod:`adaptra.phased` for what that costs.
 
 Under torchrun every rank has the whole model and runs the same lines. It computes one stage, so only that stage's parameters
 get gradients and take steps; those of the other stages, which this rank never uses, stay as they were.
@@ -18,24 +21,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Self
+from functools import partial
+from typing import Any, Self, TypeVar
 
-import sympy
 import torch
-from torch import Tensor, fx
-from torch._dynamo import lookup_backend, maybe_mark_dynamic
-from torch._dynamo.exc import InvalidBackend, TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+from torch import Tensor, fx, nn
+from torch._dynamo import lookup_backend
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
-from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from adaptra.api import Pipeline
-from adaptra.api import compile as compile_pipeline
 from adaptra.errors import CaptureError, OptionError
+from adaptra.graph.autocast import DEVICES, without_autocast
+from adaptra.graph.dynamo_batch import require_any_batch, require_rows
 from adaptra.graph.dynamo_graph import GraphModel, is_state, source_of
+from adaptra.graph.inner import check_inner
 from adaptra.graph.ops import results_of
+from adaptra.phased import Call, PhasedPipeline
+from adaptra.request import Request
 from adaptra.runtime.launch import is_launched
 from adaptra.runtime.options import Options, is_whole
+
+Made = TypeVar("Made", bound=Pipeline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +51,15 @@ class BackendOptions:
 
     Attributes:
         stages, microbatches, memory, transport: As in :func:`adaptra.compile`.
-        inner: The backend that compiles what is not a pipeline: everything with one stage and one microbatch, and calls
-            without gradients.
         on_pipeline: Called once with each :class:`adaptra.Pipeline` that is made, to explain, trace or close it.
-        runtime: The fields of :class:`adaptra.Options`.
+        runtime: The fields of :class:`adaptra.Options`. Its ``inner`` also compiles what is not a pipeline: everything with one
+            stage and one microbatch, calls without gradients, and what trains no parameters.
     """
 
     stages: int = 1
     microbatches: int = 1
     memory: int | str | None = None
     transport: str | None = None
-    inner: str = "eager"
     on_pipeline: Callable[[Pipeline], object] | None = None
     runtime: Options = field(default_factory=Options)
 
@@ -80,20 +85,10 @@ class BackendOptions:
             number: Any = getattr(self, name)
             if not is_whole(number) or number < 1:
                 raise OptionError(f"{name}={number!r}: expected a whole number of at least 1")
-        inner: Any = self.inner
-        try:
-            is_known = isinstance(inner, str) and inner != "adaptra" and lookup_backend(inner) is not None
-        except InvalidBackend:
-            is_known = False
-        if not is_known:
-            raise OptionError(f"inner={inner!r}: expected another backend of torch.compile, such as 'eager' or 'inductor'")
+        check_inner(self.runtime.inner)
         called: Any = self.on_pipeline
         if called is not None and not callable(called):
             raise OptionError(f"on_pipeline={called!r}: expected a function that is called with each pipeline, or None")
-
-
-class _TraceAgain(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
-    """Asks dynamo to trace the function anew; of the first kind it forgets how far it had come, the second one reaches it."""
 
 
 def adaptra_backend(
@@ -119,7 +114,7 @@ def adaptra_backend(
         raise OptionError(f"mode={mode!r}: expected none: modes are inductor's; options={{'inner': 'inductor'}} compiles by it")
     chosen = BackendOptions.parse(options or {})
     if chosen.stages == chosen.microbatches == 1:
-        return lookup_backend(chosen.inner)(graph, list(examples))
+        return lookup_backend(chosen.runtime.inner)(graph, list(examples))
     results = [one.meta["example_value"] for one in results_of(graph.graph)]
     if not torch.is_grad_enabled() or not any(isinstance(one, Tensor) and one.requires_grad for one in results):
         if is_launched() and chosen.stages > 1:
@@ -127,87 +122,97 @@ def adaptra_backend(
                 "a call without gradients: under a launcher a rank trains the parameters of its own stage only, and this call "
                 "needs all of them: load the ranks' states into a plain model, or use adaptra.compile and its eval_step"
             )
-        return lookup_backend(chosen.inner)(graph, list(examples))
-    if len(results) != 1 or results[0].dim() != 0:
-        shown = ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in results)
-        raise CaptureError(
-            f"the compiled function returns {shown}: expected one scalar, the loss, since all backward passes run within the "
-            "call: compile a function that returns the loss; if it does, a graph break has cut it in two, which "
-            "torch.compile(..., fullgraph=True) shows"
-        )
+        return lookup_backend(chosen.runtime.inner)(graph, list(examples))
+    if not any(isinstance(one, nn.Parameter) and one.requires_grad for one in examples):
+        # Such as the criterion of what a pipeline returns, behind a graph break: there is nothing to be trained by stages.
+        return lookup_backend(chosen.runtime.inner)(graph, list(examples))
     if chosen.microbatches > 1:
-        _require_any_batch(graph, examples, chosen.microbatches)
+        require_any_batch(graph, examples, chosen.microbatches)
+    if len(results) > 1 or not isinstance(results[0], Tensor) or results[0].dim() > 0:
+        if chosen.microbatches > 1:
+            require_rows(graph, examples, results)
+        return _Phases(graph, examples, chosen)
+    for node, example in zip(graph.graph.find_nodes(op="placeholder"), examples, strict=True):
+        if isinstance(example, Tensor) and example.requires_grad and not is_state(node, example):
+            raise CaptureError(
+                f"{source_of(node).name}: an input that requires a gradient, of a function that returns its loss: expected "
+                "none, as a step is of parameters alone; compile what comes before together with it, or return no loss"
+            )
     return _Step(graph, examples, chosen)
 
 
-def _require_any_batch(graph: fx.GraphModule, examples: Sequence[Any], microbatches: int) -> None:
-    """Make sure that the graph holds for the rows of a microbatch; a first trace, which takes all sizes as fixed, is made anew.
-
-    Raises:
-        CaptureError: The model's code goes by the number of rows.
-    """
-    inputs = [
-        (node, example)
-        for node, example in zip(graph.graph.find_nodes(op="placeholder"), examples, strict=True)
-        if isinstance(example, Tensor) and example.dim() > 0 and not is_state(node, example)
-    ]
-    fixed = [example for node, example in inputs if isinstance(node.meta["example_value"].shape[0], int)]
-    if any(not hasattr(example, _MARKED) for example in fixed):
-        for example in fixed:
-            maybe_mark_dynamic(example, 0)
-            setattr(example, _MARKED, True)
-        raise _TraceAgain(restart_reason="adaptra needs a graph of any number of rows")
-    for node, example in inputs:
-        rows = example.shape[0]
-        if not _holds_for(node.meta["example_value"].shape[0], rows // microbatches):
-            raise CaptureError(
-                f"{source_of(node).name}: what was traced for {rows} rows does not hold for the {rows // microbatches} of a "
-                "microbatch: expected code for any batch size: don't compare or convert the size of the first dimension"
-            )
-
-
-def _holds_for(size: int | torch.SymInt, rows: int) -> bool:
-    """Whether what dynamo has assumed of a size is also true of so many rows."""
-    if is_concrete_int(size):
-        return False
-    assert isinstance(size, torch.SymInt), "a size that is not known is symbolic"
-    symbol, environment = size.node.expr, size.node.shape_env
-    return all(guard.expr.subs(symbol, rows) != sympy.false for guard in environment.guards)
-
-
-_MARKED: Final = "_adaptra_any_rows"
-
-
-class _Step:
-    """The compiled function: each call is a step of a pipeline, which the first one makes."""
+class _Pipelined:
+    """A compiled function: each call is one of a pipeline, which the first one makes."""
 
     def __init__(self, graph: fx.GraphModule, examples: Sequence[Any], options: BackendOptions) -> None:
-        self._model = GraphModel(graph, examples)
+        autocasts = [(device, torch.get_autocast_dtype(device)) for device in DEVICES if torch.is_autocast_enabled(device)]
+        self._model = GraphModel(graph, examples, autocasts)
         self._options = options
-        self._pipeline: Pipeline | None = None
+
+    def _inputs(self, given: Sequence[Any]) -> tuple[Tensor, ...]:
+        return tuple(given[position] for position in self._model.inputs)
+
+    def _pass_on_state(self, pipeline: Pipeline, given: Sequence[Any]) -> None:
+        """Let the stages see what an optimizer did: of a parameter of several stages each has a copy."""
+        with torch.no_grad():
+            for name, tensor in pipeline.held_tensors():
+                original = given[self._model.state[name]]
+                if tensor.data_ptr() != original.data_ptr():
+                    tensor.copy_(original)
+
+    def _take_gradients(self, pipeline: Pipeline) -> dict[str, Tensor]:
+        """The gradients of this process's stages by name; the pipeline has them no longer."""
+        gradients: dict[str, Tensor] = {}
+        for name, tensor in pipeline.held_tensors():
+            if tensor.grad is not None:
+                gradients.setdefault(name, tensor.grad)
+                tensor.grad = None
+        return gradients
+
+    def _request(self, *, with_loss: bool) -> Request:
+        options = self._options
+        return Request(
+            self._model,
+            options.stages,
+            options.microbatches,
+            loss=None,
+            memory=options.memory,
+            split=None,
+            mesh=None,
+            transport=options.transport,
+            options=options.runtime,
+            with_loss=with_loss,
+        )
+
+    def _built(self, pipeline: Made, inputs: tuple[Tensor, ...]) -> Made:
+        pipeline.build(inputs)
+        if self._options.on_pipeline is not None:
+            self._options.on_pipeline(pipeline)
+        return pipeline
+
+
+class _Step(_Pipelined):
+    """A function that returns its loss: each call is a step."""
+
+    _pipeline: Pipeline | None = None
 
     def __call__(self, *given: Any) -> tuple[Tensor]:
         """Run a step on what the graph takes, in its order."""
-        inputs = tuple(given[position] for position in self._model.inputs)
+        with without_autocast():  # around the call it is the model's, which enters it
+            return self._run(given)
+
+    def _run(self, given: Sequence[Any]) -> tuple[Tensor]:
+        inputs = self._inputs(given)
         whole = self._loss_of_whole_batch(inputs) if self._pipeline is None else None
         pipeline = self._pipeline or self._build(inputs)
-        held = pipeline.held_tensors()
-        with torch.no_grad():
-            for name, tensor in held:
-                original = given[self._model.state[name]]
-                if tensor.data_ptr() != original.data_ptr():  # a parameter of several stages, of which each has a copy
-                    tensor.copy_(original)
+        self._pass_on_state(pipeline, given)
         loss = pipeline.step(inputs)
         if whole is not None and (whole - loss * self._options.microbatches).abs() < (whole - loss).abs():
             raise CaptureError(
                 f"the loss of the whole batch is {whole:g} and the mean of its microbatches' losses {loss:g}: expected a mean "
                 "over the rows, so that these are about equal; this one looks like a sum: divide it by the number of rows"
             )
-        gradients: dict[str, Tensor] = {}
-        for name, tensor in held:
-            if tensor.grad is not None:
-                gradients.setdefault(name, tensor.grad)
-                tensor.grad = None
+        gradients = self._take_gradients(pipeline)
         parameters = [given[self._model.state[name]] for name in gradients]
         return (_Deliver.apply(loss, list(gradients.values()), *parameters),)  # pyright: ignore[reportReturnType]
 
@@ -215,21 +220,11 @@ class _Step:
         """The loss as the uncompiled function would return it, but for random numbers; nothing is changed by asking."""
         buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            return functional_call(self._model, buffers, inputs)
+            (loss,) = functional_call(self._model, buffers, inputs)
+            return loss
 
     def _build(self, inputs: tuple[Tensor, ...]) -> Pipeline:
-        options = self._options
-        self._pipeline = compile_pipeline(
-            self._model,
-            stages=options.stages,
-            microbatches=options.microbatches,
-            example_inputs=(inputs,),
-            memory=options.memory,
-            transport=options.transport,
-            options=options.runtime,
-        )
-        if options.on_pipeline is not None:
-            options.on_pipeline(self._pipeline)
+        self._pipeline = self._built(Pipeline(self._request(with_loss=True)), inputs)
         return self._pipeline
 
 
@@ -246,3 +241,52 @@ class _Deliver(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator's
         (above,) = grad_outputs
         return None, None, *(gradient * above for gradient in ctx.gradients)
+
+
+class _Phases(_Pipelined):
+    """A function that returns no loss: each call is a forward pass, whose backward pass comes when autograd asks for it."""
+
+    _pipeline: PhasedPipeline | None = None
+
+    def __call__(self, *given: Any) -> tuple[Tensor, ...]:
+        """Run the forward pass on what the graph takes, in its order."""
+        inputs = self._inputs(given)
+        parameters = [given[self._model.state[name]] for name, _ in self._model.named_parameters()]
+        with without_autocast():  # around the call it is the model's, which enters it
+            pipeline = self._pipeline or self._build(inputs)
+            self._pass_on_state(pipeline, given)
+            outputs, call = pipeline.forward([one.detach() for one in inputs], [*parameters, *inputs])
+        return _Later.apply(self, pipeline, call, outputs, *parameters, *inputs)  # pyright: ignore[reportReturnType]
+
+    def backward(self, pipeline: PhasedPipeline, call: Call, tangents: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """The gradients of the function's parameters, None of those of other ranks, and of its inputs."""
+        wanted = [one for one, has_gradient in zip(tangents, pipeline.differentiable, strict=True) if has_gradient]
+        with without_autocast():  # a backward pass runs in what its forward pass ran in
+            of_inputs = iter(pipeline.backward(call, wanted))
+        of_parameters = self._take_gradients(pipeline)
+        return (
+            *(of_parameters.get(name) for name, _ in self._model.named_parameters()),
+            *(next(of_inputs) if has_gradient else None for has_gradient in pipeline.differentiated),
+        )
+
+    def _build(self, inputs: tuple[Tensor, ...]) -> PhasedPipeline:
+        self._pipeline = self._built(PhasedPipeline(self._request(with_loss=False)), inputs)
+        return self._pipeline
+
+
+class _Later(torch.autograd.Function):
+    """The outputs as autograd sees them: their backward pass is the pipeline's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, phases: _Phases, pipeline: PhasedPipeline, call: Call, outputs: tuple[Tensor, ...], *_: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.run = partial(phases.backward, pipeline, call)
+        constant = (one for one, has_gradient in zip(outputs, pipeline.differentiable, strict=True) if not has_gradient)
+        ctx.mark_non_differentiable(*constant)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator's
+        return None, None, None, None, *ctx.run(grad_outputs)

@@ -14,7 +14,7 @@ from adaptra.robust import delay_scenarios, robust_plan
 from adaptra.runtime.options import Options
 from adaptra.runtime.plan import Plan
 from adaptra.runtime.worker import check_memory
-from adaptra.schedules import generate
+from adaptra.schedules import generate, two_phases
 from adaptra.simulate import lower_bound, simulate
 
 
@@ -43,6 +43,18 @@ def first_plan(options: Options, case: Case) -> Plan:
                 program, reason = spread, f"{reason}, spare memory spread as slack"
     predicted = simulate(program, case.cost).makespan
     return Plan(0, program, case, predicted, lower_bound(case).value, reason, options.delegated)
+
+
+def two_phase_plan(options: Options, case: Case) -> Plan:
+    """The plan of a function without a loss, the only one it has.
+
+    Raises:
+        PlanError: All microbatches at once don't fit the memory.
+    """
+    program = two_phases(case.cost.stages, case.microbatches)
+    check_memory("a function without a loss, which keeps all microbatches from its call to their backward", program, case.cost)
+    reason = "all forwards, then all backwards, as the function returns no loss"
+    return Plan(0, program, case, simulate(program, case.cost).makespan, lower_bound(case).value, reason, options.delegated)
 
 
 def _asked_for(schedule: str | Program, case: Case) -> Program:

@@ -15,6 +15,7 @@ W weight gradient, B both gradients at once.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -119,7 +120,11 @@ class Program:
 
     def compute_only(self) -> Program:
         """The same program without its communication ops."""
-        orders = tuple(tuple(op for op in order if op.kind.is_compute) for order in self.orders)
+        return self.only(COMPUTE_KINDS)
+
+    def only(self, kinds: Collection[Kind]) -> Program:
+        """The same program without ops of other kinds."""
+        orders = tuple(tuple(op for op in order if op.kind in kinds) for order in self.orders)
         return Program(self.name, self.placement, self.microbatches, orders)
 
     def __str__(self) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from adaptra.errors import LaunchError, OptionError
+from adaptra.graph.inner import EAGER, check_inner
 from adaptra.memory import parse_size
 from adaptra.mesh import roles_of
 from adaptra.roles import Roles
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments of :func:`adaptra.api.compile`, which describes them.
+    """The arguments of :func:`adaptra.api.compile`, which describes them; ``with_loss`` is of :mod:`adaptra.phased`.
 
     Raises:
         OptionError: An argument is not what it should be; names it, what was given and what is expected.
@@ -39,6 +40,7 @@ class Request:
     mesh: DeviceMesh | None
     transport: str | None
     options: Options
+    with_loss: bool = True
 
     def __post_init__(self) -> None:
         self._check_model()
@@ -61,6 +63,11 @@ class Request:
         given = self.options
         if not isinstance(given, Options):
             raise OptionError(f"options={given!r}: expected adaptra.Options(...)")
+        if not self.with_loss and given.schedule is not None:
+            raise OptionError(
+                f"schedule={given.schedule!r}: the function returns no loss, so all forwards come before all backwards: "
+                "expected None"
+            )
         if given.lossy_bf16 and self.transport is not None and not is_built_in(self.transport):
             raise OptionError(
                 f"lossy_bf16={given.lossy_bf16!r} with transport {self.transport!r}: expected a transport of adaptra's own, "
@@ -71,6 +78,7 @@ class Request:
                 raise OptionError(f"delegate={self.options.delegate!r}: expected edges of stages 0..{self.stages - 1}")
         for fault in self.faults:
             fault.check_stages(self.stages)
+        check_inner(given.inner)
 
     def _check_model(self) -> None:
         given: Any = self.model
@@ -87,6 +95,11 @@ class Request:
             )
         if self.split is not None:
             raise OptionError(f"split={self.split!r}: expected None, as the model is a list of stages already")
+        if self.options.inner != EAGER:
+            raise OptionError(
+                f"inner={self.options.inner!r}: expected 'eager', as the model is a list of stages, which run as they are: "
+                "compile one by its module.compile() before"
+            )
 
     def _check_numbers(self) -> None:
         numbers: dict[str, Any] = {"stages": self.stages, "microbatches": self.microbatches}
@@ -129,6 +142,7 @@ class Request:
             "mesh": str(self.roles and list(self.roles.ranks)),
             "transport": str(self.transport),
             "loss": "None" if self.loss is None else "a function",
+            "with_loss": str(self.with_loss),
             "options.adapt": str(options.adapt),
             "options.schedule": str(options.schedule),
             "options.seed": str(options.seed),
@@ -136,6 +150,7 @@ class Request:
             "options.emulate": str(options.emulate),
             "options.delegate": str(options.delegate),
             "options.lossy_bf16": str(options.lossy_bf16),
+            "options.inner": str(options.inner),
         }
 
 

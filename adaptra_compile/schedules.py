@@ -167,6 +167,23 @@ def forward_only(stages: int, microbatches: int) -> Program:
     return _program("forward_only", stages, microbatches, order)
 
 
+def two_phases(stages: int, microbatches: int) -> Program:
+    """Every stage runs all its forwards, then all its input gradients, then all its weight gradients, in microbatch order.
+
+    It can be cut in two between F and I, as where gradients come from outside once all forwards are done. A delay of an edge
+    is paid once on the way forward and once on the way back, and no order in either half does better: nothing is there that
+    could be run in the meantime. Every stage holds all microbatches at once.
+
+    Raises:
+        ScheduleError: A number is below one.
+    """
+
+    def order(stage: int) -> Iterable[Op]:
+        return (Op(stage, kind, microbatch) for kind in (Kind.F, Kind.I, Kind.W) for microbatch in range(microbatches))
+
+    return _program("two_phases", stages, microbatches, order)
+
+
 GENERATORS: Final[dict[str, Callable[[int, int], Program]]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from adaptra.graph import CompiledStages
 from adaptra.report import perfetto
-from adaptra.runtime.coordinator import Planning
 from adaptra.runtime.emulation import Pacing
 from adaptra.runtime.faults import Fault
 from adaptra.runtime.launch import Launch
 from adaptra.runtime.options import Options
 from adaptra.runtime.plan import Plan
+from adaptra.runtime.planning import Planning
 from adaptra.runtime.telemetry.options import Telemetry
 from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.telemetry.recorder import Recorder

@@ -3,7 +3,8 @@
 Steps are simulated and their records disturbed (``tests/noisy_steps.py``: ops scatter and drift, ranks pause, messages have
 a long tail); monitor, detector, planner and cost test are the real ones. A fault matters when another plan would win by more
 than a switch costs. Its kind can't be told where neither a queue nor a probe shows how much of a flight is occupancy;
-such faults are counted apart. Figures of episodes are shares of the faults, with the bar as baseline.
+such faults are counted apart. A lossy path shows itself only as often as it loses messages: the steps until it is detected
+are rows of their own. Figures of episodes are shares of the faults, with the bar as baseline.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.progress import Progress, track
 
 from adaptra.cost import Case, CostModel
+from adaptra.runtime.changes import ChangeKind
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from noisy_steps import NoisySteps, judge, random_episode
@@ -56,7 +58,14 @@ def main() -> int:
     matter = [verdict for verdict in verdicts if verdict.matters]
     found = [verdict for verdict in verdicts if verdict.detected]
     told = [verdict for verdict in found if verdict.kind is not None]
-    delays = [verdict.steps + 1 for verdict in found if verdict.steps is not None]
+    delays, of_loss = (
+        [
+            verdict.steps + 1
+            for verdict in found
+            if verdict.steps is not None and (verdict.fault.kind is ChangeKind.LOSS) is wanted
+        ]
+        for wanted in (False, True)
+    )
 
     def share(part: int, whole: int) -> float:
         return part / max(whole, 1)
@@ -72,6 +81,8 @@ def main() -> int:
             Row("detected: kind told", share(len(told), len(found)), 0.98, "share", len(found)),
             Row("slow steps until detected, median", median(delays or [0]), None, "steps", len(delays)),
             Row("slow steps until detected, most", max(delays, default=0), None, "steps", len(delays)),
+            Row("lossy steps until detected, median", median(of_loss or [0]), None, "steps", len(of_loss)),
+            Row("lossy steps until detected, most", max(of_loss, default=0), None, "steps", len(of_loss)),
         ],
         baseline="bar",
         as_json=given.json,

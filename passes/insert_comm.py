@@ -64,15 +64,15 @@ class InsertComm(Pass):
             raise PassError(f"{self.name}: ahead={self.ahead} together with receives=late: expected one of them")
 
     @staticmethod
-    def for_contract(contract: Contract) -> InsertComm:
-        """The pass with the options that suit a transport.
+    def for_contract(contract: Contract, ahead: int | None = None) -> InsertComm:
+        """The pass with the options that suit a transport, ``ahead`` where receives are posted ahead.
 
         In-order streams get late receives: an early one would hold up the sends behind it. Else, where a send waits for its
         receiver, receives are posted ahead. Where neither holds, a message travels without its receive, and late ones keep the
         pools smallest.
         """
         if contract.send_waits_for_receiver and not contract.in_order:
-            return InsertComm(receives="ahead")
+            return InsertComm(receives="ahead", ahead=ahead)
         return InsertComm(receives="late")
 
     def apply(self, program: Program, cost: CostModel) -> Program:

@@ -21,6 +21,8 @@ class ChangeKind(Enum):
     """How long a message keeps the next one from departing."""
     FLIGHT = "flight"
     """One of these two: no message followed another so closely that they could be told apart."""
+    LOSS = "loss"
+    """Some messages are held up, as those that are lost and sent again, while others are as fast as ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,41 @@ class EdgeChange:
         edge = f"edge {self.source}→{self.destination} {_word(self)}"
         queueing = f", {_milliseconds(self.occupancy)} of it occupancy" if self.occupancy >= SHOWN_OCCUPANCY else ""
         return f"{edge}: {_milliseconds(self.now)} (was {_milliseconds(self.was)}){queueing}"
+
+
+@dataclass(frozen=True, slots=True)
+class LossChange:
+    """A directed edge between stages whose path has turned lossy, or alternates between two levels, or has healed from that.
+
+    ``was`` and ``now`` are the flights of the mean message, ``extra`` is what a late message takes longer; seconds. ``share``
+    is that of the late messages, 0 once healed.
+    """
+
+    source: int
+    destination: int
+    was: float
+    now: float
+    share: float
+    extra: float
+    is_healed: bool
+    is_flapping: bool = False
+
+    @property
+    def kind(self) -> ChangeKind:
+        """What has changed."""
+        return ChangeKind.LOSS
+
+    def __str__(self) -> str:
+        edge = f"edge {self.source}→{self.destination}"
+        flapping = " (flapping)" if self.is_flapping else ""
+        if self.is_healed:
+            return f"{edge} healed{flapping}: no message is held up any more"
+        late = f"{100 * self.share:.0f} % of its messages are {_milliseconds(self.extra)} late"
+        return f"{edge} lossy{flapping}: {late}, the others as fast as ever"
+
+
+Change = StageChange | EdgeChange | LossChange
+"""Anything that the detector finds."""
 
 
 def _word(change: StageChange | EdgeChange) -> str:

@@ -25,7 +25,7 @@ from torch.distributed import DistError, DistNetworkError, Store
 from adaptra.assignment import RoleChange
 from adaptra.errors import ControlError
 from adaptra.program import Program
-from adaptra.runtime.coordinator import ControllerOptions, Coordinator, Planning
+from adaptra.runtime.coordinator import ControllerOptions, Coordinator
 from adaptra.runtime.events import ControlEvent, EventKind
 from adaptra.runtime.mailbox import (
     Confirmed,
@@ -44,6 +44,7 @@ from adaptra.runtime.measurement import StepMeasurement
 from adaptra.runtime.participant import Participant, Surroundings
 from adaptra.runtime.plan import Plan
 from adaptra.runtime.plan_log import Coverage
+from adaptra.runtime.planning import Planning
 from adaptra.runtime.preparation import Preparation
 
 KEPT_EVENTS = 4096
@@ -107,7 +108,7 @@ class Controller:
         self._step = first_step
         self._coverage = Coverage(first_step)
         self._mailbox = Mailbox(store, rank)
-        preparation = Preparation(
+        self._preparation = Preparation(
             rank,
             initial.program,
             prepare,
@@ -119,7 +120,7 @@ class Controller:
             world_size,
             initial,
             Surroundings(
-                self._mailbox.store, self._mailbox.send, self._coverage.extend, preparation.begin, self._lead, self._emit
+                self._mailbox.store, self._mailbox.send, self._coverage.extend, self._preparation.begin, self._lead, self._emit
             ),
             options.ahead,
             first_step,
@@ -201,6 +202,7 @@ class Controller:
                 log.warning("rank %d: the store was lost before the controller was closed: %s", self._rank, error)
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_SECONDS)
+        self._preparation.close(CLOSE_SECONDS)
         if (coordinator := self._coordinator) is not None:
             coordinator.close(CLOSE_SECONDS)
 

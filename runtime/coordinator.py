@@ -19,20 +19,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
-from adaptra.cost import Case, CostModel
 from adaptra.errors import AdaptraError
 from adaptra.program import Program
 from adaptra.remedies import Remedies, Remedy, without_needless_rounding
 from adaptra.runtime.background import giving_way
-from adaptra.runtime.changes import EdgeChange, StageChange
+from adaptra.runtime.changes import EdgeChange, LossChange, StageChange
 from adaptra.runtime.detector import Detection, Detector
 from adaptra.runtime.events import EventKind
 from adaptra.runtime.foresight import Foresight
 from adaptra.runtime.level import DetectorOptions
 from adaptra.runtime.measurement import StepMeasurement
 from adaptra.runtime.participant import Emit, Participant
-from adaptra.runtime.plan import Edges, Plan
+from adaptra.runtime.plan import Plan
 from adaptra.runtime.plan_log import Agreement
+from adaptra.runtime.planning import Planning
 
 log = logging.getLogger(__name__)
 
@@ -64,28 +64,6 @@ class ControllerOptions:
     detector: DetectorOptions = field(default_factory=DetectorOptions)
 
 
-def nothing_helps(_case: Case, _program: Program, _spread: Edges, _rounded: Edges) -> None:
-    """What is known where nobody looks for remedies."""
-
-
-@dataclass(frozen=True, slots=True)
-class Planning:
-    """The compiler, as the controller uses it.
-
-    Attributes:
-        planner: The best program for a case, given the one that runs now. May raise an AdaptraError: the old plan is then kept.
-        predict: The makespan of a program under a cost model; seconds.
-        bound: What no program can beat in a case; seconds.
-        remedies: What would relieve the edges whose bandwidth binds in a case, given its program and the edges that take the
-            delegate or round already; see :func:`adaptra.remedies.find_remedies`.
-    """
-
-    planner: Callable[[Case, Program], Program]
-    predict: Callable[[Program, CostModel], float]
-    bound: Callable[[Case], float]
-    remedies: Callable[[Case, Program, Edges, Edges], Remedies | None] = nothing_helps
-
-
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     """What planning for ``detection`` found: a plan without a version yet, or none, or why it failed; what bandwidth limits."""
@@ -102,9 +80,11 @@ def _delegated(current: Plan, detection: Detection) -> tuple[tuple[int, int], ..
     edges = set(current.delegated)
     for change in detection.changes:
         match change:
-            case EdgeChange() if change.is_healed:
+            case EdgeChange() | LossChange() if change.is_healed:
                 edges.discard((change.source, change.destination))
             case EdgeChange() if change.now > change.was:
+                edges.add((change.source, change.destination))
+            case LossChange():
                 edges.add((change.source, change.destination))
             case EdgeChange() | StageChange():
                 pass
@@ -233,8 +213,8 @@ class Coordinator:
 
     def _wins(self, program: Program, current: Plan, detection: Detection) -> bool:
         """Whether a program gains enough over the running plan under the costs that were detected."""
-        predict = self._planning.predict
-        return self._is_gain(predict(program, detection.cost), predict(current.program, detection.cost))
+        expect = self._planning.expect
+        return self._is_gain(expect(program, detection), expect(current.program, detection))
 
     def _is_gain(self, predicted: float, before: float, rounds_less: bool = False) -> bool:
         """Whether a plan saves enough of a step. Exact messages are worth as much as a switch has to gain."""
@@ -256,10 +236,12 @@ class Coordinator:
         self._wake()
 
     def _compare(self, detection: Detection, current: Plan) -> _Outcome:
-        before = self._planning.predict(current.program, detection.cost)
+        before = self._planning.expect(current.program, detection)
         if not self._options.adapt:
             return _Outcome(detection, before)
         delegated = _delegated(current, detection) if self._options.delegate else current.delegated
+        if detection.scenarios:
+            return _Outcome(detection, before, self._planning.for_loss(detection, current, delegated))
         case, rounded = without_needless_rounding(replace(current.case, cost=detection.cost), current.rounded)
         program, reason = self._planning.planner(case, current.program).compute_only(), detection.reason
         remedies = self._planning.remedies(case, program, delegated, rounded)

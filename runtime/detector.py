@@ -13,22 +13,34 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from statistics import fmean
+from typing import Final
 
 from adaptra.cost import CostModel
 from adaptra.errors import ControlError
-from adaptra.runtime.changes import EdgeChange, StageChange
+from adaptra.robust import Scenario, delay_scenarios
+from adaptra.runtime.changes import Change, EdgeChange, LossChange, StageChange
 from adaptra.runtime.clock_drift import ClockDrift
 from adaptra.runtime.level import DetectorOptions, Level
+from adaptra.runtime.lossy import LossyPath
 from adaptra.runtime.measurement import EdgeMeasurement, StageMeasurement, StepMeasurement
+
+MOST_LOSSY: Final = 3
+"""Of more lossy edges the worst are planned for in all combinations, the others by their mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """A new cost model and why: ``changes`` are empty for the first one, which calibrates."""
+    """A new cost model and why: ``changes`` are empty for the first one, which calibrates.
+
+    Attributes:
+        cost: What holds from now on; of a lossy edge, what its mean message takes.
+        scenarios: What the messages of lossy edges may meet, if there are such edges.
+    """
 
     step: int
-    changes: tuple[StageChange | EdgeChange, ...]
+    changes: tuple[Change, ...]
     cost: CostModel
+    scenarios: tuple[Scenario, ...] = ()
 
     @property
     def reason(self) -> str:
@@ -61,6 +73,7 @@ class Detector:
         self._clocks = ClockDrift()
         self._flights: dict[tuple[int, int], Level] = {}
         self._occupancies: dict[tuple[int, int], Level] = {}
+        self._paths: dict[tuple[int, int], LossyPath] = {}
 
     @property
     def cost(self) -> CostModel:
@@ -73,7 +86,8 @@ class Detector:
         return tuple(
             edge
             for edge, flight in self._flights.items()
-            if flight.level - flight.calibrated > flight.limit(self._edge_limit(flight.calibrated), self._options.noise)
+            if self._paths[edge].loss is not None
+            or flight.level - flight.calibrated > flight.limit(self._edge_limit(flight.calibrated), self._options.noise)
         )
 
     def observe(self, measurements: Sequence[StepMeasurement]) -> Detection | None:
@@ -99,10 +113,15 @@ class Detector:
                 return None
             self._calibrate()
             return Detection(step, (), self._cost)
-        levels = {edge: flight.level for edge, flight in self._flights.items()}
+        unsteady = {(edge.source, edge.destination) for edge in edges if self._says_nothing(edge)}
+        levels = {edge: flight.level for edge, flight in self._flights.items() if edge not in unsteady}
         edges = self._clocks.correct(edges, levels, self._least_change)
-        changes = (*filter(None, map(self._observe_stage, stages)), *filter(None, map(self._observe_edge, edges)))
-        return Detection(step, changes, self._cost) if changes else None
+        pauses = {stage.stage: one.pause for one in measurements for stage in one.stages}
+        losses = [self._observe_path(edge, max(pauses[edge.source], pauses[edge.destination])) for edge in edges]
+        steady = [edge for edge in edges if (edge.source, edge.destination) not in unsteady]
+        moved = (*map(self._observe_stage, stages), *losses, *map(self._observe_edge, steady))
+        changes = tuple(change for change in moved if change is not None)
+        return Detection(step, changes, self._cost, self._scenarios()) if changes else None
 
     def foresee(self, measurements: Sequence[StepMeasurement]) -> Detection | None:
         """What would be detected if the next step measured what the latest one did, which has been observed already."""
@@ -132,7 +151,8 @@ class Detector:
             self._flights[edge] = Level.calibrate([m.estimate.flight for m in measured], window)
             known = self._edge_occupancy(edge)
             self._occupancies[edge] = Level.calibrate([_occupancy(m, known) for m in measured], window)
-            self._set_edge(edge, self._flights[edge].level, self._occupancies[edge].level)
+            self._paths[edge] = LossyPath(self._options.stall_window)
+            self._set_edge(edge)
         self._calibration = _Calibration()
 
     def _observe_stage(self, measured: StageMeasurement) -> StageChange | None:
@@ -149,12 +169,48 @@ class Detector:
         self._set_stage(measured)
         return change
 
+    def _says_nothing(self, measured: EdgeMeasurement) -> bool:
+        """Whether most messages were late by stalls, which are no change of level: on a lossy path, or one after another."""
+        edge, stalls = (measured.source, measured.destination), measured.stalls
+        if edge not in self._paths or 2 * stalls.late <= measured.messages:
+            return False
+        return self._paths[edge].loss is not None or (stalls.count > 0 and bool(self._flights[edge].suspects))
+
+    def _observe_path(self, measured: EdgeMeasurement, pause: float) -> LossChange | None:
+        edge = (measured.source, measured.destination)
+        if edge not in self._paths:
+            return None
+        path, flight = self._paths[edge], self._flights[edge]
+        was = flight.level if path.loss is None else path.loss.mean
+        if not path.changes(measured, pause, self._options, self._edge_limit(flight.level)):
+            return None
+        flapping = path.relapses > 0
+        if path.loss is None:
+            self._set_edge(edge)
+            return LossChange(*edge, was, flight.level, 0.0, 0.0, is_healed=True, is_flapping=flapping)
+        # What looked like a slow link until now was the late messages.
+        flight.correct(min(flight.level, path.loss.prompt))
+        self._set_edge(edge)
+        return LossChange(*edge, was, path.loss.mean, path.loss.share, path.loss.extra, is_healed=False, is_flapping=flapping)
+
+    def _scenarios(self) -> tuple[Scenario, ...]:
+        """All messages of a lossy edge prompt, or all of them late, each as likely as for one message."""
+        losses = {edge: path.loss for edge, path in self._paths.items() if path.loss is not None}
+        worst = sorted(losses.items(), key=lambda item: item[1].prompt - item[1].mean)[:MOST_LOSSY]
+        prompt = self._cost
+        for edge, loss in worst:
+            prompt = prompt.with_latency(*edge, loss.prompt - min(self._occupancies[edge].level, loss.prompt))
+        delays = {edge: {0.0: 1.0 - loss.share, loss.extra: loss.share} for edge, loss in worst}
+        return delay_scenarios(prompt, delays) if delays else ()
+
     def _observe_edge(self, measured: EdgeMeasurement) -> EdgeChange | None:
         edge = (measured.source, measured.destination)
         if edge not in self._flights:
             return None
         flight, occupancy = self._flights[edge], self._occupancies[edge]
-        smallest, options = self._edge_limit(flight.level), self._options
+        smallest, options, path = self._edge_limit(flight.level), self._options, self._paths[edge]
+        if path.loss is not None:
+            options = replace(options, persist=options.window)
         flight_moved = flight.moves(measured.estimate.flight, options, smallest)
         occupancy_moved = occupancy.moves(_occupancy(measured, occupancy.level), options, smallest)
         if not (flight_moved or occupancy_moved):
@@ -164,7 +220,9 @@ class Detector:
         near = self._edge_limit(flight.calibrated)
         healed = abs(now - flight.calibrated) <= flight.limit(near, options.noise)
         healed = healed and occupied - occupancy.calibrated <= occupancy.limit(near, options.noise)
-        self._set_edge(edge, now, occupied)
+        if path.loss is not None:
+            path.loss = replace(path.loss, prompt=now)
+        self._set_edge(edge)
         estimate = measured.estimate
         unseen = now if estimate.spacing is None else min(now, estimate.spacing)
         most = unseen if estimate.occupancy is None else min(occupied, now)
@@ -184,9 +242,11 @@ class Detector:
         values = self._cost.occupancy_forward if destination > source else self._cost.occupancy_backward
         return values[min(edge)]
 
-    def _set_edge(self, edge: tuple[int, int], flight: float, occupancy: float) -> None:
+    def _set_edge(self, edge: tuple[int, int]) -> None:
+        loss = self._paths[edge].loss
+        flight = self._flights[edge].level if loss is None else loss.mean
         # Both are medians of their own, so the part may exceed the whole by a trifle.
-        occupancy = min(occupancy, flight)
+        occupancy = min(self._occupancies[edge].level, flight)
         self._cost = self._cost.with_occupancy(*edge, occupancy).with_latency(*edge, flight - occupancy)
 
     def _set_stage(self, measured: StageMeasurement) -> None:

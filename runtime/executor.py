@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -80,6 +81,9 @@ class Executor:
         self._values: dict[tuple[int, Kind, int], tuple[Tensor, ...]] = {}
         self._receives: dict[Op, Pending] = {}
         self._held: dict[tuple[int, int], list[Pending]] = {}
+        self._ahead = self._posted_ahead()
+        self._incoming = Counter(self._channel_of(op) for op in self._order if op.kind in SENT_BY)
+        self._to_come: Counter[tuple[int, Kind]] = Counter()
         self.receive_counts = self._receive_counts()
         """How many receive buffers the program takes at a time, per source rank and message."""
 
@@ -97,6 +101,14 @@ class Executor:
             elif self._is_last_use(op):
                 held.subtract(by_microbatch.pop((op.stage, op.microbatch), ()))
         return dict(most)
+
+    def _posted_ahead(self) -> Counter[tuple[int, Kind]]:
+        """How many receives are posted before the first op, per source rank and what is sent."""
+        begin = takewhile(lambda op: not op.kind.is_compute, self._order)
+        return Counter(self._channel_of(op) for op in begin if op.kind in SENT_BY)
+
+    def _channel_of(self, receive: Op) -> tuple[int, Kind]:
+        return self.program.placement[peer_stage(receive)], SENT_BY[receive.kind]
 
     def _is_last_use(self, op: Op) -> bool:
         """Whether what the op's stage received for the op's microbatch is no longer needed when the op has ended."""
@@ -141,6 +153,7 @@ class Executor:
         self._on_message = on_message
         self._on_results = on_results
         self._results = {}
+        self._to_come = self._incoming.copy()
         for op in self._order:
             try:
                 self._execute(op, inputs, targets)
@@ -213,6 +226,10 @@ class Executor:
             now,
         )
         self._held.setdefault((op.stage, op.microbatch), []).append(pending)
+        channel = self._channel_of(receive)
+        self._to_come[channel] -= 1
+        if not self._to_come[channel]:
+            self._transport.stand_by(channel[0], pending.identity, self._ahead[channel])
         if self._on_message is not None:
             self._on_message(neighbour)
         return tensors

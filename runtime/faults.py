@@ -5,6 +5,7 @@ The text form of a fault is one line::
     delay 1-2 60ms @8          each message between stages 1 and 2, both ways, arrives 60 ms later, from step 8 on
     delay 1>2 60ms @8..20      only from 1 to 2, in steps 8 to 19
     rate 1>2 50MB @8           the edge carries 50 MB a second
+    lossy 1-2 5% 200ms @8      one in twenty messages arrives 200 ms later, as when it was lost and is sent again
     slow 2 1.5x @8             ops of stage 2 take one and a half times as long
     slow 2 5ms                 ops of stage 2 take 5 ms longer, always
 
@@ -15,6 +16,7 @@ This file says what a fault does; :mod:`adaptra.runtime.transports.faulty` does 
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,6 +35,8 @@ class Effect(Enum):
     """Seconds that a message arrives later."""
     RATE = "rate"
     """Bytes a second that an edge carries at most."""
+    LOSS = "lossy"
+    """Seconds that a share of the messages arrive later, and with them what their channel carries behind them."""
     FACTOR = "factor"
     """Times as long as before that the ops of a stage take; at least 1."""
     EXTRA = "extra"
@@ -42,7 +46,8 @@ class Effect(Enum):
 _TIMES: Final = {"s": 1, "ms": 1000, "us": 1000000}
 _RATES: Final = {"GB": 1000000000, "MB": 1000000, "kB": 1000, "B": 1}
 _EXPECTED: Final = (
-    "expected such as 'delay 1-2 60ms @8', 'delay 1>2 60ms @8..20', 'rate 1>2 50MB @8', 'slow 2 1.5x @8' or 'slow 2 5ms'"
+    "expected such as 'delay 1-2 60ms @8', 'delay 1>2 60ms @8..20', 'rate 1>2 50MB @8', 'lossy 1-2 5% 200ms @8', "
+    "'slow 2 1.5x @8' or 'slow 2 5ms'"
 )
 _NUMBER: Final = r"\d+(?:\.\d+)?"
 _WHOLE: Final = r"0|[1-9]\d*"
@@ -50,6 +55,7 @@ _SPAN: Final = rf"(?: @(?P<first>{_WHOLE})(?:\.\.(?P<until>{_WHOLE}))?)?"
 _EDGE: Final = rf"(?P<stage>{_WHOLE})(?P<ways>[->])(?P<peer>{_WHOLE})"
 _FORMS: Final = (
     re.compile(rf"delay {_EDGE} (?P<number>{_NUMBER})(?P<unit>s|ms|us){_SPAN}"),
+    re.compile(rf"lossy {_EDGE} (?P<share>{_NUMBER})% (?P<number>{_NUMBER})(?P<unit>s|ms|us){_SPAN}"),
     re.compile(rf"rate {_EDGE} (?P<number>{_NUMBER})(?P<unit>GB|MB|kB|B){_SPAN}"),
     re.compile(rf"slow (?P<stage>{_WHOLE}) (?P<number>{_NUMBER})(?P<unit>x|s|ms|us){_SPAN}"),
 )
@@ -67,6 +73,8 @@ class Fault:
         both_ways: Whether messages from ``peer`` to ``stage`` are affected too.
         from_step: The first step affected.
         until_step: The first step not affected any more, None for ever.
+        share: Of the messages of a lossy edge, how many are late: above 0, at most 1. Which ones follows from their identities
+            and is the same in every run.
 
     Raises:
         CaseError: The parts don't fit together.
@@ -79,14 +87,18 @@ class Fault:
     both_ways: bool = False
     from_step: int = 0
     until_step: int | None = None
+    share: float = 1.0
 
     def __post_init__(self) -> None:
-        is_edge = self.effect in {Effect.DELAY, Effect.RATE}
+        is_edge = self.effect in {Effect.DELAY, Effect.RATE, Effect.LOSS}
         if is_edge != (self.peer is not None) or self.peer == self.stage or (self.both_ways and not is_edge):
             raise CaseError(f"fault {self.effect.value} of stage {self.stage} and {self.peer}: {_EXPECTED}")
-        least = {Effect.DELAY: 0.0, Effect.RATE: math.ulp(0.0), Effect.FACTOR: 1.0, Effect.EXTRA: 0.0}[self.effect]
+        least = {Effect.RATE: math.ulp(0.0), Effect.FACTOR: 1.0}.get(self.effect, 0.0)
         if not (math.isfinite(self.amount) and self.amount >= least):
             raise CaseError(f"fault {self.effect.value} {self.amount}: expected a finite number of at least {least}")
+        if not 0 < self.share <= 1 or (self.share < 1 and self.effect is not Effect.LOSS):
+            share = f"{self.effect.value} {100 * self.share:g}%"
+            raise CaseError(f"fault {share}: expected above 0% and at most 100%, and of a lossy edge alone")
         if self.until_step is not None and self.until_step <= self.from_step:
             raise CaseError(f"fault @{self.from_step}..{self.until_step}: expected the second step to be after the first")
 
@@ -106,6 +118,8 @@ class Fault:
             effect, amount = Effect.FACTOR, number
         elif unit in _RATES:
             effect, amount = Effect.RATE, number * _RATES[unit]
+        elif "share" in parts:
+            effect, amount = Effect.LOSS, number / _TIMES[unit]
         else:
             effect, amount = Effect.DELAY if "peer" in parts else Effect.EXTRA, number / _TIMES[unit]
         peer, until = parts.get("peer"), parts["until"]
@@ -117,6 +131,7 @@ class Fault:
             parts.get("ways") == "-",
             int(parts["first"] or 0),
             None if until is None else int(until),
+            float(Decimal(parts.get("share") or 100) / 100),
         )
 
     def check_stages(self, stages: int) -> None:
@@ -136,6 +151,8 @@ class Fault:
                 what, amount = "delay", _seconds(self.amount)
             case Effect.RATE:
                 what, amount = "rate", _rate(self.amount)
+            case Effect.LOSS:
+                what, amount = "lossy", f"{_percent(self.share)} {_seconds(self.amount)}"
             case Effect.FACTOR:
                 what, amount = "slow", f"{_decimal(self.amount)}x"
             case Effect.EXTRA:
@@ -168,7 +185,13 @@ def compute_extra(faults: Iterable[Fault], stage: int, step: int) -> float:
 
 def link_delay(faults: Iterable[Fault], identity: Identity) -> float:
     """How many seconds later a message arrives."""
-    return sum(f.amount for f in faults if f.effect is Effect.DELAY and f.is_of_edge(*identity.edge) and f.is_on(identity.step))
+    mine = (f for f in faults if f.is_of_edge(*identity.edge) and f.is_on(identity.step))
+    return sum(f.amount for f in mine if f.effect is Effect.DELAY or (f.effect is Effect.LOSS and _is_lost(identity, f.share)))
+
+
+def _is_lost(identity: Identity, share: float) -> bool:
+    """Whether a message is among such a share of all: the same in every run, and no pattern from message to message."""
+    return random.Random(repr(identity.key)).random() < share
 
 
 def link_occupancy(faults: Iterable[Fault], identity: Identity) -> float:
@@ -180,6 +203,11 @@ def link_occupancy(faults: Iterable[Fault], identity: Identity) -> float:
 def _decimal(value: float) -> str:
     text = format(Decimal(repr(value)), "f")
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _percent(share: float) -> str:
+    """The text that reads back to the same share."""
+    return f"{(100 * Decimal(repr(share))).normalize():f}%"
 
 
 def _seconds(value: float) -> str:

@@ -1,21 +1,24 @@
 """What is suspected but not yet sure, and whether it is worth planning for already.
 
 A suspicion is what one step shows and the next may confirm. A plan made and confirmed for it meanwhile can run a step sooner if
-it comes true, and was made for nothing if it does not. A rank keeps what it has prepared until the log names a later plan, so
-suspicions that come to nothing must not go on being planned for: after each one in a row, the pause before the next is twice as
-long. What is kept is then the logarithm of the steps.
+it comes true, and was made for nothing if it does not. On a noisy machine most come to nothing, so after each one in a row the
+pause before the next is twice as long, up to a few steps: planning takes processor time from training, and a change that begins
+in a pause is adapted to a step or two later.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from adaptra.runtime.changes import EdgeChange, StageChange
+from adaptra.runtime.changes import Change, EdgeChange, LossChange, StageChange
 from adaptra.runtime.detector import Detection
 from adaptra.runtime.level import AGREEMENT
 
-FIRST_PAUSE: Final = 8
+FIRST_PAUSE: Final = 2
 """Steps without planning ahead after the first suspicion that came to nothing."""
+
+MOST_PAUSE: Final = 8
+"""Steps without planning ahead after many in a row."""
 
 
 class Foresight:
@@ -39,7 +42,7 @@ class Foresight:
         elif self._suspicion is not None:
             self._suspicion = None
             self._resumes = step + self._pause
-            self._pause *= 2
+            self._pause = min(2 * self._pause, MOST_PAUSE)
 
     def confirm(self) -> None:
         """Something was detected: it is not suspected any more, and suspicions count again."""
@@ -55,12 +58,12 @@ def _agree(one: Detection, other: Detection) -> bool:
     )
 
 
-def _places(detection: Detection) -> dict[tuple[int, ...], StageChange | EdgeChange]:
-    places: dict[tuple[int, ...], StageChange | EdgeChange] = {}
+def _places(detection: Detection) -> dict[tuple[int, ...], Change]:
+    places: dict[tuple[int, ...], Change] = {}
     for change in detection.changes:
         match change:
             case StageChange():
                 places[change.stage,] = change
-            case EdgeChange():
+            case EdgeChange() | LossChange():
                 places[change.source, change.destination] = change
     return places

@@ -29,6 +29,8 @@ class DetectorOptions:
         window: Over how many recent steps that scatter is taken.
         relapse: What turns slow again within so many steps after it healed is flapping: each time, twice as many steps must
             agree before it is believed to have healed, and so many times as many without a relapse until that is forgotten.
+        stalls: In how many steps of the last ``stall_window`` messages of an edge must stall for it to be lossy.
+        stall_window: Over how many recent steps stalls are counted.
     """
 
     warm_up: int = 1
@@ -39,6 +41,8 @@ class DetectorOptions:
     noise: float = 6.0
     window: int = 8
     relapse: int = 40
+    stalls: int = 3
+    stall_window: int = 16
 
 
 @dataclass(slots=True)
@@ -105,6 +109,13 @@ class Level:
             self.recent.extend(latest)
             self.suspects.clear()
         return self.level
+
+    def correct(self, level: float) -> None:
+        """Put the level where it turns out to be, forgetting what looked like a move."""
+        self.level = level
+        self.recent.clear()
+        self.recent.append(level)
+        self.suspects.clear()
 
 
 def _scatter(values: Sequence[float] | deque[float]) -> float:

@@ -7,7 +7,7 @@ clock; between hosts the difference that their clocks had at the start must have
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -65,14 +65,30 @@ class EdgeEstimate:
 
 
 @dataclass(frozen=True, slots=True)
+class Stalls:
+    """What the path of an edge held up in one step; see :mod:`adaptra.runtime.stalls`.
+
+    Attributes:
+        count: How many messages stalled.
+        late: How many were late: those and the ones behind them.
+        lateness: By how many seconds all of these together.
+    """
+
+    count: int = 0
+    late: int = 0
+    lateness: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class EdgeMeasurement:
-    """One incoming directed edge in one step: its estimate, its messages, and how long ops waited for them."""
+    """One incoming directed edge in one step: its estimate, its messages, how long ops waited for them, and its stalls."""
 
     source: int
     destination: int
     messages: int
     waiting: float
     estimate: EdgeEstimate
+    stalls: Stalls = Stalls()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +101,7 @@ class StepMeasurement:
         seconds: From the step's start to its end on this rank.
         stages: The rank's stages.
         edges: The directed edges that end at the rank's stages and start at another rank's.
+        pause: By how much one op took longer than is usual for its kind, at most: a garbage collection, a busy machine.
     """
 
     rank: int
@@ -92,6 +109,7 @@ class StepMeasurement:
     seconds: float
     stages: tuple[StageMeasurement, ...]
     edges: tuple[EdgeMeasurement, ...]
+    pause: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object that :meth:`from_json` reads back to an equal measurement."""
@@ -111,9 +129,13 @@ class StepMeasurement:
                     "flight": m.estimate.flight,
                     "occupancy": m.estimate.occupancy,
                     "spacing": m.estimate.spacing,
+                    "stalls": m.stalls.count,
+                    "late": m.stalls.late,
+                    "lateness": m.stalls.lateness,
                 }
                 for m in self.edges
             ],
+            "pause": self.pause,
         }
 
     @staticmethod
@@ -130,6 +152,7 @@ class StepMeasurement:
             seconds=fields.number("seconds"),
             stages=tuple(map(_read_stage, fields.objects("stages"))),
             edges=tuple(map(_read_edge, fields.objects("edges"))),
+            pause=fields.number("pause"),
         )
         fields.end()
         return measurement
@@ -146,8 +169,20 @@ def _read_edge(fields: Fields) -> EdgeMeasurement:
     source, destination = fields.whole("source"), fields.whole("destination")
     messages, waiting = fields.whole("messages", at_least=1), fields.number("waiting")
     estimate = EdgeEstimate(fields.instant("flight"), fields.number_or_none("occupancy"), fields.number_or_none("spacing"))
+    stalls = Stalls(fields.whole("stalls"), fields.whole("late"), fields.number("lateness"))
     fields.end()
-    return EdgeMeasurement(source, destination, messages, waiting, estimate)
+    return EdgeMeasurement(source, destination, messages, waiting, estimate, stalls)
+
+
+def arrival_spacings(flights: Iterable[tuple[float, float]]) -> list[float]:
+    """The seconds between each two arrivals that follow each other, shortest first."""
+    arrivals = sorted(arrived for _, arrived in flights)
+    return sorted(later - earlier for earlier, later in pairwise(arrivals))
+
+
+def usual_spacing(spacings: Sequence[float]) -> float | None:
+    """How closely messages arrive behind each other: an eighth of these spacings is shorter. None of none."""
+    return spacings[len(spacings) // LATE_PAIRS] if spacings else None
 
 
 def estimate_edge(flights: Sequence[tuple[float, float]], probe: tuple[float, float] | None = None) -> EdgeEstimate:
@@ -166,13 +201,12 @@ def estimate_edge(flights: Sequence[tuple[float, float]], probe: tuple[float, fl
             way may have queued behind it, and says nothing.
     """
     ordered = sorted(flights)[:FITTED_MESSAGES]
-    arrivals = sorted(arrived for _, arrived in ordered)
-    spacings = sorted(later - earlier for earlier, later in pairwise(arrivals))
+    spacings = arrival_spacings(ordered)
     unqueued, latency = _scatter(ordered, 0.0)
     probed = _probed_occupancy(ordered, latency, probe)
-    if not spacings:
+    spacing = usual_spacing(spacings)
+    if spacing is None:
         return EdgeEstimate(latency, probed, None)
-    spacing = spacings[len(spacings) // LATE_PAIRS]
     stride = max(1, len(spacings) // FITTED_OCCUPANCIES)
     best = min(spacings[::stride], key=lambda occupancy: _scatter(ordered, occupancy)[0])
     occupancy = _queued_spacing(ordered, best)

@@ -7,7 +7,7 @@ into one timeline.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -18,6 +18,7 @@ from adaptra.program import Kind, Op, Program, parse_op
 from adaptra.runtime.measurement import EdgeMeasurement, StageMeasurement, StepMeasurement, estimate_edge
 from adaptra.runtime.rdma_watch import RdmaEvent
 from adaptra.runtime.schema import Fields
+from adaptra.runtime.stalls import Stalling
 from adaptra.timeline import MessageInterval, OpInterval, Source, Timeline
 
 _KEPT_LINKS: Final = 64
@@ -131,6 +132,7 @@ class Monitor:
         self._waits: list[tuple[Op, float]] = []
         self._probes: dict[tuple[int, int], tuple[float, float]] = {}
         self._links: deque[LinkRecord] = deque(maxlen=_KEPT_LINKS)
+        self._stalling: defaultdict[tuple[int, int], Stalling] = defaultdict(Stalling)
 
     @property
     def links(self) -> tuple[LinkRecord, ...]:
@@ -174,10 +176,12 @@ class Monitor:
     def end_step(self, step: int, start: float, end: float) -> StepMeasurement:
         """Condense the step that ran from ``start`` to ``end``, keep its records and begin the next one."""
         records = self.unfinished(step, start, end)
-        edges = _measure_edges(records, self._waits, self._probes)
+        edges = self._measure_edges(records)
         self.begin_step()
         self._kept.append(records)
-        return StepMeasurement(self._rank, step, end - start, self._measure_stages(records), edges)
+        durations = _durations(records)
+        pause = max((max(values) - median(values) for values in durations.values()), default=0.0)
+        return StepMeasurement(self._rank, step, end - start, self._measure_stages(durations), edges, pause)
 
     @property
     def kept(self) -> tuple[StepRecords, ...]:
@@ -209,31 +213,35 @@ class Monitor:
         """
         return merge_timelines(program, [self.records(step)])
 
-    def _measure_stages(self, records: StepRecords) -> tuple[StageMeasurement, ...]:
-        durations: dict[tuple[int, Kind], list[float]] = {}
-        for op, start, end in records.ops:
-            durations.setdefault((op.stage, op.kind), []).append(end - start)
+    def _measure_stages(self, durations: Mapping[tuple[int, Kind], Sequence[float]]) -> tuple[StageMeasurement, ...]:
         medians = {key: median(values) for key, values in durations.items()}
         return tuple(
             StageMeasurement(stage, *(medians.get((stage, kind)) for kind in (Kind.F, Kind.I, Kind.W, Kind.B)))
             for stage in self._own
         )
 
+    def _measure_edges(self, records: StepRecords) -> tuple[EdgeMeasurement, ...]:
+        flights: dict[tuple[int, int], list[tuple[float, float]]] = {}
+        for message in records.messages:
+            flights.setdefault((message.source, message.destination), []).append((message.sent_at, message.arrived_at))
+        waiting = dict.fromkeys(flights, 0.0)
+        for op, seconds in self._waits:
+            edge = (op.stage - 1 if op.kind is Kind.F else op.stage + 1, op.stage)
+            waiting[edge] = waiting.get(edge, 0.0) + seconds
+        found: list[EdgeMeasurement] = []
+        for edge, pairs in sorted(flights.items()):
+            stalls, prompt = self._stalling[edge].observe(sorted(pairs), records.start)
+            estimate = estimate_edge(prompt, self._probes.get(edge))
+            found.append(EdgeMeasurement(*edge, len(pairs), waiting[edge], estimate, stalls))
+        return tuple(found)
 
-def _measure_edges(
-    records: StepRecords, waits: Iterable[tuple[Op, float]], probes: Mapping[tuple[int, int], tuple[float, float]]
-) -> tuple[EdgeMeasurement, ...]:
-    flights: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for message in records.messages:
-        flights.setdefault((message.source, message.destination), []).append((message.sent_at, message.arrived_at))
-    waiting = dict.fromkeys(flights, 0.0)
-    for op, seconds in waits:
-        edge = (op.stage - 1 if op.kind is Kind.F else op.stage + 1, op.stage)
-        waiting[edge] = waiting.get(edge, 0.0) + seconds
-    return tuple(
-        EdgeMeasurement(*edge, len(pairs), waiting[edge], estimate_edge(pairs, probes.get(edge)))
-        for edge, pairs in sorted(flights.items())
-    )
+
+def _durations(records: StepRecords) -> dict[tuple[int, Kind], list[float]]:
+    """How long ops took, by stage and kind."""
+    durations: dict[tuple[int, Kind], list[float]] = {}
+    for op, start, end in records.ops:
+        durations.setdefault((op.stage, op.kind), []).append(end - start)
+    return durations
 
 
 def merge_timelines(program: Program, records: Iterable[StepRecords]) -> Timeline:

@@ -38,6 +38,8 @@ class Options:
         lossy_bf16: Round what stages send each other from float32 to bfloat16 while it travels: half the bytes, but activations
             and their gradients lose precision, so training is no longer bitwise that of one process. All of it must be float32.
             ``"slow"``: only over edges whose bandwidth limits the step, and for as long as it does, as part of a plan.
+        inner: The backend of torch.compile that compiles the graphs of F, I and W, such as ``"inductor"``; ``"eager"`` runs
+            them op by op, which is bitwise one process. Graphs of evaluation are compiled by the first evaluation.
         on_event: Called with each event of the controller, such as a detected slow edge or a switch of plans, on a thread of
             telemetry's own. What it raises is logged, once.
         telemetry: Who else is told what, see :class:`adaptra.runtime.telemetry.options.Telemetry`.
@@ -57,6 +59,7 @@ class Options:
     delegate: bool | Sequence[tuple[int, int]] = False
     addresses: Sequence[str] = ()
     lossy_bf16: bool | Literal["slow"] = False
+    inner: str = "eager"
     on_event: Callable[[Any], None] | None = None
     telemetry: Telemetry = field(default_factory=Telemetry)
 

@@ -38,11 +38,19 @@ class Preparation:
         self._ready = ready
         self._refuse = refuse
         self._one_at_a_time = threading.Lock()
+        self._threads: list[threading.Thread] = []
 
     def begin(self, proposal: Proposed) -> None:
         """Look at a proposal. Does not wait for the end of that."""
         name = f"adaptra-prepare-{self._rank}"
-        threading.Thread(target=self._consider, args=(proposal,), name=name, daemon=True).start()
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(threading.Thread(target=self._consider, args=(proposal,), name=name, daemon=True))
+        self._threads[-1].start()
+
+    def close(self, timeout: float) -> None:
+        """Wait for what is being looked at, at most ``timeout`` seconds each: a thread must not outlive the interpreter."""
+        for thread in self._threads:
+            thread.join(timeout)
 
     def _consider(self, proposal: Proposed) -> None:
         with self._one_at_a_time, giving_way():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -58,7 +58,7 @@ class TrainingStage:
         self._saved: dict[int, Any] = {}
         self._microbatches = microbatches
         self._is_last = is_last
-        self._loss_gradient: tuple[Tensor, ...] = ()
+        self._root_gradients: Sequence[Tensor] = ()
 
     def begin_step(self, loss_scale: float) -> None:
         """Start a step whose gradients are those of the loss times ``loss_scale``."""
@@ -66,7 +66,7 @@ class TrainingStage:
             # As autograd does it for scale * (loss / microbatches): the scale is float32, and the quotient is rounded in the
             # loss's own dtype. There is none if the loss depends on nothing that is trained.
             scale = torch.tensor(loss_scale, dtype=torch.float32)
-            self._loss_gradient = tuple(
+            self._root_gradients = tuple(
                 scale.to(one.dtype).expand(one.shape) / self._microbatches for one in self._stage.grad_outputs
             )
 
@@ -77,9 +77,9 @@ class TrainingStage:
         return outputs
 
     def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run I. The last stage is given no ``grad_outputs``: there the gradient starts from the loss."""
+        """Run I. The last stage is given no ``grad_outputs``: there the gradient starts."""
         if self._is_last:
-            grad_outputs = self._loss_gradient
+            grad_outputs = self._root_gradients
         grad_inputs, self._saved[microbatch] = self._stage.run_input_grad(self._saved.pop(microbatch), grad_outputs)
         return grad_inputs
 
@@ -93,6 +93,64 @@ class TrainingStage:
     def clear(self) -> None:
         """Forget what an interrupted step left behind."""
         self._saved.clear()
+
+
+class PhasedStage(TrainingStage):
+    """A stage whose forwards and backwards are two programs, with anything between them: other forwards too.
+
+    Args:
+        tell_outputs: Told the number of a microbatch and its outputs on the last stage.
+        tell_input_gradients: Told the number of a microbatch and the gradients of its inputs on the first stage.
+        Others: as of :class:`TrainingStage`.
+    """
+
+    def __init__(
+        self,
+        stage: TrainStage,
+        state: Mapping[str, Tensor],
+        *,
+        seed: int,
+        microbatches: int,
+        is_last: bool,
+        gradients: Gradients,
+        tell_outputs: Callable[[int, tuple[Tensor, ...]], None],
+        tell_input_gradients: Callable[[int, tuple[Tensor, ...]], None],
+    ) -> None:
+        super().__init__(stage, state, seed=seed, microbatches=microbatches, is_last=is_last, gradients=gradients)
+        self._tell_outputs = tell_outputs
+        self._tell_input_gradients = tell_input_gradients
+        self._tangents: Sequence[Sequence[Tensor]] = ()
+
+    def take_saved(self) -> dict[int, Any]:
+        """What the forwards have left for the backwards; it is then no longer here."""
+        saved, self._saved = self._saved, {}
+        return saved
+
+    def begin_backward(self, saved: dict[int, Any], tangents: Sequence[Sequence[Tensor]]) -> None:
+        """Go on with what was taken.
+
+        Args:
+            saved: What :meth:`take_saved` returned.
+            tangents: On the last stage, per microbatch the gradient of each output that has one.
+        """
+        self._saved, self._tangents = saved, tangents
+
+    def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run F. What was received is copied: its backward may come after any number of other messages in the same buffers."""
+        given = inputs if self._stage.index == 0 else [one.clone() for one in inputs]
+        outputs = super().forward(step, microbatch, given, targets)
+        if self._is_last:
+            self._tell_outputs(microbatch, outputs)
+        return outputs
+
+    def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run I."""
+        if self._is_last:
+            self._root_gradients = self._tangents[microbatch]
+        grad_inputs = super().input_grad(microbatch, grad_outputs)
+        if self._stage.index == 0:
+            self._tell_input_gradients(microbatch, grad_inputs)
+        return grad_inputs
 
 
 class EvaluationStage:

@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Final
 
 from torch import Tensor
@@ -18,13 +19,14 @@ from torch.distributed import PrefixStore
 from adaptra.cost import CostModel
 from adaptra.errors import AdaptraError, PeerLostError, PlanError
 from adaptra.graph import CompiledStages
+from adaptra.graph.inner import prepare
 from adaptra.graph.round_messages import round_edges
 from adaptra.graph.specs import MessageSpec
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.passes.lower_comm import LowerComm
 from adaptra.program import Program
 from adaptra.runtime.controller import Controller
-from adaptra.runtime.coordinator import ControllerOptions, Planning
+from adaptra.runtime.coordinator import ControllerOptions
 from adaptra.runtime.emulation import Pacing
 from adaptra.runtime.executor import Executor, MessageShapes
 from adaptra.runtime.gradients import Gradients, SharedParameter
@@ -35,7 +37,9 @@ from adaptra.runtime.membership import Membership
 from adaptra.runtime.monitor import Monitor, StepRecords, merge_timelines
 from adaptra.runtime.norms import GradientNorms
 from adaptra.runtime.options import Options
+from adaptra.runtime.phases import Kept, Phases
 from adaptra.runtime.plan import Plan
+from adaptra.runtime.planning import Planning
 from adaptra.runtime.probes import Probes
 from adaptra.runtime.rdma_watch import RdmaEvent, watch
 from adaptra.runtime.replicas import Replicas
@@ -54,6 +58,10 @@ Batch = Sequence[Sequence[Tensor]]
 
 KEPT_MEASUREMENTS: Final = 5
 """Of how many steps a worker keeps what it measured of its stage."""
+
+MOST_PREPARED: Final = 4
+"""How many of the plans proposed last are kept ready. Of those before them hardly any but the running one can be named by the
+log; one that is, is lowered again."""
 
 
 class Worker:
@@ -117,7 +125,7 @@ class Worker:
             options.timeout,
         )
         self._norms = GradientNorms(self.rank, self.trainable, compiled, microbatches, transport)
-        (loss,) = compiled.train[self._last].outputs
+        loss, *_ = compiled.train[self._last].outputs  # of a pipeline without one, an output: then no losses are told
         sharing = {stage for one in compiled.tied if self._last in one.stages for stage in one.stages}
         self._losses = Losses(self.rank, self._last, microbatches, loss.dtype, sharing, transport)
         self._probes = Probes(self.rank, self._stages, microbatches, transport, self.monitor)
@@ -203,6 +211,60 @@ class Worker:
         self._step += 1
         return losses
 
+    def forward(self, inputs: Batch) -> tuple[tuple[Tensor, ...], Kept]:
+        """Run the forward pass of all microbatches of a pipeline without a loss.
+
+        Args:
+            inputs: As in :meth:`step`.
+
+        Returns:
+            The model's outputs for the whole batch, on every rank, and what :meth:`backward` needs.
+
+        Raises:
+            As :meth:`step`.
+        """
+        with self._telling_the_others():
+            outputs, kept = self._phases.forward(self._step, inputs)
+        self.monitor.begin_step()
+        self._step += 1
+        return outputs, kept
+
+    def backward(self, kept: Kept, tangents: Batch) -> tuple[Tensor, ...]:
+        """Run the backward pass of all microbatches and accumulate gradients.
+
+        Args:
+            kept: What :meth:`forward` left; it is empty afterwards.
+            tangents: Per microbatch, the gradients of the outputs that have one; only looked at on the last stage's rank.
+
+        Returns:
+            The gradients of the inputs that have one, for the whole batch, on every rank.
+
+        Raises:
+            As :meth:`step`.
+        """
+        with self._telling_the_others():
+            found = self._phases.backward(kept, tangents)
+            if self._replicas is not None:
+                self._replicas.average_gradients(self.trainable.values())
+        self.monitor.begin_step()
+        return found
+
+    @cached_property
+    def _phases(self) -> Phases:
+        program = self._prepared[self.initial.version].program
+        self._transport.use_lanes(self._step, program)
+        phases = Phases(
+            program,
+            self._compiled,
+            self.state,
+            self._transport,
+            self._gradients,
+            lambda part, stage: self._executor_for(part, stage, self._shapes(self.initial)),
+            self._options,
+        )
+        self._reserve(phases.receive_counts)
+        return phases
+
     def gradient_norm(self, norm_type: float) -> Tensor:
         """The norm of all stages' gradients after the last step, the same on every rank, all of which call it."""
         with self._telling_the_others():
@@ -227,11 +289,13 @@ class Worker:
         # Evaluations count backwards, so that their messages are never taken for those of a training step.
         step = -self._evaluations
         program = self._insert_comm(forward_only(self._stages, self._microbatches), self.plan.case.cost)
-        evaluation = EvaluationStage(self._compiled.eval[self.rank], self.state, with_loss=targets is not None)
+        graphs = self._compiled.eval[self.rank]
+        evaluation = EvaluationStage(graphs, self.state, with_loss=targets is not None)
         shapes = [MessageShapes(stage.outputs, ()) for stage in self._compiled.eval]
         with self._telling_the_others():
+            prepare(graphs)
             executor = self._executor_for(program, evaluation, shapes)
-            self._reserve(executor)
+            self._reserve(executor.receive_counts)
             if targets is None:
                 results = executor.run(step, inputs, [()] * self._microbatches)
             else:
@@ -325,25 +389,33 @@ class Worker:
         """
         check_memory(f"plan {plan.version}", plan.program, self._cost)
         self._prepared[plan.version] = self._training_executor(plan)
+        for version in sorted(self._prepared)[:-MOST_PREPARED]:
+            self._prepared.pop(version, None)
 
     def _training_executor(self, plan: Plan) -> Executor:
+        return self._executor_for(self._lower(plan), self._training, self._shapes(plan))
+
+    def _shapes(self, plan: Plan) -> list[MessageShapes]:
         stages = round_edges(self._compiled.train, plan.rounded)
-        shapes = [MessageShapes(graphs.outputs, graphs.grad_inputs) for graphs in stages]
-        return self._executor_for(self._lower(plan), self._training, shapes)
+        return [MessageShapes(graphs.outputs, graphs.grad_inputs) for graphs in stages]
 
     def _executor_of(self, plan: Plan) -> Executor:
         if self._executor is None or plan.version != self.plan.version:
-            self._executor = self._prepared[plan.version]
+            self._executor = self._prepared.get(plan.version) or self._training_executor(plan)
             self._transport.use_lanes(self._step, self._executor.program)
-            self._reserve(self._executor)
+            self._reserve(self._executor.receive_counts)
             self.plan = plan
-            for version in [version for version in self._prepared if version < plan.version]:
-                del self._prepared[version]
+            for version in [version for version in list(self._prepared) if version < plan.version]:
+                self._prepared.pop(version, None)
         return self._executor
 
     def _lower(self, plan: Plan) -> Program:
-        """Put SEND and RECV where this transport wants them, those of delegated edges on their lane."""
-        lowered = InsertComm.for_contract(self._transport.contract).apply(plan.program, plan.case.cost)
+        """Put SEND and RECV where this transport wants them, those of delegated edges on their lane.
+
+        Without a loss nothing is measured and planned anew, so receives are posted early enough for any delay.
+        """
+        ahead = None if self._compiled.with_loss else self._microbatches
+        lowered = InsertComm.for_contract(self._transport.contract, ahead).apply(plan.program, plan.case.cost)
         return LowerComm(slow=plan.delegated).apply(lowered, plan.case.cost)
 
     def _insert_comm(self, program: Program, cost: CostModel) -> Program:
@@ -363,9 +435,9 @@ class Worker:
             self._options.timeout,
         )
 
-    def _reserve(self, executor: Executor) -> None:
-        """Let the pool grow to what a program needs besides the messages that no program holds."""
-        self._by_program |= Counter(executor.receive_counts)
+    def _reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
+        """Let the pool grow to what programs need besides the messages that no program holds."""
+        self._by_program |= Counter(counts)
         self._transport.reserve(self._always + self._by_program)
 
 

@@ -17,7 +17,7 @@ from itertools import count
 from adaptra.cost import Case, CostModel
 from adaptra.planner import plan
 from adaptra.program import Program
-from adaptra.runtime.changes import ChangeKind, EdgeChange, StageChange
+from adaptra.runtime.changes import Change, ChangeKind, StageChange
 from adaptra.runtime.coordinator import ControllerOptions
 from adaptra.runtime.detector import Detection, Detector
 from adaptra.runtime.measurement import StepMeasurement
@@ -59,7 +59,8 @@ class Fault:
     Attributes:
         kind: Of what.
         places: Directed edges, or the stage alone.
-        size: Seconds that are added to a latency or an occupancy, or the factor of a stage's durations.
+        size: Seconds that are added to a latency or an occupancy, or to late messages, or the factor of a stage's durations.
+        share: Of the messages of a lossy edge, how many are lost at first; what is sent behind them waits for them.
     """
 
     kind: ChangeKind
@@ -67,6 +68,7 @@ class Fault:
     size: float
     first: int
     last: int
+    share: float = 0.0
 
     def apply(self, cost: CostModel) -> CostModel:
         """The costs while it lasts."""
@@ -78,6 +80,8 @@ class Fault:
                     cost = cost.with_latency(source, destination, latency(cost, source, destination) + self.size)
                 case ChangeKind.BANDWIDTH, (source, destination):
                     cost = cost.with_occupancy(source, destination, self.size)
+                case ChangeKind.LOSS, _:
+                    pass  # No cost says what happens to single messages.
                 case _:
                     raise AssertionError(f"{self.kind} at {place}")
         return cost
@@ -173,17 +177,27 @@ class NoisySteps:
                 duration = (op.end - op.start) * warming * max(0.5, dice.gauss(1.0, noise.ops))
                 pause = dice.uniform(0.05, 0.3) if index == paused else 0.0
                 monitor.op(op.op, op.start, op.start + duration + pause)
+        arrivals: dict[tuple[int, int], float] = {}
         for message in timeline.messages:
+            edge = message.source, message.destination
             late = self._late()
             sender, receiver = self.case.placement[message.source], self.case.placement[message.destination]
             # Read from the receiver's clock, which agreed with the sender's at the start.
             arrived = message.arrived + late * warming + (self._clocks[receiver] - self._clocks[sender]) * self.seconds
+            for fault in self._losses(step, edge):
+                lost = dice.random() < fault.share
+                arrived = arrivals[edge] = max(arrived + lost * fault.size, arrivals.get(edge, 0.0))
             monitor = self._monitors[receiver]
             monitor.message(
                 message.kind, message.source, message.destination, message.microbatch, 1 << 20, message.posted, arrived, arrived
             )
         self._probe(timeline.messages, self.cost_at(step), warming)
         return [monitor.end_step(step, 0.0, length) for monitor in self._monitors]
+
+    def _losses(self, step: int, edge: tuple[int, int]) -> list[Fault]:
+        """What makes an edge lossy in a step."""
+        lossy = (fault for fault in self.faults if fault.kind is ChangeKind.LOSS and edge in fault.places)
+        return [fault for fault in lossy if fault.first <= step <= fault.last]
 
     def _probe(self, messages: Sequence[MessageInterval], cost: CostModel, warming: float) -> None:
         """Over every edge a few bytes, as soon as its source has the first message from its destination."""
@@ -219,13 +233,13 @@ def random_episode(case: Case, seed: int) -> list[Fault]:
     first = dice.randint(8, 12)
     taken: set[int] = set()
     for _ in range(dice.choice((1, 1, 2))):
-        kind = dice.choice((ChangeKind.COMPUTE, ChangeKind.LATENCY, ChangeKind.BANDWIDTH))
+        kind = dice.choice((ChangeKind.COMPUTE, ChangeKind.LATENCY, ChangeKind.BANDWIDTH, ChangeKind.LOSS))
         free = [where for where in range(stages - (kind is not ChangeKind.COMPUTE)) if where not in taken]
         where = dice.choice(free)
         taken |= {where - 1, where, where + 1}
         if len(taken) >= stages:
             taken = set(range(stages))
-        both = ((where, where + 1), (where + 1, where))
+        both, length, share = ((where, where + 1), (where + 1, where)), dice.randint(8, 20), 0.0
         match kind:
             case ChangeKind.COMPUTE:
                 places, size = ((where,),), dice.uniform(1.2, 2.5)
@@ -233,7 +247,11 @@ def random_episode(case: Case, seed: int) -> list[Fault]:
                 places, size = dice.choice((both, both[:1], both[1:])), dice.uniform(0.5, 5.0) * forward
             case ChangeKind.BANDWIDTH:
                 places, size = dice.choice((both, both[:1], both[1:])), dice.uniform(1.3, 3.0) * forward
-        faults.append(Fault(kind, places, size, first, first + dice.randint(8, 20)))
+            case _:
+                # The least timeout of TCP and, where that is lost as well, the next one.
+                places, size = dice.choice((both[:1], both[1:])), dice.choice((0.2, 0.4))
+                length, share = length + 12, dice.uniform(0.05, 0.2)
+        faults.append(Fault(kind, places, size, first, first + length, share))
         first += dice.randint(4, 12)
         if not set(range(stages - 1)) - taken:
             break
@@ -260,16 +278,26 @@ class Verdict:
     steps: int | None
 
 
-def judge(run: NoisySteps, faults: Sequence[Fault], after: int = 8) -> list[Verdict]:
-    """Run an episode to ``after`` steps beyond its last fault, and say of each fault what was made of it."""
+AFTER = 8
+"""Steps beyond the last fault of an episode, but for those of a lossy path, which is believed to have healed more slowly."""
+
+AFTER_LOSS = 30
+
+
+def judge(run: NoisySteps, faults: Sequence[Fault]) -> list[Verdict]:
+    """Run an episode to some steps beyond its last fault, and say of each fault what was made of it."""
     matters: dict[Fault, bool] = {}
-    said: list[tuple[int, StageChange | EdgeChange]] = []
-    for step in range(max(fault.last for fault in faults) + after):
+    said: list[tuple[int, Change]] = []
+    for step in range(max(fault.last + (AFTER_LOSS if fault.kind is ChangeKind.LOSS else AFTER) for fault in faults)):
         for fault in faults:
             if fault.first == step:
                 cost = run.cost_at(step)
                 _, best = best_plan(run.case, cost, run.program)
-                matters[fault] = best < (1 - ControllerOptions().switch_gain) * simulate(run.program, cost).makespan
+                # Its share and size are such that it always does.
+                matters[fault] = (
+                    fault.kind is ChangeKind.LOSS
+                    or best < (1 - ControllerOptions().switch_gain) * simulate(run.program, cost).makespan
+                )
         detection = run.step()
         said += [(step, change) for change in detection.changes if not change.is_healed] if detection else []
     verdicts: list[Verdict] = []
@@ -284,5 +312,5 @@ def judge(run: NoisySteps, faults: Sequence[Fault], after: int = 8) -> list[Verd
     return verdicts
 
 
-def _place(change: StageChange | EdgeChange) -> tuple[int, ...]:
+def _place(change: Change) -> tuple[int, ...]:
     return (change.stage,) if isinstance(change, StageChange) else (change.source, change.destination)

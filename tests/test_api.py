@@ -16,6 +16,8 @@ import test_autocast
 import test_controller
 import test_delegate_paths
 import test_dynamo
+import test_dynamo_outputs
+import test_inner
 import test_loss_scale
 import test_lossy
 import test_membership
@@ -437,9 +439,13 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
         for mistake in (emulate(-0.1, 0.1, 0.1), emulate(0.1, "fast", 0.1), emulate(0.1, 0.1, [0.1, float("nan")]))
     ),
     (
-        "fault '…': expected such as 'delay 1-2 60ms @8', 'delay 1>2 60ms @8..20', 'rate 1>2 50MB @8', 'slow 2 1.5x @8' or "
-        "'slow 2 5ms'",
+        "fault '…': expected such as 'delay 1-2 60ms @8', 'delay 1>2 60ms @8..20', 'rate 1>2 50MB @8', "
+        "'lossy 1-2 5% 200ms @8', 'slow 2 1.5x @8' or 'slow 2 5ms'",
         options(faults=["delay 0-1"]),
+    ),
+    *(
+        ("fault lossy …%: expected above 0% and at most 100%, and of a lossy edge alone", options(faults=[given]))
+        for given in ("lossy 0-1 0% 200ms", "lossy 0>1 150% 200ms")
     ),
     *(
         ("fault '…': there is no stage …: expected stages of 0..…", options(faults=[given]))
@@ -536,9 +542,9 @@ def test_every_mistake_is_told_as_documented(row, mistake):
 
 def test_every_documented_error_has_a_test():
     tested = {row for row, _ in MISTAKES} | TESTED_ELSEWHERE | {test_controller.SILENT, test_dynamo.WITHOUT_GRADIENTS}
-    tested |= {row for row, _ in test_dynamo.MISTAKES}
+    tested |= {row for row, _ in (*test_dynamo.MISTAKES, *test_dynamo_outputs.MISTAKES)}
     modules = (test_api_processes, test_autocast, test_delegate_paths, test_loss_scale, test_membership, test_norms, test_roles)
-    for module in (*modules, test_stage_modules):
+    for module in (*modules, test_inner, test_stage_modules):
         tested |= set(module.DOCUMENTED.values())
     assert tested == set(documented_errors())
 

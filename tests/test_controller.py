@@ -25,11 +25,12 @@ from proxy import Proxy
 from adaptra.cost import Case, CostModel
 from adaptra.errors import ControlError, PeerLostError, PlanError
 from adaptra.program import Program
-from adaptra.runtime.controller import Controller, ControllerOptions, Planning
+from adaptra.runtime.controller import Controller, ControllerOptions
 from adaptra.runtime.events import ControlEvent, EventKind
 from adaptra.runtime.mailbox import Confirmed, Mailbox, Measured, Proposed, Refused
 from adaptra.runtime.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
 from adaptra.runtime.plan import Plan
+from adaptra.runtime.planning import Planning
 from adaptra.schedules import gpipe, one_f_one_b, zb_h1
 from adaptra.simulate import lower_bound, simulate
 

@@ -5,34 +5,27 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from as_backend import MADE, MICROBATCHES, ROWS, caught, compiled, fresh_compiler
 from errors_table import check_documented
-from models import EXAMPLES, Example, square_loss
+from models import EXAMPLES, Example, square_loss, vectors
 from processes import run_processes
 from torch import Tensor, nn
-from torch._dynamo.exc import BackendCompilerFailed
 from training import MIXED, Step, train_alone
 
-import adaptra
-from adaptra.errors import AdaptraError
-
-ROWS, MICROBATCHES = 8, 4
 LAYERS = EXAMPLES["skip_mlp"]
 (X,), _, Y = LAYERS.rows(ROWS, 0)
-MADE: list[adaptra.Pipeline] = []
-"""The pipelines of this test, which end with it."""
 
 
 @pytest.fixture(autouse=True)
 def fresh(one_thread: None) -> Iterator[None]:
     """Nothing that an earlier test has compiled, and kernels without threads of their own."""
-    torch._dynamo.reset()
-    yield
-    while MADE:
-        MADE.pop().close()
+    with fresh_compiler():
+        yield
 
 
 class WithLoss(nn.Module):
@@ -45,11 +38,6 @@ class WithLoss(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return self.loss(self.model(inputs), targets)
-
-
-def compiled(model: Callable[..., Any], mode: str | None = None, **options: Any) -> Any:
-    given = {"stages": 2, "microbatches": MICROBATCHES, "adapt": False, "on_pipeline": MADE.append} | options
-    return torch.compile(model, backend="adaptra", options=given, mode=mode)
 
 
 def loop(model: nn.Module, run: Callable[..., Tensor], batches: list[Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -96,6 +84,44 @@ def test_the_losses_are_those_of_the_uncompiled_loop() -> None:
     losses, _ = loop(model, compiled(model), batches)
     expected, _ = loop(plain, plain, batches)
     torch.testing.assert_close(losses, expected)
+
+
+class HalfPrecision(nn.Module):
+    """Runs under autocast in its own forward, or wherever it is called."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.inside = inside
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh()) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.inside:
+            return self.layers(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.layers(x)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast_in_the_model_and_around_the_call_are_cut_and_stay_bitwise(inside: bool) -> None:
+    """The loss is under autocast where the whole call is."""
+    example = Example("autocast", lambda: HalfPrecision(inside), vectors(16), square_loss)
+    within = replace(example, build=lambda: HalfPrecision(True), loss=example.loss if inside else loss_under_autocast)
+    batches = [example.rows(ROWS, seed) for seed in range(3)]
+    model = WithLoss(example)
+    run = compiled(model)
+
+    def call(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
+            return run(x, y)
+
+    losses, state = loop(model, call, batches)
+    assert unequal(losses, state, train_alone(within, batches, MICROBATCHES)) == []
+    assert "bfloat16" in str(MADE[0]._built.compiled.train[0].outputs)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def loss_under_autocast(outputs: Tensor, targets: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return square_loss(outputs, targets)
 
 
 def test_gradients_are_scaled_and_added_as_autograd_does() -> None:
@@ -158,12 +184,6 @@ def mean(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return square_loss(model(x), y)
 
 
-def broken(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    x = model(x)
-    torch._dynamo.graph_break()
-    return square_loss(x, y)
-
-
 def numbered() -> None:
     model = Scores()
     run = compiled(lambda x, y, times: square_loss(model(x) * times, y))
@@ -178,11 +198,6 @@ def other_batch() -> None:
     run(X[:4], Y[:4])
 
 
-NO_SCALAR = (
-    "the compiled function returns …: expected one scalar, the loss, since all backward passes run within the call: compile a "
-    "function that returns the loss; if it does, a graph break has cut it in two, which torch.compile(..., fullgraph=True) "
-    "shows"
-)
 MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ("options: unknown …: expected any of …", on(mean, stagse=4)),
     ("stages=…: expected a whole number of at least 1", on(mean, stages=0)),
@@ -197,8 +212,11 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
         "mode=…: expected none: modes are inductor's; options={'inner': 'inductor'} compiles by it",
         lambda: torch._dynamo.optimize(lambda graph, inputs: backend()(graph, inputs, mode="max-autotune"))(Scores())(X),
     ),
-    (NO_SCALAR, on(lambda model, x, y: model(x))),
-    (NO_SCALAR, on(broken)),
+    (
+        "…: an input that requires a gradient, of a function that returns its loss: expected none, as a step is of parameters "
+        "alone; compile what comes before together with it, or return no loss",
+        lambda: compiled(mean)(Scores(), X.clone().requires_grad_(), Y),
+    ),
     (
         "the loss of the whole batch is … and the mean of its microbatches' losses …: expected a mean over the rows, so that "
         "these are about equal; this one looks like a sum: divide it by the number of rows",
@@ -237,15 +255,6 @@ def backend() -> Any:
     from adaptra.dynamo import adaptra_backend
 
     return adaptra_backend
-
-
-def caught(mistake: Callable[[], object]) -> AdaptraError:
-    """The error of a mistake; torch wraps in its own what a backend raises while it compiles."""
-    with pytest.raises((AdaptraError, BackendCompilerFailed)) as error:
-        mistake()
-    found = error.value.inner_exception if isinstance(error.value, BackendCompilerFailed) else error.value
-    assert isinstance(found, AdaptraError)
-    return found
 
 
 @pytest.mark.parametrize(("row", "mistake"), MISTAKES)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transport_bodies import LARGE, SMALL, backward, forward, make
 
 from adaptra.errors import CaseError, TransportError
-from adaptra.runtime.faults import Effect, Fault, compute_extra, compute_factor
+from adaptra.runtime.faults import Effect, Fault, compute_extra, compute_factor, link_delay
 from adaptra.runtime.transports.faulty import FaultyTransport
 from adaptra.runtime.transports.local import LocalHub
 
@@ -25,6 +25,8 @@ SLACK = 0.06
         ("delay 2>1 250us", Fault(Effect.DELAY, 0.00025, 2, 1)),
         ("rate 1>2 50MB @8", Fault(Effect.RATE, 50e6, 1, 2, from_step=8)),
         ("rate 0-1 1.5GB", Fault(Effect.RATE, 1.5e9, 0, 1, both_ways=True)),
+        ("lossy 1-2 5% 60ms @8", Fault(Effect.LOSS, 0.06, 1, 2, both_ways=True, from_step=8, share=0.05)),
+        ("lossy 2>1 0.7% 1.5s", Fault(Effect.LOSS, 1.5, 2, 1, share=0.007)),
         ("slow 2 1.5x @8", Fault(Effect.FACTOR, 1.5, 2, from_step=8)),
         ("slow 2 5ms", Fault(Effect.EXTRA, 0.005, 2)),
     ],
@@ -45,9 +47,10 @@ AMOUNTS = st.floats(1e-9, 1e12, allow_nan=False)
     both_ways=st.booleans(),
     first=st.integers(0, 99),
     steps=st.none() | st.integers(1, 99),
+    share=st.floats(1e-9, 1.0),
 )
-def test_text_form_round_trips(effect, amount, stage, away, both_ways, first, steps):
-    is_edge = effect in {Effect.DELAY, Effect.RATE}
+def test_text_form_round_trips(effect, amount, stage, away, both_ways, first, steps, share):
+    is_edge = effect in {Effect.DELAY, Effect.RATE, Effect.LOSS}
     fault = Fault(
         effect,
         amount + 1 if effect is Effect.FACTOR else amount,
@@ -56,6 +59,7 @@ def test_text_form_round_trips(effect, amount, stage, away, both_ways, first, st
         both_ways and is_edge,
         first,
         None if steps is None else first + steps,
+        share if effect is Effect.LOSS else 1.0,
     )
     assert Fault.parse(str(fault)) == fault
 
@@ -77,6 +81,12 @@ def test_text_form_round_trips(effect, amount, stage, away, both_ways, first, st
         "rate 1>2 50MB/s",
         "rate 1>2 0MB",
         "rate 1>2 60ms",
+        "lossy 1-2 200ms",
+        "lossy 1-2 5 200ms",
+        "lossy 1-2 5% 20MB",
+        "lossy 1-2 0% 200ms",
+        "lossy 1-2 101% 200ms",
+        "lossy 1 5% 200ms",
         "slow 2 50MB",
         "slow 2-3 1.5x",
         "slow 2 0.5x",
@@ -92,6 +102,32 @@ def test_other_text_is_refused(text):
 def test_a_refusal_shows_the_text_and_the_forms():
     with pytest.raises(CaseError, match=r"fault 'delay 1-2 soon': expected such as 'delay 1-2 60ms @8'"):
         Fault.parse("delay 1-2 soon")
+
+
+def test_only_a_lossy_edge_has_a_share():
+    with pytest.raises(CaseError, match=r"fault delay 50%: expected above 0% and at most 100%, and of a lossy edge alone"):
+        Fault(Effect.DELAY, 0.06, 1, 2, share=0.5)
+
+
+def test_which_messages_are_lost_is_the_same_in_every_run_and_as_many_as_ordered():
+    faults = [Fault.parse("lossy 0>1 5% 200ms @3")]
+    delays = [link_delay(faults, forward(k, step=step)) for step in range(3, 203) for k in range(10)]
+    assert delays == [link_delay(faults, forward(k, step=step)) for step in range(3, 203) for k in range(10)]
+    assert set(delays) == {0, 0.2}
+    assert 60 < delays.count(0.2) < 140
+    assert [link_delay(faults, forward(k, step=2)) for k in range(100)] == [0] * 100
+    assert [link_delay(faults, backward(k, step=3)) for k in range(100)] == [0] * 100
+
+
+def test_what_is_sent_behind_a_lost_message_arrives_behind_it():
+    """The channel stays in order, as TCP's does; before the lost one all are as fast as ever."""
+    faults = [Fault.parse("lossy 0>1 25% 150ms")]
+    lost = {step: [k for k in range(8) if link_delay(faults, forward(k, step=step))] for step in range(20)}
+    step, first = next((step, ks[0]) for step, ks in lost.items() if ks and 0 < ks[0] < 6)
+    with Pair("lossy 0>1 25% 150ms") as pair:
+        latencies = pair.latencies([forward(k, step=step) for k in range(8)])
+    assert max(latencies[:first]) < 0.1
+    assert min(latencies[first:]) >= 0.1
 
 
 def test_slow_stages():

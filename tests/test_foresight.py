@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from adaptra.cost import CostModel
 from adaptra.runtime.changes import EdgeChange, StageChange
 from adaptra.runtime.detector import Detection
-from adaptra.runtime.foresight import FIRST_PAUSE, Foresight
+from adaptra.runtime.foresight import FIRST_PAUSE, MOST_PAUSE, Foresight
 
 COST = CostModel.uniform(3, 0.02, 0.02, 0.02)
 
@@ -45,3 +47,16 @@ def test_each_false_suspicion_doubles_the_pause_and_a_true_one_ends_it() -> None
     foresight.confirm()
     foresight.suspect(step, slow_edge(0.05))
     assert foresight.suspicion is not None
+
+
+def test_the_pause_stays_within_a_few_steps_however_many_suspicions_were_false() -> None:
+    """A machine that is always noisy must not switch planning ahead off for good."""
+    foresight, planned, step = Foresight(), list[int](), 5
+    for _ in range(200):
+        foresight.suspect(step, slow_edge(0.05))
+        if foresight.suspicion is not None:
+            planned.append(step)
+        foresight.suspect(step + 1, None)
+        step += 2
+    gaps = [later - earlier for earlier, later in pairwise(planned)]
+    assert gaps[0] < gaps[-1] <= MOST_PAUSE + 2

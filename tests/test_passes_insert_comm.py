@@ -160,6 +160,8 @@ def test_receives_go_as_far_ahead_as_the_latency_needs_and_no_farther() -> None:
 )
 def test_the_contract_decides(contract: Contract, expected: InsertComm) -> None:
     assert InsertComm.for_contract(contract) == expected
+    ahead = 7 if expected.receives == "ahead" else None
+    assert InsertComm.for_contract(contract, 7) == replace(expected, ahead=ahead)
 
 
 def test_stages_of_one_rank_need_no_messages() -> None:

@@ -52,7 +52,8 @@ def follow_costs(rank: int, port: int, onset: int, healed: int, after: tuple[int
     import torch.distributed as dist
     from test_controller import HEALTHY, RANKS, SLOW, best, bound, measurement, plan_zero, predict
 
-    from adaptra.runtime.controller import Controller, Planning
+    from adaptra.runtime.controller import Controller
+    from adaptra.runtime.planning import Planning
 
     ran: list[str] = []
     told: list[ControlEvent] = []

@@ -1,7 +1,10 @@
 """The schedule generators: valid for every size, in flight as documented, and the orders of the literature."""
 
+from dataclasses import replace
+
 import pytest
 
+from adaptra.cost import CostModel
 from adaptra.errors import ScheduleError
 from adaptra.program import Kind, Program
 from adaptra.schedules import (
@@ -12,10 +15,12 @@ from adaptra.schedules import (
     gpipe,
     interleaved_1f1b,
     one_f_one_b,
+    two_phases,
     zb_h1,
     zb_h2,
     zbv,
 )
+from adaptra.simulate import simulate
 from adaptra.verify import verify
 
 SIZES = [(1, 1), (1, 5), (2, 1), (4, 1), (4, 2), (4, 3), (4, 4), (3, 7), (5, 9), (8, 24)]
@@ -70,6 +75,7 @@ def test_every_generated_program_verifies(stages, microbatches):
     verify(gpipe(stages, microbatches, split=False))
     verify(one_f_one_b(stages, microbatches, split=False))
     verify(forward_only(stages, microbatches))
+    verify(two_phases(stages, microbatches))
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
@@ -80,6 +86,15 @@ def test_in_flight_is_what_each_docstring_says(stages, microbatches):
     assert in_flight(one_f_one_b(stages, microbatches, split=False), {Kind.B}) == some
     assert in_flight(zb_h1(stages, microbatches), {Kind.W}) == [min(stages, microbatches)] * stages
     assert in_flight(zb_h2(stages, microbatches), {Kind.W}) == [min(2 * stages - 1, microbatches)] * stages
+
+
+@pytest.mark.parametrize("delay", [3.0, 100.0])
+def test_a_delay_costs_two_phases_its_latency_once_each_way(delay):
+    cost, program = CostModel.uniform(4, 1.0, 1.0, 1.0), two_phases(4, 8)
+    slow = replace(cost, latency_forward=(0.0, delay, 0.0), latency_backward=(0.0, delay, 0.0))
+    assert simulate(program, cost).makespan == 3 * (1 + 1) + 8 * 3
+    assert simulate(program, slow).makespan == 3 * (1 + 1) + 8 * 3 + 2 * delay
+    assert in_flight(program, {Kind.W}) == [8] * 4
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 6])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name all of torch uses
+from architectures import ARCHITECTURES
 from errors_table import check_documented
 from models import Example, token_loss, tokens
 from processes import run_processes
@@ -148,6 +151,22 @@ def test_what_can_not_be_captured_trains_bitwise_as_in_one_process() -> None:
         losses = [token_loss(output, target) for output, target in zip(outputs, targets.chunk(MICROBATCHES), strict=True)]
         assert torch.equal(pipe.eval_step(inputs, targets), torch.stack(losses).mean())
         assert torch.equal(pipe.eval_step(inputs), torch.cat(outputs))
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_sequential_in_parts_trains_bitwise_as_in_one_process(stages: int) -> None:
+    """The architecture of docs/models.md, as many steps as its others."""
+    architecture = ARCHITECTURES["nn.Sequential"]
+
+    def in_parts() -> nn.Module:
+        layers = list(architecture.build())
+        cuts = [len(layers) * stage // stages for stage in range(stages + 1)]
+        return Chain([nn.Sequential(*layers[begin:end]) for begin, end in pairwise(cuts)])
+
+    example = replace(architecture, build=in_parts)
+    steps = [example.rows(ROWS, seed) for seed in range(20)]
+    with by_modules(example) as pipe:
+        assert differences(train(pipe, steps), train_alone(example, steps, MICROBATCHES)) == []
 
 
 def test_every_plan_gives_the_same_numbers() -> None:

@@ -21,7 +21,7 @@ from adaptra.errors import OptionError
 from adaptra.report import perfetto
 from adaptra.report.run import load_run
 from adaptra.runtime.events import ControlEvent, EventKind
-from adaptra.runtime.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
+from adaptra.runtime.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, Stalls, StepMeasurement
 from adaptra.runtime.telemetry.log import FileSink
 from adaptra.runtime.telemetry.prometheus import PrometheusSink
 from adaptra.runtime.telemetry.recorder import MOST_WAITING, Recorder
@@ -46,9 +46,9 @@ def step_taken(step: int, rank: int = 1, seconds: float = 0.5) -> StepTaken:
     stage = StageMeasurement(rank, 0.02, 0.021, 0.01, None)
     edges = (
         EdgeMeasurement(rank - 1, rank, 4, 0.25, EdgeEstimate(0.0625, 0.0125, 0.012)),
-        EdgeMeasurement(rank + 1, rank, 4, 0.125, EdgeEstimate(0.001, None, None)),
+        EdgeMeasurement(rank + 1, rank, 4, 0.125, EdgeEstimate(0.001, None, None), Stalls(1, 2, 0.25)),
     )
-    return StepTaken(StepMeasurement(rank, step, seconds, (stage,), edges), (4096, 2048), 1, 0.4375)
+    return StepTaken(StepMeasurement(rank, step, seconds, (stage,), edges, 0.015625), (4096, 2048), 1, 0.4375)
 
 
 def records() -> list[Record]:
@@ -117,7 +117,7 @@ def test_logging_gets_the_same_lines_and_others_in_the_same_form():
         logger.removeHandler(handler)
         logger.setLevel(before)
     found = [json.loads(line) for line in lines]
-    assert {one["adaptra"] for one in found} == {1}
+    assert {one["adaptra"] for one in found} == {2}
     steps = [from_json(one, "log").record for one in found if one["event"] == "step"]
     assert sorted((one.rank, one.measurement.step) for one in steps if isinstance(one, StepTaken)) == [
         (0, 0), (0, 1), (1, 0), (1, 1),
@@ -131,7 +131,7 @@ def test_a_file_takes_no_second_run_at_a_time_and_any_later_one(tmp_path: Path):
         FileSink(tmp_path, [0])
     first.take(Told(1.0, RunEnded(0, 0)))
     first.close()
-    (tmp_path / "rank-0.jsonl").open("a").write('{"adaptra": 1, "ti')
+    (tmp_path / "rank-0.jsonl").open("a").write('{"adaptra": 2, "ti')
     second = FileSink(tmp_path, [0])
     second.take(Told(2.0, RunEnded(0, 0)))
     second.close()

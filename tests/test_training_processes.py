@@ -70,9 +70,10 @@ FOUR = [
 ]
 
 
-def test_models_train_bitwise_as_one_process_on_four_ranks():
+@pytest.mark.parametrize("cases", [FOUR[:4], FOUR[4:]])
+def test_models_train_bitwise_as_one_process_on_four_ranks(cases):
     """Also with fewer microbatches than stages, tied parameters of three stages, and stages that end in a view."""
-    check(run_processes(train_examples, 4, 4, FOUR))
+    check(run_processes(train_examples, 4, 4, cases))
 
 
 TWO = [("gpt_tied", "float32", 8, "zb_h2", None), ("tied_blocks", "bfloat16", 8, None, ["blocks.1"])]

@@ -1,4 +1,4 @@
-"""A rank refuses a plan that its memory does not allow, and all ranks keep the old one."""
+"""A rank refuses a plan that its memory does not allow, and all ranks keep the old one; few plans are kept ready."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from training import MIXED, adam, compiled, differences, run_step, train_alone
 
 import adaptra
 from adaptra import build
 from adaptra.runtime.events import EventKind
+from adaptra.runtime.plan import Plan
+from adaptra.runtime.worker import MOST_PREPARED, Worker
 
 STEPS = 40
 """Far more than calibration, detection and a proposal take."""
@@ -49,3 +52,27 @@ def test_a_plan_beyond_the_memory_is_refused_and_nobody_switches(monkeypatch: py
             pipe.step(inputs, targets)
         assert pipe.plan.version == 0
         assert not any(event.kind is EventKind.SWITCHED for event in pipe.events)
+
+
+def test_few_plans_are_kept_ready_and_any_other_is_lowered_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when many suspicions came to nothing: here every rank forgets at once what it has prepared."""
+    prepare, kept = Worker._prepare, list[int]()
+
+    def forgetful(worker: Worker, plan: Plan) -> None:
+        for version in range(plan.version + 1, plan.version + 10):
+            prepare(worker, replace(plan, version=version))
+        kept.append(len(worker._prepared))
+        worker._prepared.clear()
+
+    monkeypatch.setattr(Worker, "_prepare", forgetful)
+    options = adaptra.Options(emulate=adaptra.EmulatedDevice(0.003, 0.003, 0.003), faults=["delay 1-2 40ms @5"])
+    batches = [MIXED.rows(16, step) for step in range(STEPS)]
+    with compiled(MIXED, batches[0], stages=3, microbatches=8, options=options) as pipe:
+        optimizer, ran = adam(pipe.parameters()), []
+        for batch in batches:
+            ran.append(run_step(pipe, optimizer, batch))
+            if pipe.plan.version > 0:
+                break
+    assert pipe.plan.version > 0, "a plan for the slow link runs"
+    assert max(kept) == MOST_PREPARED
+    assert differences(ran, train_alone(MIXED, batches[: len(ran)], 8)) == []

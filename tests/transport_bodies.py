@@ -246,7 +246,33 @@ def refuses_misuse(transport: Transport):
     transport.close()
 
 
+def stands_by_for_whatever_comes_next(transport: Transport):
+    """Once a step's messages have come, the next ones travel before they are asked for, one of another shape among them."""
+    announced = [forward(0, step=-1), forward(1, specs=LARGE, step=1), forward(2, specs=LARGE, step=1)]
+    if transport.rank == 0:
+        transport.send(1, forward(0, specs=LARGE), make(forward(0, specs=LARGE))).wait(20)
+        transport.store.wait(["standing"])
+        for pending in [transport.send(1, identity, make(identity)) for identity in announced]:
+            if transport.contract.send_waits_for_receiver:
+                pending.wait(20)
+        transport.store.set("travelled", "")
+        transport.send(1, forward(3, specs=LARGE, step=1), make(forward(3, specs=LARGE))).wait(20)
+    elif transport.rank == 1:
+        transport.reserve({(0, LARGE): 2, (0, SMALL): 1})
+        held = transport.receive(0, forward(0, specs=LARGE))
+        held.wait(20)
+        transport.stand_by(0, forward(0, specs=LARGE), 3)
+        transport.release(held)
+        transport.store.set("standing", "")
+        transport.store.wait(["travelled"])
+        for identity in (*announced, forward(3, specs=LARGE, step=1)):
+            pending = transport.receive(0, identity)
+            assert same(pending.wait(20), make(identity))
+            transport.release(pending)
+
+
 ALL = (
+    stands_by_for_whatever_comes_next,
     carries_every_dtype,
     rounds_what_is_lossy,
     refuses_what_is_rounded_elsewhere,

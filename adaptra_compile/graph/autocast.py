@@ -10,7 +10,7 @@ is captured each op is noted with the autocasts it runs in instead, and enters t
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count, takewhile
 from operator import attrgetter
@@ -18,9 +18,13 @@ from typing import Any, Final
 
 import torch
 from torch import fx
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.traceback import annotate, preserve_node_meta
 
 from adaptra.errors import OptionError
+
+DEVICES: Final = ("cpu", "cuda")
+"""The devices that stages run on, for which autocast can be on."""
 
 _REGION: Final = "adaptra_autocast"
 
@@ -46,8 +50,35 @@ def refuse_autocast(what: str) -> None:
     Raises:
         OptionError: Some autocast is on; says where it belongs.
     """
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    if any(map(torch.is_autocast_enabled, DEVICES)):
         raise OptionError(f"{what} under torch.autocast: expected it in the model's forward and in loss=, where it is compiled")
+
+
+@contextmanager
+def without_autocast() -> Generator[None]:
+    """Within this context no autocast is on."""
+    with ExitStack() as left:
+        for device in filter(torch.is_autocast_enabled, DEVICES):
+            left.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def enter_autocast_openly(graph: fx.GraphModule) -> None:
+    """Have a graph of dynamo's enter its autocasts as a model's own code does, which capture notes, and not as an op."""
+    for function, other in ((_enter_autocast, _enter), (_exit_autocast, _leave)):
+        for node in graph.graph.find_nodes(op="call_function", target=function):
+            node.target = other
+    graph.recompile()
+
+
+def _enter(*settings: Any) -> torch.autocast:
+    entered = torch.autocast(*settings)
+    entered.__enter__()
+    return entered
+
+
+def _leave(entered: torch.autocast) -> None:
+    entered.__exit__(None, None, None)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +53,8 @@ class FlatGraph:
         state: Placeholder to the state it stands for.
         constants: Placeholder to the tensor that the model's code has baked in.
         inputs, targets: Placeholders of the flat inputs and targets.
-        loss: The node of the loss.
-        outputs: The nodes of what the model returns, flat; empty for a training graph.
+        loss: The node of the loss, if there is one.
+        outputs: The nodes of what the model returns, flat; empty for a training graph with a loss.
         placements: Node to the qualified names of the modules whose forward it runs in, outermost first.
     """
 
@@ -63,9 +63,14 @@ class FlatGraph:
     constants: Mapping[fx.Node, Tensor]
     inputs: tuple[fx.Node, ...]
     targets: tuple[fx.Node, ...]
-    loss: fx.Node
+    loss: fx.Node | None
     outputs: tuple[fx.Node, ...]
     placements: Mapping[fx.Node, tuple[str, ...]]
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """What the graph returns; of a training graph, what the backward pass starts from."""
+        return self.outputs if self.loss is None else (self.loss, *self.outputs)
 
 
 def state_names(model: nn.Module) -> StateNames:
@@ -98,6 +103,7 @@ def capture(
     *,
     names: StateNames,
     evaluation: bool,
+    with_loss: bool = True,
 ) -> tuple[FlatGraph, OutputFormat | None]:
     """Capture a model and its loss as one graph.
 
@@ -109,15 +115,16 @@ def capture(
         loss: Called as ``loss(outputs, targets)``; None when the model returns the loss itself.
         names: Of the model's state.
         evaluation: Capture in evaluation mode and with the model's outputs.
+        with_loss: Whether there is a loss; without one also a training graph has the model's outputs.
 
     Returns:
-        The graph, and for an evaluation capture the format of the model's outputs.
+        The graph, and if it has the model's outputs their format.
 
     Raises:
         CaptureError: Names the module and the line of the user's model, with torch's reason; torch's own error is chained.
     """
     formats: list[OutputFormat] = []
-    step = _Step(model, input_format, target_format, loss, evaluation, formats)
+    step = _Step(model, input_format, target_format, loss, evaluation, with_loss, formats)
     examples = (tuple(tensor.detach() for tensor in inputs), tuple(tensor.detach() for tensor in targets))
     with _mode(model, evaluation), numbering_checkpoints(), noting_autocast():
         try:
@@ -126,7 +133,7 @@ def capture(
             raise
         except Exception as error:
             raise CaptureError(_explain(model, error)) from error
-    return _flat_graph(exported, names, len(inputs)), formats[-1] if formats else None
+    return _flat_graph(exported, names, len(inputs), with_loss), formats[-1] if formats else None
 
 
 class _Step(nn.Module):
@@ -139,6 +146,7 @@ class _Step(nn.Module):
         targets: TargetFormat,
         loss: Loss | None,
         evaluation: bool,
+        with_loss: bool,
         formats: list[OutputFormat],
     ) -> None:
         super().__init__()
@@ -148,22 +156,24 @@ class _Step(nn.Module):
         self._inputs = inputs
         self._targets = targets
         self._evaluation = evaluation
+        self._with_loss = with_loss
         # A plain list: export puts attributes of a module back to what they were before.
         self._formats = formats
 
     def forward(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         outputs = self._inputs.call(self.model, inputs)
-        loss = loss_of(outputs, self.loss, self._targets, targets)
+        results = [loss_of(outputs, self.loss, self._targets, targets)] if self._with_loss else []
+        if self._evaluation or not self._with_loss:
+            self._formats.append(OutputFormat(outputs))
+            results += self._formats[-1].flatten(outputs)
         if not self._evaluation:
-            _refuse_custom_gradients(loss)
-            return (loss,)
-        self._formats.append(OutputFormat(outputs))
-        return (loss, *self._formats[-1].flatten(outputs))
+            _refuse_custom_gradients(results)
+        return tuple(results)
 
 
-def _refuse_custom_gradients(loss: Tensor) -> None:
+def _refuse_custom_gradients(results: Sequence[Tensor]) -> None:
     """A graph of ops has no place for the backward method of an autograd.Function; torch would leave it out in silence."""
-    waiting: list[Any] = [loss.grad_fn]
+    waiting: list[Any] = [one.grad_fn for one in results]
     seen: set[Any] = {None}
     while waiting:
         node = waiting.pop()
@@ -196,7 +206,7 @@ def _mode(model: nn.Module, evaluation: bool) -> Generator[None]:
             module.training = training
 
 
-def _flat_graph(exported: torch.export.ExportedProgram, names: StateNames, inputs: int) -> FlatGraph:
+def _flat_graph(exported: torch.export.ExportedProgram, names: StateNames, inputs: int, with_loss: bool) -> FlatGraph:
     graph, signature = exported.graph_module.graph, exported.graph_signature
     unexpected = [spec for spec in signature.output_specs if spec.kind is not OutputKind.USER_OUTPUT]
     assert not unexpected, f"a training graph has effects as ops, not as outputs: {unexpected}"
@@ -225,8 +235,8 @@ def _flat_graph(exported: torch.export.ExportedProgram, names: StateNames, input
         constants=constants,
         inputs=tuple(users[:inputs]),
         targets=tuple(users[inputs:]),
-        loss=results[0],
-        outputs=results[1:],
+        loss=results[0] if with_loss else None,
+        outputs=results[1:] if with_loss else results,
         placements={node: _placement(node) for node in graph.nodes},
     )
 

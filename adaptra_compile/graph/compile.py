@@ -72,6 +72,11 @@ class CompiledStages:
     outputs: OutputFormat
     places: Places
 
+    @property
+    def with_loss(self) -> bool:
+        """Whether the last stage returns a loss; else it returns what the model returns."""
+        return bool(self.eval[-1].loss)
+
     @staticmethod
     def of(
         names: StateNames,
@@ -110,6 +115,7 @@ def compile_stages(
     loss: Loss | None = None,
     targets: Any = None,
     split: Sequence[str] | None = None,
+    with_loss: bool = True,
     progress: Progress = log_progress,
 ) -> CompiledStages:
     """Compile a model into stages. The model is only read: no reference to it or to its state is kept.
@@ -126,6 +132,8 @@ def compile_stages(
             or a dict, tuple or dataclass whose ``.loss`` or first element it is.
         targets: One microbatch of targets; they enter at the last stage.
         split: Names of the modules that begin stages 1, 2, …; None balances by estimated cost.
+        with_loss: False when there is no loss: then the last stage returns all that the model returns, I starts from a gradient
+            for each of these tensors that requires one, and the first stage's I returns gradients of inputs that require them.
         progress: Told of every part that is done.
 
     Raises:
@@ -142,19 +150,30 @@ def compile_stages(
 
     def captured(evaluation: bool, changed: frozenset[str]) -> tuple[FlatGraph, Analysis, OutputFormat | None]:
         flat, outputs = capture(
-            model, flat_inputs, inputs, flat_targets, target_format, loss, names=names, evaluation=evaluation
+            model,
+            flat_inputs,
+            inputs,
+            flat_targets,
+            target_format,
+            loss,
+            names=names,
+            evaluation=evaluation,
+            with_loss=with_loss,
         )
         with mode:
             example = _example(model, flat, flat_inputs, flat_targets, names)
+            if not with_loss:
+                for node, tensor in zip(flat.inputs, flat_inputs, strict=True):
+                    example[node].requires_grad_(tensor.requires_grad)
             return flat, analyze(flat, frozenset(names.buffers) - changed, example), outputs
 
     flat, analysis, _ = captured(evaluation=False, changed=frozenset())
     progress("captured", 1, 2)
-    if not analysis.values[flat.loss].requires_grad:
+    if not any(analysis.values[node].requires_grad for node in flat.results):
         logger.warning("the loss depends on no trainable parameter: training will change nothing")
     cuts = find_cuts(flat, analysis)
     positions = balance(cuts, stages) if split is None else cut_before(flat, analysis, cuts, split, stages)
-    parts = pieces(flat, analysis, cuts, positions, [flat.loss])
+    parts = pieces(flat, analysis, cuts, positions, flat.results)
     progress("cut into stages", 1, 1)
 
     eval_flat, eval_analysis, outputs = captured(evaluation=True, changed=analysis.changed_state)
@@ -163,7 +182,7 @@ def compile_stages(
     eval_cuts = find_cuts(eval_flat, eval_analysis)
     stage_of = {use: sum(position <= index for position in positions) for use, index in state_uses(flat, analysis).items()}
     eval_positions = align(eval_cuts, state_uses(eval_flat, eval_analysis), stage_of, stages)
-    eval_parts = pieces(eval_flat, eval_analysis, eval_cuts, eval_positions, [eval_flat.loss, *eval_flat.outputs])
+    eval_parts = pieces(eval_flat, eval_analysis, eval_cuts, eval_positions, eval_flat.results)
 
     holders = _holders(names, [(flat, parts), (eval_flat, eval_parts)], stages)
     for name in names.buffers:

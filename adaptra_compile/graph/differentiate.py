@@ -44,10 +44,12 @@ def differentiate(
         state_bytes: The size of each parameter and buffer.
         progress: Told of every stage.
     """
-    loss = analysis.values[flat.loss]
-    gradients: tuple[GradientMessage, ...] = ()
-    if loss.requires_grad:
-        gradients = (GradientMessage(0, Layout(()), TensorSpec((), loss.dtype, False)),)
+    gradients = tuple(
+        GradientMessage(index, layout, layout.spec(value, False))
+        for index, node in enumerate(flat.results)
+        if (value := analysis.values[node]).requires_grad
+        for layout in (Layout(tuple(range(value.dim()))),)
+    )
     last = len(parts) - 1
     tracer = Tracer(flat, analysis)
     backward: dict[fx.GraphModule, _Backward] = {}
@@ -73,25 +75,24 @@ def differentiate(
 def evaluate(flat: FlatGraph, analysis: Analysis, parts: Sequence[Piece], progress: Progress) -> tuple[EvalGraphs, ...]:
     """Make the evaluation stages; to be called inside the fake mode of the analysis. Identical pieces share their graphs.
 
-    The last piece's outputs begin with the loss. ``progress`` is told of every stage.
+    Where there is a loss, the last piece's outputs begin with it. ``progress`` is told of every stage.
     """
     last = len(parts) - 1
     tracer, forward = Tracer(flat, analysis), _Forward()
     stages: list[EvalGraphs] = []
     for piece in parts:
-        is_last = piece.index == last
-        one = tracer.trace(piece, None, is_last=is_last)
+        one = tracer.trace(piece, None, is_last=piece.index == last)
+        losses = int(piece.index == last and flat.loss is not None)
         # The loss draws the same random numbers as the outputs: one of the two is run.
-        loss = _Forward(forward.next_random).graph(one, one.outputs[:1]) if is_last else None
-        results = one.outputs[1:] if is_last else one.outputs
+        loss = _Forward(forward.next_random).graph(one, one.outputs[:1]) if losses else None
         stages.append(
             EvalGraphs(
                 index=piece.index,
                 inputs=one.input_specs,
-                outputs=one.output_specs[1:] if is_last else one.output_specs,
-                loss=one.output_specs[:1] if is_last else (),
+                outputs=one.output_specs[losses:],
+                loss=one.output_specs[:losses],
                 targets=_specs(one.targets),
-                _forward=forward.graph(one, results, with_targets=not is_last),
+                _forward=forward.graph(one, one.outputs[losses:], with_targets=False),
                 _loss=loss,
             )
         )

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Final
 
+import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.source import TensorPropertySource
 
 from adaptra.errors import CaptureError
+from adaptra.graph.autocast import enter_autocast_openly
 
 _KEYS: Final = re.compile(r"\[['\"]?([^'\"\]]+)['\"]?\]")
 
@@ -37,6 +40,7 @@ class GraphModel(nn.Module):
     Args:
         graph: As the backend was given it.
         examples: What it was given with it.
+        autocasts: Device and precision of each autocast that the graph is to run in.
 
     Attributes:
         inputs: The positions of the user's tensors among the graph's inputs.
@@ -46,9 +50,13 @@ class GraphModel(nn.Module):
         CaptureError: An input is neither a tensor nor the size of one; names it.
     """
 
-    def __init__(self, graph: fx.GraphModule, examples: Sequence[Any]) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, examples: Sequence[Any], autocasts: Sequence[tuple[str, torch.dtype]] = ()
+    ) -> None:
         super().__init__()
+        self._autocasts = autocasts
         self.graph = graph
+        enter_autocast_openly(graph)
         self.inputs: list[int] = []
         self.state: dict[str, int] = {}
         # Such as the size of a dimension: of which input, which method, and its arguments.
@@ -71,13 +79,15 @@ class GraphModel(nn.Module):
                 )
 
     def forward(self, *given: Tensor) -> Any:
-        """Run the graph on the user's tensors, in the order of ``inputs``; returns what the compiled function returns."""
+        """Run the graph on the user's tensors, in the order of ``inputs``; returns a tuple, as the graph does."""
         tensors = dict(zip(self.inputs, given, strict=True))
         values: dict[int, Any] = dict(tensors)
         values |= {position: self._held(name) for name, position in self.state.items()}
         values |= {position: getattr(tensors[of], asked)(*args) for position, (of, asked, args) in self._facts.items()}
-        (result,) = self.graph(*(values[position] for position in sorted(values)))
-        return result
+        with ExitStack() as entered:
+            for device, dtype in self._autocasts:
+                entered.enter_context(torch.autocast(device, dtype))
+            return self.graph(*(values[position] for position in sorted(values)))
 
     def _hold(self, source: str, position: int, tensor: Tensor) -> None:
         root, *path = _KEYS.findall(source)

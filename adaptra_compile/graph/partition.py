@@ -223,7 +223,7 @@ def _last_uses(flat: FlatGraph, analysis: Analysis, position: Mapping[fx.Node, i
                 if one in position and one not in analysis.free:
                     last[one] = index
     end = len(analysis.nodes)
-    last.update({node: end for node in (flat.loss, *flat.outputs) if node in position and node not in analysis.free})
+    last.update({node: end for node in flat.results if node in position and node not in analysis.free})
     return last
 
 

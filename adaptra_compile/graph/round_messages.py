@@ -26,7 +26,7 @@ def round_messages(compiled: CompiledStages) -> CompiledStages:
         stage if stage.index == last else replace(stage, outputs=_rounded(stage.outputs, stage.index, stage.index + 1))
         for stage in compiled.eval
     )
-    everywhere = {(stage, peer) for stage in range(last + 1) for peer in (stage - 1, stage + 1)}
+    everywhere = {(stage, peer) for stage in range(last + 1) for peer in (stage - 1, stage + 1) if 0 <= peer <= last}
     return replace(compiled, train=round_edges(compiled.train, everywhere), eval=evaluated)
 
 

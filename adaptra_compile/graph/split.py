@@ -119,14 +119,15 @@ def build(
     copies = set(copied)
     results = [_clone(graph, made[node]) if node in copies else made[node] for node in outputs]
     graph.output(results)
-    graph.set_codegen(_ListCodeGen())
+    graph.set_codegen(ListCodeGen())
     return fx.GraphModule(torch.nn.Module(), graph), count
 
 
-class _ListCodeGen(CodeGen):
+class ListCodeGen(CodeGen):
     """Takes all arguments in one list and empties it, so that each can be freed after its last use."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        """The first lines of the function: see :class:`torch.fx.graph.CodeGen`."""
         names = [name.split(":")[0].strip() for name in free_vars if name.split(":")[0].strip() != "self"]
         unpack = f"    {', '.join(names)}, = values\n" if names else ""
         return f"def {self._func_name}(self, values){maybe_return_annotation}:\n{unpack}    values.clear()"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -45,6 +45,10 @@ class ForwardGraph:
             # Not the module's call, which looks for hooks that a traced graph has none of.
             return self.module.forward(values)
 
+    def with_graph(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> ForwardGraph:
+        """The same, but with what ``change`` makes of its graph."""
+        return replace(self, module=change(self.module))
+
 
 @dataclass(frozen=True, slots=True)
 class StageGraphs(TrainStage):
@@ -55,6 +59,20 @@ class StageGraphs(TrainStage):
     _input_grad_takes: tuple[int, ...]
     _weight_grad: fx.GraphModule
     _weight_grad_takes: tuple[int, ...]
+
+    @property
+    def graphs(self) -> tuple[fx.GraphModule, ...]:
+        """See :attr:`TrainStage.graphs`."""
+        return (self._forward.module, self._input_grad, self._weight_grad)
+
+    def with_graphs(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> StageGraphs:
+        """The same stage, but with what ``change`` makes of each of its graphs, to be called as these are."""
+        return replace(
+            self,
+            _forward=self._forward.with_graph(change),
+            _input_grad=change(self._input_grad),
+            _weight_grad=change(self._weight_grad),
+        )
 
     def run_forward(
         self, state: Mapping[str, Tensor], inputs: Sequence[Tensor], random: RandomKey, targets: Sequence[Tensor] = ()
@@ -94,6 +112,16 @@ class EvalGraphs(EvalStage):
 
     _forward: ForwardGraph
     _loss: ForwardGraph | None
+
+    @property
+    def graphs(self) -> tuple[fx.GraphModule, ...]:
+        """See :attr:`EvalStage.graphs`."""
+        return tuple(one.module for one in (self._forward, self._loss) if one is not None)
+
+    def with_graphs(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> EvalGraphs:
+        """The same stage, but with what ``change`` makes of each of its graphs, to be called as these are."""
+        loss = None if self._loss is None else self._loss.with_graph(change)
+        return replace(self, _forward=self._forward.with_graph(change), _loss=loss)
 
     def run_forward(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from adaptra.errors import BatchError
 from adaptra.graph.random_state import RandomKey
@@ -71,6 +71,11 @@ class TrainStage(ABC):
     kept_after_forward: int
     kept_after_input_grad: int
     peaks: Peaks
+
+    @property
+    def graphs(self) -> tuple[fx.GraphModule, ...]:
+        """The graphs that it runs for F, I and W; none if it runs modules."""
+        return ()
 
     @property
     def input_bytes(self) -> int:
@@ -159,6 +164,11 @@ class EvalStage(ABC):
     outputs: MessageSpec
     loss: MessageSpec
     targets: MessageSpec
+
+    @property
+    def graphs(self) -> tuple[fx.GraphModule, ...]:
+        """The graphs that it runs; none if it runs modules."""
+        return ()
 
     @abstractmethod
     def run_forward(

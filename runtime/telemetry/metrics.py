@@ -43,6 +43,7 @@ OCCUPANCY: Final = Metric(
 )
 WAITING: Final = Metric("edge_waiting_seconds", "How long the rank's ops have waited for messages.", _EDGE, is_total=True)
 MESSAGES: Final = Metric("edge_messages", "Messages that have arrived.", _EDGE, is_total=True)
+STALLS: Final = Metric("edge_stalls", "Messages that stalled, as those that are lost and sent again.", _EDGE, is_total=True)
 BYTES: Final = Metric("edge_bytes", "Bytes that have arrived.", _EDGE, is_total=True)
 DETECTIONS: Final = Metric("detections", "Changes of the cost model that the coordinator detected.", is_total=True)
 SWITCHES: Final = Metric("switches", "Plans that the rank has switched to.", is_total=True)
@@ -51,8 +52,8 @@ PATH_CHANGES: Final = Metric("path_changes", "Times that messages moved to anoth
 FAILURES: Final = Metric("failures", "1 once the rank can't go on.", is_total=True)
 
 METRICS: Final = (
-    STEPS, STEP, PREDICTED, PLAN, STAGE, LATENCY, OCCUPANCY, WAITING, MESSAGES, BYTES, DETECTIONS, SWITCHES, PATH_FAILURES,
-    PATH_CHANGES, FAILURES,
+    STEPS, STEP, PREDICTED, PLAN, STAGE, LATENCY, OCCUPANCY, WAITING, MESSAGES, STALLS, BYTES, DETECTIONS, SWITCHES,
+    PATH_FAILURES, PATH_CHANGES, FAILURES,
 )  # fmt: skip
 
 
@@ -130,6 +131,7 @@ def _step(record: StepTaken, rank: tuple[str]) -> Iterator[Sample]:
         yield Sample(OCCUPANCY, labels, occupancy)
         yield Sample(WAITING, labels, edge.waiting)
         yield Sample(MESSAGES, labels, edge.messages)
+        yield Sample(STALLS, labels, edge.stalls.count)
         yield Sample(BYTES, labels, nbytes)
 
 

@@ -15,7 +15,7 @@ from adaptra.runtime.events import ControlEvent, EventKind
 from adaptra.runtime.measurement import StepMeasurement
 from adaptra.runtime.schema import Fields
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the lines' format."""
 
 MARK: Final = "adaptra"
@@ -228,7 +228,7 @@ def _read(fields: Fields, event: str, where: str) -> Record:
 
 
 def _read_step(fields: Fields, where: str) -> StepTaken:
-    names = ("rank", "step", "seconds", "stages", "edges")
+    names = ("rank", "step", "seconds", "stages", "edges", "pause")
     try:
         measurement = StepMeasurement.from_json({name: fields.raw(name) for name in names})
     except ControlError as error:

@@ -209,6 +209,17 @@ class Transport(ABC):
                 was reserved before; buffers in use stay valid.
         """
 
+    def stand_by(self, source_rank: int, like: Identity, count: int) -> None:  # noqa: B027 - few have anything to do
+        """All of a step that comes over a channel has arrived: let receives stand for the first messages of the next step.
+
+        A transport whose sends wait for receives does; to others it makes no difference, and plans and messages may change.
+
+        Args:
+            source_rank: Where they come from.
+            like: A message of the channel, as the next ones will probably be.
+            count: How many.
+        """
+
     def use_lanes(self, step: int, program: Program) -> None:
         """From ``step`` on, let each message travel on the lane that its ops in the lowered program name.
 

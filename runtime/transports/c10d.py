@@ -18,9 +18,8 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from itertools import combinations
 from typing import Final, NamedTuple
 
 import torch
@@ -33,9 +32,10 @@ from adaptra.runtime.stores import clone
 from adaptra.runtime.transports import clock
 from adaptra.runtime.transports.base import Identity, Layout, Pending, Transport, check_tensors, layout_of, now
 from adaptra.runtime.transports.contract import Contract
-from adaptra.runtime.transports.groups import initialise, new_group
+from adaptra.runtime.transports.groups import initialise, make_groups, new_group
 from adaptra.runtime.transports.guard import Completion, Guard, peer_lost
 from adaptra.runtime.transports.pool import Pool
+from adaptra.runtime.transports.standing import FIRST_TAG, Standing
 from adaptra.runtime.transports.wire import MessageBuffer
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,6 @@ CONTRACTS: Final = {
     # message comes, so receives belong as late as in one shared queue.
     "nccl": Contract(send_waits_for_receiver=True, in_order=True, buffered=False),
 }
-_FIRST_TAG: Final = 0
 _CLOSE_SECONDS: Final = 5.0
 
 
@@ -60,6 +59,7 @@ class _Posted(NamedTuple):
     pending: Completion
     buffer: MessageBuffer
     works: tuple[Work, ...]
+    landing: Tensor | None = None
 
 
 class C10dTransport(Transport):
@@ -93,11 +93,12 @@ class C10dTransport(Transport):
         self.rank = distributed.get_rank(group)
         self.world_size = len(ranks)
         self._wire_device = torch.device("cpu") if backend == "gloo" else self._device
-        self._groups = _make_groups(ranks, self.rank, backend)
+        self._groups = make_groups(ranks, self.rank, backend)
         self._stream = torch.cuda.Stream(self._wire_device) if self._wire_device.type == "cuda" else None
         self._guard = Guard(self.rank, self.world_size)
         self._pool = Pool(self._allocate)
-        self._held: dict[Pending, tuple[int, MessageBuffer]] = {}
+        self._standing: dict[_Channel, Standing] = {}
+        self._held: dict[Pending, tuple[_Channel, MessageBuffer]] = {}
         self._sent: dict[Layout, list[MessageBuffer]] = {}
         self._lock = threading.Lock()
         self._channels: dict[_Channel, queue.SimpleQueue[_Posted | None]] = {}
@@ -121,21 +122,41 @@ class C10dTransport(Transport):
         except IndexError:
             buffer = self._allocate(identity.specs)
         buffer.pack(identity, tensors, posted_at)
-        self._start(_Channel(destination_rank, identity.is_backward, False), pending, buffer)
+        channel = _Channel(destination_rank, identity.is_backward, False)
+        group, peer = self._group_of(channel)
+
+        def post() -> _Posted:
+            first = group.send([buffer.first], peer, FIRST_TAG)
+            rest = () if buffer.rest is None else (group.send([buffer.rest], peer, buffer.tag),)
+            return _Posted(pending, buffer, (first, *rest))
+
+        self._start(channel, pending, post)
         return pending
 
     def receive(self, source_rank: int, identity: Identity) -> Pending:
         """See :meth:`Transport.receive`."""
         pending = self._guard.post(source_rank, identity, is_receive=True)
-        buffer = self._pool.take(source_rank, identity)
-        self._held[pending] = (source_rank, buffer)
-        self._start(_Channel(source_rank, identity.is_backward, True), pending, buffer)
+        channel = _Channel(source_rank, identity.is_backward, True)
+
+        def post() -> _Posted:
+            receives = self._standing_on(channel).receive(identity)
+            self._held[pending] = (channel, receives.buffer)
+            return _Posted(pending, *receives)
+
+        self._start(channel, pending, post)
         return pending
 
     def release(self, pending: Pending) -> None:
         """See :meth:`Transport.release`."""
-        rank, buffer = self._held.pop(pending)
-        self._pool.give(rank, pending.identity, buffer)
+        channel, buffer = self._held.pop(pending)
+        self._pool.give(channel.peer, pending.identity, buffer)
+        if channel in self._standing:
+            self._stand(channel, Standing.top_up)
+
+    def stand_by(self, source_rank: int, like: Identity, count: int) -> None:
+        """See :meth:`Transport.stand_by`."""
+        if not self.contract.in_order:
+            self._stand(_Channel(source_rank, like.is_backward, True), lambda standing: standing.stand(like, count))
 
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
         """See :meth:`Transport.reserve`."""
@@ -169,26 +190,33 @@ class C10dTransport(Transport):
                 thread.join(_CLOSE_SECONDS)
                 if thread.is_alive():
                     logger.warning("rank %d: %s still waits for its last message", self.rank, thread.name)
+        self._standing.clear()
         self._groups = {}
         if self._owns_default:
             distributed.destroy_process_group()
 
-    def _start(self, channel: _Channel, pending: Completion, buffer: MessageBuffer) -> None:
-        group, peer = self._group_of(channel)
+    def _start(self, channel: _Channel, pending: Completion, post: Callable[[], _Posted]) -> None:
         try:
             # One message at a time: its parts are not to be parted by another thread's.
             with self._lock:
                 if channel not in self._channels:
                     self._open(channel)
-                start = group.recv if channel.is_receive else group.send
-                works = [start([buffer.first], peer, _FIRST_TAG)]
-                if buffer.rest is not None:
-                    works.append(start([buffer.rest], peer, buffer.tag))
-                self._channels[channel].put(_Posted(pending, buffer, tuple(works)))
+                self._channels[channel].put(post())
         except RuntimeError as error:
             lost = peer_lost(channel.peer, pending.identity, str(error))
             self.abort(lost)
             pending.wait()
+
+    def _stand(self, channel: _Channel, change: Callable[[Standing], None]) -> None:
+        # A peer that is gone is told of by whoever wants a message of it.
+        with self._lock, contextlib.suppress(RuntimeError):
+            change(self._standing_on(channel))
+
+    def _standing_on(self, channel: _Channel) -> Standing:
+        if channel not in self._standing:
+            group, peer = self._group_of(channel)
+            self._standing[channel] = Standing(lambda memory, tag: group.recv([memory], peer, tag), self._pool, channel.peer)
+        return self._standing[channel]
 
     def _open(self, channel: _Channel) -> None:
         self._channels[channel] = posted = queue.SimpleQueue()
@@ -204,6 +232,9 @@ class C10dTransport(Transport):
             try:
                 first, *rest = posted.works
                 self._await(first)
+                if posted.landing is not None:
+                    with self._lock:
+                        self._standing[channel].land(posted.landing, posted.buffer)
                 sent_at = posted.buffer.check(posted.pending.identity) if channel.is_receive else 0.0
                 for work in rest:
                     self._await(work)
@@ -266,10 +297,10 @@ class C10dTransport(Transport):
             back, back_peer = self._group_of(_Channel(peer, is_initiator, True))
 
             def send(value: float, out: ProcessGroup = out, peer: int = out_peer) -> None:
-                out.send([torch.full_like(cell, value)], peer, _FIRST_TAG).wait()
+                out.send([torch.full_like(cell, value)], peer, FIRST_TAG).wait()
 
             def receive(back: ProcessGroup = back, peer: int = back_peer) -> float:
-                back.recv([cell], peer, _FIRST_TAG).wait()
+                back.recv([cell], peer, FIRST_TAG).wait()
                 return float(cell.item())
 
             if is_initiator:
@@ -277,15 +308,3 @@ class C10dTransport(Transport):
             else:
                 clock.answer(send, receive)
         return clock.share(PrefixStore("clock", self.store), self.rank, self.world_size, to_next)
-
-
-def _make_groups(ranks: Sequence[int], rank: int, backend: str) -> dict[tuple[bool, tuple[int, int] | None], ProcessGroup]:
-    """The communicators by direction (is it backward?) and, where each pair has its own, by pair of ranks."""
-    pairs: list[tuple[int, int] | None] = [None] if backend == "gloo" else list(combinations(range(len(ranks)), 2))
-    groups: dict[tuple[bool, tuple[int, int] | None], ProcessGroup] = {}
-    for is_backward in (False, True):
-        for pair in pairs:
-            if pair is None or rank in pair:
-                members = list(ranks) if pair is None else [ranks[member] for member in pair]
-                groups[is_backward, pair] = new_group(members, backend)
-    return groups

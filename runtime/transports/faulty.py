@@ -136,6 +136,10 @@ class FaultyTransport(Transport):
         """See :meth:`Transport.reserve`."""
         self._transport.reserve(counts)
 
+    def stand_by(self, source_rank: int, like: Identity, count: int) -> None:
+        """See :meth:`Transport.stand_by`."""
+        self._transport.stand_by(source_rank, like, count)
+
     def use_lanes(self, step: int, program: Program) -> None:
         """See :meth:`Transport.use_lanes`."""
         self._transport.use_lanes(step, program)

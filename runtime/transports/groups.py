@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import combinations
 from typing import Final
 
 from torch import distributed
@@ -39,3 +40,15 @@ def new_group(members: Sequence[int], backend: str | None = None, timeout: timed
     )
     assert isinstance(group, ProcessGroup)
     return group
+
+
+def make_groups(ranks: Sequence[int], rank: int, backend: str) -> dict[tuple[bool, tuple[int, int] | None], ProcessGroup]:
+    """The communicators by direction (is it backward?) and, where each pair has its own, by pair of ranks."""
+    pairs: list[tuple[int, int] | None] = [None] if backend == "gloo" else list(combinations(range(len(ranks)), 2))
+    groups: dict[tuple[bool, tuple[int, int] | None], ProcessGroup] = {}
+    for is_backward in (False, True):
+        for pair in pairs:
+            if pair is None or rank in pair:
+                members = list(ranks) if pair is None else [ranks[member] for member in pair]
+                groups[is_backward, pair] = new_group(members, backend)
+    return groups

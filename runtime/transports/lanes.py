@@ -93,6 +93,10 @@ class LanedTransport(Transport):
         for transport in self._all:
             transport.reserve(counts)
 
+    def stand_by(self, source_rank: int, like: Identity, count: int) -> None:
+        """See :meth:`Transport.stand_by`."""
+        self._carrier_of(like).stand_by(source_rank, like, count)
+
     def waiting_for(self, rank: int) -> Identity | None:
         """See :meth:`Transport.waiting_for`."""
         return next(filter(None, (transport.waiting_for(rank) for transport in self._all)), None)

@@ -48,6 +48,11 @@ class Pool(Generic[Buffer]):
                 buffers.extend(self._allocate(specs_of[key]) for _ in range(missing))
             self._free = kept
 
+    def has_free(self, rank: int, identity: Identity) -> bool:
+        """Whether :meth:`take` would find a buffer."""
+        with self._lock:
+            return bool(self._free.get((rank, layout_of(identity.specs))))
+
     def take(self, rank: int, identity: Identity) -> Buffer:
         """A buffer for one message from ``rank``.
 

@@ -70,6 +70,7 @@ class Header:
         described = describe_layout(layout_of(specs)).encode()
         self._digest = hashlib.blake2b(described, digest_size=16).digest()
         self._text = described[:_TEXT_BYTES]
+        self.tag = 1 + int.from_bytes(self._digest[:4], "little") % (2**31 - 2)
 
     def pack_into(self, memory: memoryview, identity: Identity, sent_at: float) -> None:
         """Write the header of a message to the first :data:`HEADER_BYTES` of ``memory``."""
@@ -145,9 +146,8 @@ class MessageBuffer:
 
     @property
     def tag(self) -> int:
-        """A tag for the second part that only messages of the same size share; never 0, the first part's."""
-        size = 0 if self.rest is None else self.rest.numel()
-        return 1 + (size // ALIGNMENT) % (2**31 - 2)
+        """A tag for the second part that only messages of the same layout share; never 0, the first part's."""
+        return self._rule.tag
 
     def pack(self, identity: Identity, tensors: Sequence[Tensor], sent_at: float) -> None:
         """Fill the buffer with a message."""
