@@ -191,9 +191,10 @@ def estimate_edge(flights: Sequence[tuple[float, float]], probe: tuple[float, fl
     The cost model says that message k departs at ``max(sent_k, departed_(k-1) + occupancy)`` and arrives ``occupancy +
     latency`` later. For a given occupancy the latency is the median of what is left of the arrivals. Occupancies are tried
     among the spacings of the arrivals, since queued messages arrive one occupancy apart; the one whose latencies scatter least
-    wins, but only if it halves the scatter that a flight without queueing leaves. If none does, no message queued. What a probe
-    of a few bytes took is then the latency, and the rest of the flights' median the occupancy; without one the median is all
-    there is to know.
+    wins, but only if it halves the scatter that a flight without queueing leaves, and a probe of a few bytes took no longer than
+    the latency that it leaves: messages that were sent one occupancy apart look the same. If none does, no message queued. What
+    the probe took is then the latency, and the rest of the flights' median the occupancy; without one the median is all there
+    is to know.
 
     Args:
         flights: ``(sent, arrived)`` per message, at least one, in any order.
@@ -203,24 +204,25 @@ def estimate_edge(flights: Sequence[tuple[float, float]], probe: tuple[float, fl
     ordered = sorted(flights)[:FITTED_MESSAGES]
     spacings = arrival_spacings(ordered)
     unqueued, latency = _scatter(ordered, 0.0)
-    probed = _probed_occupancy(ordered, latency, probe)
-    spacing = usual_spacing(spacings)
-    if spacing is None:
-        return EdgeEstimate(latency, probed, None)
+    probed = _probed_latency(ordered, probe)
+    alone = EdgeEstimate(latency, None if probed is None else max(latency - probed, 0.0), usual_spacing(spacings))
+    if not spacings:
+        return alone
     stride = max(1, len(spacings) // FITTED_OCCUPANCIES)
     best = min(spacings[::stride], key=lambda occupancy: _scatter(ordered, occupancy)[0])
     occupancy = _queued_spacing(ordered, best)
     scatter, behind = _scatter(ordered, occupancy)
     gained = (unqueued - scatter) / len(ordered)
-    if occupancy > 0 and scatter < 0.5 * unqueued and gained > RESOLUTION:
-        return EdgeEstimate(occupancy + behind, occupancy, spacing)
-    return EdgeEstimate(latency, probed, spacing)
+    is_refuted = probed is not None and probed - behind > 0.5 * occupancy
+    if occupancy > 0 and scatter < 0.5 * unqueued and gained > RESOLUTION and not is_refuted:
+        return EdgeEstimate(occupancy + behind, occupancy, alone.spacing)
+    return alone
 
 
-def _probed_occupancy(flights: Sequence[tuple[float, float]], flight: float, probe: tuple[float, float] | None) -> float | None:
+def _probed_latency(flights: Sequence[tuple[float, float]], probe: tuple[float, float] | None) -> float | None:
     if probe is None or any(sent <= probe[0] < arrived for sent, arrived in flights):
         return None
-    return max(flight - (probe[1] - probe[0]), 0.0)
+    return probe[1] - probe[0]
 
 
 def _scatter(flights: Sequence[tuple[float, float]], occupancy: float) -> tuple[float, float]:

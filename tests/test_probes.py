@@ -30,6 +30,14 @@ def test_a_probe_that_left_behind_a_message_says_nothing() -> None:
     assert estimate_edge(apart, probe=(0.11, 0.131)).occupancy is None
 
 
+def test_messages_sent_one_occupancy_apart_are_not_taken_for_queued_when_the_probe_says_otherwise() -> None:
+    flights = [(start, start + 0.021 + late) for start, late in ((0.0, 0.0), (0.0155, 0.0009), (0.047, 0.0), (0.0636, 0.0))]
+    assert estimate_edge(flights).occupancy == pytest.approx(0.0164, abs=1e-4)
+    estimate = estimate_edge(flights, probe=(-0.0103, 0.0109))
+    assert estimate.flight == pytest.approx(0.021)
+    assert estimate.occupancy == pytest.approx(0.0, abs=3e-4)
+
+
 @pytest.mark.parametrize(("fault", "is_occupancy"), [("rate 2>1 3kB @8", True), ("delay 2>1 21ms @8", False)])
 def test_gradients_that_come_slowly_are_told_from_gradients_that_come_late(fault: str, is_occupancy: bool) -> None:
     """A message of 64 bytes at 3 kB/s occupies its edge for 21 ms."""
