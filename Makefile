@@ -15,7 +15,7 @@ MODEL_TESTS := $(addprefix tests/test_,$(addsuffix .py,architectures autocast ca
 	inner loss_scale memory partition same_pieces stage_modules training training_state))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test first second lint types docs cxx unit models processes rdma bench clean
+.PHONY: help setup demo test lint types docs cxx unit models single processes rdma bench clean
 
 help:
 	@echo "make demo    train a GPT over 4 ranks through a link that turns slow (sets everything up first)"
@@ -81,16 +81,14 @@ processes: $(READY)
 rdma: $(READY)
 	$(BIN)/pytest -m rdma --lab-kernel=$(LAB_KERNEL)
 
-# Each of these keeps one core busy: two at a time. Tests of several processes then have the machine to themselves.
-first: $(READY)
-	$(MAKE) --jobs=1 rdma models
-
-second: $(READY)
+# All that runs in one process, but for the models.
+single: $(READY)
 	$(MAKE) --jobs=1 lint types docs cxx unit
 
+# One core each, two at a time. Labs and tests of several processes then have the machine to themselves.
 test: $(READY)
-	$(MAKE) --jobs=2 --output-sync=target first second
-	$(MAKE) processes
+	$(MAKE) --jobs=2 --output-sync=target models single
+	$(MAKE) --jobs=1 rdma processes
 
 bench: $(READY)
 	$(BIN)/python bench/simulate.py
