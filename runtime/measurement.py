@@ -191,8 +191,8 @@ def estimate_edge(flights: Sequence[tuple[float, float]], probe: tuple[float, fl
     The cost model says that message k departs at ``max(sent_k, departed_(k-1) + occupancy)`` and arrives ``occupancy +
     latency`` later. For a given occupancy the latency is the median of what is left of the arrivals. Occupancies are tried
     among the spacings of the arrivals, since queued messages arrive one occupancy apart; the one whose latencies scatter least
-    wins, but only if it halves the scatter that a flight without queueing leaves, and a probe of a few bytes took no longer than
-    the latency that it leaves: messages that were sent one occupancy apart look the same. If none does, no message queued. What
+    wins, but only if it halves the scatter that a flight without queueing leaves, and a probe of a few bytes took hardly longer
+    than the latency it leaves: messages that were sent one occupancy apart look the same. If none does, no message queued. What
     the probe took is then the latency, and the rest of the flights' median the occupancy; without one the median is all there
     is to know.
 
