@@ -2,8 +2,9 @@
 
 Episodes of one fault or two that overlap, of random kind, place, size and length (``tests/fault_episodes.py``): messages are
 held back and ops lengthened. Devices are emulated, planning, detection and switching are not. At the end every parameter must
-be bitwise that of plain torch in one process that met no fault. Switches are counted for faults that are alone and for which
-the cost test found a better plan; the way back only where another plan is better once the fault has ended.
+be bitwise that of plain torch in one process that met no fault. A fault matters when another plan than the one that ran when it
+began gains more than a switch is worth. Switches are counted for faults that are alone and for which the cost test found a
+better plan; the way back only where another plan is better once the fault has ended.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from _table import Row, parser, print_rows
 from adaptra.runtime.events import ControlEvent, EventKind
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-from fault_episodes import judge, random_episodes, train_through
+from fault_episodes import judge, misplaced, random_episodes, train_through
 
 
 def measure(rank: int, *arguments: Any) -> dict[str, Any]:
     """One rank: how many parameters differ on all ranks together, and what the coordinator told."""
-    differing, told = train_through(rank, *arguments)
+    differing, told, important = train_through(rank, *arguments)
     count = torch.tensor(len(differing))
     dist.all_reduce(count)
-    return {"differing": int(count), "told": told}
+    return {"differing": int(count), "told": told, "important": important}
 
 
 def main() -> int:
@@ -44,10 +45,16 @@ def main() -> int:
     seconds = given.op_ms / 1e3
     found = run_on_ranks(measure, given.ranks, given.seed, given.episodes, given.ranks, given.microbatches, seconds)
     told = [ControlEvent(**event | {"kind": EventKind(event["kind"])}) for event in found["told"]]
-    outcomes = judge(random_episodes(given.seed, given.episodes, given.ranks, seconds), told)
+    planned = random_episodes(given.seed, given.episodes, given.ranks, seconds)
+    outcomes = judge(planned, told)
+    matter = [one.detected is not None for one, is_important in zip(outcomes, found["important"], strict=True) if is_important]
+    kinds = [one.kind for one in outcomes if one.kind is not None]
     rows = [
         Row("parameters that differ from an undisturbed run", found["differing"], 0, "tensors", 1),
-        Row("faults detected", sum(one.detected is not None for one in outcomes), len(outcomes), "faults", len(outcomes)),
+        Row("faults that matter: detected", sum(matter), len(matter), "faults", len(matter)),
+        Row("all faults: detected", sum(one.detected is not None for one in outcomes), len(outcomes), "faults", len(outcomes)),
+        Row("slow where no fault was", len(misplaced(planned, told)), 0, "places", len(outcomes)),
+        Row("late told from slow: right", sum(kinds), len(kinds), "faults", len(kinds)),
     ]
     for name, bar, steps in (
         ("slow steps until detected", 2, [one.detected for one in outcomes if one.detected is not None]),

@@ -13,10 +13,15 @@ from dataclasses import dataclass
 
 import torch
 from models import Example, square_loss, vectors
+from noisy_steps import best_plan, latency, slower
 from torch import nn
 
+from adaptra.cost import CostModel
+from adaptra.runtime.coordinator import ControllerOptions
 from adaptra.runtime.events import ControlEvent, EventKind
 from adaptra.runtime.faults import Effect, Fault
+from adaptra.runtime.plan import Plan
+from adaptra.simulate import simulate
 
 WIDTH = 8
 ROWS = 2
@@ -72,14 +77,34 @@ def end(fault: Fault) -> int:
     return fault.until_step
 
 
+def under(cost: CostModel, fault: Fault) -> CostModel:
+    """The costs while a fault lasts."""
+    for edge in ((fault.stage, fault.peer), (fault.peer, fault.stage)):
+        match fault.effect, edge:
+            case Effect.DELAY, (int(source), int(destination)) if fault.is_of_edge(source, destination):
+                cost = cost.with_latency(source, destination, latency(cost, source, destination) + fault.amount)
+            case Effect.RATE, (int(source), int(destination)) if fault.is_of_edge(source, destination):
+                cost = cost.with_occupancy(source, destination, MESSAGE_BYTES / fault.amount)
+            case _:
+                pass
+    return slower(cost, fault.stage, fault.amount) if fault.effect is Effect.FACTOR else cost
+
+
+def matters(fault: Fault, running: Plan) -> bool:
+    """Whether another plan than the one that runs when the fault begins would gain more than a switch is worth."""
+    cost = under(running.case.cost, fault)
+    _, best = best_plan(running.case, cost, running.program)
+    return best < (1 - ControllerOptions().switch_gain) * simulate(running.program, cost).makespan
+
+
 def train_through(
     rank: int, seed: int, episodes: int, stages: int, microbatches: int, op_seconds: float
-) -> tuple[list[str], list[dict[str, object]]]:
+) -> tuple[list[str], list[dict[str, object]], list[bool]]:
     """One rank; the process group must be there.
 
     Returns:
         The parameters of this rank that differ at the end by any bit from those of plain torch in one process, without faults,
-        and what this rank's controller told.
+        what this rank's controller told, and of every fault whether it matters.
     """
     from training import adam, compiled, run_step, train_alone
 
@@ -90,6 +115,7 @@ def train_through(
     example, rows = layers(stages), ROWS * microbatches
     batches = [example.rows(rows, step) for step in range(steps)]
     told: list[ControlEvent] = []
+    ran: list[Plan] = []
     options = adaptra.Options(
         faults=[str(fault) for faults in planned for fault in faults],
         emulate=adaptra.EmulatedDevice(op_seconds, op_seconds, op_seconds),
@@ -99,9 +125,11 @@ def train_through(
         optimizer = adam(pipe.parameters())
         for batch in batches:
             last = run_step(pipe, optimizer, batch)
+            ran.append(pipe.plan)
     (*_, expected) = train_alone(example, batches, microbatches)
     differing = [name for name, one in last.state.items() if not torch.equal(one, expected.state[name])]
-    return differing, [event.to_json() for event in told]
+    important = [matters(fault, ran[fault.from_step]) for faults in planned for fault in faults] if rank == 0 else []
+    return differing, [event.to_json() for event in told], important
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +138,14 @@ class Outcome:
 
     Attributes:
         detected: From its first step to the detection that names its place as slow, that step included.
+        kind: Whether that says rightly if messages come late or slowly; of an edge alone.
         switched: From its first step to the first one under another plan, while the fault lasts.
         back: From its end to the first step under another plan, before the next episode.
     """
 
     fault: Fault
     detected: int | None
+    kind: bool | None
     switched: int | None
     back: int | None
 
@@ -123,19 +153,20 @@ class Outcome:
 def judge(planned: Sequence[Sequence[Fault]], told: Sequence[ControlEvent]) -> list[Outcome]:
     """What the coordinator's events say of every fault. Switches are ascribed only where one fault is alone."""
     agreed = sorted(event.step for event in told if event.kind is EventKind.AGREED)
-    detections = [event for event in told if event.kind is EventKind.DETECTED]
+    named = _named_slow(told)
     onsets = [faults[0].from_step for faults in planned[1:]] + [2**31]
     found: list[Outcome] = []
     for faults, following in zip(planned, onsets, strict=True):
         for fault in faults:
-            named = [event.step for event in detections if fault.is_on(event.step) and _is_named(fault, event.text)]
+            mine = [place for place in named if fault.is_on(place.step) and place.is_of(fault)]
             switched = [step for step in agreed if fault.from_step < step <= end(fault)]
             back = [step for step in agreed if end(fault) + 1 < step <= following]
             is_alone = len(faults) == 1
             found.append(
                 Outcome(
                     fault,
-                    named[0] - fault.from_step + 1 if named else None,
+                    mine[0].step - fault.from_step + 1 if mine else None,
+                    mine[0].is_occupied is (fault.effect is Effect.RATE) if mine and fault.peer is not None else None,
                     switched[0] - fault.from_step if switched and is_alone else None,
                     back[0] - end(fault) if back and is_alone else None,
                 )
@@ -143,12 +174,38 @@ def judge(planned: Sequence[Sequence[Fault]], told: Sequence[ControlEvent]) -> l
     return found
 
 
-def _is_named(fault: Fault, text: str) -> bool:
-    for change in text.split("; "):
-        edge = re.match(r"edge (\d+)→(\d+) slow", change)
-        stage = re.match(r"stage (\d+) slow", change)
-        if edge is not None and fault.is_of_edge(int(edge[1]), int(edge[2])):
-            return True
-        if stage is not None and fault.peer is None and fault.stage == int(stage[1]):
-            return True
-    return False
+def misplaced(planned: Sequence[Sequence[Fault]], told: Sequence[ControlEvent]) -> list[str]:
+    """What was told as slow while no fault was there."""
+    faults = [fault for faults in planned for fault in faults]
+    named = [place for place in _named_slow(told) if place.step >= FIRST]
+    return [place.text for place in named if not any(fault.is_on(place.step) and place.is_of(fault) for fault in faults)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slow:
+    """A place that a detection names as slow: an edge, or a stage where ``destination`` is None."""
+
+    step: int
+    text: str
+    source: int
+    destination: int | None
+    is_occupied: bool
+
+    def is_of(self, fault: Fault) -> bool:
+        if self.destination is None:
+            return fault.peer is None and fault.stage == self.source
+        return fault.is_of_edge(self.source, self.destination)
+
+
+_SLOW = re.compile(r"(?:edge (\d+)→(\d+)|stage (\d+)) (?:slow|lossy)\b(?:.*?: ([\d.]+) ms.*\), ([\d.]+) ms of it occupancy)?")
+
+
+def _named_slow(told: Sequence[ControlEvent]) -> list[_Slow]:
+    found: list[_Slow] = []
+    for event in told:
+        for change in event.text.split("; ") if event.kind is EventKind.DETECTED else ():
+            if (slow := _SLOW.match(change)) is not None:
+                source, destination = slow[1] or slow[3], None if slow[2] is None else int(slow[2])
+                is_occupied = slow[5] is not None and float(slow[5]) > 0.5 * float(slow[4])
+                found.append(_Slow(event.step, f"step {event.step}: {change}", int(source), destination, is_occupied))
+    return found

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from fault_episodes import judge, random_episodes, train_through
+from fault_episodes import judge, misplaced, random_episodes, train_through
 from processes import run_processes
 
 from adaptra.runtime.events import ControlEvent, EventKind
+from adaptra.runtime.faults import Fault
 
 
-def train(rank: int, *arguments: object) -> tuple[list[str], list[dict[str, object]]]:
+def train(rank: int, *arguments: object) -> tuple[list[str], list[dict[str, object]], list[bool]]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -21,11 +22,15 @@ def train(rank: int, *arguments: object) -> tuple[list[str], list[dict[str, obje
 def test_weights_are_those_of_an_undisturbed_run_after_random_faults() -> None:
     seed, episodes, stages, op_seconds = 0, 4, 4, 0.003
     results = run_processes(train, stages, seed, episodes, stages, 6, op_seconds, timeout=100.0)
-    assert [differing for differing, _ in results] == [[]] * stages
+    assert [differing for differing, *_ in results] == [[]] * stages
     events = [ControlEvent(**event | {"kind": EventKind(event["kind"])}) for event in results[0][1]]
     planned = random_episodes(seed, episodes, stages, op_seconds)
     assert any(len(faults) == 2 for faults in planned)
-    assert any(outcome.detected for outcome in judge(planned, events))
+    outcomes = judge(planned, events)
+    assert any(outcome.detected for outcome in outcomes)
+    important = results[0][2]
+    assert len(important) == len(outcomes)
+    assert any(important)
 
 
 def test_outcomes_are_read_off_the_events() -> None:
@@ -43,3 +48,22 @@ def test_outcomes_are_read_off_the_events() -> None:
     first, other = judge(planned, told)
     assert (first.detected, first.switched, first.back) == (2, 3, 3)
     assert (other.detected, other.switched, other.back) == (None, None, None)
+    assert misplaced(planned, told) == []
+
+
+def test_a_place_that_is_named_and_the_kind_are_compared_with_the_faults() -> None:
+    delay = Fault.parse("delay 0>1 20ms @12..20")
+    told = [ControlEvent(EventKind.DETECTED, 0, step, 0, text) for step, text in (
+        (13, "edge 0→1 slow: 21.1 ms (was 0.1 ms), 16.0 ms of it occupancy; edge 1→2 slow: 9.0 ms (was 0.1 ms)"),
+        (14, "edge 0→1 slow (flapping): 21.1 ms (was 0.1 ms), 2.0 ms of it occupancy; stage 0 slow: 1.50x the calibrated time"),
+        (22, "edge 0→1 lossy: 5 % of its messages are 200.0 ms late, the others as fast as ever; stage 2 healed: 1.00x"),
+    )]  # fmt: skip
+    (outcome,) = judge([[delay]], told)
+    assert (outcome.detected, outcome.kind) == (2, False)
+    assert [text[:28] for text in misplaced([[delay]], told)] == [
+        "step 13: edge 1→2 slow: 9.0 ", "step 14: stage 0 slow: 1.50x", "step 22: edge 0→1 lossy: 5 %",
+    ]  # fmt: skip
+    (outcome,) = judge([[delay]], told[1:])
+    assert (outcome.detected, outcome.kind) == (3, True)
+    (outcome,) = judge([[Fault.parse("rate 0>1 1kB @12..20")]], told)
+    assert (outcome.detected, outcome.kind) == (2, True)
