@@ -33,8 +33,8 @@ class OpInterval:
 class MessageInterval:
     """One message between two stages: handed over at ``posted``, on the edge from ``departed``, at its receiver at ``arrived``.
 
-    ``kind`` is SEND_F or SEND_B and ``source`` the stage that sends. A measured message does not know ``departed`` apart from
-    ``posted``; the two are then equal.
+    ``kind`` is SEND_F or SEND_B and ``source`` the stage that sends. A measured message does not know how long it queued:
+    it departed when it was handed over, or where sends wait for receivers when its receive was posted.
     """
 
     kind: Kind

@@ -222,6 +222,7 @@ class Executor:
             op.microbatch,
             sum(spec.travelling_bytes for spec in pending.identity.specs),
             pending.sent_at,
+            pending.departed_at,
             pending.arrived_at,
             now,
         )

@@ -33,7 +33,10 @@ class OpRecord(NamedTuple):
 
 
 class MessageRecord(NamedTuple):
-    """A message that arrived: ``kind`` is SEND_F or SEND_B, ``source`` and ``destination`` are stages, times are seconds."""
+    """A message that arrived: ``kind`` is SEND_F or SEND_B, ``source`` and ``destination`` are stages, times are seconds.
+
+    Handed over at ``sent_at``, it could travel from ``departed_at`` on, was there at ``arrived_at``, used at ``consumed_at``.
+    """
 
     kind: Kind
     source: int
@@ -41,6 +44,7 @@ class MessageRecord(NamedTuple):
     microbatch: int
     nbytes: int
     sent_at: float
+    departed_at: float
     arrived_at: float
     consumed_at: float
 
@@ -102,7 +106,7 @@ def _read_message(fields: Fields) -> MessageRecord:
     if kind not in (Kind.SEND_F.value, Kind.SEND_B.value):
         raise ControlError(f"records of a step: message of kind {kind!r}: expected SEND_F or SEND_B")
     whole = [fields.whole(name) for name in ("source", "destination", "microbatch", "nbytes")]
-    instants = [fields.instant(name) for name in ("sent_at", "arrived_at", "consumed_at")]
+    instants = [fields.instant(name) for name in ("sent_at", "departed_at", "arrived_at", "consumed_at")]
     fields.end()
     return MessageRecord(Kind(kind), *whole, *instants)
 
@@ -128,7 +132,7 @@ class Monitor:
         self._own = tuple(stage for stage, holder in enumerate(placement) if holder == rank)
         self._kept: deque[StepRecords] = deque(maxlen=keep)
         self._ops: list[tuple[Op, float, float]] = []
-        self._messages: list[tuple[Kind, int, int, int, int, float, float, float]] = []
+        self._messages: list[tuple[Kind, int, int, int, int, float, float, float, float]] = []
         self._waits: list[tuple[Op, float]] = []
         self._probes: dict[tuple[int, int], tuple[float, float]] = {}
         self._links: deque[LinkRecord] = deque(maxlen=_KEPT_LINKS)
@@ -159,11 +163,13 @@ class Monitor:
         microbatch: int,
         nbytes: int,
         sent_at: float,
+        departed_at: float,
         arrived_at: float,
         consumed_at: float,
     ) -> None:
-        """Record that a message arrived: handed over at ``sent_at``, there at ``arrived_at``, used from ``consumed_at`` on."""
-        self._messages.append((kind, source, destination, microbatch, nbytes, sent_at, arrived_at, consumed_at))
+        """Record that a message arrived; see :class:`MessageRecord`."""
+        instants = (sent_at, departed_at, arrived_at, consumed_at)
+        self._messages.append((kind, source, destination, microbatch, nbytes, *instants))
 
     def wait(self, op: Op, seconds: float) -> None:
         """Record how long a compute op waited for its message."""
@@ -221,18 +227,23 @@ class Monitor:
         )
 
     def _measure_edges(self, records: StepRecords) -> tuple[EdgeMeasurement, ...]:
-        flights: dict[tuple[int, int], list[tuple[float, float]]] = {}
-        for message in records.messages:
-            flights.setdefault((message.source, message.destination), []).append((message.sent_at, message.arrived_at))
-        waiting = dict.fromkeys(flights, 0.0)
+        messages: dict[tuple[int, int], list[MessageRecord]] = {}
+        for message in sorted(records.messages, key=lambda message: message.sent_at):
+            messages.setdefault((message.source, message.destination), []).append(message)
+        waiting = dict.fromkeys(messages, 0.0)
         for op, seconds in self._waits:
             edge = (op.stage - 1 if op.kind is Kind.F else op.stage + 1, op.stage)
             waiting[edge] = waiting.get(edge, 0.0) + seconds
         found: list[EdgeMeasurement] = []
-        for edge, pairs in sorted(flights.items()):
-            stalls, prompt = self._stalling[edge].observe(sorted(pairs), records.start)
+        for edge, mine in sorted(messages.items()):
+            known: list[tuple[float, float]] = []
+            awaited: list[tuple[float, float]] = []
+            for message in mine:
+                may_have_waited = message.sent_at < max(records.start, message.departed_at)
+                (awaited if may_have_waited else known).append((message.departed_at, message.arrived_at))
+            stalls, prompt = self._stalling[edge].observe(known, awaited)
             estimate = estimate_edge(prompt, self._probes.get(edge))
-            found.append(EdgeMeasurement(*edge, len(pairs), waiting[edge], estimate, stalls))
+            found.append(EdgeMeasurement(*edge, len(mine), waiting[edge], estimate, stalls))
         return tuple(found)
 
 
@@ -270,7 +281,7 @@ def merge_timelines(program: Program, records: Iterable[StepRecords]) -> Timelin
     messages = sorted(
         (
             MessageInterval(
-                m.kind, m.source, m.destination, m.microbatch, m.sent_at - zero, m.sent_at - zero, m.arrived_at - zero
+                m.kind, m.source, m.destination, m.microbatch, m.sent_at - zero, m.departed_at - zero, m.arrived_at - zero
             )
             for one in by_rank.values()
             for m in one.messages

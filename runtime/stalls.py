@@ -25,16 +25,17 @@ class Stalling:
         self._prompt: float | None = None
         self._is_late = False
 
-    def observe(self, flights: Sequence[tuple[float, float]], started: float) -> tuple[Stalls, list[tuple[float, float]]]:
+    def observe(
+        self, known: Sequence[tuple[float, float]], awaited: Sequence[tuple[float, float]] = ()
+    ) -> tuple[Stalls, list[tuple[float, float]]]:
         """What a step's messages show, and those of them that were not late; all of them if most were.
 
         Args:
-            flights: ``(sent, arrived)`` per message in the order sent, at least one.
-            started: When the receiving rank began the step. What was sent before may have waited for that rank.
+            known: ``(departed, arrived)`` per message in the order sent, of those that nothing but the path can have held up.
+            awaited: Of those that may have waited for the receiving rank.
         """
-        spacing = usual_spacing(arrival_spacings(flights)) or 0.0
-        prompt = [flight for flight in flights if flight[0] < started]
-        known = flights[len(prompt) :]
+        spacing = usual_spacing(arrival_spacings([*known, *awaited])) or 0.0
+        prompt = list(awaited)
         before, behind, arrived_before = self._prompt, -math.inf, -math.inf
         count, late, lateness = 0, 0, 0.0
         for sent, arrived in known:
@@ -55,4 +56,4 @@ class Stalling:
         if known and late == len(known):  # no stall any more, but how long messages now take
             before, self._is_late = median(arrived - sent for sent, arrived in known), False
         self._prompt = before
-        return Stalls(count, late, lateness), prompt if late <= len(prompt) else list(flights)
+        return Stalls(count, late, lateness), prompt if late <= len(prompt) else [*awaited, *known]

@@ -189,7 +189,15 @@ class NoisySteps:
                 arrived = arrivals[edge] = max(arrived + lost * fault.size, arrivals.get(edge, 0.0))
             monitor = self._monitors[receiver]
             monitor.message(
-                message.kind, message.source, message.destination, message.microbatch, 1 << 20, message.posted, arrived, arrived
+                message.kind,
+                message.source,
+                message.destination,
+                message.microbatch,
+                1 << 20,
+                message.posted,
+                message.posted,
+                arrived,
+                arrived,
             )
         self._probe(timeline.messages, self.cost_at(step), warming)
         return [monitor.end_step(step, 0.0, length) for monitor in self._monitors]

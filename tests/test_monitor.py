@@ -37,7 +37,7 @@ def record_step(monitor: Monitor, step: int, start: float) -> StepMeasurement:
     monitor.begin_step()
     for microbatch in range(2):
         monitor.wait(Op(1, Kind.F, microbatch), 0.5)
-        monitor.message(Kind.SEND_F, 0, 1, microbatch, 64, clock - 3.0, clock, clock + 0.5)
+        monitor.message(Kind.SEND_F, 0, 1, microbatch, 64, clock - 3.0, clock - 3.0, clock, clock + 0.5)
         clock += 0.5
         monitor.op(Op(1, Kind.F, microbatch), clock, clock + 2.0)
         monitor.op(Op(1, Kind.B, microbatch), clock + 2.0, clock + 7.0)
@@ -56,6 +56,19 @@ def test_a_step_is_condensed_to_medians_per_stage_and_flights_per_edge() -> None
     assert edge.estimate == EdgeEstimate(flight=3.0, occupancy=None, spacing=7.5)
 
 
+def test_what_waited_for_its_receive_is_no_slow_link() -> None:
+    """A slow stage posts its receives late where sends wait for them; the edge before it is as fast as ever."""
+    monitor = Monitor(1, (0, 1))
+    monitor.begin_step()
+    for microbatch in range(8):
+        sent = 100.0 + 0.1 * microbatch
+        departed = max(sent, 100.0 + 0.4 * (microbatch - 3))
+        monitor.message(Kind.SEND_F, 0, 1, microbatch, 64, sent, departed, departed + 0.001, departed + 0.5)
+    (edge,) = monitor.end_step(7, 100.0, 105.0).edges
+    assert edge.estimate.flight == pytest.approx(0.001)
+    assert (edge.estimate.occupancy, edge.stalls.count) == (None, 0)
+
+
 def test_only_the_last_steps_are_kept() -> None:
     monitor = Monitor(1, (0, 1), keep=3)
     for step in range(10):
@@ -68,7 +81,7 @@ def test_only_the_last_steps_are_kept() -> None:
 def test_records_of_a_failed_step_do_not_reach_the_next() -> None:
     monitor = Monitor(1, (0, 1))
     monitor.op(Op(1, Kind.F, 0), 0.0, 50.0)
-    monitor.message(Kind.SEND_F, 0, 1, 0, 64, 0.0, 50.0, 50.0)
+    monitor.message(Kind.SEND_F, 0, 1, 0, 64, 0.0, 0.0, 50.0, 50.0)
     monitor.wait(Op(1, Kind.F, 0), 50.0)
     clean = record_step(Monitor(1, (0, 1)), 1, 100.0)
     assert record_step(monitor, 1, 100.0) == clean
@@ -121,7 +134,7 @@ def test_records_that_are_none_are_refused(change: dict[str, object], message: s
 def test_the_records_of_all_ranks_make_one_timeline() -> None:
     first, second = Monitor(0, (0, 1)), Monitor(1, (0, 1))
     first.op(Op(0, Kind.F, 0), 98.0, 99.0)
-    first.message(Kind.SEND_B, 1, 0, 0, 64, 107.0, 110.0, 110.0)
+    first.message(Kind.SEND_B, 1, 0, 0, 64, 107.0, 107.0, 110.0, 110.0)
     first.end_step(3, 98.0, 111.0)
     record_step(second, 3, 100.0)
     timeline = merge_timelines(PROGRAM, [second.records(3), first.records(3)])

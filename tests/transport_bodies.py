@@ -178,6 +178,24 @@ def times_messages_when_they_arrive(transport: Transport):
         transport.store.set("checked", "")
 
 
+def tells_how_long_a_send_waited_for_its_receive(transport: Transport):
+    """What waits for its receiver is not under way yet: a late receive must not look like a slow link."""
+    if transport.rank == 0:
+        sent = transport.send(1, forward(0), make(forward(0)))
+        transport.store.set("under way", "")
+        sent.wait(20)
+    elif transport.rank == 1:
+        transport.reserve({(0, SMALL): 1})
+        transport.store.wait(["under way"])
+        asked = time.monotonic()
+        late = transport.receive(0, forward(0))
+        late.wait(20)
+        if transport.contract.send_waits_for_receiver and not transport.contract.in_order:
+            assert asked <= late.departed_at <= late.arrived_at
+        else:
+            assert late.departed_at == late.sent_at
+
+
 def pool_is_bounded(transport: Transport):
     """A receive beyond the reservation is refused, one after a release is not."""
     if transport.rank == 0:
@@ -281,6 +299,7 @@ ALL = (
     backward_overtakes_forward,
     refuses_other_shapes,
     times_messages_when_they_arrive,
+    tells_how_long_a_send_waited_for_its_receive,
     pool_is_bounded,
     abort_ends_every_wait,
     refuses_misuse,

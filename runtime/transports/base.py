@@ -119,6 +119,9 @@ class Pending(ABC):
     identity: Identity
     sent_at: float
     """A received message's posting time at its sender, in seconds of this rank's ``time.monotonic``."""
+    departed_at: float
+    """From when on a received message could travel: ``sent_at``, or where sends wait for receivers when its receive was posted,
+    if that was later."""
     arrived_at: float
     """When a received message had arrived, in seconds of this rank's ``time.monotonic``, whoever was waiting for it."""
 

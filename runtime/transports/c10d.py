@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -60,6 +61,7 @@ class _Posted(NamedTuple):
     buffer: MessageBuffer
     works: tuple[Work, ...]
     landing: Tensor | None = None
+    asked_at: float = -math.inf
 
 
 class C10dTransport(Transport):
@@ -248,7 +250,9 @@ class C10dTransport(Transport):
             if channel.is_receive:
                 arrived_at = now()
                 sent_at -= self.clock_offsets[channel.peer].ahead
-                posted.pending.complete(posted.buffer.tensors(self._device), sent_at, arrived_at)
+                # In order a receive is posted where its op needs it, and what is sent before need not wait for that.
+                asked_at = -math.inf if self.contract.in_order else posted.asked_at
+                posted.pending.complete(posted.buffer.tensors(self._device), sent_at, arrived_at, asked_at=asked_at)
             else:
                 posted.pending.complete()
                 self._sent[layout_of(posted.pending.identity.specs)].append(posted.buffer)

@@ -27,6 +27,7 @@ class _HeldSend(Pending):
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
         self.sent_at = 0.0
+        self.departed_at = 0.0
         self.arrived_at = 0.0
         self._handed = threading.Event()
         self._inner: Pending | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -18,6 +19,7 @@ class Completion(Pending):
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
         self.sent_at = 0.0
+        self.departed_at = 0.0
         self.arrived_at = 0.0
         self._tensors: tuple[Tensor, ...] = ()
         self._error: Exception | None = None
@@ -29,12 +31,15 @@ class Completion(Pending):
         """Whether :meth:`wait` returns or raises at once."""
         return self._event.is_set()
 
-    def complete(self, tensors: tuple[Tensor, ...] = (), sent_at: float = 0.0, arrived_at: float = 0.0) -> None:
-        """The message is there, or has been sent."""
+    def complete(
+        self, tensors: tuple[Tensor, ...] = (), sent_at: float = 0.0, arrived_at: float = 0.0, *, asked_at: float = -math.inf
+    ) -> None:
+        """The message is there, or has been sent; ``asked_at`` is when its receive was posted, if that had been waited for."""
         with self._lock:
             if self._event.is_set():
                 return
             self._tensors, self.sent_at, self.arrived_at = tensors, sent_at, arrived_at
+            self.departed_at = max(sent_at, asked_at)
             self._event.set()
 
     def fail(self, error: Exception) -> None:
