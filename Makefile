@@ -15,7 +15,7 @@ MODEL_TESTS := $(addprefix tests/test_,$(addsuffix .py,architectures autocast ca
 	inner loss_scale memory partition same_pieces stage_modules training training_state))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types docs cxx unit models single processes rdma bench clean
+.PHONY: help setup demo test lint types docs cxx unit models checks processes rdma bench clean
 
 help:
 	@echo "make demo    train a GPT over 4 ranks through a link that turns slow (sets everything up first)"
@@ -81,14 +81,13 @@ processes: $(READY)
 rdma: $(READY)
 	$(BIN)/pytest -m rdma --lab-kernel=$(LAB_KERNEL)
 
-# All that runs in one process, but for the models.
-single: $(READY)
-	$(MAKE) --jobs=1 lint types docs cxx unit
+checks: $(READY)
+	$(MAKE) --jobs=1 lint types docs cxx
 
-# One core each, two at a time. Labs and tests of several processes then have the machine to themselves.
+# One core each, two at a time. Whatever looks at the clock has the machine to itself after that.
 test: $(READY)
-	$(MAKE) --jobs=2 --output-sync=target models single
-	$(MAKE) --jobs=1 rdma processes
+	$(MAKE) --jobs=2 --output-sync=target models checks
+	$(MAKE) --jobs=1 unit rdma processes
 
 bench: $(READY)
 	$(BIN)/python bench/simulate.py
