@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
@@ -35,6 +35,12 @@ from adaptra.runtime.plan import Plan
 from adaptra.runtime.planning import Planning
 from adaptra.simulate import lower_bound, simulate
 from adaptra.start import Starter, open_recorder
+
+PLANNER_SHARE: Final = 0.5
+"""The part of a step that a search takes at most: a plan that is there before the next step ends is run a step sooner."""
+
+DRAFT_SHARE: Final = 0.1
+"""The same for what is only suspected: all ranks must have got ready for the plan before the next step ends."""
 
 
 def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any]) -> Built:
@@ -129,8 +135,8 @@ def _compile(
         cost = replace(cost, memory_limit=(float(request.memory),) * request.stages)
     case = Case(cost, request.microbatches, tuple(range(request.stages)), name="compiled")
     means = Means(options.uses_delegate, options.lossy_bf16 == "slow", compiled.places)
-    better_plan = partial(_better_plan, options.planning_seconds)
-    planning = Planning(better_plan, _makespan, lambda costs: lower_bound(costs).value, partial(find_remedies, means=means))
+    planner, draft = (partial(_better_plan, options.planning_seconds, share) for share in (PLANNER_SHARE, DRAFT_SHARE))
+    planning = Planning(planner, _makespan, lambda costs: lower_bound(costs).value, partial(find_remedies, means=means), draft)
     initial = first_plan(options, case) if request.with_loss else two_phase_plan(options, case)
     progress("planned", 1, 1)
     return compiled, initial, planning, means
@@ -151,12 +157,9 @@ def _state(compiled: CompiledStages, stage: int, model: nn.Module) -> dict[str, 
     return state
 
 
-def _better_plan(seconds: float, case: Case, incumbent: Program) -> Program:
-    """Only the coordinator asks and all ranks get what it found, so the search may end by time.
-
-    It takes at most half a step: a plan that is there before the next step ends is run a step sooner.
-    """
-    return plan(case, incumbent=incumbent, budget=min(seconds, 0.5 * _makespan(incumbent, case.cost)))
+def _better_plan(seconds: float, share: float, case: Case, incumbent: Program) -> Program:
+    """Only the coordinator asks and all ranks get what it found, so the search may end by time: a share of a step at most."""
+    return plan(case, incumbent=incumbent, budget=min(seconds, share * _makespan(incumbent, case.cost)))
 
 
 def _makespan(program: Program, cost: CostModel) -> float:

@@ -177,10 +177,10 @@ class Coordinator:
             self._propose(replace(current, program=program, predicted=predicted, reason=reason), before)
         elif self._wanted is not None:
             detection, self._wanted = self._wanted, None
-            self._begin_planning(detection, current)
+            self._begin_planning(detection, current, is_draft=False)
         elif (suspicion := self._foresight.suspicion) is not None and suspicion is not self._foreseen:
             self._foreseen = suspicion
-            self._begin_planning(suspicion, current)
+            self._begin_planning(suspicion, current, is_draft=True)
 
     def close(self, timeout: float) -> None:
         """Wait for planning that is under way, at most ``timeout`` seconds."""
@@ -221,21 +221,22 @@ class Coordinator:
         least = -self._options.switch_gain if rounds_less else self._options.switch_gain
         return predicted < (1 - least) * before
 
-    def _begin_planning(self, detection: Detection, current: Plan) -> None:
-        self._thread = threading.Thread(target=self._plan, args=(detection, current), name="adaptra-planner", daemon=True)
+    def _begin_planning(self, detection: Detection, current: Plan, is_draft: bool) -> None:
+        given = detection, current, is_draft
+        self._thread = threading.Thread(target=self._plan, args=given, name="adaptra-planner", daemon=True)
         self._thread.start()
 
-    def _plan(self, detection: Detection, current: Plan) -> None:
+    def _plan(self, detection: Detection, current: Plan, is_draft: bool) -> None:
         """On the planning thread: the outcome goes to the control thread, whatever it is."""
         try:
             with giving_way():
-                outcome = self._compare(detection, current)
+                outcome = self._compare(detection, current, is_draft)
         except Exception as error:
             outcome = _Outcome(detection, error=error)
         self._outcomes.put(outcome)
         self._wake()
 
-    def _compare(self, detection: Detection, current: Plan) -> _Outcome:
+    def _compare(self, detection: Detection, current: Plan, is_draft: bool) -> _Outcome:
         before = self._planning.expect(current.program, detection)
         if not self._options.adapt:
             return _Outcome(detection, before)
@@ -243,8 +244,8 @@ class Coordinator:
         if detection.scenarios:
             return _Outcome(detection, before, self._planning.for_loss(detection, current, delegated))
         case, rounded = without_needless_rounding(replace(current.case, cost=detection.cost), current.rounded)
-        program, reason = self._planning.planner(case, current.program).compute_only(), detection.reason
-        remedies = self._planning.remedies(case, program, delegated, rounded)
+        program, reason = self._planning.find(case, current.program, is_draft), detection.reason
+        remedies = None if is_draft else self._planning.remedies(case, program, delegated, rounded)
         rounding = None if remedies is None else remedies.best(Remedy.ROUNDING)
         if remedies is not None and rounding is not None:
             case, program = replace(case, cost=rounding.cost), rounding.program

@@ -25,7 +25,8 @@ class Options:
             seconds added to each message, and how likely they are relative to each other, such as
             ``{(1, 2): {0.0: 0.9, 0.06: 0.1}}``. The first plan is then good on average over all combinations.
         planning_seconds: How long the search for another plan takes at most, beside training and on one rank alone; it never
-            takes more than half a step. The first plan is searched by effort instead, as every rank finds it for itself.
+            takes more than half a step, for what is only suspected a tenth. The first plan is searched by effort instead, as
+            every rank finds it for itself.
         seed: Seed of the random numbers of dropout and its like; they depend on it, the step and the microbatch alone.
         timeout: Seconds an op waits for a message, and a step for its plan, before the step fails.
         faults: Faults to inject, such as ``"delay 1-2 60ms @8"``: see :mod:`adaptra.runtime.faults`.

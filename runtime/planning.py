@@ -27,12 +27,19 @@ class Planning:
         bound: What no program can beat in a case; seconds.
         remedies: What would relieve the edges whose bandwidth binds in a case, given its program and the edges that take the
             delegate or round already; see :func:`adaptra.remedies.find_remedies`.
+        draft: As ``planner``, but sooner, for what is only suspected; by default the planner itself.
     """
 
     planner: Callable[[Case, Program], Program]
     predict: Callable[[Program, CostModel], float]
     bound: Callable[[Case], float]
     remedies: Callable[[Case, Program, Edges, Edges], Remedies | None] = nothing_helps
+    draft: Callable[[Case, Program], Program] | None = None
+
+    def find(self, case: Case, current: Program, is_draft: bool) -> Program:
+        """The best program for a case that the time allows, without messages."""
+        planner = self.draft if is_draft and self.draft is not None else self.planner
+        return planner(case, current).compute_only()
 
     def expect(self, program: Program, detection: Detection) -> float:
         """The makespan of a program under what was detected: with lossy edges the mean over what their messages may meet."""
@@ -45,11 +52,11 @@ class Planning:
         """The plan for lossy edges: made for a prompt, the mean or a late message, whichever is shortest on average.
 
         Its case has that one level, so nothing is planned for from message to message. A late message's level mostly wins: the
-        more microbatches are in flight, the more of a stall passes unnoticed.
+        more microbatches are in flight, the more of a stall passes unnoticed. There are several searches, so each is a draft's.
         """
         costs = dict.fromkeys((detection.cost, *(scenario.cost for scenario in detection.scenarios)))
         cases = [replace(current.case, cost=cost) for cost in costs]
-        found = [(case, self.planner(case, current.program).compute_only()) for case in cases]
+        found = [(case, self.find(case, current.program, is_draft=True)) for case in cases]
         case, program = min(found, key=lambda pair: self.expect(pair[1], detection))
         predicted, bound = self.expect(program, detection), self.bound(case)
         return Plan(current.version, program, case, predicted, bound, detection.reason, delegated, current.rounded)

@@ -52,15 +52,19 @@ def follow_costs(rank: int, port: int, onset: int, healed: int, after: tuple[int
     import torch.distributed as dist
     from test_controller import HEALTHY, RANKS, SLOW, best, bound, measurement, plan_zero, predict
 
+    from adaptra.errors import PlanError
     from adaptra.runtime.controller import Controller
     from adaptra.runtime.planning import Planning
+
+    def search(case: object, current: object) -> Any:
+        raise PlanError("only drafts are there in time")
 
     ran: list[str] = []
     told: list[ControlEvent] = []
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
     with pytest.MonkeyPatch.context() as patch:
         standing_by = StandingBy(patch)
-        planning, control = Planning(best, predict, bound), dist.PrefixStore("control", store)
+        planning, control = Planning(search, predict, bound, draft=best), dist.PrefixStore("control", store)
         controller = Controller(rank, RANKS, control, plan_zero(), planning, on_event=told.append)
         for step in range(healed + 6):
             if rank == 0 and step - 1 in after:
