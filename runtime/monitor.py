@@ -35,7 +35,8 @@ class OpRecord(NamedTuple):
 class MessageRecord(NamedTuple):
     """A message that arrived: ``kind`` is SEND_F or SEND_B, ``source`` and ``destination`` are stages, times are seconds.
 
-    Handed over at ``sent_at``, it could travel from ``departed_at`` on, was there at ``arrived_at``, used at ``consumed_at``.
+    Handed over at ``sent_at`` and there at ``arrived_at``, it was used at ``consumed_at``. ``departed_at`` is ``sent_at``, or
+    when its receiver asked for it if it may have waited for that.
     """
 
     kind: Kind

@@ -28,14 +28,16 @@ class Stalling:
     def observe(
         self, known: Sequence[tuple[float, float]], awaited: Sequence[tuple[float, float]] = ()
     ) -> tuple[Stalls, list[tuple[float, float]]]:
-        """What a step's messages show, and those of them that were not late; all of them if most were.
+        """What a step's messages show, and those that say how fast the path is: the known ones that were not late.
+
+        If most of them were late all are returned, and if none is known those that waited.
 
         Args:
             known: ``(departed, arrived)`` per message in the order sent, of those that nothing but the path can have held up.
             awaited: Of those that may have waited for the receiving rank.
         """
         spacing = usual_spacing(arrival_spacings([*known, *awaited])) or 0.0
-        prompt = list(awaited)
+        prompt: list[tuple[float, float]] = []
         before, behind, arrived_before = self._prompt, -math.inf, -math.inf
         count, late, lateness = 0, 0, 0.0
         for sent, arrived in known:
@@ -56,4 +58,4 @@ class Stalling:
         if known and late == len(known):  # no stall any more, but how long messages now take
             before, self._is_late = median(arrived - sent for sent, arrived in known), False
         self._prompt = before
-        return Stalls(count, late, lateness), prompt if late <= len(prompt) else [*awaited, *known]
+        return Stalls(count, late, lateness), (prompt if late <= len(prompt) else list(known)) or list(awaited)

@@ -53,7 +53,8 @@ def test_a_step_is_condensed_to_medians_per_stage_and_flights_per_edge() -> None
     assert stage.backward == 5.0
     (edge,) = measurement.edges
     assert (edge.source, edge.destination, edge.messages, edge.waiting) == (0, 1, 2, 1.0)
-    assert edge.estimate == EdgeEstimate(flight=3.0, occupancy=None, spacing=7.5)
+    # The first message was sent before the step began, so only the second one counts.
+    assert edge.estimate == EdgeEstimate(flight=3.0, occupancy=None, spacing=None)
 
 
 def test_what_waited_for_its_receive_is_no_slow_link() -> None:
@@ -67,6 +68,18 @@ def test_what_waited_for_its_receive_is_no_slow_link() -> None:
     (edge,) = monitor.end_step(7, 100.0, 105.0).edges
     assert edge.estimate.flight == pytest.approx(0.001)
     assert (edge.estimate.occupancy, edge.stalls.count) == (None, 0)
+
+
+def test_what_was_sent_before_its_receiver_began_the_step_is_no_slow_link() -> None:
+    """The stage before a slow one begins each step earlier, by more messages than come later."""
+    monitor = Monitor(1, (0, 1))
+    monitor.begin_step()
+    for microbatch in range(8):
+        sent = 99.5 + 0.1 * microbatch
+        arrived = max(sent, 100.0) + 0.001
+        monitor.message(Kind.SEND_F, 0, 1, microbatch, 64, sent, sent, arrived, arrived)
+    (edge,) = monitor.end_step(7, 100.0, 105.0).edges
+    assert edge.estimate.flight == pytest.approx(0.001)
 
 
 def test_only_the_last_steps_are_kept() -> None:

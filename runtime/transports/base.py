@@ -120,8 +120,8 @@ class Pending(ABC):
     sent_at: float
     """A received message's posting time at its sender, in seconds of this rank's ``time.monotonic``."""
     departed_at: float
-    """From when on a received message could travel: ``sent_at``, or where sends wait for receivers when its receive was posted,
-    if that was later."""
+    """``sent_at``, or where sends wait for receivers when the message was asked for, if that was later: how long it had been
+    under way by then nobody knows."""
     arrived_at: float
     """When a received message had arrived, in seconds of this rank's ``time.monotonic``, whoever was waiting for it."""
 

@@ -139,11 +139,13 @@ class C10dTransport(Transport):
         """See :meth:`Transport.receive`."""
         pending = self._guard.post(source_rank, identity, is_receive=True)
         channel = _Channel(source_rank, identity.is_backward, True)
+        # In order a receive is posted where its op needs it, and what is sent before need not wait for that.
+        asked_at = -math.inf if self.contract.in_order else now()
 
         def post() -> _Posted:
             receives = self._standing_on(channel).receive(identity)
             self._held[pending] = (channel, receives.buffer)
-            return _Posted(pending, *receives)
+            return _Posted(pending, *receives, asked_at)
 
         self._start(channel, pending, post)
         return pending
@@ -250,9 +252,8 @@ class C10dTransport(Transport):
             if channel.is_receive:
                 arrived_at = now()
                 sent_at -= self.clock_offsets[channel.peer].ahead
-                # In order a receive is posted where its op needs it, and what is sent before need not wait for that.
-                asked_at = -math.inf if self.contract.in_order else posted.asked_at
-                posted.pending.complete(posted.buffer.tensors(self._device), sent_at, arrived_at, asked_at=asked_at)
+                tensors = posted.buffer.tensors(self._device)
+                posted.pending.complete(tensors, sent_at, arrived_at, asked_at=posted.asked_at)
             else:
                 posted.pending.complete()
                 self._sent[layout_of(posted.pending.identity.specs)].append(posted.buffer)

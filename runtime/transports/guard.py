@@ -34,7 +34,7 @@ class Completion(Pending):
     def complete(
         self, tensors: tuple[Tensor, ...] = (), sent_at: float = 0.0, arrived_at: float = 0.0, *, asked_at: float = -math.inf
     ) -> None:
-        """The message is there, or has been sent; ``asked_at`` is when its receive was posted, if that had been waited for."""
+        """The message is there, or has been sent; ``asked_at`` is when it was asked for, if it may have waited for that."""
         with self._lock:
             if self._event.is_set():
                 return

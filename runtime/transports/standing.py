@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from adaptra.runtime.transports.base import Identity, Layout, layout_of, now
+from adaptra.runtime.transports.base import Identity, Layout, layout_of
 from adaptra.runtime.transports.pool import Pool
 from adaptra.runtime.transports.wire import HEADER_BYTES, INLINE_BYTES, MessageBuffer, flat_bytes
 
@@ -31,13 +31,11 @@ class Receives(NamedTuple):
         buffer: Where the message belongs.
         works: One per part.
         landing: Where the first part arrives, if not in the buffer.
-        asked_at: When the last of them was posted, which its sender waits for.
     """
 
     buffer: MessageBuffer
     works: tuple[Work, ...]
     landing: Tensor | None
-    asked_at: float
 
 
 class Standing:
@@ -55,8 +53,8 @@ class Standing:
         self._rank = rank
         self._wanted: tuple[Identity, int] | None = None
         self._spare: list[Tensor] = []
-        self._firsts: deque[tuple[Work, Tensor, float]] = deque()
-        self._seconds: dict[Layout, deque[tuple[Work, MessageBuffer, float]]] = {}
+        self._firsts: deque[tuple[Work, Tensor]] = deque()
+        self._seconds: dict[Layout, deque[tuple[Work, MessageBuffer]]] = {}
 
     def stand(self, like: Identity, count: int) -> None:
         """Let so many receives stand for messages of one layout: as many as there are buffers for, more by :meth:`top_up`."""
@@ -70,12 +68,12 @@ class Standing:
         like, count = self._wanted
         while len(self._firsts) < count:
             memory = self._spare.pop() if self._spare else torch.empty(HEADER_BYTES + INLINE_BYTES, dtype=torch.uint8)
-            self._firsts.append((self._post(memory, FIRST_TAG), memory, now()))
+            self._firsts.append((self._post(memory, FIRST_TAG), memory))
         if flat_bytes(like.specs) > INLINE_BYTES:
             seconds = self._seconds.setdefault(layout_of(like.specs), deque())
             while len(seconds) < count and self._pool.has_free(self._rank, like):
                 buffer = self._pool.take(self._rank, like)
-                seconds.append((self._post_second(buffer), buffer, now()))
+                seconds.append((self._post_second(buffer), buffer))
 
     def receive(self, identity: Identity) -> Receives:
         """The receives of the channel's next message: those that stand, and others where none does.
@@ -85,13 +83,11 @@ class Standing:
         """
         self._wanted = None
         standing = self._seconds.get(layout_of(identity.specs))
-        second, buffer, asked_at = standing.popleft() if standing else (None, self._pool.take(self._rank, identity), now())
-        first, landing, first_at = (
-            self._firsts.popleft() if self._firsts else (self._post(buffer.first, FIRST_TAG), None, now())
-        )
+        second, buffer = standing.popleft() if standing else (None, self._pool.take(self._rank, identity))
+        first, landing = self._firsts.popleft() if self._firsts else (self._post(buffer.first, FIRST_TAG), None)
         if buffer.rest is None:
-            return Receives(buffer, (first,), landing, first_at)
-        return Receives(buffer, (first, second or self._post_second(buffer)), landing, max(first_at, asked_at))
+            return Receives(buffer, (first,), landing)
+        return Receives(buffer, (first, second or self._post_second(buffer)), landing)
 
     def land(self, landing: Tensor, buffer: MessageBuffer) -> None:
         """The first part of a message has arrived there: put it where it belongs."""
