@@ -198,13 +198,12 @@ def estimate_edge(flights: Sequence[tuple[float, float]], probe: tuple[float, fl
 
     Args:
         flights: ``(sent, arrived)`` per message, at least one, in any order.
-        probe: ``(sent, arrived)`` of a message of a few bytes on the same edge. One that left while another message was under
-            way may have queued behind it, and says nothing.
+        probe: ``(sent, arrived)`` of a message of a few bytes that no other message on the edge was before.
     """
     ordered = sorted(flights)[:FITTED_MESSAGES]
     spacings = arrival_spacings(ordered)
     unqueued, latency = _scatter(ordered, 0.0)
-    probed = _probed_latency(ordered, probe)
+    probed = None if probe is None else probe[1] - probe[0]
     alone = EdgeEstimate(latency, None if probed is None else max(latency - probed, 0.0), usual_spacing(spacings))
     if not spacings:
         return alone
@@ -217,12 +216,6 @@ def estimate_edge(flights: Sequence[tuple[float, float]], probe: tuple[float, fl
     if occupancy > 0 and scatter < 0.5 * unqueued and gained > RESOLUTION and not is_refuted:
         return EdgeEstimate(occupancy + behind, occupancy, alone.spacing)
     return alone
-
-
-def _probed_latency(flights: Sequence[tuple[float, float]], probe: tuple[float, float] | None) -> float | None:
-    if probe is None or any(sent <= probe[0] < arrived for sent, arrived in flights):
-        return None
-    return probe[1] - probe[0]
 
 
 def _scatter(flights: Sequence[tuple[float, float]], occupancy: float) -> tuple[float, float]:

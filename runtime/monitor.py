@@ -243,7 +243,10 @@ class Monitor:
                 may_have_waited = message.sent_at < max(records.start, message.departed_at)
                 (awaited if may_have_waited else known).append((message.departed_at, message.arrived_at))
             stalls, prompt = self._stalling[edge].observe(known, awaited)
-            estimate = estimate_edge(prompt, self._probes.get(edge))
+            probe = self._probes.get(edge)
+            if probe is not None and any(message.sent_at <= probe[0] < message.arrived_at for message in mine):
+                probe = None  # it may have queued behind that message
+            estimate = estimate_edge(prompt, probe)
             found.append(EdgeMeasurement(*edge, len(mine), waiting[edge], estimate, stalls))
         return tuple(found)
 

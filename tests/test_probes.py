@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import adaptra
+from adaptra.program import Kind
 from adaptra.runtime.events import ControlEvent, EventKind
 from adaptra.runtime.measurement import estimate_edge
+from adaptra.runtime.monitor import Monitor
 
 STEPS = 40
 """Far more than calibration and detection take."""
@@ -25,9 +27,17 @@ def test_a_probe_splits_the_flight_of_messages_that_do_not_queue() -> None:
     assert (slow.flight, slow.occupancy) == (pytest.approx(0.03), 0.0)
 
 
-def test_a_probe_that_left_behind_a_message_says_nothing() -> None:
-    apart = [(number * 0.1, number * 0.1 + 0.03) for number in range(6)]
-    assert estimate_edge(apart, probe=(0.11, 0.131)).occupancy is None
+@pytest.mark.parametrize(("sent", "occupancy"), [(0.15, 0.025), (0.11, None), (-0.01, None)])
+def test_a_probe_that_left_behind_a_message_says_nothing(sent: float, occupancy: float | None) -> None:
+    """Neither if that message may have waited for its receiver, as the first one here."""
+    monitor = Monitor(1, (0, 1))
+    monitor.begin_step()
+    for number in range(6):
+        at = -0.02 if number == 0 else number * 0.1
+        monitor.message(Kind.SEND_F, 0, 1, number, 64, at, at, at + 0.03, at + 0.03)
+    monitor.probe(0, 1, sent, sent + 0.005)
+    (edge,) = monitor.end_step(0, 0.0, 1.0).edges
+    assert edge.estimate.occupancy == (occupancy if occupancy is None else pytest.approx(occupancy))
 
 
 def test_messages_sent_one_occupancy_apart_are_not_taken_for_queued_when_the_probe_says_otherwise() -> None:
