@@ -79,7 +79,7 @@ def test_a_cut_where_less_is_sent_is_worth_some_imbalance() -> None:
     found = remedies(FULL, Means(places=PLACES))
     assert found is not None
     cuts = [choice for choice in found.choices if choice.remedy is Remedy.CUT]
-    assert [choice.wanted for choice in cuts] == ["compile again with split=['b', 'c', 'f']"]
+    assert [choice.wanted for choice in cuts] == ["pipe.take_split(['b', 'c', 'f'], optimizer) moves it"]
     assert "stage 2 beginning at 'c', 150 bytes a message instead of 600" in str(found)
     assert cuts[0].cost.occupancy_forward == (0, 12.5, 0) and cuts[0].cost.occupancy_backward == (0, 0, 0)
     assert cuts[0].cost.forward == pytest.approx((10, 8, 12, 10)) and cuts[0].makespan < 0.75 * found.makespan
