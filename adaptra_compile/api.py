@@ -464,7 +464,7 @@ class Pipeline:
         """The measured timeline of the last step. Under torchrun all ranks call this; only the first stage's rank gets it."""
         built = self._require()
         built.require_running()
-        if self._losses is None:
+        if self._losses is None or not built.workers[0].measured:
             raise PipelineError("no step has run yet: a timeline shows the last step")
         return built.on_every_rank(lambda worker: worker.timeline())[0]
 

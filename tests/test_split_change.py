@@ -14,7 +14,7 @@ from torch import nn
 from training import MIXED, call, compiled, differences, run_step, train_alone
 
 import adaptra
-from adaptra.errors import AdaptraError
+from adaptra.errors import AdaptraError, PipelineError
 from adaptra.graph import compile_stages
 from adaptra.runtime.events import EventKind
 
@@ -37,8 +37,13 @@ def batches(steps=STEPS):
 
 def two_groups(pipe):
     """AdamW with two groups, so that parameters must stay in theirs."""
-    weights = [one for name, one in pipe.named_parameters() if name.endswith("weight")]
-    others = [one for name, one in pipe.named_parameters() if not name.endswith("weight")]
+    return two_groups_of(pipe.parameters())
+
+
+def two_groups_of(parameters):
+    parameters = list(parameters)
+    weights = [one for one in parameters if one.dim() > 1]
+    others = [one for one in parameters if one.dim() == 1]
     return torch.optim.AdamW([{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=0.01)
 
 
@@ -62,6 +67,36 @@ def test_a_run_whose_cuts_move_is_bitwise_the_plain_model(options):
     assert all(torch.equal(value, found[-1].state[name]) for name, value in model.state_dict().items())
 
 
+class Shared(nn.Module):
+    """A layer that is used at the beginning, in the middle and at the end, with others between."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Linear(8, 8)
+        self.others = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6))
+
+    def forward(self, x):
+        for index, other in enumerate(self.others):
+            x = other(self.shared(x) if index in (0, 3, 5) else x)
+        return x
+
+
+def test_a_shared_parameter_gets_and_loses_copies():
+    """Stage 1 uses it before and after, but not between: its copy is dropped and made again, with what the optimizer keeps."""
+    shared, found, copies = Example("shared", Shared, vectors(8), square_loss), [], []
+    rows = [shared.rows(ROWS, seed=step) for step in range(STEPS)]
+    split = ["others.2", "others.4"]
+    with compiled(shared, rows[0], stages=3, microbatches=MICROBATCHES, split=split) as pipe:
+        optimizer = two_groups(pipe)
+        for step, batch in enumerate(rows):
+            if step in (2, 4):
+                pipe.take_split({2: ["others.1", "others.2"], 4: split}[step], optimizer)
+            found.append(run_step(pipe, optimizer, batch))
+            copies.append([name for name, _ in pipe.named_parameters()].count("shared.weight"))
+    assert copies == [3, 3, 2, 2, 3, 3]
+    assert differences(found, train_alone(shared, rows, MICROBATCHES, optimizer=two_groups_of)) == []
+
+
 def losses_with_gradients(change):
     """Losses of a run that adds the gradients of two steps, with a moved cut between the two, and clips them."""
     found = []
@@ -72,6 +107,10 @@ def losses_with_gradients(change):
                 pipe.take_split(SPLITS[step // 2], optimizer)
             args, kwargs = call(batch)
             pipe.step(*args, **kwargs)
+            if change and step == 5:  # between the gradients and what is done with them
+                pipe.take_split(SPLITS[0], optimizer)
+                with pytest.raises(PipelineError, match="a timeline shows the last step"):
+                    pipe.timeline()
             found += [pipe.microbatch_losses, pipe.eval_step(*args, **kwargs)]
             if step % 2:
                 found.append(pipe.clip_grad_norm_(0.5))
