@@ -401,9 +401,10 @@ class Pipeline:
         """Begin the stages at other modules, in the running pipeline.
 
         Parameters, buffers, gradients and the optimizer's state move to the stages that need them; later steps are bitwise what
-        they would have been. All ranks call it between two steps with the same split. Then :meth:`parameters` are other tensors
-        on the ranks concerned, which ``optimizer`` steps from now on. The plan is a first one for the new stages, and adapts
-        again. It takes what cutting and differentiating the captured model took when it was compiled.
+        they would have been, but for rounding to bfloat16 (``lossy_bf16``), which happens where the cuts are. All ranks call it
+        between two steps with the same split. Then :meth:`parameters` are other tensors on the ranks concerned, which
+        ``optimizer`` steps from now on. The plan is a first one for the new stages, and adapts again. It takes the time that
+        cutting and differentiating the captured model took when it was compiled.
 
         Args:
             split: Names of the modules that begin stages 1, 2, …, as :func:`compile` takes them.
