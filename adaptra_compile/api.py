@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from adaptra.assignment import RoleChange
 from adaptra.build import build
 from adaptra.built import Built
+from adaptra.cuts import SplitChange
 from adaptra.errors import BatchError, OptionError, PipelineError, StateError
 from adaptra.explanation import explain
 from adaptra.loss_scale import GradScaler
@@ -29,7 +30,7 @@ from adaptra.memory import predicted_peaks
 from adaptra.report import perfetto, picture
 from adaptra.report.files import check_suffix
 from adaptra.report.stages import stage_table
-from adaptra.request import Request
+from adaptra.request import Request, check_split
 from adaptra.roles import Roles
 from adaptra.runtime.events import ControlEvent
 from adaptra.runtime.options import Options
@@ -373,6 +374,52 @@ class Pipeline:
         self._require().take_roles(roles, optimizer)
 
     @property
+    def split(self) -> tuple[str | None, ...]:
+        """The modules at which stages 1, 2, … begin; None where a stage begins within one."""
+        return tuple(place.module for place in self._require().compiled.places.chosen)
+
+    def settle_split(self, optimizer: torch.optim.Optimizer, *, horizon: int = 1000) -> SplitChange | None:
+        """Cut the model elsewhere if an edge's bandwidth binds and the simulator says that a cut where less is sent wins.
+
+        No order of ops hides a lack of bandwidth, and a smaller message needs less of it. All ranks call it at the same place
+        between two steps, such as every thousand. The costs are those measured last; what moving takes is estimated.
+
+        Args:
+            optimizer: As for :meth:`take_split`.
+            horizon: Over how many steps a change must save more than moving costs.
+
+        Returns:
+            The change that was made, the same on every rank, or None; its text says what is gained.
+
+        Raises:
+            PipelineError: No step has run yet.
+            OptionError, StateError, LaunchError, PeerLostError: As :meth:`take_split`.
+        """
+        return self._require().settle_split(optimizer, horizon)
+
+    def take_split(self, split: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
+        """Begin the stages at other modules, in the running pipeline.
+
+        Parameters, buffers, gradients and the optimizer's state move to the stages that need them; later steps are bitwise what
+        they would have been, but for rounding to bfloat16 (``lossy_bf16``), which happens where the cuts are. All ranks call it
+        between two steps with the same split. Then :meth:`parameters` are other tensors on the ranks concerned, which
+        ``optimizer`` steps from now on. The plan is a first one for the new stages, and adapts again. It takes the time that
+        cutting and differentiating the captured model took when it was compiled.
+
+        Args:
+            split: Names of the modules that begin stages 1, 2, …, as :func:`compile` takes them.
+            optimizer: The torch optimizer of this process's parameters, of the same groups on every rank.
+
+        Raises:
+            OptionError: The stages were given as modules, or ``split`` is no list of names; nothing is changed.
+            PartitionError, CaptureError, PlanError: The model can't be cut like that; nothing is changed.
+            StateError: The optimizer keeps what can't be moved.
+            LaunchError, PeerLostError: A rank did not come, has another split or is lost; the pipeline has failed.
+        """
+        check_split(split)
+        self._require().take_split(split, optimizer)
+
+    @property
     def plan(self) -> Plan:
         """The plan that the last step ran under, or that the first one will."""
         return self._require().workers[0].plan
@@ -418,7 +465,7 @@ class Pipeline:
         """The measured timeline of the last step. Under torchrun all ranks call this; only the first stage's rank gets it."""
         built = self._require()
         built.require_running()
-        if self._losses is None:
+        if self._losses is None or not built.workers[0].measured:
             raise PipelineError("no step has run yet: a timeline shows the last step")
         return built.on_every_rank(lambda worker: worker.timeline())[0]
 

@@ -1,29 +1,36 @@
-"""A compiled pipeline at work: the workers of this process, what each step asks of them, and how they change roles."""
+"""A compiled pipeline at work: the workers of this process, what each step asks of them, how they change roles and cuts."""
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from adaptra.assignment import RoleChange
+from adaptra.cuts import Place, SplitChange, positions_of
 from adaptra.errors import AdaptraError, OptionError, PeerLostError, PipelineError
+from adaptra.graph import CompiledStages
 from adaptra.graph.autocast import refuse_autocast
+from adaptra.graph.compile import Captured
 from adaptra.graph.inner import prepare
-from adaptra.remedies import Means
+from adaptra.recipe import Prepared, Recipe
+from adaptra.remedies import Means, choose_split
 from adaptra.roles import Roles
 from adaptra.runtime.batch import split_batch
 from adaptra.runtime.handover import exchange, gather_state, give_optimizer, take_over
-from adaptra.runtime.launch import Job, Launch
-from adaptra.runtime.settling import agree_on_roles
+from adaptra.runtime.launch import Job, Launch, agree
+from adaptra.runtime.resplit import exchange_parts, move_within, new_state, regroup, transfers
+from adaptra.runtime.settling import RESTART_SECONDS, agree_on_roles, gather_costs, share_split
 from adaptra.runtime.telemetry.recorder import Recorder
 from adaptra.runtime.worker import Batch, Worker
-from adaptra.start import Starter, open_recorder
+from adaptra.start import open_recorder
 
 Result = TypeVar("Result")
 
@@ -32,28 +39,39 @@ class Built:
     """A compiled pipeline: its stages and the workers of this process.
 
     Args:
-        starter: What the workers were started with.
+        recipe: Makes a pipeline of stages that are cut elsewhere.
+        prepared: What the workers were started with.
         launched: The ranks run here.
         workers: One per rank run here, by rank.
         recorder: Of what the workers tell.
-        means: What there is against edges whose bandwidth binds.
     """
 
-    def __init__(self, starter: Starter, launched: Launch, workers: Sequence[Worker], recorder: Recorder, means: Means) -> None:
-        self.compiled = starter.compiled
-        self.means = means
-        self._starter = starter
-        self.microbatches = starter.microbatches
+    def __init__(
+        self, recipe: Recipe, prepared: Prepared, launched: Launch, workers: Sequence[Worker], recorder: Recorder
+    ) -> None:
+        self._recipe = recipe
+        self.microbatches = recipe.microbatches
         self._failure: BaseException | None = None
-        self._threads = ThreadPoolExecutor(len(workers), "adaptra-rank") if len(workers) > 1 else None
-        self._run_by(launched, workers, recorder)
+        self._run_by(prepared, launched, workers, recorder)
 
-    def _run_by(self, launched: Launch, workers: Sequence[Worker], recorder: Recorder) -> None:
+    def _run_by(self, prepared: Prepared, launched: Launch, workers: Sequence[Worker], recorder: Recorder) -> None:
+        self._prepared = prepared
+        self._threads = ThreadPoolExecutor(len(workers), "adaptra-rank") if len(workers) > 1 else None
         self.launched = launched
         self.workers = tuple(workers)
         self._ranks = {worker.rank for worker in workers}
         # Also when the process ends without a close: the transports' threads must not outlive the interpreter.
         self._end = weakref.finalize(self, _end, self.workers, self._threads, recorder)
+
+    @property
+    def compiled(self) -> CompiledStages:
+        """The stages."""
+        return self._prepared.compiled
+
+    @property
+    def means(self) -> Means:
+        """What there is against edges whose bandwidth binds."""
+        return self._prepared.means
 
     def take_roles(self, after: Roles, optimizer: torch.optim.Optimizer) -> None:
         """Hold another stage, or the same of another replica: see :meth:`adaptra.api.Pipeline.take_roles`."""
@@ -66,7 +84,7 @@ class Built:
             return
         (worker,) = self.workers
         held = gather_state(worker.state, optimizer)
-        with self._changing_roles(job), ExitStack() as opened:
+        with self._changing("roles"), ExitStack() as opened:
             launched = job.join(after)
             for transport in launched.transports:
                 opened.callback(transport.close)
@@ -78,11 +96,7 @@ class Built:
                 arrived = exchange(held, before, after, job.everyone)
                 state = take_over(arrived, frozenset(graphs.trainable), frozenset(graphs.parameters))
                 give_optimizer(optimizer, arrived, state)
-            recorder = open_recorder(self._starter.options, launched)
-            opened.callback(recorder.close)
-            workers = self._starter.workers(launched, recorder, [state], worker.initial, worker.next_step)
-            opened.pop_all()
-            self._run_by(launched, workers, recorder)
+            self._start(self._prepared, launched, [state], opened)
 
     def settle_roles(self, optimizer: torch.optim.Optimizer, horizon: int) -> RoleChange | None:
         """Take better roles, if there are any: see :meth:`adaptra.api.Pipeline.settle_roles`."""
@@ -91,7 +105,7 @@ class Built:
         if not worker.measured:
             raise PipelineError("no step has run yet: roles are settled by what steps took")
         held = gather_state(worker.state, optimizer)
-        with self._changing_roles(job):
+        with self._changing("roles"):
             case, measured = worker.initial.case, tuple(worker.measured)
             change = agree_on_roles(job.everyone, roles, self.compiled.train, case, measured, held, horizon)
         if change is not None:
@@ -100,16 +114,109 @@ class Built:
             worker.controller.tell_roles(change)
         return change
 
+    def take_split(self, split: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
+        """Begin the stages elsewhere: see :meth:`adaptra.api.Pipeline.take_split`."""
+        captured = self._captured()
+        self._take_cut(self._cut(captured, captured.positions(split)), optimizer)
+
+    def settle_split(self, optimizer: torch.optim.Optimizer, horizon: int) -> SplitChange | None:
+        """Take a better cut, if there is one: see :meth:`adaptra.api.Pipeline.settle_split`."""
+        captured, (worker, *_) = self._captured(), self.workers
+        if not worker.measured:
+            raise PipelineError("no step has run yet: a split is settled by what steps took")
+        held = [gather_state(one.state, optimizer) for one in self.workers]
+        with self._changing("split"):
+            job, plan = self.launched.job, worker.plan
+            group = None if job is None else job.everyone
+            known, bytes_per_byte = gather_costs(group, plan.case.cost, worker.controller.measured_cost, held)
+
+            def moving(places: Sequence[Place]) -> tuple[float, float] | None:
+                began = time.monotonic()
+                try:
+                    stages = self._cut(captured, positions_of(places)).compiled.train
+                except AdaptraError:
+                    return None  # such as a buffer that two stages would change
+                names = {name for found in transfers(self.compiled.train, stages).values() for name in found}
+                moved = bytes_per_byte * sum(captured.sizes[name] for name in names)
+                return RESTART_SECONDS + time.monotonic() - began, moved
+
+            decided: tuple[SplitChange, tuple[Place, ...]] | None = None
+            if known is not None and (job is None or job.rank == 0):
+                case = replace(plan.case, cost=known)
+                decided = choose_split(case, plan.program, plan.delegated, plan.rounded, self.means, horizon, moving)
+            decided = share_split(group, decided, self.compiled.places)
+        if decided is None:
+            return None
+        change, places = decided
+        self._take_cut(self._cut(captured, positions_of(places)), optimizer)
+        for one in self.workers:
+            one.controller.tell_split(change)
+        return change
+
+    def _captured(self) -> Captured:
+        self.require_running()
+        captured = self.compiled.captured
+        if captured is None or not self.compiled.with_loss:
+            raise OptionError(
+                "split: the stages were given as modules, or the model's function returns no loss: expected a pipeline that "
+                "adaptra.compile cut itself, which can be cut again"
+            )
+        return captured
+
+    def _cut(self, captured: Captured, positions: tuple[int, ...]) -> Prepared:
+        return self._recipe.prepare(captured.cut(positions))
+
+    def _take_cut(self, after: Prepared, optimizer: torch.optim.Optimizer) -> None:
+        """Go on with other stages: all that may be refused by then is refused before anything ends."""
+        stages_before, stages = self.compiled.train, after.compiled.train
+        if after.compiled.places.chosen == self.compiled.places.chosen:
+            return
+        held = [gather_state(worker.state, optimizer) for worker in self.workers]
+        for worker in self.workers:
+            prepare(stages[worker.rank])
+        states: list[Mapping[str, Tensor]] = [worker.state for worker in self.workers]
+        before = [one for state in states for one in state.values()]
+        moving = transfers(stages_before, stages)
+        with self._changing("split"), ExitStack() as opened:
+            job, launched = self.launched.job, self.launched.again()
+            for transport in launched.transports:
+                opened.callback(transport.close)
+            if job is not None:
+                agree(launched.transports[0], "pipeline", after.facts(), self._recipe.options.timeout)
+            self._end()
+            if job is None:
+                states, arrived = move_within(held, states, stages, moving)
+            else:
+                stage = self.workers[0].rank
+                replica = None if launched.replicas is None else launched.replicas.index
+                ranks = range(len(stages)) if launched.roles is None else launched.roles.pipeline(replica or 0)
+                arrived = [exchange_parts(held[0], stage, moving, ranks, job.everyone)]
+            made = [
+                new_state(stages[worker.rank], state, one)
+                for worker, state, one in zip(self.workers, states, arrived, strict=True)
+            ]
+            regroup(optimizer, before, made, arrived)
+            self._start(after, launched, made, opened)
+
+    def _start(self, prepared: Prepared, launched: Launch, states: Sequence[Mapping[str, Tensor]], opened: ExitStack) -> None:
+        """Go on with new workers at the step at which the old ones ended; ``opened`` then closes nothing any more."""
+        recorder = open_recorder(self._recipe.options, launched)
+        opened.callback(recorder.close)
+        workers = prepared.starter.workers(launched, recorder, states, prepared.initial, self.workers[0].next_step)
+        opened.pop_all()
+        self._run_by(prepared, launched, workers, recorder)
+
     @contextmanager
-    def _changing_roles(self, job: Job) -> Generator[None]:
+    def _changing(self, what: str) -> Generator[None]:
         """Around what all ranks of the job do together: what fails here has failed everywhere, or will."""
         try:
-            job.meet(self._starter.options.timeout)
+            if self.launched.job is not None:
+                self.launched.job.meet(self._recipe.options.timeout)
             yield
         except BaseException as error:
             self._failure = error
             if isinstance(error, RuntimeError) and not isinstance(error, AdaptraError):
-                raise PeerLostError(f"roles: a rank is lost: {error}") from error
+                raise PeerLostError(f"{what}: a rank is lost: {error}") from error
             raise
 
     def _replicated(self) -> tuple[Job, Roles]:

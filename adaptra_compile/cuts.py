@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from adaptra.cost import CostModel
@@ -16,11 +16,13 @@ class Place:
         module: The module whose first operation it is, as ``split=`` takes it; None if no module begins there.
         bytes: What a microbatch sends across a cut there, in bytes.
         work: The estimated cost of all that is before it, in FLOPs or bytes moved; only shares of it matter.
+        position: The number of its first operation in the captured model; None where nothing was captured.
     """
 
     module: str | None
     bytes: int
     work: float
+    position: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +33,53 @@ class MovedCut:
         stage: The stage that begins elsewhere.
         was: Where it began.
         to: Where it begins now.
-        split: The modules at which stages 1, 2, … then begin, as ``split=`` takes them; None where a stage begins at none.
+        places: Where stages 1, 2, … then begin.
         cost: The costs then, estimated.
     """
 
     stage: int
     was: Place
     to: Place
-    split: tuple[str | None, ...]
+    places: tuple[Place, ...]
     cost: CostModel
+
+    @property
+    def split(self) -> tuple[str | None, ...]:
+        """The modules at which stages 1, 2, … then begin, as ``split=`` takes them; None where a stage begins at none."""
+        return tuple(place.module for place in self.places)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitChange:
+    """A change of the cuts that wins.
+
+    Attributes:
+        before, after: The modules at which stages 1, 2, … begin; None where a stage begins at none.
+        seconds_before, seconds_after: What a step takes, by simulation.
+        moving: What the change takes once, seconds.
+    """
+
+    before: tuple[str | None, ...]
+    after: tuple[str | None, ...]
+    seconds_before: float
+    seconds_after: float
+    moving: float
+
+    def saved(self, horizon: int) -> float:
+        """Seconds that so many steps are shorter together, what moving takes off."""
+        return horizon * (self.seconds_before - self.seconds_after) - self.moving
+
+    def __str__(self) -> str:
+        stages = ", ".join(
+            f"stage {stage} beginning at {now!r} instead of {_named(was)}"
+            for stage, (was, now) in enumerate(zip(self.before, self.after, strict=True), 1)
+            if was != now
+        )
+        steps = self.moving / (self.seconds_before - self.seconds_after)
+        return (
+            f"{stages}: {1e3 * self.seconds_after:.1f} ms a step instead of {1e3 * self.seconds_before:.1f} ms; moving takes "
+            f"{1e3 * self.moving:.0f} ms, {steps:.0f} steps' gain"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +107,17 @@ class Places:
         end = self.chosen[stage].work if stage < len(self.chosen) else self.work
         for to in self.possible:
             if begin < to.work < end and to.work != was.work and to.bytes < was.bytes:
-                split = tuple((to if at == stage else place).module for at, place in enumerate(self.chosen, 1))
-                yield MovedCut(stage, was, to, split, _moved(cost, stage, (begin, was.work, end), to, to.bytes / was.bytes))
+                places = tuple(to if at == stage else place for at, place in enumerate(self.chosen, 1))
+                yield MovedCut(stage, was, to, places, _moved(cost, stage, (begin, was.work, end), to, to.bytes / was.bytes))
+
+
+def positions_of(places: Sequence[Place]) -> tuple[int, ...]:
+    """Where stages begin in a captured model."""
+    return tuple(place.position for place in places if place.position is not None)
+
+
+def _named(module: str | None) -> str:
+    return "within a module" if module is None else repr(module)
 
 
 def _moved(cost: CostModel, stage: int, bounds: tuple[float, float, float], to: Place, bytes_ratio: float) -> CostModel:

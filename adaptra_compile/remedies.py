@@ -8,13 +8,14 @@ cut where less is sent. Each of these is planned for, and the simulated steps sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final
 
+from adaptra.assignment import LEAST_GAIN
 from adaptra.cost import Case, CostModel
-from adaptra.cuts import MovedCut, Places
+from adaptra.cuts import MovedCut, Place, Places, SplitChange
 from adaptra.limitation import EFFORT, cause_of
 from adaptra.planner import plan
 from adaptra.program import Program
@@ -71,6 +72,7 @@ class Choice:
         makespan: The simulated step.
         bound: What no plan with this remedy beats.
         wanted: What the user would have to do to get it, or None if it can be part of a plan as things are.
+        cut: The cut that moves, if one does.
     """
 
     remedy: Remedy
@@ -80,6 +82,7 @@ class Choice:
     makespan: float
     bound: Bound
     wanted: str | None
+    cut: MovedCut | None = None
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,45 @@ def find_remedies(
     return Remedies(edges, occupancy, load, simulate(program, case.cost).makespan, bound, tuple(choices))
 
 
+def choose_split(
+    case: Case,
+    program: Program,
+    spread: Sequence[Edge],
+    rounded: Sequence[Edge],
+    means: Means,
+    horizon: int,
+    moving: Callable[[Sequence[Place]], tuple[float, float] | None],
+) -> tuple[SplitChange, tuple[Place, ...]] | None:
+    """The moved cut with the shortest simulated step that saves more over ``horizon`` steps than moving costs, if there is one.
+
+    Args:
+        case, program, spread, rounded, means: As of :func:`find_remedies`; the program is first adapted to the case.
+        horizon: A number of steps.
+        moving: The seconds and the bytes that it takes to begin the stages at these places, or None if they can't.
+
+    Returns:
+        The change, and where stages 1, 2, … then begin.
+    """
+    adapted = plan(case, incumbent=program, effort=EFFORT).compute_only()
+    found = find_remedies(case, adapted, spread, rounded, means=means)
+    for choice in () if found is None else found.choices:
+        cut = choice.cut
+        if found is None or cut is None or choice.makespan >= (1 - LEAST_GAIN) * found.makespan:
+            continue
+        if any(place.position is None for place in cut.places) or (needed := moving(cut.places)) is None:
+            continue
+        seconds, state_bytes = needed
+        lower, upper = cut.stage - 1, cut.stage
+        # What a message takes there says what a byte does.
+        occupancy = max(_occupancy(case.cost, (lower, upper)), _occupancy(case.cost, (upper, lower)))
+        seconds += state_bytes * occupancy / cut.was.bytes
+        before = (*cut.split[: cut.stage - 1], cut.was.module, *cut.split[cut.stage :])
+        change = SplitChange(before, cut.split, found.makespan, choice.makespan, seconds)
+        if change.saved(horizon) > 0:
+            return change, cut.places
+    return None
+
+
 def bound_edges(case: Case) -> tuple[tuple[Edge, ...], float]:
     """The directed edges that a message occupies for longer than any rank computes for a microbatch, and that time.
 
@@ -215,25 +257,25 @@ def _occupied(cost: CostModel, edge: Edge) -> float:
 
 def _candidates(
     case: Case, edges: Sequence[Edge], means: Means, spread: Sequence[Edge], rounded: Sequence[Edge]
-) -> Iterator[tuple[Remedy, str, CostModel, str | None]]:
-    """Kind, what changes, the costs with it, and what the user would have to do for it."""
+) -> Iterator[tuple[Remedy, str, CostModel, str | None, MovedCut | None]]:
+    """Kind, what changes, the costs with it, what the user would have to do for it, and the cut that moves, if one does."""
     cost = case.cost
     single = [edge for edge in edges if edge not in spread]
     if single:
         # What they bring is known once they carry messages: their number if a window limits each, nothing if the line is full.
         change = f"at best, up to {MOST_CONNECTIONS} connections"
         wanted = None if means.spreads else "Options(delegate=True) tries them"
-        yield Remedy.PATHS, change, with_occupancies(cost, single, 1 / MOST_CONNECTIONS), wanted
+        yield Remedy.PATHS, change, with_occupancies(cost, single, 1 / MOST_CONNECTIONS), wanted, None
     exact = [edge for edge in edges if edge not in rounded]
     if exact:
         wanted = None if means.rounds else "Options(lossy_bf16='slow') allows it"
-        yield Remedy.ROUNDING, "rounding to bfloat16", with_occupancies(cost, exact, BFLOAT16_SHARE), wanted
+        yield Remedy.ROUNDING, "rounding to bfloat16", with_occupancies(cost, exact, BFLOAT16_SHARE), wanted, None
     if means.places is not None:
         places = means.places
         moved = [move for stage in sorted({max(edge) for edge in edges}) for move in places.moves(cost, stage)]
         moved.sort(key=lambda move: lower_bound(replace(case, cost=move.cost)).value)
         for move in moved[:MOST_CUTS]:
-            yield Remedy.CUT, _describe(move), move.cost, f"compile again with split={_split(move)}"
+            yield Remedy.CUT, _describe(move), move.cost, f"pipe.take_split({_split(move)}, optimizer) moves it", move
 
 
 def _describe(move: MovedCut) -> str:
@@ -241,11 +283,13 @@ def _describe(move: MovedCut) -> str:
 
 
 def _split(move: MovedCut) -> str:
-    """The list to compile with; an ellipsis where a stage begins at no module."""
+    """The list to cut with; an ellipsis where a stage begins at no module."""
     return f"[{', '.join('…' if name is None else repr(name) for name in move.split)}]"
 
 
-def _choice(case: Case, program: Program, remedy: Remedy, change: str, cost: CostModel, wanted: str | None) -> Choice:
+def _choice(
+    case: Case, program: Program, remedy: Remedy, change: str, cost: CostModel, wanted: str | None, cut: MovedCut | None
+) -> Choice:
     changed = replace(case, cost=cost)
     found = plan(changed, incumbent=program, effort=EFFORT).compute_only()
-    return Choice(remedy, change, found, cost, simulate(found, cost).makespan, lower_bound(changed), wanted)
+    return Choice(remedy, change, found, cost, simulate(found, cost).makespan, lower_bound(changed), wanted, cut)

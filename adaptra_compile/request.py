@@ -50,11 +50,8 @@ class Request:
             raise OptionError(
                 f"loss={given!r}: expected a function of (outputs, targets), or None if the model returns the loss"
             )
-        given = self.split
-        if given is not None and (
-            isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given)
-        ):
-            raise OptionError(f"split={given!r}: expected a list of module names, one for every stage but the first")
+        if self.split is not None:
+            check_split(self.split)
         given = self.transport
         if given is not None and given not in transport_names():
             raise LaunchError(f"transport {given!r}: expected one of {', '.join(transport_names())}")
@@ -152,6 +149,16 @@ class Request:
             "options.lossy_bf16": str(options.lossy_bf16),
             "options.inner": str(options.inner),
         }
+
+
+def check_split(given: Any) -> None:
+    """Refuse what is no list of modules' names.
+
+    Raises:
+        OptionError: Says what was given.
+    """
+    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):  # pyright: ignore[reportUnknownVariableType]
+        raise OptionError(f"split={given!r}: expected a list of module names, one for every stage but the first")
 
 
 def _is_list(model: object) -> bool:

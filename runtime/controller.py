@@ -23,6 +23,8 @@ from queue import SimpleQueue
 from torch.distributed import DistError, DistNetworkError, Store
 
 from adaptra.assignment import RoleChange
+from adaptra.cost import CostModel
+from adaptra.cuts import SplitChange
 from adaptra.errors import ControlError
 from adaptra.program import Program
 from adaptra.runtime.coordinator import ControllerOptions, Coordinator
@@ -179,8 +181,17 @@ class Controller:
 
     def tell_roles(self, change: RoleChange) -> None:
         """The ranks have changed roles before the next step. Any thread may."""
-        seconds = (change.seconds_after, change.seconds_before)
-        self._emit(EventKind.ROLES, self._step, self._running.version, str(change), *seconds)
+        self._tell_change(EventKind.ROLES, change)
+
+    def tell_split(self, change: SplitChange) -> None:
+        """The stages have been cut elsewhere before the next step. Any thread may."""
+        self._tell_change(EventKind.SPLIT, change)
+
+    @property
+    def measured_cost(self) -> CostModel | None:
+        """The costs as they are known now, also those that no plan follows yet; None unless this rank coordinates."""
+        coordinator = self._coordinator
+        return None if coordinator is None else coordinator.cost
 
     def abort(self, error: Exception) -> None:
         """Training has failed elsewhere: whoever waits in :meth:`plan_for`, or asks later, gets ``error``. Any thread may."""
@@ -205,6 +216,9 @@ class Controller:
         self._preparation.close(CLOSE_SECONDS)
         if (coordinator := self._coordinator) is not None:
             coordinator.close(CLOSE_SECONDS)
+
+    def _tell_change(self, kind: EventKind, change: RoleChange | SplitChange) -> None:
+        self._emit(kind, self._step, self._running.version, str(change), change.seconds_after, change.seconds_before)
 
     def _emit(
         self,

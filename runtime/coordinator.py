@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
+from adaptra.cost import CostModel
 from adaptra.errors import AdaptraError
 from adaptra.program import Program
 from adaptra.remedies import Remedies, Remedy, without_needless_rounding
@@ -129,6 +130,11 @@ class Coordinator:
         self._thread: threading.Thread | None = None
         self._outcomes: SimpleQueue[_Outcome] = SimpleQueue()
         self._deadline = 0.0
+
+    @property
+    def cost(self) -> CostModel:
+        """The costs as far as steps have told them."""
+        return self._detector.cost
 
     def measured(self, measurement: StepMeasurement) -> None:
         """A rank has run a step."""

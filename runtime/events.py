@@ -30,6 +30,8 @@ class EventKind(Enum):
     """This rank is about to run ``step``, the first one under another plan."""
     ROLES = "roles"
     """The ranks of the job have changed roles, so that a slow link carries something else; ``text`` says which, and why."""
+    SPLIT = "split"
+    """The stages have been cut elsewhere, where less is sent; ``text`` says where, and why."""
     COORDINATES = "coordinates"
     """This rank coordinates from now on, in place of another."""
     RESIGNED = "resigned"

@@ -8,7 +8,7 @@ per group, such as the learning rate, stays where it is: every rank runs the sam
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -52,6 +52,24 @@ class Handover:
     def nbytes(self) -> int:
         """The bytes of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def part(self, names: Collection[str]) -> Handover:
+        """What belongs to these parameters and buffers."""
+        return Handover(
+            {key: tensor for key, tensor in self.tensors.items() if key[0] in names},
+            {key: number for key, number in self.numbers.items() if key[0] in names},
+            {name: index for name, index in self.groups.items() if name in names},
+        )
+
+    def copy(self) -> Handover:
+        """The same with tensors of its own."""
+        return Handover({key: tensor.clone() for key, tensor in self.tensors.items()}, dict(self.numbers), dict(self.groups))
+
+    def add(self, other: Handover) -> None:
+        """Take what another one holds of other names."""
+        self.tensors |= other.tensors
+        self.numbers |= other.numbers
+        self.groups |= other.groups
 
 
 def gather_state(state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Handover:
@@ -101,17 +119,39 @@ def exchange(held: Handover, before: Roles, after: Roles, group: ProcessGroup) -
     """
     rank = distributed.get_rank(group)
     to, source = before.successor(rank, after), after.successor(rank, before)
+    wait = send(held, to, group)
+    arrived = receive(source, group)
+    wait()
+    return arrived
+
+
+def send(held: Handover, to: int, group: ProcessGroup) -> Callable[[], None]:
+    """Send a handover to a rank of the group. What is returned waits until it has been sent."""
     head = torch.frombuffer(bytearray(_describe(held)), dtype=torch.uint8)
     body = torch.cat([torch.empty(0, dtype=torch.uint8), *map(_bytes_of, held.tensors.values())])
-    sizes, arriving = torch.tensor([head.numel(), body.numel()]), torch.empty(2, dtype=torch.int64)
-    works = [group.send([sizes], to, 0), group.send([head], to, 1), group.send([body], to, 2)]
+    parts = [torch.tensor([head.numel(), body.numel()]), head, body]
+    works = [group.send([part], to, tag) for tag, part in enumerate(parts)]
+
+    def wait() -> None:
+        for work, _ in zip(works, parts, strict=True):  # which keeps the parts until then
+            work.wait()
+
+    return wait
+
+
+def receive(source: int, group: ProcessGroup) -> Handover:
+    """Receive the handover that a rank of the group sends.
+
+    Raises:
+        ControlError: What arrived is not a handover.
+        RuntimeError: The rank is lost.
+    """
+    arriving = torch.empty(2, dtype=torch.int64)
     group.recv([arriving], source, 0).wait()
     head_size, body_size = map(int, arriving.tolist())
     head, body = torch.empty(head_size, dtype=torch.uint8), torch.empty(body_size, dtype=torch.uint8)
     group.recv([head], source, 1).wait()
     group.recv([body], source, 2).wait()
-    for work in works:
-        work.wait()
     return _read(bytes(head.tolist()), body, f"handover of rank {source}")
 
 
@@ -139,14 +179,28 @@ def give_optimizer(optimizer: torch.optim.Optimizer, arrived: Handover, state: M
     Raises:
         StateError: The rank before had more groups; nothing is changed then.
     """
-    if any(index >= len(optimizer.param_groups) for index in arrived.groups.values()):
-        raise StateError(
-            f"optimizer: {len(optimizer.param_groups)} parameter groups here, {max(arrived.groups.values()) + 1} on the rank "
-            "that had this role: expected the same groups on every rank, empty ones too"
-        )
+    check_groups(optimizer, arrived)
     optimizer.state.clear()
     for index, group in enumerate(optimizer.param_groups):
         group["params"] = [state[name] for name, of in arrived.groups.items() if of == index]
+    set_state(optimizer, arrived, state)
+
+
+def check_groups(optimizer: torch.optim.Optimizer, arrived: Handover) -> None:
+    """Refuse parameters of groups that are not here.
+
+    Raises:
+        StateError: The rank before had more groups.
+    """
+    if any(index >= len(optimizer.param_groups) for index in arrived.groups.values()):
+        raise StateError(
+            f"optimizer: {len(optimizer.param_groups)} parameter groups here, {max(arrived.groups.values()) + 1} on the rank "
+            "that had these parameters: expected the same groups on every rank, empty ones too"
+        )
+
+
+def set_state(optimizer: torch.optim.Optimizer, arrived: Handover, state: Mapping[str, Tensor]) -> None:
+    """Give the optimizer what it keeps of parameters that have arrived."""
     for (name, what), entry in (*arrived.tensors.items(), *arrived.numbers.items()):
         if what.startswith(STATE):
             optimizer.state[state[name]][what.removeprefix(STATE)] = entry

@@ -30,7 +30,8 @@ class Launch:
     Attributes:
         transports: One per rank run here, by rank: all of them as threads, or the one of this process.
         replicas: This process's peers in other pipelines, or None without data parallelism.
-        job, roles: Joins the pipeline and the peers of another role, and the roles of all ranks; None without replicas.
+        job: Joins the pipeline and the peers of another role; None where all ranks are threads of this process.
+        roles: The roles of all ranks; None without replicas.
     """
 
     transports: tuple[Transport, ...]
@@ -38,21 +39,30 @@ class Launch:
     job: Job | None = None
     roles: Roles | None = None
 
+    def again(self) -> Launch:
+        """The same ranks in the same roles, with transports that carry no message of the old ones. All ranks call it."""
+        if self.job is not None:
+            return self.job.join(self.roles)
+        hub = LocalHub(len(self.transports))
+        return Launch(tuple(hub.transport(rank) for rank in range(len(self.transports))))
+
 
 class Job:
-    """This process among those of a job with several replicas.
+    """This process among those of a job.
 
     Args:
         name: The transport's name.
         store: Shared by all ranks of the job.
         with_delegate, addresses: As :func:`launch`.
+        changes_roles: Whether there are roles to change.
 
     Attributes:
         rank: This process's rank in the job.
-        everyone: All ranks of the job, by rank.
     """
 
-    def __init__(self, name: str, store: Store, with_delegate: bool, addresses: Sequence[str]) -> None:
+    def __init__(
+        self, name: str, store: Store, with_delegate: bool, addresses: Sequence[str], changes_roles: bool = True
+    ) -> None:
         self.rank = dist.get_rank()
         self._name = name
         self._store = store
@@ -61,10 +71,23 @@ class Job:
         self._joined = 0
         self._met = 0
         # Made while all ranks are sure to live: making a group waits for its members.
-        self.everyone = new_group(range(dist.get_world_size()), "gloo")
+        self._everyone = new_group(range(dist.get_world_size()), "gloo") if changes_roles else None
 
-    def join(self, roles: Roles) -> Launch:
-        """Join the pipeline and the replicas of this rank's role. All ranks of the job call it with the same roles."""
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """All ranks of the job, by rank; without roles to change made when all ranks first ask for it, together."""
+        if self._everyone is None:
+            self._everyone = new_group(range(dist.get_world_size()), "gloo")
+        return self._everyone
+
+    def join(self, roles: Roles | None) -> Launch:
+        """Join the pipeline and the replicas of this rank's role. All ranks of the job call it with the same roles.
+
+        Without roles the job's ranks are the stages of one pipeline.
+        """
+        if roles is None:
+            group = new_group(range(dist.get_world_size()), timeout=None)
+            return Launch((_join(self._name, group, self._with_delegate, self._addresses),), None, self)
         replica, stage = roles.of(self.rank)
         members = roles.pipeline(replica)
         # Of their own members only, so that each rank makes the groups it belongs to; in the order of the replicas, so that
@@ -82,7 +105,7 @@ class Job:
             ControlError: The store is lost.
         """
         self._met += 1
-        _exchange(self._store, f"roles/{self._met}", self.rank, "", range(self.everyone.size()), timeout)
+        _exchange(self._store, f"change/{self._met}", self.rank, "", range(self.everyone.size()), timeout)
 
 
 def is_launched() -> bool:
@@ -141,7 +164,8 @@ def launch(
         )
     usual = Roles.initial(ranks, stages)
     if roles in (None, usual) and ranks == stages:
-        return Launch((_join(name, None, with_delegate, addresses),))
+        job = Job(name, store, with_delegate, addresses, changes_roles=False)
+        return Launch((_join(name, None, with_delegate, addresses),), None, job)
     return Job(name, store, with_delegate, addresses).join(roles or usual)
 
 

@@ -1,4 +1,4 @@
-"""Agreeing on roles between two steps: all ranks measure, one chooses, all do what it chose."""
+"""Agreeing on roles or on a split between two steps: all ranks measure, one chooses, all do what it chose."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from adaptra.assignment import JobModel, RoleChange, StageLoad, choose_roles
-from adaptra.cost import Case
+from adaptra.cost import Case, CostModel
+from adaptra.cuts import Place, Places, SplitChange, positions_of
 from adaptra.graph.stages import TrainStage
 from adaptra.roles import Roles
 from adaptra.runtime.handover import VALUE, Handover
@@ -20,7 +21,7 @@ from adaptra.runtime.link_probe import measure_links
 from adaptra.runtime.measurement import StageMeasurement
 
 RESTART_SECONDS: Final = 1.0
-"""What a change of roles takes besides moving state: ending the workers and starting others, and calibrating anew."""
+"""What a change takes besides moving state: ending the workers and starting others, and calibrating anew."""
 
 
 def agree_on_roles(
@@ -71,6 +72,81 @@ def agree_on_roles(
     group.broadcast([chosen]).wait()
     before, after, moving, *ranks = chosen.tolist()
     return RoleChange(roles, Roles(roles.stages, tuple(map(int, ranks))), before, after, moving) if before else None
+
+
+def gather_costs(
+    group: ProcessGroup | None, planned: CostModel, measured: CostModel | None, held: Sequence[Handover]
+) -> tuple[CostModel | None, float]:
+    """What is known of costs, the same on every rank. All ranks of the job call it.
+
+    Args:
+        group: All ranks of the job, by rank; None if they are threads of this process.
+        planned: The costs that the running plan is made for: memory, and whether the directions share an edge.
+        measured: What this rank knows, if it coordinates its pipeline.
+        held: What each stage of this process has.
+
+    Returns:
+        The costs, of several replicas the largest, or None if nobody coordinates just now; and how many bytes move with each
+        byte of a parameter, with its gradient and the optimizer's state.
+
+    Raises:
+        RuntimeError: A rank is lost.
+    """
+    known = [] if measured is None else [value for name in _MEASURED for value in getattr(measured, name)]
+    count = sum(len(getattr(planned, name)) for name in _MEASURED)
+    values = sum(
+        one.numel() * one.element_size() for state in held for (_, what), one in state.tensors.items() if what == VALUE
+    )
+    moves = sum(state.nbytes for state in held)
+    row = torch.tensor([measured is not None, moves, values, *(known or [0.0] * count)], dtype=torch.float64)
+    facts = row[None]
+    if group is not None:
+        facts = torch.zeros(group.size(), len(row), dtype=torch.float64)
+        facts[group.rank()] = row
+        group.allreduce([facts]).wait()
+    is_known, moves, has, *_ = facts.sum(0).tolist()
+    ratio = moves / has if has else 1.0
+    if not is_known:
+        return None, ratio
+    largest = iter(facts.amax(0).tolist()[3:])
+    found = {name: tuple(next(largest) for _ in getattr(planned, name)) for name in _MEASURED}
+    return replace(planned, **found), ratio
+
+
+def share_split(
+    group: ProcessGroup | None, decided: tuple[SplitChange, tuple[Place, ...]] | None, places: Places
+) -> tuple[SplitChange, tuple[Place, ...]] | None:
+    """What rank 0 has decided, on every rank. All ranks of the job call it.
+
+    Args:
+        group: All ranks of the job, by rank; None if they are threads of this process.
+        decided: On rank 0, the change and where stages 1, 2, … then begin.
+        places: Where they begin, and where else they could.
+
+    Raises:
+        RuntimeError: A rank is lost.
+    """
+    if group is None:
+        return decided
+    told = torch.zeros(3 + len(places.chosen), dtype=torch.float64)
+    if decided is not None and group.rank() == 0:
+        change, chosen = decided
+        numbers = (change.seconds_before, change.seconds_after, change.moving)
+        told = torch.tensor([*numbers, *positions_of(chosen)], dtype=torch.float64)
+    group.broadcast([told]).wait()
+    before, after, moving, *positions = told.tolist()
+    if not before:
+        return None
+    by_position = {place.position: place for place in (*places.possible, *places.chosen)}
+    chosen = tuple(by_position[int(one)] for one in positions)
+    was, now = (tuple(place.module for place in some) for some in (places.chosen, chosen))
+    return SplitChange(was, now, before, after, moving), chosen
+
+
+_MEASURED: Final = (
+    *("forward", "input_grad", "weight_grad"),
+    *("latency_forward", "latency_backward", "occupancy_forward", "occupancy_backward"),
+)
 
 
 def _durations(case: Case, stage: int, measured: Sequence[StageMeasurement]) -> tuple[float, float, float]:

@@ -145,6 +145,7 @@ class Worker:
         own_messages = (self._gradients, self._losses, self._probes, self._norms)
         self._always = sum((Counter(each.receive_counts()) for each in own_messages), Counter())
         self._by_program: Counter[tuple[int, MessageSpec]] = Counter()
+        self._reserve({})  # where ranks have changed places, gradients may be looked at before a first step
         self._cost = initial.case.cost
         first = self._training_executor(initial)
         verify(first.program)

@@ -14,11 +14,11 @@ from strategies import cases
 from torch import nn
 
 from adaptra.cost import Case, CostModel
-from adaptra.cuts import Place, Places
+from adaptra.cuts import Place, Places, positions_of
 from adaptra.explanation import explain
 from adaptra.graph import compile_stages
 from adaptra.planner import plan
-from adaptra.remedies import Means, Remedy, bound_edges, find_remedies, without_needless_rounding
+from adaptra.remedies import Means, Remedy, bound_edges, choose_split, find_remedies, without_needless_rounding
 from adaptra.simulate import simulate
 
 TEN = CostModel.uniform(4, 10, 10, 10)
@@ -79,10 +79,33 @@ def test_a_cut_where_less_is_sent_is_worth_some_imbalance() -> None:
     found = remedies(FULL, Means(places=PLACES))
     assert found is not None
     cuts = [choice for choice in found.choices if choice.remedy is Remedy.CUT]
-    assert [choice.wanted for choice in cuts] == ["compile again with split=['b', 'c', 'f']"]
+    assert [choice.wanted for choice in cuts] == ["pipe.take_split(['b', 'c', 'f'], optimizer) moves it"]
     assert "stage 2 beginning at 'c', 150 bytes a message instead of 600" in str(found)
     assert cuts[0].cost.occupancy_forward == (0, 12.5, 0) and cuts[0].cost.occupancy_backward == (0, 0, 0)
     assert cuts[0].cost.forward == pytest.approx((10, 8, 12, 10)) and cuts[0].makespan < 0.75 * found.makespan
+
+
+def known(places: Places) -> Places:
+    """The same in a captured model, in which stages can begin there."""
+    chosen, possible = ([replace(one, position=int(one.work)) for one in some] for some in (places.chosen, places.possible))
+    return replace(places, chosen=tuple(chosen), possible=tuple(possible))
+
+
+def test_a_cut_that_wins_more_than_it_costs_is_chosen() -> None:
+    def choose(places: Places, moving: tuple[float, float] | None, horizon: int = 100, cost: CostModel = FULL):
+        means = Means(places=places)
+        return choose_split(case(cost), plan(case(cost)), (), (), means, horizon, lambda _: moving)
+
+    chosen = choose(known(PLACES), (1000.0, 6000.0))
+    assert chosen is not None
+    change, places = chosen
+    assert (change.before, change.after) == (("b", "d", "f"), ("b", "c", "f")) and positions_of(places) == (100, 180, 300)
+    assert change.moving == 1000 + 6000 * 50 / 600 and change.saved(100) > 0
+    assert str(change).startswith("stage 2 beginning at 'c' instead of 'd': ")
+    assert choose(known(PLACES), (1000.0, 0.0), horizon=1) is None, "it takes longer than it saves"
+    assert choose(known(PLACES), None) is None, "no stage can begin there after all"
+    assert choose(PLACES, (0.0, 0.0)) is None, "nothing was captured"
+    assert choose(known(PLACES), (0.0, 0.0), cost=TEN) is None, "no bandwidth binds"
 
 
 def test_stages_begin_in_order_whatever_moves() -> None:

@@ -27,12 +27,12 @@ DOCUMENTED = {
     "roles": "roles … for … stages: expected each rank of the job once, in whole replicas",
     "alone": "roles: this job has one replica: expected several, whose ranks can change places",
     "early": "no step has run yet: roles are settled by what steps took",
-    "lost": "roles: a rank is lost: …",
+    "lost": "…: a rank is lost: …",
     "other": "roles of … ranks and … stages: expected … and …",
     "state": "optimizer …: its state … of … is a …: expected tensors and numbers alone, which can move to another rank",
     "groups": (
-        "optimizer: … parameter groups here, … on the rank that had this role: expected the same groups on every rank, empty "
-        "ones too"
+        "optimizer: … parameter groups here, … on the rank that had these parameters: expected the same groups on every rank, "
+        "empty ones too"
     ),
 }
 

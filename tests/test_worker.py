@@ -12,7 +12,7 @@ from torch.nn import functional
 from training import MIXED, adam, compiled, differences, run_step, train_alone
 
 import adaptra
-from adaptra import build
+from adaptra import recipe
 from adaptra.runtime.events import EventKind
 from adaptra.runtime.plan import Plan
 from adaptra.runtime.worker import MOST_PREPARED, Worker
@@ -22,13 +22,13 @@ STEPS = 40
 
 
 def test_a_plan_beyond_the_memory_is_refused_and_nobody_switches(monkeypatch: pytest.MonkeyPatch) -> None:
-    planner = build.plan
+    planner = recipe.plan
 
     def careless(case: adaptra.Case, incumbent: Any = None, **limits: Any) -> adaptra.Program:
         unlimited = replace(case, cost=replace(case.cost, memory_limit=None))
         return planner(case if incumbent is None else unlimited, incumbent=incumbent, **limits)
 
-    monkeypatch.setattr(build, "plan", careless)
+    monkeypatch.setattr(recipe, "plan", careless)
     inputs, targets = torch.randn(8, 4), torch.randn(8, 4)
     refused: list[str] = []
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaptra.cuts import Places
 from adaptra.errors import CaptureError, PartitionError
 from adaptra.graph.analyze import Analysis, analyze
-from adaptra.graph.balance import balance
+from adaptra.graph.balance import Cuts, balance
 from adaptra.graph.batch import InputFormat, Loss, OutputFormat, TargetFormat
 from adaptra.graph.capture import FlatGraph, StateNames, capture, state_names
 from adaptra.graph.differentiate import differentiate, evaluate
@@ -59,6 +60,7 @@ class CompiledStages:
         inputs, targets: Flatten and check what a user gives.
         outputs: Puts together what the model returns in evaluation mode.
         places: Where the stages begin, and where else they could.
+        captured: What they were cut from; None for stages that were given as modules.
     """
 
     train: tuple[TrainStage, ...]
@@ -71,6 +73,7 @@ class CompiledStages:
     targets: TargetFormat
     outputs: OutputFormat
     places: Places
+    captured: Captured | None = None
 
     @property
     def with_loss(self) -> bool:
@@ -85,6 +88,7 @@ class CompiledStages:
         evaluation: tuple[EvalStage, ...],
         formats: tuple[InputFormat, TargetFormat, OutputFormat],
         places: Places,
+        captured: Captured | None = None,
     ) -> CompiledStages:
         """The pipeline of these stages, which hold the model's state as ``holders`` says.
 
@@ -103,7 +107,67 @@ class CompiledStages:
             targets=targets,
             outputs=outputs,
             places=places,
+            captured=captured,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A captured model, which can be cut again: graphs and fake tensors, so that it needs next to no memory.
+
+    Attributes:
+        stages: Into how many stages it is cut.
+        names: Of the model's state.
+        flat, analysis, cuts: The training graph, what it does, and where it could be cut.
+        eval_flat, eval_analysis, eval_cuts: The same of the evaluation graph.
+        formats: What flattens and checks inputs, targets and outputs.
+        sizes: The bytes of each parameter and buffer.
+        mode: The fake mode of both analyses.
+    """
+
+    stages: int
+    names: StateNames
+    flat: FlatGraph
+    analysis: Analysis
+    cuts: Cuts
+    eval_flat: FlatGraph
+    eval_analysis: Analysis
+    eval_cuts: Cuts
+    formats: tuple[InputFormat, TargetFormat, OutputFormat]
+    sizes: Mapping[str, int]
+    mode: FakeTensorMode
+
+    def positions(self, split: Sequence[str]) -> tuple[int, ...]:
+        """Where stages begin that begin with these modules.
+
+        Raises:
+            PartitionError: It can't be cut like that; says what to change.
+        """
+        return cut_before(self.flat, self.analysis, self.cuts, split, self.stages)
+
+    def cut(self, positions: Sequence[int], progress: Progress = log_progress) -> CompiledStages:
+        """The stages that begin at these ops of the training graph; the same for the same positions in every process.
+
+        Raises:
+            CaptureError, PartitionError: It can't be cut like that; says what to change.
+        """
+        flat, analysis, names = self.flat, self.analysis, self.names
+        parts = pieces(flat, analysis, self.cuts, positions, flat.results)
+        stage_of = {use: sum(one <= index for one in positions) for use, index in state_uses(flat, analysis).items()}
+        eval_positions = align(self.eval_cuts, state_uses(self.eval_flat, self.eval_analysis), stage_of, self.stages)
+        eval_parts = pieces(self.eval_flat, self.eval_analysis, self.eval_cuts, eval_positions, self.eval_flat.results)
+        holders = _holders(names, [(flat, parts), (self.eval_flat, eval_parts)], self.stages)
+        for name in names.buffers:
+            if name in analysis.changed_state and len(holders[name]) > 1:
+                raise PartitionError(
+                    f"{name}: training changes this buffer on stage {holders[name][0]}, and evaluation also reads it on stage "
+                    f"{holders[name][-1]}: expected one stage; use split= to keep the modules that use it together"
+                )
+        with self.mode:
+            train = differentiate(flat, analysis, parts, holders, names, self.sizes, progress)
+            evaluation = evaluate(self.eval_flat, self.eval_analysis, eval_parts, progress)
+        places = places_of(flat, analysis, self.cuts, positions)
+        return CompiledStages.of(names, holders, train, evaluation, self.formats, places, self)
 
 
 def compile_stages(
@@ -173,30 +237,25 @@ def compile_stages(
         logger.warning("the loss depends on no trainable parameter: training will change nothing")
     cuts = find_cuts(flat, analysis)
     positions = balance(cuts, stages) if split is None else cut_before(flat, analysis, cuts, split, stages)
-    parts = pieces(flat, analysis, cuts, positions, flat.results)
     progress("cut into stages", 1, 1)
 
     eval_flat, eval_analysis, outputs = captured(evaluation=True, changed=analysis.changed_state)
     progress("captured", 2, 2)
     assert outputs is not None, "an evaluation capture has outputs"
-    eval_cuts = find_cuts(eval_flat, eval_analysis)
-    stage_of = {use: sum(position <= index for position in positions) for use, index in state_uses(flat, analysis).items()}
-    eval_positions = align(eval_cuts, state_uses(eval_flat, eval_analysis), stage_of, stages)
-    eval_parts = pieces(eval_flat, eval_analysis, eval_cuts, eval_positions, eval_flat.results)
-
-    holders = _holders(names, [(flat, parts), (eval_flat, eval_parts)], stages)
-    for name in names.buffers:
-        if name in analysis.changed_state and len(holders[name]) > 1:
-            raise PartitionError(
-                f"{name}: training changes this buffer on stage {holders[name][0]}, and evaluation also reads it on stage "
-                f"{holders[name][-1]}: expected one stage; use split= to keep the modules that use it together"
-            )
-    sizes = _state_bytes(model)
-    with mode:
-        train = differentiate(flat, analysis, parts, holders, names, sizes, progress)
-        evaluation = evaluate(eval_flat, eval_analysis, eval_parts, progress)
-    formats = (inputs, target_format, outputs)
-    return CompiledStages.of(names, holders, train, evaluation, formats, places_of(flat, analysis, cuts, positions))
+    made = Captured(
+        stages=stages,
+        names=names,
+        flat=flat,
+        analysis=analysis,
+        cuts=cuts,
+        eval_flat=eval_flat,
+        eval_analysis=eval_analysis,
+        eval_cuts=find_cuts(eval_flat, eval_analysis),
+        formats=(inputs, target_format, outputs),
+        sizes=_state_bytes(model),
+        mode=mode,
+    )
+    return made.cut(positions, progress)
 
 
 def _example(

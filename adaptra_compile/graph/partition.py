@@ -109,7 +109,7 @@ def places_of(flat: FlatGraph, analysis: Analysis, cuts: Cuts, positions: Sequen
             named[position] = name
 
     def place(position: int) -> Place:
-        return Place(named.get(position), cuts.bytes[position], cuts.work[position])
+        return Place(named.get(position), cuts.bytes[position], cuts.work[position], position)
 
     possible = [one for one in sorted(named) if cuts.crossing[one] is not None and 0 < cuts.work[one] < cuts.work[-1]]
     return Places(tuple(map(place, positions)), tuple(map(place, possible)), cuts.work[-1])

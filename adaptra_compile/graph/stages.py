@@ -78,6 +78,11 @@ class TrainStage(ABC):
         return ()
 
     @property
+    def state_names(self) -> tuple[str, ...]:
+        """The parameters, then the buffers."""
+        return (*self.parameters, *self.buffers)
+
+    @property
     def input_bytes(self) -> int:
         """Bytes of the message F receives."""
         return _bytes(self.inputs)
@@ -101,7 +106,7 @@ class TrainStage(ABC):
         """This stage's own parameters and buffers out of the whole model: the model's tensors, not copies."""
         tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         tensors |= dict(model.named_buffers(remove_duplicate=False))
-        return OrderedDict((name, tensors[name]) for name in (*self.parameters, *self.buffers))
+        return OrderedDict((name, tensors[name]) for name in self.state_names)
 
     @abstractmethod
     def run_forward(

@@ -149,6 +149,7 @@ def _event(event: ControlEvent, rank: tuple[str]) -> Iterator[Sample]:
             | EventKind.WITHDRAWN
             | EventKind.LIMITED
             | EventKind.ROLES
+            | EventKind.SPLIT
             | EventKind.CONFIRMED
             | EventKind.REFUSED
             | EventKind.LINK

@@ -1,0 +1,107 @@
+"""What a pipeline is made by, but for the model: from stages, however they are cut, to what its workers are started with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+from adaptra.cost import Case, CostModel
+from adaptra.estimate import estimated_cost
+from adaptra.first_plan import first_plan, two_phase_plan
+from adaptra.graph import CompiledStages
+from adaptra.graph.inner import compiled_by
+from adaptra.graph.round_messages import round_messages
+from adaptra.memory import in_bytes, parse_size
+from adaptra.planner import plan
+from adaptra.program import Program
+from adaptra.remedies import Means, find_remedies
+from adaptra.runtime.faults import Fault
+from adaptra.runtime.options import Options
+from adaptra.runtime.plan import Plan
+from adaptra.runtime.planning import Planning
+from adaptra.simulate import lower_bound, simulate
+from adaptra.start import Starter
+
+PLANNER_SHARE: Final = 0.5
+"""The part of a step that a search takes at most: a plan that is there before the next step ends is run a step sooner."""
+
+DRAFT_SHARE: Final = 0.1
+"""The same for what is only suspected: all ranks must have got ready for the plan before the next step ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What every rank comes to for itself before its worker starts.
+
+    Attributes:
+        starter: What workers are started with.
+        initial: The first plan.
+        means: What there is against edges whose bandwidth binds.
+    """
+
+    starter: Starter
+    initial: Plan
+    means: Means
+
+    @property
+    def compiled(self) -> CompiledStages:
+        """The stages."""
+        return self.starter.compiled
+
+    def facts(self) -> list[object]:
+        """What must be the same on every rank, as JSON values."""
+        stages = [[str(one.inputs), str(one.outputs), *one.parameters, *one.buffers] for one in self.compiled.train]
+        return [str(self.initial.program), [list(edge) for edge in self.initial.delegated], stages]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How stages become a pipeline; it holds no model, so it can be kept.
+
+    Attributes:
+        microbatches, memory, with_loss, faults, options: As of :class:`adaptra.request.Request`.
+    """
+
+    microbatches: int
+    memory: int | str | None
+    with_loss: bool
+    faults: Sequence[Fault]
+    options: Options
+
+    def prepare(self, compiled: CompiledStages) -> Prepared:
+        """Plan for these stages.
+
+        Raises:
+            OptionError: A message between them can't be rounded, and the options round.
+            ScheduleError, PlanError: The schedule asked for does not fit, or one microbatch does not.
+        """
+        options = self.options
+        compiled = compiled_by(options.inner, compiled)
+        if options.lossy_bf16:
+            rounded = round_messages(compiled)  # which also refuses what can't be rounded, before a plan wants to
+            compiled = rounded if options.lossy_bf16 is True else compiled
+        cost = estimated_cost(compiled)
+        if options.emulate is not None:
+            cost = options.emulate.apply(cost)
+        if isinstance(self.memory, str):
+            cost = in_bytes(cost, compiled.train, parse_size(self.memory))
+        elif self.memory is not None:
+            cost = replace(cost, memory_limit=(float(self.memory),) * cost.stages)
+        case = Case(cost, self.microbatches, tuple(range(cost.stages)), name="compiled")
+        means = Means(options.uses_delegate, options.lossy_bf16 == "slow", compiled.places)
+        planner, draft = (partial(_better_plan, options.planning_seconds, share) for share in (PLANNER_SHARE, DRAFT_SHARE))
+        remedies = partial(find_remedies, means=means)
+        planning = Planning(planner, _makespan, lambda costs: lower_bound(costs).value, remedies, draft)
+        initial = first_plan(options, case) if self.with_loss else two_phase_plan(options, case)
+        return Prepared(Starter(compiled, self.microbatches, planning, self.faults, options), initial, means)
+
+
+def _better_plan(seconds: float, share: float, case: Case, incumbent: Program) -> Program:
+    """Only the coordinator asks and all ranks get what it found, so the search may end by time: a share of a step at most."""
+    return plan(case, incumbent=incumbent, budget=min(seconds, share * _makespan(incumbent, case.cost)))
+
+
+def _makespan(program: Program, cost: CostModel) -> float:
+    return simulate(program, cost).makespan
