@@ -316,8 +316,10 @@ class Membership:
         with self._condition:
             is_expected = self._ends or any(peer.record and peer.record.state is State.LEFT for peer in self._peers.values())
             is_expected = is_expected or self._state is State.LEFT
+            # A rank that this one has reported lost, and whose own report was still waited for: that is the cause then.
+            has_told = self._failure is not None and self._failure.lost is not None and self._lost is None
         awaited = self._awaited()
-        if self._is_cause or (is_expected and awaited is None):
+        if self._is_cause or has_told or (is_expected and awaited is None):
             with self._condition:
                 self._ends = True
                 self._condition.notify_all()

@@ -223,6 +223,46 @@ def test_a_record_that_is_none_ends_the_job_with_its_rank(text, message):
     member.close()
 
 
+class StoreThatGoes:
+    """A store until it is told to go."""
+
+    def __init__(self):
+        self._store = dist.HashStore()
+        self.is_gone = False
+
+    def __getattr__(self, name):
+        if self.is_gone:
+            raise RuntimeError("connection closed")
+        return getattr(self._store, name)
+
+
+def test_a_rank_that_was_reported_is_the_cause_also_if_the_store_goes_next():
+    """As when its host learns of the loss by another way and leaves, while the lost rank's own report is waited for."""
+    store = StoreThatGoes()
+    member = Membership(store, 0, 2, lambda _: None, interval=0.05)
+    beats = threading.Event()
+
+    def beat():
+        beaten = 1
+        while not beats.wait(0.01):
+            beaten += 1
+            store._store.set("rank 1", json.dumps(GOOD | {"beat": beaten}))
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    report = PeerLostError("rank 1 is lost: connection reset", rank=1, edge=(1, 0), op="0RECV_B3")
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(member.fail, report)
+        deadline = time.monotonic() + 20
+        while not store._store.check(["failures"]):
+            assert time.monotonic() < deadline, "the failure was not told"
+        store.is_gone = True
+        assert told.result(20) is report
+    beats.set()
+    thread.join()
+    member.close()
+
+
 def test_limits_that_leave_no_time_for_a_heartbeat_are_refused():
     with pytest.raises(ValueError, match="expected 0 < interval <= lost_after / 3"):
         Membership(dist.HashStore(), 0, 1, print, interval=5, lost_after=10)
