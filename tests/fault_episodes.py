@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,9 +90,15 @@ def under(cost: CostModel, fault: Fault) -> CostModel:
     return slower(cost, fault.stage, fault.amount) if fault.effect is Effect.FACTOR else cost
 
 
-def matters(fault: Fault, running: Plan) -> bool:
-    """Whether another plan than the one that runs when the fault begins would gain more than a switch is worth."""
-    cost = under(running.case.cost, fault)
+def matters(fault: Fault, running: Plan, healthy: CostModel, faults: Iterable[Fault]) -> bool:
+    """Whether another plan than the one that runs when a fault begins would gain more than a switch is worth.
+
+    A plan for an edge that is not yet believed to have healed may suit the next fault.
+    """
+    cost = healthy
+    for one in faults:
+        if one.is_on(fault.from_step):
+            cost = under(cost, one)
     _, best = best_plan(running.case, cost, running.program)
     return best < (1 - ControllerOptions().switch_gain) * simulate(running.program, cost).makespan
 
@@ -128,7 +134,8 @@ def train_through(
             ran.append(pipe.plan)
     (*_, expected) = train_alone(example, batches, microbatches)
     differing = [name for name, one in last.state.items() if not torch.equal(one, expected.state[name])]
-    important = [matters(fault, ran[fault.from_step]) for faults in planned for fault in faults] if rank == 0 else []
+    healthy, every = ran[FIRST - 1].case.cost, [fault for faults in planned for fault in faults]
+    important = [matters(fault, ran[fault.from_step], healthy, every) for fault in every] if rank == 0 else []
     return differing, [event.to_json() for event in told], important
 
 
