@@ -184,19 +184,23 @@ def judge(planned: Sequence[Sequence[Fault]], told: Sequence[ControlEvent]) -> l
 def misplaced(planned: Sequence[Sequence[Fault]], told: Sequence[ControlEvent]) -> list[str]:
     """What was told as slow while no fault was there."""
     faults = [fault for faults in planned for fault in faults]
-    named = [place for place in _named_slow(told) if place.step >= FIRST]
+    named = [place for place in _named_slow(told) if place.step >= FIRST and not place.is_faster]
     return [place.text for place in named if not any(fault.is_on(place.step) and place.is_of(fault) for fault in faults)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Slow:
-    """A place that a detection names as slow: an edge, or a stage where ``destination`` is None."""
+    """A place that a detection names as slow: an edge, or a stage where ``destination`` is None.
+
+    It ``is_faster`` than before where a fault follows a worse one from which the place is not yet believed to have healed.
+    """
 
     step: int
     text: str
     source: int
     destination: int | None
     is_occupied: bool
+    is_faster: bool
 
     def is_of(self, fault: Fault) -> bool:
         if self.destination is None:
@@ -204,7 +208,9 @@ class _Slow:
         return fault.is_of_edge(self.source, self.destination)
 
 
-_SLOW = re.compile(r"(?:edge (\d+)→(\d+)|stage (\d+)) (?:slow|lossy)\b(?:.*?: ([\d.]+) ms.*\), ([\d.]+) ms of it occupancy)?")
+_SLOW = re.compile(
+    r"(?:edge (\d+)→(\d+)|stage (\d+)) (slow|lossy|faster)\b(?:.*?: ([\d.]+) ms.*\), ([\d.]+) ms of it occupancy)?"
+)
 
 
 def _named_slow(told: Sequence[ControlEvent]) -> list[_Slow]:
@@ -213,6 +219,7 @@ def _named_slow(told: Sequence[ControlEvent]) -> list[_Slow]:
         for change in event.text.split("; ") if event.kind is EventKind.DETECTED else ():
             if (slow := _SLOW.match(change)) is not None:
                 source, destination = slow[1] or slow[3], None if slow[2] is None else int(slow[2])
-                is_occupied = slow[5] is not None and float(slow[5]) > 0.5 * float(slow[4])
-                found.append(_Slow(event.step, f"step {event.step}: {change}", int(source), destination, is_occupied))
+                is_occupied = slow[6] is not None and float(slow[6]) > 0.5 * float(slow[5])
+                text, is_faster = f"step {event.step}: {change}", slow[4] == "faster"
+                found.append(_Slow(event.step, text, int(source), destination, is_occupied, is_faster))
     return found

@@ -56,6 +56,7 @@ def test_a_place_that_is_named_and_the_kind_are_compared_with_the_faults() -> No
     told = [ControlEvent(EventKind.DETECTED, 0, step, 0, text) for step, text in (
         (13, "edge 0→1 slow: 21.1 ms (was 0.1 ms), 16.0 ms of it occupancy; edge 1→2 slow: 9.0 ms (was 0.1 ms)"),
         (14, "edge 0→1 slow (flapping): 21.1 ms (was 0.1 ms), 2.0 ms of it occupancy; stage 0 slow: 1.50x the calibrated time"),
+        (21, "edge 2→3 faster (flapping): 9.9 ms (was 14.2 ms)"),
         (22, "edge 0→1 lossy: 5 % of its messages are 200.0 ms late, the others as fast as ever; stage 2 healed: 1.00x"),
     )]  # fmt: skip
     (outcome,) = judge([[delay]], told)
@@ -66,4 +67,6 @@ def test_a_place_that_is_named_and_the_kind_are_compared_with_the_faults() -> No
     (outcome,) = judge([[delay]], told[1:])
     assert (outcome.detected, outcome.kind) == (3, True)
     (outcome,) = judge([[Fault.parse("rate 0>1 1kB @12..20")]], told)
+    assert (outcome.detected, outcome.kind) == (2, True)
+    (outcome,) = judge([[Fault.parse("delay 2-3 10ms @20..30")]], told)
     assert (outcome.detected, outcome.kind) == (2, True)
