@@ -14,13 +14,15 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
+
+import adaptra
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "links"))
 import linked_hosts
@@ -97,6 +99,13 @@ def timed(step: Callable[[], object]) -> tuple[float, float, float]:
     dist.all_reduce(mean)
     dist.all_reduce(busiest, op=dist.ReduceOp.MAX)
     return ended.item() - started, mean.item() / dist.get_world_size(), busiest.item()
+
+
+def timed_in_turn(
+    pipes: Sequence[adaptra.Pipeline], batch: tuple[Any, ...], runs: int
+) -> list[list[tuple[float, float, float]]]:
+    """Steps of several pipelines in turn, as :func:`timed` tells of each; one round before these is not counted."""
+    return [[timed(lambda pipe=pipe: pipe.step(*batch)) for pipe in pipes] for _ in range(runs + 1)][1:]
 
 
 def timed_in_a_row(step: Callable[[], object], steps: int, before: int = 1) -> list[float]:

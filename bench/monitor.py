@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from _ranks import run_on_ranks, small_problem, timed
+from _ranks import run_on_ranks, small_problem, timed_in_turn
 from _table import Row, parser, print_rows
 
 import adaptra
@@ -68,10 +67,7 @@ def measure(rank: int, ranks: int, microbatches: int, runs: int, emulated_runs: 
         common = adaptra.Options(adapt=False, schedule="zb_h1", **options)
         with adaptra.compile(**problem, options=common) as watched, adaptra.compile(**problem, options=common) as unwatched:
             blind(unwatched)
-            steps: list[Callable[[], object]] = [
-                lambda pipe=pipe: pipe.step(*problem["example_inputs"]) for pipe in (watched, unwatched)
-            ]
-            return [[timed(step) for step in steps] for _ in range(count + 1)][1:]
+            return timed_in_turn((watched, unwatched), problem["example_inputs"], count)
 
     device = adaptra.EmulatedDevice(seconds, seconds, seconds)
     return {"small": pairs(runs), "emulated": pairs(emulated_runs, emulate=device)}

@@ -11,12 +11,11 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _ranks import run_on_ranks, small_problem, timed
+from _ranks import run_on_ranks, small_problem, timed_in_turn
 from _table import Row, parser, print_rows
 
 import adaptra
@@ -72,10 +71,7 @@ def measure(rank: int, ranks: int, microbatches: int, runs: int, emulated_runs: 
             loud = adaptra.compile(**problem, options=adaptra.Options(**common, telemetry=everything(Path(folder))))
             quiet = adaptra.compile(**problem, options=adaptra.Options(**common))
             with loud, quiet:
-                steps: list[Callable[[], object]] = [
-                    lambda pipe=pipe: pipe.step(*problem["example_inputs"]) for pipe in (loud, quiet)
-                ]
-                return [[timed(step) for step in steps] for _ in range(count + 1)][1:]
+                return timed_in_turn((loud, quiet), problem["example_inputs"], count)
 
     device = adaptra.EmulatedDevice(seconds, seconds, seconds)
     return {"small": pairs(runs), "emulated": pairs(emulated_runs, emulate=device)}
