@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
 SHOWN_OCCUPANCY: Final = 50e-6
 """Seconds; less is not worth a word."""
+
+AGREEMENT: Final = 0.2
+"""Two values agree about a change if they differ by at most this part of it."""
 
 
 class ChangeKind(Enum):
@@ -41,6 +44,19 @@ class StageChange:
         """What has changed."""
         return ChangeKind.COMPUTE
 
+    @property
+    def is_slower(self) -> bool:
+        """Whether it takes longer than before."""
+        return self.now > self.was
+
+    def undoes(self, earlier: StageChange) -> bool:
+        """Whether this leads back to where an earlier change came from."""
+        return abs(self.now - earlier.was) <= AGREEMENT * abs(self.now - self.was)
+
+    def after(self, earlier: StageChange) -> StageChange:
+        """This and the one before it as one."""
+        return replace(self, was=earlier.was)
+
     def __str__(self) -> str:
         factor = f"{self.now / max(self.calibrated, 1e-9):.2f}x"
         return f"stage {self.stage} {_word(self)}: {factor} the calibrated time"
@@ -73,6 +89,20 @@ class EdgeChange:
         if abs(self.occupancy - self.occupancy_was) > most:
             return ChangeKind.BANDWIDTH
         return ChangeKind.LATENCY if self.occupancy_most - self.occupancy_was <= most else ChangeKind.FLIGHT
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether messages take longer than before; those that queue wait for an occupancy each."""
+        return self.now + self.occupancy > self.was + self.occupancy_was
+
+    def undoes(self, earlier: EdgeChange) -> bool:
+        """Whether this leads back to where an earlier change came from."""
+        apart = max(abs(self.now - earlier.was), abs(self.occupancy - earlier.occupancy_was))
+        return apart <= AGREEMENT * max(abs(self.now - self.was), abs(self.occupancy - self.occupancy_was))
+
+    def after(self, earlier: EdgeChange) -> EdgeChange:
+        """This and the one before it as one."""
+        return replace(self, was=earlier.was, occupancy_was=earlier.occupancy_was)
 
     def __str__(self) -> str:
         edge = f"edge {self.source}→{self.destination} {_word(self)}"
@@ -116,7 +146,7 @@ Change = StageChange | EdgeChange | LossChange
 
 
 def _word(change: StageChange | EdgeChange) -> str:
-    said = "healed" if change.is_healed else "slow" if change.now > change.was else "faster"
+    said = "healed" if change.is_healed else "slow" if change.is_slower else "faster"
     return f"{said} (flapping)" if change.is_flapping else said
 
 

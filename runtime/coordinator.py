@@ -83,7 +83,7 @@ def _delegated(current: Plan, detection: Detection) -> tuple[tuple[int, int], ..
         match change:
             case EdgeChange() | LossChange() if change.is_healed:
                 edges.discard((change.source, change.destination))
-            case EdgeChange() if change.now > change.was:
+            case EdgeChange() if change.is_slower:
                 edges.add((change.source, change.destination))
             case LossChange():
                 edges.add((change.source, change.destination))
@@ -202,7 +202,7 @@ class Coordinator:
             self._emit(EventKind.DETECTED, step, agreement.current.version, detection.reason)
             self._wanted = detection
             self._foresight.confirm()
-        elif self._options.adapt:
+        if self._options.adapt:
             with giving_way():
                 self._foresight.suspect(step, self._detector.foresee(measurements))
         if agreement.is_held and self._foresight.suspicion is not self._foreseen:

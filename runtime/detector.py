@@ -1,6 +1,6 @@
 """The detector: measurements of steps in, a new cost model and its reasons out.
 
-Every stage and every directed edge has a level: the value in the current cost model. The first steps are warm-up, the next
+Every stage and every directed edge has a level. The first steps are warm-up, the next
 ones calibrate the levels; after that a level moves only if the last ``persist`` steps all lie on the same side of it, further
 away than ``change`` of the op times and than ``noise`` times the scatter of the recent steps, and agree with each other about
 where. So an outlier, a step during which something changed and mere noise move nothing, and slow and healed are found in the
@@ -9,6 +9,7 @@ same way.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from adaptra.runtime.clock_drift import ClockDrift
 from adaptra.runtime.level import DetectorOptions, Level
 from adaptra.runtime.lossy import LossyPath
 from adaptra.runtime.measurement import EdgeMeasurement, StageMeasurement, StepMeasurement
+from adaptra.runtime.relapses import Doubt
 
 MOST_LOSSY: Final = 3
 """Of more lossy edges the worst are planned for in all combinations, the others by their mean."""
@@ -74,6 +76,8 @@ class Detector:
         self._flights: dict[tuple[int, int], Level] = {}
         self._occupancies: dict[tuple[int, int], Level] = {}
         self._paths: dict[tuple[int, int], LossyPath] = {}
+        self._stage_doubts: defaultdict[int, Doubt[StageChange]] = defaultdict(lambda: Doubt(self._options))
+        self._edge_doubts: defaultdict[tuple[int, int], Doubt[EdgeChange]] = defaultdict(lambda: Doubt(self._options))
 
     @property
     def cost(self) -> CostModel:
@@ -82,11 +86,12 @@ class Detector:
 
     @property
     def slow_edges(self) -> tuple[tuple[int, int], ...]:
-        """The directed edges, as stages, that are slower than they were calibrated."""
+        """The directed edges, as stages, that are slower than they were calibrated, or planned for as such."""
         return tuple(
             edge
             for edge, flight in self._flights.items()
             if self._paths[edge].loss is not None
+            or self._edge_doubts[edge].is_open
             or flight.level - flight.calibrated > flight.limit(self._edge_limit(flight.calibrated), self._options.noise)
         )
 
@@ -126,7 +131,9 @@ class Detector:
     def foresee(self, measurements: Sequence[StepMeasurement]) -> Detection | None:
         """What would be detected if the next step measured what the latest one did, which has been observed already."""
         levels = (*self._stages.values(), *self._flights.values(), *self._occupancies.values())
-        return deepcopy(self).observe(measurements) if any(level.suspects for level in levels) else None
+        doubts = (*self._stage_doubts.values(), *self._edge_doubts.values())
+        may_change = any(level.suspects for level in levels) or any(doubt.is_open for doubt in doubts)
+        return deepcopy(self).observe(measurements) if may_change else None
 
     def _check(self, stages: Sequence[StageMeasurement], edges: Sequence[EdgeMeasurement]) -> None:
         count = self._cost.stages
@@ -159,15 +166,18 @@ class Detector:
         total, level = _total(measured), self._stages.get(measured.stage)
         if total is None or level is None:
             return None
-        smallest = self._options.change * level.level
-        if not level.moves(total, self._options, smallest):
+        change = self._stage_doubts[measured.stage].step(self._moved_stage(measured.stage, total, level))
+        if change is not None:
+            self._set_stage(measured)
+        return change
+
+    def _moved_stage(self, stage: int, total: float, level: Level) -> StageChange | None:
+        if not level.moves(total, self._options, self._options.change * level.level):
             return None
         near = self._options.change * level.calibrated
         was, now = level.level, level.settle(self._options.persist)
         healed = abs(now - level.calibrated) <= level.limit(near, self._options.noise)
-        change = StageChange(measured.stage, was, now, level.calibrated, healed, level.relapses > 0)
-        self._set_stage(measured)
-        return change
+        return StageChange(stage, was, now, level.calibrated, healed)
 
     def _says_nothing(self, measured: EdgeMeasurement) -> bool:
         """Whether most messages were late by stalls, which are no change of level: on a lossy path, or one after another."""
@@ -184,7 +194,8 @@ class Detector:
         was = flight.level if path.loss is None else path.loss.mean
         if not path.changes(measured, pause, self._options, self._edge_limit(flight.level)):
             return None
-        flapping = path.relapses > 0
+        flapping = path.relapses.count > 0
+        self._edge_doubts[edge].end()
         if path.loss is None:
             self._set_edge(edge)
             return LossChange(*edge, was, flight.level, 0.0, 0.0, is_healed=True, is_flapping=flapping)
@@ -207,11 +218,22 @@ class Detector:
         edge = (measured.source, measured.destination)
         if edge not in self._flights:
             return None
-        flight, occupancy = self._flights[edge], self._occupancies[edge]
-        smallest, options, path = self._edge_limit(flight.level), self._options, self._paths[edge]
-        if path.loss is not None:
+        change, path = self._moved_edge(measured), self._paths[edge]
+        if path.loss is None:
+            change = self._edge_doubts[edge].step(change)
+        elif change is not None:
+            path.loss = replace(path.loss, prompt=change.now)
+        if change is not None:
+            self._set_edge(edge)
+        return change
+
+    def _moved_edge(self, measured: EdgeMeasurement) -> EdgeChange | None:
+        edge, estimate = (measured.source, measured.destination), measured.estimate
+        flight, occupancy, options = self._flights[edge], self._occupancies[edge], self._options
+        if self._paths[edge].loss is not None:
             options = replace(options, persist=options.window)
-        flight_moved = flight.moves(measured.estimate.flight, options, smallest)
+        smallest = self._edge_limit(flight.level)
+        flight_moved = flight.moves(estimate.flight, options, smallest)
         occupancy_moved = occupancy.moves(_occupancy(measured, occupancy.level), options, smallest)
         if not (flight_moved or occupancy_moved):
             return None
@@ -220,15 +242,9 @@ class Detector:
         near = self._edge_limit(flight.calibrated)
         healed = abs(now - flight.calibrated) <= flight.limit(near, options.noise)
         healed = healed and occupied - occupancy.calibrated <= occupancy.limit(near, options.noise)
-        if path.loss is not None:
-            path.loss = replace(path.loss, prompt=now)
-        self._set_edge(edge)
-        estimate = measured.estimate
         unseen = now if estimate.spacing is None else min(now, estimate.spacing)
         most = unseen if estimate.occupancy is None else min(occupied, now)
-        occupied = min(occupied, now)
-        flapping = max(flight.relapses, occupancy.relapses) > 0
-        return EdgeChange(*edge, was, now, flight.calibrated, min(occupied_was, was), occupied, most, healed, flapping)
+        return EdgeChange(*edge, was, now, flight.calibrated, min(occupied_was, was), min(occupied, now), most, healed)
 
     def _least_change(self, edge: tuple[int, int]) -> float:
         flight = self._flights[edge]

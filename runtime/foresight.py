@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from adaptra.runtime.changes import Change, EdgeChange, LossChange, StageChange
+from adaptra.runtime.changes import AGREEMENT, Change, EdgeChange, LossChange, StageChange
 from adaptra.runtime.detector import Detection
-from adaptra.runtime.level import AGREEMENT
 
 FIRST_PAUSE: Final = 2
 """Steps without planning ahead after the first suspicion that came to nothing."""

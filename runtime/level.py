@@ -1,4 +1,4 @@
-"""One measured value followed through the steps: when it has really moved, and when what moved has really come back."""
+"""One measured value followed through the steps: when it has really moved."""
 
 from __future__ import annotations
 
@@ -6,13 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Final
 
-MOST_RELAPSES: Final = 5
-"""More relapses than these don't delay a healing any further."""
-
-AGREEMENT: Final = 0.2
-"""Two steps agree about a change if they differ by at most this part of it."""
+from adaptra.runtime.changes import AGREEMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +22,8 @@ class DetectorOptions:
         edge_change: The smallest change of an edge as a part of its own flight; links are less steady than devices.
         noise: The smallest change in units of the recent steps' scatter (median absolute deviation).
         window: Over how many recent steps that scatter is taken.
-        relapse: What turns slow again within so many steps after it healed is flapping: each time, twice as many steps must
-            agree before it is believed to have healed, and so many times as many without a relapse until that is forgotten.
+        relapse: What turns slow again within so many steps after it healed is flapping: after each time it must be healthy for
+            twice as many steps before it is planned for as such, and for so many more until that is forgotten.
         stalls: In how many steps of the last ``stall_window`` messages of an edge must stall for it to be lossy.
         stall_window: Over how many recent steps stalls are counted.
     """
@@ -55,8 +50,6 @@ class Level:
         scatter: Of the values that it was calibrated with.
         recent: The recent steps' values there.
         suspects: The latest steps' values, if they are elsewhere.
-        relapses: How often it has moved up soon after it had moved down.
-        since_better: Steps since it last moved down, unless it has moved up since.
     """
 
     level: float
@@ -64,8 +57,6 @@ class Level:
     scatter: float
     recent: deque[float]
     suspects: list[float] = field(default_factory=list[float])
-    relapses: int = 0
-    since_better: int | None = None
 
     @staticmethod
     def calibrate(values: Sequence[float], window: int) -> Level:
@@ -79,10 +70,6 @@ class Level:
 
     def moves(self, value: float, options: DetectorOptions, smallest: float) -> bool:
         """Take a step's value; whether the last ones agree that the level has moved."""
-        if self.since_better is not None:
-            self.since_better += 1
-            if self.since_better > options.relapse * 2**self.relapses:
-                self.relapses, self.since_better = 0, None
         limit = self.limit(smallest, options.noise)
         same_side = not self.suspects or (value > self.level) == (self.suspects[-1] > self.level)
         if abs(value - self.level) <= limit or not same_side:
@@ -93,18 +80,13 @@ class Level:
         self.suspects.append(value)
         last = self.suspects[-options.persist :]
         agree = max(last) - min(last) <= max(limit, AGREEMENT * abs(value - self.level))
-        needed = options.persist if value > self.level else options.persist * 2**self.relapses
-        return len(self.suspects) >= (needed if agree else max(needed, options.window))
+        return len(self.suspects) >= (options.persist if agree else max(options.persist, options.window))
 
     def settle(self, persist: int) -> float:
         """Move the level to where the latest steps are, if they are elsewhere."""
         if self.suspects:
             latest = self.suspects[-persist:]
-            before, self.level = self.level, median(latest)
-            if self.level < before:
-                self.since_better = 0
-            elif self.since_better is not None:
-                self.relapses, self.since_better = min(self.relapses + 1, MOST_RELAPSES), None
+            self.level = median(latest)
             self.recent.clear()
             self.recent.extend(latest)
             self.suspects.clear()

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
-from adaptra.runtime.level import MOST_RELAPSES, DetectorOptions
+from adaptra.runtime.level import DetectorOptions
 from adaptra.runtime.measurement import EdgeMeasurement, Stalls
+from adaptra.runtime.relapses import Relapses
 
 DOUBT: Final = 1e-3
 """How likely it may be that a path that still stalls shows no stall for as long as it takes to believe that it has healed."""
@@ -53,11 +54,10 @@ class LossyPath:
 
     window: int
     loss: Loss | None = None
-    relapses: int = 0
+    relapses: Relapses = field(default_factory=Relapses)
     _recent: deque[tuple[int, float, Stalls]] = field(init=False)
     _quiet: int = 0
     _patience: int = 0
-    _since_healed: int | None = None
 
     def __post_init__(self) -> None:
         self._recent = deque(maxlen=self.window)
@@ -71,10 +71,7 @@ class LossyPath:
             options: What counts as a change.
             smallest: How much longer the mean message must take to count as one, seconds.
         """
-        if self._since_healed is not None:
-            self._since_healed += 1
-            if self._since_healed > options.relapse * 2**self.relapses:
-                self.relapses, self._since_healed = 0, None
+        self.relapses.step(options)
         stalls = measured.stalls
         if stalls.late and stalls.lateness / stalls.late <= pause:
             stalls = Stalls()
@@ -98,16 +95,16 @@ class LossyPath:
         prompt = [flight for messages, flight, seen in self._recent if 2 * seen.late <= messages]
         fastest = min(flight for _, flight, _ in self._recent)
         self.loss = Loss(median(prompt) if prompt else fastest, late / messages, lateness / late)
-        if self._since_healed is not None:
-            self.relapses, self._since_healed = min(self.relapses + 1, MOST_RELAPSES), None
+        self.relapses.turned_slow()
 
     def _wait_longer(self, stalled: int, least: int) -> None:
         """How many steps without a stall it takes to believe in healing: hardly any path that stalls so often shows as many."""
         first = next(index for index, (_, _, seen) in enumerate(self._recent) if seen.count)
         rate = stalled / (len(self._recent) - first + 1)
-        self._patience = max(least, math.ceil(math.log(DOUBT) / math.log1p(-rate))) * 2**self.relapses
+        self._patience = max(least, math.ceil(math.log(DOUBT) / math.log1p(-rate))) * self.relapses.factor
 
     def _heal(self) -> bool:
-        self.loss, self._since_healed = None, 0
+        self.loss = None
+        self.relapses.healed()
         self._recent.clear()
         return True

@@ -146,8 +146,9 @@ class Outcome:
     Attributes:
         detected: From its first step to the detection that names its place as slow, that step included.
         kind: Whether that says rightly if messages come late or slowly; of an edge alone.
-        switched: From its first step to the first one under another plan, while the fault lasts.
-        back: From its end to the first step under another plan, before the next episode.
+        switched: From its first step to the first one under a plan for it, while the fault lasts.
+        back: From its end to the first step under a plan for what has healed, before the next episode.
+        is_flapping: Whether its place had turned slow again soon after an earlier healing, so that this one was doubted.
     """
 
     fault: Fault
@@ -155,19 +156,21 @@ class Outcome:
     kind: bool | None
     switched: int | None
     back: int | None
+    is_flapping: bool
 
 
 def judge(planned: Sequence[Sequence[Fault]], told: Sequence[ControlEvent]) -> list[Outcome]:
     """What the coordinator's events say of every fault. Switches are ascribed only where one fault is alone."""
-    agreed = sorted(event.step for event in told if event.kind is EventKind.AGREED)
-    named = _named_slow(told)
+    agreed = _named(told, EventKind.AGREED)
+    named = [place for place in _named(told, EventKind.DETECTED) if not place.is_healed]
     onsets = [faults[0].from_step for faults in planned[1:]] + [2**31]
     found: list[Outcome] = []
     for faults, following in zip(planned, onsets, strict=True):
         for fault in faults:
             mine = [place for place in named if fault.is_on(place.step) and place.is_of(fault)]
-            switched = [step for step in agreed if fault.from_step < step <= end(fault)]
-            back = [step for step in agreed if end(fault) + 1 < step <= following]
+            for_it = [place for place in agreed if place.is_of(fault)]
+            switched = [place.step for place in for_it if fault.from_step < place.step <= end(fault) and not place.is_healed]
+            back = [place for place in for_it if end(fault) + 1 < place.step <= following and place.is_healed]
             is_alone = len(faults) == 1
             found.append(
                 Outcome(
@@ -175,7 +178,8 @@ def judge(planned: Sequence[Sequence[Fault]], told: Sequence[ControlEvent]) -> l
                     mine[0].step - fault.from_step + 1 if mine else None,
                     mine[0].is_occupied is (fault.effect is Effect.RATE) if mine and fault.peer is not None else None,
                     switched[0] - fault.from_step if switched and is_alone else None,
-                    back[0] - end(fault) if back and is_alone else None,
+                    back[0].step - end(fault) if back and is_alone else None,
+                    bool(back) and back[0].is_flapping,
                 )
             )
     return found
@@ -184,23 +188,32 @@ def judge(planned: Sequence[Sequence[Fault]], told: Sequence[ControlEvent]) -> l
 def misplaced(planned: Sequence[Sequence[Fault]], told: Sequence[ControlEvent]) -> list[str]:
     """What was told as slow while no fault was there."""
     faults = [fault for faults in planned for fault in faults]
-    named = [place for place in _named_slow(told) if place.step >= FIRST and not place.is_faster]
+    named = [place for place in _named(told, EventKind.DETECTED) if place.step >= FIRST and not place.is_better]
     return [place.text for place in named if not any(fault.is_on(place.step) and place.is_of(fault) for fault in faults)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Slow:
-    """A place that a detection names as slow: an edge, or a stage where ``destination`` is None.
+class _Named:
+    """A place that an event names: an edge, or a stage where ``destination`` is None.
 
-    It ``is_faster`` than before where a fault follows a worse one from which the place is not yet believed to have healed.
+    A place told as faster is still slow: its fault follows a worse one from which it was not yet believed to have healed.
     """
 
     step: int
     text: str
     source: int
     destination: int | None
+    word: str
+    is_flapping: bool
     is_occupied: bool
-    is_faster: bool
+
+    @property
+    def is_healed(self) -> bool:
+        return self.word == "healed"
+
+    @property
+    def is_better(self) -> bool:
+        return self.word in ("healed", "faster")
 
     def is_of(self, fault: Fault) -> bool:
         if self.destination is None:
@@ -208,18 +221,20 @@ class _Slow:
         return fault.is_of_edge(self.source, self.destination)
 
 
-_SLOW = re.compile(
-    r"(?:edge (\d+)→(\d+)|stage (\d+)) (slow|lossy|faster)\b(?:.*?: ([\d.]+) ms.*\), ([\d.]+) ms of it occupancy)?"
+_CHANGE = re.compile(
+    r"(?:edge (\d+)→(\d+)|stage (\d+)) (slow|lossy|faster|healed)( \(flapping\))?"
+    r"(?:: ([\d.]+) ms.*\), ([\d.]+) ms of it occupancy)?"
 )
 
 
-def _named_slow(told: Sequence[ControlEvent]) -> list[_Slow]:
-    found: list[_Slow] = []
-    for event in told:
-        for change in event.text.split("; ") if event.kind is EventKind.DETECTED else ():
-            if (slow := _SLOW.match(change)) is not None:
-                source, destination = slow[1] or slow[3], None if slow[2] is None else int(slow[2])
-                is_occupied = slow[6] is not None and float(slow[6]) > 0.5 * float(slow[5])
-                text, is_faster = f"step {event.step}: {change}", slow[4] == "faster"
-                found.append(_Slow(event.step, text, int(source), destination, is_occupied, is_faster))
+def _named(told: Sequence[ControlEvent], kind: EventKind) -> list[_Named]:
+    """What events of a kind name, in order of time."""
+    found: list[_Named] = []
+    for event in sorted(told, key=lambda event: event.step):
+        for change in event.text.split("; ") if event.kind is kind else ():
+            if (told_of := _CHANGE.match(change)) is not None:
+                source, destination = told_of[1] or told_of[3], None if told_of[2] is None else int(told_of[2])
+                is_occupied = told_of[7] is not None and float(told_of[7]) > 0.5 * float(told_of[6])
+                text, is_flapping = f"step {event.step}: {change}", told_of[5] is not None
+                found.append(_Named(event.step, text, int(source), destination, told_of[4], is_flapping, is_occupied))
     return found

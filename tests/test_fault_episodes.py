@@ -41,12 +41,13 @@ def test_outcomes_are_read_off_the_events() -> None:
     where = f"stage {fault.stage}" if fault.peer is None else f"edge {fault.stage}→{fault.peer}"
     told = [
         ControlEvent(EventKind.DETECTED, 0, begins + 1, 0, f"{where} slow: more than before"),
-        ControlEvent(EventKind.AGREED, 0, begins + 3, 1, ""),
+        ControlEvent(EventKind.AGREED, 0, begins + 2, 1, "edge 7→8 slow: 9.0 ms (was 0.1 ms)"),
+        ControlEvent(EventKind.AGREED, 0, begins + 3, 2, f"{where} slow: more than before"),
         ControlEvent(EventKind.DETECTED, 0, ends + 1, 1, f"{where} healed: as before"),
-        ControlEvent(EventKind.AGREED, 0, ends + 3, 2, ""),
+        ControlEvent(EventKind.AGREED, 0, ends + 3, 3, f"{where} healed (flapping): as before"),
     ]
     first, other = judge(planned, told)
-    assert (first.detected, first.switched, first.back) == (2, 3, 3)
+    assert (first.detected, first.switched, first.back, first.is_flapping) == (2, 3, 3, True)
     assert (other.detected, other.switched, other.back) == (None, None, None)
     assert misplaced(planned, told) == []
 
