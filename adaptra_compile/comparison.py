@@ -166,8 +166,5 @@ def _program(case: Case, name: str, memory: int | Sequence[int] | None, budget: 
 
 def _slower(cost: CostModel, edges: Iterable[tuple[int, int]], delay: float) -> CostModel:
     for source, destination in edges:
-        latency = cost.latency_forward if destination > source else cost.latency_backward
-        edge = min(source, destination)
-        usual = latency[edge] if 0 <= edge < len(latency) else 0.0
-        cost = cost.with_latency(source, destination, usual + delay)
+        cost = cost.with_latency(source, destination, cost.latency(source, destination) + delay)
     return cost

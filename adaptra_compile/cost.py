@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -123,14 +123,34 @@ class CostModel:
         """The same model with another occupancy per message on the directed edge between two neighbouring stages."""
         return self._with_edge("occupancy", source, destination, occupancy)
 
+    def with_occupancies(self, edges: Iterable[tuple[int, int]], factor: float) -> CostModel:
+        """The same model when each message occupies these directed edges for ``factor`` times as long."""
+        cost = self
+        for edge in edges:
+            cost = cost.with_occupancy(*edge, factor * cost.occupancy(*edge))
+        return cost
+
+    def latency(self, source: int, destination: int) -> float:
+        """The latency of the directed edge between two neighbouring stages."""
+        values: tuple[float, ...] = getattr(self, self._name("latency", source, destination))
+        return values[min(source, destination)]
+
+    def occupancy(self, source: int, destination: int) -> float:
+        """How long a message occupies the directed edge between two neighbouring stages."""
+        values: tuple[float, ...] = getattr(self, self._name("occupancy", source, destination))
+        return values[min(source, destination)]
+
     def _with_edge(self, what: str, source: int, destination: int, value: float) -> CostModel:
-        edge = min(source, destination)
-        if abs(source - destination) != 1 or not 0 <= edge < self.stages - 1:
-            raise CaseError(f"edge {source}→{destination}: expected two neighbouring stages of 0..{self.stages - 1}")
-        name = f"{what}_forward" if destination > source else f"{what}_backward"
+        name = self._name(what, source, destination)
         values = list(getattr(self, name))
-        values[edge] = float(value)
+        values[min(source, destination)] = float(value)
         return replace(self, **{name: tuple(values)})
+
+    def _name(self, what: str, source: int, destination: int) -> str:
+        """The attribute that holds this of a directed edge."""
+        if abs(source - destination) != 1 or not 0 <= min(source, destination) < self.stages - 1:
+            raise CaseError(f"edge {source}→{destination}: expected two neighbouring stages of 0..{self.stages - 1}")
+        return f"{what}_forward" if destination > source else f"{what}_backward"
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,4 @@ class _Causes:
         return edge if self._cost.half_duplex else (edge, message.kind)
 
     def _freed(self, message: MessageInterval) -> float:
-        edge = min(message.source, message.destination)
-        forward = message.destination > message.source
-        return message.departed + (self._cost.occupancy_forward if forward else self._cost.occupancy_backward)[edge]
+        return message.departed + self._cost.occupancy(message.source, message.destination)

@@ -91,9 +91,7 @@ def delay_scenarios(cost: CostModel, delays: Mapping[tuple[int, int], Mapping[fl
     for combination in product(*(given.items() for given in delays.values())):
         slowed, weight = cost, 1.0
         for (source, destination), (delay, likelihood) in zip(delays, combination, strict=True):
-            edge, forward = min(source, destination), destination > source
-            usual = (cost.latency_forward if forward else cost.latency_backward)[edge : edge + 1] or (0.0,)
-            slowed = slowed.with_latency(source, destination, usual[0] + delay)
+            slowed = slowed.with_latency(source, destination, cost.latency(source, destination) + delay)
             weight *= likelihood
         found.append(Scenario(slowed, weight))
     return tuple(found)

@@ -70,7 +70,7 @@ def _edges(program: Program) -> Iterator[tuple[int, int]]:
 
 
 def _of_edge(program: Program, cost: CostModel, source: int, destination: int, now: float) -> EdgeSensitivity:
-    latency = (cost.latency_forward if destination > source else cost.latency_backward)[min(source, destination)]
+    latency = cost.latency(source, destination)
     # No path through the program is longer than `now` without the delay, so that at a longer delay, those with the most
     # messages of the edge are the longest.
     longest = 2 * now if now > 0 else 1.0

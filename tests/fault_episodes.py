@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from models import Example, square_loss, vectors
-from noisy_steps import best_plan, latency, slower
+from noisy_steps import best_plan, slower
 from torch import nn
 
 from adaptra.cost import CostModel
@@ -82,7 +82,7 @@ def under(cost: CostModel, fault: Fault) -> CostModel:
     for edge in ((fault.stage, fault.peer), (fault.peer, fault.stage)):
         match fault.effect, edge:
             case Effect.DELAY, (int(source), int(destination)) if fault.is_of_edge(source, destination):
-                cost = cost.with_latency(source, destination, latency(cost, source, destination) + fault.amount)
+                cost = cost.with_latency(source, destination, cost.latency(source, destination) + fault.amount)
             case Effect.RATE, (int(source), int(destination)) if fault.is_of_edge(source, destination):
                 cost = cost.with_occupancy(source, destination, MESSAGE_BYTES / fault.amount)
             case _:

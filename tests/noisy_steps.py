@@ -77,7 +77,7 @@ class Fault:
                 case ChangeKind.COMPUTE, (stage,):
                     cost = slower(cost, stage, self.size)
                 case ChangeKind.LATENCY, (source, destination):
-                    cost = cost.with_latency(source, destination, latency(cost, source, destination) + self.size)
+                    cost = cost.with_latency(source, destination, cost.latency(source, destination) + self.size)
                 case ChangeKind.BANDWIDTH, (source, destination):
                     cost = cost.with_occupancy(source, destination, self.size)
                 case ChangeKind.LOSS, _:
@@ -99,16 +99,6 @@ def slower(cost: CostModel, stage: int, factor: float) -> CostModel:
         input_grad=changed(cost.input_grad),
         weight_grad=changed(cost.weight_grad),
     )
-
-
-def latency(cost: CostModel, source: int, destination: int) -> float:
-    """Of a directed edge."""
-    return (cost.latency_forward if destination > source else cost.latency_backward)[min(source, destination)]
-
-
-def occupancy(cost: CostModel, source: int, destination: int) -> float:
-    """Of a directed edge."""
-    return (cost.occupancy_forward if destination > source else cost.occupancy_backward)[min(source, destination)]
 
 
 @dataclass
@@ -216,8 +206,8 @@ class NoisySteps:
         for (source, destination), sent in firsts.items():
             sender, receiver = self.case.placement[source], self.case.placement[destination]
             before = [m for m in messages if (m.source, m.destination) == (source, destination) and m.posted <= sent]
-            departed = max([sent, *(m.departed + occupancy(cost, source, destination) for m in before)])
-            arrived = departed + latency(cost, source, destination) + self._late() * warming
+            departed = max([sent, *(m.departed + cost.occupancy(source, destination) for m in before)])
+            arrived = departed + cost.latency(source, destination) + self._late() * warming
             drifted = (self._clocks[receiver] - self._clocks[sender]) * self.seconds
             self._monitors[receiver].probe(source, destination, sent, arrived + drifted)
 

@@ -20,8 +20,7 @@ TEN = CostModel.uniform(4, 10, 10, 10)
 
 
 def delayed(program: Program, cost: CostModel, edge: EdgeSensitivity, delay: float) -> float:
-    latency = cost.latency_forward if edge.destination > edge.source else cost.latency_backward
-    usual = latency[min(edge.source, edge.destination)]
+    usual = cost.latency(edge.source, edge.destination)
     return simulate(program, cost.with_latency(edge.source, edge.destination, usual + delay)).makespan
 
 

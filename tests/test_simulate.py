@@ -131,9 +131,7 @@ def test_the_critical_path_has_no_gap(problem: tuple[Program, CostModel]) -> Non
             case OpInterval(), MessageInterval():
                 assert after.departed == after.posted == before.end
             case MessageInterval(), MessageInterval():
-                edge = min(before.source, before.destination)
-                forward = before.kind is Kind.SEND_F
-                occupancy = (cost.occupancy_forward if forward else cost.occupancy_backward)[edge]
+                occupancy = cost.occupancy(before.source, before.destination)
                 assert after.posted < after.departed == before.departed + occupancy
             case _:
                 raise AssertionError(path)
