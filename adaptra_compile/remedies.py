@@ -172,7 +172,7 @@ def find_remedies(
         return None
     choices = [_choice(case, program, *candidate) for candidate in _candidates(case, edges, means, spread, rounded)]
     choices.sort(key=lambda choice: choice.makespan)
-    occupancy = max(_occupancy(case.cost, edge) for edge in edges)
+    occupancy = max(case.cost.occupancy(*edge) for edge in edges)
     return Remedies(edges, occupancy, load, simulate(program, case.cost).makespan, bound, tuple(choices))
 
 
@@ -206,7 +206,7 @@ def choose_split(
         seconds, state_bytes = needed
         lower, upper = cut.stage - 1, cut.stage
         # What a message takes there says what a byte does.
-        occupancy = max(_occupancy(case.cost, (lower, upper)), _occupancy(case.cost, (upper, lower)))
+        occupancy = max(case.cost.occupancy(lower, upper), case.cost.occupancy(upper, lower))
         seconds += state_bytes * occupancy / cut.was.bytes
         before = (*cut.split[: cut.stage - 1], cut.was.module, *cut.split[cut.stage :])
         change = SplitChange(before, cut.split, found.makespan, choice.makespan, seconds)
@@ -231,28 +231,15 @@ def bound_edges(case: Case) -> tuple[tuple[Edge, ...], float]:
     return tuple(edge for edge in directed if _occupied(cost, edge) > load), load
 
 
-def with_occupancies(cost: CostModel, edges: Sequence[Edge], factor: float) -> CostModel:
-    """The costs when each message occupies these edges for ``factor`` times as long."""
-    for edge in edges:
-        cost = cost.with_occupancy(*edge, factor * _occupancy(cost, edge))
-    return cost
-
-
-def without_needless_rounding(case: Case, rounded: tuple[Edge, ...]) -> tuple[Case, tuple[Edge, ...]]:
-    """The case when only those of the rounded edges round that would bind as they are, and these edges."""
-    exact = replace(case, cost=with_occupancies(case.cost, rounded, 1 / BFLOAT16_SHARE))
-    needed = tuple(edge for edge in bound_edges(exact)[0] if edge in rounded)
-    needless = [edge for edge in rounded if edge not in needed]
-    return replace(case, cost=with_occupancies(case.cost, needless, 1 / BFLOAT16_SHARE)), needed
-
-
-def _occupancy(cost: CostModel, edge: Edge) -> float:
-    return (cost.occupancy_forward if edge[1] > edge[0] else cost.occupancy_backward)[min(edge)]
+def needed_rounding(case: Case, rounded: Sequence[Edge]) -> tuple[Edge, ...]:
+    """Those of the edges that round which would bind as they are."""
+    exact = replace(case, cost=case.cost.with_occupancies(rounded, 1 / BFLOAT16_SHARE))
+    return tuple(edge for edge in bound_edges(exact)[0] if edge in rounded)
 
 
 def _occupied(cost: CostModel, edge: Edge) -> float:
     """For how long a microbatch keeps an edge from others: both of its messages if its directions share it."""
-    return _occupancy(cost, edge) + (_occupancy(cost, (edge[1], edge[0])) if cost.half_duplex else 0.0)
+    return cost.occupancy(*edge) + (cost.occupancy(edge[1], edge[0]) if cost.half_duplex else 0.0)
 
 
 def _candidates(
@@ -265,11 +252,11 @@ def _candidates(
         # What they bring is known once they carry messages: their number if a window limits each, nothing if the line is full.
         change = f"at best, up to {MOST_CONNECTIONS} connections"
         wanted = None if means.spreads else "Options(delegate=True) tries them"
-        yield Remedy.PATHS, change, with_occupancies(cost, single, 1 / MOST_CONNECTIONS), wanted, None
+        yield Remedy.PATHS, change, cost.with_occupancies(single, 1 / MOST_CONNECTIONS), wanted, None
     exact = [edge for edge in edges if edge not in rounded]
     if exact:
         wanted = None if means.rounds else "Options(lossy_bf16='slow') allows it"
-        yield Remedy.ROUNDING, "rounding to bfloat16", with_occupancies(cost, exact, BFLOAT16_SHARE), wanted, None
+        yield Remedy.ROUNDING, "rounding to bfloat16", cost.with_occupancies(exact, BFLOAT16_SHARE), wanted, None
     if means.places is not None:
         places = means.places
         moved = [move for stage in sorted({max(edge) for edge in edges}) for move in places.moves(cost, stage)]

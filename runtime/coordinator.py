@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from adaptra.cost import CostModel
 from adaptra.errors import AdaptraError
 from adaptra.program import Program
-from adaptra.remedies import Remedies, Remedy, without_needless_rounding
+from adaptra.remedies import Remedies
 from adaptra.runtime.background import giving_way
 from adaptra.runtime.changes import EdgeChange, LossChange, StageChange
 from adaptra.runtime.detector import Detection, Detector
@@ -247,18 +247,7 @@ class Coordinator:
         if not self._options.adapt:
             return _Outcome(detection, before)
         delegated = _delegated(current, detection) if self._options.delegate else current.delegated
-        if detection.scenarios:
-            return _Outcome(detection, before, self._planning.for_loss(detection, current, delegated))
-        case, rounded = without_needless_rounding(replace(current.case, cost=detection.cost), current.rounded)
-        program, reason = self._planning.find(case, current.program, is_draft), detection.reason
-        remedies = None if is_draft else self._planning.remedies(case, program, delegated, rounded)
-        rounding = None if remedies is None else remedies.best(Remedy.ROUNDING)
-        if remedies is not None and rounding is not None:
-            case, program = replace(case, cost=rounding.cost), rounding.program
-            rounded = tuple(sorted({*rounded, *remedies.edges}))
-            reason = f"{reason}; {rounding.change}"
-        predicted, bound = self._planning.predict(program, case.cost), self._planning.bound(case)
-        plan = Plan(current.version, program, case, predicted, bound, reason, delegated, rounded)
+        plan, remedies = self._planning.plan_for(detection, current, delegated, is_draft)
         return _Outcome(detection, before, plan, remedies=remedies)
 
     def _conclude(self, outcome: _Outcome) -> None:

@@ -49,6 +49,11 @@ class Detection:
         """One line for people."""
         return "; ".join(map(str, self.changes)) or "calibrated by measurement"
 
+    def with_occupancies(self, edges: Sequence[tuple[int, int]], factor: float) -> Detection:
+        """What would hold if each message occupied these edges for ``factor`` times as long."""
+        scenarios = tuple(replace(one, cost=one.cost.with_occupancies(edges, factor)) for one in self.scenarios)
+        return replace(self, cost=self.cost.with_occupancies(edges, factor), scenarios=scenarios)
+
 
 @dataclass(slots=True)
 class _Calibration:
@@ -156,7 +161,7 @@ class Detector:
                 self._stages[stage] = Level.calibrate(totals, window)
         for edge, measured in self._calibration.edges.items():
             self._flights[edge] = Level.calibrate([m.estimate.flight for m in measured], window)
-            known = self._edge_occupancy(edge)
+            known = self._cost.occupancy(*edge)
             self._occupancies[edge] = Level.calibrate([_occupancy(m, known) for m in measured], window)
             self._paths[edge] = LossyPath(self._options.stall_window)
             self._set_edge(edge)
@@ -166,7 +171,8 @@ class Detector:
         total, level = _total(measured), self._stages.get(measured.stage)
         if total is None or level is None:
             return None
-        change = self._stage_doubts[measured.stage].step(self._moved_stage(measured.stage, total, level))
+        moved = self._moved_stage(measured.stage, total, level)
+        change = self._stage_doubts[measured.stage].step(moved, is_steady=not level.suspects)
         if change is not None:
             self._set_stage(measured)
         return change
@@ -220,7 +226,8 @@ class Detector:
             return None
         change, path = self._moved_edge(measured), self._paths[edge]
         if path.loss is None:
-            change = self._edge_doubts[edge].step(change)
+            is_steady = not self._flights[edge].suspects and not self._occupancies[edge].suspects
+            change = self._edge_doubts[edge].step(change, is_steady)
         elif change is not None:
             path.loss = replace(path.loss, prompt=change.now)
         if change is not None:
@@ -252,11 +259,6 @@ class Detector:
 
     def _edge_limit(self, flight: float) -> float:
         return max(self._options.change * fmean(self._cost.forward), self._options.edge_change * flight)
-
-    def _edge_occupancy(self, edge: tuple[int, int]) -> float:
-        source, destination = edge
-        values = self._cost.occupancy_forward if destination > source else self._cost.occupancy_backward
-        return values[min(edge)]
 
     def _set_edge(self, edge: tuple[int, int]) -> None:
         loss = self._paths[edge].loss

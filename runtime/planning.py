@@ -8,7 +8,7 @@ from statistics import fmean
 
 from adaptra.cost import Case, CostModel
 from adaptra.program import Program
-from adaptra.remedies import Remedies
+from adaptra.remedies import BFLOAT16_SHARE, Remedies, Remedy, needed_rounding
 from adaptra.runtime.detector import Detection
 from adaptra.runtime.plan import Edges, Plan
 
@@ -36,10 +36,30 @@ class Planning:
     remedies: Callable[[Case, Program, Edges, Edges], Remedies | None] = nothing_helps
     draft: Callable[[Case, Program], Program] | None = None
 
-    def find(self, case: Case, current: Program, is_draft: bool) -> Program:
-        """The best program for a case that the time allows, without messages."""
-        planner = self.draft if is_draft and self.draft is not None else self.planner
-        return planner(case, current).compute_only()
+    def plan_for(self, detection: Detection, current: Plan, delegated: Edges, is_draft: bool) -> tuple[Plan, Remedies | None]:
+        """The best plan for what was detected that the time allows, and what would relieve edges whose bandwidth binds.
+
+        Edges that round and would not bind as they are become exact again; where rounding is allowed and wins, it is part of
+        the plan. The plan has the version of the running one.
+
+        Args:
+            detection: What holds now.
+            current: The plan that runs.
+            delegated: The edges that take the delegate under the new plan.
+            is_draft: Whether there is time for a quick search only, and none for remedies.
+        """
+        rounded = needed_rounding(replace(current.case, cost=detection.cost), current.rounded)
+        needless = tuple(edge for edge in current.rounded if edge not in rounded)
+        detection = detection.with_occupancies(needless, 1 / BFLOAT16_SHARE)
+        case, program = self._search(detection, current, is_draft)
+        reason, remedies = detection.reason, None if is_draft else self.remedies(case, program, delegated, rounded)
+        rounding = None if remedies is None else remedies.best(Remedy.ROUNDING)
+        if remedies is not None and rounding is not None:
+            exact = tuple(edge for edge in remedies.edges if edge not in rounded)
+            detection, rounded = detection.with_occupancies(exact, BFLOAT16_SHARE), tuple(sorted({*rounded, *exact}))
+            case, program, reason = replace(case, cost=rounding.cost), rounding.program, f"{reason}; {rounding.change}"
+        predicted, bound = self.expect(program, detection), self.bound(case)
+        return Plan(current.version, program, case, predicted, bound, reason, delegated, rounded), remedies
 
     def expect(self, program: Program, detection: Detection) -> float:
         """The makespan of a program under what was detected: with lossy edges the mean over what their messages may meet."""
@@ -48,15 +68,15 @@ class Planning:
         weights = [scenario.weight for scenario in detection.scenarios]
         return fmean((self.predict(program, scenario.cost) for scenario in detection.scenarios), weights)
 
-    def for_loss(self, detection: Detection, current: Plan, delegated: Edges) -> Plan:
-        """The plan for lossy edges: made for a prompt, the mean or a late message, whichever is shortest on average.
+    def _search(self, detection: Detection, current: Plan, is_draft: bool) -> tuple[Case, Program]:
+        """The case that was planned for, and the best program without messages.
 
-        Its case has that one level, so nothing is planned for from message to message. A late message's level mostly wins: the
-        more microbatches are in flight, the more of a stall passes unnoticed. There are several searches, so each is a draft's.
+        With lossy edges it is made for a prompt, the mean or a late message, whichever is shortest on average: the case has
+        that one level, so nothing is planned for from message to message. A late message's level mostly wins: the more
+        microbatches are in flight, the more of a stall passes unnoticed. There are several searches, so each is a draft's.
         """
         costs = dict.fromkeys((detection.cost, *(scenario.cost for scenario in detection.scenarios)))
+        planner = self.draft if self.draft is not None and (is_draft or len(costs) > 1) else self.planner
         cases = [replace(current.case, cost=cost) for cost in costs]
-        found = [(case, self.find(case, current.program, is_draft=True)) for case in cases]
-        case, program = min(found, key=lambda pair: self.expect(pair[1], detection))
-        predicted, bound = self.expect(program, detection), self.bound(case)
-        return Plan(current.version, program, case, predicted, bound, detection.reason, delegated, current.rounded)
+        found = [(case, planner(case, current.program).compute_only()) for case in cases]
+        return min(found, key=lambda pair: self.expect(pair[1], detection))

@@ -66,8 +66,13 @@ class Doubt(Generic[C]):
         """Whether a healing has been measured and is not planned for yet."""
         return self._doubted is not None
 
-    def step(self, change: C | None) -> C | None:
-        """Take what a step has changed; what is to be planned for from now on, if that is anything else than before."""
+    def step(self, change: C | None, is_steady: bool) -> C | None:
+        """Take a step; what is to be planned for from now on, if that is anything else than before.
+
+        Args:
+            change: What has changed, as far as that is sure.
+            is_steady: Whether the step looked like those before it. Others don't count as healthy.
+        """
         self._relapses.step(self._options)
         if change is not None and change.is_slower:
             doubted, self._doubted = self._doubted, None
@@ -79,7 +84,7 @@ class Doubt(Generic[C]):
         if change is not None:
             self._doubted = change if self._doubted is None else change.after(self._doubted)
             self._lasted = self._options.persist
-        elif self._doubted is not None:
+        elif is_steady:
             self._lasted += 1
         if self._doubted is None or self._lasted < self._options.persist * self._relapses.factor:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -31,9 +32,7 @@ def measured(
         edges: list[EdgeMeasurement] = []
         for source in (stage - 1, stage + 1):
             if 0 <= source < STAGES:
-                ahead = source < stage
-                latency = (cost.latency_forward if ahead else cost.latency_backward)[min(source, stage)]
-                occupancy = (cost.occupancy_forward if ahead else cost.occupancy_backward)[min(source, stage)]
+                latency, occupancy = cost.latency(source, stage), cost.occupancy(source, stage)
                 seen = EdgeEstimate((latency + occupancy) * noise(), occupancy or None, max(occupancy, 0.005))
                 edges.append(EdgeMeasurement(source, stage, 16, 0.0, seen))
         found.append(StepMeasurement(stage, step, 1.0, (StageMeasurement(stage, *durations),), tuple(edges)))
@@ -178,3 +177,85 @@ def test_measurements_of_another_pipeline_are_refused() -> None:
     skipping = EdgeMeasurement(0, 2, 1, 0.0, EdgeEstimate(1.0, None, None))
     with pytest.raises(ControlError, match=r"measurement of edge 0→2: expected neighbours of 0\.\.1"):
         detector.observe([StepMeasurement(0, 0, 1.0, (), (skipping,))])
+
+
+SLOW = HEALTHY.with_latency(1, 2, 0.06)
+
+
+def flapping() -> tuple[Detector, int]:
+    """A detector of an edge that has turned slow again after it had healed, and its next step."""
+    detector = calibrated()
+    found = run(detector, [SLOW] * 3 + [HEALTHY] * 3 + [SLOW] * 3, first=4)
+    assert [detection.reason for detection in found] == [
+        "edge 1→2 slow: 60.0 ms (was 0.2 ms)",
+        "edge 1→2 healed: 0.2 ms (was 60.0 ms)",
+        "edge 1→2 slow (flapping): 60.0 ms (was 0.2 ms)",
+    ]
+    return detector, 13
+
+
+def test_the_healing_of_what_flaps_is_planned_for_later() -> None:
+    detector, first = flapping()
+    (healed,) = run(detector, [HEALTHY] * 6, first)
+    assert healed.step == first + 3, "the fourth step, not the second"
+    assert healed.reason == "edge 1→2 healed (flapping): 0.2 ms (was 60.0 ms)"
+    assert healed.cost == HEALTHY
+
+
+def test_what_turns_slow_as_before_while_its_healing_is_doubted_changes_nothing() -> None:
+    detector, first = flapping()
+    assert run(detector, [HEALTHY] * 3 + [SLOW] * 3 + [HEALTHY] * 2 + [SLOW] * 9, first) == []
+    assert detector.cost == SLOW
+    assert detector.slow_edges == ((1, 2),)
+
+
+@pytest.mark.parametrize("latency", [0.02, 0.09])
+def test_another_fault_while_a_healing_is_doubted_is_found_by_its_own_level(latency: float) -> None:
+    detector, first = flapping()
+    other = HEALTHY.with_latency(1, 2, latency)
+    (found,) = run(detector, [HEALTHY] * 3 + [other] * 3, first)
+    assert found.step == first + 4
+    assert found.reason == f"edge 1→2 slow (flapping): {1e3 * latency:.1f} ms (was 0.2 ms)"
+    assert found.cost == other
+
+
+def test_a_stage_that_flaps_is_doubted_in_the_same_way() -> None:
+    detector = calibrated()
+    slow, slower = (replace(HEALTHY, forward=(0.02, 0.021, forward, 0.02)) for forward in (0.05, 0.09))
+    assert len(run(detector, [slow] * 3 + [HEALTHY] * 3 + [slow] * 3, first=4)) == 3
+    (found,) = run(detector, [HEALTHY] * 3 + [slower] * 3, first=13)
+    assert (found.step, found.reason) == (17, "stage 2 slow (flapping): 2.45x the calibrated time")
+    assert run(detector, [HEALTHY] * 3, first=19) == []
+    (healed,) = run(detector, [HEALTHY] * 3, first=22)
+    assert (healed.step, healed.cost) == (22, HEALTHY)
+
+
+def test_relapses_are_forgotten_after_a_healthy_while() -> None:
+    detector, first = flapping()
+    again = run(detector, [HEALTHY] * 60 + [SLOW] * 3 + [HEALTHY] * 3, first)
+    assert [detection.reason for detection in again] == [
+        "edge 1→2 healed (flapping): 0.2 ms (was 60.0 ms)",
+        "edge 1→2 slow: 60.0 ms (was 0.2 ms)",
+        "edge 1→2 healed: 0.2 ms (was 60.0 ms)",
+    ]
+
+
+def test_messages_that_follow_each_other_less_closely_are_slower_however_long_each_takes() -> None:
+    """The rate falls by as much as the latency."""
+    detector = Detector(HEALTHY)
+    run(detector, [HEALTHY.with_latency(1, 2, 0.03)] * 4)
+    (found,) = run(detector, [HEALTHY.with_occupancy(1, 2, 0.03)] * 3, first=4)
+    (change,) = found.changes
+    assert change.is_slower and not change.is_healed
+    assert "edge 1→2 slow: " in found.reason
+
+
+def test_what_may_change_next_is_foreseen_also_of_what_is_doubted() -> None:
+    detector, first = flapping()
+    assert run(detector, [HEALTHY] * 2, first) == []
+    assert detector.foresee(measured(first + 1, HEALTHY)) is None
+    assert run(detector, [HEALTHY], first + 2) == []
+    foreseen = detector.foresee(measured(first + 2, HEALTHY))
+    assert foreseen is not None
+    assert foreseen.cost == HEALTHY
+    assert detector.cost == SLOW

@@ -12,10 +12,11 @@ from test_noisy_steps import CASE
 from adaptra.cost import Case
 from adaptra.planner import plan
 from adaptra.program import Program
+from adaptra.remedies import Means, Remedies, find_remedies
 from adaptra.runtime.changes import Change, ChangeKind, LossChange
-from adaptra.runtime.detector import Detector
+from adaptra.runtime.detector import Detection, Detector
 from adaptra.runtime.measurement import Stalls, StepMeasurement
-from adaptra.runtime.plan import Plan
+from adaptra.runtime.plan import Edges, Plan
 from adaptra.runtime.planning import Planning
 from adaptra.simulate import lower_bound, simulate
 
@@ -140,24 +141,64 @@ def test_the_level_of_a_lossy_edge_stays_and_its_cost_is_that_of_the_mean_messag
     assert detector.cost == HEALTHY
 
 
-def test_the_plan_for_a_lossy_edge_is_the_one_with_the_shortest_expected_step() -> None:
-    """Of plans for a prompt, a mean and a late message; its case has that one level."""
+def search(case: Case, incumbent: Program) -> Program:
+    return plan(case, incumbent=incumbent, effort=30_000)
+
+
+PLANNING = Planning(search, lambda program, cost: simulate(program, cost).makespan, lambda case: lower_bound(case).value)
+
+
+def lossy_pipeline() -> tuple[Plan, Detection]:
+    """The plan that runs, and the detection of a lossy edge."""
     case = Case(HEALTHY, 16, (0, 1, 2, 3))
-
-    def search(case: Case, incumbent: Program) -> Program:
-        return plan(case, incumbent=incumbent, effort=30_000)
-
-    planning = Planning(search, lambda program, cost: simulate(program, cost).makespan, lambda case: lower_bound(case).value)
-    running = plan(case, effort=30_000).compute_only()
-    current = Plan(0, running, case, 1.0, 1.0, "first", (), ())
+    current = Plan(0, plan(case, effort=30_000).compute_only(), case, 1.0, 1.0, "first", (), ())
     detector = calibrated()
     (detection,) = filter(None, (detector.observe(step_with(4 + index, STALLED)) for index in range(4)))
+    return current, detection
+
+
+def test_the_plan_for_a_lossy_edge_is_the_one_with_the_shortest_expected_step() -> None:
+    """Of plans for a prompt, a mean and a late message; its case has that one level."""
+    current, detection = lossy_pipeline()
     prompt, late = (scenario.cost.latency_forward[1] for scenario in detection.scenarios)
     assert (prompt, late) == pytest.approx((HEALTHY.latency_forward[1], HEALTHY.latency_forward[1] + 0.125))
     assert sum(scenario.weight for scenario in detection.scenarios) == pytest.approx(1.0)
-    found = planning.for_loss(detection, current, ())
-    assert found.predicted == pytest.approx(planning.expect(found.program, detection))
-    assert found.predicted < planning.expect(running, detection)
+    found, remedies = PLANNING.plan_for(detection, current, (), is_draft=False)
+    assert remedies is None
+    assert found.predicted == pytest.approx(PLANNING.expect(found.program, detection))
+    assert found.predicted < PLANNING.expect(current.program, detection)
     assert found.case.cost.latency_forward[1] in (prompt, late, detection.cost.latency_forward[1])
     for scenario in detection.scenarios:
-        assert found.predicted <= planning.expect(search(replace(case, cost=scenario.cost), running), detection)
+        searched = search(replace(current.case, cost=scenario.cost), current.program)
+        assert found.predicted <= PLANNING.expect(searched, detection)
+
+
+def test_an_edge_whose_bandwidth_binds_is_relieved_while_another_is_lossy_and_exact_again_afterwards() -> None:
+    """Rounding is allowed: it halves what each message occupies in everything that the lossy edge's messages may meet."""
+    current, detection = lossy_pipeline()
+    bound = ((2, 3),)
+    full = replace(
+        detection,
+        cost=detection.cost.with_occupancy(2, 3, 0.12),
+        scenarios=tuple(replace(one, cost=one.cost.with_occupancy(2, 3, 0.12)) for one in detection.scenarios),
+    )
+
+    def remedies(case: Case, program: Program, spread: Edges, rounded: Edges) -> Remedies | None:
+        return find_remedies(case, program, spread, rounded, means=Means(rounds=True))
+
+    planning = replace(PLANNING, remedies=remedies)
+    found, told = planning.plan_for(full, current, (), is_draft=False)
+    assert told is not None and told.edges == bound
+    assert found.rounded == bound
+    assert found.reason == f"{detection.reason}; rounding to bfloat16"
+    assert found.case.cost.occupancy(2, 3) == 0.06
+    halved = full.with_occupancies(bound, 0.5)
+    assert found.predicted == pytest.approx(planning.expect(found.program, halved))
+    assert found.predicted < 0.7 * planning.expect(PLANNING.plan_for(full, current, (), is_draft=False)[0].program, full)
+
+    # What a rounded message takes is measured from then on; 10 ms for twice as many bytes would not bind.
+    fast = replace(halved.with_occupancies(bound, 0.01 / 0.12), changes=())
+    exact, told = planning.plan_for(fast, found, (), is_draft=False)
+    assert (exact.rounded, told) == ((), None)
+    assert exact.case.cost.occupancy(2, 3) == pytest.approx(0.01)
+    assert exact.predicted == pytest.approx(planning.expect(exact.program, fast.with_occupancies(bound, 2.0)))
