@@ -33,6 +33,9 @@ HEALTHY = "all delay=0"
 STANDING, SETTLED = 6, 20
 """adaptra is measured once its plan has stood for so many steps, or after so many in all."""
 
+HOURS = 4
+"""The most that all situations may take; a step of the slowest contender takes ten seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Situation:
@@ -181,8 +184,9 @@ def main() -> int:
     faced = situations(given.ranks, seconds, given.forwards)
     places = [list(situation.delays) for situation in faced]
     found = run_on_hosts(
-        measure, given.ranks, [], given.ranks, given.microbatches, seconds, places, given.against, given.runs, given.episode
-    )
+        measure, given.ranks, [], given.ranks, given.microbatches, seconds, places, given.against, given.runs, given.episode,
+        timeout=HOURS * 3600,
+    )  # fmt: skip
     rows: list[Row] = []
     for situation, measured in zip(faced, found["situations"], strict=True):
         rows += rows_of(situation, measured, given.ranks, given.microbatches, seconds, given.against, given.runs)

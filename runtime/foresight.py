@@ -1,14 +1,14 @@
 """What is suspected but not yet sure, and whether it is worth planning for already.
 
 A suspicion is what one step shows and the next may confirm. A plan made and confirmed for it meanwhile can run a step sooner if
-it comes true, and was made for nothing if it does not. On a noisy machine most come to nothing, so after each one in a row the
-pause before the next is twice as long, up to a few steps: planning takes processor time from training, and a change that begins
-in a pause is adapted to a step or two later.
+it comes true, and was made for nothing if it does not. On a noisy machine most come to nothing, so after each one in a row its
+places are not suspected for twice as long, up to a few steps: planning takes processor time from training, and a change that
+begins there in such a pause is adapted to a step or two later.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 from adaptra.runtime.changes import AGREEMENT, Change, EdgeChange, LossChange, StageChange
 from adaptra.runtime.detector import Detection
@@ -20,13 +20,23 @@ MOST_PAUSE: Final = 8
 """Steps without planning ahead after many in a row."""
 
 
+Where = tuple[int, ...]
+"""A stage, or the two stages of a directed edge."""
+
+
+class _Pause(NamedTuple):
+    """Until which step a place is not suspected, and for how many it will not be if that comes to nothing again."""
+
+    resumes: int
+    following: int
+
+
 class Foresight:
     """Follows suspicions from step to step."""
 
     def __init__(self) -> None:
         self._suspicion: Detection | None = None
-        self._pause = FIRST_PAUSE
-        self._resumes = 0
+        self._pauses: dict[Where, _Pause] = {}
 
     @property
     def suspicion(self) -> Detection | None:
@@ -35,18 +45,22 @@ class Foresight:
 
     def suspect(self, step: int, suspicion: Detection | None) -> None:
         """A step has confirmed nothing and foreshadows this. What it says as before stays the very same suspicion."""
-        if suspicion is not None and step >= self._resumes:
+        if suspicion is not None and any(step >= self._pause(where).resumes for where in _places(suspicion)):
             if self._suspicion is None or not _agree(self._suspicion, suspicion):
                 self._suspicion = suspicion
         elif self._suspicion is not None:
+            for where in _places(self._suspicion):
+                length = self._pause(where).following
+                self._pauses[where] = _Pause(step + length, min(2 * length, MOST_PAUSE))
             self._suspicion = None
-            self._resumes = step + self._pause
-            self._pause = min(2 * self._pause, MOST_PAUSE)
 
     def confirm(self) -> None:
         """Something was detected: it is not suspected any more, and suspicions count again."""
         self._suspicion = None
-        self._pause, self._resumes = FIRST_PAUSE, 0
+        self._pauses.clear()
+
+    def _pause(self, where: Where) -> _Pause:
+        return self._pauses.get(where, _Pause(0, FIRST_PAUSE))
 
 
 def _agree(one: Detection, other: Detection) -> bool:
@@ -57,8 +71,8 @@ def _agree(one: Detection, other: Detection) -> bool:
     )
 
 
-def _places(detection: Detection) -> dict[tuple[int, ...], Change]:
-    places: dict[tuple[int, ...], Change] = {}
+def _places(detection: Detection) -> dict[Where, Change]:
+    places: dict[Where, Change] = {}
     for change in detection.changes:
         match change:
             case StageChange():

@@ -48,10 +48,10 @@ def random_episodes(seed: int, episodes: int, stages: int, op_seconds: float) ->
     found: list[list[Fault]] = []
     first = FIRST
     for _ in range(episodes):
-        faults = [_random_fault(dice, dice.randrange(stages - 1), first, op_seconds)]
+        place = dice.randrange(stages - 1)
+        faults = [_random_fault(dice, place, first, op_seconds)]
         if stages > 3 and dice.random() < 1 / 3:
-            elsewhere = (faults[0].stage + 2) % (stages - 1)
-            faults.append(_random_fault(dice, elsewhere, first + dice.randint(1, 6), op_seconds))
+            faults.append(_random_fault(dice, (place + 2) % (stages - 1), first + dice.randint(1, 6), op_seconds))
         found.append(faults)
         first = max(end(fault) for fault in faults) + dice.randint(8, 10)
     return found
@@ -223,7 +223,7 @@ class _Named:
 
 _CHANGE = re.compile(
     r"(?:edge (\d+)→(\d+)|stage (\d+)) (slow|lossy|faster|healed)( \(flapping\))?"
-    r"(?:: ([\d.]+) ms.*\), ([\d.]+) ms of it occupancy)?"
+    r"(?:: ([\d.]+) ms \(was ([\d.]+) ms\), ([\d.]+) ms of it occupancy)?"
 )
 
 
@@ -234,7 +234,8 @@ def _named(told: Sequence[ControlEvent], kind: EventKind) -> list[_Named]:
         for change in event.text.split("; ") if event.kind is kind else ():
             if (told_of := _CHANGE.match(change)) is not None:
                 source, destination = told_of[1] or told_of[3], None if told_of[2] is None else int(told_of[2])
-                is_occupied = told_of[7] is not None and float(told_of[7]) > 0.5 * float(told_of[6])
+                now, was, occupied = (float(told_of[group] or 0.0) for group in (6, 7, 8))
+                is_occupied = occupied > 0.5 * abs(now - was)
                 text, is_flapping = f"step {event.step}: {change}", told_of[5] is not None
                 found.append(_Named(event.step, text, int(source), destination, told_of[4], is_flapping, is_occupied))
     return found

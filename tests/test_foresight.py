@@ -49,6 +49,18 @@ def test_each_false_suspicion_doubles_the_pause_and_a_true_one_ends_it() -> None
     assert foresight.suspicion is not None
 
 
+def test_what_came_to_nothing_makes_only_its_own_places_wait() -> None:
+    foresight = Foresight()
+    foresight.suspect(5, slow_edge(0.05))
+    foresight.suspect(6, None)
+    elsewhere = slow_edge(0.05, source=1)
+    foresight.suspect(7, elsewhere)
+    assert foresight.suspicion is elsewhere
+    both = Detection(8, (*slow_edge(0.05).changes, *elsewhere.changes), COST)
+    foresight.suspect(8, both)
+    assert foresight.suspicion is both
+
+
 def test_the_pause_stays_within_a_few_steps_however_many_suspicions_were_false() -> None:
     """A machine that is always noisy must not switch planning ahead off for good."""
     foresight, planned, step = Foresight(), list[int](), 5
