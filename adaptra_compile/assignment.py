@@ -15,6 +15,7 @@ from typing import Final
 from adaptra.cost import Case, CostModel
 from adaptra.errors import CaseError
 from adaptra.limitation import EFFORT
+from adaptra.paid_change import PaidChange
 from adaptra.planner import plan
 from adaptra.roles import Roles, moved
 from adaptra.simulate import lower_bound, simulate
@@ -112,36 +113,17 @@ class JobModel:
         return self.restart + max(handovers)
 
 
-@dataclass(frozen=True, slots=True)
-class RoleChange:
-    """A change of roles that wins.
+class RoleChange(PaidChange[Roles]):
+    """Of which rank holds which stage of which replica."""
 
-    Attributes:
-        before, after: The roles.
-        seconds_before, seconds_after: What a step takes, by simulation.
-        moving: What the change takes once, seconds.
-    """
+    __slots__ = ()
 
-    before: Roles
-    after: Roles
-    seconds_before: float
-    seconds_after: float
-    moving: float
-
-    def saved(self, horizon: int) -> float:
-        """Seconds that so many steps are shorter together, what moving takes off."""
-        return horizon * (self.seconds_before - self.seconds_after) - self.moving
-
-    def __str__(self) -> str:
-        ranks = ", ".join(
+    def what(self) -> str:
+        """The ranks that take another role."""
+        return ", ".join(
             f"rank {rank} from stage {self.before.of(rank)[1]} of replica {self.before.of(rank)[0]} to stage "
             f"{self.after.of(rank)[1]} of {self.after.of(rank)[0]}"
             for rank in moved(self.before, self.after)
-        )
-        steps = self.moving / (self.seconds_before - self.seconds_after)
-        return (
-            f"{ranks}: {1e3 * self.seconds_after:.1f} ms a step instead of {1e3 * self.seconds_before:.1f} ms; moving takes "
-            f"{1e3 * self.moving:.0f} ms, {steps:.0f} steps' gain"
         )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -84,10 +85,7 @@ class Built:
             return
         (worker,) = self.workers
         held = gather_state(worker.state, optimizer)
-        with self._changing("roles"), ExitStack() as opened:
-            launched = job.join(after)
-            for transport in launched.transports:
-                opened.callback(transport.close)
+        with self._restarting("roles", partial(job.join, after)) as (launched, opened):
             self._end()
             state = worker.state
             if before.of(job.rank) != after.of(job.rank):
@@ -111,7 +109,7 @@ class Built:
         if change is not None:
             self.take_roles(change.after, optimizer)
             (worker,) = self.workers
-            worker.controller.tell_roles(change)
+            worker.controller.tell_change(change)
         return change
 
     def take_split(self, split: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
@@ -122,6 +120,7 @@ class Built:
     def settle_split(self, optimizer: torch.optim.Optimizer, horizon: int) -> SplitChange | None:
         """Take a better cut, if there is one: see :meth:`adaptra.api.Pipeline.settle_split`."""
         captured, (worker, *_) = self._captured(), self.workers
+        cut = cache(partial(self._cut, captured))  # to see whether the model can be cut so, and then to take it
         if not worker.measured:
             raise PipelineError("no step has run yet: a split is settled by what steps took")
         held = [gather_state(one.state, optimizer) for one in self.workers]
@@ -133,7 +132,7 @@ class Built:
             def moving(places: Sequence[Place]) -> tuple[float, float] | None:
                 began = time.monotonic()
                 try:
-                    stages = self._cut(captured, positions_of(places)).compiled.train
+                    stages = cut(positions_of(places)).compiled.train
                 except AdaptraError:
                     return None  # such as a buffer that two stages would change
                 names = {name for found in transfers(self.compiled.train, stages).values() for name in found}
@@ -148,9 +147,9 @@ class Built:
         if decided is None:
             return None
         change, places = decided
-        self._take_cut(self._cut(captured, positions_of(places)), optimizer)
+        self._take_cut(cut(positions_of(places)), optimizer)
         for one in self.workers:
-            one.controller.tell_split(change)
+            one.controller.tell_change(change)
         return change
 
     def _captured(self) -> Captured:
@@ -177,10 +176,8 @@ class Built:
         states: list[Mapping[str, Tensor]] = [worker.state for worker in self.workers]
         before = [one for state in states for one in state.values()]
         moving = transfers(stages_before, stages)
-        with self._changing("split"), ExitStack() as opened:
-            job, launched = self.launched.job, self.launched.again()
-            for transport in launched.transports:
-                opened.callback(transport.close)
+        job = self.launched.job
+        with self._restarting("split", self.launched.again) as (launched, opened):
             if job is not None:
                 agree(launched.transports[0], "pipeline", after.facts(), self._recipe.options.timeout)
             self._end()
@@ -207,6 +204,15 @@ class Built:
         self._run_by(prepared, launched, workers, recorder)
 
     @contextmanager
+    def _restarting(self, what: str, join: Callable[[], Launch]) -> Generator[tuple[Launch, ExitStack]]:
+        """Around what leads to other workers: their connections, and what closes them unless :meth:`_start` is reached."""
+        with self._changing(what), ExitStack() as opened:
+            launched = join()
+            for transport in launched.transports:
+                opened.callback(transport.close)
+            yield launched, opened
+
+    @contextmanager
     def _changing(self, what: str) -> Generator[None]:
         """Around what all ranks of the job do together: what fails here has failed everywhere, or will."""
         try:
@@ -216,7 +222,8 @@ class Built:
         except BaseException as error:
             self._failure = error
             if isinstance(error, RuntimeError) and not isinstance(error, AdaptraError):
-                raise PeerLostError(f"{what}: a rank is lost: {error}") from error
+                self._failure = PeerLostError(f"{what}: a rank is lost: {error}")
+                raise self._failure from error
             raise
 
     def _replicated(self) -> tuple[Job, Roles]:
@@ -277,7 +284,7 @@ class Built:
         Raises:
             PipelineError: The pipeline is closed or has failed.
         """
-        if not self._end.alive:
+        if not self._end.alive and self._failure is None:
             raise PipelineError("this pipeline is closed: call adaptra.compile for another one")
         if self._failure is not None:
             raise PipelineError(

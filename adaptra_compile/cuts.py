@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from adaptra.cost import CostModel
+from adaptra.paid_change import PaidChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,36 +50,17 @@ class MovedCut:
         return tuple(place.module for place in self.places)
 
 
-@dataclass(frozen=True, slots=True)
-class SplitChange:
-    """A change of the cuts that wins.
+class SplitChange(PaidChange[tuple[str | None, ...]]):
+    """Of the modules at which stages 1, 2, … begin; None where a stage begins at none."""
 
-    Attributes:
-        before, after: The modules at which stages 1, 2, … begin; None where a stage begins at none.
-        seconds_before, seconds_after: What a step takes, by simulation.
-        moving: What the change takes once, seconds.
-    """
+    __slots__ = ()
 
-    before: tuple[str | None, ...]
-    after: tuple[str | None, ...]
-    seconds_before: float
-    seconds_after: float
-    moving: float
-
-    def saved(self, horizon: int) -> float:
-        """Seconds that so many steps are shorter together, what moving takes off."""
-        return horizon * (self.seconds_before - self.seconds_after) - self.moving
-
-    def __str__(self) -> str:
-        stages = ", ".join(
+    def what(self) -> str:
+        """The stages that begin elsewhere."""
+        return ", ".join(
             f"stage {stage} beginning at {now!r} instead of {_named(was)}"
             for stage, (was, now) in enumerate(zip(self.before, self.after, strict=True), 1)
             if was != now
-        )
-        steps = self.moving / (self.seconds_before - self.seconds_after)
-        return (
-            f"{stages}: {1e3 * self.seconds_after:.1f} ms a step instead of {1e3 * self.seconds_before:.1f} ms; moving takes "
-            f"{1e3 * self.moving:.0f} ms, {steps:.0f} steps' gain"
         )
 
 

@@ -179,13 +179,10 @@ class Controller:
         """Something has happened to one of this rank's links. Any thread may."""
         self._emit(EventKind.LINK, self._step, self._running.version, text)
 
-    def tell_roles(self, change: RoleChange) -> None:
-        """The ranks have changed roles before the next step. Any thread may."""
-        self._tell_change(EventKind.ROLES, change)
-
-    def tell_split(self, change: SplitChange) -> None:
-        """The stages have been cut elsewhere before the next step. Any thread may."""
-        self._tell_change(EventKind.SPLIT, change)
+    def tell_change(self, change: RoleChange | SplitChange) -> None:
+        """The ranks have changed roles, or the stages been cut elsewhere, before the next step. Any thread may."""
+        kind = EventKind.ROLES if isinstance(change, RoleChange) else EventKind.SPLIT
+        self._emit(kind, self._step, self._running.version, str(change), change.seconds_after, change.seconds_before)
 
     @property
     def measured_cost(self) -> CostModel | None:
@@ -216,9 +213,6 @@ class Controller:
         self._preparation.close(CLOSE_SECONDS)
         if (coordinator := self._coordinator) is not None:
             coordinator.close(CLOSE_SECONDS)
-
-    def _tell_change(self, kind: EventKind, change: RoleChange | SplitChange) -> None:
-        self._emit(kind, self._step, self._running.version, str(change), change.seconds_after, change.seconds_before)
 
     def _emit(
         self,
