@@ -71,14 +71,17 @@ class Job:
         self._joined = 0
         self._met = 0
         # Made while all ranks are sure to live: making a group waits for its members.
-        self._everyone = new_group(range(dist.get_world_size()), "gloo") if changes_roles else None
+        self._everyone = self._make_everyone() if changes_roles else None
 
     @property
     def everyone(self) -> dist.ProcessGroup:
-        """All ranks of the job, by rank; without roles to change made when all ranks first ask for it, together."""
+        """All ranks of the job, by rank; without roles to change made when all ranks first :meth:`meet`."""
         if self._everyone is None:
-            self._everyone = new_group(range(dist.get_world_size()), "gloo")
+            self._everyone = self._make_everyone()
         return self._everyone
+
+    def _make_everyone(self) -> dist.ProcessGroup:
+        return new_group(range(dist.get_world_size()), "gloo", timeout=None)
 
     def join(self, roles: Roles | None) -> Launch:
         """Join the pipeline and the replicas of this rank's role. All ranks of the job call it with the same roles.
@@ -105,7 +108,9 @@ class Job:
             ControlError: The store is lost.
         """
         self._met += 1
-        _exchange(self._store, f"change/{self._met}", self.rank, "", range(self.everyone.size()), timeout)
+        # Before the group is asked for, which waits for its members however long they take.
+        _exchange(self._store, f"change/{self._met}", self.rank, "", range(dist.get_world_size()), timeout)
+        assert self.everyone.size() == dist.get_world_size(), "all ranks of the job"
 
 
 def is_launched() -> bool:

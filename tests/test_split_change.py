@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import os
 import weakref
 from itertools import pairwise
 
@@ -331,3 +332,54 @@ def test_ranks_with_different_splits_are_told():
     )
     for kind, message in run_processes(different, 2):
         check_documented(kind, message, row)
+
+
+def lose_a_rank(rank, lost_in):
+    """What a rank raises, and what its pipeline says afterwards, when the one in the middle is lost in a move of a cut."""
+    import torch.distributed as dist
+
+    from adaptra import built
+
+    dist.init_process_group("gloo")
+    inputs, _, targets = MIXED.rows(ROWS, seed=0)
+    with adaptra.compile(
+        MIXED.make(), stages=3, microbatches=MICROBATCHES, example_inputs=(inputs, targets), loss=MIXED.loss,
+        split=["middle.1", "middle.4"], options=adaptra.Options(timeout=20.0 if lost_in == "regroup" else 3.0),
+    ) as pipe:  # fmt: skip
+        pipe.step(inputs[0], targets)
+        if rank == 1:
+            setattr(built, lost_in, lambda *_: os._exit(1))
+        optimizer, found = torch.optim.SGD(pipe.parameters()), []
+        for act in (lambda: pipe.take_split(["middle.3", "middle.5"], optimizer), lambda: pipe.step(inputs[0], targets)):
+            try:
+                act()
+            except Exception as error:
+                found.append((type(error).__name__, str(error)))
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("lost_in", "row"),
+    [
+        ("transfers", "…: rank … did not answer within … s"),
+        ("agree", "…: rank … did not answer within … s"),
+        ("exchange_parts", "…: a rank is lost: …"),
+    ],
+)
+def test_a_rank_that_is_lost_while_a_cut_moves_ends_the_others(lost_in, row):
+    """Before it has come, when all have met, and when state moves."""
+    results = run_processes(lose_a_rank, 3, lost_in, timeout=40.0, may_die=(1,))
+    for kind_and_message, (after, said) in (results[0], results[2]):
+        check_documented(*kind_and_message, row)
+        assert after == "PipelineError" and said.startswith("this pipeline has failed") and kind_and_message[0] in said
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_a_rank_that_is_lost_when_a_cut_has_moved_is_named_by_the_next_step():
+    results = run_processes(lose_a_rank, 3, "regroup", timeout=40.0, may_die=(1,))
+    for ((kind, message),) in (results[0], results[2]):
+        assert kind == "PeerLostError"
+        assert "rank 1" in message
