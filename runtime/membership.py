@@ -211,7 +211,9 @@ class Membership:
                 if (self._state, self._is_settled, self._seen()) == (written.state, written.is_settled, written.seen):
                     is_awaited = not self._is_settled or (written.state is not State.RUNNING and not self._is_known)
                     hurries = is_awaited and self._round_at < self._hurry_until
-                    self._condition.wait(_HURRY_INTERVAL if hurries else self._interval)
+                    overslept = self._wait(_HURRY_INTERVAL if hurries else self._interval)
+                    for peer in self._peers.values():
+                        peer.changed_at += overslept
 
     def _watch_for_ever(self) -> None:
         with self._condition:
@@ -219,10 +221,20 @@ class Membership:
                 left = self._round_at + self._lost_after - time.monotonic()
                 if left <= 0:
                     break
-                self._condition.wait(left)
+                overslept = self._wait(left)
+                self._round_at += overslept
             is_stuck = not self._ends and self._lost is None
         if is_stuck:
             self._lose_store(f"no answer for {self._lost_after} s")
+
+    def _wait(self, seconds: float) -> float:
+        """Wait for the condition; by how many seconds too long, since this process was stopped or too busy to go on.
+
+        Nobody else can be blamed for having been silent meanwhile.
+        """
+        began = time.monotonic()
+        self._condition.wait(seconds)
+        return max(0.0, time.monotonic() - began - seconds)
 
     def _seen(self) -> tuple[int, ...]:
         """The ranks whose failing or leaving this rank has read."""

@@ -1,5 +1,6 @@
 """Membership: who learns what of whose end, over a store in one process."""
 
+import ctypes
 import json
 import threading
 import time
@@ -55,6 +56,14 @@ class Job:
         deadline = time.monotonic() + 20
         while not all(rank in json.loads(self.store.get(f"rank {other}"))["seen"] for other in by):
             assert time.monotonic() < deadline, f"rank {rank}: nobody noticed"
+
+    def wait_until_beaten(self, times):
+        """Until every rank has beaten so many times more."""
+        ranks = [f"rank {rank}" for rank in range(len(self.members))]
+        until = {rank: times + (json.loads(self.store.get(rank))["beat"] if self.store.check([rank]) else 0) for rank in ranks}
+        deadline = time.monotonic() + 20
+        while any(not self.store.check([rank]) or json.loads(self.store.get(rank))["beat"] < until[rank] for rank in ranks):
+            assert time.monotonic() < deadline, "a rank does not beat"
 
     def close(self):
         with ThreadPoolExecutor(len(self.members)) as pool:
@@ -152,6 +161,17 @@ def test_a_rank_that_stops_beating_is_lost_with_the_edge_that_waits():
     assert str(lost).endswith("while edge 1→0 waits for 1SEND_B4 of step 0")
     assert (lost.rank, lost.edge, lost.op) == (1, (1, 0), "1SEND_B4")
     member.close()
+
+
+def test_a_process_that_was_too_busy_to_look_blames_nobody_for_silence():
+    """No thread of it runs for three times as long as makes a rank lost."""
+    job = Job(3, lost_after=0.5)
+    job.wait_until_beaten(3)
+    ctypes.PyDLL(None).usleep(1_500_000)  # with the interpreter's lock held
+    job.wait_until_beaten(5)
+    assert not any(job.errors)
+    assert not any(event.is_set() for event in job.told)
+    job.close()
 
 
 def test_leaving_in_turn_is_no_loss():
