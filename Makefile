@@ -101,6 +101,7 @@ bench: $(READY)
 	$(BIN)/python bench/head_of_line.py
 	$(BIN)/python bench/switching.py
 	$(BIN)/python bench/compile_cost.py
+	$(BIN)/python bench/split.py
 
 clean:
 	rm -rf $(VENV) build dist out
