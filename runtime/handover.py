@@ -17,6 +17,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 
 from adaptra.errors import StateError
+from adaptra.graph.specs import dtype_name
 from adaptra.roles import Roles
 from adaptra.runtime.schema import Fields, decode
 
@@ -25,7 +26,7 @@ VALUE: Final = "value"
 STATE: Final = "state/"
 
 _DTYPES: Final = {
-    str(dtype).removeprefix("torch."): dtype
+    dtype_name(dtype): dtype
     for dtype in (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -210,7 +211,7 @@ def _describe(held: Handover) -> bytes:
     return json.dumps(
         {
             "tensors": [
-                [name, what, one.device.type, str(one.dtype).removeprefix("torch."), list(one.shape)]
+                [name, what, one.device.type, dtype_name(one.dtype), list(one.shape)]
                 for (name, what), one in held.tensors.items()
             ],
             "numbers": [[name, what, value] for (name, what), value in held.numbers.items()],

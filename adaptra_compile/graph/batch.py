@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from adaptra.errors import BatchError, CaptureError
-from adaptra.graph.specs import MessageSpec, TensorSpec
+from adaptra.graph.specs import MessageSpec, TensorSpec, dtype_name
 
 Loss = Callable[[Any, Any], Any]
 """``loss(outputs, targets)`` returns a scalar tensor."""
@@ -92,12 +92,12 @@ class Structure:
     def _check_tensor(self, label: str, spec: TensorSpec, value: Any) -> Tensor:
         if not isinstance(value, Tensor):
             shown = "None" if value is None else _describe(value)
-            raise BatchError(f"{self._what}: {label} is {shown}: expected a tensor of {_dtype(spec.dtype)}")
+            raise BatchError(f"{self._what}: {label} is {shown}: expected a tensor of {dtype_name(spec.dtype)}")
         fits = value.dtype == spec.dtype and value.dim() == len(spec.shape) and tuple(value.shape[1:]) == spec.shape[1:]
         if not fits:
             rows = ", ".join(["batch", *map(str, spec.shape[1:])] if spec.shape else [])
             raise BatchError(
-                f"{self._what}: {label} is {_describe(value)}: expected {_dtype(spec.dtype)}[{rows}], as when the "
+                f"{self._what}: {label} is {_describe(value)}: expected {dtype_name(spec.dtype)}[{rows}], as when the "
                 "pipeline was compiled"
             )
         return value
@@ -252,12 +252,8 @@ def _label(path: tuple[Any, ...]) -> str:
     return str(path[0].key) + pytree.keystr(path[1:])
 
 
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{_dtype(value.dtype)}{list(value.shape)}"
+        return f"{dtype_name(value.dtype)}{list(value.shape)}"
     name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

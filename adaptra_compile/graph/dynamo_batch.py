@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from adaptra.errors import CaptureError
 from adaptra.graph.dynamo_graph import is_state, source_of
+from adaptra.graph.specs import dtype_name
 
 
 class _TraceAgain(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
@@ -55,7 +56,7 @@ def require_rows(graph: fx.GraphModule, examples: Sequence[Any], results: Sequen
     rows = {_symbol(node.meta["example_value"].shape[0]) for node, _ in _batched(graph, examples)}
     for index, result in enumerate(results):
         if not isinstance(result, Tensor) or result.dim() == 0 or _symbol(result.shape[0]) not in rows:
-            shown = f"{_dtype(result)}{list(result.shape)}" if isinstance(result, Tensor) else f"the number {result}"
+            shown = f"{dtype_name(result.dtype)}{list(result.shape)}" if isinstance(result, Tensor) else f"the number {result}"
             for symbol in map(str, rows):
                 shown = shown.replace(symbol, "rows")
             raise CaptureError(
@@ -84,10 +85,6 @@ def _holds_for(size: int | torch.SymInt, rows: int) -> bool:
 
 def _symbol(size: int | torch.SymInt) -> object:
     return size.node.expr if isinstance(size, torch.SymInt) else size
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 _MARKED: Final = "_adaptra_any_rows"

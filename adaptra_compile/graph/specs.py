@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Shape and dtype of one tensor, whether a gradient flows back through it, and whether it is rounded on its way.

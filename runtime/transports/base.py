@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from adaptra.errors import TransportError
-from adaptra.graph.specs import MessageSpec, TensorSpec
+from adaptra.graph.specs import MessageSpec, TensorSpec, dtype_name
 from adaptra.program import Kind, Program
 from adaptra.runtime.transports.contract import Contract
 
@@ -35,7 +35,7 @@ def layout_of(specs: MessageSpec) -> Layout:
 
 
 def _dtype_text(spec: TensorSpec) -> str:
-    text = str(spec.dtype).removeprefix("torch.")
+    text = dtype_name(spec.dtype)
     return f"{text}→bfloat16" if spec.lossy_bf16 else text
 
 
@@ -109,7 +109,7 @@ def check_tensors(identity: Identity, tensors: Sequence[Tensor]) -> None:
         tensor.shape == spec.shape and tensor.dtype == spec.dtype for tensor, spec in zip(tensors, identity.specs, strict=True)
     )
     if not fits:
-        given = tuple((tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors)
+        given = tuple((tuple(tensor.shape), dtype_name(tensor.dtype)) for tensor in tensors)
         raise TransportError(f"send of {identity}: got {describe_layout(given)}")
 
 
