@@ -9,6 +9,9 @@ from typing import Final
 SHOWN_OCCUPANCY: Final = 50e-6
 """Seconds; less is not worth a word."""
 
+SURE: Final = 0.99
+"""Confidences from here on are not worth a word."""
+
 AGREEMENT: Final = 0.2
 """Two values agree about a change if they differ by at most this part of it."""
 
@@ -30,7 +33,10 @@ class ChangeKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StageChange:
-    """A stage whose ops take longer or shorter: seconds of F + I + W before, now, and when it was calibrated."""
+    """A stage whose ops take longer or shorter: seconds of F + I + W before, now, and when it was calibrated.
+
+    ``confidence`` is the least probability that this is no noise, as of every change.
+    """
 
     stage: int
     was: float
@@ -38,6 +44,7 @@ class StageChange:
     calibrated: float
     is_healed: bool
     is_flapping: bool = False
+    confidence: float = 1.0
 
     @property
     def kind(self) -> ChangeKind:
@@ -59,7 +66,7 @@ class StageChange:
 
     def __str__(self) -> str:
         factor = f"{self.now / max(self.calibrated, 1e-9):.2f}x"
-        return f"stage {self.stage} {_word(self)}: {factor} the calibrated time"
+        return f"stage {self.stage} {_word(self)}: {factor} the calibrated time{_doubt(self)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,7 @@ class EdgeChange:
     occupancy_most: float
     is_healed: bool
     is_flapping: bool = False
+    confidence: float = 1.0
 
     @property
     def kind(self) -> ChangeKind:
@@ -107,7 +115,7 @@ class EdgeChange:
     def __str__(self) -> str:
         edge = f"edge {self.source}→{self.destination} {_word(self)}"
         queueing = f", {_milliseconds(self.occupancy)} of it occupancy" if self.occupancy >= SHOWN_OCCUPANCY else ""
-        return f"{edge}: {_milliseconds(self.now)} (was {_milliseconds(self.was)}){queueing}"
+        return f"{edge}: {_milliseconds(self.now)} (was {_milliseconds(self.was)}){queueing}{_doubt(self)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +134,7 @@ class LossChange:
     extra: float
     is_healed: bool
     is_flapping: bool = False
+    confidence: float = 1.0
 
     @property
     def kind(self) -> ChangeKind:
@@ -136,9 +145,9 @@ class LossChange:
         edge = f"edge {self.source}→{self.destination}"
         flapping = " (flapping)" if self.is_flapping else ""
         if self.is_healed:
-            return f"{edge} healed{flapping}: no message is held up any more"
+            return f"{edge} healed{flapping}: no message is held up any more{_doubt(self)}"
         late = f"{100 * self.share:.0f} % of its messages are {_milliseconds(self.extra)} late"
-        return f"{edge} lossy{flapping}: {late}, the others as fast as ever"
+        return f"{edge} lossy{flapping}: {late}, the others as fast as ever{_doubt(self)}"
 
 
 Change = StageChange | EdgeChange | LossChange
@@ -148,6 +157,10 @@ Change = StageChange | EdgeChange | LossChange
 def _word(change: StageChange | EdgeChange) -> str:
     said = "healed" if change.is_healed else "slow" if change.is_slower else "faster"
     return f"{said} (flapping)" if change.is_flapping else said
+
+
+def _doubt(change: Change) -> str:
+    return "" if change.confidence >= SURE else f", {100 * change.confidence:.0f} % sure"
 
 
 def _milliseconds(seconds: float) -> str:

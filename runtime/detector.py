@@ -181,9 +181,10 @@ class Detector:
         if not level.moves(total, self._options, self._options.change * level.level):
             return None
         near = self._options.change * level.calibrated
+        confidence = level.confidence
         was, now = level.level, level.settle(self._options.persist)
         healed = abs(now - level.calibrated) <= level.limit(near, self._options.noise)
-        return StageChange(stage, was, now, level.calibrated, healed)
+        return StageChange(stage, was, now, level.calibrated, healed, confidence=confidence)
 
     def _says_nothing(self, measured: EdgeMeasurement) -> bool:
         """Whether most messages were late by stalls, which are no change of level: on a lossy path, or one after another."""
@@ -200,15 +201,15 @@ class Detector:
         was = flight.level if path.loss is None else path.loss.mean
         if not path.changes(measured, pause, self._options, self._edge_limit(flight.level)):
             return None
-        flapping = path.relapses.count > 0
+        flapping, confidence = path.relapses.count > 0, path.confidence
         self._edge_doubts[edge].end()
         if path.loss is None:
             self._set_edge(edge)
-            return LossChange(*edge, was, flight.level, 0.0, 0.0, is_healed=True, is_flapping=flapping)
+            return LossChange(*edge, was, flight.level, 0.0, 0.0, True, flapping, confidence)
         # What looked like a slow link until now was the late messages.
         flight.correct(min(flight.level, path.loss.prompt))
         self._set_edge(edge)
-        return LossChange(*edge, was, path.loss.mean, path.loss.share, path.loss.extra, is_healed=False, is_flapping=flapping)
+        return LossChange(*edge, was, path.loss.mean, path.loss.share, path.loss.extra, False, flapping, confidence)
 
     def _scenarios(self) -> tuple[Scenario, ...]:
         """All messages of a lossy edge prompt, or all of them late, each as likely as for one message."""
@@ -244,14 +245,17 @@ class Detector:
         occupancy_moved = occupancy.moves(_occupancy(measured, occupancy.level), options, smallest)
         if not (flight_moved or occupancy_moved):
             return None
+        confidence = max(level.confidence for level, moved in ((flight, flight_moved), (occupancy, occupancy_moved)) if moved)
         was, occupied_was = flight.level, occupancy.level
         now, occupied = flight.settle(options.persist), occupancy.settle(options.persist)
         near = self._edge_limit(flight.calibrated)
         healed = abs(now - flight.calibrated) <= flight.limit(near, options.noise)
         healed = healed and occupied - occupancy.calibrated <= occupancy.limit(near, options.noise)
         unseen = now if estimate.spacing is None else min(now, estimate.spacing)
-        most = unseen if estimate.occupancy is None else min(occupied, now)
-        return EdgeChange(*edge, was, now, flight.calibrated, min(occupied_was, was), min(occupied, now), most, healed)
+        occupied, occupied_was = min(occupied, now), min(occupied_was, was)
+        most = unseen if estimate.occupancy is None else occupied
+        found = (was, now, flight.calibrated, occupied_was, occupied, most, healed)
+        return EdgeChange(*edge, *found, confidence=confidence)
 
     def _least_change(self, edge: tuple[int, int]) -> float:
         flight = self._flights[edge]

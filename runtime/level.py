@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from statistics import median
+from typing import Final
 
 from adaptra.runtime.changes import AGREEMENT
+
+DEVIATIONS: Final = 1.4826
+"""Of normally distributed values, a standard deviation in units of the median absolute deviation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,18 @@ class Level:
         last = self.suspects[-options.persist :]
         agree = max(last) - min(last) <= max(limit, AGREEMENT * abs(value - self.level))
         return len(self.suspects) >= (options.persist if agree else max(options.persist, options.window))
+
+    @property
+    def confidence(self) -> float:
+        """The least probability that the latest steps, if they are elsewhere, are not there by chance.
+
+        However the noise is distributed, it is ``z`` standard deviations off to one side with a probability of at most
+        ``1 / (1 + z²)`` (Cantelli's inequality), and in each step for itself.
+        """
+        deviation = DEVIATIONS * max(self.scatter, _scatter(self.recent))
+        if deviation == 0.0:
+            return 1.0
+        return 1.0 - prod(1.0 / (1.0 + ((value - self.level) / deviation) ** 2) for value in self.suspects)
 
     def settle(self, persist: int) -> float:
         """Move the level to where the latest steps are, if they are elsewhere."""

@@ -50,12 +50,14 @@ class LossyPath:
         window: Of how many recent steps stalls count.
         loss: How it behaves, while it is lossy.
         relapses: How often it has turned lossy soon after it had healed.
+        confidence: The probability that it last turned so by more than chance.
     """
 
     window: int
     loss: Loss | None = None
     relapses: Relapses = field(default_factory=Relapses)
     _recent: deque[tuple[int, float, Stalls]] = field(init=False)
+    confidence: float = 1.0
     _quiet: int = 0
     _patience: int = 0
 
@@ -87,6 +89,7 @@ class LossyPath:
         if not stalls.count or stalled < options.stalls or lateness < smallest * messages:
             return False
         self._turn_lossy(messages, lateness)
+        self.confidence = 1.0 - _by_chance(stalled, len(self._recent), 1 / self.window)
         self._wait_longer(stalled, options.persist)
         return True
 
@@ -104,7 +107,12 @@ class LossyPath:
         self._patience = max(least, math.ceil(math.log(DOUBT) / math.log1p(-rate))) * self.relapses.factor
 
     def _heal(self) -> bool:
-        self.loss = None
+        self.loss, self.confidence = None, 1.0 - DOUBT
         self.relapses.healed()
         self._recent.clear()
         return True
+
+
+def _by_chance(times: int, steps: int, rate: float) -> float:
+    """How likely at least so many of some steps show a stall, if one in ``1 / rate`` does."""
+    return sum(math.comb(steps, count) * rate**count * (1 - rate) ** (steps - count) for count in range(times, steps + 1))

@@ -12,7 +12,7 @@ from adaptra.cost import CostModel
 from adaptra.errors import ControlError
 from adaptra.runtime.changes import EdgeChange, StageChange
 from adaptra.runtime.detector import Detection, Detector
-from adaptra.runtime.level import DetectorOptions
+from adaptra.runtime.level import DetectorOptions, Level
 from adaptra.runtime.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
 
 STAGES = 4
@@ -154,7 +154,22 @@ def test_noise_moves_nothing_and_a_change_in_noise_is_found(seed: int) -> None:
     changes = [change for detection in later if detection for change in detection.changes]
     assert [(change.source, change.destination) for change in changes if isinstance(change, EdgeChange)] == [(1, 2)]
     assert not any(isinstance(change, StageChange) for change in changes)
+    assert all(0.995 < change.confidence <= 1.0 for change in changes)
     assert detector.cost.latency_forward[1] == pytest.approx(0.06, rel=0.3)
+
+
+def test_confidence_is_how_far_beyond_noise_the_steps_agree_on_a_change() -> None:
+    """The median deviation is 1 ms, so the standard deviation of normal noise 1.5: 6 ms are four of them."""
+    level = Level.calibrate([0.019, 0.02, 0.021], window=8)
+    options = DetectorOptions(noise=3.0)
+    assert level.confidence == 0.0, "nothing is elsewhere"
+    assert not level.moves(0.026, options, 0.001)
+    once = level.confidence
+    assert once == pytest.approx(1 - 1 / (1 + (6 / 1.4826) ** 2))
+    assert level.moves(0.0265, options, 0.001)
+    assert once < level.confidence == pytest.approx(1 - (1 - once) / (1 + (6.5 / 1.4826) ** 2))
+    said = StageChange(2, 0.02, 0.026, 0.02, is_healed=False, confidence=once)
+    assert str(said) == "stage 2 slow: 1.30x the calibrated time, 94 % sure"
 
 
 def test_small_changes_are_not_worth_a_detection() -> None:
