@@ -21,6 +21,7 @@ from adaptra.graph.specs import MessageSpec
 from adaptra.program import Kind, Op, Program
 from adaptra.runtime.emulation import Pacing
 from adaptra.runtime.monitor import Monitor
+from adaptra.runtime.op_clock import Mark
 from adaptra.runtime.stage import Stage
 from adaptra.runtime.transports.base import Identity, Pending, Transport
 
@@ -49,6 +50,7 @@ class Executor:
         transport: Carries the messages; its receive buffers are reserved here, sized by the program.
         pacing: Lengthens ops on emulated devices and slowed stages.
         monitor: Records what ran and what travelled.
+        mark: The moment on this rank's device, as :meth:`adaptra.runtime.op_clock.OpClock.mark`.
         timeout: Seconds an op waits for a message before the step fails.
     """
 
@@ -61,6 +63,7 @@ class Executor:
         transport: Transport,
         pacing: Pacing,
         monitor: Monitor,
+        mark: Callable[[], Mark],
         timeout: float,
     ) -> None:
         self.program = program
@@ -71,6 +74,7 @@ class Executor:
         self._transport = transport
         self._pacing = pacing
         self._monitor = monitor
+        self._mark = mark
         self._timeout = timeout
         self._last = program.stages - 1
         self._forward_only = program.is_forward_only
@@ -168,7 +172,7 @@ class Executor:
             case Kind.F:
                 given = inputs[microbatch] if stage == 0 else self._take(op, -1)
                 wanted = targets[microbatch] if stage == self._last else ()
-                started = time.monotonic()
+                started = time.monotonic(), self._mark()
                 outputs = self._stages[stage].forward(self._step, microbatch, given, wanted)
                 self._finish(op, started)
                 if stage == self._last:
@@ -179,7 +183,7 @@ class Executor:
                     self._values[stage, Kind.F, microbatch] = outputs
             case Kind.I | Kind.B:
                 grad_outputs = () if stage == self._last else self._take(op, +1)
-                started = time.monotonic()
+                started = time.monotonic(), self._mark()
                 grad_inputs = self._stages[stage].input_grad(microbatch, grad_outputs)
                 if op.kind is Kind.B:
                     self._stages[stage].weight_grad(microbatch)
@@ -187,7 +191,7 @@ class Executor:
                 if stage > 0:
                     self._values[stage, Kind.I, microbatch] = grad_inputs
             case Kind.W:
-                started = time.monotonic()
+                started = time.monotonic(), self._mark()
                 self._stages[stage].weight_grad(microbatch)
                 self._finish(op, started)
             case Kind.SEND_F:
@@ -197,9 +201,10 @@ class Executor:
             case Kind.RECV_F | Kind.RECV_B:
                 self._receive(op)
 
-    def _finish(self, op: Op, started: float) -> None:
-        self._pacing.pad(op.stage, op.kind, self._step, started)
-        self._monitor.op(op, started, time.monotonic())
+    def _finish(self, op: Op, started: tuple[float, Mark]) -> None:
+        at, mark = started
+        self._pacing.pad(op.stage, op.kind, self._step, at)
+        self._monitor.op(op, mark, self._mark())
         if self._is_last_use(op):
             for pending in self._held.pop((op.stage, op.microbatch), ()):
                 self._transport.release(pending)

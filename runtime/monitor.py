@@ -8,7 +8,7 @@ into one timeline.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final, NamedTuple
@@ -126,13 +126,17 @@ class Monitor:
         rank: This rank.
         placement: ``placement[stage]`` is the stage's rank.
         keep: Of how many steps the raw records are kept.
+        read: The seconds of what :meth:`op` was given, as :meth:`adaptra.runtime.op_clock.OpClock.read`.
     """
 
-    def __init__(self, rank: int, placement: Sequence[int], keep: int = 8) -> None:
+    def __init__(
+        self, rank: int, placement: Sequence[int], keep: int = 8, read: Callable[[Sequence[Any]], list[float]] = list
+    ) -> None:
+        self._read = read
         self._rank = rank
         self._own = tuple(stage for stage, holder in enumerate(placement) if holder == rank)
         self._kept: deque[StepRecords] = deque(maxlen=keep)
-        self._ops: list[tuple[Op, float, float]] = []
+        self._ops: list[tuple[Op, Any, Any]] = []
         self._messages: list[tuple[Kind, int, int, int, int, float, float, float, float]] = []
         self._waits: list[tuple[Op, float]] = []
         self._probes: dict[tuple[int, int], tuple[float, float]] = {}
@@ -152,8 +156,8 @@ class Monitor:
         """Forget what was recorded since the last :meth:`end_step`: a step that failed, or one that only evaluated."""
         self._ops, self._messages, self._waits, self._probes = [], [], [], {}
 
-    def op(self, op: Op, start: float, end: float) -> None:
-        """Record that a compute op ran."""
+    def op(self, op: Op, start: Any, end: Any) -> None:
+        """Record that a compute op ran, between these marks of the rank's clock."""
         self._ops.append((op, start, end))
 
     def message(
@@ -188,7 +192,7 @@ class Monitor:
         self._kept.append(records)
         durations = _durations(records)
         pause = max((max(values) - median(values) for values in durations.values()), default=0.0)
-        return StepMeasurement(self._rank, step, end - start, self._measure_stages(durations), edges, pause)
+        return StepMeasurement(self._rank, step, records.end - start, self._measure_stages(durations), edges, pause)
 
     @property
     def kept(self) -> tuple[StepRecords, ...]:
@@ -197,8 +201,11 @@ class Monitor:
 
     def unfinished(self, step: int, start: float, end: float) -> StepRecords:
         """What has been recorded since :meth:`begin_step`, as the records of a step that broke off at ``end``."""
-        ops, messages = tuple(map(OpRecord._make, self._ops)), tuple(map(MessageRecord._make, self._messages))
-        return StepRecords(self._rank, step, start, end, ops, messages)
+        marks = iter(self._read([mark for _, *marks in self._ops for mark in marks]))
+        ops = tuple(OpRecord(op, next(marks), next(marks)) for op, *_ in self._ops)
+        messages = tuple(map(MessageRecord._make, self._messages))
+        latest = max((op.end for op in ops), default=end)  # which a GPU may come to after the host
+        return StepRecords(self._rank, step, start, max(end, latest), ops, messages)
 
     def records(self, step: int) -> StepRecords:
         """What was recorded in a step.

@@ -36,6 +36,7 @@ from adaptra.runtime.measurement import StageMeasurement
 from adaptra.runtime.membership import Membership
 from adaptra.runtime.monitor import Monitor, StepRecords, merge_timelines
 from adaptra.runtime.norms import GradientNorms
+from adaptra.runtime.op_clock import OpClock
 from adaptra.runtime.options import Options
 from adaptra.runtime.phases import Kept, Phases
 from adaptra.runtime.plan import Plan
@@ -112,7 +113,8 @@ class Worker:
         self._stages = len(compiled.train)
         self._last = self._stages - 1
         self._placement = tuple(range(self._stages))
-        self.monitor = Monitor(self.rank, self._placement)
+        self._clock = OpClock.of(state.values())
+        self.monitor = Monitor(self.rank, self._placement, read=self._clock.read)
         graphs = compiled.train[self.rank]
         self.trainable = {name: state[name] for name in graphs.trainable}
         self._gradients = Gradients(
@@ -433,6 +435,7 @@ class Worker:
             self._transport,
             self._pacing,
             self.monitor,
+            self._clock.mark,
             self._options.timeout,
         )
 

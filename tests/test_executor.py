@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -83,6 +84,7 @@ def executor_of(
         transport,
         Pacing(None, ()),
         Monitor(rank, program.placement),
+        time.monotonic,
         timeout,
     )
     transport.reserve(executor.receive_counts)

@@ -111,14 +111,21 @@ class RankTelemetry:
                 more = (failures - before[0], changes - before[1])
                 yield PathsChanged(self._rank, measurement.step, source, destination, *more)
 
+    def _unfinished(self, step: int, start: float, monitor: Monitor) -> StepRecords | None:
+        """What ran of a step that broke off, if anything did and its device still tells."""
+        try:
+            records = monitor.unfinished(step, start, time.monotonic())
+        except RuntimeError as error:
+            logger.warning("rank %d: when the ops of step %d ran is not known: %s", self._rank, step, error)
+            return None
+        return records if records.ops else None
+
     def _write_last_steps(self, folder: Path, step: int, monitor: Monitor) -> Path | None:
         """The file, or None if there is nothing to write or the system refuses, which the log then says."""
         plans = {of_step: (start, plan) for of_step, start, plan in self._plans}
         recorded = [(records, "") for records in monitor.kept if records.step in plans]
-        if step in plans:
-            unfinished = monitor.unfinished(step, plans[step][0], time.monotonic())
-            if unfinished.ops:
-                recorded.append((unfinished, ", broken off"))
+        if step in plans and (unfinished := self._unfinished(step, plans[step][0], monitor)) is not None:
+            recorded.append((unfinished, ", broken off"))
         if not recorded:
             return None
         named = [
