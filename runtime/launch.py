@@ -71,17 +71,13 @@ class Job:
         self._joined = 0
         self._met = 0
         # Made while all ranks are sure to live: making a group waits for its members.
-        self._everyone = self._make_everyone() if changes_roles else None
+        self._everyone = _group_of_all() if changes_roles else None
 
     @property
     def everyone(self) -> dist.ProcessGroup:
-        """All ranks of the job, by rank; without roles to change made when all ranks first :meth:`meet`."""
-        if self._everyone is None:
-            self._everyone = self._make_everyone()
+        """All ranks of the job, by rank; without roles to change there once all ranks have met."""
+        assert self._everyone is not None, "the ranks of the job have met"
         return self._everyone
-
-    def _make_everyone(self) -> dist.ProcessGroup:
-        return new_group(range(dist.get_world_size()), "gloo", timeout=None)
 
     def join(self, roles: Roles | None) -> Launch:
         """Join the pipeline and the replicas of this rank's role. All ranks of the job call it with the same roles.
@@ -108,9 +104,13 @@ class Job:
             ControlError: The store is lost.
         """
         self._met += 1
-        # Before the group is asked for, which waits for its members however long they take.
         _exchange(self._store, f"change/{self._met}", self.rank, "", range(dist.get_world_size()), timeout)
-        assert self.everyone.size() == dist.get_world_size(), "all ranks of the job"
+        if self._everyone is None:  # made now, since making a group waits for its members however long they take
+            self._everyone = _group_of_all()
+
+
+def _group_of_all() -> dist.ProcessGroup:
+    return new_group(range(dist.get_world_size()), "gloo", timeout=None)
 
 
 def is_launched() -> bool:
