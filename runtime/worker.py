@@ -291,7 +291,9 @@ class Worker:
         self._evaluations += 1
         # Evaluations count backwards, so that their messages are never taken for those of a training step.
         step = -self._evaluations
-        program = self._insert_comm(forward_only(self._stages, self._microbatches), self.plan.case.cost)
+        forwards = forward_only(self._stages, self._microbatches)
+        program = InsertComm.for_contract(self._transport.contract).apply(forwards, self.plan.case.cost)
+        verify(program)
         graphs = self._compiled.eval[self.rank]
         evaluation = EvaluationStage(graphs, self.state, with_loss=targets is not None)
         shapes = [MessageShapes(stage.outputs, ()) for stage in self._compiled.eval]
@@ -420,11 +422,6 @@ class Worker:
         ahead = None if self._compiled.with_loss else self._microbatches
         lowered = InsertComm.for_contract(self._transport.contract, ahead).apply(plan.program, plan.case.cost)
         return LowerComm(slow=plan.delegated).apply(lowered, plan.case.cost)
-
-    def _insert_comm(self, program: Program, cost: CostModel) -> Program:
-        lowered = InsertComm.for_contract(self._transport.contract).apply(program, cost)
-        verify(lowered)
-        return lowered
 
     def _executor_for(self, lowered: Program, stage: Stage, shapes: Sequence[MessageShapes]) -> Executor:
         return Executor(
