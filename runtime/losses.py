@@ -2,7 +2,8 @@
 
 They are known when the last stage has done its last forward, long before the step ends: told then, they reach the other ranks
 while those still work, however slow the way is. A rank that shares parameters with the last stage gets them at the end: their
-gradients take the same channel, and messages on a channel are received in the order in which they are sent.
+gradients take the same channel, and messages on a channel are received in the order in which they are sent. So do all where two
+ranks have one queue for everything: a receive that waits there for the last forward would hold up what leads to it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class Losses:
         self._rank = rank
         self._last = last
         self._spec: MessageSpec = (TensorSpec((microbatches,), dtype),)
-        self._at_once = [other for other in range(last) if other not in sharing]
-        self._at_the_end = [other for other in range(last) if other in sharing]
+        in_line = range(last) if transport.contract.in_order else sharing
+        self._at_once = [other for other in range(last) if other not in in_line]
+        self._at_the_end = [other for other in range(last) if other in in_line]
         self._transport = transport
         self._step = 0
         self._told: Tensor | None = None

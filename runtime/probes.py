@@ -5,7 +5,7 @@ size. The flight of a message of a few bytes can. A rank sends one to a neighbou
 message of the step: the neighbour has begun the step by then and has posted the receive, so a transport that makes sends wait
 for receives starts it at once. It takes the channel of the gradients of shared parameters, before any of them, so that it is in
 line with no activation. The end of a step waits for its probes, and no op for that: what a neighbour sends in the next step
-leaves it later.
+leaves it later. Where two ranks have one queue for everything there are no probes, since they would be in line with all of it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Probes:
 
     def __init__(self, rank: int, stages: int, microbatches: int, transport: Transport, monitor: Monitor) -> None:
         self._rank = rank
-        self._neighbours = tuple(stage for stage in (rank - 1, rank + 1) if 0 <= stage < stages)
+        neighbours = () if transport.contract.in_order else (rank - 1, rank + 1)
+        self._neighbours = tuple(stage for stage in neighbours if 0 <= stage < stages)
         self._microbatch = microbatches + 1
         self._transport = transport
         self._monitor = monitor

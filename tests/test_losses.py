@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,10 +14,12 @@ from adaptra.runtime.transports.local import LocalHub
 STAGES, MICROBATCHES = 3, 4
 
 
-def job(*sharing: int) -> list[Losses]:
+def job(*sharing: int, in_order: bool = False) -> list[Losses]:
     """Every rank's end; these ranks share parameters with the last stage."""
     hub = LocalHub(STAGES)
     transports = [hub.transport(rank) for rank in range(STAGES)]
+    for transport in transports:
+        transport.contract = replace(transport.contract, in_order=in_order)
     losses = [
         Losses(rank, STAGES - 1, MICROBATCHES, torch.float32, sharing, transport) for rank, transport in enumerate(transports)
     ]
@@ -44,6 +48,18 @@ def test_who_shares_parameters_gets_them_when_the_last_stage_ends_its_step() -> 
     assert second.end_step(timeout=5.0).tolist() == [0.0, 1.0, 2.0, 3.0]
     with pytest.raises(TransportError, match="2F0 of step 0 on edge 2→0"):
         first.end_step(timeout=0.0)
+
+
+def test_where_ranks_have_one_queue_for_everything_all_get_them_at_the_end() -> None:
+    first, second, last = job(in_order=True)
+    last.tell(results())
+    for one in (first, second):
+        with pytest.raises(TransportError, match="of step 0 on edge"):
+            one.end_step(timeout=0.0)
+    first, second, last = job(in_order=True)
+    last.tell(results())
+    for one in (last, second, first):
+        assert one.end_step(timeout=5.0).tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_a_step_after_a_step_has_its_own() -> None:

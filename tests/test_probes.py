@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from adaptra.program import Kind
 from adaptra.runtime.events import ControlEvent, EventKind
 from adaptra.runtime.measurement import estimate_edge
 from adaptra.runtime.monitor import Monitor
+from adaptra.runtime.probes import Probes
+from adaptra.runtime.transports.local import LocalHub
 
 STEPS = 40
 """Far more than calibration and detection take."""
@@ -46,6 +49,24 @@ def test_messages_sent_one_occupancy_apart_are_not_taken_for_queued_when_the_pro
     estimate = estimate_edge(flights, probe=(-0.0103, 0.0109))
     assert estimate.flight == pytest.approx(0.021)
     assert estimate.occupancy == pytest.approx(0.0, abs=3e-4)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_there_are_no_probes_where_ranks_have_one_queue_for_everything(in_order: bool) -> None:
+    hub = LocalHub(2)
+    transports = [hub.transport(rank) for rank in range(2)]
+    monitors = [Monitor(rank, (0, 1)) for rank in range(2)]
+    for transport in transports:
+        transport.contract = replace(transport.contract, in_order=in_order)
+    ends = [Probes(rank, 2, 4, transport, monitors[rank]) for rank, transport in enumerate(transports)]
+    for end, transport in zip(ends, transports, strict=True):
+        transport.reserve(end.receive_counts())
+        end.begin_step(0)
+    ends[0].answer(1)
+    ends[1].answer(0)
+    for end in ends:
+        end.end_step(timeout=5.0)
+    assert [len(end.receive_counts()) for end in ends] == ([0, 0] if in_order else [1, 1])
 
 
 @pytest.mark.parametrize(("fault", "is_occupancy"), [("rate 2>1 3kB @8", True), ("delay 2>1 21ms @8", False)])
