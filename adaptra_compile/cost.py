@@ -123,6 +123,19 @@ class CostModel:
         """The same model with another occupancy per message on the directed edge between two neighbouring stages."""
         return self._with_edge("occupancy", source, destination, occupancy)
 
+    def with_stage(
+        self, stage: int, forward: float | None = None, input_grad: float | None = None, weight_grad: float | None = None
+    ) -> CostModel:
+        """The same model with other durations of a stage's ops; None keeps one."""
+        given = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad}
+        changed: dict[str, tuple[float, ...]] = {}
+        for name, value in given.items():
+            if value is not None:
+                values = list(getattr(self, name))
+                values[stage] = float(value)
+                changed[name] = tuple(values)
+        return replace(self, **changed)
+
     def with_occupancies(self, edges: Iterable[tuple[int, int]], factor: float) -> CostModel:
         """The same model when each message occupies these directed edges for ``factor`` times as long."""
         cost = self

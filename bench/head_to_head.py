@@ -30,7 +30,7 @@ from adaptra.cost import Case, CostModel
 from adaptra.simulate import lower_bound, simulate
 
 HEALTHY = "all delay=0"
-STANDING, SETTLED = 6, 20
+STANDING, SETTLED = 10, 30
 """adaptra is measured once its plan has stood for so many steps, or after so many in all."""
 
 HOURS = 4

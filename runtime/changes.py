@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
@@ -11,6 +11,9 @@ SHOWN_OCCUPANCY: Final = 50e-6
 
 SURE: Final = 0.99
 """Confidences from here on are not worth a word."""
+
+Where = tuple[int, ...]
+"""A stage, or the two stages of a directed edge."""
 
 AGREEMENT: Final = 0.2
 """Two values agree about a change if they differ by at most this part of it."""
@@ -47,6 +50,11 @@ class StageChange:
     confidence: float = 1.0
 
     @property
+    def where(self) -> Where:
+        """The stage."""
+        return (self.stage,)
+
+    @property
     def kind(self) -> ChangeKind:
         """What has changed."""
         return ChangeKind.COMPUTE
@@ -55,14 +63,6 @@ class StageChange:
     def is_slower(self) -> bool:
         """Whether it takes longer than before."""
         return self.now > self.was
-
-    def undoes(self, earlier: StageChange) -> bool:
-        """Whether this leads back to where an earlier change came from."""
-        return abs(self.now - earlier.was) <= AGREEMENT * abs(self.now - self.was)
-
-    def after(self, earlier: StageChange) -> StageChange:
-        """This and the one before it as one."""
-        return replace(self, was=earlier.was)
 
     def __str__(self) -> str:
         factor = f"{self.now / max(self.calibrated, 1e-9):.2f}x"
@@ -91,6 +91,11 @@ class EdgeChange:
     confidence: float = 1.0
 
     @property
+    def where(self) -> Where:
+        """The edge."""
+        return self.source, self.destination
+
+    @property
     def kind(self) -> ChangeKind:
         """Whichever makes up most of the change."""
         most = 0.5 * abs(self.now - self.was)
@@ -102,15 +107,6 @@ class EdgeChange:
     def is_slower(self) -> bool:
         """Whether messages take longer than before; those that queue wait for an occupancy each."""
         return self.now + self.occupancy > self.was + self.occupancy_was
-
-    def undoes(self, earlier: EdgeChange) -> bool:
-        """Whether this leads back to where an earlier change came from."""
-        apart = max(abs(self.now - earlier.was), abs(self.occupancy - earlier.occupancy_was))
-        return apart <= AGREEMENT * max(abs(self.now - self.was), abs(self.occupancy - self.occupancy_was))
-
-    def after(self, earlier: EdgeChange) -> EdgeChange:
-        """This and the one before it as one."""
-        return replace(self, was=earlier.was, occupancy_was=earlier.occupancy_was)
 
     def __str__(self) -> str:
         edge = f"edge {self.source}→{self.destination} {_word(self)}"
@@ -135,6 +131,11 @@ class LossChange:
     is_healed: bool
     is_flapping: bool = False
     confidence: float = 1.0
+
+    @property
+    def where(self) -> Where:
+        """The edge."""
+        return self.source, self.destination
 
     @property
     def kind(self) -> ChangeKind:

@@ -8,11 +8,15 @@ A round may begin ahead, as soon as one step shows what the next may confirm. It
 and go on under the old plan. If what was suspected is then detected, and the plan wins under the costs that were found, the
 entry of the log that this very step makes room for names it; another round then looks for a still better one. Otherwise it is
 withdrawn.
+
+A plan for the healing of what flaps waits until waiting costs more than a relapse would; it is dropped if anything is detected
+meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -76,6 +80,15 @@ class _Outcome:
     remedies: Remedies | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A plan that is proposed after a step, if nothing else is detected until then."""
+
+    plan: Plan
+    before: float
+    step: int
+
+
 def _delegated(current: Plan, detection: Detection) -> tuple[tuple[int, int], ...]:
     """The edges that should take the delegate: those that do already and those that turned slow, but none that healed."""
     edges = set(current.delegated)
@@ -126,6 +139,8 @@ class Coordinator:
         self._wanted: Detection | None = None
         self._foresight = Foresight()
         self._foreseen: Detection | None = None
+        self._waiting: _Waiting | None = None
+        self._observed = -1
         self._suggested: tuple[Program, str] | None = None
         self._thread: threading.Thread | None = None
         self._outcomes: SimpleQueue[_Outcome] = SimpleQueue()
@@ -187,6 +202,10 @@ class Coordinator:
         elif (suspicion := self._foresight.suspicion) is not None and suspicion is not self._foreseen:
             self._foreseen = suspicion
             self._begin_planning(suspicion, current, is_draft=True)
+        elif self._waiting is not None and self._observed >= self._waiting.step:
+            waiting, self._waiting = self._waiting, None
+            if waiting.plan.version == current.version:
+                self._propose(waiting.plan, waiting.before)
 
     def close(self, timeout: float) -> None:
         """Wait for planning that is under way, at most ``timeout`` seconds."""
@@ -195,12 +214,13 @@ class Coordinator:
 
     def _observe(self, step: int, measurements: list[StepMeasurement]) -> None:
         detection = self._detector.observe(measurements)
+        self._observed = step
         agreement = self._participant.agreement
         if agreement is None or agreement.current is None:
             return
         if detection is not None:
             self._emit(EventKind.DETECTED, step, agreement.current.version, detection.reason)
-            self._wanted = detection
+            self._wanted, self._waiting = detection, None
             self._foresight.confirm()
         if self._options.adapt:
             with giving_way():
@@ -218,9 +238,10 @@ class Coordinator:
             self._participant.withdraw(proposal.version, "what was suspected did not come true")
 
     def _wins(self, program: Program, current: Plan, detection: Detection) -> bool:
-        """Whether a program gains enough over the running plan under the costs that were detected."""
+        """Whether a program gains enough over the running plan under the costs that were detected, and at once."""
         expect = self._planning.expect
-        return self._is_gain(expect(program, detection), expect(current.program, detection))
+        is_gain = self._is_gain(expect(program, detection), expect(current.program, detection))
+        return is_gain and self._planning.patience(program, current.program, detection) == 0.0
 
     def _is_gain(self, predicted: float, before: float, rounds_less: bool = False) -> bool:
         """Whether a plan saves enough of a step. Exact messages are worth as much as a switch has to gain."""
@@ -265,6 +286,11 @@ class Coordinator:
         elif not self._is_gain(plan.predicted, before, rounds_less=set(plan.rounded) < set(current.rounded)):
             text = f"the best plan found takes {1e3 * plan.predicted:.1f} ms, the running one {1e3 * before:.1f} ms"
             self._emit(EventKind.KEPT, step, current.version, text, before, before)
+        elif (patience := math.ceil(self._planning.patience(plan.program, current.program, outcome.detection))) > 0:
+            gain = f"{1e3 * plan.predicted:.1f} ms instead of {1e3 * before:.1f} ms"
+            text = f"what flaps may turn slow again: {gain} are worth that {patience} steps after step {outcome.detection.step}"
+            self._emit(EventKind.KEPT, step, current.version, text, before, before)
+            self._waiting = _Waiting(plan, before, outcome.detection.step + patience)
         else:
             self._propose(plan, before)
 
@@ -276,7 +302,7 @@ class Coordinator:
         if outcome.plan.rounded != agreement.current.rounded:
             return  # what it takes depends on how messages travel then, which waits for what is sure
         if self._foresight.suspicion is outcome.detection:
-            if self._is_gain(outcome.plan.predicted, outcome.before):
+            if self._wins(outcome.plan.program, agreement.current, outcome.detection):
                 self._propose(outcome.plan, outcome.before, is_held=True)
         elif self._wanted is not None and self._wins(outcome.plan.program, agreement.current, self._wanted):
             self._propose(outcome.plan, outcome.before)

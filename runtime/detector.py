@@ -9,7 +9,6 @@ same way.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from adaptra.runtime.clock_drift import ClockDrift
 from adaptra.runtime.level import DetectorOptions, Level
 from adaptra.runtime.lossy import LossyPath
 from adaptra.runtime.measurement import EdgeMeasurement, StageMeasurement, StepMeasurement
-from adaptra.runtime.relapses import Doubt
+from adaptra.runtime.relapses import Doubt, Flapping, Relapses
 
 MOST_LOSSY: Final = 3
 """Of more lossy edges the worst are planned for in all combinations, the others by their mean."""
@@ -37,12 +36,14 @@ class Detection:
     Attributes:
         cost: What holds from now on; of a lossy edge, what its mean message takes.
         scenarios: What the messages of lossy edges may meet, if there are such edges.
+        doubt: What may come again, if places that flap have healed.
     """
 
     step: int
     changes: tuple[Change, ...]
     cost: CostModel
     scenarios: tuple[Scenario, ...] = ()
+    doubt: Doubt | None = None
 
     @property
     def reason(self) -> str:
@@ -52,7 +53,8 @@ class Detection:
     def with_occupancies(self, edges: Sequence[tuple[int, int]], factor: float) -> Detection:
         """What would hold if each message occupied these edges for ``factor`` times as long."""
         scenarios = tuple(replace(one, cost=one.cost.with_occupancies(edges, factor)) for one in self.scenarios)
-        return replace(self, cost=self.cost.with_occupancies(edges, factor), scenarios=scenarios)
+        doubt = self.doubt and self.doubt._replace(cost=self.doubt.cost.with_occupancies(edges, factor))
+        return replace(self, cost=self.cost.with_occupancies(edges, factor), scenarios=scenarios, doubt=doubt)
 
 
 @dataclass(slots=True)
@@ -81,8 +83,7 @@ class Detector:
         self._flights: dict[tuple[int, int], Level] = {}
         self._occupancies: dict[tuple[int, int], Level] = {}
         self._paths: dict[tuple[int, int], LossyPath] = {}
-        self._stage_doubts: defaultdict[int, Doubt[StageChange]] = defaultdict(lambda: Doubt(self._options))
-        self._edge_doubts: defaultdict[tuple[int, int], Doubt[EdgeChange]] = defaultdict(lambda: Doubt(self._options))
+        self._flapping = Flapping(self._options.relapse)
 
     @property
     def cost(self) -> CostModel:
@@ -91,12 +92,11 @@ class Detector:
 
     @property
     def slow_edges(self) -> tuple[tuple[int, int], ...]:
-        """The directed edges, as stages, that are slower than they were calibrated, or planned for as such."""
+        """The directed edges, as stages, that are slower than they were calibrated."""
         return tuple(
             edge
             for edge, flight in self._flights.items()
             if self._paths[edge].loss is not None
-            or self._edge_doubts[edge].is_open
             or flight.level - flight.calibrated > flight.limit(self._edge_limit(flight.calibrated), self._options.noise)
         )
 
@@ -111,6 +111,7 @@ class Detector:
         edges = [edge for measurement in measurements for edge in measurement.edges]
         self._check(stages, edges)
         self._seen += 1
+        self._flapping.step()
         if self._seen <= self._options.warm_up:
             return None
         if self._seen <= self._options.warm_up + self._options.calibration:
@@ -131,14 +132,12 @@ class Detector:
         steady = [edge for edge in edges if (edge.source, edge.destination) not in unsteady]
         moved = (*map(self._observe_stage, stages), *losses, *map(self._observe_edge, steady))
         changes = tuple(change for change in moved if change is not None)
-        return Detection(step, changes, self._cost, self._scenarios()) if changes else None
+        return Detection(step, changes, self._cost, self._scenarios(), self._flapping.doubt(self._cost)) if changes else None
 
     def foresee(self, measurements: Sequence[StepMeasurement]) -> Detection | None:
         """What would be detected if the next step measured what the latest one did, which has been observed already."""
         levels = (*self._stages.values(), *self._flights.values(), *self._occupancies.values())
-        doubts = (*self._stage_doubts.values(), *self._edge_doubts.values())
-        may_change = any(level.suspects for level in levels) or any(doubt.is_open for doubt in doubts)
-        return deepcopy(self).observe(measurements) if may_change else None
+        return deepcopy(self).observe(measurements) if any(level.suspects for level in levels) else None
 
     def _check(self, stages: Sequence[StageMeasurement], edges: Sequence[EdgeMeasurement]) -> None:
         count = self._cost.stages
@@ -163,28 +162,21 @@ class Detector:
             self._flights[edge] = Level.calibrate([m.estimate.flight for m in measured], window)
             known = self._cost.occupancy(*edge)
             self._occupancies[edge] = Level.calibrate([_occupancy(m, known) for m in measured], window)
-            self._paths[edge] = LossyPath(self._options.stall_window)
+            self._paths[edge] = LossyPath(self._options.stall_window, Relapses(self._options.relapse))
             self._set_edge(edge)
         self._calibration = _Calibration()
 
     def _observe_stage(self, measured: StageMeasurement) -> StageChange | None:
-        total, level = _total(measured), self._stages.get(measured.stage)
-        if total is None or level is None:
-            return None
-        moved = self._moved_stage(measured.stage, total, level)
-        change = self._stage_doubts[measured.stage].step(moved, is_steady=not level.suspects)
-        if change is not None:
-            self._set_stage(measured)
-        return change
-
-    def _moved_stage(self, stage: int, total: float, level: Level) -> StageChange | None:
-        if not level.moves(total, self._options, self._options.change * level.level):
+        stage, total, level = measured.stage, _total(measured), self._stages.get(measured.stage)
+        if total is None or level is None or not level.moves(total, self._options, self._options.change * level.level):
             return None
         near = self._options.change * level.calibrated
         confidence = level.confidence
         was, now = level.level, level.settle(self._options.persist)
         healed = abs(now - level.calibrated) <= level.limit(near, self._options.noise)
-        return StageChange(stage, was, now, level.calibrated, healed, confidence=confidence)
+        flapping = self._flapping.changed((stage,), now > was, self._cost)
+        self._set_stage(measured)
+        return StageChange(stage, was, now, level.calibrated, healed, flapping, confidence)
 
     def _says_nothing(self, measured: EdgeMeasurement) -> bool:
         """Whether most messages were late by stalls, which are no change of level: on a lossy path, or one after another."""
@@ -202,7 +194,7 @@ class Detector:
         if not path.changes(measured, pause, self._options, self._edge_limit(flight.level)):
             return None
         flapping, confidence = path.relapses.count > 0, path.confidence
-        self._edge_doubts[edge].end()
+        self._flapping.forget(edge)
         if path.loss is None:
             self._set_edge(edge)
             return LossChange(*edge, was, flight.level, 0.0, 0.0, True, flapping, confidence)
@@ -226,13 +218,13 @@ class Detector:
         if edge not in self._flights:
             return None
         change, path = self._moved_edge(measured), self._paths[edge]
+        if change is None:
+            return None
         if path.loss is None:
-            is_steady = not self._flights[edge].suspects and not self._occupancies[edge].suspects
-            change = self._edge_doubts[edge].step(change, is_steady)
-        elif change is not None:
+            change = replace(change, is_flapping=self._flapping.changed(edge, change.is_slower, self._cost))
+        else:
             path.loss = replace(path.loss, prompt=change.now)
-        if change is not None:
-            self._set_edge(edge)
+        self._set_edge(edge)
         return change
 
     def _moved_edge(self, measured: EdgeMeasurement) -> EdgeChange | None:
@@ -279,12 +271,7 @@ class Detector:
             known = cost.input_grad[stage] + cost.weight_grad[stage]
             share = cost.input_grad[stage] / known if known > 0 else 0.5
             input_grad, weight_grad = share * measured.both, (1 - share) * measured.both
-        self._cost = replace(
-            cost,
-            forward=_with(cost.forward, stage, measured.forward),
-            input_grad=_with(cost.input_grad, stage, input_grad),
-            weight_grad=_with(cost.weight_grad, stage, weight_grad),
-        )
+        self._cost = cost.with_stage(stage, measured.forward, input_grad, weight_grad)
 
 
 def _total(measured: StageMeasurement) -> float | None:
@@ -299,7 +286,3 @@ def _occupancy(measured: EdgeMeasurement, known: float) -> float:
     if estimate.occupancy is not None:
         return estimate.occupancy
     return min(known, estimate.flight, known if estimate.spacing is None else estimate.spacing)
-
-
-def _with(values: tuple[float, ...], index: int, value: float | None) -> tuple[float, ...]:
-    return values if value is None else (*values[:index], value, *values[index + 1 :])

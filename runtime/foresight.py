@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from adaptra.runtime.changes import AGREEMENT, Change, EdgeChange, LossChange, StageChange
+from adaptra.runtime.changes import AGREEMENT, Change, Where
 from adaptra.runtime.detector import Detection
 
 FIRST_PAUSE: Final = 2
@@ -18,10 +18,6 @@ FIRST_PAUSE: Final = 2
 
 MOST_PAUSE: Final = 8
 """Steps without planning ahead after many in a row."""
-
-
-Where = tuple[int, ...]
-"""A stage, or the two stages of a directed edge."""
 
 
 class _Pause(NamedTuple):
@@ -72,11 +68,4 @@ def _agree(one: Detection, other: Detection) -> bool:
 
 
 def _places(detection: Detection) -> dict[Where, Change]:
-    places: dict[Where, Change] = {}
-    for change in detection.changes:
-        match change:
-            case StageChange():
-                places[change.stage,] = change
-            case EdgeChange() | LossChange():
-                places[change.source, change.destination] = change
-    return places
+    return {change.where: change for change in detection.changes}

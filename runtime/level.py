@@ -27,8 +27,7 @@ class DetectorOptions:
         edge_change: The smallest change of an edge as a part of its own flight; links are less steady than devices.
         noise: The smallest change in units of the recent steps' scatter (median absolute deviation).
         window: Over how many recent steps that scatter is taken.
-        relapse: What turns slow again within so many steps after it healed is flapping: after each time it must be healthy for
-            twice as many steps before it is planned for as such, and for so many more until that is forgotten.
+        relapse: What turns slow again within so many steps after it healed is flapping; what has not is forgotten.
         stalls: In how many steps of the last ``stall_window`` messages of an edge must stall for it to be lossy.
         stall_window: Over how many recent steps stalls are counted.
     """

@@ -48,14 +48,14 @@ class LossyPath:
 
     Attributes:
         window: Of how many recent steps stalls count.
-        loss: How it behaves, while it is lossy.
         relapses: How often it has turned lossy soon after it had healed.
+        loss: How it behaves, while it is lossy.
         confidence: The probability that it last turned so by more than chance.
     """
 
     window: int
+    relapses: Relapses
     loss: Loss | None = None
-    relapses: Relapses = field(default_factory=Relapses)
     _recent: deque[tuple[int, float, Stalls]] = field(init=False)
     confidence: float = 1.0
     _quiet: int = 0
@@ -73,7 +73,7 @@ class LossyPath:
             options: What counts as a change.
             smallest: How much longer the mean message must take to count as one, seconds.
         """
-        self.relapses.step(options)
+        self.relapses.step()
         stalls = measured.stalls
         if stalls.late and stalls.lateness / stalls.late <= pause:
             stalls = Stalls()
@@ -104,7 +104,8 @@ class LossyPath:
         """How many steps without a stall it takes to believe in healing: hardly any path that stalls so often shows as many."""
         first = next(index for index, (_, _, seen) in enumerate(self._recent) if seen.count)
         rate = stalled / (len(self._recent) - first + 1)
-        self._patience = max(least, math.ceil(math.log(DOUBT) / math.log1p(-rate))) * self.relapses.factor
+        steps = max(least, math.ceil(math.log(DOUBT) / math.log1p(-rate)))
+        self._patience = steps << self.relapses.count
 
     def _heal(self) -> bool:
         self.loss, self.confidence = None, 1.0 - DOUBT

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Final
 
 from adaptra.cost import Case, CostModel
 from adaptra.program import Program
 from adaptra.remedies import BFLOAT16_SHARE, Remedies, Remedy, needed_rounding
 from adaptra.runtime.detector import Detection
 from adaptra.runtime.plan import Edges, Plan
+
+REACTION: Final = 3
+"""Steps that a relapse takes from its onset to the first step under a plan for it."""
 
 
 def nothing_helps(_case: Case, _program: Program, _spread: Edges, _rounded: Edges) -> None:
@@ -67,6 +72,22 @@ class Planning:
             return self.predict(program, detection.cost)
         weights = [scenario.weight for scenario in detection.scenarios]
         return fmean((self.predict(program, scenario.cost) for scenario in detection.scenarios), weights)
+
+    def patience(self, program: Program, running: Program, detection: Detection) -> float:
+        """For how many steps from its detection on a program waits, because what flaps has healed and may turn slow again.
+
+        As with renting or buying: until what flaps has been healthy for so long that waiting has cost as much as a relapse
+        right after the switch would. So whatever comes costs at most twice what it must.
+        """
+        doubt = detection.doubt
+        if doubt is None:
+            return 0.0
+        risked = REACTION * (self.predict(program, doubt.cost) - self.predict(running, doubt.cost))
+        gained = self.expect(running, detection) - self.expect(program, detection)
+        if risked <= 0.0:
+            return 0.0
+        worth = risked / gained if gained > 0.0 else math.inf
+        return max(min(worth, doubt.within) - doubt.since, 0.0)
 
     def _search(self, detection: Detection, current: Plan, is_draft: bool) -> tuple[Case, Program]:
         """The case that was planned for, and the best program without messages.

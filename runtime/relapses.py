@@ -1,49 +1,44 @@
-"""What flaps: a place that turns slow again soon after it had healed, and how long its next healing is doubted for that.
-
-A healing that is doubted is measured, but not planned for: the plan for the slow place stays until the place has been healthy
-for long enough. Should it turn slow again meanwhile, that plan still runs; should it turn slow in another way, that is a change
-from what was measured, not from what was planned for.
-"""
+"""What flaps: places that turn slow again soon after they had healed, and what it would cost if they did so once more."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Final, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
-from adaptra.runtime.changes import EdgeChange, StageChange
-from adaptra.runtime.level import DetectorOptions
+from adaptra.cost import CostModel
+from adaptra.runtime.changes import Where
 
 MOST_RELAPSES: Final = 5
-"""More relapses than these don't delay a healing any further."""
-
-C = TypeVar("C", StageChange, EdgeChange)
+"""Of more relapses than these the count is not kept."""
 
 
 @dataclass(slots=True)
 class Relapses:
-    """Counts how often a place has turned slow again soon after its healing was planned for.
+    """Counts how often a place has turned slow again soon after it had healed.
 
     Attributes:
-        count: So often, until it has been healthy for long enough for that to be forgotten.
+        within: What turns slow again within so many steps is a relapse; one that has not is forgotten with all before it.
+        count: So often.
     """
 
+    within: int
     count: int = 0
     _since_healed: int | None = None
 
     @property
-    def factor(self) -> int:
-        """How many times as long a healing must last to be planned for."""
-        return 1 << self.count
+    def since_healed(self) -> int | None:
+        """For how many steps the place has been healthy, if it may relapse."""
+        return self._since_healed
 
-    def step(self, options: DetectorOptions) -> None:
+    def step(self) -> None:
         """A step has passed."""
         if self._since_healed is not None:
             self._since_healed += 1
-            if self._since_healed > options.relapse:
+            if self._since_healed > self.within:
                 self.count, self._since_healed = 0, None
 
     def healed(self) -> None:
-        """The place is planned for as healthy, or as less slow."""
+        """The place is healthy, or less slow."""
         self._since_healed = 0
 
     def turned_slow(self) -> None:
@@ -52,49 +47,76 @@ class Relapses:
             self.count, self._since_healed = min(self.count + 1, MOST_RELAPSES), None
 
 
-class Doubt(Generic[C]):
-    """Which changes of one place are to be planned for, and when."""
+class Doubt(NamedTuple):
+    """What may come again of what has healed.
 
-    def __init__(self, options: DetectorOptions) -> None:
-        self._options = options
-        self._relapses = Relapses()
-        self._doubted: C | None = None
-        self._lasted = 0
+    Attributes:
+        since: For how many steps the last of the places that flap has been healthy.
+        within: Once all of them have been for so many, they don't flap any more.
+        cost: What would hold if all of them were as slow again as they were.
+    """
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a healing has been measured and is not planned for yet."""
-        return self._doubted is not None
+    since: int
+    within: int
+    cost: CostModel
 
-    def step(self, change: C | None, is_steady: bool) -> C | None:
-        """Take a step; what is to be planned for from now on, if that is anything else than before.
 
-        Args:
-            change: What has changed, as far as that is sure.
-            is_steady: Whether the step looked like those before it. Others don't count as healthy.
-        """
-        self._relapses.step(self._options)
-        if change is not None and change.is_slower:
-            doubted, self._doubted = self._doubted, None
-            if doubted is not None and change.undoes(doubted):
-                return None
-            if doubted is None:
-                self._relapses.turned_slow()
-            return self._told(change)
-        if change is not None:
-            self._doubted = change if self._doubted is None else change.after(self._doubted)
-            self._lasted = self._options.persist
-        elif is_steady:
-            self._lasted += 1
-        if self._doubted is None or self._lasted < self._options.persist * self._relapses.factor:
+@dataclass(slots=True)
+class _Place:
+    relapses: Relapses
+    slow: CostModel
+
+
+class Flapping:
+    """Follows which places flap.
+
+    Args:
+        within: What turns slow again within so many steps after it healed does.
+    """
+
+    def __init__(self, within: int) -> None:
+        self._within = within
+        self._places: dict[Where, _Place] = {}
+
+    def step(self) -> None:
+        """A step has passed."""
+        for place in self._places.values():
+            place.relapses.step()
+
+    def changed(self, where: Where, is_slower: bool, before: CostModel) -> bool:
+        """A place has turned slower or less slow than ``before``; whether it flaps."""
+        place = self._places.setdefault(where, _Place(Relapses(self._within), before))
+        if is_slower:
+            place.relapses.turned_slow()
+        else:
+            place.relapses.healed()
+            place.slow = before
+        return place.relapses.count > 0
+
+    def forget(self, where: Where) -> None:
+        """Something else is known of a place now."""
+        self._places.pop(where, None)
+
+    def doubt(self, cost: CostModel) -> Doubt | None:
+        """What may come again, given what holds now; None where nothing that flaps has healed."""
+        doubted = {where: place for where, place in self._places.items() if place.relapses.count > 0}
+        since = [place.relapses.since_healed for place in doubted.values()]
+        healthy = [steps for steps in since if steps is not None]
+        if not healthy:
             return None
-        change, self._doubted = self._doubted, None
-        self._relapses.healed()
-        return self._told(change)
+        for where, place in doubted.items():
+            if place.relapses.since_healed is not None:
+                cost = _as_slow_as(cost, where, place.slow)
+        return Doubt(min(healthy), self._within, cost)
 
-    def end(self) -> None:
-        """Plan for what is measured from now on."""
-        self._doubted = None
 
-    def _told(self, change: C) -> C:
-        return replace(change, is_flapping=self._relapses.count > 0)
+def _as_slow_as(cost: CostModel, where: Where, slow: CostModel) -> CostModel:
+    """A cost model, but for one place, for which another holds."""
+    match where:
+        case (stage,):
+            return cost.with_stage(stage, slow.forward[stage], slow.input_grad[stage], slow.weight_grad[stage])
+        case source, destination:
+            latency, occupancy = slow.latency(source, destination), slow.occupancy(source, destination)
+            return cost.with_latency(source, destination, latency).with_occupancy(source, destination, occupancy)
+        case _:
+            raise AssertionError(f"{where} is no place")

@@ -148,7 +148,7 @@ class Outcome:
         kind: Whether that says rightly if messages come late or slowly; of an edge alone.
         switched: From its first step to the first one under a plan for it, while the fault lasts.
         back: From its end to the first step under a plan for what has healed, before the next episode.
-        is_flapping: Whether its place had turned slow again soon after an earlier healing, so that this one was doubted.
+        is_flapping: Whether its place had turned slow again soon after an earlier healing, and this one was doubted.
     """
 
     fault: Fault

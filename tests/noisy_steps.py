@@ -17,16 +17,23 @@ from itertools import count
 from adaptra.cost import Case, CostModel
 from adaptra.planner import plan
 from adaptra.program import Program
-from adaptra.runtime.changes import Change, ChangeKind, StageChange
+from adaptra.runtime.changes import Change, ChangeKind
 from adaptra.runtime.coordinator import ControllerOptions
 from adaptra.runtime.detector import Detection, Detector
 from adaptra.runtime.measurement import StepMeasurement
 from adaptra.runtime.monitor import Monitor
-from adaptra.simulate import simulate
+from adaptra.runtime.planning import Planning
+from adaptra.simulate import lower_bound, simulate
 from adaptra.timeline import MessageInterval
 
 EFFORT = 30_000
 """Of the planner, about a millisecond: the same plans everywhere."""
+
+PLANNING = Planning(
+    planner=lambda case, incumbent: plan(case, incumbent=incumbent, effort=EFFORT),
+    predict=lambda program, cost: simulate(program, cost).makespan,
+    bound=lambda case: lower_bound(case).value,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +135,7 @@ class NoisySteps:
         self._detector = Detector(self.case.cost)
         self._options = ControllerOptions()
         self._steps = count()
+        self._waiting: tuple[Program, int] | None = None
         self.program = plan(self.case, effort=EFFORT)
         self.seconds = 0.0
 
@@ -144,15 +152,22 @@ class NoisySteps:
     def step(self) -> Detection | None:
         """Make a step, detect, and switch to a better plan where it wins by enough."""
         step = next(self._steps)
+        detection = self._observe(step)
+        if self._waiting is not None and self._waiting[1] <= step:
+            self.program, self._waiting = self._waiting[0], None
+            self.switches.append(step + 1)
+        return detection
+
+    def _observe(self, step: int) -> Detection | None:
         detection = self._detector.observe(self._measured(step))
         if detection is None:
             return None
         self.detections.append(detection)
-        before = simulate(self.program, detection.cost).makespan
+        self._waiting = None
+        before = PLANNING.predict(self.program, detection.cost)
         better, after = best_plan(self.case, detection.cost, self.program)
         if after < (1 - self._options.switch_gain) * before:
-            self.program = better
-            self.switches.append(step + 1)
+            self._waiting = better, step + math.ceil(PLANNING.patience(better, self.program, detection))
         return detection
 
     def _measured(self, step: int) -> list[StepMeasurement]:
@@ -219,8 +234,8 @@ class NoisySteps:
 
 def best_plan(case: Case, cost: CostModel, incumbent: Program) -> tuple[Program, float]:
     """The planner's program under these costs, and its makespan."""
-    found = plan(replace(case, cost=cost), incumbent=incumbent, effort=EFFORT).compute_only()
-    return found, simulate(found, cost).makespan
+    found = PLANNING.planner(replace(case, cost=cost), incumbent).compute_only()
+    return found, PLANNING.predict(found, cost)
 
 
 def random_episode(case: Case, seed: int) -> list[Fault]:
@@ -292,23 +307,18 @@ def judge(run: NoisySteps, faults: Sequence[Fault]) -> list[Verdict]:
                 cost = run.cost_at(step)
                 _, best = best_plan(run.case, cost, run.program)
                 # Its share and size are such that it always does.
-                matters[fault] = (
-                    fault.kind is ChangeKind.LOSS
-                    or best < (1 - ControllerOptions().switch_gain) * simulate(run.program, cost).makespan
-                )
+                matters[fault] = fault.kind is ChangeKind.LOSS or best < (
+                    1 - ControllerOptions().switch_gain
+                ) * PLANNING.predict(run.program, cost)
         detection = run.step()
         said += [(step, change) for change in detection.changes if not change.is_healed] if detection else []
     verdicts: list[Verdict] = []
     for fault in faults:
         during = [(step, change) for step, change in said if fault.first <= step <= fault.last]
-        mine = [(step, change) for step, change in during if _place(change) in fault.places]
+        mine = [(step, change) for step, change in during if change.where in fault.places]
         others = {place for other in faults if other is not fault for place in other.places}
-        named = all(_place(change) in (*fault.places, *others) for _, change in during)
+        named = all(change.where in (*fault.places, *others) for _, change in during)
         told = [change.kind is fault.kind for _, change in mine if change.kind is not ChangeKind.FLIGHT]
         steps = mine[0][0] - fault.first if mine else None
         verdicts.append(Verdict(fault, matters[fault], bool(mine), named, all(told) if told else None, steps))
     return verdicts
-
-
-def _place(change: Change) -> tuple[int, ...]:
-    return (change.stage,) if isinstance(change, StageChange) else (change.source, change.destination)

@@ -7,6 +7,7 @@ that it runs, so a switch brings about the next change and a run ends at a plan 
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import queue
 import random
@@ -28,6 +29,7 @@ from adaptra.errors import ControlError, PeerLostError, PlanError
 from adaptra.program import Program
 from adaptra.runtime.controller import Controller, ControllerOptions
 from adaptra.runtime.events import ControlEvent, EventKind
+from adaptra.runtime.level import DetectorOptions
 from adaptra.runtime.mailbox import Confirmed, Mailbox, Measured, Proposed, Refused
 from adaptra.runtime.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
 from adaptra.runtime.plan import Plan
@@ -419,6 +421,33 @@ def test_a_plan_that_gains_too_little_is_kept_from_running() -> None:
     assert kept.text == "the best plan found takes 492.4 ms, the running one 492.4 ms"
     assert kept.predicted_before == pytest.approx(predict(HEALTHY_PROGRAM, HEALTHY))
     assert journal.of(EventKind.PROPOSED) == []
+
+
+def test_a_plan_for_the_healing_of_what_flaps_waits_until_a_relapse_would_cost_no_more() -> None:
+    """Slow, healthy, slow again: from then on a healing is planned for, but proposed some steps later, if it lasts for so long.
+
+    A relapse right after the switch back would cost three steps at ``risked`` each, waiting costs ``lost`` in each step.
+    """
+    journal = Journal()
+    risked = predict(HEALTHY_PROGRAM, SLOW) - predict(SLOW_PROGRAM, SLOW)
+    lost = predict(SLOW_PROGRAM, HEALTHY) - predict(HEALTHY_PROGRAM, HEALTHY)
+    patience = math.ceil(3 * risked / lost)
+    assert patience > 10
+    begun: dict[int, int] = {}
+
+    def cost(step: int, plan: Plan) -> CostModel:
+        age = step - begun.setdefault(plan.version, step)
+        is_slow = {0: age >= 10, 1: age < 5, 2: age >= 5, 3: age < 5 or 4 + patience <= age < 2 * patience, 4: False}
+        return SLOW if is_slow[plan.version] else HEALTHY
+
+    options = ControllerOptions(detector=DetectorOptions(relapse=10_000))
+    with controllers(journal, options=options) as started:
+        assert train(started, journal, lambda step, plan: plan.version == 4, cost) == []
+    assert_agreed(journal)
+    healed = begun[3] + 2 * patience + 1
+    said = [event.text for event in journal.of(EventKind.KEPT) if event.text.startswith("what flaps may turn slow again")]
+    assert said[-1].endswith(f"are worth that {patience} steps after step {healed}")
+    assert begun[4] > healed + patience, "the healing before that had not lasted for so long"
 
 
 def test_without_adapting_it_measures_detects_and_predicts_but_never_switches() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -14,6 +13,7 @@ from adaptra.runtime.changes import EdgeChange, StageChange
 from adaptra.runtime.detector import Detection, Detector
 from adaptra.runtime.level import DetectorOptions, Level
 from adaptra.runtime.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
+from adaptra.runtime.relapses import Doubt
 
 STAGES = 4
 ESTIMATED = CostModel.uniform(STAGES, 0.005, 0.005, 0.005, latency=0.001)
@@ -209,26 +209,39 @@ def flapping() -> tuple[Detector, int]:
     return detector, 13
 
 
-def test_the_healing_of_what_flaps_is_planned_for_later() -> None:
+def test_the_healing_of_what_flaps_is_found_as_soon_as_any_and_said_to_be_doubtful() -> None:
     detector, first = flapping()
     (healed,) = run(detector, [HEALTHY] * 6, first)
-    assert healed.step == first + 3, "the fourth step, not the second"
+    assert healed.step == first + 1
     assert healed.reason == "edge 1→2 healed (flapping): 0.2 ms (was 60.0 ms)"
     assert healed.cost == HEALTHY
+    assert healed.doubt == Doubt(0, 40, SLOW)
 
 
-def test_what_turns_slow_as_before_while_its_healing_is_doubted_changes_nothing() -> None:
+def test_what_has_never_relapsed_is_not_doubted() -> None:
+    found = run(calibrated(), [SLOW] * 3 + [HEALTHY] * 3, first=4)
+    assert [detection.doubt for detection in found] == [None, None]
+
+
+def test_what_is_slow_is_not_doubted_however_often_it_was_healthy() -> None:
     detector, first = flapping()
-    assert run(detector, [HEALTHY] * 3 + [SLOW] * 3 + [HEALTHY] * 2 + [SLOW] * 9, first) == []
-    assert detector.cost == SLOW
-    assert detector.slow_edges == ((1, 2),)
+    found = run(detector, [HEALTHY] * 3 + [SLOW] * 3, first)
+    assert [detection.doubt is None for detection in found] == [False, True]
+
+
+def test_doubt_goes_on_while_something_else_changes() -> None:
+    detector, first = flapping()
+    other = HEALTHY.with_latency(3, 2, 0.04)
+    *_, found = run(detector, [HEALTHY] * 6 + [other] * 2, first)
+    assert found.reason == "edge 3→2 slow: 40.0 ms (was 0.3 ms)"
+    assert found.doubt == Doubt(6, 40, other.with_latency(1, 2, SLOW.latency(1, 2)))
 
 
 @pytest.mark.parametrize("latency", [0.02, 0.09])
-def test_another_fault_while_a_healing_is_doubted_is_found_by_its_own_level(latency: float) -> None:
+def test_another_fault_where_it_flaps_is_found_by_its_own_level(latency: float) -> None:
     detector, first = flapping()
     other = HEALTHY.with_latency(1, 2, latency)
-    (found,) = run(detector, [HEALTHY] * 3 + [other] * 3, first)
+    *_, found = run(detector, [HEALTHY] * 3 + [other] * 3, first)
     assert found.step == first + 4
     assert found.reason == f"edge 1→2 slow (flapping): {1e3 * latency:.1f} ms (was 0.2 ms)"
     assert found.cost == other
@@ -236,13 +249,10 @@ def test_another_fault_while_a_healing_is_doubted_is_found_by_its_own_level(late
 
 def test_a_stage_that_flaps_is_doubted_in_the_same_way() -> None:
     detector = calibrated()
-    slow, slower = (replace(HEALTHY, forward=(0.02, 0.021, forward, 0.02)) for forward in (0.05, 0.09))
+    slow = HEALTHY.with_stage(2, forward=0.05)
     assert len(run(detector, [slow] * 3 + [HEALTHY] * 3 + [slow] * 3, first=4)) == 3
-    (found,) = run(detector, [HEALTHY] * 3 + [slower] * 3, first=13)
-    assert (found.step, found.reason) == (17, "stage 2 slow (flapping): 2.45x the calibrated time")
-    assert run(detector, [HEALTHY] * 3, first=19) == []
-    (healed,) = run(detector, [HEALTHY] * 3, first=22)
-    assert (healed.step, healed.cost) == (22, HEALTHY)
+    (healed,) = run(detector, [HEALTHY] * 3, first=13)
+    assert (healed.step, healed.cost, healed.doubt) == (14, HEALTHY, Doubt(0, 40, slow))
 
 
 def test_relapses_are_forgotten_after_a_healthy_while() -> None:
@@ -265,12 +275,11 @@ def test_messages_that_follow_each_other_less_closely_are_slower_however_long_ea
     assert "edge 1→2 slow: " in found.reason
 
 
-def test_what_may_change_next_is_foreseen_also_of_what_is_doubted() -> None:
+def test_what_may_change_next_is_foreseen_with_its_doubt() -> None:
     detector, first = flapping()
-    assert run(detector, [HEALTHY] * 2, first) == []
-    assert detector.foresee(measured(first + 1, HEALTHY)) is None
-    assert run(detector, [HEALTHY], first + 2) == []
-    foreseen = detector.foresee(measured(first + 2, HEALTHY))
+    assert detector.foresee(measured(first - 1, SLOW)) is None
+    assert run(detector, [HEALTHY], first) == []
+    foreseen = detector.foresee(measured(first, HEALTHY))
     assert foreseen is not None
-    assert foreseen.cost == HEALTHY
+    assert (foreseen.cost, foreseen.doubt) == (HEALTHY, Doubt(0, 40, SLOW))
     assert detector.cost == SLOW
