@@ -179,6 +179,13 @@ def test_any_program_comes_back_valid_within_limits_and_not_worse(program: Progr
     assert AdaptOrder(memory, effort=2_000).apply(program, cost) == adapted, "the same input gives the same plan"
 
 
+def test_a_known_schedule_that_ends_with_weight_gradients_counts_even_when_little_shorter() -> None:
+    """The last W ends later than the last I must. Here 1F1B gains 1 over what is found first, less than a W of 44 takes."""
+    cost = CostModel((0.0, 0.0), (1.0, 0.0), (44.0, 0.0), (0.0,), (0.0,), (0.0,), (45.0,), memory_limit=(2.0, 1.0))
+    found = simulate(plan(Case(cost, 3, (0, 1)), effort=1), cost)
+    assert found.makespan == simulate(generate("1f1b", 2, 3), cost).makespan == 180.0
+
+
 @settings(deadline=None, max_examples=100)
 @given(cases(max_stages=5, max_microbatches=8), st.data())
 def test_between_the_bound_and_every_known_schedule_with_memory_in_bytes(case: Case, data: st.DataObject) -> None:

@@ -261,7 +261,9 @@ bool QuickTimer::run_ahead(std::size_t rank, const Sequence& sequence, double cu
       case Kind::W: end = released = start + cost_.weight_grad[s]; break;
       case Kind::B: return false;  // never in a sequence
     }
-    if (idle > most_idle || end + urgent_left > last_urgent + kTolerance) return false;
+    // W that follow the last F or I may end later than that must.
+    const bool urgent = kind_of(code) != Kind::W || urgent_left > 0.5 * kTolerance;
+    if (idle > most_idle || (urgent && end + urgent_left > last_urgent + kTolerance)) return false;
     times[record()] = {start, end, released};
     if constexpr (fills) filled_[rank].push_back(code);
     now = released;
