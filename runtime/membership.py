@@ -3,7 +3,8 @@
 Every rank keeps one record in the control store: a heartbeat, whether it runs, has failed or has left, and if it failed, why.
 One thread writes the rank's own record and reads the others'. A rank whose heartbeat stands still, or whose record says that it
 failed, is lost: the callback then ends this rank's waits. A second thread watches the first, because a store whose host is
-gone may leave it stuck in a call for minutes.
+gone may leave it stuck in a call for minutes. All time is that in which this process ran: nobody else can be blamed for having
+been silent while it was stopped.
 
 One failure soon looks like many, as every rank that waits for a failed one fails too, and a rank that ends its connections
 because of one looks lost itself. So failures are numbered by the store, a rank that reports the loss of another gives way to
@@ -15,12 +16,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from adaptra.errors import ControlError, PeerLostError, TransportError
+from adaptra.runtime.awake_clock import AwakeClock
 from adaptra.runtime.membership_record import (
     TEXT_LIMIT,
     Failure,
@@ -52,10 +53,10 @@ _HURRY_INTERVAL: Final = 0.01
 
 @dataclass(slots=True)
 class _Peer:
-    """What this rank knows of another: its last record, and when that last changed on this rank's clock."""
+    """What this rank knows of another: its last record, and when that last changed."""
 
+    changed_at: float
     record: Record | None = None
-    changed_at: float = field(default_factory=time.monotonic)
 
 
 class Membership:
@@ -98,7 +99,8 @@ class Membership:
         # Whoever is reported lost and still beats has as long to say himself what happened.
         self._own_report_seconds = lost_after / 2
         self._silent_seconds = max(3 * interval, min(_SILENT_SECONDS, lost_after))
-        self._peers = {peer: _Peer() for peer in range(world_size) if peer != rank}
+        self._clock = AwakeClock(interval)
+        self._peers = {peer: _Peer(self._clock.now()) for peer in range(world_size) if peer != rank}
         self._condition = threading.Condition()
         self._state = State.RUNNING
         self._failure: Failure | None = None
@@ -111,7 +113,7 @@ class Membership:
         self._lost: PeerLostError | None = None
         self._ends = False
         self._beat = 0
-        self._round_at = time.monotonic()
+        self._round_at = self._clock.now()
         self._threads = [
             threading.Thread(target=target, name=f"adaptra rank {rank} membership {what}", daemon=True)
             for what, target in (("heartbeat", self._beat_for_ever), ("watch", self._watch_for_ever))
@@ -177,7 +179,7 @@ class Membership:
         self._is_known = False
         if state is State.FAILED:
             self._is_settled = False
-        self._hurry_until = time.monotonic() + self._patience
+        self._hurry_until = self._clock.now() + self._patience
         self._condition.notify_all()
 
     @property
@@ -202,7 +204,7 @@ class Membership:
                 self._lose_store(str(error))
                 return
             with self._condition:
-                self._round_at = time.monotonic()
+                self._round_at = self._clock.now()
                 self._is_known = written.state is not State.RUNNING and written.is_settled and self._is_known_to_all()
                 if self._is_known:
                     self._condition.notify_all()
@@ -211,30 +213,18 @@ class Membership:
                 if (self._state, self._is_settled, self._seen()) == (written.state, written.is_settled, written.seen):
                     is_awaited = not self._is_settled or (written.state is not State.RUNNING and not self._is_known)
                     hurries = is_awaited and self._round_at < self._hurry_until
-                    overslept = self._wait(_HURRY_INTERVAL if hurries else self._interval)
-                    for peer in self._peers.values():
-                        peer.changed_at += overslept
+                    self._condition.wait(_HURRY_INTERVAL if hurries else self._interval)
 
     def _watch_for_ever(self) -> None:
-        with self._condition:
-            while not self._ends and self._lost is None:
-                left = self._round_at + self._lost_after - time.monotonic()
-                if left <= 0:
-                    break
-                overslept = self._wait(left)
-                self._round_at += overslept
-            is_stuck = not self._ends and self._lost is None
-        if is_stuck:
-            self._lose_store(f"no answer for {self._lost_after} s")
-
-    def _wait(self, seconds: float) -> float:
-        """Wait for the condition; by how many seconds too long, since this process was stopped or too busy to go on.
-
-        Nobody else can be blamed for having been silent meanwhile.
-        """
-        began = time.monotonic()
-        self._condition.wait(seconds)
-        return max(0.0, time.monotonic() - began - seconds)
+        while True:
+            with self._condition:
+                self._condition.wait(self._interval)
+                if self._ends:
+                    return
+                self._clock.tick()
+                is_stuck = self._lost is None and self._clock.now() - self._round_at > self._lost_after
+            if is_stuck:
+                self._lose_store(f"no answer for {self._lost_after} s")
 
     def _seen(self) -> tuple[int, ...]:
         """The ranks whose failing or leaving this rank has read."""
@@ -260,7 +250,7 @@ class Membership:
                 continue
             record = parse_record(self._store.get(key_of(rank)), rank)
             if peer.record is None or record.beat != peer.record.beat:
-                peer.record, peer.changed_at = record, time.monotonic()
+                peer.record, peer.changed_at = record, self._clock.now()
         failures = {rank: peer.record.failure for rank, peer in self._peers.items() if peer.record and peer.record.failure}
         if self._failure is not None and self._failure.ordinal:
             failures[self._rank] = self._failure
@@ -274,7 +264,7 @@ class Membership:
                 self._lose(failure_error(rank, failures[rank], self._rank))
             return
         for rank, peer in self._peers.items():
-            silent = time.monotonic() - peer.changed_at
+            silent = self._clock.now() - peer.changed_at
             has_left = peer.record is not None and peer.record.state is State.LEFT
             awaited = self._waiting_for(rank)
             # A rank further away waits for another, which waits for the lost one.
@@ -288,7 +278,7 @@ class Membership:
 
     def _settle(self, lost: int | None, failures: Mapping[int, Failure]) -> None:
         """Note whether the cause is found: a rank that was reported ``lost`` may still say itself what happened."""
-        now = time.monotonic()
+        now = self._clock.now()
         if self._reported_at is None:
             self._reported_at = now
             self._hurry_until = max(self._hurry_until, now + self._patience)
@@ -298,7 +288,7 @@ class Membership:
             self._is_settled = self._lost is not None or is_settled
 
     def _is_silent(self, peer: _Peer) -> bool:
-        return time.monotonic() - peer.changed_at > self._silent_seconds
+        return self._clock.now() - peer.changed_at > self._silent_seconds
 
     def _report(self, lost: PeerLostError) -> None:
         """Tell the others at once what they would notice a moment later."""

@@ -27,6 +27,7 @@ class Job:
         self.store = store or dist.HashStore()
         self.told = [threading.Event() for _ in range(world_size)]
         self.errors = [[] for _ in range(world_size)]
+        self.threads_before = set(threading.enumerate())
         self.members = [
             Membership(
                 self.store,
@@ -68,7 +69,7 @@ class Job:
     def close(self):
         with ThreadPoolExecutor(len(self.members)) as pool:
             list(pool.map(Membership.close, self.members))
-        assert not [thread.name for thread in threading.enumerate() if "membership" in thread.name]
+        assert not [thread.name for thread in set(threading.enumerate()) - self.threads_before if "membership" in thread.name]
 
 
 def test_a_failure_reaches_all_others_once():
@@ -157,17 +158,18 @@ def test_a_rank_that_stops_beating_is_lost_with_the_edge_that_waits():
     lost = member.lost
     assert lost is not None
     check_documented("PeerLostError", str(lost), DOCUMENTED["silent"])
-    assert str(lost).startswith("rank 1 gave no sign of life for 0.3")
+    assert str(lost).startswith("rank 1 gave no sign of life for 0.")
     assert str(lost).endswith("while edge 1→0 waits for 1SEND_B4 of step 0")
     assert (lost.rank, lost.edge, lost.op) == (1, (1, 0), "1SEND_B4")
     member.close()
 
 
 def test_a_process_that_was_too_busy_to_look_blames_nobody_for_silence():
-    """No thread of it runs for three times as long as makes a rank lost."""
+    """No thread of it runs for twice as long as makes a rank lost, whatever each was doing when that began."""
     job = Job(3, lost_after=0.5)
-    job.wait_until_beaten(3)
-    ctypes.PyDLL(None).usleep(1_500_000)  # with the interpreter's lock held
+    for _ in range(4):
+        job.wait_until_beaten(3)
+        ctypes.PyDLL(None).usleep(1_000_000)  # with the interpreter's lock held
     job.wait_until_beaten(5)
     assert not any(job.errors)
     assert not any(event.is_set() for event in job.told)
