@@ -30,7 +30,7 @@ from adaptra.memory import predicted_peaks
 from adaptra.report import perfetto, picture
 from adaptra.report.files import check_suffix
 from adaptra.report.stages import stage_table
-from adaptra.request import Request, check_split
+from adaptra.request import STRAIGHT, Request, check_split
 from adaptra.roles import Roles
 from adaptra.runtime.events import ControlEvent
 from adaptra.runtime.options import Options
@@ -52,6 +52,7 @@ def compile(
     loss: Callable[..., Any] | None = None,
     memory: int | str | None = None,
     split: Sequence[str] | None = None,
+    placement: str = STRAIGHT,
     mesh: DeviceMesh | None = None,
     transport: str | None = None,
     options: Options | None = None,
@@ -63,8 +64,8 @@ def compile(
             stage's parameters, so delete the model to free the others. Or a list of modules, one for every stage, each called
             with what the one before returned (a tuple is its arguments): they run as they are and nothing is captured, but
             their W can't be split off I, so plans have less to fill waits with.
-        stages: Number of pipeline stages. Under torchrun the number of ranks is a multiple of it; more ranks than stages make
-            data-parallel replicas.
+        stages: Number of pipeline stages, one on each rank unless ``placement`` says otherwise. Under torchrun the number of
+            ranks is a multiple of what they need; more make data-parallel replicas.
         microbatches: Into how many parts a batch is split along its first dimension.
         example_inputs: The positional arguments of :meth:`Pipeline.step`, a whole batch: inputs alone, or
             ``(inputs, targets)``. Only shapes, dtypes and constants matter, but a list of modules runs with its first
@@ -76,6 +77,9 @@ def compile(
             and messages on their way; or a number of microbatches; or None for no limit. A microbatch counts from its F to its
             W; what its I frees is known from the stage's graphs and counts no longer after I.
         split: Names of the modules that begin stages 1, 2, …; without it the stages are balanced by estimated cost.
+        placement: ``"straight"`` for one stage on each rank, or ``"v"`` for two, there and back: the first rank then also has
+            the last stage. Two stages half as large fill the pipeline sooner within the same memory, and cross each link
+            twice. Not over NCCL; such stages are not cut elsewhere later, and ranks keep their roles.
         mesh: A ``torch.distributed`` DeviceMesh of all ranks whose dimensions are ``dp`` and ``pp``, or ``pp`` alone: along
             ``pp`` lie the stages of a replica. Without it these are consecutive ranks.
         transport: ``"local"``, ``"c10d"``, the name of an installed transport, or None for c10d under a launcher, else local.
@@ -90,7 +94,7 @@ def compile(
         ScheduleError, PlanError: ``options.schedule`` is unknown, of another pipeline, or does not fit the memory; or one
             microbatch does not.
     """
-    request = Request(model, stages, microbatches, loss, memory, split, mesh, transport, options or Options())
+    request = Request(model, stages, microbatches, loss, memory, split, mesh, transport, options or Options(), placement)
     pipeline = Pipeline(request)
     named: Any = {} if example_kwargs is None else example_kwargs
     if not isinstance(named, Mapping):
@@ -183,7 +187,8 @@ class Pipeline:
             with_loss = given is not None or self._returns_loss
             microbatches = built.split_inputs(args, kwargs)
             wanted = built.split_targets(given) if with_loss else None
-        *_, results = built.on_every_rank(lambda worker: worker.evaluate(microbatches, wanted))
+        found = built.on_every_rank(lambda worker: worker.evaluate(microbatches, wanted))
+        results = next(filter(None, found), {})
         if with_loss:
             return torch.stack([loss for (loss,) in results.values()]).mean()
         return built.compiled.outputs.merge([results[index] for index in sorted(results)]) if results else None
@@ -459,7 +464,8 @@ class Pipeline:
         built = self._require()
         peaks = simulate(self.plan.program, self.plan.case.cost).peak_in_flight
         sizes = predicted_peaks(self.plan.program, built.compiled.train)
-        return stage_table(built.compiled.train, self.plan.program, peaks, sizes)
+        of_stage = [sizes[rank] for rank in self.plan.program.placement]
+        return stage_table(built.compiled.train, self.plan.program, peaks, of_stage)
 
     def timeline(self) -> Timeline | None:
         """The measured timeline of the last step. Under torchrun all ranks call this; only the first stage's rank gets it."""

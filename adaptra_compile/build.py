@@ -5,21 +5,22 @@ This is the path from model to instruction list, top to bottom; from the stages 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
 from adaptra.built import Built
-from adaptra.errors import BatchError
+from adaptra.errors import BatchError, LaunchError
 from adaptra.graph import CompiledStages, compile_stages
 from adaptra.graph.autocast import refuse_autocast
 from adaptra.graph.compile_modules import compile_modules
 from adaptra.graph.inner import EAGER, prepare
+from adaptra.placements import stages_of
 from adaptra.progress import Progress, log_progress, shown_progress
 from adaptra.recipe import Prepared, Recipe
-from adaptra.request import Request
+from adaptra.request import STRAIGHT, Request
 from adaptra.runtime.batch import example_microbatch
 from adaptra.runtime.launch import Launch, agree, disagree, launch
 from adaptra.start import open_recorder
@@ -39,7 +40,7 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
     refuse_autocast("adaptra.compile")
     options = request.options
     launched = launch(
-        request.stages,
+        request.ranks,
         request.transport,
         request.facts(),
         options.timeout,
@@ -47,19 +48,21 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
         with_delegate=options.uses_delegate,
         addresses=options.addresses,
     )
-    recipe = Recipe(request.microbatches, request.memory, request.with_loss, request.faults, options)
+    recipe = Recipe(request.placed, request.microbatches, request.memory, request.with_loss, request.faults, options)
     with ExitStack() as opened:
         for transport in launched.transports:
             opened.callback(transport.close)
+        _check_contract(request, launched)
         try:
             recorder = open_recorder(options, launched)
             opened.callback(recorder.close)
             with _progress(launched) as progress:
                 prepared = _compile(request, recipe, args, targets, kwargs, progress)
                 ranks = [transport.rank for transport in launched.transports] if options.inner != EAGER else []
-                for done, rank in enumerate(ranks, 1):
-                    prepare(prepared.compiled.train[rank])
-                    progress(f"compiled by {options.inner}", done, len(ranks))
+                own = [stage for rank in ranks for stage in stages_of(rank, request.placed)]
+                for done, stage in enumerate(own, 1):
+                    prepare(prepared.compiled.train[stage])
+                    progress(f"compiled by {options.inner}", done, len(own))
         except Exception as error:
             for transport in launched.transports:
                 disagree(transport, "pipeline", error)
@@ -67,7 +70,7 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
         if len(launched.transports) == 1:  # the ranks of one process have compiled once, for all
             agree(launched.transports[0], "pipeline", prepared.facts(), options.timeout)
         model = request.whole_model
-        states = [_state(prepared.compiled, transport.rank, model) for transport in launched.transports]
+        states = [_state(prepared.compiled, transport.rank, request.placed, model) for transport in launched.transports]
         workers = prepared.starter.workers(launched, recorder, states, prepared.initial)
         opened.pop_all()
     return Built(recipe, prepared, launched, workers, recorder)
@@ -109,10 +112,24 @@ def _compile(
     return prepared
 
 
-def _state(compiled: CompiledStages, stage: int, model: nn.Module) -> dict[str, Tensor]:
-    """A stage's state: the model's own tensors, but a copy of a tied parameter that another stage owns."""
-    state = dict(compiled.train[stage].state(model))
+def _check_contract(request: Request, launched: Launch) -> None:
+    """Refuse what messages of several stages on a rank would wait for for ever, on every rank alike.
+
+    Raises:
+        LaunchError: Two ranks have one queue for all that they exchange in a direction of the pipeline.
+    """
+    if request.placement != STRAIGHT and any(transport.contract.in_order for transport in launched.transports):
+        raise LaunchError(
+            f"placement={request.placement!r} over NCCL: both ways between two ranks would be in one queue: expected "
+            f"{STRAIGHT!r}, or edges over gloo or the delegate"
+        )
+
+
+def _state(compiled: CompiledStages, rank: int, placement: Sequence[int], model: nn.Module) -> dict[str, Tensor]:
+    """The state of a rank's stages: the model's own tensors, but a copy of a tied parameter that another rank's stage owns."""
+    own = stages_of(rank, placement)
+    state = {name: tensor for stage in own for name, tensor in compiled.train[stage].state(model).items()}
     for tied in compiled.tied:
-        if tied.name in state and tied.owner != stage:
+        if tied.name in state and tied.owner not in own:
             state[tied.name] = nn.Parameter(state[tied.name].detach().clone())
     return state

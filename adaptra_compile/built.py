@@ -21,6 +21,7 @@ from adaptra.graph import CompiledStages
 from adaptra.graph.autocast import refuse_autocast
 from adaptra.graph.compile import Captured
 from adaptra.graph.inner import prepare
+from adaptra.placements import is_straight
 from adaptra.recipe import Prepared, Recipe
 from adaptra.remedies import Means, choose_split
 from adaptra.roles import Roles
@@ -154,6 +155,7 @@ class Built:
 
     def _captured(self) -> Captured:
         self.require_running()
+        self._require_straight("split")
         captured = self.compiled.captured
         if captured is None or not self.compiled.with_loss:
             raise OptionError(
@@ -228,10 +230,15 @@ class Built:
 
     def _replicated(self) -> tuple[Job, Roles]:
         self.require_running()
+        self._require_straight("roles")
         job, roles = self.launched.job, self.launched.roles
         if job is None or roles is None:
             raise OptionError("roles: this job has one replica: expected several, whose ranks can change places")
         return job, roles
+
+    def _require_straight(self, what: str) -> None:
+        if not is_straight(self._recipe.placement):
+            raise OptionError(f"{what}: each rank has several stages: expected a pipeline with one stage on each rank")
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -249,14 +256,14 @@ class Built:
 
     def split_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         """The microbatches of a batch's inputs, or nothing where the first stage is elsewhere."""
-        if 0 not in self._ranks:
+        if self._recipe.placement[0] not in self._ranks:
             return ()
         form = self.compiled.inputs
         return split_batch(form.flatten(args, kwargs), form.specs, self.microbatches, "inputs")
 
     def split_targets(self, targets: Any) -> Batch:
         """The microbatches of a batch's targets, or nothing where the last stage is elsewhere."""
-        if len(self.compiled.train) - 1 not in self._ranks:
+        if self._recipe.placement[-1] not in self._ranks:
             return ()
         form = self.compiled.targets
         return split_batch(form.flatten(targets), form.specs, self.microbatches, "targets")

@@ -5,17 +5,20 @@ Only the ratios between stages and kinds matter at this point; the first measure
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from adaptra.cost import CostModel
 from adaptra.graph import CompiledStages
+from adaptra.placements import stages_of
 
 FLOPS_PER_SECOND: Final = 1e11
 """A nominal device; of the order of one CPU core with vector units."""
 
 
-def estimated_cost(compiled: CompiledStages) -> CostModel:
-    """Durations in seconds on a nominal device, free links, memory in units of one microbatch's activations per stage."""
+def estimated_cost(compiled: CompiledStages, placement: Sequence[int]) -> CostModel:
+    """Durations in seconds on a nominal device, free links, memory in units of one microbatch's activations on a rank."""
+    held = [1.0 / len(stages_of(rank, placement)) for rank in placement]
     flops = [stage.flops for stage in compiled.train]
     kept = [(stage.kept_after_forward, stage.kept_after_input_grad) for stage in compiled.train]
     free = (0.0,) * (len(compiled.train) - 1)
@@ -27,8 +30,10 @@ def estimated_cost(compiled: CompiledStages) -> CostModel:
         latency_backward=free,
         occupancy_forward=free,
         occupancy_backward=free,
-        memory_forward=(1.0,) * len(kept),
-        memory_input_grad=tuple(_freed_by_input_grad(first, second) for first, second in kept),
+        memory_forward=tuple(held),
+        memory_input_grad=tuple(
+            share * _freed_by_input_grad(first, second) for share, (first, second) in zip(held, kept, strict=True)
+        ),
     )
 
 

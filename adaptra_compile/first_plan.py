@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from adaptra.cost import Case
 from adaptra.errors import PlanError
+from adaptra.placements import is_straight
 from adaptra.planner import plan
 from adaptra.program import Program
 from adaptra.published import uniform_slack
@@ -14,7 +15,7 @@ from adaptra.robust import delay_scenarios, robust_plan
 from adaptra.runtime.options import Options
 from adaptra.runtime.plan import Plan
 from adaptra.runtime.worker import check_memory
-from adaptra.schedules import generate, two_phases
+from adaptra.schedules import generate_for, two_phases
 from adaptra.simulate import lower_bound, simulate
 
 
@@ -36,8 +37,8 @@ def first_plan(options: Options, case: Case) -> Plan:
         program = robust_plan(case, delay_scenarios(case.cost, options.expected_delays)).program
         reason = "good on average over the delays to expect, for the estimated costs"
     else:
-        program, reason = plan(case), "adapted to the estimated costs"
-        if case.cost.memory_limit is not None:
+        program, reason = plan(case, incumbent=_known(case)), "adapted to the estimated costs"
+        if case.cost.memory_limit is not None and is_straight(case.placement):
             spread = uniform_slack(case)
             if simulate(spread, case.cost).makespan <= simulate(program, case.cost).makespan:
                 program, reason = spread, f"{reason}, spare memory spread as slack"
@@ -57,8 +58,13 @@ def two_phase_plan(options: Options, case: Case) -> Plan:
     return Plan(0, program, case, simulate(program, case.cost).makespan, lower_bound(case).value, reason, options.delegated)
 
 
+def _known(case: Case) -> Program | None:
+    """What the search can't do without where ranks have several stages; where each has one, it finds all that is known."""
+    return None if is_straight(case.placement) else generate_for("zbv", case.placement, case.microbatches)
+
+
 def _asked_for(schedule: str | Program, case: Case) -> Program:
-    program = generate(schedule, case.cost.stages, case.microbatches) if isinstance(schedule, str) else schedule
+    program = generate_for(schedule, case.placement, case.microbatches) if isinstance(schedule, str) else schedule
     if program.placement != case.placement or program.microbatches != case.microbatches:
         raise PlanError(
             f"schedule {program.name}: placement {program.placement} and {program.microbatches} microbatches: expected "

@@ -13,6 +13,7 @@ from typing import Final
 from adaptra.cost import CostModel
 from adaptra.errors import OptionError, PlanError
 from adaptra.graph.stages import TrainStage
+from adaptra.placements import stages_of
 from adaptra.program import Kind, Program
 
 _UNITS: Final = {"B": 1} | {
@@ -42,25 +43,28 @@ def size_text(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def in_bytes(cost: CostModel, stages: Sequence[TrainStage], memory: int) -> CostModel:
+def in_bytes(cost: CostModel, stages: Sequence[TrainStage], placement: Sequence[int], memory: int) -> CostModel:
     """A cost model whose memory is in bytes, with as much of a limit as is left for what microbatches keep.
 
     Raises:
         PlanError: A rank can't hold one microbatch; says what it needs and what would help.
     """
-    for stage in stages:
-        if (needed := _counted(stage) + _beside(stage)) > memory:
+    by_rank = [[stages[stage] for stage in stages_of(rank, placement)] for rank in range(len(set(placement)))]
+    for rank, held in enumerate(by_rank):
+        needed = sum(map(_counted, held)) + _beside(held)
+        if needed > memory:
+            what = f"stage {held[0].index} needs" if len(held) == 1 else f"rank {rank} with its {len(held)} stages needs"
             raise PlanError(
-                f"memory={size_text(memory)}: stage {stage.index} needs {size_text(needed)} for one microbatch, and keeps "
-                f"{size_text(stage.kept_after_forward)} of it from F to I: expected at least what it needs; half the rows per "
-                f"microbatch or twice the stages need about {size_text(needed / 2)}, activation checkpointing keeps "
-                f"{size_text(stage.input_bytes)} or more"
+                f"memory={size_text(memory)}: {what} {size_text(needed)} for one microbatch, and keeps "
+                f"{size_text(sum(stage.kept_after_forward for stage in held))} of it from F to I: expected at least what it "
+                f"needs; half the rows per microbatch or twice the stages need about {size_text(needed / 2)}, activation "
+                f"checkpointing keeps {size_text(sum(stage.input_bytes for stage in held))} or more"
             )
     return replace(
         cost,
         memory_forward=tuple(float(_counted(stage)) for stage in stages),
         memory_input_grad=tuple(float(_counted(stage) - stage.kept_after_input_grad) for stage in stages),
-        memory_limit=tuple(float(memory - _beside(stage)) for stage in stages),
+        memory_limit=tuple(float(memory - _beside(held)) for held in by_rank),
     )
 
 
@@ -84,7 +88,7 @@ def predicted_peaks(program: Program, stages: Sequence[TrainStage]) -> tuple[int
                 case Kind.B:
                     peak = max(peak, held - first + at.input_grad, held - first + at.weight_grad)
                     held -= first
-        peaks.append(peak + sum(_travelling(stages[stage]) for stage, at in enumerate(program.placement) if at == rank))
+        peaks.append(peak + sum(_travelling(stages[stage]) for stage in stages_of(rank, program.placement)))
     return tuple(peaks)
 
 
@@ -98,8 +102,11 @@ def _counted(stage: TrainStage) -> int:
     return max(stage.kept_after_forward, stage.kept_after_input_grad)
 
 
-def _beside(stage: TrainStage) -> int:
+def _beside(stages: Sequence[TrainStage]) -> int:
     """The most bytes that a rank holds beside what microbatches count for in a plan: those of an op that runs, and messages."""
+    return max(map(_running, stages)) + sum(map(_travelling, stages))
+
+
+def _running(stage: TrainStage) -> int:
     counted, at = _counted(stage), stage.peaks
-    running = max(0, at.forward - counted, at.input_grad - counted, at.weight_grad - stage.kept_after_input_grad)
-    return running + _travelling(stage)
+    return max(0, at.forward - counted, at.input_grad - counted, at.weight_grad - stage.kept_after_input_grad)

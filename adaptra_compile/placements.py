@@ -29,6 +29,16 @@ def v_shaped(ranks: int) -> tuple[int, ...]:
     return (*range(ranks), *reversed(range(ranks)))
 
 
+def is_straight(placement: Sequence[int]) -> bool:
+    """Whether stage s lies on rank s."""
+    return tuple(placement) == in_turn(len(placement))
+
+
+def stages_of(rank: int, placement: Sequence[int]) -> tuple[int, ...]:
+    """The stages that lie on a rank, where ``placement[stage]`` is a stage's rank."""
+    return tuple(stage for stage, holder in enumerate(placement) if holder == rank)
+
+
 @dataclass(frozen=True)
 class Links:
     """What messages between ranks take. Stages of one rank hand over at no cost.

@@ -8,12 +8,14 @@ from functools import partial
 from typing import Final
 
 from adaptra.cost import Case, CostModel
+from adaptra.errors import OptionError
 from adaptra.estimate import estimated_cost
 from adaptra.first_plan import first_plan, two_phase_plan
 from adaptra.graph import CompiledStages
 from adaptra.graph.inner import compiled_by
 from adaptra.graph.round_messages import round_messages
 from adaptra.memory import in_bytes, parse_size
+from adaptra.placements import is_straight
 from adaptra.planner import plan
 from adaptra.program import Program
 from adaptra.remedies import Means, find_remedies
@@ -61,9 +63,10 @@ class Recipe:
     """How stages become a pipeline; it holds no model, so it can be kept.
 
     Attributes:
-        microbatches, memory, with_loss, faults, options: As of :class:`adaptra.request.Request`.
+        placement, microbatches, memory, with_loss, faults, options: As of :class:`adaptra.request.Request`.
     """
 
+    placement: tuple[int, ...]
     microbatches: int
     memory: int | str | None
     with_loss: bool
@@ -74,7 +77,8 @@ class Recipe:
         """Plan for these stages.
 
         Raises:
-            OptionError: A message between them can't be rounded, and the options round.
+            OptionError: A message between them can't be rounded, and the options round; or ranks with several stages share a
+                parameter.
             ScheduleError, PlanError: The schedule asked for does not fit, or one microbatch does not.
         """
         options = self.options
@@ -82,20 +86,32 @@ class Recipe:
         if options.lossy_bf16:
             rounded = round_messages(compiled)  # which also refuses what can't be rounded, before a plan wants to
             compiled = rounded if options.lossy_bf16 is True else compiled
-        cost = estimated_cost(compiled)
+        self._check_shared(compiled)
+        cost = estimated_cost(compiled, self.placement)
         if options.emulate is not None:
             cost = options.emulate.apply(cost)
         if isinstance(self.memory, str):
-            cost = in_bytes(cost, compiled.train, parse_size(self.memory))
+            cost = in_bytes(cost, compiled.train, self.placement, parse_size(self.memory))
         elif self.memory is not None:
-            cost = replace(cost, memory_limit=(float(self.memory),) * cost.stages)
-        case = Case(cost, self.microbatches, tuple(range(cost.stages)), name="compiled")
-        means = Means(options.uses_delegate, options.lossy_bf16 == "slow", compiled.places)
+            cost = replace(cost, memory_limit=(float(self.memory),) * len(set(self.placement)))
+        case = Case(cost, self.microbatches, self.placement, name="compiled")
+        places = compiled.places if is_straight(self.placement) else None  # else they are not cut again
+        means = Means(options.uses_delegate, options.lossy_bf16 == "slow", places)
         planner, draft = (partial(_better_plan, options.planning_seconds, share) for share in (PLANNER_SHARE, DRAFT_SHARE))
         remedies = partial(find_remedies, means=means)
         planning = Planning(planner, _makespan, lambda costs: lower_bound(costs).value, remedies, draft)
         initial = first_plan(options, case) if self.with_loss else two_phase_plan(options, case)
         return Prepared(Starter(compiled, self.microbatches, planning, self.faults, options), initial, means)
+
+    def _check_shared(self, compiled: CompiledStages) -> None:
+        """Refuse gradients that would be in line with activations: where ranks have several stages both take one channel."""
+        for one in () if is_straight(self.placement) else compiled.tied:
+            ranks = sorted({self.placement[stage] for stage in one.stages})
+            if len(ranks) > 1:
+                raise OptionError(
+                    f"{one.name}: ranks {', '.join(map(str, ranks))} share it, and each has several stages: expected "
+                    "placement='straight', or split= with its uses on one rank"
+                )
 
 
 def _better_plan(seconds: float, share: float, case: Case, incumbent: Program) -> Program:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
@@ -12,6 +12,7 @@ from adaptra.errors import LaunchError, OptionError
 from adaptra.graph.inner import EAGER, check_inner
 from adaptra.memory import parse_size
 from adaptra.mesh import roles_of
+from adaptra.placements import in_turn, v_shaped
 from adaptra.roles import Roles
 from adaptra.runtime.faults import Fault
 from adaptra.runtime.options import Options, is_whole
@@ -19,6 +20,10 @@ from adaptra.runtime.transports.registry import is_built_in, transport_names
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
+
+
+STRAIGHT: Final = "straight"
+V: Final = "v"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,7 @@ class Request:
     mesh: DeviceMesh | None
     transport: str | None
     options: Options
+    placement: str = STRAIGHT
     with_loss: bool = True
 
     def __post_init__(self) -> None:
@@ -52,6 +58,7 @@ class Request:
             )
         if self.split is not None:
             check_split(self.split)
+        self._check_placement()
         given = self.transport
         if given is not None and given not in transport_names():
             raise LaunchError(f"transport {given!r}: expected one of {', '.join(transport_names())}")
@@ -73,8 +80,11 @@ class Request:
         for edge in self.options.delegated:
             if max(edge) >= self.stages:
                 raise OptionError(f"delegate={self.options.delegate!r}: expected edges of stages 0..{self.stages - 1}")
+            self._check_edge(f"delegate={self.options.delegate!r}", edge)
         for fault in self.faults:
             fault.check_stages(self.stages)
+            if fault.peer is not None:
+                self._check_edge(f"fault '{fault}'", (fault.stage, fault.peer))
         check_inner(given.inner)
 
     def _check_model(self) -> None:
@@ -98,6 +108,23 @@ class Request:
                 "compile one by its module.compile() before"
             )
 
+    def _check_placement(self) -> None:
+        given: Any = self.placement
+        if given not in (STRAIGHT, V):
+            raise OptionError(f"placement={given!r}: expected {STRAIGHT!r} or {V!r}")
+        if given == V and self.stages % 2:
+            raise OptionError(
+                f"placement={given!r} with stages={self.stages}: expected an even number, two stages for each rank"
+            )
+
+    def _check_edge(self, what: str, edge: tuple[int, int]) -> None:
+        """Refuse an edge between two stages of one rank, which send each other nothing."""
+        source, destination = (self.placed[stage] for stage in edge)
+        if source == destination:
+            raise OptionError(
+                f"{what}: stages {edge[0]} and {edge[1]} are both on rank {source}: expected an edge between ranks"
+            )
+
     def _check_numbers(self) -> None:
         numbers: dict[str, Any] = {"stages": self.stages, "microbatches": self.microbatches}
         if isinstance(self.memory, str):
@@ -119,9 +146,19 @@ class Request:
         return self.model if isinstance(self.model, nn.Module) else nn.ModuleList(self.model)
 
     @property
+    def placed(self) -> tuple[int, ...]:
+        """Which rank of the pipeline holds each stage."""
+        return in_turn(self.stages) if self.placement == STRAIGHT else v_shaped(self.stages // 2)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the pipeline has."""
+        return len(set(self.placed))
+
+    @property
     def roles(self) -> Roles | None:
         """Which stage of which replica each rank of the job holds, where a mesh says so."""
-        return None if self.mesh is None else roles_of(self.mesh, self.stages)
+        return None if self.mesh is None else roles_of(self.mesh, self.ranks)
 
     @property
     def faults(self) -> tuple[Fault, ...]:
@@ -133,6 +170,7 @@ class Request:
         options = self.options
         return {
             "stages": str(self.stages),
+            "placement": str(self.placement),
             "microbatches": str(self.microbatches),
             "memory": str(self.memory),
             "split": str(None if self.split is None else list(self.split)),

@@ -10,7 +10,7 @@ of "Pipeline Parallelism with Controllable Memory" (Qi et al., NeurIPS 2024).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from adaptra.errors import ScheduleError
@@ -154,17 +154,25 @@ def zbv(ranks: int, microbatches: int) -> Program:
     return Program("zbv", placement, microbatches, tuple(orders))
 
 
-def forward_only(stages: int, microbatches: int) -> Program:
+def forward_only(placement: Sequence[int], microbatches: int) -> Program:
     """Every stage runs its forwards in order and nothing else: evaluation.
+
+    A rank with several stages begins so many ops after the one before it as a microbatch takes to come there, and then has a
+    microbatch for each of its stages in turn.
+
+    Args:
+        placement: ``placement[stage]`` is the stage's rank; all ranks have as many stages.
+        microbatches: The number of microbatches of one step.
 
     Raises:
         ScheduleError: A number is below one.
     """
-
-    def order(stage: int) -> Iterable[Op]:
-        return (Op(stage, Kind.F, microbatch) for microbatch in range(microbatches))
-
-    return _program("forward_only", stages, microbatches, order)
+    _check("forward_only", stages=len(placement), microbatches=microbatches)
+    chunks = len(placement) // len(set(placement))
+    ops = [Op(stage, Kind.F, microbatch) for stage in range(len(placement)) for microbatch in range(microbatches)]
+    ops.sort(key=lambda op: chunks * op.microbatch + op.stage)
+    orders = (tuple(op for op in ops if placement[op.stage] == rank) for rank in range(len(set(placement))))
+    return Program("forward_only", tuple(placement), microbatches, tuple(orders))
 
 
 def two_phases(stages: int, microbatches: int) -> Program:

@@ -148,15 +148,15 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).mean()
 
 
-def small_problem(ranks: int, microbatches: int) -> dict[str, Any]:
-    """The arguments of adaptra.compile for a model of one layer per rank."""
+def small_problem(stages: int, microbatches: int) -> dict[str, Any]:
+    """The arguments of adaptra.compile for a model of one layer per stage."""
     torch.manual_seed(0)
     inputs = torch.randn(2 * microbatches, WIDTH)
     return {
-        "model": nn.Sequential(*(layer() for _ in range(ranks))),
-        "stages": ranks,
+        "model": nn.Sequential(*(layer() for _ in range(stages))),
+        "stages": stages,
         "microbatches": microbatches,
         "example_inputs": (inputs, torch.zeros_like(inputs)),
         "loss": squared_error,
-        "split": [str(stage) for stage in range(1, ranks)],
+        "split": [str(stage) for stage in range(1, stages)],
     }

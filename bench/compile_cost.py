@@ -74,7 +74,7 @@ def measure(layers: int, stages: int, microbatches: int, shown: Progress) -> tup
     model, tokens = llama(layers), torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     parts = Parts(shown)
     compiled = compile_stages(model, (tokens,), {}, stages=stages, loss=token_loss, targets=tokens, progress=parts.tell)
-    cost = estimated_cost(compiled)
+    cost = estimated_cost(compiled, range(len(compiled.train)))
     parts.tell("cost estimated", 1, 1)
     first_plan(Options(), Case(cost, microbatches, tuple(range(stages)), name="compiled"))
     parts.tell("planned", 1, 1)

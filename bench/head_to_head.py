@@ -3,11 +3,12 @@
 Every rank is a host of its own (``tests/links``; needs root), every op lasts a stated time (emulated devices), both sides
 send by gloo. One training job per contender runs through all situations: links are changed between steps, and adaptra has to
 see that and to adapt by itself. Once its plan has stood for some steps, some steps in a row of every contender are measured.
-adaptra takes part twice: with as many microbatches in flight as 1F1B's first stage holds, and with no limit. GPipe, 1F1B,
-Interleaved1F1B, InterleavedZeroBubble and ZBVZeroBubble are torch's own, unmodified.
+adaptra takes part three times: with as many microbatches in flight as 1F1B's first stage holds, so with two stages on each rank
+placed as a V, and with no limit. GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble and ZBVZeroBubble are torch's own,
+unmodified.
 
-One row per situation and contender. ``in flight`` is the most microbatches that a stage of adaptra's plan holds; the bound
-is what no order of one stage per rank beats, whatever its memory; ``simulated`` is what the simulator says of the plan at the
+One row per situation and contender. ``in flight`` is the most microbatches that a rank holds under adaptra's plan; the bound
+is what no order of stages placed so beats, whatever its memory; ``simulated`` is what the simulator says of the plan at the
 situation's own delays. N·c/T0 is by how much the messages of all microbatches are late, one way, in units of the bound without
 delay: speed-ups are a function of that. In the last situation links change every few steps: the figure is the mean over all
 steps, adapting included.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -27,6 +29,8 @@ from _torch_schedules import CHUNKS, TorchSchedule
 
 import adaptra
 from adaptra.cost import Case, CostModel
+from adaptra.placements import in_turn
+from adaptra.program import Kind
 from adaptra.simulate import lower_bound, simulate
 
 HEALTHY = "all delay=0"
@@ -53,12 +57,15 @@ class Situation:
         for change in (HEALTHY, *(f"{edge}-{edge + 1} delay={1e3 * delay:g}ms" for edge, delay in self.delays)):
             change_links(change)
 
-    def cost(self, ranks: int, seconds: float) -> CostModel:
-        """Of one stage per rank."""
-        cost = CostModel.uniform(ranks, seconds, seconds, seconds)
-        for edge, delay in self.delays:
-            cost = cost.with_latency(edge, edge + 1, delay).with_latency(edge + 1, edge, delay)
-        return cost
+    def case(self, placement: tuple[int, ...], microbatches: int, seconds: float) -> Case:
+        """The planning problem of stages that share their rank's time evenly."""
+        delays = {frozenset((rank, rank + 1)): delay for rank, delay in self.delays}
+        share = seconds * len(set(placement)) / len(placement)
+        cost = CostModel.uniform(len(placement), share, share, share)
+        for stage, between in enumerate(pairwise(placement)):
+            delay = delays.get(frozenset(between), 0.0)
+            cost = cost.with_latency(stage, stage + 1, delay).with_latency(stage + 1, stage, delay)
+        return Case(cost, microbatches, placement)
 
 
 def situations(ranks: int, seconds: float, forwards: list[float]) -> list[Situation]:
@@ -80,17 +87,42 @@ def changing_ones(faced: list[Situation]) -> list[Situation]:
     return [*(delayed[per_count * turn + turn % per_count] for turn in turns), faced[0]]
 
 
-def our_name(memory: int | None) -> str:
-    """Of adaptra with so many microbatches in flight."""
-    return f"adaptra, {memory or 'no limit'}"
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One way in which adaptra takes part: where stages are placed, and how many microbatches may be in flight."""
+
+    placement: str
+    memory: int | None
+
+    def __str__(self) -> str:
+        return f"adaptra{' as a V' if self.placement == 'v' else ''}, {self.memory or 'no limit'}"
+
+
+def our_sides(ranks: int) -> list[Side]:
+    """All of them."""
+    return [Side("straight", ranks), Side("v", ranks), Side("straight", None)]
+
+
+def held(program: adaptra.Program) -> int:
+    """The most microbatches that a rank holds, each from F to W and counted as the part of the rank's layers it is held for."""
+    most = 0.0
+    for rank, order in enumerate(program.orders):
+        now, share = 0.0, 1 / program.placement.count(rank)
+        for op in order:
+            now += {Kind.F: share, Kind.W: -share, Kind.B: -share}.get(op.kind, 0.0)
+            most = max(most, now)
+    return round(most)
 
 
 class Adaptra:
     """Our side: a pipeline that adapts while it is measured."""
 
-    def __init__(self, problem: dict[str, Any], seconds: float, memory: int | None) -> None:
-        device = adaptra.EmulatedDevice(seconds, seconds, seconds)
-        self.pipe = adaptra.compile(**problem, memory=memory, options=adaptra.Options(emulate=device))
+    def __init__(self, side: Side, ranks: int, microbatches: int, seconds: float) -> None:
+        stages = 2 * ranks if side.placement == "v" else ranks
+        device = adaptra.EmulatedDevice(*[seconds * ranks / stages] * 3)
+        problem = small_problem(stages, microbatches)
+        options = adaptra.Options(emulate=device)
+        self.pipe = adaptra.compile(**problem, memory=side.memory, placement=side.placement, options=options)
 
     def step(self, inputs: Any, targets: Any) -> None:
         """One training step."""
@@ -114,10 +146,9 @@ def measure(
     _rank: int, ranks: int, microbatches: int, seconds: float, places: list[Any], names: list[str], runs: int, episode: int
 ) -> dict[str, Any]:
     """One rank: per situation the seconds of every contender's steps, and what adaptra's plans were."""
-    problem = small_problem(ranks, microbatches)
-    batch = problem["example_inputs"]
+    batch = small_problem(ranks, microbatches)["example_inputs"]
     theirs = {name: TorchSchedule(name, microbatches, seconds) for name in names}
-    ours = {our_name(memory): Adaptra(problem, seconds, memory) for memory in (ranks, None)}
+    ours = {str(side): Adaptra(side, ranks, microbatches, seconds) for side in our_sides(ranks)}
     faced = [Situation(tuple(map(tuple, place))) for place in places]
     contenders = theirs | ours
     found: list[dict[str, Any]] = []
@@ -148,21 +179,18 @@ def measure(
 def rows_of(
     situation: Situation, found: dict[str, Any], ranks: int, microbatches: int, seconds: float, names: list[str], runs: int
 ) -> list[Row]:
-    """Adaptra with either memory beside every other contender."""
-    cost = situation.cost(ranks, seconds)
-    healthy = lower_bound(Case(Situation(()).cost(ranks, seconds), microbatches, tuple(range(ranks)))).value
+    """Each of adaptra's sides beside every other contender."""
+    healthy = lower_bound(Situation(()).case(in_turn(ranks), microbatches, seconds)).value
     relative = microbatches * max((delay for _, delay in situation.delays), default=0.0) / healthy
-    bound = lower_bound(Case(cost, microbatches, tuple(range(ranks)))).value
     rows: list[Row] = []
-    for memory in (ranks, None):
-        name = our_name(memory)
+    for name in map(str, our_sides(ranks)):
         ours = median(found["times"][name])
-        simulated = simulate(adaptra.Program.parse(found["plans"][name]), cost)
-        in_flight = max(simulated.peak_in_flight)
+        program = adaptra.Program.parse(found["plans"][name])
+        case = situation.case(program.placement, microbatches, seconds)
         settled = found["settled"][name]
-        label = f"{situation.name} (N·c/T0 {relative:.2f}); {in_flight} in flight"
-        rows.append(Row(f"{label}; bound", 1e3 * ours, 1e3 * bound, "ms", runs))
-        rows.append(Row(f"{label}; simulated", 1e3 * ours, 1e3 * simulated.makespan, "ms", runs))
+        label = f"{situation.name} (N·c/T0 {relative:.2f}); {name}, {held(program)} in flight"
+        rows.append(Row(f"{label}; bound", 1e3 * ours, 1e3 * lower_bound(case).value, "ms", runs))
+        rows.append(Row(f"{label}; simulated", 1e3 * ours, 1e3 * simulate(program, case.cost).makespan, "ms", runs))
         rows += [Row(f"{label}; {other}", 1e3 * ours, 1e3 * median(found["times"][other]), "ms", runs) for other in names]
         if settled is not None:
             rows.append(Row(f"{label}; steps until the new plan, bar 3", settled, 3, "steps", 1))
@@ -191,7 +219,7 @@ def main() -> int:
     for situation, measured in zip(faced, found["situations"], strict=True):
         rows += rows_of(situation, measured, given.ranks, given.microbatches, seconds, given.against, given.runs)
     if given.episode:
-        for name in map(our_name, (given.ranks, None)):
+        for name in map(str, our_sides(given.ranks)):
             mean = 1e3 * fmean(found["changing"][name])
             rows += [
                 Row(f"changing every {given.episode} steps; {name}; {other}", mean, 1e3 * fmean(found["changing"][other]), "ms",

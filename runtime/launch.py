@@ -119,7 +119,7 @@ def is_launched() -> bool:
 
 
 def launch(
-    stages: int,
+    size: int,
     transport: str | None,
     arguments: Mapping[str, str],
     timeout: float,
@@ -131,7 +131,7 @@ def launch(
     """Find the ranks of a pipeline. Under a launcher all ranks call it at the same time.
 
     Args:
-        stages: Stages of the pipeline; one rank holds one stage.
+        size: Ranks of the pipeline.
         transport: ``"local"``, ``"c10d"``, the name of an installed transport, or None: c10d under a launcher, else local.
         arguments: What the user asked for, by name: the ranks compare it before anything else.
         timeout: Seconds to wait for the other ranks.
@@ -140,8 +140,8 @@ def launch(
         addresses: Of this host, for the delegate; see :class:`adaptra.runtime.options.Options`.
 
     Raises:
-        LaunchError: The delegate is wanted beside a transport other than c10d; or the number of ranks is not a multiple of the
-            number of stages, says what to change; or a rank was given other arguments or failed before it came here, names it.
+        LaunchError: The delegate is wanted beside a transport other than c10d; or the number of ranks is not a multiple of
+            ``size``, says what to change; or a rank was given other arguments or failed before it came here, names it.
     """
     name = transport or ("c10d" if is_launched() else "local")
     if with_delegate and name != "c10d":
@@ -149,11 +149,11 @@ def launch(
             f"Options(delegate=...) with transport {name!r}: expected c10d, whose slow edges the delegate takes over"
         )
     if name == "local":
-        hub = LocalHub(stages)
-        return Launch(tuple(hub.transport(rank) for rank in range(stages)))
+        hub = LocalHub(size)
+        return Launch(tuple(hub.transport(rank) for rank in range(size)))
     if not is_launched():
         raise LaunchError(
-            f"transport {name!r} needs {stages} processes: start this script with torchrun --nproc-per-node={stages}, or call "
+            f"transport {name!r} needs {size} processes: start this script with torchrun --nproc-per-node={size}, or call "
             "torch.distributed.init_process_group yourself; without a launcher use transport='local'"
         )
     if not dist.is_initialized():
@@ -162,13 +162,13 @@ def launch(
     # Making groups waits for all ranks, so whether all ask for the same ones is settled before.
     store = _store_of_this_call(rank)
     _agree_on_arguments(store, rank, ranks, arguments, timeout)
-    if ranks % stages:
+    if ranks % size:
         raise LaunchError(
-            f"{ranks} ranks for {stages} stages: expected a multiple of {stages} ranks (more make data-parallel replicas); "
-            f"start {_nearest_multiple(ranks, stages)} processes or ask for another number of stages"
+            f"{ranks} ranks for a pipeline of {size}: expected a multiple of {size} ranks (more make data-parallel replicas); "
+            f"start {_nearest_multiple(ranks, size)} processes or ask for another number of stages"
         )
-    usual = Roles.initial(ranks, stages)
-    if roles in (None, usual) and ranks == stages:
+    usual = Roles.initial(ranks, size)
+    if roles in (None, usual) and ranks == size:
         job = Job(name, store, with_delegate, addresses, changes_roles=False)
         return Launch((_join(name, None, with_delegate, addresses),), None, job)
     return Job(name, store, with_delegate, addresses).join(roles or usual)
@@ -202,8 +202,8 @@ def _agree_on_arguments(store: Store, rank: int, ranks: int, arguments: Mapping[
                 )
 
 
-def _nearest_multiple(ranks: int, stages: int) -> int:
-    return max(1, round(ranks / stages)) * stages
+def _nearest_multiple(ranks: int, size: int) -> int:
+    return max(1, round(ranks / size)) * size
 
 
 def agree(transport: Transport, what: str, facts: object, timeout: float) -> None:

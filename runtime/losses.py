@@ -2,13 +2,14 @@
 
 They are known when the last stage has done its last forward, long before the step ends: told then, they reach the other ranks
 while those still work, however slow the way is. A rank that shares parameters with the last stage gets them at the end: their
-gradients take the same channel, and messages on a channel are received in the order in which they are sent. So do all where two
-ranks have one queue for everything: a receive that waits there for the last forward would hold up what leads to it.
+gradients take the same channel, and messages on a channel are received in the order in which they are sent. So do all where the
+first stage lies on the last one's rank, whose activations take that channel, and where two ranks have one queue for everything:
+a receive that waits there for the last forward would hold up what leads to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,11 +20,11 @@ from adaptra.runtime.transports.base import Identity, Pending, Transport
 
 
 class Losses:
-    """One rank's end, in a pipeline with one stage per rank. Used by the thread that runs the steps.
+    """One rank's end. Used by the thread that runs the steps.
 
     Args:
-        rank: This rank and its stage.
-        last: The last stage.
+        rank: This rank; messages name it by its first stage, which has the same number.
+        placement: ``placement[stage]`` is the stage's rank.
         microbatches: Microbatches per step.
         dtype: Of a loss.
         sharing: The ranks that share parameters with the last stage.
@@ -31,14 +32,21 @@ class Losses:
     """
 
     def __init__(
-        self, rank: int, last: int, microbatches: int, dtype: torch.dtype, sharing: Collection[int], transport: Transport
+        self,
+        rank: int,
+        placement: Sequence[int],
+        microbatches: int,
+        dtype: torch.dtype,
+        sharing: Collection[int],
+        transport: Transport,
     ) -> None:
         self._rank = rank
-        self._last = last
+        self._last, self._source = len(placement) - 1, placement[-1]
         self._spec: MessageSpec = (TensorSpec((microbatches,), dtype),)
-        in_line = range(last) if transport.contract.in_order else sharing
-        self._at_once = [other for other in range(last) if other not in in_line]
-        self._at_the_end = [other for other in range(last) if other in in_line]
+        others = sorted(set(placement) - {self._source})
+        in_line = others if transport.contract.in_order or self._source == placement[0] else sharing
+        self._at_once = [other for other in others if other not in in_line]
+        self._at_the_end = [other for other in others if other in in_line]
         self._transport = transport
         self._step = 0
         self._told: Tensor | None = None
@@ -46,7 +54,7 @@ class Losses:
 
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
         """How many receive buffers this takes at a time, per source rank and message."""
-        return {} if self._rank == self._last else {(self._last, self._spec): 1}
+        return {} if self._rank == self._source else {(self._source, self._spec): 1}
 
     def begin_step(self, step: int) -> None:
         """Expect a step's losses, after the probes and before what is shared."""
@@ -83,7 +91,7 @@ class Losses:
             self._transport.send(other, self._identity(other), (self._told,))
 
     def _receive(self) -> Pending:
-        return self._transport.receive(self._last, self._identity(self._rank))
+        return self._transport.receive(self._source, self._identity(self._rank))
 
     def _identity(self, destination: int) -> Identity:
         return Identity(self._step, Kind.F, self._last, destination, 0, self._spec)

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any, Final, NamedTuple
 
 from adaptra.errors import ControlError, ScheduleError
+from adaptra.placements import stages_of
 from adaptra.program import Kind, Op, Program, parse_op
 from adaptra.runtime.measurement import EdgeMeasurement, StageMeasurement, StepMeasurement, estimate_edge
 from adaptra.runtime.rdma_watch import RdmaEvent
@@ -134,7 +135,7 @@ class Monitor:
     ) -> None:
         self._read = read
         self._rank = rank
-        self._own = tuple(stage for stage, holder in enumerate(placement) if holder == rank)
+        self._own = stages_of(rank, placement)
         self._kept: deque[StepRecords] = deque(maxlen=keep)
         self._ops: list[tuple[Op, Any, Any]] = []
         self._messages: list[tuple[Kind, int, int, int, int, float, float, float, float]] = []

@@ -29,9 +29,10 @@ class GradientNorms:
     """One rank's part. Used by the thread that runs the steps, between two of them.
 
     Args:
-        rank: This rank and its stage.
-        trainable: This stage's trainable parameters by name.
+        rank: This rank; messages name it by its first stage, which has the same number.
+        trainable: The trainable parameters of its stages by name.
         compiled: All stages; a parameter that several use counts at its owner.
+        placement: ``placement[stage]`` is the stage's rank.
         microbatches: Microbatches per step; the number after that of probes names these messages.
         transport: Carries them.
     """
@@ -41,14 +42,17 @@ class GradientNorms:
         rank: int,
         trainable: Mapping[str, Tensor],
         compiled: CompiledStages,
+        placement: Sequence[int],
         microbatches: int,
         transport: Transport,
     ) -> None:
         self._rank = rank
         self._trainable = trainable
         owners = {one.name: one.owner for one in compiled.tied}
+        counted = [[name for name in one.trainable if owners.get(name, one.index) == one.index] for one in compiled.train]
         self._counted = [
-            tuple(name for name in one.trainable if owners.get(name, one.index) == one.index) for one in compiled.train
+            tuple(name for stage, names in enumerate(counted) if placement[stage] == each for name in names)
+            for each in range(len(set(placement)))
         ]
         self._order = tuple(dict.fromkeys(compiled.aliases.values()))
         self._microbatch = microbatches + 2
@@ -109,10 +113,10 @@ class GradientNorms:
         return arrived
 
     def _others(self) -> list[int]:
-        return [stage for stage in range(len(self._counted)) if stage != self._rank]
+        return [rank for rank in range(len(self._counted)) if rank != self._rank]
 
-    def _spec(self, stage: int) -> MessageSpec:
-        return (TensorSpec((len(self._counted[stage]), 2), torch.float64),)
+    def _spec(self, rank: int) -> MessageSpec:
+        return (TensorSpec((len(self._counted[rank]), 2), torch.float64),)
 
 
 def _named(names: Sequence[str], table: Tensor) -> dict[str, Tensor]:

@@ -5,11 +5,13 @@ size. The flight of a message of a few bytes can. A rank sends one to a neighbou
 message of the step: the neighbour has begun the step by then and has posted the receive, so a transport that makes sends wait
 for receives starts it at once. It takes the channel of the gradients of shared parameters, before any of them, so that it is in
 line with no activation. The end of a step waits for its probes, and no op for that: what a neighbour sends in the next step
-leaves it later. Where two ranks have one queue for everything there are no probes, since they would be in line with all of it.
+leaves it later. There are no probes where they would be in line with other messages: where two ranks have one queue for
+everything, and where several edges lie between them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -23,19 +25,21 @@ SPEC: Final[MessageSpec] = (TensorSpec((1,), torch.uint8),)
 
 
 class Probes:
-    """One rank's probes, in a pipeline with one stage per rank. Used by the thread that runs the steps.
+    """One rank's probes. Used by the thread that runs the steps.
 
     Args:
-        rank: This rank and its stage.
-        stages: How many there are.
+        rank: This rank, and its stage if there are probes.
+        placement: ``placement[stage]`` is the stage's rank.
         microbatches: Microbatches per step. The number behind the last one names sums of shared gradients, the next one probes.
         transport: Carries them.
         monitor: Is told how long they took.
     """
 
-    def __init__(self, rank: int, stages: int, microbatches: int, transport: Transport, monitor: Monitor) -> None:
+    def __init__(self, rank: int, placement: Sequence[int], microbatches: int, transport: Transport, monitor: Monitor) -> None:
         self._rank = rank
-        neighbours = () if transport.contract.in_order else (rank - 1, rank + 1)
+        stages = len(placement)
+        is_in_line = transport.contract.in_order or stages > len(set(placement))
+        neighbours = () if is_in_line else (rank - 1, rank + 1)
         self._neighbours = tuple(stage for stage in neighbours if 0 <= stage < stages)
         self._microbatch = microbatches + 1
         self._transport = transport

@@ -87,8 +87,8 @@ class TrainingStage:
         """Run W and hand each gradient on."""
         gradients = self._stage.run_weight_grad(self._saved.pop(microbatch))
         for name, gradient in zip(self._stage.contributions, gradients, strict=True):
-            self._gradients.add(name, microbatch, gradient)
-        self._gradients.end_microbatch(microbatch)
+            self._gradients.add(self._stage.index, name, microbatch, gradient)
+        self._gradients.end_microbatch(self._stage.index, microbatch)
 
     def clear(self) -> None:
         """Forget what an interrupted step left behind."""

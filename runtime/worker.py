@@ -24,6 +24,7 @@ from adaptra.graph.round_messages import round_edges
 from adaptra.graph.specs import MessageSpec
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.passes.lower_comm import LowerComm
+from adaptra.placements import stages_of
 from adaptra.program import Program
 from adaptra.runtime.controller import Controller
 from adaptra.runtime.coordinator import ControllerOptions
@@ -69,13 +70,13 @@ class Worker:
     """Runs the steps of one rank.
 
     Args:
-        compiled: The model's stages; stage ``rank`` runs here.
-        state: The stage's parameters and buffers by their names in the user's model.
+        compiled: The model's stages.
+        state: The parameters and buffers of this rank's stages by their names in the user's model.
         microbatches: Microbatches per step.
         transport: This rank's transport.
-        initial: The plan of the first step, the same on every rank.
+        initial: The plan of the first step, the same on every rank; it says which stages run here.
         planning: The compiler, as the controller uses it.
-        replicas: The ranks that hold copies of this stage, or None without data parallelism.
+        replicas: The ranks that hold copies of these stages, or None without data parallelism.
         pacing: Lengthens ops on emulated devices and slowed stages.
         telemetry: Told what happens here.
         options: Seed and timeout.
@@ -84,7 +85,7 @@ class Worker:
     Attributes:
         initial: As given.
         plan: The plan of the last step, or of the first one.
-        measured: This stage in the last steps, oldest first.
+        measured: This rank's stages in the last steps, oldest first.
     """
 
     def __init__(
@@ -110,13 +111,12 @@ class Worker:
         self._pacing = pacing
         self._telemetry = telemetry
         self._options = options
-        self._stages = len(compiled.train)
-        self._last = self._stages - 1
-        self._placement = tuple(range(self._stages))
+        self._placement = initial.case.placement
+        self._ranks = len(set(self._placement))
+        self._own = stages_of(self.rank, self._placement)
         self._clock = OpClock.of(state.values())
         self.monitor = Monitor(self.rank, self._placement, read=self._clock.read)
-        graphs = compiled.train[self.rank]
-        self.trainable = {name: state[name] for name in graphs.trainable}
+        self.trainable = {name: state[name] for stage in self._own for name in compiled.train[stage].trainable}
         self._gradients = Gradients(
             self.rank,
             self.trainable,
@@ -126,19 +126,23 @@ class Worker:
             transport,
             options.timeout,
         )
-        self._norms = GradientNorms(self.rank, self.trainable, compiled, microbatches, transport)
-        loss, *_ = compiled.train[self._last].outputs  # of a pipeline without one, an output: then no losses are told
-        sharing = {stage for one in compiled.tied if self._last in one.stages for stage in one.stages}
-        self._losses = Losses(self.rank, self._last, microbatches, loss.dtype, sharing, transport)
-        self._probes = Probes(self.rank, self._stages, microbatches, transport, self.monitor)
-        self._training = TrainingStage(
-            graphs,
-            state,
-            seed=options.seed,
-            microbatches=microbatches,
-            is_last=self.rank == self._last,
-            gradients=self._gradients,
-        )
+        self._norms = GradientNorms(self.rank, self.trainable, compiled, self._placement, microbatches, transport)
+        last = compiled.train[-1]
+        loss, *_ = last.outputs  # of a pipeline without one, an output: then no losses are told
+        sharing = {self._placement[stage] for one in compiled.tied if last.index in one.stages for stage in one.stages}
+        self._losses = Losses(self.rank, self._placement, microbatches, loss.dtype, sharing, transport)
+        self._probes = Probes(self.rank, self._placement, microbatches, transport, self.monitor)
+        self._training = {
+            stage: TrainingStage(
+                compiled.train[stage],
+                state,
+                seed=options.seed,
+                microbatches=microbatches,
+                is_last=stage == last.index,
+                gradients=self._gradients,
+            )
+            for stage in self._own
+        }
         self._step = first_step
         self._evaluations = 0
         self.measured: deque[StageMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
@@ -154,7 +158,7 @@ class Worker:
         self._prepared = {initial.version: first}
         self.controller = Controller(
             self.rank,
-            self._stages,
+            self._ranks,
             PrefixStore("controller", transport.store),
             initial,
             planning,
@@ -167,7 +171,7 @@ class Worker:
         self._membership = Membership(
             Connection(PrefixStore("membership", transport.store)),
             self.rank,
-            self._stages,
+            self._ranks,
             self.abort,
             waiting_for=transport.waiting_for,
         )
@@ -198,7 +202,8 @@ class Worker:
             self._probes.begin_step(step)
             self._losses.begin_step(step)
             self._gradients.begin_step(step)
-            self._training.begin_step(loss_scale)
+            for stage in self._training.values():
+                stage.begin_step(loss_scale)
             executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=self._losses.tell)
             self._gradients.end_step()
             if self._replicas is not None:  # while the stages that end later still compute
@@ -262,7 +267,7 @@ class Worker:
             self.state,
             self._transport,
             self._gradients,
-            lambda part, stage: self._executor_for(part, stage, self._shapes(self.initial)),
+            lambda part, stage: self._executor_for(part, {self.rank: stage}, self._shapes(self.initial)),
             self._options,
         )
         self._reserve(phases.receive_counts)
@@ -291,14 +296,15 @@ class Worker:
         self._evaluations += 1
         # Evaluations count backwards, so that their messages are never taken for those of a training step.
         step = -self._evaluations
-        forwards = forward_only(self._stages, self._microbatches)
+        forwards = forward_only(self._placement, self._microbatches)
         program = InsertComm.for_contract(self._transport.contract).apply(forwards, self.plan.case.cost)
         verify(program)
-        graphs = self._compiled.eval[self.rank]
-        evaluation = EvaluationStage(graphs, self.state, with_loss=targets is not None)
+        graphs = {stage: self._compiled.eval[stage] for stage in self._own}
+        evaluation = {stage: EvaluationStage(one, self.state, with_loss=targets is not None) for stage, one in graphs.items()}
         shapes = [MessageShapes(stage.outputs, ()) for stage in self._compiled.eval]
         with self._telling_the_others():
-            prepare(graphs)
+            for one in graphs.values():
+                prepare(one)
             executor = self._executor_for(program, evaluation, shapes)
             self._reserve(executor.receive_counts)
             if targets is None:
@@ -344,7 +350,7 @@ class Worker:
     @property
     def is_alone(self) -> bool:
         """Whether no other rank waits for this one's messages or gradients."""
-        return self._stages == 1 and self._replicas is None
+        return self._ranks == 1 and self._replicas is None
 
     def fail(self, error: Exception) -> Exception:
         """This rank can't go on: tell all ranks. What caused it, wherever that was, to be raised in place of ``error``."""
@@ -423,11 +429,11 @@ class Worker:
         lowered = InsertComm.for_contract(self._transport.contract, ahead).apply(plan.program, plan.case.cost)
         return LowerComm(slow=plan.delegated).apply(lowered, plan.case.cost)
 
-    def _executor_for(self, lowered: Program, stage: Stage, shapes: Sequence[MessageShapes]) -> Executor:
+    def _executor_for(self, lowered: Program, stages: Mapping[int, Stage], shapes: Sequence[MessageShapes]) -> Executor:
         return Executor(
             lowered,
             self.rank,
-            {self.rank: stage},
+            stages,
             shapes,
             self._transport,
             self._pacing,

@@ -23,12 +23,12 @@ DOCUMENTED = {
     ),
     "compile": "pipeline: rank … failed: …",
     "ranks": (
-        "… ranks for … stages: expected a multiple of … ranks (more make data-parallel replicas); start … processes or ask for "
-        "another number of stages"
+        "… ranks for a pipeline of …: expected a multiple of … ranks (more make data-parallel replicas); start … processes or "
+        "ask for another number of stages"
     ),
     "replica": "a data-parallel replica is lost: …",
     "half": "mesh=…: … ranks in a job of …: expected a mesh of all ranks",
-    "pp": "mesh=…: … ranks along pp with stages=…: expected one for every stage",
+    "pp": "mesh=…: … ranks along pp: expected …, as many as the pipeline has",
     "local": "mesh= with transport 'local': expected another transport, as 'local' runs all in one process",
 }
 
@@ -172,8 +172,8 @@ def test_ranks_that_compile_something_else_are_named():
     assert len(state) + len(other_state) == 16 and not set(state) & set(other_state)
 
 
-def train_replicas(rank, delay, dimensions=None):
-    """Two replicas of two stages, on a mesh with these dimensions if any: every replica gets its own half of the rows."""
+def train_replicas(rank, delay, dimensions=None, placement="straight"):
+    """Two replicas on two ranks each, of a mesh with these dimensions if any: every replica gets its own half of the rows."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -184,7 +184,8 @@ def train_replicas(rank, delay, dimensions=None):
         faults=[f"delay 0-1 {delay}ms @2"] if delay else [], emulate=adaptra.EmulatedDevice(0.004, 0.004, 0.004)
     )
     mesh = dimensions and init_device_mesh("cpu", (2, 2), mesh_dim_names=tuple(dimensions))
-    example, pipe = set_up(stages=2, options=options, mesh=mesh)
+    stages = 2 if placement == "straight" else 4
+    example, pipe = set_up(stages=stages, options=options, mesh=mesh, placement=placement)
     replica = mesh.get_local_rank("dp") if mesh else rank // 2
     assert pipe.replica == replica
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
@@ -208,12 +209,13 @@ def same(one, other):
     return bool(one) and one.keys() == other.keys() and all(one[name].tobytes() == other[name].tobytes() for name in one)
 
 
-def test_replicas_take_the_mean_and_stay_equal():
-    """4 ranks, 2 stages: gradients are the mean over the replicas, the loss is the global mean, weights stay bitwise equal."""
+@pytest.mark.parametrize("placement", ["straight", "v"])
+def test_replicas_take_the_mean_and_stay_equal(placement):
+    """4 ranks, 2 per replica: gradients are the mean over replicas, the loss is the global mean, weights stay bitwise equal."""
     import torch
     from models import EXAMPLES
 
-    results = run_processes(train_replicas, 4, 0)
+    results = run_processes(train_replicas, 4, 0, None, placement)
     example = EXAMPLES["skip_mlp"]
     model = example.make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -317,9 +319,10 @@ def test_a_stage_averages_its_gradients_while_others_still_compute():
     assert losses == losses[:1] * 4
 
 
-def test_replicas_adapt():
+@pytest.mark.parametrize("placement", ["straight", "v"])
+def test_replicas_adapt(placement):
     """Each pipeline adapts for itself when its link turns slow, and the weights stay bitwise equal."""
-    results = run_processes(train_replicas, 4, 20)
+    results = run_processes(train_replicas, 4, 20, None, placement)
     assert [version >= 1 for *_, version in results] == [True] * 4
     for stage in range(2):
         assert same(results[stage][2], results[2 + stage][2])

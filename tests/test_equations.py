@@ -191,7 +191,7 @@ def test_bound_equations_never_exceed_the_makespan(case: Case, name: str) -> Non
 @pytest.mark.parametrize(
     ("program", "microbatches", "message"),
     [
-        (forward_only(4, 3), None, "forward_only computes no gradients: there is no warm-up to explain"),
+        (forward_only(range(4), 3), None, "forward_only computes no gradients: there is no warm-up to explain"),
         (gpipe(4, 3), 4, "gpipe has 3 microbatches: expected 4"),
     ],
 )

@@ -289,7 +289,7 @@ def test_a_program_takes_no_fewer_buffers_than_it_asks_for(index: int) -> None:
 
 def test_an_evaluation_gives_its_buffers_back_after_each_forward() -> None:
     """One at a time, however many microbatches there are."""
-    program = forward_only(2, 5)
+    program = forward_only(range(2), 5)
     hub = LocalHub(2)
     transports = [hub.transport(0), hub.transport(1)]
     communicating = InsertComm.for_contract(transports[0].contract).apply(program, CostModel.uniform(2, 1.0, 1.0, 1.0))

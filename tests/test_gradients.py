@@ -43,8 +43,8 @@ class Job:
         """What W of a stage does, given the gradients of its parameters, of some several."""
         for name, given in values.items():
             for value in [given] if isinstance(given, float) else given:
-                self.stages[stage].add(name, microbatch, torch.tensor([value]))
-        self.stages[stage].end_microbatch(microbatch)
+                self.stages[stage].add(stage, name, microbatch, torch.tensor([value]))
+        self.stages[stage].end_microbatch(stage, microbatch)
 
     def end(self) -> None:
         """The owner's end first: the others wait for it, and here all are one thread."""
@@ -84,10 +84,10 @@ def test_the_first_gradient_is_copied_and_later_ones_are_added_to_it_in_place() 
     job = Job([["weight"]], [], 2)
     job.begin(0)
     gradient = torch.ones(1)
-    job.stages[0].add("weight", 0, gradient)
+    job.stages[0].add(0, "weight", 0, gradient)
     held = job.parameters[0]["weight"].grad
     gradient.fill_(7.0)
-    job.stages[0].add("weight", 1, torch.ones(1))
+    job.stages[0].add(0, "weight", 1, torch.ones(1))
     assert held is not None and held is job.parameters[0]["weight"].grad
     assert held.item() == 2.0
 
@@ -195,8 +195,8 @@ def test_a_contribution_is_the_value_at_the_end_of_its_w() -> None:
     job.begin(0)
     buffers = [torch.ones(1), torch.ones(1)]
     for stage in (0, 1):
-        job.stages[stage].add("tied", 0, buffers[stage])
-        job.stages[stage].end_microbatch(0)
+        job.stages[stage].add(stage, "tied", 0, buffers[stage])
+        job.stages[stage].end_microbatch(stage, 0)
     for buffer in buffers:
         buffer.fill_(100.0)
     job.end()
@@ -228,7 +228,7 @@ def test_an_interrupted_step_leaves_nothing_behind() -> None:
     job = Job([["tied"], ["tied"]], [SharedParameter("tied", (0, 1), 0, (1, 0))], 2)
     job.begin(0)
     job.weight_grad(1, 0, tied=50.0)
-    job.stages[0].add("tied", 0, torch.tensor([100.0]))
+    job.stages[0].add(0, "tied", 0, torch.tensor([100.0]))
     job.begin(1)
     for microbatch in range(2):
         job.weight_grad(1, microbatch, tied=2.0)
@@ -257,8 +257,8 @@ def test_bf16_sums_are_rounded_as_autograd_rounds_them() -> None:
     gradients = Gradients(0, {"weight": mine}, [], (0,), len(values), LocalHub(1).transport(0), 1.0)
     gradients.begin_step(0)
     for microbatch, value in enumerate(values):
-        gradients.add("weight", microbatch, torch.tensor([value], dtype=torch.bfloat16))
-        gradients.end_microbatch(microbatch)
+        gradients.add(0, "weight", microbatch, torch.tensor([value], dtype=torch.bfloat16))
+        gradients.end_microbatch(0, microbatch)
     gradients.end_step()
     found: Tensor | None = mine.grad
     assert found is not None and weight.grad is not None

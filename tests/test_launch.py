@@ -70,7 +70,7 @@ def test_under_a_launcher_a_process_has_one_rank():
 def test_ranks_that_do_not_fit_the_stages_are_refused(stages):
     with process_group(), pytest.raises(LaunchError) as caught:
         launch(stages, None, ARGUMENTS, 5)
-    assert f"1 ranks for {stages} stages: expected a multiple of {stages} ranks" in str(caught.value)
+    assert f"1 ranks for a pipeline of {stages}: expected a multiple of {stages} ranks" in str(caught.value)
     assert f"start {stages} processes or" in str(caught.value)
 
 

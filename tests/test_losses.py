@@ -21,7 +21,8 @@ def job(*sharing: int, in_order: bool = False) -> list[Losses]:
     for transport in transports:
         transport.contract = replace(transport.contract, in_order=in_order)
     losses = [
-        Losses(rank, STAGES - 1, MICROBATCHES, torch.float32, sharing, transport) for rank, transport in enumerate(transports)
+        Losses(rank, range(STAGES), MICROBATCHES, torch.float32, sharing, transport)
+        for rank, transport in enumerate(transports)
     ]
     for one, transport in zip(losses, transports, strict=True):
         transport.reserve(one.receive_counts())

@@ -262,7 +262,7 @@ def test_the_incumbent_stays_when_nothing_is_better() -> None:
 
 
 def test_forward_only_programs_stay() -> None:
-    program = forward_only(4, 3)
+    program = forward_only(range(4), 3)
     assert AdaptOrder().apply(program, TEN) is program
 
 

@@ -63,7 +63,7 @@ def test_each_generator_is_what_it_was(name, golden):
 
 
 def test_forward_only_and_unsplit_schedules_are_what_they_were(golden):
-    golden("forward_only.sched", str(forward_only(3, 4)))
+    golden("forward_only.sched", str(forward_only(range(3), 4)))
     golden("gpipe_unsplit.sched", str(gpipe(3, 4, split=False)))
     golden("1f1b_unsplit.sched", str(one_f_one_b(3, 4, split=False)))
 
@@ -74,7 +74,7 @@ def test_every_generated_program_verifies(stages, microbatches):
         verify(generate(name, stages, microbatches))
     verify(gpipe(stages, microbatches, split=False))
     verify(one_f_one_b(stages, microbatches, split=False))
-    verify(forward_only(stages, microbatches))
+    verify(forward_only(range(stages), microbatches))
     verify(two_phases(stages, microbatches))
 
 

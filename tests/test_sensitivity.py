@@ -38,7 +38,7 @@ def test_how_long_a_delay_is_paid_once_and_what_it_costs_in_the_end() -> None:
 def test_every_directed_edge_has_one_entry_and_forward_only_programs_only_forward_edges() -> None:
     found = sensitivity(one_f_one_b(3, 4), CostModel.uniform(3, 1, 1, 1))
     assert [(edge.source, edge.destination) for edge in found] == [(0, 1), (1, 0), (1, 2), (2, 1)]
-    found = sensitivity(forward_only(3, 4), CostModel.uniform(3, 1, 1, 1))
+    found = sensitivity(forward_only(range(3), 4), CostModel.uniform(3, 1, 1, 1))
     assert found == (EdgeSensitivity(0, 1, 0.0, 1, math.inf, 1), EdgeSensitivity(1, 2, 0.0, 1, math.inf, 1))
     assert found[0].to_json()["once"] is None
 

@@ -40,7 +40,7 @@ class Slow:
 def test_all_ranks_make_the_change_that_wins(pairs):
     inputs, _, targets = MIXED.rows(ROWS, seed=0)
     compiled = compile_stages(MIXED.make(), inputs, {}, stages=2, loss=MIXED.loss, targets=targets)
-    case = Case(estimated_cost(compiled), 4, (0, 1))
+    case = Case(estimated_cost(compiled, (0, 1)), 4, (0, 1))
     store = dist.HashStore()
 
     def agree(rank):

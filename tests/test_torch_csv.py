@@ -42,7 +42,7 @@ def test_importing_what_was_exported_gives_the_program_back(program):
 
 
 def test_forward_only_programs_round_trip():
-    assert from_csv(to_csv(forward_only(3, 4)), name="forward_only") == forward_only(3, 4)
+    assert from_csv(to_csv(forward_only(range(3), 4)), name="forward_only") == forward_only(range(3), 4)
 
 
 def test_idle_cells_spaces_and_both_line_ends_are_read():

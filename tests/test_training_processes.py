@@ -12,7 +12,7 @@ STAGES = 4
 ROWS = 24
 
 
-def train_examples(rank, world_size, cases, transport="c10d"):
+def train_examples(rank, world_size, cases, transport="c10d", placement="straight"):
     """Per case, what differs from one process and the names of the state on this rank."""
     import torch
     import torch.distributed as dist
@@ -34,11 +34,12 @@ def train_examples(rank, world_size, cases, transport="c10d"):
         with compiled(
             example,
             batches[0],
-            stages=world_size,
+            stages=world_size if placement == "straight" else 2 * world_size,
             microbatches=microbatches,
             dtype=dtype,
             split=split,
             transport=transport,
+            placement=placement,
             options=adaptra.Options(schedule=schedule),
         ) as pipe:
             steps = train(pipe, batches)
@@ -93,6 +94,20 @@ def test_tied_parameters_train_bitwise_on_two_ranks():
 def test_models_train_bitwise_over_the_delegate(ranks, cases):
     """Wherever messages travel, the numbers are those of one process."""
     check(run_processes(train_examples, ranks, ranks, cases, "delegate"))
+
+
+PLACED = [
+    ("gpt_tied", "float32", 8, None, None),
+    ("mixed", "float32", 3, "zbv", None),
+    ("skip_mlp", "bfloat16", 8, "zbv", None),
+]
+
+
+@pytest.mark.parametrize(("transport", "ranks"), [("c10d", 4), ("c10d", 2), ("delegate", 2)])
+def test_two_stages_on_each_rank_train_bitwise_as_one_process(transport, ranks):
+    """Both ways between two ranks each channel has messages; what the first and the last stage share stays on its rank."""
+    cases = PLACED if ranks == 2 else [PLACED[0], PLACED[2]]
+    check(run_processes(train_examples, ranks, ranks, cases, transport, "v"))
 
 
 def carried(pipe):
