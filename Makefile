@@ -12,7 +12,7 @@ FUZZ_SECONDS ?= 10
 ONE_PROCESS := not processes and not root and not rdma
 # Those that capture and train models: about half of what all tests of one process take.
 MODEL_TESTS := $(addprefix tests/test_,$(addsuffix .py,architectures autocast capture differentiate dynamo dynamo_outputs \
-	inner loss_scale memory partition same_pieces stage_modules training training_state))
+	inner loss_scale memory partition placed_training same_pieces stage_modules training training_state))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint types docs cxx unit models checks processes rdma bench clean

@@ -6,7 +6,7 @@
     optimizer.step()
     optimizer.zero_grad()
 
-Under torchrun every rank runs the same lines and holds one stage; without a launcher all stages run as threads of this
+Under torchrun every rank runs the same lines and holds one stage, or two; without a launcher all stages run as threads of this
 process.
 """
 

@@ -34,7 +34,7 @@ def first_plan(options: Options, case: Case) -> Plan:
         program = _asked_for(options.schedule, case)
         reason = f"{program.name}, as asked for"
     elif options.expected_delays:
-        program = robust_plan(case, delay_scenarios(case.cost, options.expected_delays)).program
+        program = robust_plan(case, delay_scenarios(case.cost, options.expected_delays), incumbent=_known(case)).program
         reason = "good on average over the delays to expect, for the estimated costs"
     else:
         program, reason = plan(case, incumbent=_known(case)), "adapted to the estimated costs"

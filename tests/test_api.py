@@ -22,6 +22,7 @@ import test_loss_scale
 import test_lossy
 import test_membership
 import test_norms
+import test_placed_training
 import test_rdma
 import test_roles
 import test_split_change
@@ -545,7 +546,7 @@ def test_every_documented_error_has_a_test():
     tested = {row for row, _ in MISTAKES} | TESTED_ELSEWHERE | {test_controller.SILENT, test_dynamo.WITHOUT_GRADIENTS}
     tested |= {row for row, _ in (*test_dynamo.MISTAKES, *test_dynamo_outputs.MISTAKES)}
     modules = (test_api_processes, test_autocast, test_delegate_paths, test_loss_scale, test_membership, test_norms, test_roles)
-    for module in (*modules, test_inner, test_split_change, test_stage_modules):
+    for module in (*modules, test_inner, test_placed_training, test_split_change, test_stage_modules):
         tested |= set(module.DOCUMENTED.values())
     assert tested == set(documented_errors())
 

@@ -69,7 +69,7 @@ def test_evaluation_state_and_norms_are_those_of_one_process() -> None:
     batches = [example.rows(ROWS, seed) for seed in range(2)]
     model = example.make()
     alone = copy.deepcopy(model)
-    (args, _, targets) = batches[0]
+    args, *_ = batches[0]
     with compiled(example, batches[0], model=model, stages=STAGES, microbatches=6, placement="v") as pipe:
         outputs = pipe.eval_step(*args)
         with torch.no_grad():
