@@ -10,7 +10,7 @@ entry of the log that this very step makes room for names it; another round then
 withdrawn.
 
 A plan for the healing of what flaps waits until waiting costs more than a relapse would; it is dropped if anything is detected
-meanwhile.
+meanwhile. Where something else has turned slow, a plan for that alone runs until then.
 """
 
 from __future__ import annotations
@@ -71,22 +71,27 @@ class ControllerOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What planning for ``detection`` found: a plan without a version yet, or none, or why it failed; what bandwidth limits."""
+    """What planning for ``detection`` found: a plan without a version yet, or none, or why it failed; what bandwidth limits.
+
+    Where the plan has to wait ``meanwhile`` is what may run at once, if anything gains enough.
+    """
 
     detection: Detection
     before: float | None = None
     plan: Plan | None = None
+    meanwhile: Plan | None = None
     error: Exception | None = None
     remedies: Remedies | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A plan that is proposed after a step, if nothing else is detected until then."""
+    """A plan that is proposed after a step in place of ``running``, if nothing else is detected until then."""
 
     plan: Plan
     before: float
     step: int
+    running: Program
 
 
 def _delegated(current: Plan, detection: Detection) -> tuple[tuple[int, int], ...]:
@@ -204,7 +209,7 @@ class Coordinator:
             self._begin_planning(suspicion, current, is_draft=True)
         elif self._waiting is not None and self._observed >= self._waiting.step:
             waiting, self._waiting = self._waiting, None
-            if waiting.plan.version == current.version:
+            if waiting.running == current.program:
                 self._propose(waiting.plan, waiting.before)
 
     def close(self, timeout: float) -> None:
@@ -269,7 +274,11 @@ class Coordinator:
             return _Outcome(detection, before)
         delegated = _delegated(current, detection) if self._options.delegate else current.delegated
         plan, remedies = self._planning.plan_for(detection, current, delegated, is_draft)
-        return _Outcome(detection, before, plan, remedies=remedies)
+        other = self._planning.meanwhile(plan.program, current.program, current.case, detection)
+        meanwhile = other and replace(plan, program=other, predicted=self._planning.expect(other, detection))
+        if meanwhile is not None and not self._is_gain(meanwhile.predicted, before):
+            meanwhile = None
+        return _Outcome(detection, before, plan, meanwhile, remedies=remedies)
 
     def _conclude(self, outcome: _Outcome) -> None:
         agreement = self._participant.agreement
@@ -286,26 +295,35 @@ class Coordinator:
         elif not self._is_gain(plan.predicted, before, rounds_less=set(plan.rounded) < set(current.rounded)):
             text = f"the best plan found takes {1e3 * plan.predicted:.1f} ms, the running one {1e3 * before:.1f} ms"
             self._emit(EventKind.KEPT, step, current.version, text, before, before)
-        elif (patience := math.ceil(self._planning.patience(plan.program, current.program, outcome.detection))) > 0:
-            gain = f"{1e3 * plan.predicted:.1f} ms instead of {1e3 * before:.1f} ms"
-            text = f"what flaps may turn slow again: {gain} are worth that {patience} steps after step {outcome.detection.step}"
-            self._emit(EventKind.KEPT, step, current.version, text, before, before)
-            self._waiting = _Waiting(plan, before, outcome.detection.step + patience)
-        else:
+        elif outcome.meanwhile is not None:
+            self._wait(plan, outcome.meanwhile, outcome.meanwhile.predicted, outcome.detection)
+            self._propose(outcome.meanwhile, before)
+        elif not self._wait(plan, current, before, outcome.detection):
             self._propose(plan, before)
+
+    def _wait(self, plan: Plan, running: Plan, before: float, detection: Detection) -> bool:
+        """Let a plan wait, because what flaps has healed; whether it has to. What runs until then takes ``before``."""
+        patience = math.ceil(self._planning.patience(plan.program, running.program, detection))
+        if patience > 0 and self._is_gain(plan.predicted, before):
+            gain = f"{1e3 * plan.predicted:.1f} ms instead of {1e3 * before:.1f} ms"
+            text = f"what flaps may turn slow again: {gain} are worth that {patience} steps after step {detection.step}"
+            self._emit(EventKind.KEPT, self._observed, running.version, text, before, before)
+            self._waiting = _Waiting(plan, before, detection.step + patience, running.program)
+        return patience > 0
 
     def _conclude_ahead(self, outcome: _Outcome) -> None:
         """Propose what was planned ahead: held while it is suspected, at once if it has been detected meanwhile."""
         agreement = self._participant.agreement
         if agreement is None or agreement.current is None or outcome.plan is None or outcome.before is None:
             return
-        if outcome.plan.rounded != agreement.current.rounded:
+        plan = outcome.meanwhile or outcome.plan
+        if plan.rounded != agreement.current.rounded:
             return  # what it takes depends on how messages travel then, which waits for what is sure
         if self._foresight.suspicion is outcome.detection:
-            if self._wins(outcome.plan.program, agreement.current, outcome.detection):
-                self._propose(outcome.plan, outcome.before, is_held=True)
-        elif self._wanted is not None and self._wins(outcome.plan.program, agreement.current, self._wanted):
-            self._propose(outcome.plan, outcome.before)
+            if self._wins(plan.program, agreement.current, outcome.detection):
+                self._propose(plan, outcome.before, is_held=True)
+        elif self._wanted is not None and self._wins(plan.program, agreement.current, self._wanted):
+            self._propose(plan, outcome.before)
 
     def _propose(self, plan: Plan, before: float, is_held: bool = False) -> None:
         self._deadline = time.monotonic() + self._options.confirm_seconds

@@ -89,6 +89,22 @@ class Planning:
         worth = risked / gained if gained > 0.0 else math.inf
         return max(min(worth, doubt.within) - doubt.since, 0.0)
 
+    def meanwhile(self, program: Program, running: Program, case: Case, detection: Detection) -> Program | None:
+        """What can run at once where ``program`` would wait: made as if all that flaps were slow; None if it needn't wait.
+
+        So what has turned slow is planned for, while what has healed together with it is still doubted.
+
+        Args:
+            program: The best program for what was detected.
+            running: The one that runs now.
+            case: The case; its costs don't matter.
+            detection: What was detected.
+        """
+        if detection.doubt is None or self.patience(program, running, detection) == 0.0:
+            return None
+        planner = self.draft or self.planner
+        return planner(replace(case, cost=detection.doubt.cost), running).compute_only()
+
     def _search(self, detection: Detection, current: Plan, is_draft: bool) -> tuple[Case, Program]:
         """The case that was planned for, and the best program without messages.
 

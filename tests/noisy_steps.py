@@ -166,7 +166,12 @@ class NoisySteps:
         self._waiting = None
         before = PLANNING.predict(self.program, detection.cost)
         better, after = best_plan(self.case, detection.cost, self.program)
-        if after < (1 - self._options.switch_gain) * before:
+        meanwhile = PLANNING.meanwhile(better, self.program, self.case, detection)
+        least = 1 - self._options.switch_gain
+        if meanwhile is not None and (at_once := PLANNING.predict(meanwhile, detection.cost)) < least * before:
+            self.program, before = meanwhile, at_once
+            self.switches.append(step + 1)
+        if after < least * before:
             self._waiting = better, step + math.ceil(PLANNING.patience(better, self.program, detection))
         return detection
 

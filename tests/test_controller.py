@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -26,6 +27,7 @@ from proxy import Proxy
 
 from adaptra.cost import Case, CostModel
 from adaptra.errors import ControlError, PeerLostError, PlanError
+from adaptra.planner import plan as search
 from adaptra.program import Program
 from adaptra.runtime.controller import Controller, ControllerOptions
 from adaptra.runtime.events import ControlEvent, EventKind
@@ -448,6 +450,45 @@ def test_a_plan_for_the_healing_of_what_flaps_waits_until_a_relapse_would_cost_n
     said = [event.text for event in journal.of(EventKind.KEPT) if event.text.startswith("what flaps may turn slow again")]
     assert said[-1].endswith(f"are worth that {patience} steps after step {healed}")
     assert begun[4] > healed + patience, "the healing before that had not lasted for so long"
+
+
+def delayed(cost: CostModel, *edges: int) -> CostModel:
+    """Three forwards late, both ways, between each of these stages and the next one."""
+    for edge in edges:
+        cost = cost.with_latency(edge, edge + 1, 0.06).with_latency(edge + 1, edge, 0.06)
+    return cost
+
+
+def test_what_turns_slow_while_something_that_flaps_heals_is_planned_for_at_once() -> None:
+    """First by a plan that is good if the other turns slow again, and later by the best one."""
+    journal = Journal()
+    scarce = replace(HEALTHY, memory_limit=(4.0,) * RANKS)
+    found: dict[int, Plan] = {}
+    begun: dict[int, int] = {}
+
+    def planned(case: Case, incumbent: Program) -> Program:
+        scarce_case = replace(case, cost=replace(case.cost, memory_limit=scarce.memory_limit))
+        return search(scarce_case, incumbent=incumbent, effort=30_000).compute_only()
+
+    def cost(step: int, plan: Plan) -> CostModel:
+        found[plan.version] = plan
+        age = step - begun.setdefault(plan.version, step)
+        is_slow = {0: age >= 10, 1: age < 5, 2: age >= 5, 3: age < 5}
+        if plan.version > 3 or (plan.version == 3 and age >= 5):
+            return delayed(HEALTHY, 0)
+        return delayed(HEALTHY, 2) if is_slow[plan.version] else HEALTHY
+
+    first = replace(plan_zero(), program=planned(CASE, HEALTHY_PROGRAM))
+    options = ControllerOptions(detector=DetectorOptions(relapse=10_000))
+    with controllers(journal, planner=planned, options=options, initial=lambda rank: first) as started:
+        assert train(started, journal, lambda step, plan: plan.version == 5, cost) == []
+    assert_agreed(journal)
+    before, careful, best_one = (found[version].program for version in (3, 4, 5))
+    now, worst = delayed(HEALTHY, 0), delayed(HEALTHY, 0, 2)
+    assert predict(best_one, now) < predict(careful, now) < predict(before, now)
+    assert predict(careful, worst) < min(predict(before, worst), predict(best_one, worst))
+    (said,) = [event for event in journal.of(EventKind.KEPT) if event.text.startswith("what flaps may turn slow again")]
+    assert said.predicted_before == pytest.approx(predict(careful, now), rel=0.01)
 
 
 def test_without_adapting_it_measures_detects_and_predicts_but_never_switches() -> None:

@@ -64,6 +64,21 @@ def test_where_memory_is_scarce_a_flapping_link_is_planned_for_as_healthy_once_t
     assert all(30 + 2 < steps < 30 + 12 for steps in doubted)
 
 
+@pytest.mark.parametrize(("flapping_edge", "edge"), [(1, 0), (2, 0), (2, 1)])
+def test_what_turns_slow_while_a_flapping_link_heals_has_its_plan_as_soon_as_anything(flapping_edge: int, edge: int) -> None:
+    """In the second slow step, and another plan once the healing has lasted."""
+
+    def late(between: int, first: int, last: int) -> Fault:
+        return Fault(ChangeKind.LATENCY, ((between, between + 1), (between + 1, between)), 0.06, first, last)
+
+    faults = [late(flapping_edge, 10, 15), late(flapping_edge, 22, 27), late(edge, 28, 90)]
+    run = NoisySteps(replace(CASE, cost=replace(CASE.cost, memory_limit=(4.0,) * 4)), seed=4, faults=faults)
+    for _ in range(60):
+        run.step()
+    at_once, *later = [step for step in run.switches if step >= 28]
+    assert at_once == 30 and later and all(32 < step < 45 for step in later)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_every_fault_that_matters_is_found_and_rightly_named(seed: int) -> None:
     faults = random_episode(CASE, seed)
