@@ -13,6 +13,7 @@ copies stay equal.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -104,8 +105,11 @@ class Gradients:
 
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
         """How many receive buffers this takes at a time, per source rank and message."""
-        counts = {(self._placement[user], self._spec(names)): POSTED_AHEAD for (user, _), names in self._taken.items()}
-        return counts | {(self._placement[owner], self._spec(names)): 1 for (owner, _), names in self._sums_from.items()}
+        counts: Counter[tuple[int, MessageSpec]] = Counter()
+        for incoming, count in ((self._taken, POSTED_AHEAD), (self._sums_from, 1)):
+            for (source, _), names in incoming.items():
+                counts[self._placement[source], self._spec(names)] += count
+        return counts
 
     def begin_step(self, step: int) -> None:
         """Start a step; what an interrupted one left behind is forgotten."""
