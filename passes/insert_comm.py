@@ -80,12 +80,7 @@ class InsertComm(Pass):
         if program.is_lowered:
             raise PassError(f"{self}: {program.name} holds SEND and RECV ops already: expected compute ops only")
         channels = _channels(program)
-        if self.receives == "late":
-            counts = dict.fromkeys(channels, 0)
-        elif self.ahead is not None:
-            counts = dict.fromkeys(channels, self.ahead)
-        else:
-            counts = _counts_needed(program, cost, channels)
+        counts = self._counts(program, cost, channels)
         received_before: defaultdict[tuple[int, int], list[Op]] = defaultdict(list)
         for channel, messages in sorted(channels.items()):
             for (rank, index), message in zip(_places(messages, counts[channel]), messages, strict=True):
@@ -96,6 +91,17 @@ class InsertComm(Pass):
             for rank, order in enumerate(program.orders)
         )
         return replace(program, orders=orders)
+
+    def ahead_of_need(self, program: Program, cost: CostModel) -> Mapping[Channel, int]:
+        """How many messages ahead of need :meth:`apply` posts the receives of each channel of a compute-only program."""
+        return self._counts(program, cost, _channels(program))
+
+    def _counts(self, program: Program, cost: CostModel, channels: Mapping[Channel, list[Message]]) -> Mapping[Channel, int]:
+        if self.receives == "late":
+            return dict.fromkeys(channels, 0)
+        if self.ahead is not None:
+            return dict.fromkeys(channels, self.ahead)
+        return _counts_needed(program, cost, channels)
 
 
 class Channel(NamedTuple):

@@ -73,13 +73,15 @@ class ControllerOptions:
 class _Outcome:
     """What planning for ``detection`` found: a plan without a version yet, or none, or why it failed; what bandwidth limits.
 
-    Where the plan has to wait ``meanwhile`` is what may run at once, if anything gains enough.
+    Where the plan has to wait ``meanwhile`` is what may run at once, if anything gains enough. Where no plan gains enough
+    ``same`` is the running one, if its receives have to be posted sooner.
     """
 
     detection: Detection
     before: float | None = None
     plan: Plan | None = None
     meanwhile: Plan | None = None
+    same: Plan | None = None
     error: Exception | None = None
     remedies: Remedies | None = None
 
@@ -278,7 +280,8 @@ class Coordinator:
         meanwhile = other and replace(plan, program=other, predicted=self._planning.expect(other, detection))
         if meanwhile is not None and not self._is_gain(meanwhile.predicted, before):
             meanwhile = None
-        return _Outcome(detection, before, plan, meanwhile, remedies=remedies)
+        same = None if is_draft else self._planning.lowered_anew(current, detection)
+        return _Outcome(detection, before, plan, meanwhile, same, remedies=remedies)
 
     def _conclude(self, outcome: _Outcome) -> None:
         agreement = self._participant.agreement
@@ -295,6 +298,8 @@ class Coordinator:
         elif not self._is_gain(plan.predicted, before, rounds_less=set(plan.rounded) < set(current.rounded)):
             text = f"the best plan found takes {1e3 * plan.predicted:.1f} ms, the running one {1e3 * before:.1f} ms"
             self._emit(EventKind.KEPT, step, current.version, text, before, before)
+            if outcome.same is not None:
+                self._propose(outcome.same, before)
         elif outcome.meanwhile is not None:
             self._wait(plan, outcome.meanwhile, outcome.meanwhile.predicted, outcome.detection)
             self._propose(outcome.meanwhile, before)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Final
 
 from adaptra.cost import Case, CostModel
+from adaptra.passes.insert_comm import Channel
 from adaptra.program import Program
 from adaptra.remedies import BFLOAT16_SHARE, Remedies, Remedy, needed_rounding
 from adaptra.runtime.detector import Detection
@@ -22,6 +23,11 @@ def nothing_helps(_case: Case, _program: Program, _spread: Edges, _rounded: Edge
     """What is known where nobody looks for remedies."""
 
 
+def nothing_ahead(_program: Program, _cost: CostModel) -> Mapping[Channel, int]:
+    """What is posted ahead where nobody lowers programs."""
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class Planning:
     """The compiler, as the controller uses it.
@@ -33,6 +39,8 @@ class Planning:
         remedies: What would relieve the edges whose bandwidth binds in a case, given its program and the edges that take the
             delegate or round already; see :func:`adaptra.remedies.find_remedies`.
         draft: As ``planner``, but sooner, for what is only suspected; by default the planner itself.
+        ahead_of_need: How many messages ahead of need the receives of each channel are posted when a program is lowered for a
+            cost model; see :meth:`adaptra.passes.insert_comm.InsertComm.ahead_of_need`.
     """
 
     planner: Callable[[Case, Program], Program]
@@ -40,6 +48,7 @@ class Planning:
     bound: Callable[[Case], float]
     remedies: Callable[[Case, Program, Edges, Edges], Remedies | None] = nothing_helps
     draft: Callable[[Case, Program], Program] | None = None
+    ahead_of_need: Callable[[Program, CostModel], Mapping[Channel, int]] = nothing_ahead
 
     def plan_for(self, detection: Detection, current: Plan, delegated: Edges, is_draft: bool) -> tuple[Plan, Remedies | None]:
         """The best plan for what was detected that the time allows, and what would relieve edges whose bandwidth binds.
@@ -88,6 +97,16 @@ class Planning:
             return 0.0
         worth = risked / gained if gained > 0.0 else math.inf
         return max(min(worth, doubt.within) - doubt.since, 0.0)
+
+    def lowered_anew(self, current: Plan, detection: Detection) -> Plan | None:
+        """The running program with its receives posted in time for what was detected; None if they are already."""
+        before = self.ahead_of_need(current.program, current.case.cost)
+        now = self.ahead_of_need(current.program, detection.cost)
+        if all(count <= before[channel] for channel, count in now.items()):
+            return None
+        case = replace(current.case, cost=detection.cost)
+        predicted, reason = self.expect(current.program, detection), f"{detection.reason}; the same order, receives sooner"
+        return replace(current, case=case, predicted=predicted, bound=self.bound(case), reason=reason)
 
     def meanwhile(self, program: Program, running: Program, case: Case, detection: Detection) -> Program | None:
         """What can run at once where ``program`` would wait: made as if all that flaps were slow; None if it needn't wait.

@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Final
 
@@ -161,7 +162,7 @@ class Worker:
             self._ranks,
             PrefixStore("controller", transport.store),
             initial,
-            planning,
+            replace(planning, ahead_of_need=InsertComm.for_contract(transport.contract).ahead_of_need),
             options=ControllerOptions(adapt=options.adapt, delegate=options.uses_delegate, plan_seconds=options.timeout),
             prepare=self._prepare,
             on_event=telemetry.event,

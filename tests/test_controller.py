@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -27,6 +27,7 @@ from proxy import Proxy
 
 from adaptra.cost import Case, CostModel
 from adaptra.errors import ControlError, PeerLostError, PlanError
+from adaptra.passes.insert_comm import Channel, InsertComm
 from adaptra.planner import plan as search
 from adaptra.program import Program
 from adaptra.runtime.controller import Controller, ControllerOptions
@@ -35,7 +36,7 @@ from adaptra.runtime.level import DetectorOptions
 from adaptra.runtime.mailbox import Confirmed, Mailbox, Measured, Proposed, Refused
 from adaptra.runtime.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
 from adaptra.runtime.plan import Plan
-from adaptra.runtime.planning import Planning
+from adaptra.runtime.planning import Planning, nothing_ahead
 from adaptra.schedules import gpipe, one_f_one_b, zb_h1
 from adaptra.simulate import lower_bound, simulate
 
@@ -138,6 +139,7 @@ def controllers(
     prepare: Callable[[int, Plan], None] = lambda rank, plan: None,
     on_error: Callable[[Exception], None] | None = None,
     first_step: int = 0,
+    ahead_of_need: Callable[[Program, CostModel], Mapping[Channel, int]] = nothing_ahead,
 ) -> Iterator[list[Controller]]:
     common = store or dist.HashStore()
     started = [
@@ -146,7 +148,7 @@ def controllers(
             RANKS,
             common,
             initial(rank),
-            Planning(planner, predict, bound),
+            Planning(planner, predict, bound, ahead_of_need=ahead_of_need),
             options=options,
             prepare=lambda plan, rank=rank: prepare(rank, plan),
             on_event=journal.event,
@@ -489,6 +491,37 @@ def test_what_turns_slow_while_something_that_flaps_heals_is_planned_for_at_once
     assert predict(careful, worst) < min(predict(before, worst), predict(best_one, worst))
     (said,) = [event for event in journal.of(EventKind.KEPT) if event.text.startswith("what flaps may turn slow again")]
     assert said.predicted_before == pytest.approx(predict(careful, now), rel=0.01)
+
+
+def test_an_order_that_stays_the_best_has_its_receives_posted_in_time_for_a_slower_link() -> None:
+    """Where a send waits for its receiver, receives posted for the latency that was would be what a longer one waits for."""
+    journal = Journal()
+    begun: dict[int, int] = {}
+    found: dict[int, Plan] = {}
+
+    def cost(step: int, plan: Plan) -> CostModel:
+        found[plan.version] = plan
+        age = step - begun.setdefault(plan.version, step)
+        return SLOW if (age >= 10 if plan.version == 0 else age < 10) else HEALTHY
+
+    ahead = InsertComm("ahead").ahead_of_need
+    initial = plan_zero(SLOW_PROGRAM)
+    with controllers(
+        journal, planner=lambda case, incumbent: incumbent, initial=lambda rank: initial, ahead_of_need=ahead
+    ) as started:
+
+        def until(step: int, plan: Plan) -> bool:
+            return (
+                any("healed" in event.text for event in journal.of(EventKind.DETECTED)) and len(journal.of(EventKind.KEPT)) > 2
+            )
+
+        assert train(started, journal, until, cost) == []
+    assert_agreed(journal)
+    assert set(found) == {0, 1}, "a healed link needs no receive sooner"
+    assert found[1].program == SLOW_PROGRAM and found[1].case.cost.latency(1, 2) == pytest.approx(0.06)
+    (proposed,) = journal.of(EventKind.PROPOSED)
+    assert "the same order, receives sooner" in proposed.text
+    assert any(ahead(SLOW_PROGRAM, SLOW)[channel] > count for channel, count in ahead(SLOW_PROGRAM, HEALTHY).items())
 
 
 def test_without_adapting_it_measures_detects_and_predicts_but_never_switches() -> None:

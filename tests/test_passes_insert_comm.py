@@ -51,6 +51,15 @@ def test_golden_late(golden: Callable[[str, str], None]) -> None:
     golden("pass_insert_comm_late.sched", str(InsertComm(receives="late").apply(zb_h1(3, 5), TEN)))
 
 
+def test_what_is_posted_ahead_of_need_is_told_for_any_costs() -> None:
+    program, channel = gpipe(3, 12), (0, 1, True)
+    slow = TEN.with_latency(0, 1, 60).with_latency(1, 0, 60)
+    found = [InsertComm("ahead").ahead_of_need(program, cost)[channel] for cost in (TEN, slow)]
+    assert found[0] == LEAST_AHEAD < found[1]
+    assert InsertComm("ahead", 2).ahead_of_need(program, slow)[channel] == 2
+    assert InsertComm("late").ahead_of_need(program, slow)[channel] == 0
+
+
 @settings(max_examples=100)
 @given(programs(lowered=False), st.sampled_from([("late", None), ("ahead", None), ("ahead", 1), ("ahead", 3)]), st.data())
 def test_any_program_gets_exactly_its_messages_in_channel_order(
