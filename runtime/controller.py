@@ -166,7 +166,10 @@ class Controller:
         Raises:
             ControlError: The store is lost.
         """
-        self._post(self._participant.reach(measurement.step), Measured(measurement))
+        try:
+            self._mailbox.post(self._participant.reach(measurement.step), Measured(measurement))
+        except DistError as error:
+            raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
 
     def suggest(self, program: Program, reason: str) -> None:
         """Have a compute-only program of this pipeline proposed in the next round, whatever it gains. Any thread may.
@@ -203,11 +206,11 @@ class Controller:
             return
         self._closing.set()
         self._coverage.fail(ControlError(f"the controller of rank {self._rank} is closed"))
-        if self._thread.is_alive():
-            try:
-                self._mailbox.post(self._rank, Wake())
-            except DistError as error:
-                log.warning("rank %d: the store was lost before the controller was closed: %s", self._rank, error)
+        self._mailbox.wake()
+        try:
+            self._mailbox.close(CLOSE_SECONDS)
+        except DistError as error:
+            log.warning("rank %d: the store was lost before the controller was closed: %s", self._rank, error)
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_SECONDS)
         self._preparation.close(CLOSE_SECONDS)
@@ -249,13 +252,7 @@ class Controller:
                     f"{unheard * self._options.patience:g} s"
                 )
             self._is_impatient.set()
-            self._post(self._rank, Wake())
-
-    def _post(self, rank: int, mail: Mail) -> None:
-        try:
-            self._mailbox.post(rank, mail)
-        except DistError as error:
-            raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
+            self._mailbox.wake()
 
     def _run(self) -> None:
         try:
@@ -276,7 +273,7 @@ class Controller:
         else:
             self._handle(mail)
 
-    def _handle(self, mail: Mail) -> None:
+    def _handle(self, mail: Mail | Wake) -> None:
         match mail:
             case Failed(rank, error):
                 raise _PeerFailedError(f"the controller of rank {rank} failed: {error}")
@@ -310,7 +307,7 @@ class Controller:
                 self._planning,
                 self._options,
                 self._emit,
-                self._wake,
+                self._mailbox.wake,
             )
 
     def _coordinate(self, act: Callable[[Coordinator], None]) -> None:
@@ -338,14 +335,7 @@ class Controller:
     def _tell(self, act: Callable[[], None]) -> None:
         """Have something done on the control thread. Any thread may."""
         self._told.put(act)
-        self._wake()
-
-    def _wake(self) -> None:
-        try:
-            self._mailbox.post(self._rank, Wake())
-        except DistError as error:
-            # The control thread meets the lost store by itself and reports it.
-            log.warning("rank %d: the store was lost: %s", self._rank, error)
+        self._mailbox.wake()
 
     def _fail(self, error: Exception) -> None:
         log.error("rank %d: the control plane failed", self._rank, exc_info=error)

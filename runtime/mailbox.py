@@ -1,13 +1,16 @@
 """Mail between the control threads of a pipeline's ranks: one queue per rank in the common store.
 
-A control thread waits for its own queue and for nothing else. Sending is one request without an answer, so it never waits for
-another rank. A client of a TCPStore that waits holds up all other users of the same client, so waiting has a client of its own.
+A thread of its own fetches a rank's mail, since each takes the way to the store and back, and the control thread takes what has
+arrived. Sending is one request without an answer, so it never waits for another rank. A client of a TCPStore that waits holds
+up all other users of the same client, so waiting has a client of its own.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any, Final
 
 from torch.distributed import Store
@@ -17,7 +20,7 @@ from adaptra.runtime.schema import decode, encode
 from adaptra.runtime.stores import Connection, clone, renewed
 
 PATIENCE: Final = timedelta(days=30)
-"""A control thread without mail waits for so long; the end of a wait is mail, never a timeout."""
+"""A rank without mail waits for so long; the end of a wait is mail, never a timeout."""
 
 MAX_TEXT: Final = 10_000
 """The longest explanation that travels, in characters."""
@@ -77,7 +80,11 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class LogGrew:
-    """There is a new entry in the plan log."""
+    """There is a new entry in the plan log, at this position: the steps up to ``until`` run ``version``."""
+
+    position: int
+    until: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +97,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """To oneself: something happened in this process."""
+    """Not from the store: something happened in this process."""
 
 
-Mail = Measured | Proposed | Confirmed | Refused | Joined | Term | LogGrew | Failed | Wake
+Mail = Measured | Proposed | Confirmed | Refused | Joined | Term | LogGrew | Failed
 
 
 def to_json(mail: Mail) -> dict[str, Any]:
@@ -112,12 +119,10 @@ def to_json(mail: Mail) -> dict[str, Any]:
             data = {"mail": "joined", "rank": rank, "term": term, "reached": reached}
         case Term(term):
             data = {"mail": "term", "term": term}
-        case LogGrew():
-            data = {"mail": "log"}
+        case LogGrew(position, until, version):
+            data = {"mail": "log", "position": position, "until": until, "version": version}
         case Failed(rank, error):
             data = {"mail": "failed", "rank": rank, "error": error[:MAX_TEXT]}
-        case Wake():
-            data = {"mail": "wake"}
     return data
 
 
@@ -143,13 +148,11 @@ def from_json(payload: bytes) -> Mail:
         case "term":
             mail = Term(fields.whole("term"))
         case "log":
-            mail = LogGrew()
+            mail = LogGrew(fields.whole("position"), fields.whole("until"), fields.whole("version"))
         case "failed":
             mail = Failed(fields.whole("rank"), fields.text("error", at_most=MAX_TEXT))
-        case "wake":
-            mail = Wake()
         case other:
-            raise fields.refuse("mail", "one of measured, proposed, confirmed, refused, joined, term, log, failed, wake", other)
+            raise fields.refuse("mail", "one of measured, proposed, confirmed, refused, joined, term, log, failed", other)
     fields.end()
     return mail
 
@@ -168,6 +171,9 @@ class Mailbox:
         self._posting = Connection(store)
         self._waiting = clone(store)
         self._waiting.set_timeout(PATIENCE)
+        self._arrived: SimpleQueue[bytes | Wake | Exception] = SimpleQueue()
+        self._is_closed = threading.Event()
+        self._fetching = self._fetch()
 
     @property
     def store(self) -> Connection:
@@ -182,16 +188,20 @@ class Mailbox:
         Raises:
             torch.distributed.DistError: The store is lost.
         """
-        _push(self._sending, rank, mail)
+        _push(self._sending, rank, encode(to_json(mail)))
 
     def post(self, rank: int, mail: Mail) -> None:
         """Send mail to a rank as :meth:`send` does, from any thread, without waiting for anything.
 
         It has a client of its own: another's requests wait for answers, and with a store that is out of reach for ever.
         """
-        _push(self._posting, rank, mail)
+        _push(self._posting, rank, encode(to_json(mail)))
 
-    def receive(self) -> Mail:
+    def wake(self) -> None:
+        """Have :meth:`receive` return :class:`Wake`, without the store. Any thread may."""
+        self._arrived.put(Wake())
+
+    def receive(self) -> Mail | Wake:
         """Wait for the next mail. Only one thread may.
 
         Raises:
@@ -199,18 +209,52 @@ class Mailbox:
             torch.distributed.DistNetworkError: The connection broke; mail may be lost. See :meth:`reconnect`.
             torch.distributed.DistError: The store is lost.
         """
-        return from_json(self._waiting.queue_pop(f"mail/{self._rank}"))
+        match self._arrived.get():
+            case Wake() as wake:
+                return wake
+            case bytes() as payload:
+                return from_json(payload)
+            case error:
+                raise error
 
     def reconnect(self) -> None:
-        """Receive through a new connection.
+        """Receive through a new connection, once :meth:`receive` has raised.
 
         Raises:
             torch.distributed.DistError: The store can't be reached.
         """
         self._waiting = renewed(self._waiting)
+        self._fetching = self._fetch()
+
+    def close(self, timeout: float) -> None:
+        """Fetch no more mail; what has arrived can still be received. Waits at most ``timeout`` seconds for what is under way.
+
+        Raises:
+            torch.distributed.DistError: The store is lost.
+        """
+        self._is_closed.set()
+        if self._fetching.is_alive():
+            _push(self._posting, self._rank, "")
+            self._fetching.join(timeout)
+
+    def _fetch(self) -> threading.Thread:
+        """Begin to fetch mail, until the connection breaks."""
+        thread = threading.Thread(target=self._run, args=(self._waiting,), name=f"adaptra-mail-{self._rank}", daemon=True)
+        thread.start()
+        return thread
+
+    def _run(self, store: Store) -> None:
+        try:
+            while True:
+                payload = store.queue_pop(f"mail/{self._rank}")
+                if self._is_closed.is_set():
+                    return
+                self._arrived.put(payload)
+        except Exception as error:
+            self._arrived.put(error)
 
 
-def _push(connection: Connection, rank: int, mail: Mail) -> None:
-    connection.push(f"mail/{rank}", encode(to_json(mail)))
+def _push(connection: Connection, rank: int, text: str) -> None:
+    connection.push(f"mail/{rank}", text)
     # HashStore's queue_push wakes one waiting thread, whichever queue that waits for; its set wakes all.
     connection.set("mail/bell", "")

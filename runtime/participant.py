@@ -15,7 +15,7 @@ log asks the coordinator, tells it anew how far it has come, and gets what it ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -131,8 +131,8 @@ class Participant:
             torch.distributed.DistError: The store is lost; see :meth:`rejoin`.
         """
         match mail:
-            case LogGrew():
-                self._follow()
+            case LogGrew(position, until, version):
+                self._take_all(self._log.hear(position, Entry(until, version)))
             case Proposed():
                 self._proposed(mail)
             case Term(term):
@@ -324,13 +324,16 @@ class Participant:
             self._log.forget(agreement.slowest + 1)
             for rank in range(self._ranks):
                 if rank != self._rank:
-                    self._around.send(rank, LogGrew())
+                    self._around.send(rank, LogGrew(self._log.position - 1, entry.until, entry.version))
             if before is not None and entry.version != before.version:
                 plan = self._plans[entry.version]
                 self._around.emit(EventKind.AGREED, before.until, plan.version, plan.reason, plan.predicted, self._before)
 
     def _follow(self) -> None:
-        for entry in self._log.read():
+        self._take_all(self._log.read())
+
+    def _take_all(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
             self._take(entry)
 
     def _take(self, entry: Entry) -> None:

@@ -65,6 +65,11 @@ class Log:
         self._position = 0
         self._latest: deque[tuple[int, int]] = deque(maxlen=kept)
 
+    @property
+    def position(self) -> int:
+        """How many entries have been read or appended."""
+        return self._position
+
     def read(self) -> Iterator[Entry]:
         """The entries since those that were read or appended before. Does not wait.
 
@@ -79,6 +84,14 @@ class Log:
             fields.end()
             self._pass(entry)
             yield entry
+
+    def hear(self, position: int, entry: Entry) -> Iterator[Entry]:
+        """What :meth:`read` gives, after being told of an entry; asks the store only if others before it have not been read."""
+        if position == self._position:
+            self._pass(entry)
+            yield entry
+        elif position > self._position:
+            yield from self.read()
 
     def append(self, entry: Entry) -> bool:
         """Append an entry behind all that was read; False if another rank has appended a different one there."""

@@ -33,7 +33,7 @@ from adaptra.program import Program
 from adaptra.runtime.controller import Controller, ControllerOptions
 from adaptra.runtime.events import ControlEvent, EventKind
 from adaptra.runtime.level import DetectorOptions
-from adaptra.runtime.mailbox import Confirmed, Mailbox, Measured, Proposed, Refused
+from adaptra.runtime.mailbox import Confirmed, Mailbox, Measured, Proposed
 from adaptra.runtime.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
 from adaptra.runtime.plan import Plan
 from adaptra.runtime.planning import Planning, nothing_ahead
@@ -390,8 +390,9 @@ def run_with_one_by_hand(answer: Callable[[Mailbox, Proposed], None], options: C
             assert train(started, journal, until, slow_after_ten, ranks=range(by_hand)) == []
     finally:
         ended.set()
-        mailbox.send(by_hand, Refused(by_hand, 0, "wakes the server"))
+        mailbox.wake()
         server.join(10.0)
+        mailbox.close(10.0)
     return journal
 
 
@@ -585,9 +586,9 @@ def test_a_bug_in_the_planner_ends_training_on_all_ranks_with_its_error() -> Non
         ("\x80\x04K\x01.", "mail: not JSON"),
         (
             '{"mail": "run"}',
-            "expected one of measured, proposed, confirmed, refused, joined, term, log, failed, wake, got 'run'",
+            "expected one of measured, proposed, confirmed, refused, joined, term, log, failed, got 'run'",
         ),
-        ('{"mail": "wake", "more": 1}', "mail: unknown field 'more'"),
+        ('{"mail": "term", "term": 1, "more": 1}', "mail: unknown field 'more'"),
         ('{"mail": "refused", "rank": 9, "version": 0, "why": ""}', "mail of rank 9: expected ranks 0..3"),
     ],
 )
@@ -618,7 +619,7 @@ def test_closing_wakes_a_rank_that_waits_for_its_plan_and_ends_the_thread() -> N
         started[1].close()
         thread.join(10.0)
     assert [str(error) for error in raised] == ["step 0 has no plan: the controller of rank 1 is closed"]
-    assert not any("adaptra-controller" in thread.name for thread in threading.enumerate())
+    assert not any(thread.name.startswith(("adaptra-controller", "adaptra-mail")) for thread in threading.enumerate())
 
 
 def test_a_failure_of_training_reaches_a_rank_that_waits_for_its_plan() -> None:

@@ -81,6 +81,17 @@ def test_two_ranks_that_append_write_one_log() -> None:
     assert list(Log(store, 4).read()) == [Entry(2, 0), Entry(3, 1)]
 
 
+def test_what_is_told_of_the_log_is_taken_once_and_in_order_and_only_what_was_missed_is_read() -> None:
+    store = dist.HashStore()
+    writer, log = Log(store, 4), Log(store, 4)
+    entries = [Entry(2, 0), Entry(3, 0), Entry(5, 1)]
+    assert list(log.hear(0, entries[0])) == entries[:1], "the store needn't be asked: it has nothing yet"
+    assert list(log.hear(0, entries[0])) == []
+    assert all(map(writer.append, entries)) and writer.position == 3
+    assert list(log.hear(2, entries[2])) == entries[1:]
+    assert list(log.hear(1, entries[1])) == list(log.read()) == []
+
+
 def test_an_entry_whose_reading_fails_is_not_lost() -> None:
     store = dist.HashStore()
     log = Log(store, 4)

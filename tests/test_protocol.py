@@ -5,7 +5,7 @@ See :mod:`protocol_model`, which steps the code that runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -72,6 +72,11 @@ def forget_what_is_not_run_yet(self: Log, step: int) -> None:
     forget(self, step + 2)
 
 
+def take_what_is_told_wherever_it_stands(self: Log, position: int, entry: Entry) -> Iterator[Entry]:
+    self._pass(entry)
+    yield entry
+
+
 def never_ask(self: Participant) -> None:
     self._follow()
 
@@ -112,7 +117,8 @@ MUTATIONS: list[tuple[type, str, Callable[..., Any], Bounds, str]] = [
     (Agreement, "propose", forget_that_it_is_held, RUNS["two ranks, plans are held"], "has not been released"),
     (Agreement, "release", release_unconfirmed, RUNS["two ranks, plans are held"], "which not all ranks have confirmed"),
     (Participant, "ready", switch_once_ready, RUNS["three ranks"], "ends at|runs step"),
-    (Log, "forget", forget_what_is_not_run_yet, RUNS["three ranks"], "deadlock|no end can be reached"),
+    (Log, "forget", forget_what_is_not_run_yet, RUNS["two ranks, mail is lost"], "where the log ends"),
+    (Log, "hear", take_what_is_told_wherever_it_stands, RUNS["two ranks, mail is lost"], "ends at|runs step"),
     (Participant, "impatient", never_ask, RUNS["two ranks, mail is lost"], "no end can be reached"),
     (Participant, "_welcome", welcome_without_asking_again, RUNS["two ranks, mail is lost"], "no end can be reached"),
     (Participant, "_join", keep_what_was_reached, RUNS["two ranks, mail is lost"], "no end can be reached"),
