@@ -239,10 +239,16 @@ class Coordinator:
         """What the held proposal was made for is not suspected any more: it was found, or it came to nothing."""
         proposal = agreement.proposal
         assert proposal is not None, "a held proposal is one"
-        if self._wanted is not None and self._wins(proposal.program, current, self._wanted):
+        if self._wanted is not None and self._is_for(proposal, current, self._wanted):
             self._participant.release()
         else:
             self._participant.withdraw(proposal.version, "what was suspected did not come true")
+
+    def _is_for(self, proposal: Plan, current: Plan, detection: Detection) -> bool:
+        """Whether a held proposal suits what was detected: another order that wins, or the same that has to be lowered anew."""
+        if proposal.program == current.program:
+            return self._planning.lowered_anew(current, detection) is not None
+        return self._wins(proposal.program, current, detection)
 
     def _wins(self, program: Program, current: Plan, detection: Detection) -> bool:
         """Whether a program gains enough over the running plan under the costs that were detected, and at once."""
@@ -280,7 +286,7 @@ class Coordinator:
         meanwhile = other and replace(plan, program=other, predicted=self._planning.expect(other, detection))
         if meanwhile is not None and not self._is_gain(meanwhile.predicted, before):
             meanwhile = None
-        same = None if is_draft else self._planning.lowered_anew(current, detection)
+        same = self._planning.lowered_anew(current, detection)
         return _Outcome(detection, before, plan, meanwhile, same, remedies=remedies)
 
     def _conclude(self, outcome: _Outcome) -> None:
@@ -327,6 +333,8 @@ class Coordinator:
         if self._foresight.suspicion is outcome.detection:
             if self._wins(plan.program, agreement.current, outcome.detection):
                 self._propose(plan, outcome.before, is_held=True)
+            elif outcome.same is not None:
+                self._propose(outcome.same, outcome.before, is_held=True)
         elif self._wanted is not None and self._wins(plan.program, agreement.current, self._wanted):
             self._propose(plan, outcome.before)
 

@@ -22,7 +22,7 @@ from adaptra.runtime.changes import Change, EdgeChange, LossChange, StageChange
 from adaptra.runtime.clock_drift import ClockDrift
 from adaptra.runtime.level import DetectorOptions, Level
 from adaptra.runtime.lossy import LossyPath
-from adaptra.runtime.measurement import EdgeMeasurement, StageMeasurement, StepMeasurement
+from adaptra.runtime.measurement import EdgeMeasurement, StageMeasurement, Stalls, StepMeasurement
 from adaptra.runtime.relapses import Doubt, Flapping, Relapses
 
 MOST_LOSSY: Final = 3
@@ -135,9 +135,18 @@ class Detector:
         return Detection(step, changes, self._cost, self._scenarios(), self._flapping.doubt(self._cost)) if changes else None
 
     def foresee(self, measurements: Sequence[StepMeasurement]) -> Detection | None:
-        """What would be detected if the next step measured what the latest one did, which has been observed already."""
+        """What would be detected if the next step measured what the latest one did, which has been observed already.
+
+        Where all messages were late by one stall, because their edge turned slow, the next step would not call it that.
+        """
         levels = (*self._stages.values(), *self._flights.values(), *self._occupancies.values())
-        return deepcopy(self).observe(measurements) if any(level.suspects for level in levels) else None
+        if not any(level.suspects for level in levels):
+            return None
+        return deepcopy(self).observe([replace(one, edges=tuple(map(self._without_stall, one.edges))) for one in measurements])
+
+    def _without_stall(self, edge: EdgeMeasurement) -> EdgeMeasurement:
+        path = self._paths.get((edge.source, edge.destination))
+        return edge if path is None or path.loss is not None else replace(edge, stalls=Stalls())
 
     def _check(self, stages: Sequence[StageMeasurement], edges: Sequence[EdgeMeasurement]) -> None:
         count = self._cost.stages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from adaptra.errors import ControlError
 from adaptra.runtime.changes import EdgeChange, StageChange
 from adaptra.runtime.detector import Detection, Detector
 from adaptra.runtime.level import DetectorOptions, Level
-from adaptra.runtime.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
+from adaptra.runtime.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, Stalls, StepMeasurement
 from adaptra.runtime.relapses import Doubt
 
 STAGES = 4
@@ -283,3 +284,18 @@ def test_what_may_change_next_is_foreseen_with_its_doubt() -> None:
     assert foreseen is not None
     assert (foreseen.cost, foreseen.doubt) == (HEALTHY, Doubt(0, 40, SLOW))
     assert detector.cost == SLOW
+
+
+def test_an_edge_that_turned_slow_is_foreseen_though_its_first_late_messages_look_like_one_stall() -> None:
+    detector = calibrated()
+    first = [
+        replace(one, edges=tuple(replace(edge, stalls=Stalls(1, edge.messages, 0.06 * edge.messages)) for edge in one.edges))
+        if one.rank == 2
+        else one
+        for one in measured(4, SLOW)
+    ]
+    assert detector.observe(first) is None
+    foreseen = detector.foresee(first)
+    assert foreseen is not None and foreseen.cost == SLOW
+    (found,) = run(detector, [SLOW], first=5)
+    assert found.cost == SLOW
