@@ -5,7 +5,8 @@ held back and ops lengthened. Devices are emulated, planning, detection and swit
 be bitwise that of plain torch in one process that met no fault. A fault matters when another plan than the one that ran when it
 began gains more than a switch is worth. Switches are counted for faults that are alone and for which the cost test found a
 better plan; the way back only where another plan is better once the fault has ended. Places that flap, because an earlier
-episode there had healed shortly before, are to be doubted for longer, and have a row of their own.
+episode there had healed shortly before, are to be doubted for longer, and so have rows of their own: plans that wait because
+something else flaps, and the way back where the fault itself does.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def main() -> int:
     ]
     for name, bar, steps in (
         ("slow steps until detected", 2, [one.detected for one in outcomes if one.detected is not None]),
-        ("steps from onset to switch", 3, [one.switched for one in outcomes if one.switched is not None]),
+        ("steps from onset to switch", 3, [one.switched for one in outcomes if one.switched and not one.has_waited]),
+        ("the same while something flapped", None, [one.switched for one in outcomes if one.switched and one.has_waited]),
         ("steps from healing to switch back", 5, [one.back for one in outcomes if one.back and not one.is_flapping]),
         ("the same where it had flapped", None, [one.back for one in outcomes if one.back and one.is_flapping]),
     ):

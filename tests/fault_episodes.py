@@ -147,6 +147,7 @@ class Outcome:
         detected: From its first step to the detection that names its place as slow, that step included.
         kind: Whether that says rightly if messages come late or slowly; of an edge alone.
         switched: From its first step to the first one under a plan for it, while the fault lasts.
+        has_waited: Whether that plan waited, because something else that flaps had just healed and was doubted.
         back: From its end to the first step under a plan for what has healed, before the next episode.
         is_flapping: Whether its place had turned slow again soon after an earlier healing, and this one was doubted.
     """
@@ -155,6 +156,7 @@ class Outcome:
     detected: int | None
     kind: bool | None
     switched: int | None
+    has_waited: bool
     back: int | None
     is_flapping: bool
 
@@ -163,6 +165,7 @@ def judge(planned: Sequence[Sequence[Fault]], told: Sequence[ControlEvent]) -> l
     """What the coordinator's events say of every fault. Switches are ascribed only where one fault is alone."""
     agreed = _named(told, EventKind.AGREED)
     named = [place for place in _named(told, EventKind.DETECTED) if not place.is_healed]
+    waits = [event.step for event in told if event.kind is EventKind.KEPT and event.text.startswith("what flaps")]
     onsets = [faults[0].from_step for faults in planned[1:]] + [2**31]
     found: list[Outcome] = []
     for faults, following in zip(planned, onsets, strict=True):
@@ -178,6 +181,7 @@ def judge(planned: Sequence[Sequence[Fault]], told: Sequence[ControlEvent]) -> l
                     mine[0].step - fault.from_step + 1 if mine else None,
                     mine[0].is_occupied is (fault.effect is Effect.RATE) if mine and fault.peer is not None else None,
                     switched[0] - fault.from_step if switched and is_alone else None,
+                    bool(switched) and any(fault.from_step <= step < switched[0] for step in waits),
                     back[0].step - end(fault) if back and is_alone else None,
                     bool(back) and back[0].is_flapping,
                 )
