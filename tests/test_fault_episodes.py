@@ -48,8 +48,12 @@ def test_outcomes_are_read_off_the_events() -> None:
     ]
     first, other = judge(planned, told)
     assert (first.detected, first.switched, first.back, first.is_flapping) == (2, 3, 3, True)
+    assert not first.has_waited
     assert (other.detected, other.switched, other.back) == (None, None, None)
     assert misplaced(planned, told) == []
+    told.append(ControlEvent(EventKind.KEPT, 0, begins + 1, 0, "what flaps may turn slow again: 1.0 ms instead of 2.0 ms"))
+    first, _ = judge(planned, told)
+    assert (first.switched, first.has_waited) == (3, True)
 
 
 def test_a_place_that_is_named_and_the_kind_are_compared_with_the_faults() -> None:
