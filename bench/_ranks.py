@@ -44,15 +44,22 @@ def run_on_ranks(measure: Callable[..., Any], ranks: int, *arguments: Any) -> An
         return json.loads(results.read_text())
 
 
-def run_on_hosts(measure: Callable[..., Any], ranks: int, links: list[str], *arguments: Any, timeout: float = 3600.0) -> Any:
+def run_on_hosts(
+    measure: Callable[..., Any],
+    ranks: int,
+    links: list[str],
+    *arguments: Any,
+    timeout: float = 3600.0,
+    steady: bool = False,
+) -> Any:
     """The same with each rank on a host of its own; ``links`` are changes as ``tests/links/link_changes.py`` reads them.
 
     Arguments are JSON values. :func:`change_links` changes links from within ``measure``. What rank 0 writes on standard error
-    is shown at once.
+    is shown at once. With ``steady`` TCP is ``linked_hosts.STEADY`` instead of the system's.
     """
     if (reason := linked_hosts.missing()) is not None:
         raise SystemExit(reason)
-    with linked_hosts.LinkedHosts(ranks, *links) as hosts:
+    with linked_hosts.LinkedHosts(ranks, *links, tcp=linked_hosts.STEADY if steady else None) as hosts:
         file, name = inspect.getfile(measure), measure.__name__
         return hosts.call(_on_host, str(Path(file).resolve()), name, arguments, timeout=timeout, shown=(0,))[0]
 

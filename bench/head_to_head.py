@@ -1,11 +1,11 @@
 """adaptra beside torch.distributed.pipelining, over the same real links that turn slow.
 
 Every rank is a host of its own (``tests/links``; needs root), every op lasts a stated time (emulated devices), both sides
-send by gloo. One training job per contender runs through all situations: links are changed between steps, and adaptra has to
-see that and to adapt by itself. Once its plan has stood for some steps, some steps in a row of every contender are measured.
-adaptra takes part three times: with as many microbatches in flight as 1F1B's first stage holds, so with two stages on each rank
-placed as a V, and with no limit. GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble and ZBVZeroBubble are torch's own,
-unmodified.
+send by gloo, over TCP that keeps its windows (``linked_hosts.STEADY``). One training job per contender runs through all
+situations: links are changed between steps, and adaptra has to see that and to adapt by itself. Once its plan has stood for
+some steps, some steps in a row of every contender are measured. adaptra takes part three times: with as many microbatches in
+flight as 1F1B's first stage holds, so with two stages on each rank placed as a V, and with no limit. GPipe, 1F1B,
+Interleaved1F1B, InterleavedZeroBubble and ZBVZeroBubble are torch's own, unmodified.
 
 One row per situation and contender. ``in flight`` is the most microbatches that a rank holds under adaptra's plan; the bound
 is what no order of stages placed so beats, whatever its memory; ``simulated`` is what the simulator says of the plan at the
@@ -213,7 +213,7 @@ def main() -> int:
     places = [list(situation.delays) for situation in faced]
     found = run_on_hosts(
         measure, given.ranks, [], given.ranks, given.microbatches, seconds, places, given.against, given.runs, given.episode,
-        timeout=HOURS * 3600,
+        timeout=HOURS * 3600, steady=True,
     )  # fmt: skip
     rows: list[Row] = []
     for situation, measured in zip(faced, found["situations"], strict=True):

@@ -42,6 +42,13 @@ def receive(connection, count):
     return bytes(data)
 
 
+def how_it_sends(_rank):
+    """The congestion control of a new connection, and whether it starts slowly after it was idle."""
+    with socket.socket() as connection:
+        control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+    return [control, Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle").read_text().strip()]
+
+
 def one_way(rank, address, count):
     """The shortest time from rank 0 to 1 and from 1 to 0, by this machine's one clock, in seconds."""
     connection = meet(rank, address)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import link_changes
 import pytest
-from link_bodies import changed_midway, one_way, stream, unheard
+from link_bodies import changed_midway, how_it_sends, one_way, stream, unheard
+from linked_hosts import STEADY
 
 LAUNCH = [sys.executable, str(Path(__file__).parent / "links" / "launch.py")]
 
@@ -52,6 +53,21 @@ def test_each_direction_has_its_delay(linked_hosts):
         backward, forward = hosts.call(one_way, hosts.address(0), 5)
     assert forward >= 0.04
     assert 0.005 <= backward < 0.04
+
+
+@pytest.mark.root
+def test_hosts_send_as_asked_whatever_the_machine_prefers(linked_hosts):
+    before = how_it_sends(0)
+    with linked_hosts(2) as as_it_is, linked_hosts(2, tcp=STEADY) as steady:
+        assert [control for control, _ in as_it_is.call(how_it_sends)] == [before[0]] * 2
+        assert steady.call(how_it_sends) == [["reno", "0"], ["reno", "0"]]
+    assert how_it_sends(0) == before
+
+
+@pytest.mark.root
+def test_what_a_kernel_does_not_know_is_refused(linked_hosts):
+    with pytest.raises(OSError, match="can't be set up"):
+        linked_hosts(2, tcp={"tcp_congestion_control": "none of that name"})
 
 
 @pytest.mark.root

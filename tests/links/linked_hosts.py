@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -31,9 +31,15 @@ import inside
 
 HERE = Path(__file__).resolve().parent
 ROUTER = HERE.parent.parent / "build" / "links" / "router"
+SYSCTLS = Path("/proc/sys/net/ipv4")
 MTU = 1500
 QUEUE = 20000
 """Packets that wait in a host for the router, which is as busy as its machine: a network card would slow the sender down."""
+
+STEADY = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
+"""TCP that holds no message up for reasons of its own, as on hosts set up for long paths: windows stay as wide while nothing is
+sent, and BBR, some machines' default, does not stop a connection for a round trip and a fifth of a second every ten seconds.
+Reno is what every kernel lets every host choose."""
 
 TOOLS = ("c++", "ip", "nsenter")
 CONTROL = "LINKS_CONTROL"
@@ -72,19 +78,20 @@ def change_links(control: str, change: str) -> None:
 class LinkedHosts:
     """Hosts that exist until :meth:`close`, or as a context."""
 
-    def __init__(self, hosts: int, *changes: str, rails: int = 1) -> None:
+    def __init__(self, hosts: int, *changes: str, rails: int = 1, tcp: Mapping[str, str] | None = None) -> None:
         """Make the hosts, host h with address 10.77.r.h+1 on the interface wan<r> of rail r.
 
         Args:
             hosts: How many, at most 254.
             changes: What the links are like, see :mod:`link_changes`; without any they carry all they can at once.
             rails: How many networks join them.
+            tcp: Settings of the hosts' kernel, names as in /proc/sys/net/ipv4, such as :data:`STEADY`; else the system's.
 
         Raises:
             ValueError: No change of links.
             OSError: The hosts can't be made; :func:`missing` says why.
         """
-        self._hosts, self._rails = hosts, rails
+        self._hosts, self._rails, self._tcp = hosts, rails, tcp or {}
         folder = tempfile.mkdtemp(prefix="links.")
         self._processes: list[subprocess.Popen[Any]] = []
         self._router = subprocess.Popen(
@@ -209,7 +216,9 @@ class LinkedHosts:
         for rail in range(self._rails):
             lines.append(f"addr add {self.address(host, rail)}/24 dev wan{rail}")
             lines.append(f"link set wan{rail} mtu {MTU} txqueuelen {QUEUE} up")
-        configured = self.start(host, ["ip", "-batch", "-"], stdin=subprocess.PIPE, text=True)
+        chosen = [f"echo {value} > {SYSCTLS / name}" for name, value in self._tcp.items()]
+        command = ["sh", "-c", " && ".join(["ip -batch -", *chosen])]
+        configured = self.start(host, command, stdin=subprocess.PIPE, text=True)
         configured.communicate("\n".join(lines) + "\n")
         if configured.returncode != 0:
             raise OSError(f"the interfaces of host {host} can't be set up")
