@@ -119,14 +119,17 @@ class Gradients:
         self._ended.clear()
         self._arriving.clear()
 
-    def add(self, stage: int, name: str, microbatch: int, gradient: Tensor | None) -> None:
-        """Take a stage's gradient of a parameter of one microbatch; of a shared one, one contribution, in autograd's order."""
+    def add(self, stage: int, name: str, microbatch: int, gradient: Tensor | None, *, fresh: bool = False) -> None:
+        """Take a stage's gradient of a parameter of one microbatch; of a shared one, one contribution, in autograd's order.
+
+        Nothing else refers to a ``fresh`` one: it may become the parameter's ``grad``.
+        """
         if name in self._is_shared:
             gradient = torch.zeros_like(self._parameters[name]) if gradient is None else gradient
             # Kept or sent beyond the end of W, when the buffers it may be a view of are reused.
             self._own.setdefault(microbatch, {}).setdefault((stage, name), []).append(gradient.clone())
         elif gradient is not None:
-            _accumulate(self._parameters[name], gradient)
+            _accumulate(self._parameters[name], gradient, fresh=fresh)
 
     def end_microbatch(self, stage: int, microbatch: int) -> None:
         """A stage's W of a microbatch has ended: pass on what belongs elsewhere, add up what has come."""
@@ -204,10 +207,11 @@ def _by_edge(pairs: Iterable[tuple[Edge, str]]) -> dict[Edge, list[str]]:
     return found
 
 
-def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Add as autograd does. The first gradient is copied, since it may be a view of a message."""
+def _accumulate(parameter: Tensor, gradient: Tensor, *, fresh: bool = False) -> None:
+    """Add as autograd does. The first gradient is copied unless it is fresh and laid out as its parameter."""
     if parameter.grad is None:
-        parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        may_stay = fresh and (gradient.stride(), gradient.dtype) == (parameter.stride(), parameter.dtype)
+        parameter.grad = gradient if may_stay else torch.empty_like(parameter).copy_(gradient)
     else:
         parameter.grad += gradient
 

@@ -86,8 +86,8 @@ class TrainingStage:
     def weight_grad(self, microbatch: int) -> None:
         """Run W and hand each gradient on."""
         gradients = self._stage.run_weight_grad(self._saved.pop(microbatch))
-        for name, gradient in zip(self._stage.contributions, gradients, strict=True):
-            self._gradients.add(self._stage.index, name, microbatch, gradient)
+        for name, gradient, fresh in zip(self._stage.contributions, gradients, self._stage.fresh_gradients, strict=True):
+            self._gradients.add(self._stage.index, name, microbatch, gradient, fresh=fresh)
         self._gradients.end_microbatch(self._stage.index, microbatch)
 
     def clear(self) -> None:

@@ -12,6 +12,7 @@ from torch import fx
 
 from adaptra.graph.analyze import Analysis
 from adaptra.graph.capture import FlatGraph, StateNames
+from adaptra.graph.fresh_tensors import fresh_results, reuse_sums
 from adaptra.graph.memory import peak_bytes
 from adaptra.graph.partition import Piece
 from adaptra.graph.same_pieces import Tracer
@@ -142,6 +143,7 @@ class _Backward:
     input_grad_takes: tuple[int, ...]
     weight_grad: fx.GraphModule
     weight_grad_takes: tuple[int, ...]
+    fresh_gradients: tuple[bool, ...]
     flops: Flops
     kept_after_forward: int
     kept_after_input_grad: int
@@ -164,6 +166,7 @@ def _backward(traced: TracedPiece, changed_state: frozenset[str]) -> _Backward:
         input_grad_takes=input_grad_takes,
         weight_grad=weight_grad,
         weight_grad_takes=weight_grad_takes,
+        fresh_gradients=fresh_results(weight_grad.graph),
         flops=Flops(flops_of_nodes(parts.forward), flops_of_nodes(parts.input_grad), flops_of_nodes(parts.weight_grad)),
         kept_after_forward=_kept_bytes(traced, parts, range(len(parts.kept))),
         kept_after_input_grad=_kept_bytes(traced, parts, weight_grad_takes)
@@ -212,6 +215,7 @@ def _stage(
         _input_grad_takes=backward.input_grad_takes,
         _weight_grad=backward.weight_grad,
         _weight_grad_takes=backward.weight_grad_takes,
+        _fresh_gradients=backward.fresh_gradients,
     )
 
 
@@ -222,6 +226,8 @@ def _taking(
     used = {one for node in nodes for one in node.all_input_nodes} | set(outputs)
     takes = tuple(index for index, node in enumerate(available) if node in used)
     module, _ = build([*(available[index] for index in takes), *more], nodes, outputs, (), None)
+    reuse_sums(module.graph)
+    module.recompile()
     return module, takes
 
 

@@ -59,6 +59,12 @@ class StageGraphs(TrainStage):
     _input_grad_takes: tuple[int, ...]
     _weight_grad: fx.GraphModule
     _weight_grad_takes: tuple[int, ...]
+    _fresh_gradients: tuple[bool, ...]
+
+    @property
+    def fresh_gradients(self) -> tuple[bool, ...]:
+        """See :attr:`TrainStage.fresh_gradients`."""
+        return self._fresh_gradients
 
     @property
     def graphs(self) -> tuple[fx.GraphModule, ...]:
@@ -72,6 +78,8 @@ class StageGraphs(TrainStage):
             _forward=self._forward.with_graph(change),
             _input_grad=change(self._input_grad),
             _weight_grad=change(self._weight_grad),
+            # What changes a graph may return one tensor for two results that are equal.
+            _fresh_gradients=(False,) * len(self.contributions),
         )
 
     def run_forward(

@@ -78,6 +78,11 @@ class TrainStage(ABC):
         return ()
 
     @property
+    def fresh_gradients(self) -> tuple[bool, ...]:
+        """For each of ``contributions``, whether W returns a tensor that nothing else refers to."""
+        return (False,) * len(self.contributions)
+
+    @property
     def state_names(self) -> tuple[str, ...]:
         """The parameters, then the buffers."""
         return (*self.parameters, *self.buffers)
