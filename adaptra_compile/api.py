@@ -27,6 +27,7 @@ from adaptra.errors import BatchError, OptionError, PipelineError, StateError
 from adaptra.explanation import explain
 from adaptra.loss_scale import GradScaler
 from adaptra.memory import predicted_peaks
+from adaptra.not_a_module import NotAModule
 from adaptra.report import perfetto, picture
 from adaptra.report.files import check_suffix
 from adaptra.report.stages import stage_table
@@ -110,7 +111,7 @@ def compile(
     return pipeline
 
 
-class Pipeline:
+class Pipeline(NotAModule):
     """A compiled training pipeline: the ranks of it that run in this process.
 
     Made by :func:`compile`. Usable as a context manager; :meth:`close` ends its threads.
@@ -285,13 +286,31 @@ class Pipeline:
         return [one for worker in self._require().workers for one in worker.state.items()]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state of the stages in this process, by the names that the user's model gives it.
+        """The state of the stages in this process, by the names that the user's model gives it: the tensors, not copies.
 
-        Under torchrun that is one stage; the stages' dictionaries together are the plain model's.
+        Without a launcher that is the whole model. Under torchrun it is one stage, and other ranks have the others: it is for
+        what every rank saves in a place of its own. A file of the whole model is what :meth:`full_state_dict` returns.
         """
         built = self._require()
-        held = built.state
-        return {name: held[canonical].detach() for name, canonical in built.saved_names.items() if canonical in held}
+        return built.named(built.state)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's state, as the plain model's ``state_dict()`` has it, on rank 0; an empty dict on other ranks.
+
+        All ranks call it, between two steps; rank 0 is that of the job. It gets the state from one rank after the other, so it
+        needs room for the result, and no rank for more than a few messages beside what it holds. Every name is there, tied
+        parameters and aliases too, as one tensor; buffers that are not persistent are not. The tensors are copies, in memory of
+        the CPU, with the dtypes that they have in the model. Of replicas, whose buffers may differ, these are the first one's.
+
+            state = pipe.full_state_dict()
+            if rank == 0:
+                torch.save(state, "model.pt")  # or plain.save_pretrained("model", state_dict=state)
+
+        Raises:
+            PipelineError: The pipeline is closed or has failed.
+            PeerLostError: Another rank failed; names it. The pipeline has failed.
+        """
+        return self._require().full_state()
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Copy values into the stages of this process. A checkpoint of the plain model works on every rank.
@@ -512,6 +531,11 @@ class Pipeline:
         if self._returns_loss and targets is not None:
             return (*args, targets), None
         return args, targets
+
+    @property
+    def built(self) -> Built:
+        """The workers and what they run, for adaptra's own modules; it changes from version to version."""
+        return self._require()
 
     def _require(self) -> Built:
         if self._built is None:

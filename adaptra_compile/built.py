@@ -201,7 +201,10 @@ class Built:
         """Go on with new workers at the step at which the old ones ended; ``opened`` then closes nothing any more."""
         recorder = open_recorder(self._recipe.options, launched)
         opened.callback(recorder.close)
-        workers = prepared.starter.workers(launched, recorder, states, prepared.initial, self.workers[0].next_step)
+        (before, *_) = self.workers
+        workers = prepared.starter.workers(launched, recorder, states, prepared.initial, before.next_step)
+        for worker in workers:
+            worker.steps_before = before.steps_before
         opened.pop_all()
         self._run_by(prepared, launched, workers, recorder)
 
@@ -247,6 +250,42 @@ class Built:
         for worker in self.workers:
             merged = {**worker.state, **merged}
         return merged
+
+    def full_state(self) -> dict[str, Tensor]:
+        """The whole model's state on the job's first rank: see :meth:`adaptra.api.Pipeline.full_state_dict`."""
+        if self.launched.job is None:
+            self.require_running()
+            found = {name: tensor.detach().cpu().clone() for name, tensor in self.state.items()}
+        else:
+            replicas, roles = self.launched.replicas, self.launched.roles
+            replica, rank = (0, 0) if roles is None else roles.of(0)
+            takes_part = replicas is None or replicas.index == replica
+            found = self.on_every_rank(lambda worker: worker.full_state(rank, takes_part, from_first=replica > 0))[0]
+        return self.named(found)
+
+    def saved_state(self) -> dict[str, Tensor]:
+        """What of the state of this process's stages a checkpoint keeps, by the stages' own names.
+
+        Of buffers that replicas have each for itself these are copies of the first replica's; all ranks call it.
+        """
+        if self.launched.replicas is None:
+            return self.state
+        (first,) = self.on_every_rank(lambda worker: worker.buffers_of_first_replica())
+        return {**self.state, **first}
+
+    @property
+    def training_step(self) -> int:
+        """How many steps the training has had, those of other pipelines from which it goes on included."""
+        return self.workers[0].training_step
+
+    def go_on_at(self, step: int) -> None:
+        """Let the next step be this one of the training: random numbers depend on it."""
+        for worker in self.workers:
+            worker.steps_before = step - worker.next_step
+
+    def named(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What of the stages' state the model's state_dict has, under every name that it has there."""
+        return {name: state[canonical].detach() for name, canonical in self.saved_names.items() if canonical in state}
 
     @property
     def saved_names(self) -> dict[str, str]:

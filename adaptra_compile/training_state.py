@@ -10,6 +10,7 @@ from torch import Tensor
 
 from adaptra.api import Pipeline
 from adaptra.errors import StateError
+from adaptra.runtime.options import is_whole
 
 
 class TrainingState:
@@ -19,7 +20,8 @@ class TrainingState:
         torch.distributed.checkpoint.save(state, checkpoint_id="checkpoint")  # every rank; load(...) likewise
 
     torch.distributed.checkpoint takes it for what it calls stateful: each rank writes the stages that it holds and reads those
-    that it then holds. Random numbers of dropout and its like begin anew in a new pipeline.
+    that it then holds. It has the number of the step too, by which dropout and its like draw: a run that goes on is bitwise
+    one that never ended. What replicas have each for itself, such as BatchNorm's statistics, is the first replica's.
 
     Args:
         pipe: The pipeline; it has to be built, so give ``example_inputs`` or run a step.
@@ -40,16 +42,27 @@ class TrainingState:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's tensors, the optimizer's state by parameter, and its groups' settings such as the learning rate."""
+        """The model's tensors, the optimizer's state by parameter, its groups' settings, and how many steps there were.
+
+        All ranks call it. Settings of groups are such as the learning rate.
+        """
+        built = self._pipe.built
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups]
-        return {"model": self._pipe.state_dict(), "optimizer": self._by_name(), "groups": groups}
+        model = built.named(built.saved_state())
+        return {"model": model, "optimizer": self._by_name(), "groups": groups, "step": built.training_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned, there or in a pipeline of other stages that all of them together hold.
 
         Raises:
-            StateError: The model's part is not this model's; nothing is changed then.
+            StateError: The model's part is not this model's, or there is no step's number; nothing is changed then.
         """
+        step: Any = state.get("step")
+        if not is_whole(step) or step < 0:
+            raise StateError(
+                f"training state: its step is {step!r}: expected the number of steps that TrainingState.state_dict() has "
+                "saved, by which dropout goes on; add 'step' to what an older version saved"
+            )
         self._pipe.load_state_dict(state["model"])
         for parameter, name in self._names.items():
             if name in state["optimizer"]:
@@ -58,6 +71,7 @@ class TrainingState:
                 self._optimizer.state[parameter] = copied
         for group, given in zip(self._optimizer.param_groups, state["groups"], strict=True):
             group.update(given)
+        self._pipe.built.go_on_at(step)
 
     def _by_name(self) -> dict[str, dict[str, Any]]:
         if self._optimizer.state:

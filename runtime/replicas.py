@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -65,13 +65,31 @@ class Replicas:
         self._average([mean])
         return mean
 
+    def first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of the first replica's tensors, of any dtype; raises as :meth:`average_gradients`."""
+        copies = [one.detach().clone(memory_format=torch.contiguous_format) for one in tensors]
+        with self._naming_the_lost():
+            works = [
+                dist.broadcast(one.reshape(-1).view(torch.uint8), group=self._group, group_src=0, async_op=True)
+                for one in copies
+            ]
+            for work in works:
+                assert work is not None, "this rank is of the group"
+                work.wait()
+        return copies
+
     def _average(self, tensors: Sequence[Tensor]) -> None:
-        try:
+        with self._naming_the_lost():
             works = [dist.all_reduce(one, group=self._group, async_op=True) for one in tensors]
             for tensor, work in zip(tensors, works, strict=True):
                 assert work is not None, "this rank is of the group"
                 work.wait()
                 tensor /= self._count
+
+    @contextlib.contextmanager
+    def _naming_the_lost(self) -> Generator[None]:
+        try:
+            yield
         except RuntimeError as error:
             raise PeerLostError(f"a data-parallel replica is lost: {self._why() or error}") from error
 

@@ -59,9 +59,16 @@ class TrainingStage:
         self._microbatches = microbatches
         self._is_last = is_last
         self._root_gradients: Sequence[Tensor] = ()
+        self._steps_before = 0
 
-    def begin_step(self, loss_scale: float) -> None:
-        """Start a step whose gradients are those of the loss times ``loss_scale``."""
+    def begin_step(self, loss_scale: float, steps_before: int = 0) -> None:
+        """Start a step.
+
+        Args:
+            loss_scale: Gradients are those of the loss times this.
+            steps_before: How many steps of the training came before this pipeline's; random numbers go by their sum.
+        """
+        self._steps_before = steps_before
         if self._is_last:
             # As autograd does it for scale * (loss / microbatches): the scale is float32, and the quotient is rounded in the
             # loss's own dtype. There is none if the loss depends on nothing that is trained.
@@ -72,7 +79,7 @@ class TrainingStage:
 
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run F; what I and W need stays here until they run."""
-        key = RandomKey(self._seed, step, microbatch)
+        key = RandomKey(self._seed, self._steps_before + step, microbatch)
         outputs, self._saved[microbatch] = self._stage.run_forward(self._state, inputs, key, targets)
         return outputs
 

@@ -47,6 +47,7 @@ from adaptra.runtime.probes import Probes
 from adaptra.runtime.rdma_watch import RdmaEvent, watch
 from adaptra.runtime.replicas import Replicas
 from adaptra.runtime.stage import EvaluationStage, Stage, TrainingStage
+from adaptra.runtime.state_stream import SPEC, UNDER_WAY, StateStream
 from adaptra.runtime.stores import Connection
 from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.telemetry.start import agree_on_run
@@ -87,6 +88,7 @@ class Worker:
         initial: As given.
         plan: The plan of the last step, or of the first one.
         measured: This rank's stages in the last steps, oldest first.
+        steps_before: How many steps of the training came before this worker's first one; random numbers go by their sum.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Worker:
         self._own = stages_of(self.rank, self._placement)
         self._clock = OpClock.of(state.values())
         self.monitor = Monitor(self.rank, self._placement, read=self._clock.read)
+        self._parameters = {name for stage in self._own for name in compiled.train[stage].parameters}
         self.trainable = {name: state[name] for stage in self._own for name in compiled.train[stage].trainable}
         self._gradients = Gradients(
             self.rank,
@@ -145,6 +148,7 @@ class Worker:
             for stage in self._own
         }
         self._step = first_step
+        self.steps_before = 0
         self._evaluations = 0
         self.measured: deque[StageMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
         self.initial = self.plan = initial
@@ -204,7 +208,7 @@ class Worker:
             self._losses.begin_step(step)
             self._gradients.begin_step(step)
             for stage in self._training.values():
-                stage.begin_step(loss_scale)
+                stage.begin_step(loss_scale, self.steps_before)
             executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=self._losses.tell)
             self._gradients.end_step()
             if self._replicas is not None:  # while the stages that end later still compute
@@ -329,6 +333,50 @@ class Worker:
         if records is None:
             return None
         return merge_timelines(self.plan.program, map(StepRecords.from_json, records))
+
+    def full_state(self, collector: int, takes_part: bool, from_first: bool) -> dict[str, Tensor]:
+        """The model's parameters and persistent buffers by name, on one rank of a pipeline; nothing elsewhere.
+
+        All ranks call it; their states are sent one after the other.
+
+        Args:
+            collector: The rank of the pipeline that gets them, in memory of the CPU that nothing else holds.
+            takes_part: Whether the pipeline is that of the collector.
+            from_first: Whether that is not the first replica, whose buffers these are.
+        """
+        step = max(self._step - 1, 0)
+        with self._telling_the_others():
+            buffers = self.buffers_of_first_replica() if from_first else {}
+            if not takes_part:
+                return {}
+            stream = StateStream(self._transport, step, self._microbatches + 3, self._options.timeout)
+            names = [name for name in self._saved_here() if self._placement[self._compiled.names[name][0]] == self.rank]
+            own = {name: buffers.get(name, self.state[name]).detach() for name in names}
+            if self.rank != collector:
+                stream.send(collector, own, self._options.timeout * self._ranks)
+                return {}
+            found = {name: tensor.cpu().clone() for name, tensor in own.items()}
+            for source in range(self._ranks):
+                if source != collector:
+                    self._transport.reserve(self._always + self._by_program + Counter({(source, SPEC): UNDER_WAY}))
+                    found |= stream.receive(source)
+            self._reserve({})
+        return found
+
+    def buffers_of_first_replica(self) -> dict[str, Tensor]:
+        """Copies of the first replica's persistent buffers of these stages; nothing without replicas, all of which call it."""
+        buffers = {name: self.state[name] for name in self._saved_here() if name not in self._parameters}
+        if self._replicas is None or not buffers:
+            return {}
+        return dict(zip(buffers, self._replicas.first(list(buffers.values())), strict=True))
+
+    def _saved_here(self) -> list[str]:
+        return [name for name in self.state if name not in self._compiled.non_persistent]
+
+    @property
+    def training_step(self) -> int:
+        """The number of the next step in the whole training, of which other pipelines may have run the first ones."""
+        return self.steps_before + self._step
 
     @property
     def next_step(self) -> int:

@@ -17,6 +17,7 @@ import test_controller
 import test_delegate_paths
 import test_dynamo
 import test_dynamo_outputs
+import test_full_state
 import test_inner
 import test_loss_scale
 import test_lossy
@@ -530,9 +531,11 @@ TESTED_ELSEWHERE = {
     test_lossy.FOREIGN,
     *test_rdma.DOCUMENTED.values(),
     test_training_state.FOREIGN,
+    test_training_state.NO_STEP,
+    test_full_state.NO_MODULE,
     test_verbs.CUT_OFF,
 }
-"""In test_launch.py, test_lossy.py, test_rdma.py, test_training_state.py and test_verbs.py."""
+"""In test_full_state.py, test_launch.py, test_lossy.py, test_rdma.py, test_training_state.py and test_verbs.py."""
 
 
 @pytest.mark.parametrize(("row", "mistake"), MISTAKES, ids=[f"{number}-{row[:40]}" for number, (row, _) in enumerate(MISTAKES)])

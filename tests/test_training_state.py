@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from errors_table import check_documented
 from models import EXAMPLES
 from processes import run_processes
 from torch import nn
-from training import Optimizer, adam, compiled, differences, run_step, train, train_alone
+from training import MIXED, Optimizer, adam, compiled, differences, run_step, train, train_alone
 
 import adaptra
 from adaptra.errors import StateError
@@ -21,6 +22,11 @@ EXAMPLE = EXAMPLES["gpt_tied"]
 ROWS, MICROBATCHES = 8, 4
 BATCHES = [EXAMPLE.rows(ROWS, seed) for seed in range(4)]
 FOREIGN = "optimizer: … of its parameters are not this pipeline's: expected an optimizer over pipe.parameters()"
+
+NO_STEP = (
+    "training state: its step is …: expected the number of steps that TrainingState.state_dict() has saved, by which dropout "
+    "goes on; add 'step' to what an older version saved"
+)
 
 
 def halving(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -31,24 +37,28 @@ def halving(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return optimizer
 
 
+MIXED_BATCHES = [MIXED.rows(ROWS, seed) for seed in range(4)]
+"""With dropout, which must not begin anew, and statistics."""
+
+
 def begin(rank: int, stages: int, folder: str) -> list[str]:
     """Train two steps and save."""
     torch.distributed.init_process_group("gloo")
-    with compiled(EXAMPLE, BATCHES[0], stages=stages, microbatches=MICROBATCHES) as pipe:
+    with compiled(MIXED, MIXED_BATCHES[0], stages=stages, microbatches=MICROBATCHES) as pipe:
         optimizer = adam(pipe.parameters())
-        steps = [run_step(pipe, optimizer, batch) for batch in BATCHES[:2]]
+        steps = [run_step(pipe, optimizer, batch) for batch in MIXED_BATCHES[:2]]
         checkpoints.save({"training": adaptra.TrainingState(pipe, optimizer)}, checkpoint_id=folder)
-    return differences(steps, train_alone(EXAMPLE, BATCHES, MICROBATCHES)[:2], whole=False)
+    return differences(steps, train_alone(MIXED, MIXED_BATCHES, MICROBATCHES)[:2], whole=False)
 
 
 def go_on(rank: int, stages: int, folder: str) -> list[str]:
     """Load into other stages and train two more."""
     torch.distributed.init_process_group("gloo")
-    with compiled(EXAMPLE, BATCHES[0], stages=stages, microbatches=MICROBATCHES, model=EXAMPLE.make(seed=1)) as pipe:
+    with compiled(MIXED, MIXED_BATCHES[0], stages=stages, microbatches=MICROBATCHES, model=MIXED.make(seed=1)) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1.0)
         checkpoints.load({"training": adaptra.TrainingState(pipe, optimizer)}, checkpoint_id=folder)
-        steps = [run_step(pipe, optimizer, batch) for batch in BATCHES[2:]]
-    return differences(steps, train_alone(EXAMPLE, BATCHES, MICROBATCHES)[2:], whole=False)
+        steps = [run_step(pipe, optimizer, batch) for batch in MIXED_BATCHES[2:]]
+    return differences(steps, train_alone(MIXED, MIXED_BATCHES, MICROBATCHES)[2:], whole=False)
 
 
 @pytest.mark.processes
@@ -56,6 +66,38 @@ def go_on(rank: int, stages: int, folder: str) -> list[str]:
 def test_what_two_ranks_saved_three_go_on_with(tmp_path: Path) -> None:
     assert run_processes(begin, 2, 2, str(tmp_path / "saved")) == [[], []]
     assert run_processes(go_on, 3, 3, str(tmp_path / "saved")) == [[], [], []]
+
+
+def test_dropout_goes_on_where_it_was_also_after_a_change_of_cuts_and_back_in_time(one_thread: None) -> None:
+    expected = train_alone(MIXED, MIXED_BATCHES, MICROBATCHES)
+    with compiled(MIXED, MIXED_BATCHES[0], stages=2, split=["middle.3"], microbatches=MICROBATCHES) as pipe:
+        optimizer = adam(pipe.parameters())
+        steps = [run_step(pipe, optimizer, batch) for batch in MIXED_BATCHES[:2]]
+        saved = copy.deepcopy(adaptra.TrainingState(pipe, optimizer).state_dict())
+        assert saved["step"] == 2
+        steps += [run_step(pipe, optimizer, batch) for batch in MIXED_BATCHES[2:]]
+        assert differences(steps, expected) == []
+        adaptra.TrainingState(pipe, optimizer).load_state_dict(copy.deepcopy(saved))
+        assert differences([run_step(pipe, optimizer, batch) for batch in MIXED_BATCHES[2:]], expected[2:]) == []
+    with compiled(MIXED, MIXED_BATCHES[0], stages=3, microbatches=MICROBATCHES, model=MIXED.make(seed=1)) as pipe:
+        optimizer = adam(pipe.parameters())
+        adaptra.TrainingState(pipe, optimizer).load_state_dict(saved)
+        first = run_step(pipe, optimizer, MIXED_BATCHES[2])
+        pipe.take_split(["middle.2", "middle.4"], optimizer)
+        assert differences([first, run_step(pipe, optimizer, MIXED_BATCHES[3])], expected[2:]) == []
+        assert adaptra.TrainingState(pipe, optimizer).state_dict()["step"] == 4
+
+
+@pytest.mark.parametrize("change", [{"step": None}, {"step": -1}, {"step": 1.5}, {"step": True}])
+def test_a_state_without_its_step_is_refused(one_thread: None, change: dict[str, object]) -> None:
+    with compiled(EXAMPLE, BATCHES[0], stages=2, microbatches=MICROBATCHES) as pipe:
+        training = adaptra.TrainingState(pipe, adam(pipe.parameters()))
+        before = {name: one.clone() for name, one in pipe.state_dict().items()}
+        other = {name: torch.zeros_like(one) for name, one in before.items()}
+        with pytest.raises(StateError) as error:
+            training.load_state_dict(training.state_dict() | {"model": other} | change)
+        check_documented("StateError", str(error.value), NO_STEP)
+        assert all(torch.equal(one, before[name]) for name, one in pipe.state_dict().items())
 
 
 def test_without_a_launcher_a_state_dict_is_the_whole_run(one_thread: None) -> None:
