@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent / "links"))
-from linked_hosts import change_links
+from linked_hosts import SYSCTLS, change_links
 
 PORT = 5000
 
@@ -46,7 +46,7 @@ def how_it_sends(_rank):
     """The congestion control of a new connection, and whether it starts slowly after it was idle."""
     with socket.socket() as connection:
         control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
-    return [control, Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle").read_text().strip()]
+    return [control, (SYSCTLS / "tcp_slow_start_after_idle").read_text().strip()]
 
 
 def one_way(rank, address, count):

@@ -1,11 +1,10 @@
 """The delegate's engine between hosts whose link is long, or turns long or lossy while messages travel."""
 
-from pathlib import Path
-
 import pytest
 from delegate_link_bodies import until
+from linked_hosts import SYSCTLS
 
-CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+CONGESTION_CONTROL = SYSCTLS / "tcp_congestion_control"
 
 
 def run(linked_hosts, before, after, goal):
