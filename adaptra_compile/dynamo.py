@@ -41,6 +41,7 @@ from adaptra.phased import Call, PhasedPipeline
 from adaptra.request import Request
 from adaptra.runtime.launch import is_launched
 from adaptra.runtime.options import Options, is_whole
+from adaptra.wrapped import refuse_wrapped_callers
 
 Made = TypeVar("Made", bound=Pipeline)
 
@@ -113,6 +114,9 @@ def adaptra_backend(
     if mode is not None:
         raise OptionError(f"mode={mode!r}: expected none: modes are inductor's; options={{'inner': 'inductor'}} compiles by it")
     chosen = BackendOptions.parse(options or {})
+    refuse_wrapped_callers(
+        (node.name, one) for node, one in zip(graph.graph.find_nodes(op="placeholder"), examples, strict=True)
+    )
     if chosen.stages == chosen.microbatches == 1:
         return lookup_backend(chosen.runtime.inner)(graph, list(examples))
     results = [one.meta["example_value"] for one in results_of(graph.graph)]

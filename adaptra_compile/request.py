@@ -17,6 +17,7 @@ from adaptra.roles import Roles
 from adaptra.runtime.faults import Fault
 from adaptra.runtime.options import Options, is_whole
 from adaptra.runtime.transports.registry import is_built_in, transport_names
+from adaptra.wrapped import refuse_wrapped
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
@@ -93,7 +94,9 @@ class Request:
             raise OptionError(
                 f"model: a {type(given).__name__}: expected a torch.nn.Module, or a list of them, one for every stage"
             )
-        if (modules := self.stage_modules) is None:
+        modules = self.stage_modules
+        refuse_wrapped(self.whole_model, stages_as_given=modules is not None)
+        if modules is None:
             return
         if len(modules) != self.stages:
             raise OptionError(

@@ -30,6 +30,7 @@ import test_split_change
 import test_stage_modules
 import test_training_state
 import test_verbs
+import test_wrapped
 import torch
 from errors_table import check_documented, documented_errors
 from models import EXAMPLES
@@ -549,7 +550,7 @@ def test_every_documented_error_has_a_test():
     tested = {row for row, _ in MISTAKES} | TESTED_ELSEWHERE | {test_controller.SILENT, test_dynamo.WITHOUT_GRADIENTS}
     tested |= {row for row, _ in (*test_dynamo.MISTAKES, *test_dynamo_outputs.MISTAKES)}
     modules = (test_api_processes, test_autocast, test_delegate_paths, test_loss_scale, test_membership, test_norms, test_roles)
-    for module in (*modules, test_inner, test_placed_training, test_split_change, test_stage_modules):
+    for module in (*modules, test_inner, test_placed_training, test_split_change, test_stage_modules, test_wrapped):
         tested |= set(module.DOCUMENTED.values())
     assert tested == set(documented_errors())
 
