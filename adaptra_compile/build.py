@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from adaptra.built import Built
-from adaptra.errors import BatchError, LaunchError
+from adaptra.errors import BatchError, LaunchError, OptionError
 from adaptra.graph import CompiledStages, compile_stages
 from adaptra.graph.autocast import refuse_autocast
 from adaptra.graph.compile_modules import compile_modules
@@ -22,6 +22,7 @@ from adaptra.progress import Progress, log_progress, shown_progress
 from adaptra.recipe import Prepared, Recipe
 from adaptra.request import STRAIGHT, Request
 from adaptra.runtime.batch import example_microbatch
+from adaptra.runtime.gradient_hooks import copy_is_hooked, is_hooked
 from adaptra.runtime.launch import Launch, agree, disagree, launch
 from adaptra.start import open_recorder
 
@@ -58,6 +59,7 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
             opened.callback(recorder.close)
             with _progress(launched) as progress:
                 prepared = _compile(request, recipe, args, targets, kwargs, progress)
+                _refuse_hooked_copies(request.whole_model, prepared.compiled.copied(request.placed))
                 ranks = [transport.rank for transport in launched.transports] if options.inner != EAGER else []
                 own = [stage for rank in ranks for stage in stages_of(rank, request.placed)]
                 for done, stage in enumerate(own, 1):
@@ -110,6 +112,12 @@ def _compile(
     prepared = recipe.prepare(compiled)
     progress("planned", 1, 1)
     return prepared
+
+
+def _refuse_hooked_copies(model: nn.Module, copied: frozenset[str]) -> None:
+    for name, parameter in model.named_parameters():
+        if name in copied and is_hooked(parameter):
+            raise OptionError(copy_is_hooked(name))
 
 
 def _check_contract(request: Request, launched: Launch) -> None:

@@ -26,6 +26,7 @@ from adaptra.recipe import Prepared, Recipe
 from adaptra.remedies import Means, choose_split
 from adaptra.roles import Roles
 from adaptra.runtime.batch import split_batch
+from adaptra.runtime.gradient_hooks import is_hooked
 from adaptra.runtime.handover import exchange, gather_state, give_optimizer, take_over
 from adaptra.runtime.launch import Job, Launch, agree
 from adaptra.runtime.resplit import exchange_parts, move_within, new_state, regroup, transfers
@@ -84,6 +85,7 @@ class Built:
             )
         if after == before:
             return
+        self._require_unhooked("roles")
         (worker,) = self.workers
         held = gather_state(worker.state, optimizer)
         with self._restarting("roles", partial(job.join, after)) as (launched, opened):
@@ -100,6 +102,7 @@ class Built:
     def settle_roles(self, optimizer: torch.optim.Optimizer, horizon: int) -> RoleChange | None:
         """Take better roles, if there are any: see :meth:`adaptra.api.Pipeline.settle_roles`."""
         job, roles = self._replicated()
+        self._require_unhooked("roles")
         (worker,) = self.workers
         if not worker.measured:
             raise PipelineError("no step has run yet: roles are settled by what steps took")
@@ -116,11 +119,13 @@ class Built:
     def take_split(self, split: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
         """Begin the stages elsewhere: see :meth:`adaptra.api.Pipeline.take_split`."""
         captured = self._captured()
+        self._require_unhooked("split")
         self._take_cut(self._cut(captured, captured.positions(split)), optimizer)
 
     def settle_split(self, optimizer: torch.optim.Optimizer, horizon: int) -> SplitChange | None:
         """Take a better cut, if there is one: see :meth:`adaptra.api.Pipeline.settle_split`."""
         captured, (worker, *_) = self._captured(), self.workers
+        self._require_unhooked("split")
         cut = cache(partial(self._cut, captured))  # to see whether the model can be cut so, and then to take it
         if not worker.measured:
             raise PipelineError("no step has run yet: a split is settled by what steps took")
@@ -242,6 +247,14 @@ class Built:
     def _require_straight(self, what: str) -> None:
         if not is_straight(self._recipe.placement):
             raise OptionError(f"{what}: each rank has several stages: expected a pipeline with one stage on each rank")
+
+    def _require_unhooked(self, what: str) -> None:
+        hooked = next((name for worker in self.workers for name, one in worker.trainable.items() if is_hooked(one)), None)
+        if hooked is not None:
+            raise OptionError(
+                f"{what}: {hooked} has a gradient hook, which stays with this process: expected parameters without hooks where "
+                "they move between ranks; remove it by its handle, and register it of pipe.parameters() afterwards"
+            )
 
     @property
     def state(self) -> dict[str, Tensor]:

@@ -7,13 +7,14 @@ as the wrapper expects, so gradients would be wrong, mostly without a word.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from inspect import currentframe
 from typing import Any, Final
 
 from torch import nn
 
 from adaptra.errors import OptionError
+from adaptra.graph.hooks import refuse_backward_hooks
 
 _WRAPPERS: Final = (
     (
@@ -48,18 +49,19 @@ _COMPILED: Final = (
 
 
 def refuse_wrapped(model: nn.Module, *, stages_as_given: bool = False) -> None:
-    """Refuse a model of which any module is wrapped, sharded or compiled.
+    """Refuse a model of which any module is wrapped, sharded or compiled, or has hooks in the backward pass.
 
     Args:
         model: The model.
-        stages_as_given: Whether modules run as they are; then they may be compiled.
+        stages_as_given: Whether modules run as they are; then they may be compiled and have hooks.
 
     Raises:
         OptionError: Names the module, what it is, and what to give instead.
     """
-    _refuse(model, _WRAPPERS if stages_as_given else _WRAPPERS + _COMPILED)
+    _refuse(model.named_modules(), _WRAPPERS if stages_as_given else _WRAPPERS + _COMPILED)
     if stages_as_given:
         return
+    refuse_backward_hooks(model.named_modules())
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None:  # pyright: ignore[reportPrivateUsage]
             raise OptionError(
@@ -71,8 +73,8 @@ def refuse_wrapped(model: nn.Module, *, stages_as_given: bool = False) -> None:
 def refuse_wrapped_callers(tensors: Iterable[tuple[str, Any]]) -> None:
     """What :func:`refuse_wrapped` does for a graph that torch.compile hands over while the model is called.
 
-    Of the model itself only its forward is seen then. So each module whose call is under way is looked at, with all below it;
-    those that torch.compile itself made are passed through.
+    Of the model itself only its forward is seen then. So the modules whose call is under way are looked at: what is compiled
+    with all below it, what calls it for itself.
 
     Args:
         tensors: What the graph takes, and its names.
@@ -80,26 +82,36 @@ def refuse_wrapped_callers(tensors: Iterable[tuple[str, Any]]) -> None:
     Raises:
         OptionError: As :func:`refuse_wrapped`.
     """
-    frame = currentframe()
-    while frame is not None:
-        if frame.f_code is nn.Module._wrapped_call_impl.__code__:  # pyright: ignore[reportPrivateUsage]
-            called = frame.f_locals["self"]
-            _refuse(getattr(called, "_orig_mod", called), _WRAPPERS)
-        frame = frame.f_back
+    for number, module in enumerate(_under_way()):
+        compiled = getattr(module, "_orig_mod", module if number == 0 else None)
+        if isinstance(compiled, nn.Module):
+            _refuse(compiled.named_modules(), _WRAPPERS)
+            refuse_backward_hooks(compiled.named_modules())
+        _refuse([("", module)], _WRAPPERS)
     _refuse_distributed(tensors)
 
 
-def _refuse(model: nn.Module, kinds: tuple[tuple[str, str, str], ...]) -> None:
+def _under_way() -> Iterator[nn.Module]:
+    """The modules whose call is under way, innermost first."""
+    frame = currentframe()
+    while frame is not None:
+        if frame.f_code is nn.Module._wrapped_call_impl.__code__:  # pyright: ignore[reportPrivateUsage]
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
+def _refuse(named: Iterable[tuple[str, nn.Module]], kinds: tuple[tuple[str, str, str], ...]) -> None:
     found = [(_class(home, name), name, instead) for home, name, instead in kinds]
-    for path, module in model.named_modules():
+    for path, module in named:
         for kind, name, instead in found:
             if kind is not None and isinstance(module, kind):
                 article = "an" if name in ("FSDPModule", "OptimizedModule") else "a"
                 raise OptionError(
                     f"model: {_placed(f'{article} {name}', path)}: expected a module that nothing wraps; {instead}"
                 )
-    _refuse_distributed(model.named_parameters())
-    _refuse_distributed(model.named_buffers())
+        prefix = f"{path}." if path else ""
+        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        _refuse_distributed((prefix + name, tensor) for name, tensor in own)
 
 
 def _refuse_distributed(tensors: Iterable[tuple[str, Any]]) -> None:

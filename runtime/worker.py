@@ -31,6 +31,7 @@ from adaptra.runtime.controller import Controller
 from adaptra.runtime.coordinator import ControllerOptions
 from adaptra.runtime.emulation import Pacing
 from adaptra.runtime.executor import Executor, MessageShapes
+from adaptra.runtime.gradient_hooks import GradientHooks
 from adaptra.runtime.gradients import Gradients, SharedParameter
 from adaptra.runtime.launch import gather
 from adaptra.runtime.losses import Losses
@@ -130,6 +131,7 @@ class Worker:
             transport,
             options.timeout,
         )
+        self._hooks = GradientHooks(self.trainable, compiled.copied(self._placement))
         self._norms = GradientNorms(self.rank, self.trainable, compiled, self._placement, microbatches, transport)
         last = compiled.train[-1]
         loss, *_ = last.outputs  # of a pipeline without one, an output: then no losses are told
@@ -207,12 +209,14 @@ class Worker:
             self._probes.begin_step(step)
             self._losses.begin_step(step)
             self._gradients.begin_step(step)
+            self._hooks.begin_step()
             for stage in self._training.values():
                 stage.begin_step(loss_scale, self.steps_before)
             executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=self._losses.tell)
             self._gradients.end_step()
             if self._replicas is not None:  # while the stages that end later still compute
                 self._replicas.average_gradients(self.trainable.values())
+            self._hooks.end_step()
             losses = self._losses.end_step(self._options.timeout)
             if self._replicas is not None:
                 losses = self._replicas.average_losses(losses)

@@ -18,6 +18,7 @@ import test_delegate_paths
 import test_dynamo
 import test_dynamo_outputs
 import test_full_state
+import test_gradient_hooks
 import test_inner
 import test_loss_scale
 import test_lossy
@@ -548,7 +549,7 @@ def test_every_mistake_is_told_as_documented(row, mistake):
 
 def test_every_documented_error_has_a_test():
     tested = {row for row, _ in MISTAKES} | TESTED_ELSEWHERE | {test_controller.SILENT, test_dynamo.WITHOUT_GRADIENTS}
-    tested |= {row for row, _ in (*test_dynamo.MISTAKES, *test_dynamo_outputs.MISTAKES)}
+    tested |= {row for row, _ in (*test_dynamo.MISTAKES, *test_dynamo_outputs.MISTAKES, *test_gradient_hooks.MISTAKES)}
     modules = (test_api_processes, test_autocast, test_delegate_paths, test_loss_scale, test_membership, test_norms, test_roles)
     for module in (*modules, test_inner, test_placed_training, test_split_change, test_stage_modules, test_wrapped):
         tested |= set(module.DOCUMENTED.values())

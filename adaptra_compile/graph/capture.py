@@ -23,6 +23,7 @@ from adaptra.errors import CaptureError
 from adaptra.graph.autocast import noting_autocast
 from adaptra.graph.batch import InputFormat, Loss, OutputFormat, TargetFormat, loss_of
 from adaptra.graph.checkpoints import numbering_checkpoints
+from adaptra.graph.hooks import refusing_tensor_hooks
 from adaptra.graph.ops import results_of
 
 
@@ -126,7 +127,7 @@ def capture(
     formats: list[OutputFormat] = []
     step = _Step(model, input_format, target_format, loss, evaluation, with_loss, formats)
     examples = (tuple(tensor.detach() for tensor in inputs), tuple(tensor.detach() for tensor in targets))
-    with _mode(model, evaluation), numbering_checkpoints(), noting_autocast():
+    with _mode(model, evaluation), numbering_checkpoints(), noting_autocast(), refusing_tensor_hooks():
         try:
             exported = torch.export.export(step, examples, strict=False)
         except CaptureError:

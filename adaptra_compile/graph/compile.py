@@ -75,6 +75,10 @@ class CompiledStages:
     places: Places
     captured: Captured | None = None
 
+    def copied(self, placement: Sequence[int]) -> frozenset[str]:
+        """The trainable parameters that stages of several ranks use, each rank with a copy."""
+        return frozenset(one.name for one in self.tied if len({placement[stage] for stage in one.stages}) > 1)
+
     @property
     def with_loss(self) -> bool:
         """Whether the last stage returns a loss; else it returns what the model returns."""

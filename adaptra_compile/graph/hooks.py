@@ -1,0 +1,72 @@
+"""Hooks that a pipeline of graphs has no place for: refused in plain words, since torch would leave them out in silence."""
+
+# pyright: reportPrivateUsage=false
+# Torch has no other way to ask whether there are hooks.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from inspect import currentframe
+from threading import get_ident
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.modules import module as modules
+
+from adaptra.errors import CaptureError, OptionError
+
+_WHILE_IT_RUNS: Final = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+
+
+def refuse_backward_hooks(named: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse modules that have hooks in the backward pass.
+
+    Args:
+        named: The modules and what they are called.
+
+    Raises:
+        OptionError: Names the module.
+    """
+    for name, module in named:
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise OptionError(_refusal(f"a backward hook of the module {name!r}" if name else "a backward hook of the model"))
+    if modules._global_backward_hooks or modules._global_backward_pre_hooks:
+        raise OptionError(_refusal("a backward hook of all modules (torch.nn.modules.module)"))
+
+
+@contextmanager
+def refusing_tensor_hooks() -> Generator[None]:
+    """Within this context a model that hooks a tensor while it runs is met with a CaptureError that names the line."""
+    tensor: Any = torch.Tensor
+    before = {name: getattr(tensor, name) for name in _WHILE_IT_RUNS}
+    for name, method in before.items():
+        setattr(tensor, name, _refusing(name, method, get_ident()))
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(tensor, name, method)
+
+
+def _refusing(name: str, method: Callable[..., Any], thread: int) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if get_ident() != thread:  # another pipeline may train meanwhile
+            return method(*args, **kwargs)
+        here = currentframe()
+        caller = None if here is None else here.f_back
+        where = "" if caller is None else f"{caller.f_code.co_filename}:{caller.f_lineno}: "
+        raise CaptureError(
+            f"{where}the model calls {name} of a tensor while it runs, which a graph can't hold: expected hooks of parameters "
+            "alone, registered before or after adaptra.compile; they run once per step"
+        )
+
+    return refuse
+
+
+def _refusal(what: str) -> str:
+    return (
+        f"model: {what}: expected none, as a pipeline runs the backward pass of its own graphs, not of modules; hooks of "
+        "parameters (register_hook) run once per step"
+    )

@@ -1,0 +1,65 @@
+"""Hooks of parameters: torch's ``register_hook`` and ``register_post_accumulate_grad_hook``, once per step.
+
+Autograd runs them once per backward pass, and a step is one backward pass of the whole batch. So they run at its end, when all
+microbatches, uses and replicas are in the gradient: what a hook returns is what optimizers see. Torch itself runs them: the
+gradient is handed to autograd, which does with it what it does in any backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from adaptra.errors import OptionError
+
+
+class GradientHooks:
+    """Runs the hooks of one rank's parameters.
+
+    Args:
+        parameters: The trainable parameters of its stages by name.
+        copied: The names of parameters that stages of several ranks use, each with a copy of its own.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], copied: Collection[str]) -> None:
+        self._parameters = parameters
+        self._copied = copied
+        self._before: dict[str, Tensor | None] = {}
+
+    def begin_step(self) -> None:
+        """Set aside what earlier steps have left in ``grad`` where there are hooks, which are given this step's alone.
+
+        Raises:
+            OptionError: A parameter with copies on several ranks has a hook; names it.
+        """
+        self._before = {}
+        for name, parameter in self._parameters.items():
+            if not is_hooked(parameter):
+                continue
+            if name in self._copied:
+                raise OptionError(copy_is_hooked(name))
+            self._before[name], parameter.grad = parameter.grad, None
+
+    def end_step(self) -> None:
+        """Run all hooks on the gradients of the step, which is then added to those of earlier steps."""
+        for name, earlier in self._before.items():
+            parameter = self._parameters[name]
+            gradient, parameter.grad = parameter.grad, earlier
+            if gradient is not None:
+                torch.autograd.backward([parameter], [gradient])
+        self._before = {}
+
+
+def is_hooked(tensor: Tensor) -> bool:
+    """Whether a parameter has a hook that its gradient goes through."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
+def copy_is_hooked(name: str) -> str:
+    """What is said of a hook that would have to run on several ranks."""
+    return (
+        f"{name}: a gradient hook of a parameter that stages of several ranks use, each with a copy of its own: expected none, "
+        "as the copies would become different; change its gradient between the step and optimizer.step()"
+    )
