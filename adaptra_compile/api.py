@@ -474,9 +474,20 @@ class Pipeline(NotAModule):
         """
         plan, means = self.plan, self._require().means
         explanation = explain(
-            plan.program, plan.case.cost, plan.case.microbatches, means=means, spread=plan.delegated, rounded=plan.rounded
+            plan.program,
+            plan.case.cost,
+            plan.case.microbatches,
+            means=means,
+            spread=plan.delegated,
+            rounded=plan.rounded,
+            unit="seconds",
         )
         return str(explanation)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in the job; 0 where one process runs all stages. For what only one rank should print."""
+        return torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
 
     def report(self) -> str:
         """A table of what was compiled: per stage the FLOPs, parameters, activations and their peak, and messages."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from adaptra.errors import CaseError
-from adaptra.program import Kind
+from adaptra.program import Kind, refuse_size
 
 FORMAT_VERSION: Final = 1
 
@@ -101,6 +101,13 @@ class CostModel:
         """The number of stages."""
         return len(self.forward)
 
+    @property
+    def once_through(self) -> float:
+        """How long one microbatch alone takes, there and back and with W after all of it."""
+        ops = (*self.forward, *self.input_grad, *self.weight_grad)
+        messages = (*self.latency_forward, *self.latency_backward, *self.occupancy_forward, *self.occupancy_backward)
+        return sum(ops) + sum(messages)
+
     def duration(self, stage: int, kind: Kind) -> float:
         """How long a compute op takes; communication ops take no time of the stage."""
         match kind:
@@ -181,6 +188,16 @@ class Case:
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise CaseError(f"M={self.microbatches}: expected at least one microbatch")
+        if refused := refuse_size(self.cost.stages, self.microbatches):
+            raise CaseError(f"S, M: {refused}")
+        for names, one in (
+            ("t_f, t_b, t_w, c_f, c_b, o_f, o_b", self.cost.once_through),
+            ("mem_f", sum(self.cost.memory_forward)),
+        ):
+            if not math.isfinite(self.microbatches * one):
+                raise CaseError(
+                    f"{names}: {self.microbatches} microbatches add up to more than 1.8e308: expected a larger unit"
+                )
         ranks = set(self.placement)
         if len(self.placement) != self.cost.stages or ranks != set(range(len(ranks))):
             raise CaseError(f"placement {list(self.placement)}: expected {self.cost.stages} stages on ranks 0..R-1")

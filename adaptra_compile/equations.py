@@ -1,18 +1,6 @@
 """The bubble equations: how many forwards each stage must run ahead so that a slow link costs its delay once, not N times.
 
-The model is that of the Adaptra paper (arXiv 2504.19232), in its symbols:
-
-======================  ==================================================================================================
-``N``, ``S``            microbatches, stages
-``x_i``                 forwards that stage i runs before its first backward (warm-up)
-``Delta_i``             slackness of edge i (between stages i and i+1), x_i - x_{i+1}
-``tF_i tB_i tW_i``      durations of F, I (the paper's B) and W on stage i
-``cF_i``, ``cB_i``      what one message costs on edge i, forward and backward: latency + occupancy. The paper has one c_i
-                        for both and writes 2 c_i where we write cF_i + cB_i
-``A_i``                 most microbatches that may be in flight on stage i (the paper's floor(M / M_F))
-``h_i d_i r_i``         earliest start of the first F on stage i; from the end of an F on stage i to the earliest start of its
-                        I there; from the end of the last I on stage i to the earliest end of the step
-======================  ==================================================================================================
+The model is that of the Adaptra paper (arXiv 2504.19232), in its symbols: :data:`SYMBOLS`.
 
 Each equation is written once, below, as a sympy expression; what computes with it is compiled from it on first use, and what
 explains a plan prints it. Importing this module doesn't import sympy.
@@ -22,9 +10,31 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+SYMBOLS: Final = {
+    "N": "microbatches of a step",
+    "x": "forwards that stage i runs before its first backward (warm-up)",
+    "Delta": "slackness of edge i, which joins stages i and i+1: x_i - x_{i+1}",
+    "tF": "time of F on stage i",
+    "tB": "time of I, the input gradient, on stage i",
+    "tW": "time of W, the weight gradient, on stage i",
+    "cF": "time of one message forward on edge i: latency + occupancy",
+    "cB": "time of one message backward on edge i: latency + occupancy",
+    "c": "time of one message on edge i, the same in both directions",
+    "oF": "occupancy: how long one message forward keeps edge i busy",
+    "oB": "occupancy: how long one message backward keeps edge i busy",
+    "t": "time of every op, where all take the same",
+    "A": "most microbatches that may be in flight on stage i",
+    "h": "earliest start of the first F on stage i",
+    "d": "from the end of an F on stage i to the earliest start of its I there",
+    "r": "from the end of the last I on stage i to the earliest end of the step",
+}
+"""What each symbol stands for, without its index. The paper has one c_i for both directions; 2 c_i is cF_i + cB_i here, and its
+A_i is floor(M / M_F).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,11 @@ class Equation:
     def text(self) -> str:
         """The equation as plain text."""
         return str(self.expression)
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        """The symbols that stand in the equation, without their indices: keys of :data:`SYMBOLS`."""
+        return frozenset(str(symbol).partition("_")[0] for symbol in self.expression.free_symbols)
 
     @property
     def is_relation(self) -> bool:
@@ -187,6 +202,12 @@ def equations() -> Equations:
             (h, f, c_forward, f_next, d_next, b_next, o_backward, c_backward, b, r, count),
         ),
     )
+
+
+def legend(used: Iterable[Equation]) -> dict[str, str]:
+    """What the symbols of these equations stand for, in the order of :data:`SYMBOLS`."""
+    symbols = frozenset[str]().union(*(equation.symbols for equation in used))
+    return {symbol: meaning for symbol, meaning in SYMBOLS.items() if symbol in symbols}
 
 
 def excess_delay(delay: float, slack: int, microbatches: int, duration: float) -> float:

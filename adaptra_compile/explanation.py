@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adaptra.cost import Case, CostModel
-from adaptra.equations import Equation, equations
+from adaptra.equations import Equation, equations, legend
 from adaptra.errors import PlanError
 from adaptra.limitation import Limitation, what_limits
 from adaptra.program import Kind, Program
@@ -63,6 +63,7 @@ class Explanation:
         lines: Every equation at every place where it says something, equation by equation.
         limitation: What keeps the plan from being shorter, and what would help.
         remedies: What would relieve the edges whose bandwidth binds, or None if none does.
+        unit: Of all times, such as ``seconds``; empty for the case's own.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Explanation:
     lines: tuple[Line, ...]
     limitation: Limitation
     remedies: Remedies | None
+    unit: str = ""
 
     @property
     def slack(self) -> tuple[int, ...]:
@@ -101,6 +103,8 @@ class Explanation:
             "gap": self.gap,
             "limitation": self.limitation.to_json(),
             "remedies": None if self.remedies is None else self.remedies.to_json(),
+            "unit": self.unit,
+            "symbols": legend(line.equation for line in self.lines),
             "equations": [line.to_json() for line in self.lines],
         }
 
@@ -108,7 +112,9 @@ class Explanation:
         return "\n".join(self._text()) + "\n"
 
     def _text(self) -> Iterator[str]:
-        yield f"{self.name}: makespan {self.makespan:g}, no plan beats {self.bound}, gap {100 * self.gap:.1f} %"
+        unit = f"in {self.unit}" if self.unit else "in the unit of the case"
+        gap = f"gap {100 * self.gap:.1f} %"
+        yield f"{self.name}: makespan {self.makespan:g}, no plan beats {self.bound}, {gap}; all times {unit}"
         yield str(self.limitation)
         if self.remedies is not None:
             yield str(self.remedies)
@@ -121,6 +127,10 @@ class Explanation:
                 title = line.equation.title
                 yield f"\n{title} ({line.equation.source}):\n  {line.equation.text}"
             yield f"    {line}"
+        yield f"\nsymbols, times {unit}; i numbers stages, and edge i joins stages i and i+1:"
+        meanings = legend(line.equation for line in self.lines)
+        for symbol, meaning in meanings.items():
+            yield f"  {symbol if symbol == 'N' else f'{symbol}_i':<9}{meaning}"
 
 
 def explain(
@@ -131,6 +141,7 @@ def explain(
     means: Means | None = None,
     spread: Sequence[Edge] = (),
     rounded: Sequence[Edge] = (),
+    unit: str = "",
 ) -> Explanation:
     """Fill the bubble equations with the numbers of a plan.
 
@@ -143,6 +154,7 @@ def explain(
         cost: The costs it was made for.
         microbatches: N, if the caller wants it checked against the program's.
         means, spread, rounded: What there is against edges whose bandwidth binds; see :func:`adaptra.remedies.find_remedies`.
+        unit: Of the times in ``cost``, such as ``seconds``; empty for the case's own.
 
     Raises:
         PlanError: The program has another number of microbatches, or no backward, so no warm-up.
@@ -166,6 +178,7 @@ def explain(
         (*_edge_lines(cost, program.microbatches, x, asked), *_bound_lines(cost, program.microbatches, asked.limit)),
         what_limits(simulation),
         find_remedies(case, simulation.program, spread, rounded, means=means or Means()),
+        unit,
     )
 
 

@@ -23,6 +23,8 @@ from typing import Final
 from adaptra.errors import ScheduleError
 
 FORMAT_VERSION: Final = 1
+MOST_OPS: Final = 10_000_000
+"""The most F, I and W of a program: some seconds and gigabytes. More are taken for a mistake before they fill the memory."""
 
 
 class Kind(Enum):
@@ -50,6 +52,14 @@ class Kind(Enum):
 
 
 COMPUTE_KINDS: Final = frozenset({Kind.F, Kind.I, Kind.W, Kind.B})
+
+
+def refuse_size(stages: int, microbatches: int) -> str | None:
+    """Why so many stages and microbatches are too many for one program; None where they are not."""
+    ops = 3 * stages * microbatches
+    if ops <= MOST_OPS:
+        return None
+    return f"{stages:,} stages × {microbatches:,} microbatches are {ops:,} ops F, I and W: expected at most {MOST_OPS:,}"
 
 
 @dataclass(frozen=True, slots=True)

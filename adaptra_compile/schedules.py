@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from adaptra.errors import ScheduleError
-from adaptra.program import Kind, Op, Program
+from adaptra.program import Kind, Op, Program, refuse_size
 
 
 def gpipe(stages: int, microbatches: int, split: bool = True) -> Program:
@@ -26,7 +26,7 @@ def gpipe(stages: int, microbatches: int, split: bool = True) -> Program:
         split: Emit each backward as I followed by its W, so that the gradient leaves before W; else as one B.
 
     Raises:
-        ScheduleError: A number is below one.
+        ScheduleError: A number is below one, or there are too many ops.
     """
 
     def order(stage: int) -> Iterable[Op]:
@@ -53,7 +53,7 @@ def zb_h1(stages: int, microbatches: int) -> Program:
     Every stage holds at most S microbatches between F and W, what stage 0 of 1F1B holds.
 
     Raises:
-        ScheduleError: A number is below one.
+        ScheduleError: A number is below one, or there are too many ops.
     """
 
     def order(stage: int) -> Iterable[Op]:
@@ -69,7 +69,7 @@ def zb_h2(stages: int, microbatches: int) -> Program:
     holds at most 2S-1 microbatches between F and W.
 
     Raises:
-        ScheduleError: A number is below one.
+        ScheduleError: A number is below one, or there are too many ops.
     """
 
     def order(stage: int) -> Iterable[Op]:
@@ -92,9 +92,9 @@ def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2) -> Program:
         chunks: How many stages each rank holds.
 
     Raises:
-        ScheduleError: A number is below one.
+        ScheduleError: A number is below one, or there are too many ops.
     """
-    _check("interleaved", ranks=ranks, microbatches=microbatches, chunks=chunks)
+    _check("interleaved", ranks * chunks, ranks=ranks, microbatches=microbatches, chunks=chunks)
     rounds = -(-microbatches // ranks)
 
     def units(kind: Kind, rank: int) -> list[Op]:
@@ -125,9 +125,9 @@ def zbv(ranks: int, microbatches: int) -> Program:
     twice the size. Fewer microbatches are those of a step with 2 ranks - 1, the others left out.
 
     Raises:
-        ScheduleError: A number is below one.
+        ScheduleError: A number is below one, or there are too many ops.
     """
-    _check("zbv", ranks=ranks, microbatches=microbatches)
+    _check("zbv", 2 * ranks, ranks=ranks, microbatches=microbatches)
     full = max(microbatches, 2 * ranks - 1)
 
     def order(rank: int) -> Iterable[Op]:
@@ -165,9 +165,9 @@ def forward_only(placement: Sequence[int], microbatches: int) -> Program:
         microbatches: The number of microbatches of one step.
 
     Raises:
-        ScheduleError: A number is below one.
+        ScheduleError: A number is below one, or there are too many ops.
     """
-    _check("forward_only", stages=len(placement), microbatches=microbatches)
+    _check("forward_only", len(placement), stages=len(placement), microbatches=microbatches)
     chunks = len(placement) // len(set(placement))
     ops = [Op(stage, Kind.F, microbatch) for stage in range(len(placement)) for microbatch in range(microbatches)]
     ops.sort(key=lambda op: chunks * op.microbatch + op.stage)
@@ -183,7 +183,7 @@ def two_phases(stages: int, microbatches: int) -> Program:
     could be run in the meantime. Every stage holds all microbatches at once.
 
     Raises:
-        ScheduleError: A number is below one.
+        ScheduleError: A number is below one, or there are too many ops.
     """
 
     def order(stage: int) -> Iterable[Op]:
@@ -220,7 +220,7 @@ def generate_for(name: str, placement: tuple[int, ...], microbatches: int) -> Pr
     """The schedule of this name, of :data:`GENERATORS` or :data:`PLACED`, for a pipeline placed so.
 
     Raises:
-        ScheduleError: The name is unknown, microbatches are below one, or the schedule places stages otherwise.
+        ScheduleError: The name is unknown, a number is out of range, or the schedule places stages otherwise.
     """
     ranks = len(set(placement))
     if name == "interleaved":
@@ -255,11 +255,14 @@ def _alternate(stage: int, microbatches: int, warm_up: int, deferred: int, split
 
 
 def _program(name: str, stages: int, microbatches: int, order: Callable[[int], Iterable[Op]]) -> Program:
-    _check(name, stages=stages, microbatches=microbatches)
+    _check(name, stages, stages=stages, microbatches=microbatches)
     return Program(name, tuple(range(stages)), microbatches, tuple(tuple(order(stage)) for stage in range(stages)))
 
 
-def _check(name: str, **numbers: int) -> None:
+def _check(name: str, total: int, /, **numbers: int) -> None:
+    """Refuse a number below one, and too many ops on ``total`` stages."""
     for what, number in numbers.items():
         if number < 1:
             raise ScheduleError(f"{name}: {what}={number}: expected at least 1")
+    if refused := refuse_size(total, numbers["microbatches"]):
+        raise ScheduleError(f"{name}: {refused}")

@@ -102,7 +102,7 @@ def train(arguments: argparse.Namespace, console: Console) -> tuple[list[Step], 
     timelines: dict[str, Timeline] = {}
     # The steps to draw are the same on every rank, since all ranks take part in gathering a timeline.
     drawn = {arguments.slow_at - 1: "healthy", arguments.slow_at + 1: "slow", arguments.steps - 1: "adapted"}
-    with pipe, LiveTable(Console(quiet=rank != 0, soft_wrap=False)) as live:
+    with pipe, LiveTable() as live:
         begun = time.perf_counter()
         for step in range(arguments.steps):
             loss = pipe.step(*batch_of(text, step, ROWS, LENGTH))

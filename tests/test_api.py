@@ -682,7 +682,7 @@ def test_a_checkpoint_goes_both_ways():
 def test_what_there_is_to_see(tmp_path):
     """The table, the explanation, the events, and the pictures and trace of a measured step."""
     with compiled(stages=4) as pipe:
-        assert pipe.plan.version == 0 and pipe.slow_edges == ()
+        assert pipe.plan.version == 0 and pipe.slow_edges == () and pipe.rank == 0
         table, explained = pipe.report(), pipe.explain()
         assert all(f"{stage}" in table for stage in range(4)) and "bound" in explained
         pipe.step(X, Y)

@@ -172,6 +172,11 @@ def test_traces_of_several_files_are_drawn_on_one_axis(folder: Path, capsys: pyt
     assert shown[5] == ""
 
 
+def test_a_schedule_as_json_holds_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, "schedule", "1f1b", "-s", "2", "-m", "3", "--json")
+    assert found == {"name": "1f1b", "program": str(generate("1f1b", 2, 3))}
+
+
 def test_schedules_with_two_stages_on_a_rank_are_printed_simulated_and_compared(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -355,7 +360,12 @@ def test_the_documented_program_is_read_and_written_as_shown() -> None:
         ("trace slow.json", "slow.json: not an adaptra trace: expected otherData.format to be 'adaptra-trace'"),
         ("simulate zbv slow.json", "placement 0,1,2: zbv places stages on ranks 0,1,2,2,1,0"),
         ("schedule zbv -s 3 -m 2", "zbv: 3 stages: expected an even number, two on each rank"),
-        ("schedule 2f2b -s 2 -m 2", "schedule '2f2b': expected one of gpipe, 1f1b, zb_h1, zb_h2"),
+        ("schedule 2f2b -s 2 -m 2", "schedule '2f2b': expected one of gpipe, 1f1b, zb_h1, zb_h2, interleaved, zbv\n"),
+        ("schedule 1f1b -s 1000000 -m 1000000", "1f1b: 1,000,000 stages × 1,000,000 microbatches are 3,000,000,000,000 ops"),
+        (
+            "schedule zbv -s 1000000 -m 10",
+            "zbv: 1,000,000 stages × 10 microbatches are 30,000,000 ops F, I and W: expected at most",
+        ),
     ],
 )
 def test_wrong_input_ends_with_status_2_and_says_what_and_where(
@@ -390,6 +400,12 @@ def test_wrong_input_ends_with_status_2_and_says_what_and_where(
         ({"t_f": None}, "t_f: expected a number or a list of 3, got None"),
         ({"t_f": [1, 2]}, "t_f: expected a number or a list of 3, got a list of 2"),
         ({"t_b": -1}, "t_b[0] is -1.0: expected a finite number that is not negative"),
+        ({"M": 10**6, "S": 10**3, "c_f": 1}, "S, M: 1,000 stages × 1,000,000 microbatches are 3,000,000,000 ops F, I and W"),
+        (
+            {"t_f": 1e308},
+            "t_f, t_b, t_w, c_f, c_b, o_f, o_b: 6 microbatches add up to more than 1.8e308: expected a larger unit",
+        ),
+        ({"mem_f": 1e308}, "mem_f: 6 microbatches add up to more than 1.8e308: expected a larger unit"),
         ({"t_w": 10**400}, "t_w: expected numbers of at most 1.8e308, got a larger one"),
         ({"c_f": [0, float("nan")]}, "c_f[1] is nan: expected a finite number that is not negative"),
         ({"mem_b": 2}, "memory_input_grad of stage 0 is 2.0: expected at most memory_forward, 1.0"),
@@ -477,8 +493,10 @@ def test_doctor_says_what_to_install(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr(doctor, "version", version)
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
-    assert "extra viz    missing, needed for pictures: pip install 'adaptra[viz]'\n" in shown
-    assert "extra exact  ortools 1.2\n" in shown
+    lines = dict(re.split(r" {2,}", line, maxsplit=1) for line in shown.splitlines())
+    assert lines["extra viz"] == "missing, needed for pictures: pip install 'adaptra[viz]'"
+    assert lines["extra exact"] == "ortools 1.2"
+    assert lines["extra tensorboard"] == "tensorboard 1.2", "the longest name has its column too"
 
 
 # Start-up

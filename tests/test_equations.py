@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from strategies import cases
 
 from adaptra.cost import Case, CostModel
-from adaptra.equations import Equation, equations, excess_delay
+from adaptra.equations import SYMBOLS, Equation, equations, excess_delay, legend
 from adaptra.errors import PlanError
 from adaptra.explanation import explain
 from adaptra.program import Program
@@ -168,6 +169,15 @@ def test_an_explanation_shows_the_plans_numbers() -> None:
     assert "edge 1-2: 0 + 30 + 10 + 10 <= 1*(10 + 10)  DOES NOT HOLD" in text
     assert "edge 0-1: 0 + 0 + 10 + 10 <= 1*(10 + 10)  holds" in text
     assert "stage 0: 4 <= Min(12, 12)  holds" in text
+    assert "; all times in the unit of the case\n" in text and "\n  h_i      earliest start of the first F on stage i\n" in text
+    assert "gap 2" in text and "; all times in seconds\n" in str(explain(one_f_one_b(4, 12), cost, unit="seconds"))
+
+
+def test_every_symbol_of_every_equation_is_explained() -> None:
+    model = equations()
+    found = [getattr(model, field.name) for field in dataclasses.fields(model)]
+    assert set(legend(found)) == set(SYMBOLS)
+    assert all(equation.symbols <= set(SYMBOLS) for equation in found)
 
 
 def test_an_explanation_as_json_is_plain_data() -> None:

@@ -33,8 +33,10 @@ def test_the_ten_lines_run_in_one_process(tmp_path: Path) -> None:
 def test_the_ten_lines_run_under_torchrun_with_the_same_loss_on_every_rank(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"]
     alone = run([sys.executable], tmp_path)
-    losses = re.findall(r"tensor\([^)]*\)", run(launcher, tmp_path))
+    printed = run(launcher, tmp_path)
+    losses = re.findall(r"tensor\([^)]*\)", printed)
     assert losses == re.findall(r"tensor\([^)]*\)", alone) * 4
+    assert printed.count("4 stages, 16 microbatches") == 1, "one table for all ranks"
 
 
 def test_the_commands_it_names_are_targets_and_files() -> None:

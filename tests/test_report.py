@@ -400,6 +400,13 @@ def rows(table: LiveTable) -> None:
         live.update(step=1, loss=4.0, slow_edges=[(1, 2), (2, 1)], plan_version=2, note="[plan] switched")
 
 
+def test_under_a_launcher_one_rank_shows_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, shown in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        rows(LiveTable())
+        assert ("4.1589" in capsys.readouterr().out) is shown
+
+
 def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     out = io.StringIO()
     rows(LiveTable(Console(file=out, width=40), title="training"))

@@ -185,6 +185,17 @@ def test_the_page_shows_times_plans_delays_and_what_happened(tmp_path: Path):
     assert (tmp_path / "again.svg").read_bytes() == (tmp_path / "page.svg").read_bytes()
 
 
+def test_what_is_long_goes_on_below_itself(tmp_path: Path):
+    """Nothing runs past the right edge, and nothing is left out."""
+    reason = " ".join(f"edge {edge}→{edge + 1} slow: 126.8 ms (was 1.5 ms);" for edge in range(9))
+    write(tmp_path, 0, [*records_of(0), StepFailed(0, 8, reason, None)])
+    draw_run(load_run(tmp_path), tmp_path / "page.svg")
+    found = texts(tmp_path / "page.svg")
+    first = next(index for index, text in enumerate(found) if "edge 0→1 slow: 126.8 ms" in text)
+    listed = " ".join(" ".join(found[first:]).split())
+    assert reason in listed and max(len(text) for text in found[first:]) <= 130
+
+
 def test_the_page_of_a_long_run_stays_a_page(tmp_path: Path):
     """A thousand steps with something at every tenth."""
     records: list[Record] = [RunStarted(0, "long", 1, 4, 0, "1f1b", 0.1, 0.1)]

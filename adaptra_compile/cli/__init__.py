@@ -172,6 +172,7 @@ def _schedule(add: _Add) -> None:
     parser.add_argument("name", metavar="NAME", help="gpipe, 1f1b, zb_h1, zb_h2, interleaved or zbv")
     parser.add_argument("-s", "--stages", type=_at_least_one, required=True, metavar="S", help="number of stages")
     parser.add_argument("-m", "--microbatches", type=_at_least_one, required=True, metavar="M", help="microbatches per step")
+    _json(parser)
 
 
 def _doctor(add: _Add) -> None:

@@ -14,7 +14,7 @@ from adaptra.errors import ReportError, ScheduleError
 from adaptra.program import Program
 from adaptra.report import perfetto, picture, run_page, text
 from adaptra.report.run import load_run, summary
-from adaptra.schedules import PLACED, generate, generate_for
+from adaptra.schedules import PLACED, generate_for
 from adaptra.simulate import Simulation, lower_bound, simulate
 
 
@@ -34,7 +34,8 @@ def run(options: Namespace) -> str:
         case "trace":
             return _trace(options)
         case "schedule":
-            return str(_generate(options.name, options.stages, options.microbatches))
+            program = _generate(options.name, options.stages, options.microbatches)
+            return as_json({"name": program.name, "program": str(program)}) if options.json else str(program)
         case "doctor":
             found = examine()
             return as_json(found) if options.json else report(found)
@@ -105,7 +106,7 @@ def _trace_run(options: Namespace) -> str:
 def _generate(name: str, stages: int, microbatches: int) -> Program:
     """A schedule by name; those with several stages on a rank with two."""
     if name not in PLACED:
-        return generate(name, stages, microbatches)
+        return generate_for(name, tuple(range(stages)), microbatches)
     from adaptra import placements
 
     if stages % 2:

@@ -57,7 +57,8 @@ def report(found: dict[str, Any]) -> str:
         lines.append((f"extra {extra}", state))
     lines.append(("libibverbs", found["libibverbs"] or "not found: RDMA devices can't be used"))
     lines += _report_rdma(found["rdma"])
-    return "".join(f"{name:<13}{state}\n" for name, state in lines)
+    width = max(len(name) for name, _ in lines) + 2
+    return "".join(f"{name:<{width}}{state}\n" for name, state in lines)
 
 
 def _rdma() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterable
 from types import TracebackType
@@ -31,13 +32,13 @@ class LiveTable:
     heading and then one aligned line per step are written, without colours.
 
     Args:
-        console: Where to write; standard output when None.
+        console: Where to write. When None, standard output on rank 0 of the launcher's, and nowhere on its other ranks.
         rows: How many steps stay in view on a terminal.
         title: A heading.
     """
 
     def __init__(self, console: Console | None = None, *, rows: int = 12, title: str | None = None) -> None:
-        self._console = console if console is not None else Console(soft_wrap=False)
+        self._console = console if console is not None else Console(soft_wrap=False, quiet=os.environ.get("RANK", "0") != "0")
         self._title = title
         self._rows: deque[tuple[str, ...]] = deque(maxlen=rows)
         self._live: Live | None = None

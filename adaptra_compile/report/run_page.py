@@ -10,7 +10,7 @@ import io
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby, repeat
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final
@@ -41,6 +41,9 @@ _STANDS_OUT, _SEEN = 2.0, 0.1
 _WIDTH, _LEFT, _RIGHT = 11.0, 0.8, 1.15
 _HEAD, _STRIP_ROW, _TIMES, _DELAYS, _GAP, _LINE = 0.75, 0.24, 2.5, 1.9, 0.62, 0.19
 _LETTERS: Final = 150
+"""The most letters of the heading's second line."""
+_LISTED_LETTERS: Final = 130
+"""The most letters of a line of the list: where another font takes the place of ours, it may be wider."""
 _MOST_LISTED: Final = 24
 _MOST_DOTS: Final = 200
 
@@ -93,8 +96,9 @@ def _compose(figure: Figure, run: Run, title: str | None) -> None:
     first, last = run.steps[0].step, max(run.steps[-1].step, run.steps[0].step + 1)
     marks = _marks(_weightiest(run.happenings), last - first)
     lines = _list_of(marks)
-    if len(lines) < len(run.happenings):
-        lines.append((f"     and {len(run.happenings) - len(lines)} more, which adaptra trace prints without -o", _TEXT))
+    left_out = len(run.happenings) - sum(len(mark.happenings) for mark in marks)
+    if left_out:
+        lines.append((f"     and {left_out} more, which adaptra trace prints without -o", _TEXT))
     strip = _STRIP_ROW * (1 + max((mark.row for mark in marks), default=0))
     height = _HEAD + strip + _TIMES + _GAP + _DELAYS + _GAP + _LINE * (len(lines) + 1)
     figure.set_size_inches(_WIDTH, height)
@@ -156,13 +160,16 @@ def _marks(happenings: Sequence[Happening], steps: int) -> list[_Mark]:
 
 
 def _list_of(marks: Sequence[_Mark]) -> list[tuple[str, str]]:
-    """The lines below the panels, with their colours."""
+    """The lines below the panels, with their colours; what is long goes on below itself."""
     lines: list[tuple[str, str]] = []
     for mark in marks:
         colour = _TEXT if mark.colour == _FAINT else mark.colour
         for happening in mark.happenings:
-            text = f"{mark.number:>3}  step {happening.step:<6} {happening.kind:<9} {happening.text}"
-            lines.append((text if len(text) <= _LETTERS else text[:_LETTERS] + " …", colour))
+            begin = f"{mark.number:>3}  step {happening.step:<6} {happening.kind:<9} "
+            wrapped = textwrap.wrap(happening.text, _LISTED_LETTERS - len(begin)) or [""]
+            lines += [
+                (indent + text, colour) for indent, text in zip(chain([begin], repeat(" " * len(begin))), wrapped, strict=False)
+            ]
     return lines
 
 
