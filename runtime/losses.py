@@ -94,4 +94,4 @@ class Losses:
         return self._transport.receive(self._source, self._identity(self._rank))
 
     def _identity(self, destination: int) -> Identity:
-        return Identity(self._step, Kind.F, self._last, destination, 0, self._spec)
+        return Identity(self._step, Kind.F, self._last, destination, 0, self._spec, "losses")

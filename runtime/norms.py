@@ -101,7 +101,7 @@ class GradientNorms:
         """Send this rank's tensor to every other and return theirs; ``spec_of`` says what each rank's looks like."""
 
         def identity(source: int, destination: int) -> Identity:
-            return Identity(step, Kind.W, source, destination, self._microbatch, spec_of(source))
+            return Identity(step, Kind.W, source, destination, self._microbatch, spec_of(source), "gradient norms")
 
         awaited = {other: self._transport.receive(other, identity(other, self._rank)) for other in self._others()}
         for other in awaited:

@@ -83,4 +83,4 @@ class Probes:
         self._pending = []
 
     def _identity(self, source: int, destination: int) -> Identity:
-        return Identity(self._step, Kind.W, source, destination, self._microbatch, SPEC)
+        return Identity(self._step, Kind.W, source, destination, self._microbatch, SPEC, "probe")

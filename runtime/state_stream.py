@@ -96,7 +96,7 @@ class StateStream:
         return {name: layout.unpack(tensor) for name, tensor, layout in packed}
 
     def _identity(self, source: int, destination: int, index: int) -> Identity:
-        return Identity(self._step, Kind.W, source, destination, self._number + index, SPEC)
+        return Identity(self._step, Kind.W, source, destination, self._number + index, SPEC, "model state")
 
 
 class _Incoming:

@@ -47,7 +47,7 @@ def test_who_shares_parameters_gets_them_when_the_last_stage_ends_its_step() -> 
     first, second, last = job(0, 2)
     last.tell(results())
     assert second.end_step(timeout=5.0).tolist() == [0.0, 1.0, 2.0, 3.0]
-    with pytest.raises(TransportError, match="2F0 of step 0 on edge 2→0"):
+    with pytest.raises(TransportError, match="losses of step 0 on edge 2→0"):
         first.end_step(timeout=0.0)
 
 

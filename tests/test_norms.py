@@ -12,7 +12,7 @@ from torch import nn
 from training import MIXED, adam, compiled, differences, run_step, train_alone
 
 import adaptra
-from adaptra.errors import AdaptraError
+from adaptra.errors import AdaptraError, TransportError
 
 DOCUMENTED = {
     "early": "no step has run yet: there are no gradients to clip",
@@ -106,3 +106,10 @@ def test_a_norm_that_is_not_finite_changes_nothing_where_that_is_an_error(pipe: 
     check_documented(*refusal(lambda: pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)), DOCUMENTED["infinite"])
     assert torch.equal(second.grad, before)
     assert pipe.clip_grad_norm_(1.0).isinf()
+
+
+def test_a_rank_that_waits_for_norms_says_so(pipe: adaptra.Pipeline) -> None:
+    """And names no op: it is none that waits, and no microbatch has that number."""
+    pipe.step(*MIXED.rows(8, 0)[::2])
+    with pytest.raises(TransportError, match=r"^gradient norms of step 0 on edge 1→0 with .*not exchanged within"):
+        pipe.built.workers[0]._norms.found_anywhere(0, found=False, timeout=0.01)

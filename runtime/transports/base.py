@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -50,6 +50,7 @@ class Identity:
         destination: The receiving stage.
         microbatch: The microbatch within the step.
         specs: One per tensor.
+        content: What it carries, such as ``losses``, where that is no result of an op; for people only.
     """
 
     step: int
@@ -58,6 +59,7 @@ class Identity:
     destination: int
     microbatch: int
     specs: MessageSpec
+    content: str = field(default="", compare=False)
 
     @property
     def key(self) -> tuple[int, Kind, int, int, int]:
@@ -81,8 +83,8 @@ class Identity:
 
     @property
     def op(self) -> str:
-        """The op that sends the message, such as ``1SEND_F3``."""
-        return f"{self.source}{self.kind.value}{self.microbatch}"
+        """The op that sends the message, such as ``1SEND_F3``; what it carries where none does."""
+        return self.content or f"{self.source}{self.kind.value}{self.microbatch}"
 
     @property
     def edge(self) -> tuple[int, int]:
