@@ -20,11 +20,12 @@ from torch.autograd.function import BackwardCFunction
 from torch.export.graph_signature import InputKind, OutputKind
 
 from adaptra.errors import CaptureError
+from adaptra.graph.as_eager import as_eager
 from adaptra.graph.autocast import noting_autocast
 from adaptra.graph.batch import InputFormat, Loss, OutputFormat, TargetFormat, loss_of
 from adaptra.graph.checkpoints import numbering_checkpoints
 from adaptra.graph.hooks import refusing_tensor_hooks
-from adaptra.graph.ops import results_of
+from adaptra.graph.ops import changes_in_place, reads_values, results_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,10 @@ class _Step(nn.Module):
         self._formats = formats
 
     def forward(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        with as_eager():
+            return self._run(inputs, targets)
+
+    def _run(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         outputs = self._inputs.call(self.model, inputs)
         results = [loss_of(outputs, self.loss, self._targets, targets)] if self._with_loss else []
         if self._evaluation or not self._with_loss:
@@ -229,6 +234,7 @@ def _flat_graph(exported: torch.export.ExportedProgram, names: StateNames, input
                 users.append(node)
             case _:
                 raise CaptureError(f"{target}: the model keeps a {spec.kind.name.lower()}: expected tensors only")
+    _forget_reads(graph)
     results = results_of(graph)
     return FlatGraph(
         module=exported.graph_module,
@@ -240,6 +246,15 @@ def _flat_graph(exported: torch.export.ExportedProgram, names: StateNames, input
         outputs=results[1:] if with_loss else results,
         placements={node: _placement(node) for node in graph.nodes},
     )
+
+
+def _forget_reads(graph: fx.Graph) -> None:
+    """Take out reads of constants, whose outcome the model's code has followed, and what was only made to be read."""
+    needless = {node for node in graph.nodes if reads_values(node.target)}
+    for node in reversed(graph.nodes):
+        if node in needless and node.op == "call_function" and not node.users and not changes_in_place(node.target):
+            needless.update(node.all_input_nodes)
+            graph.erase_node(node)
 
 
 _MODEL: Final = "model."

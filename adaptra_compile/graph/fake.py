@@ -12,7 +12,10 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaptra.graph.autocast import under_autocast
+from adaptra.graph.fake_ops import describe_more_ops
 from adaptra.graph.ops import call
+
+describe_more_ops()
 
 
 def fake_mode() -> FakeTensorMode:

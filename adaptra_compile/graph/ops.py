@@ -43,18 +43,28 @@ def changes_unsaid(op: Any) -> bool:
 
 def changed_by(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values a node changes in place: those its op's schema says, and running statistics."""
-    op = node.target
-    if changes_unsaid(op):
+    if changes_unsaid(node.target):
         return [one for one in node.all_input_nodes if one.op == "placeholder"]
+    found: list[fx.Node] = []
+    fx.map_arg(written_by(node.target, node.args, node.kwargs), found.append)
+    return found
+
+
+def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments of a call of ``op`` that it changes, as far as its schema says."""
     if not isinstance(op, OpOverload) or not changes_in_place(op):
         return []
     arguments: Any = op._schema.arguments
-    found: list[fx.Node] = []
-    for position, argument in enumerate(arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            fx.map_arg(given, found.append)
-    return found
+    return [
+        args[position] if position < len(args) else kwargs.get(argument.name)
+        for position, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def reads_values(op: Any) -> bool:
+    """Whether an op hands values of tensors to Python."""
+    return isinstance(op, OpOverload) and torch.Tag.data_dependent_output in op.tags
 
 
 def returns_first_argument(op: Any) -> bool:
