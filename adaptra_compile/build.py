@@ -5,15 +5,15 @@ This is the path from model to instruction list, top to bottom; from the stages 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from adaptra.built import Built
 from adaptra.errors import BatchError, LaunchError, OptionError
-from adaptra.graph import CompiledStages, compile_stages
+from adaptra.graph import compile_stages
 from adaptra.graph.autocast import refuse_autocast
 from adaptra.graph.compile_modules import compile_modules
 from adaptra.graph.inner import EAGER, prepare
@@ -24,6 +24,7 @@ from adaptra.request import STRAIGHT, Request
 from adaptra.runtime.batch import example_microbatch
 from adaptra.runtime.gradient_hooks import copy_is_hooked, is_hooked
 from adaptra.runtime.launch import Launch, agree, disagree, launch
+from adaptra.sharing import Sharing
 from adaptra.start import open_recorder
 
 
@@ -65,17 +66,19 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
                 for done, stage in enumerate(own, 1):
                     prepare(prepared.compiled.train[stage])
                     progress(f"compiled by {options.inner}", done, len(own))
+                model = request.whole_model
+                sharing = Sharing(model, prepared.compiled, request.placed, launched)
         except Exception as error:
             for transport in launched.transports:
                 disagree(transport, "pipeline", error)
             raise
         if len(launched.transports) == 1:  # the ranks of one process have compiled once, for all
             agree(launched.transports[0], "pipeline", prepared.facts(), options.timeout)
-        model = request.whole_model
-        states = [_state(prepared.compiled, transport.rank, request.placed, model) for transport in launched.transports]
+        ranks = [transport.rank for transport in launched.transports]
+        states = sharing.states(model, prepared.compiled, request.placed, ranks)
         workers = prepared.starter.workers(launched, recorder, states, prepared.initial)
         opened.pop_all()
-    return Built(recipe, prepared, launched, workers, recorder)
+    return Built(recipe, prepared, launched, workers, recorder, sharing)
 
 
 def _progress(launched: Launch) -> AbstractContextManager[Progress]:
@@ -131,13 +134,3 @@ def _check_contract(request: Request, launched: Launch) -> None:
             f"placement={request.placement!r} over NCCL: both ways between two ranks would be in one queue: expected "
             f"{STRAIGHT!r}, or edges over gloo or the delegate"
         )
-
-
-def _state(compiled: CompiledStages, rank: int, placement: Sequence[int], model: nn.Module) -> dict[str, Tensor]:
-    """The state of a rank's stages: the model's own tensors, but a copy of a tied parameter that another rank's stage owns."""
-    own = stages_of(rank, placement)
-    state = {name: tensor for stage in own for name, tensor in compiled.train[stage].state(model).items()}
-    for tied in compiled.tied:
-        if tied.name in state and tied.owner not in own:
-            state[tied.name] = nn.Parameter(state[tied.name].detach().clone())
-    return state

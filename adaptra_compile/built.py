@@ -33,6 +33,7 @@ from adaptra.runtime.resplit import exchange_parts, move_within, new_state, regr
 from adaptra.runtime.settling import RESTART_SECONDS, agree_on_roles, gather_costs, share_split
 from adaptra.runtime.telemetry.recorder import Recorder
 from adaptra.runtime.worker import Batch, Worker
+from adaptra.sharing import Sharing
 from adaptra.start import open_recorder
 
 Result = TypeVar("Result")
@@ -47,15 +48,24 @@ class Built:
         launched: The ranks run here.
         workers: One per rank run here, by rank.
         recorder: Of what the workers tell.
+        sharing: What it holds of the model's tensors.
     """
 
     def __init__(
-        self, recipe: Recipe, prepared: Prepared, launched: Launch, workers: Sequence[Worker], recorder: Recorder
+        self,
+        recipe: Recipe,
+        prepared: Prepared,
+        launched: Launch,
+        workers: Sequence[Worker],
+        recorder: Recorder,
+        sharing: Sharing,
     ) -> None:
         self._recipe = recipe
         self.microbatches = recipe.microbatches
         self._failure: BaseException | None = None
         self._run_by(prepared, launched, workers, recorder)
+        self._sharing = sharing
+        sharing.begin(self)
 
     def _run_by(self, prepared: Prepared, launched: Launch, workers: Sequence[Worker], recorder: Recorder) -> None:
         self._prepared = prepared
@@ -85,7 +95,7 @@ class Built:
             )
         if after == before:
             return
-        self._require_unhooked("roles")
+        self._require_movable("roles")
         (worker,) = self.workers
         held = gather_state(worker.state, optimizer)
         with self._restarting("roles", partial(job.join, after)) as (launched, opened):
@@ -102,7 +112,7 @@ class Built:
     def settle_roles(self, optimizer: torch.optim.Optimizer, horizon: int) -> RoleChange | None:
         """Take better roles, if there are any: see :meth:`adaptra.api.Pipeline.settle_roles`."""
         job, roles = self._replicated()
-        self._require_unhooked("roles")
+        self._require_movable("roles")
         (worker,) = self.workers
         if not worker.measured:
             raise PipelineError("no step has run yet: roles are settled by what steps took")
@@ -119,13 +129,13 @@ class Built:
     def take_split(self, split: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
         """Begin the stages elsewhere: see :meth:`adaptra.api.Pipeline.take_split`."""
         captured = self._captured()
-        self._require_unhooked("split")
+        self._require_movable("split")
         self._take_cut(self._cut(captured, captured.positions(split)), optimizer)
 
     def settle_split(self, optimizer: torch.optim.Optimizer, horizon: int) -> SplitChange | None:
         """Take a better cut, if there is one: see :meth:`adaptra.api.Pipeline.settle_split`."""
         captured, (worker, *_) = self._captured(), self.workers
-        self._require_unhooked("split")
+        self._require_movable("split")
         cut = cache(partial(self._cut, captured))  # to see whether the model can be cut so, and then to take it
         if not worker.measured:
             raise PipelineError("no step has run yet: a split is settled by what steps took")
@@ -212,6 +222,7 @@ class Built:
             worker.steps_before = before.steps_before
         opened.pop_all()
         self._run_by(prepared, launched, workers, recorder)
+        self._sharing.moved(states)
 
     @contextmanager
     def _restarting(self, what: str, join: Callable[[], Launch]) -> Generator[tuple[Launch, ExitStack]]:
@@ -248,7 +259,8 @@ class Built:
         if not is_straight(self._recipe.placement):
             raise OptionError(f"{what}: each rank has several stages: expected a pipeline with one stage on each rank")
 
-    def _require_unhooked(self, what: str) -> None:
+    def _require_movable(self, what: str) -> None:
+        self._sharing.require_alone(what)
         hooked = next((name for worker in self.workers for name, one in worker.trainable.items() if is_hooked(one)), None)
         if hooked is not None:
             raise OptionError(
@@ -337,6 +349,11 @@ class Built:
                 self.workers[0].fail(error)
             raise
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not been closed."""
+        return self._end.alive
+
     def require_running(self) -> None:
         """Refuse to go on after the end.
 
@@ -361,7 +378,9 @@ class Built:
         """
         self.require_running()
         try:
-            return self._run(run)
+            found = self._run(run)
+            self._sharing.has_trained = self.workers[0].next_step > 0
+            return found
         except BaseException as error:
             self._failure = error
             raise

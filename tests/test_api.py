@@ -27,6 +27,7 @@ import test_norms
 import test_placed_training
 import test_rdma
 import test_roles
+import test_sharing
 import test_split_change
 import test_stage_modules
 import test_training_state
@@ -551,7 +552,15 @@ def test_every_documented_error_has_a_test():
     tested = {row for row, _ in MISTAKES} | TESTED_ELSEWHERE | {test_controller.SILENT, test_dynamo.WITHOUT_GRADIENTS}
     tested |= {row for row, _ in (*test_dynamo.MISTAKES, *test_dynamo_outputs.MISTAKES, *test_gradient_hooks.MISTAKES)}
     modules = (test_api_processes, test_autocast, test_delegate_paths, test_loss_scale, test_membership, test_norms, test_roles)
-    for module in (*modules, test_inner, test_placed_training, test_split_change, test_stage_modules, test_wrapped):
+    for module in (
+        *modules,
+        test_inner,
+        test_placed_training,
+        test_sharing,
+        test_split_change,
+        test_stage_modules,
+        test_wrapped,
+    ):
         tested |= set(module.DOCUMENTED.values())
     assert tested == set(documented_errors())
 
