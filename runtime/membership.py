@@ -1,10 +1,12 @@
 """How the ranks of a job learn of each other's end.
 
 Every rank keeps one record in the control store: a heartbeat, whether it runs, has failed or has left, and if it failed, why.
-One thread writes the rank's own record and reads the others'. A rank whose heartbeat stands still, or whose record says that it
-failed, is lost: the callback then ends this rank's waits. A second thread watches the first, because a store whose host is
-gone may leave it stuck in a call for minutes. All time is that in which this process ran: nobody else can be blamed for having
-been silent while it was stopped.
+One thread writes the rank's own record and asks for what :class:`Board` says: the leader for the others' records, they for the
+leader's beat, and all for all once there is news. A rank whose heartbeat stands still, or whose record says that it failed, is
+lost: the callback then ends this rank's waits. Silence counts between the answer that first showed a beat and the last question
+that did not show another one; so neither this rank's way to the store nor a slow store makes another silent. A second thread
+watches the first, because a store whose host is gone may leave it stuck in a call for minutes. All time is that in which this
+process ran: nobody else can be blamed for having been silent while it was stopped.
 
 One failure soon looks like many, as every rank that waits for a failed one fails too, and a rank that ends its connections
 because of one looks lost itself. So failures are numbered by the store, a rank that reports the loss of another gives way to
@@ -16,12 +18,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from adaptra.errors import ControlError, PeerLostError, TransportError
 from adaptra.runtime.awake_clock import AwakeClock
+from adaptra.runtime.membership_board import LEADER, Board
 from adaptra.runtime.membership_record import (
     TEXT_LIMIT,
     Failure,
@@ -29,7 +33,6 @@ from adaptra.runtime.membership_record import (
     State,
     cause_of,
     failure_error,
-    key_of,
     lost_error,
     parse_record,
     placed,
@@ -48,7 +51,10 @@ _KNOWN_SECONDS: Final = 3.0
 """How long a rank that fails or leaves stays until the others know it, once it knows the cause itself."""
 _SILENT_SECONDS: Final = 1.5
 """A rank that was reported lost and has not beaten for as long is lost."""
+_ANSWERS: Final = 16
+"""So many of the store's last answers say how long one takes."""
 _HURRY_INTERVAL: Final = 0.01
+"""Seconds between two beats of a rank in a hurry, for each eight ranks: what hurries together asks for all records."""
 
 
 @dataclass(slots=True)
@@ -92,6 +98,7 @@ class Membership:
             raise ValueError(f"interval={interval}, lost_after={lost_after}: expected 0 < interval <= lost_after / 3")
         self._store = store
         self._rank = rank
+        self._hurry_interval = min(interval, _HURRY_INTERVAL * max(1, world_size / 8))
         self._on_lost = on_lost
         self._waiting_for = waiting_for or _unknown
         self._interval = interval
@@ -113,7 +120,14 @@ class Membership:
         self._lost: PeerLostError | None = None
         self._ends = False
         self._beat = 0
-        self._round_at = self._clock.now()
+        self._reads_all = False
+        self._is_called = False
+        self._asked_since = self._clock.now()
+        self._board = Board(store, rank, tuple(self._peers), self._clock)
+        self._asked_at = self._clock.now()
+        self._bulletin = ""
+        # The longest of the last answers: who judges from as far away is in doubt for as long.
+        self._answers = deque([0.0], maxlen=_ANSWERS)
         self._threads = [
             threading.Thread(target=target, name=f"adaptra rank {rank} membership {what}", daemon=True)
             for what, target in (("heartbeat", self._beat_for_ever), ("watch", self._watch_for_ever))
@@ -204,7 +218,6 @@ class Membership:
                 self._lose_store(str(error))
                 return
             with self._condition:
-                self._round_at = self._clock.now()
                 self._is_known = written.state is not State.RUNNING and written.is_settled and self._is_known_to_all()
                 if self._is_known:
                     self._condition.notify_all()
@@ -212,8 +225,8 @@ class Membership:
                     return
                 if (self._state, self._is_settled, self._seen()) == (written.state, written.is_settled, written.seen):
                     is_awaited = not self._is_settled or (written.state is not State.RUNNING and not self._is_known)
-                    hurries = is_awaited and self._round_at < self._hurry_until
-                    self._condition.wait(_HURRY_INTERVAL if hurries else self._interval)
+                    hurries = is_awaited and self._clock.now() < self._hurry_until
+                    self._condition.wait(self._hurry_interval if hurries else self._interval)
 
     def _watch_for_ever(self) -> None:
         while True:
@@ -222,7 +235,7 @@ class Membership:
                 if self._ends:
                     return
                 self._clock.tick()
-                is_stuck = self._lost is None and self._clock.now() - self._round_at > self._lost_after
+                is_stuck = self._lost is None and self._clock.now() - self._board.answered_at > self._lost_after
             if is_stuck:
                 self._lose_store(f"no answer for {self._lost_after} s")
 
@@ -238,19 +251,18 @@ class Membership:
             failure = Failure(int(self._store.add("failures", 1)), failure.message, failure.lost, failure.edge, failure.op)
         self._beat += 1
         record = Record(self._beat, state, failure, seen, is_settled)
-        self._store.set(key_of(self._rank), write_record(record))
+        calls = state is not State.RUNNING and not self._is_known
+        self._reads_all = self._reads_all or calls
+        self._board.write(write_record(record), calls, self._reads_all)
         if failure is not None:
             self._failure = failure
         return record
 
     def _read(self) -> None:
-        """Read all records and judge them."""
-        for rank, peer in self._peers.items():
-            if peer.record is None and not self._store.check([key_of(rank)]):
-                continue
-            record = parse_record(self._store.get(key_of(rank)), rank)
-            if peer.record is None or record.beat != peer.record.beat:
-                peer.record, peer.changed_at = record, self._clock.now()
+        """Read what there is to read and judge it."""
+        self._ask()
+        if self._hears_call():
+            self._ask()
         failures = {rank: peer.record.failure for rank, peer in self._peers.items() if peer.record and peer.record.failure}
         if self._failure is not None and self._failure.ordinal:
             failures[self._rank] = self._failure
@@ -263,18 +275,49 @@ class Membership:
             if rank != self._rank:
                 self._lose(failure_error(rank, failures[rank], self._rank))
             return
-        for rank, peer in self._peers.items():
-            silent = self._clock.now() - peer.changed_at
+        for rank in self._judged():
+            peer = self._peers[rank]
+            silent = self._asked_at - peer.changed_at
             has_left = peer.record is not None and peer.record.state is State.LEFT
             awaited = self._waiting_for(rank)
             # A rank further away waits for another, which waits for the lost one.
             waits_at = awaited or self._awaited()
-            if silent > self._lost_after and (not has_left or awaited is not None):
+            if silent > self._lost_after + max(self._answers) and (not has_left or awaited is not None):
                 what = "left the job" if has_left else f"gave no sign of life for {silent:.1f} s"
                 lost = lost_error(rank, f"rank {rank} {what}", waits_at)
                 self._report(lost)
                 self._lose(lost)
                 return
+
+    def _ask(self) -> None:
+        """Put this beat's question, and note what the answer shows."""
+        is_late = self._clock.now() - self._asked_since > self._lost_after
+        answer = self._board.read(self._reads_all, finds_absent=is_late or self._reads_all)
+        now = self._clock.now()
+        self._asked_at = answer.asked_at
+        self._answers.append(now - answer.asked_at)
+        for rank, payload in answer.records.items():
+            peer, record = self._peers[rank], parse_record(payload, rank)
+            if peer.record is None or record.beat != peer.record.beat:
+                # One that is called to look finds beats which are up to an interval old.
+                age = self._interval if peer.record is None and self._rank != LEADER else 0.0
+                peer.record, peer.changed_at = record, now - age
+        if self._rank != LEADER and not answer.is_called and answer.bulletin != self._bulletin:
+            self._bulletin, self._peers[LEADER].changed_at = answer.bulletin, now
+        self._is_called = answer.is_called
+
+    def _hears_call(self) -> bool:
+        """Whether there is news, for which this rank has not read all records."""
+        if self._reads_all:
+            return False
+        states = (peer.record.state for peer in self._peers.values() if peer.record)
+        is_first = any(state is not State.RUNNING for state in states)
+        self._reads_all = self._is_called or is_first
+        return self._reads_all
+
+    def _judged(self) -> Sequence[int]:
+        """The ranks of whose beats this rank hears."""
+        return tuple(self._peers) if self._reads_all or self._rank == LEADER else (LEADER,)
 
     def _settle(self, lost: int | None, failures: Mapping[int, Failure]) -> None:
         """Note whether the cause is found: a rank that was reported ``lost`` may still say itself what happened."""
@@ -288,7 +331,7 @@ class Membership:
             self._is_settled = self._lost is not None or is_settled
 
     def _is_silent(self, peer: _Peer) -> bool:
-        return self._clock.now() - peer.changed_at > self._silent_seconds
+        return self._asked_at - peer.changed_at > self._silent_seconds
 
     def _report(self, lost: PeerLostError) -> None:
         """Tell the others at once what they would notice a moment later."""

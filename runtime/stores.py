@@ -56,6 +56,14 @@ class Connection:
         """The value of a key that is set."""
         return self._request(lambda client: client.get(key))
 
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        """Set several keys, in one message."""
+        self._request(lambda client: client.multi_set(keys, values))  # pyright: ignore[reportAttributeAccessIssue, reportUnknownLambdaType]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values of keys that are all set."""
+        return self._request(lambda client: client.multi_get(keys))
+
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are set."""
         return self._request(lambda client: client.check(keys))

@@ -1,5 +1,6 @@
 """Membership: who learns what of whose end, over a store in one process."""
 
+import collections
 import ctypes
 import json
 import threading
@@ -176,6 +177,64 @@ def test_a_process_that_was_too_busy_to_look_blames_nobody_for_silence():
     job.close()
 
 
+class FarStore:
+    """A store that counts what it is asked, and from which each answer takes a while."""
+
+    def __init__(self, store, seconds=0.0):
+        self._store = store
+        self._seconds = seconds
+        self.asked = collections.Counter()
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.asked[name] += 1
+            if name not in ("set", "multi_set"):  # which nobody answers
+                time.sleep(self._seconds)
+            return getattr(self._store, name)(*arguments)
+
+        return call
+
+
+def test_a_rank_far_from_the_store_loses_nobody_and_asks_once_a_beat():
+    """With ten ranks and 0.1 s for an answer, asking for each rank in turn takes longer than makes a rank lost."""
+    store, told = dist.HashStore(), []
+    stores = [FarStore(store, 0.1 if rank in (0, 9) else 0.0) for rank in range(10)]
+    members = [Membership(each, rank, 10, told.append, interval=0.05, lost_after=0.6) for rank, each in enumerate(stores)]
+
+    def beats(rank):
+        return json.loads(store.get(f"rank {rank}"))["beat"] if store.check([f"rank {rank}"]) else 0
+
+    deadline = time.monotonic() + 20
+    while min(map(beats, range(10))) < 12 and not told:
+        assert time.monotonic() < deadline, "a rank does not beat"
+        time.sleep(0.01)
+    assert not told
+    for rank, each in enumerate(stores):
+        answered = sum(count for name, count in each.asked.items() if name not in ("set", "multi_set"))
+        # While the ranks come, the leader asks twice a beat.
+        assert answered <= beats(rank) + (each.asked["check"] if rank == 0 else 0), (rank, each.asked)
+    with ThreadPoolExecutor(10) as pool:
+        list(pool.map(Membership.close, members))
+
+
+def test_a_rank_that_falls_silent_is_named_to_all_by_the_one_that_reads():
+    """Its record stands still. So does the leader's bulletin in the second job, which everybody watches."""
+    for silent in (2, 0):
+        store, told = dist.HashStore(), [threading.Event() for _ in range(4)]
+        store.set(f"rank {silent}", json.dumps(GOOD))
+        members = [
+            Membership(store, rank, 4, lambda _, one=told[rank]: one.set(), interval=0.05, lost_after=0.5)
+            for rank in range(4)
+            if rank != silent
+        ]
+        for rank in range(4):
+            assert rank == silent or told[rank].wait(20)
+        assert {member.lost.rank for member in members} == {silent}
+        assert any(f"rank {silent} gave no sign of life for 0." in str(member.lost) for member in members)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(Membership.close, members))
+
+
 def test_leaving_in_turn_is_no_loss():
     job = Job(3, lost_after=0.3)
     for member in job.members:
@@ -193,12 +252,18 @@ class Stuck:
     def set(self, key, value):
         self.end.wait(30)
 
+    def multi_set(self, keys, values):
+        self.end.wait(30)
+
     def add(self, key, amount):
         self.end.wait(30)
         return amount
 
     def check(self, keys):
         return False
+
+    def compare_set(self, key, expected, desired):
+        return desired.encode()
 
 
 def test_a_store_that_does_not_answer_is_lost():
