@@ -51,6 +51,7 @@ def compile(
     example_inputs: Any = None,
     example_kwargs: Mapping[str, Any] | None = None,
     loss: Callable[..., Any] | None = None,
+    reduction: str = "mean",
     memory: int | str | None = None,
     split: Sequence[str] | None = None,
     placement: str = STRAIGHT,
@@ -74,6 +75,10 @@ def compile(
         example_kwargs: The keyword arguments of step, if the model takes any.
         loss: ``loss(outputs, targets)`` → scalar. Without it the model itself returns the scalar loss, and targets, if given,
             are its last positional argument.
+        reduction: How the losses of microbatches and replicas become that of the batch, and their gradients alike. ``"mean"``
+            gives each the same weight. ``"sum"`` adds them up. ``"weighted"`` divides the sum of all sums by the sum of all
+            weights; ``loss``, or the model, then returns the two scalars ``(sum, weight)`` first, such as the sum over all
+            labels and their number.
         memory: What a rank may hold of activations at a time: a size such as ``"2GiB"``, with what an op needs while it runs
             and messages on their way; or a number of microbatches; or None for no limit. A microbatch counts from its F to its
             W; what its I frees is known from the stage's graphs and counts no longer after I.
@@ -95,7 +100,9 @@ def compile(
         ScheduleError, PlanError: ``options.schedule`` is unknown, of another pipeline, or does not fit the memory; or one
             microbatch does not.
     """
-    request = Request(model, stages, microbatches, loss, memory, split, mesh, transport, options or Options(), placement)
+    request = Request(
+        model, stages, microbatches, loss, memory, split, mesh, transport, options or Options(), placement, reduction=reduction
+    )
     pipeline = Pipeline(request)
     named: Any = {} if example_kwargs is None else example_kwargs
     if not isinstance(named, Mapping):
@@ -145,10 +152,11 @@ class Pipeline(NotAModule):
             kwargs: The model's keyword inputs. Needed on the first stage's rank.
 
         Returns:
-            The mean of the microbatches' losses, a scalar without gradient, on every rank.
+            The loss of the batch as ``reduction=`` says, a scalar without gradient, on every rank.
 
         Raises:
-            BatchError: The batch is not what the pipeline was compiled for. Without a launcher nothing has happened and the
+            BatchError: The batch has no weight (``reduction="weighted"``), gradients are as before and the next step may
+                follow. Or the batch is not what the pipeline was compiled for. Without a launcher nothing has happened and the
                 next step may follow; under a launcher the other ranks are told, and the pipeline has failed on all of them.
             PeerLostError: Another rank failed; names it. The pipeline has failed.
             PipelineError: The pipeline has failed before or is closed.
@@ -162,11 +170,15 @@ class Pipeline(NotAModule):
             wanted = built.split_targets(given)
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         self._losses = built.on_every_rank(lambda worker: worker.step(microbatches, wanted, scale))[0]
-        return self._losses.mean()
+        return built.reduction.of_batch(self._losses)
 
     @property
     def microbatch_losses(self) -> Tensor:
-        """The losses of the last step's microbatches, in microbatch order."""
+        """The losses of the last step's microbatches, (microbatches,), in microbatch order.
+
+        With ``reduction="weighted"`` (microbatches, 2), each a sum and its weight. Of several replicas these are means, or sums
+        unless the reduction is a mean.
+        """
         if self._losses is None:
             raise PipelineError("no step has run yet")
         return self._losses
@@ -178,7 +190,7 @@ class Pipeline(NotAModule):
         model changes in evaluation too does change.
 
         Returns:
-            With targets, or when the model returns the loss itself, the mean of the microbatches' losses on every rank. Without
+            With targets, or when the model returns the loss itself, the loss of the batch as :meth:`step` returns it. Without
             targets the model's outputs on the rank of the last stage, each tensor concatenated over the microbatches, and None
             elsewhere.
         """
@@ -191,7 +203,7 @@ class Pipeline(NotAModule):
         found = built.on_every_rank(lambda worker: worker.evaluate(microbatches, wanted))
         results = next(filter(None, found), {})
         if with_loss:
-            return torch.stack([loss for (loss,) in results.values()]).mean()
+            return built.reduction.of_batch(torch.stack([loss for (loss,) in results.values()]))
         return built.compiled.outputs.merge([results[index] for index in sorted(results)]) if results else None
 
     def parameters(self) -> Iterator[nn.Parameter]:

@@ -17,11 +17,13 @@ from adaptra.graph import compile_stages
 from adaptra.graph.autocast import refuse_autocast
 from adaptra.graph.compile_modules import compile_modules
 from adaptra.graph.inner import EAGER, prepare
+from adaptra.graph.weighted import WeightedLoss
+from adaptra.losses import Reduction, refuse_number_of_items, refuse_sum
 from adaptra.placements import stages_of
 from adaptra.progress import Progress, log_progress, shown_progress
 from adaptra.recipe import Prepared, Recipe
 from adaptra.request import STRAIGHT, Request
-from adaptra.runtime.batch import example_microbatch
+from adaptra.runtime.batch import example_microbatch, rows_of
 from adaptra.runtime.gradient_hooks import copy_is_hooked, is_hooked
 from adaptra.runtime.launch import Launch, agree, disagree, launch
 from adaptra.sharing import Sharing
@@ -50,7 +52,8 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
         with_delegate=options.uses_delegate,
         addresses=options.addresses,
     )
-    recipe = Recipe(request.placed, request.microbatches, request.memory, request.with_loss, request.faults, options)
+    reduction = Reduction(request.reduction)
+    recipe = Recipe(request.placed, request.microbatches, request.memory, request.with_loss, request.faults, options, reduction)
     with ExitStack() as opened:
         for transport in launched.transports:
             opened.callback(transport.close)
@@ -60,6 +63,9 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
             opened.callback(recorder.close)
             with _progress(launched) as progress:
                 prepared = _compile(request, recipe, args, targets, kwargs, progress)
+                if request.loss is not None and reduction is Reduction.MEAN and not _is_one(request, launched):
+                    example = example_microbatch((args, targets), request.microbatches, "example_inputs")
+                    refuse_sum(request.loss, prepared.compiled, example[1], rows_of(example))
                 _refuse_hooked_copies(request.whole_model, prepared.compiled.copied(request.placed))
                 ranks = [transport.rank for transport in launched.transports] if options.inner != EAGER else []
                 own = [stage for rank in ranks for stage in stages_of(rank, request.placed)]
@@ -96,17 +102,19 @@ def _compile(
             "loss= compares outputs with targets, but no targets were given: expected example_inputs=(inputs, targets), a "
             "tuple of two, or a first step with both on every rank"
         )
+    refuse_number_of_items(kwargs, recipe.reduction)
     args, targets, kwargs = example_microbatch((args, targets, dict(kwargs)), request.microbatches, "example_inputs")
     modules = request.stage_modules
+    loss = WeightedLoss(request.loss) if recipe.reduction is Reduction.WEIGHTED else request.loss
     if modules is not None:
-        compiled = compile_modules(modules, args, kwargs, loss=request.loss, targets=targets)
+        compiled = compile_modules(modules, args, kwargs, loss=loss, targets=targets)
     else:
         compiled = compile_stages(
             request.whole_model,
             args,
             kwargs,
             stages=request.stages,
-            loss=request.loss,
+            loss=loss,
             targets=targets,
             split=request.split,
             with_loss=request.with_loss,
@@ -115,6 +123,11 @@ def _compile(
     prepared = recipe.prepare(compiled)
     progress("planned", 1, 1)
     return prepared
+
+
+def _is_one(request: Request, launched: Launch) -> bool:
+    """Whether the batch is one microbatch, whose loss is that of the batch whatever it is."""
+    return request.microbatches == 1 and launched.replicas is None
 
 
 def _refuse_hooked_copies(model: nn.Module, copied: frozenset[str]) -> None:

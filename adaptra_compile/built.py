@@ -61,6 +61,7 @@ class Built:
         sharing: Sharing,
     ) -> None:
         self._recipe = recipe
+        self.reduction = recipe.reduction
         self.microbatches = recipe.microbatches
         self._failure: BaseException | None = None
         self._run_by(prepared, launched, workers, recorder)

@@ -37,6 +37,7 @@ from adaptra.graph.dynamo_batch import require_any_batch, require_rows
 from adaptra.graph.dynamo_graph import GraphModel, is_state, source_of
 from adaptra.graph.inner import check_inner
 from adaptra.graph.ops import results_of
+from adaptra.losses import looks_like_sum
 from adaptra.phased import Call, PhasedPipeline
 from adaptra.request import Request
 from adaptra.runtime.launch import is_launched
@@ -211,7 +212,7 @@ class _Step(_Pipelined):
         pipeline = self._pipeline or self._build(inputs)
         self._pass_on_state(pipeline, given)
         loss = pipeline.step(inputs)
-        if whole is not None and (whole - loss * self._options.microbatches).abs() < (whole - loss).abs():
+        if whole is not None and looks_like_sum(whole, loss, self._options.microbatches):
             raise CaptureError(
                 f"the loss of the whole batch is {whole:g} and the mean of its microbatches' losses {loss:g}: expected a mean "
                 "over the rows, so that these are about equal; this one looks like a sum: divide it by the number of rows"

@@ -14,6 +14,7 @@ from adaptra.first_plan import first_plan, two_phase_plan
 from adaptra.graph import CompiledStages
 from adaptra.graph.inner import compiled_by
 from adaptra.graph.round_messages import round_messages
+from adaptra.losses import Reduction
 from adaptra.memory import in_bytes, parse_size
 from adaptra.placements import is_straight
 from adaptra.planner import plan
@@ -63,7 +64,7 @@ class Recipe:
     """How stages become a pipeline; it holds no model, so it can be kept.
 
     Attributes:
-        placement, microbatches, memory, with_loss, faults, options: As of :class:`adaptra.request.Request`.
+        placement, microbatches, memory, with_loss, faults, options, reduction: As of :class:`adaptra.request.Request`.
     """
 
     placement: tuple[int, ...]
@@ -72,6 +73,7 @@ class Recipe:
     with_loss: bool
     faults: Sequence[Fault]
     options: Options
+    reduction: Reduction
 
     def prepare(self, compiled: CompiledStages) -> Prepared:
         """Plan for these stages.
@@ -101,7 +103,8 @@ class Recipe:
         remedies = partial(find_remedies, means=means)
         planning = Planning(planner, _makespan, lambda costs: lower_bound(costs).value, remedies, draft)
         initial = first_plan(options, case) if self.with_loss else two_phase_plan(options, case)
-        return Prepared(Starter(compiled, self.microbatches, planning, self.faults, options), initial, means)
+        starter = Starter(compiled, self.microbatches, planning, self.faults, options, self.reduction)
+        return Prepared(starter, initial, means)
 
     def _check_shared(self, compiled: CompiledStages) -> None:
         """Refuse gradients that would be in line with activations: where ranks have several stages both take one channel."""

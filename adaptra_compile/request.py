@@ -10,6 +10,7 @@ from torch import nn
 
 from adaptra.errors import LaunchError, OptionError
 from adaptra.graph.inner import EAGER, check_inner
+from adaptra.losses import Reduction
 from adaptra.memory import parse_size
 from adaptra.mesh import roles_of
 from adaptra.placements import in_turn, v_shaped
@@ -48,6 +49,7 @@ class Request:
     options: Options
     placement: str = STRAIGHT
     with_loss: bool = True
+    reduction: str = Reduction.MEAN
 
     def __post_init__(self) -> None:
         self._check_model()
@@ -60,6 +62,9 @@ class Request:
         if self.split is not None:
             check_split(self.split)
         self._check_placement()
+        given = self.reduction
+        if given not in tuple(Reduction):
+            raise OptionError(f"reduction={given!r}: expected 'mean', 'sum' or 'weighted'")
         given = self.transport
         if given is not None and given not in transport_names():
             raise LaunchError(f"transport {given!r}: expected one of {', '.join(transport_names())}")
@@ -181,6 +186,7 @@ class Request:
             "transport": str(self.transport),
             "loss": "None" if self.loss is None else "a function",
             "with_loss": str(self.with_loss),
+            "reduction": str(self.reduction),
             "options.adapt": str(options.adapt),
             "options.schedule": str(options.schedule),
             "options.seed": str(options.seed),

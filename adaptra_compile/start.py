@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from adaptra.graph import CompiledStages
+from adaptra.losses import Reduction
 from adaptra.report import perfetto
 from adaptra.runtime.emulation import Pacing
 from adaptra.runtime.faults import Fault
@@ -35,6 +36,7 @@ class Starter:
         planning: How to make later plans.
         faults: Faults to inject.
         options: How the runtime behaves.
+        reduction: How the losses of microbatches and replicas become that of the batch.
     """
 
     compiled: CompiledStages
@@ -42,6 +44,7 @@ class Starter:
     planning: Planning
     faults: Sequence[Fault]
     options: Options
+    reduction: Reduction
 
     def workers(
         self,
@@ -81,6 +84,7 @@ class Starter:
                     ),
                     self.options,
                     first_step,
+                    self.reduction,
                 )
                 opened.callback(worker.close)
                 workers.append(worker)

@@ -44,6 +44,11 @@ def example_microbatch(batch: Any, microbatches: int, what: str) -> Any:
     return pytree.tree_map(first, batch)
 
 
+def rows_of(batch: Any) -> int:
+    """The rows of a batch: any nest of tuples, lists and dicts with tensors in it. 1 if none has a first dimension."""
+    return next((leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+
+
 def split_batch(tensors: Sequence[Tensor], specs: MessageSpec, microbatches: int, what: str) -> list[tuple[Tensor, ...]]:
     """Split a flat batch into microbatches of exactly the shapes that were compiled.
 

@@ -26,7 +26,7 @@ class Losses:
         rank: This rank; messages name it by its first stage, which has the same number.
         placement: ``placement[stage]`` is the stage's rank.
         microbatches: Microbatches per step.
-        dtype: Of a loss.
+        loss: Of one microbatch: a scalar, or a sum and its weight.
         sharing: The ranks that share parameters with the last stage.
         transport: Carries them.
     """
@@ -36,13 +36,13 @@ class Losses:
         rank: int,
         placement: Sequence[int],
         microbatches: int,
-        dtype: torch.dtype,
+        loss: TensorSpec,
         sharing: Collection[int],
         transport: Transport,
     ) -> None:
         self._rank = rank
         self._last, self._source = len(placement) - 1, placement[-1]
-        self._spec: MessageSpec = (TensorSpec((microbatches,), dtype),)
+        self._spec: MessageSpec = (TensorSpec((microbatches, *loss.shape), loss.dtype),)
         others = sorted(set(placement) - {self._source})
         in_line = others if transport.contract.in_order or self._source == placement[0] else sharing
         self._at_once = [other for other in others if other not in in_line]
@@ -63,12 +63,13 @@ class Losses:
             self._pending = self._receive()
 
     def tell(self, results: Mapping[int, tuple[Tensor, ...]]) -> None:
-        """The last stage has computed them, a scalar per microbatch."""
-        self._told = torch.stack([results[microbatch][0].detach().reshape(()) for microbatch in range(len(results))])
+        """The last stage has computed them, one per microbatch."""
+        told = torch.stack([results[microbatch][0].detach() for microbatch in range(len(results))])
+        self._told = told.reshape(self._spec[0].shape)
         self._send(self._at_once)
 
     def end_step(self, timeout: float) -> Tensor:
-        """The loss of every microbatch, (microbatches,), the same on every rank.
+        """The loss of every microbatch, (microbatches,) or (microbatches, 2), the same on every rank.
 
         Args:
             timeout: Seconds to wait for them.

@@ -1,4 +1,4 @@
-"""Data parallelism: the ranks that hold the same stage in other pipelines average their gradients after every step.
+"""Data parallelism: the ranks that hold the same stage in other pipelines combine their gradients after every step.
 
 The ranks of one pipeline tell each other of a failure (see :mod:`adaptra.runtime.membership`); between pipelines a failure
 travels through the group of each stage: whose pipeline fails writes down why and closes the group's connections, which ends the
@@ -43,8 +43,8 @@ class Replicas:
         self._lock = threading.Lock()
         self._ended = False
 
-    def average_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Replace every gradient by its mean over the replicas.
+    def combine_gradients(self, parameters: Iterable[Tensor], *, mean: bool = True) -> None:
+        """Replace every gradient by its mean over the replicas, or by their sum.
 
         Every replica adds in the same order, so the copies stay bitwise equal. Waits for the replicas' ranks of this stage
         alone: other stages may still compute.
@@ -57,16 +57,16 @@ class Replicas:
             if parameter.grad is None:  # here; another replica's part of the batch may have reached it
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
-        self._average(gradients)
+        self._combine(gradients, mean)
 
-    def average_losses(self, losses: Tensor) -> Tensor:
-        """The mean of the replicas' losses; raises as :meth:`average_gradients`."""
-        mean = losses.clone()  # the last stage's are on their way to other ranks
-        self._average([mean])
-        return mean
+    def combine_losses(self, losses: Tensor, *, mean: bool = True) -> Tensor:
+        """The mean of the replicas' losses, or their sum; raises as :meth:`combine_gradients`."""
+        combined = losses.clone()  # the last stage's are on their way to other ranks
+        self._combine([combined], mean)
+        return combined
 
     def first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of the first replica's tensors, of any dtype; raises as :meth:`average_gradients`."""
+        """Copies of the first replica's tensors, of any dtype; raises as :meth:`combine_gradients`."""
         copies = [one.detach().clone(memory_format=torch.contiguous_format) for one in tensors]
         with self._naming_the_lost():
             works = [
@@ -78,13 +78,14 @@ class Replicas:
                 work.wait()
         return copies
 
-    def _average(self, tensors: Sequence[Tensor]) -> None:
+    def _combine(self, tensors: Sequence[Tensor], mean: bool) -> None:
         with self._naming_the_lost():
             works = [dist.all_reduce(one, group=self._group, async_op=True) for one in tensors]
             for tensor, work in zip(tensors, works, strict=True):
                 assert work is not None, "this rank is of the group"
                 work.wait()
-                tensor /= self._count
+                if mean:
+                    tensor /= self._count
 
     @contextlib.contextmanager
     def _naming_the_lost(self) -> Generator[None]:

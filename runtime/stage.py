@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from adaptra.graph.random_state import RandomKey
 from adaptra.graph.stages import EvalStage, TrainStage
+from adaptra.losses import Reduction
 from adaptra.runtime.gradients import Gradients
 
 
@@ -36,9 +36,10 @@ class TrainingStage:
         stage: What it runs.
         state: The stage's own parameters and buffers by their names in the user's model.
         seed: Seed of the job's random numbers.
-        microbatches: How many microbatches a step has; the step's loss is the mean of theirs.
+        microbatches: How many microbatches a step has.
         is_last: Whether this is the last stage, whose only output is the loss.
         gradients: Takes each parameter's gradient of each microbatch.
+        reduction: How the step's loss comes from theirs.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class TrainingStage:
         microbatches: int,
         is_last: bool,
         gradients: Gradients,
+        reduction: Reduction = Reduction.MEAN,
     ) -> None:
         self._stage = stage
         self._state = state
@@ -58,6 +60,7 @@ class TrainingStage:
         self._saved: dict[int, Any] = {}
         self._microbatches = microbatches
         self._is_last = is_last
+        self._reduction = reduction
         self._root_gradients: Sequence[Tensor] = ()
         self._steps_before = 0
 
@@ -70,11 +73,9 @@ class TrainingStage:
         """
         self._steps_before = steps_before
         if self._is_last:
-            # As autograd does it for scale * (loss / microbatches): the scale is float32, and the quotient is rounded in the
-            # loss's own dtype. There is none if the loss depends on nothing that is trained.
-            scale = torch.tensor(loss_scale, dtype=torch.float32)
+            # There is none if the loss depends on nothing that is trained.
             self._root_gradients = tuple(
-                scale.to(one.dtype).expand(one.shape) / self._microbatches for one in self._stage.grad_outputs
+                self._reduction.start(loss_scale, one, self._microbatches) for one in self._stage.grad_outputs
             )
 
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -22,7 +22,8 @@ from adaptra.errors import AdaptraError, PeerLostError, PlanError
 from adaptra.graph import CompiledStages
 from adaptra.graph.inner import prepare
 from adaptra.graph.round_messages import round_edges
-from adaptra.graph.specs import MessageSpec
+from adaptra.graph.specs import MessageSpec, TensorSpec
+from adaptra.losses import Reduction, total_weight
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.passes.lower_comm import LowerComm
 from adaptra.placements import stages_of
@@ -53,6 +54,7 @@ from adaptra.runtime.stores import Connection
 from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.telemetry.start import agree_on_run
 from adaptra.runtime.transports.base import Transport
+from adaptra.runtime.weighting import StepGradients
 from adaptra.schedules import forward_only
 from adaptra.simulate import simulate
 from adaptra.timeline import Timeline
@@ -84,6 +86,7 @@ class Worker:
         telemetry: Told what happens here.
         options: Seed and timeout.
         first_step: The number of the first step.
+        reduction: How the losses of microbatches and replicas become that of the batch.
 
     Attributes:
         initial: As given.
@@ -105,6 +108,7 @@ class Worker:
         telemetry: RankTelemetry,
         options: Options,
         first_step: int = 0,
+        reduction: Reduction = Reduction.MEAN,
     ) -> None:
         self.rank = transport.rank
         self.state = state
@@ -115,6 +119,7 @@ class Worker:
         self._pacing = pacing
         self._telemetry = telemetry
         self._options = options
+        self._reduction = reduction
         self._placement = initial.case.placement
         self._ranks = len(set(self._placement))
         self._own = stages_of(self.rank, self._placement)
@@ -132,11 +137,12 @@ class Worker:
             options.timeout,
         )
         self._hooks = GradientHooks(self.trainable, compiled.copied(self._placement))
+        self._step_gradients = None if reduction is Reduction.MEAN else StepGradients(self.trainable)
         self._norms = GradientNorms(self.rank, self.trainable, compiled, self._placement, microbatches, transport)
         last = compiled.train[-1]
-        loss, *_ = last.outputs  # of a pipeline without one, an output: then no losses are told
+        loss = last.outputs[0] if compiled.with_loss else TensorSpec((), last.outputs[0].dtype)  # else none are told
         sharing = {self._placement[stage] for one in compiled.tied if last.index in one.stages for stage in one.stages}
-        self._losses = Losses(self.rank, self._placement, microbatches, loss.dtype, sharing, transport)
+        self._losses = Losses(self.rank, self._placement, microbatches, loss, sharing, transport)
         self._probes = Probes(self.rank, self._placement, microbatches, transport, self.monitor)
         self._training = {
             stage: TrainingStage(
@@ -146,6 +152,7 @@ class Worker:
                 microbatches=microbatches,
                 is_last=stage == last.index,
                 gradients=self._gradients,
+                reduction=reduction,
             )
             for stage in self._own
         }
@@ -194,7 +201,8 @@ class Worker:
             loss_scale: Gradients are those of the loss times this. Losses are returned without it.
 
         Returns:
-            The loss of every microbatch, (microbatches,), in microbatch order, on every rank.
+            The loss of every microbatch, (microbatches,), in microbatch order, on every rank; if weighted (microbatches, 2),
+            each a sum and its weight.
 
         Raises:
             PeerLostError: Another rank failed; names it, and the edge and op where known.
@@ -210,16 +218,22 @@ class Worker:
             self._losses.begin_step(step)
             self._gradients.begin_step(step)
             self._hooks.begin_step()
+            if self._step_gradients is not None:
+                self._step_gradients.begin_step()
             for stage in self._training.values():
                 stage.begin_step(loss_scale, self.steps_before)
             executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=self._losses.tell)
             self._gradients.end_step()
+            mean = self._reduction is Reduction.MEAN
             if self._replicas is not None:  # while the stages that end later still compute
-                self._replicas.average_gradients(self.trainable.values())
-            self._hooks.end_step()
+                self._replicas.combine_gradients(self.trainable.values(), mean=mean)
             losses = self._losses.end_step(self._options.timeout)
             if self._replicas is not None:
-                losses = self._replicas.average_losses(losses)
+                losses = self._replicas.combine_losses(losses, mean=mean)
+            if self._step_gradients is not None:
+                weighted = self._reduction is Reduction.WEIGHTED
+                self._step_gradients.end_step(total_weight(losses) if weighted else None)
+            self._hooks.end_step()
             self._probes.end_step(self._options.timeout)
             measurement = self.monitor.end_step(step, started, time.monotonic())
             self.measured.extend(measurement.stages)
@@ -262,7 +276,7 @@ class Worker:
         with self._telling_the_others():
             found = self._phases.backward(kept, tangents)
             if self._replicas is not None:
-                self._replicas.average_gradients(self.trainable.values())
+                self._replicas.combine_gradients(self.trainable.values())
         self.monitor.begin_step()
         return found
 
@@ -322,6 +336,8 @@ class Worker:
                 self._losses.begin_step(step)
                 executor.run(step, inputs, targets, on_results=self._losses.tell)
                 losses = self._losses.end_step(self._options.timeout)
+                if self._replicas is not None and self._reduction is not Reduction.MEAN:
+                    losses = self._replicas.combine_losses(losses, mean=False)
                 results = {microbatch: (loss,) for microbatch, loss in enumerate(losses.unbind())}
         self.monitor.begin_step()
         return results

@@ -295,19 +295,19 @@ def average_before_others_end(rank):
     dist.init_process_group("gloo")
     store = dist.distributed_c10d._get_default_store()
     replica, stage = divmod(rank, 2)
-    end_step, average = Gradients.end_step, Replicas.average_gradients
+    end_step, average = Gradients.end_step, Replicas.combine_gradients
 
     def waiting(gradients):
         if stage == 0:
             store.wait([f"averaged {replica}"], datetime.timedelta(seconds=30))
         end_step(gradients)
 
-    def telling(replicas, parameters):
-        average(replicas, parameters)
+    def telling(replicas, parameters, **how):
+        average(replicas, parameters, **how)
         if stage == 1:
             store.set(f"averaged {replica}", "")
 
-    Gradients.end_step, Replicas.average_gradients = waiting, telling
+    Gradients.end_step, Replicas.combine_gradients = waiting, telling
     example, pipe = set_up(stages=2)
     args, _, targets = example.rows(ROWS, seed=rank // 2)
     with pipe:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from adaptra.errors import TransportError
+from adaptra.graph.specs import TensorSpec
 from adaptra.runtime.losses import Losses
 from adaptra.runtime.transports.local import LocalHub
 
@@ -21,7 +22,7 @@ def job(*sharing: int, in_order: bool = False) -> list[Losses]:
     for transport in transports:
         transport.contract = replace(transport.contract, in_order=in_order)
     losses = [
-        Losses(rank, range(STAGES), MICROBATCHES, torch.float32, sharing, transport)
+        Losses(rank, range(STAGES), MICROBATCHES, TensorSpec((), torch.float32), sharing, transport)
         for rank, transport in enumerate(transports)
     ]
     for one, transport in zip(losses, transports, strict=True):

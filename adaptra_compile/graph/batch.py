@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from adaptra.errors import BatchError, CaptureError
 from adaptra.graph.specs import MessageSpec, TensorSpec, dtype_name
+from adaptra.graph.weighted import WeightedLoss
 
 Loss = Callable[[Any, Any], Any]
 """``loss(outputs, targets)`` returns a scalar tensor."""
@@ -206,11 +207,13 @@ class OutputFormat:
 
 
 def loss_of(outputs: Any, loss: Loss | None, form: TargetFormat, targets: Sequence[Tensor]) -> Tensor:
-    """The scalar loss of what a model returns.
+    """The scalar loss of what a model returns; of a weighted loss its sum and weight, (2,).
 
     Raises:
         CaptureError: ``loss`` returns something else, or without it there is none in the outputs.
     """
+    if isinstance(loss, WeightedLoss):
+        return loss(outputs, form.unflatten(targets))
     if loss is None:
         return find_loss(outputs)
     found = loss(outputs, form.unflatten(targets))

@@ -123,7 +123,7 @@ class _Forward:
         """The forward graph of one piece. Pieces that share what was traced differ in nothing else."""
         module = self._without_random.get(traced.module)
         if module is None:
-            nodes = forward_part(traced, outputs) if nodes is None else nodes
+            nodes = forward_part(traced, outputs, () if with_targets else traced.targets) if nodes is None else nodes
             inputs = [*traced.state, *traced.constants, *traced.inputs, *(traced.targets if with_targets else ())]
             module, count = build(inputs, nodes, outputs, copied, self.next_random)
             self.next_random += count

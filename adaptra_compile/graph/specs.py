@@ -28,9 +28,14 @@ class TensorSpec:
     lossy_bf16: bool = False
 
     @property
+    def elements(self) -> int:
+        """How many elements the tensor has."""
+        return math.prod(self.shape)
+
+    @property
     def bytes(self) -> int:
         """The size of the tensor's elements, in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.elements * self.dtype.itemsize
 
     @property
     def travels_as(self) -> torch.dtype:

@@ -8,7 +8,7 @@ views are made again instead, since they cost nothing and keep nothing, and so i
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,10 +76,15 @@ def split(traced: TracedPiece) -> SplitPiece:
     )
 
 
-def forward_part(traced: TracedPiece, outputs: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-    """The nodes of the forward pass that some outputs need, and those that have an effect."""
+def forward_part(traced: TracedPiece, outputs: Sequence[fx.Node], absent: Collection[fx.Node] = ()) -> tuple[fx.Node, ...]:
+    """The nodes of the forward pass that some outputs need, and those that have an effect.
+
+    Where some inputs are absent, such as targets, effects that need them are left out.
+    """
     nodes = [node for node in traced.module.graph.nodes if node.op == "call_function" and node in traced.forward]
     effects = [node for node in nodes if changes_in_place(node.target) or changes_unsaid(node.target)]
+    if absent:
+        effects = [node for node in effects if not _needs(node, nodes, absent)]
     return _in_order(_closure([*outputs, *effects], nodes), nodes)
 
 
@@ -198,6 +203,11 @@ def _closure(results: Iterable[fx.Node], among: Iterable[fx.Node]) -> set[fx.Nod
             found.add(node)
             waiting += [one for one in node.all_input_nodes if one in allowed]
     return found
+
+
+def _needs(node: fx.Node, among: Iterable[fx.Node], inputs: Collection[fx.Node]) -> bool:
+    """Whether a node comes from one of these inputs."""
+    return any(one in inputs for each in _closure([node], among) for one in each.all_input_nodes)
 
 
 def _without(weights: set[fx.Node], inputs: set[fx.Node], results: Sequence[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:

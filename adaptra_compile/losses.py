@@ -1,0 +1,156 @@
+"""How the losses of microbatches become that of the batch, and how a loss is found out that does not fit to it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from adaptra.errors import BatchError, CaptureError
+from adaptra.graph import CompiledStages, TensorSpec
+
+MOST_ELEMENTS: Final = 2**20
+"""Of how large an output a loss is tried with; of a larger one, with as many rows as fit."""
+
+NUMBER_OF_ITEMS: Final = "num_items_in_batch"
+"""What transformers call the number of labels in a batch."""
+
+
+class Reduction(StrEnum):
+    """How the losses of microbatches and replicas become that of the batch: ``reduction=`` of :func:`adaptra.compile`."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    WEIGHTED = "weighted"
+
+    def start(self, scale: float, loss: TensorSpec, microbatches: int) -> Tensor:
+        """The gradient that the backward pass of a microbatch begins with.
+
+        Args:
+            scale: What the loss is scaled by.
+            loss: Of one microbatch.
+            microbatches: Microbatches per step.
+        """
+        # As autograd does it for scale * (loss / microbatches): the scale is float32, and the quotient is rounded in the
+        # loss's own dtype.
+        start = torch.tensor(scale, dtype=torch.float32).to(loss.dtype)
+        if self is Reduction.WEIGHTED:
+            return torch.stack([start, torch.zeros_like(start)])
+        return start.expand(loss.shape) / (microbatches if self is Reduction.MEAN else 1)
+
+    def of_batch(self, losses: Tensor) -> Tensor:
+        """The loss of the batch, a scalar.
+
+        Args:
+            losses: Of each microbatch: (microbatches,), or if weighted (microbatches, 2), each a sum and its weight.
+
+        Raises:
+            BatchError: The weights of all microbatches together are not above zero.
+        """
+        match self:
+            case Reduction.MEAN:
+                return losses.mean()
+            case Reduction.SUM:
+                return losses.sum()
+            case Reduction.WEIGHTED:
+                weight = total_weight(losses)
+                if not 0 < weight < torch.inf:
+                    raise BatchError(
+                        f"reduction='weighted': the weights of all microbatches and replicas add up to {weight:g}: expected "
+                        "more than 0, such as one label; the gradients are as before this step"
+                    )
+                return (losses[:, 0].double().sum() / weight).to(losses.dtype)
+
+
+def total_weight(losses: Tensor) -> float:
+    """The weight of a batch, by the sums and weights of its microbatches, (microbatches, 2)."""
+    return losses[:, 1].double().sum().item()
+
+
+def looks_like_sum(whole: Tensor, mean: Tensor, parts: int) -> bool:
+    """Whether the loss of a whole batch is nearer to the sum of its parts' losses than to their mean."""
+    return bool((whole - mean * parts).abs() < (whole - mean).abs())
+
+
+def refuse_sum(loss: Callable[..., Any], compiled: CompiledStages, targets: Any, rows: int) -> None:
+    """Refuse a loss that sums over the rows, where the mean of microbatches is taken.
+
+    It is tried on made-up outputs and the example's targets: with each row twice a mean stays as it is. A loss that can't be
+    run on these, for whatever reason, is taken.
+
+    Args:
+        loss: What the user gave.
+        compiled: What tells what the model returns for a microbatch.
+        targets: Of a microbatch.
+        rows: Of a microbatch.
+
+    Raises:
+        CaptureError: Says what to give instead.
+    """
+    random = torch.Generator().manual_seed(0)
+    largest = max((one.elements for one in compiled.eval[-1].outputs), default=0)
+    taken = max(1, min(rows, MOST_ELEMENTS * rows // max(1, largest)))
+    try:
+        outputs = [_made_up(one, taken, rows, random) for one in compiled.eval[-1].outputs]
+        given = pytree.tree_map_only(Tensor, lambda one: _first(one.cpu(), taken, rows), targets)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            called = copy.deepcopy(loss).cpu() if isinstance(loss, nn.Module) else loss
+            once = called(compiled.outputs.unflatten(outputs), given)
+            twice = called(compiled.outputs.unflatten(_doubled(outputs)), pytree.tree_map_only(Tensor, _double, given))
+        is_sum = looks_like_sum(twice, once, 2)
+    except Exception:
+        return
+    if is_sum:
+        raise CaptureError(
+            f"loss=: it is {once:g} of some rows and {twice:g} of the same rows twice, so it looks like a sum: expected a mean "
+            "over the rows, as reduction='mean' takes that of the microbatches; give reduction='sum', or reduction='weighted' "
+            "with a loss that returns (sum, weight)"
+        )
+
+
+def refuse_number_of_items(given: Mapping[str, Any], reduction: Reduction) -> None:
+    """Refuse the number of labels in a batch, by which models of transformers divide, where it would not mean that.
+
+    Args:
+        given: The model's keyword arguments.
+        reduction: What the losses of microbatches are taken for.
+
+    Raises:
+        BatchError: It is a constant, or losses that are divided by it would be averaged.
+    """
+    number = given.get(NUMBER_OF_ITEMS)
+    if number is None:
+        return
+    is_scalar = isinstance(number, Tensor) and number.dim() == 0
+    if not is_scalar or reduction is not Reduction.SUM:
+        shown = f"a tensor of shape {tuple(number.shape)}" if isinstance(number, Tensor) else repr(number)
+        raise BatchError(
+            f"inputs: {NUMBER_OF_ITEMS} is {shown} with reduction='{reduction}': expected each batch's own number as a tensor "
+            "without dimensions, and reduction='sum', since each microbatch's loss is a part of the batch's; or none, and a "
+            "loss= that returns (sum, weight), with reduction='weighted'"
+        )
+
+
+def _made_up(spec: TensorSpec, taken: int, rows: int, random: torch.Generator) -> Tensor:
+    """An output of this shape; numbers from 0 to 1 also are probabilities."""
+    if not spec.dtype.is_floating_point:
+        return _first(torch.zeros(spec.shape, dtype=spec.dtype, device="cpu"), taken, rows)
+    shape = (spec.shape[0] * taken // rows, *spec.shape[1:]) if spec.shape else ()
+    return torch.rand(shape, generator=random).to(spec.dtype)
+
+
+def _first(tensor: Tensor, taken: int, rows: int) -> Tensor:
+    return tensor[: tensor.shape[0] * taken // rows] if tensor.dim() else tensor
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor, tensor]) if tensor.dim() else tensor
+
+
+def _doubled(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [_double(one) for one in tensors]

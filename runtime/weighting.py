@@ -1,0 +1,43 @@
+"""What a step adds to ``grad`` where a loss is not a mean of equal parts.
+
+Backward passes start from unscaled sums. What to divide them by is known on every rank once all microbatches and replicas have
+told their weights, so it is done once, at the end of the step, to what this step has added alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+
+class StepGradients:
+    """Keeps the gradients of a step apart from those of earlier ones.
+
+    Args:
+        parameters: The trainable parameters of a rank's stages by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+        self._before: dict[str, Tensor | None] = {}
+
+    def begin_step(self) -> None:
+        """Set aside what earlier steps have left."""
+        for name, parameter in self._parameters.items():
+            self._before[name], parameter.grad = parameter.grad, None
+
+    def end_step(self, weight: float | None) -> None:
+        """Divide by a weight, if there is one, and add to what earlier steps have left.
+
+        With a weight that nothing can be divided by, this step adds nothing.
+        """
+        for name, earlier in self._before.items():
+            parameter = self._parameters[name]
+            gradient, parameter.grad = parameter.grad, earlier
+            if gradient is None or (weight is not None and not 0 < weight < float("inf")):
+                continue
+            if weight is not None:  # not in place: ranks of one process may still read it, for their copy of the parameter
+                gradient = gradient / weight
+            parameter.grad = gradient if earlier is None else earlier.add_(gradient)
+        self._before = {}
