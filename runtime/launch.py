@@ -16,6 +16,7 @@ from torch.distributed import DistError, DistStoreError, PrefixStore, Store
 from adaptra.errors import ControlError, LaunchError
 from adaptra.roles import Roles
 from adaptra.runtime.replicas import Replicas
+from adaptra.runtime.secret import VARIABLE, fingerprint, given_secret
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.transports.groups import new_group
 from adaptra.runtime.transports.lanes import LanedTransport
@@ -161,7 +162,7 @@ def launch(
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # Making groups waits for all ranks, so whether all ask for the same ones is settled before.
     store = _store_of_this_call(rank)
-    _agree_on_arguments(store, rank, ranks, arguments, timeout)
+    _agree_on_arguments(store, rank, ranks, {**arguments, VARIABLE: fingerprint(given_secret())}, timeout)
     if ranks % size:
         raise LaunchError(
             f"{ranks} ranks for a pipeline of {size}: expected a multiple of {size} ranks (more make data-parallel replicas); "

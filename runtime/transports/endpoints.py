@@ -12,6 +12,7 @@ from torch.distributed import Store
 
 from adaptra.errors import ControlError, LaunchError
 from adaptra.runtime.schema import decode, encode
+from adaptra.runtime.secret import VARIABLE, derive, given_secret
 
 SECRET_BYTES: Final = 32
 _MAX_PATHS: Final = 64
@@ -45,16 +46,33 @@ def address_towards(store: Store) -> str:
 
 
 def share_secret(store: Store, rank: int) -> bytes:
-    """The job's secret: made by rank 0, told through the store to whoever may use that."""
+    """The key of the data links, the same on all ranks and another one for each engine.
+
+    Where the launcher gave a secret the key is derived from it, and the store holds but a salt. Else rank 0 makes the key and
+    tells it through the store to whoever may use that.
+
+    Raises:
+        LaunchError: This rank was given a secret and rank 0 not, or the other way round.
+        ControlError: The store holds something else.
+    """
+    given = given_secret()
     if rank == 0:
-        store.set("secret", secrets.token_hex(SECRET_BYTES))
+        store.set("secret", encode({"given": given is not None, "value": secrets.token_hex(SECRET_BYTES)}))
+    fields = decode(store.get("secret"), "the job's secret")
+    is_given, text = fields.flag("given"), fields.text("value", 2 * SECRET_BYTES)
+    fields.end()
+    if is_given != (given is not None):
+        who, other = ("rank 0", f"rank {rank}") if is_given else (f"rank {rank}", "rank 0")
+        raise LaunchError(
+            f"{who} was given a secret ({VARIABLE}), {other} was not: expected the same one on all ranks, or none"
+        )
     try:
-        secret = bytes.fromhex(store.get("secret").decode())
+        value = bytes.fromhex(text)
     except ValueError as error:
         raise ControlError(f"the job's secret: expected {SECRET_BYTES} bytes in hexadecimal: {error}") from None
-    if len(secret) != SECRET_BYTES:
-        raise ControlError(f"the job's secret: expected {SECRET_BYTES} bytes, got {len(secret)}")
-    return secret
+    if len(value) != SECRET_BYTES:
+        raise ControlError(f"the job's secret: expected {SECRET_BYTES} bytes, got {len(value)}")
+    return value if given is None else derive(given, "data links", value)
 
 
 def share_endpoints(store: Store, rank: int, world_size: int, mine: Sequence[Endpoint]) -> list[list[Endpoint]]:
