@@ -58,8 +58,10 @@ def search_orders(
     in_flight: Sequence[int],
     warm_ups: Sequence[Sequence[int]],
     alternations: Sequence[tuple[Sequence[int], Sequence[int]]],
+    start: Orders,
     effort: int,
     seed: int,
+    enough: float,
     seconds: float | None,
     should_stop: Callable[[], bool] | None,
     rule: Mapping[Kind, Sequence[Row]],
@@ -74,8 +76,10 @@ def search_orders(
         in_flight: Per stage, the most microbatches in flight.
         warm_ups: Where to start; every one has a number per stage, at least 1.
         alternations: (warm-up, W deferred by) per stage; the result is never worse than any of these that fits.
+        start: Orders of the case that are made to fit its memory and tried first; none of no ranks.
         effort: About how many ops to dispatch and simulate before the search ends.
         seed: Of all random choices.
+        enough: The search ends once orders take no longer; 0 for the shortest.
         seconds: How long to search, if that is limited.
         should_stop: Asked every few milliseconds; True ends the search.
         rule: The dependency rule.
@@ -83,6 +87,19 @@ def search_orders(
     Raises:
         ValueError: The numbers per stage are not as many as the case has stages.
         Exception: What ``should_stop`` raised.
+    """
+
+def spare_memory(
+    planning_case: Case, orders: Orders, at_most: float, effort: int, rule: Mapping[Kind, Sequence[Row]]
+) -> tuple[tuple[Op, ...], ...]:
+    """Orders of F, I and W that take at most so long and hold less, on no rank more; releases the interpreter lock.
+
+    Args:
+        planning_case: Times, memory, placement and microbatches; ``memory_limit`` doesn't matter.
+        orders: Of this case, each kind in microbatch order.
+        at_most: The longest makespan.
+        effort: How many ops to time before it ends.
+        rule: The dependency rule.
     """
 
 @final

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from adaptra.built import Built
@@ -24,6 +25,7 @@ from adaptra.progress import Progress, log_progress, shown_progress
 from adaptra.recipe import Prepared, Recipe
 from adaptra.request import STRAIGHT, Request
 from adaptra.runtime.batch import example_microbatch, rows_of
+from adaptra.runtime.free_memory import free_memory
 from adaptra.runtime.gradient_hooks import copy_is_hooked, is_hooked
 from adaptra.runtime.launch import Launch, agree, disagree, launch
 from adaptra.sharing import Sharing
@@ -53,11 +55,14 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
         addresses=options.addresses,
     )
     reduction = Reduction(request.reduction)
-    recipe = Recipe(request.placed, request.microbatches, request.memory, request.with_loss, request.faults, options, reduction)
     with ExitStack() as opened:
         for transport in launched.transports:
             opened.callback(transport.close)
         _check_contract(request, launched)
+        free = free_memory(launched, _device(request.whole_model), options.timeout) if request.memory is None else None
+        recipe = Recipe(
+            request.placed, request.microbatches, request.memory, request.with_loss, request.faults, options, reduction, free
+        )
         try:
             recorder = open_recorder(options, launched)
             opened.callback(recorder.close)
@@ -134,6 +139,12 @@ def _refuse_hooked_copies(model: nn.Module, copied: frozenset[str]) -> None:
     for name, parameter in model.named_parameters():
         if name in copied and is_hooked(parameter):
             raise OptionError(copy_is_hooked(name))
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Where a model's first parameter is; the host for one without any, or of the meta device."""
+    found = next((one.device for one in model.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if found.type == "meta" else found
 
 
 def _check_contract(request: Request, launched: Launch) -> None:

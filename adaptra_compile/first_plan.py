@@ -5,8 +5,11 @@ Nothing is searched by time here: every rank finds the first plan for itself and
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from adaptra.cost import Case
 from adaptra.errors import PlanError
+from adaptra.least_memory import plan_least_memory
 from adaptra.placements import is_straight
 from adaptra.planner import plan
 from adaptra.program import Program
@@ -19,31 +22,51 @@ from adaptra.schedules import generate_for, two_phases
 from adaptra.simulate import lower_bound, simulate
 
 
-def first_plan(options: Options, case: Case) -> Plan:
-    """The plan to start with.
+def first_plan(options: Options, case: Case, room: tuple[float, ...] | None = None) -> Plan:
+    """The plan to start with. Without a limit that the user gave it is that of least memory, see :mod:`adaptra.least_memory`.
 
     Args:
         options: ``schedule``, ``expected_delays`` and ``delegate`` matter.
-        case: The estimated costs, with what each rank may hold.
+        case: The estimated costs, with what the user lets each rank hold.
+        room: Without such limits, what each rank has room for. It becomes the limit of all plans; or what the first plan needs
+            does, where that is more.
 
     Raises:
         CaseError: A delay is expected on an edge that does not exist.
         PlanError: The schedule is of another size, or nothing fits the memory.
     """
-    if options.schedule is not None:
-        program = _asked_for(options.schedule, case)
-        reason = f"{program.name}, as asked for"
-    elif options.expected_delays:
-        program = robust_plan(case, delay_scenarios(case.cost, options.expected_delays), incumbent=_known(case)).program
-        reason = "good on average over the delays to expect, for the estimated costs"
-    else:
-        program, reason = plan(case, incumbent=_known(case)), "adapted to the estimated costs"
-        if case.cost.memory_limit is not None and is_straight(case.placement):
-            spread = uniform_slack(case)
-            if simulate(spread, case.cost).makespan <= simulate(program, case.cost).makespan:
-                program, reason = spread, f"{reason}, spare memory spread as slack"
+    limited = case if room is None else replace(case, cost=replace(case.cost, memory_limit=room))
+    try:
+        program, reason = _first_program(options, limited, is_given=room is None)
+    except PlanError:
+        if room is None:
+            raise
+        program, reason = _first_program(options, case, is_given=False)
+    if room is not None:
+        needed = simulate(program, case.cost).peak_memory
+        limits = tuple(map(max, room, needed))
+        case = replace(case, cost=replace(case.cost, memory_limit=limits))
     predicted = simulate(program, case.cost).makespan
     return Plan(0, program, case, predicted, lower_bound(case).value, reason, options.delegated)
+
+
+def _first_program(options: Options, case: Case, *, is_given: bool) -> tuple[Program, str]:
+    """The program and why it is the first one; ``is_given`` tells whether the user set the limits, and so wants them used."""
+    if options.schedule is not None:
+        program = _asked_for(options.schedule, case)
+        return program, f"{program.name}, as asked for"
+    if options.expected_delays:
+        found = robust_plan(case, delay_scenarios(case.cost, options.expected_delays), incumbent=_known(case))
+        return found.program, "good on average over the delays to expect, for the estimated costs"
+    reason = "adapted to the estimated costs"
+    if not is_given or case.cost.memory_limit is None:
+        return plan_least_memory(case, incumbent=_known(case)), reason
+    program = plan(case, incumbent=_known(case))
+    if is_straight(case.placement):
+        spread = uniform_slack(case)
+        if simulate(spread, case.cost).makespan <= simulate(program, case.cost).makespan:
+            return spread, f"{reason}, spare memory spread as slack"
+    return program, reason
 
 
 def two_phase_plan(options: Options, case: Case) -> Plan:

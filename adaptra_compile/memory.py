@@ -15,10 +15,8 @@ from adaptra.errors import OptionError, PlanError
 from adaptra.graph.stages import TrainStage
 from adaptra.placements import stages_of
 from adaptra.program import Kind, Program
+from adaptra.sizes import UNITS, size_text
 
-_UNITS: Final = {"B": 1} | {
-    f"{prefix}{unit}": base**power for unit, base in (("B", 1000), ("iB", 1024)) for power, prefix in enumerate("KMGT", start=1)
-}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B)")
 
 
@@ -29,27 +27,29 @@ def parse_size(text: str) -> int:
         OptionError: It is no such text, or says less than a byte.
     """
     found = _SIZE.fullmatch(text.strip())
-    size = 0 if found is None or found[2] not in _UNITS else int(float(found[1]) * _UNITS[found[2]])
+    size = 0 if found is None or found[2] not in UNITS else int(float(found[1]) * UNITS[found[2]])
     if size < 1:
         raise OptionError(f"memory={text!r}: expected a size such as '2GiB' or '500MB', or a number of microbatches")
     return size
 
 
-def size_text(size: float) -> str:
-    """A size for people: at least three digits of the largest binary unit that it fills."""
-    for unit in ("GiB", "MiB", "KiB"):
-        if size >= _UNITS[unit]:
-            return f"{size / _UNITS[unit]:.1f} {unit}"
-    return f"{size:.0f} B"
+def in_bytes(cost: CostModel, stages: Sequence[TrainStage]) -> CostModel:
+    """A cost model whose memory is in bytes, without a limit."""
+    return replace(
+        cost,
+        memory_forward=tuple(float(_counted(stage)) for stage in stages),
+        memory_input_grad=tuple(float(_counted(stage) - stage.kept_after_input_grad) for stage in stages),
+        memory_limit=None,
+    )
 
 
-def in_bytes(cost: CostModel, stages: Sequence[TrainStage], placement: Sequence[int], memory: int) -> CostModel:
-    """A cost model whose memory is in bytes, with as much of a limit as is left for what microbatches keep.
+def limits_within(memory: int, stages: Sequence[TrainStage], placement: Sequence[int]) -> tuple[float, ...]:
+    """Per rank, the bytes that microbatches may keep where a rank may hold ``memory``.
 
     Raises:
         PlanError: A rank can't hold one microbatch; says what it needs and what would help.
     """
-    by_rank = [[stages[stage] for stage in stages_of(rank, placement)] for rank in range(len(set(placement)))]
+    by_rank = _by_rank(stages, placement)
     for rank, held in enumerate(by_rank):
         needed = sum(map(_counted, held)) + _beside(held)
         if needed > memory:
@@ -60,12 +60,22 @@ def in_bytes(cost: CostModel, stages: Sequence[TrainStage], placement: Sequence[
                 f"needs; half the rows per microbatch or twice the stages need about {size_text(needed / 2)}, activation "
                 f"checkpointing keeps {size_text(sum(stage.input_bytes for stage in held))} or more"
             )
-    return replace(
-        cost,
-        memory_forward=tuple(float(_counted(stage)) for stage in stages),
-        memory_input_grad=tuple(float(_counted(stage) - stage.kept_after_input_grad) for stage in stages),
-        memory_limit=tuple(float(memory - _beside(held)) for held in by_rank),
+    return tuple(float(memory - _beside(held)) for held in by_rank)
+
+
+def limits_free(free: Sequence[int], stages: Sequence[TrainStage], placement: Sequence[int]) -> tuple[float, ...]:
+    """Per rank, the bytes that microbatches may keep where its device has ``free`` bytes.
+
+    Left out are a tenth, and what a training step makes beside them: a gradient of each parameter and two numbers of AdamW.
+    """
+    ranks = zip(free, _by_rank(stages, placement), strict=True)
+    return tuple(
+        max(0.0, 0.9 * size - 3.0 * sum(stage.parameter_bytes for stage in held) - _beside(held)) for size, held in ranks
     )
+
+
+def _by_rank(stages: Sequence[TrainStage], placement: Sequence[int]) -> list[list[TrainStage]]:
+    return [[stages[stage] for stage in stages_of(rank, placement)] for rank in range(len(set(placement)))]
 
 
 def predicted_peaks(program: Program, stages: Sequence[TrainStage]) -> tuple[int, ...]:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from adaptra.api import Pipeline
 from adaptra.errors import PipelineError
-from adaptra.memory import predicted_peaks, size_text
+from adaptra.memory import predicted_peaks
 from adaptra.planner import plan
 from adaptra.runtime.phases import Kept
 from adaptra.schedules import one_f_one_b
+from adaptra.sizes import size_text
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from adaptra.graph import CompiledStages
 from adaptra.graph.inner import compiled_by
 from adaptra.graph.round_messages import round_messages
 from adaptra.losses import Reduction
-from adaptra.memory import in_bytes, parse_size
+from adaptra.memory import in_bytes, limits_free, limits_within, parse_size, predicted_peaks
 from adaptra.placements import is_straight
 from adaptra.planner import plan
 from adaptra.program import Program
@@ -65,6 +65,7 @@ class Recipe:
 
     Attributes:
         placement, microbatches, memory, with_loss, faults, options, reduction: As of :class:`adaptra.request.Request`.
+        free: Per rank, the bytes that its device has free: the limit of plans where ``memory`` is None.
     """
 
     placement: tuple[int, ...]
@@ -74,6 +75,7 @@ class Recipe:
     faults: Sequence[Fault]
     options: Options
     reduction: Reduction
+    free: tuple[int, ...] | None = None
 
     def prepare(self, compiled: CompiledStages) -> Prepared:
         """Plan for these stages.
@@ -92,17 +94,24 @@ class Recipe:
         cost = estimated_cost(compiled, self.placement)
         if options.emulate is not None:
             cost = options.emulate.apply(cost)
-        if isinstance(self.memory, str):
-            cost = in_bytes(cost, compiled.train, self.placement, parse_size(self.memory))
-        elif self.memory is not None:
+        room: tuple[float, ...] | None = None
+        if isinstance(self.memory, int):
             cost = replace(cost, memory_limit=(float(self.memory),) * len(set(self.placement)))
+        else:
+            cost = in_bytes(cost, compiled.train)
+        if isinstance(self.memory, str):
+            limits = limits_within(parse_size(self.memory), compiled.train, self.placement)
+            cost = replace(cost, memory_limit=limits)
+        elif self.memory is None and self.free is not None:
+            room = limits_free(self.free, compiled.train, self.placement)
         case = Case(cost, self.microbatches, self.placement, name="compiled")
         places = compiled.places if is_straight(self.placement) else None  # else they are not cut again
         means = Means(options.uses_delegate, options.lossy_bf16 == "slow", places)
         planner, draft = (partial(_better_plan, options.planning_seconds, share) for share in (PLANNER_SHARE, DRAFT_SHARE))
         remedies = partial(find_remedies, means=means)
-        planning = Planning(planner, _makespan, lambda costs: lower_bound(costs).value, remedies, draft)
-        initial = first_plan(options, case) if self.with_loss else two_phase_plan(options, case)
+        holds = partial(predicted_peaks, stages=compiled.train)
+        planning = Planning(planner, _makespan, lambda costs: lower_bound(costs).value, remedies, draft, holds=holds)
+        initial = first_plan(options, case, room) if self.with_loss else two_phase_plan(options, case)
         starter = Starter(compiled, self.microbatches, planning, self.faults, options, self.reduction)
         return Prepared(starter, initial, means)
 

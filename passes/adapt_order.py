@@ -82,6 +82,8 @@ def search(
     effort: int | None = None,
     seed: int = 0,
     budget: float | None = None,
+    enough: float = 0.0,
+    start: Program | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Program:
     """What :class:`AdaptOrder` does, for callers that may also end the search by time, and need no program to start from.
@@ -93,6 +95,8 @@ def search(
         effort: See :class:`AdaptOrder`. With a ``budget``, by default unlimited.
         seed: Of all random choices.
         budget: Seconds after which the search ends, and with it that equal inputs give equal programs.
+        enough: The search ends once a program takes no longer; 0 for the shortest.
+        start: A program like ``incumbent`` that may hold more than the limits: made to fit, it is one more to start from.
         should_stop: Asked every few milliseconds; once it returns true the search ends with the best found so far.
 
     Raises:
@@ -113,8 +117,10 @@ def search(
         limits,
         _starts(case, limits),
         _known_alternations(stages, microbatches) if len(set(case.placement)) == stages else [],
+        _C.to_orders(() if start is None else start.orders),
         effort,
         seed,
+        enough,
         budget,
         should_stop,
         RULE,

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Final
 
 from torch.distributed import DistError, DistNetworkError, Store
 
@@ -48,6 +49,7 @@ from adaptra.runtime.plan import Plan
 from adaptra.runtime.plan_log import Coverage
 from adaptra.runtime.planning import Planning
 from adaptra.runtime.preparation import Preparation
+from adaptra.simulate import simulate
 
 KEPT_EVENTS = 4096
 """How many events are kept."""
@@ -59,6 +61,12 @@ DEAF_WAITS = 8
 """A control thread that has heard nothing of this rank's training for so many times its patience has lost the store."""
 
 log = logging.getLogger(__name__)
+
+
+_OF_A_PLAN: Final = (EventKind.PROPOSED, EventKind.AGREED, EventKind.SWITCHED)
+
+_WEIGHED: Final = 8
+"""Of how many of the last plans a rank remembers what they hold."""
 
 
 class _PeerFailedError(ControlError):
@@ -106,6 +114,7 @@ class Controller:
         self._on_event = on_event
         self._on_error = on_error
         self._events: deque[ControlEvent] = deque(maxlen=KEPT_EVENTS)
+        self._held: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._running = initial
         self._step = first_step
         self._coverage = Coverage(first_step)
@@ -226,10 +235,28 @@ class Controller:
         predicted: float | None = None,
         predicted_before: float | None = None,
     ) -> None:
-        event = ControlEvent(kind, self._rank, step, version, text, predicted, predicted_before)
+        held = self._held_by(version) if kind in _OF_A_PLAN else (None, None)
+        event = ControlEvent(kind, self._rank, step, version, text, predicted, predicted_before, *held)
         self._events.append(event)
         if self._on_event is not None:
             self._on_event(event)
+
+    def _held_by(self, version: int) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Per stage what a plan has in flight, per rank what it holds in bytes."""
+        plan = self._participant.known(version) if version not in self._held else None
+        if plan is not None:
+            self._weigh(plan)
+        return self._held.get(version, (None, None))
+
+    def _weigh(self, plan: Plan) -> None:
+        """Find out what a plan holds; the last few are remembered."""
+        if self._planning.holds is not None and plan.version not in self._held:
+            self._held[plan.version] = (
+                simulate(plan.program, plan.case.cost).peak_in_flight,
+                self._planning.holds(plan.program),
+            )
+            for version in sorted(self._held)[:-_WEIGHED]:
+                self._held.pop(version, None)
 
     def _wait_for(self, step: int) -> None:
         """Wait until the log covers a step, and ask the coordinator now and then."""
@@ -327,6 +354,7 @@ class Controller:
             self._participant.resign()
 
     def _is_ready(self, plan: Plan) -> None:
+        self._weigh(plan)  # here, beside training, as the training thread tells it at the switch
         self._tell(lambda: self._participant.ready(plan))
 
     def _is_refused(self, version: int, why: str) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from adaptra.sizes import size_text
+
 
 class EventKind(Enum):
     """What happened. DETECTED to LIMITED are told by the rank that coordinates, the others by each rank for itself."""
@@ -53,6 +55,8 @@ class ControlEvent:
         text: For people.
         predicted: That plan's simulated makespan, where it is known; seconds.
         predicted_before: The simulated makespan of the plan it replaces or would have, under the same cost model; seconds.
+        in_flight: Per stage, the most microbatches that the plan has between F and I; of PROPOSED, AGREED and SWITCHED.
+        memory: Per rank, the most bytes of activations that the plan holds at a time; of the same events.
     """
 
     kind: EventKind
@@ -62,9 +66,16 @@ class ControlEvent:
     text: str
     predicted: float | None = None
     predicted_before: float | None = None
+    in_flight: tuple[int, ...] | None = None
+    memory: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
-        return f"step {self.step}: {self.kind.value} plan {self.version}: {self.text}"
+        held = f"; {self._held}" if self.memory and self.in_flight else ""
+        return f"step {self.step}: {self.kind.value} plan {self.version}: {self.text}{held}"
+
+    @property
+    def _held(self) -> str:
+        return f"at most {max(self.in_flight or ())} microbatches in flight, {size_text(max(self.memory or ()))} on a rank"
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -76,4 +87,6 @@ class ControlEvent:
             "text": self.text,
             "predicted": self.predicted,
             "predicted_before": self.predicted_before,
+            "in_flight": None if self.in_flight is None else list(self.in_flight),
+            "memory": None if self.memory is None else list(self.memory),
         }

@@ -59,14 +59,15 @@ class Job:
 
     Attributes:
         rank: This process's rank in the job.
+        store: As given.
     """
 
     def __init__(
         self, name: str, store: Store, with_delegate: bool, addresses: Sequence[str], changes_roles: bool = True
     ) -> None:
         self.rank = dist.get_rank()
+        self.store = store
         self._name = name
-        self._store = store
         self._with_delegate = with_delegate
         self._addresses = addresses
         self._joined = 0
@@ -94,7 +95,7 @@ class Job:
         # gradients are added in one order whichever ranks these are.
         pipeline, column = (new_group(ranks, timeout=None) for ranks in (members, roles.column(stage)))
         self._joined += 1
-        replicas = Replicas(column, PrefixStore(f"replicas/{self._joined}", self._store), replica, members)
+        replicas = Replicas(column, PrefixStore(f"replicas/{self._joined}", self.store), replica, members)
         return Launch((_join(self._name, pipeline, self._with_delegate, self._addresses),), replicas, self, roles)
 
     def meet(self, timeout: float) -> None:
@@ -105,7 +106,7 @@ class Job:
             ControlError: The store is lost.
         """
         self._met += 1
-        _exchange(self._store, f"change/{self._met}", self.rank, "", range(dist.get_world_size()), timeout)
+        _exchange(self.store, f"change/{self._met}", self.rank, "", range(dist.get_world_size()), timeout)
         if self._everyone is None:  # made now, since making a group waits for its members however long they take
             self._everyone = _group_of_all()
 

@@ -111,6 +111,12 @@ class Participant:
         """The agreement that this rank brings about while it coordinates."""
         return self._agreement
 
+    def known(self, version: int) -> Plan | None:
+        """The plan of a version, if this rank has it or proposes it. Any thread may ask."""
+        agreement = self._agreement
+        proposal = None if agreement is None else agreement.proposal
+        return proposal if proposal is not None and proposal.version == version else self._plans.get(version)
+
     def start(self) -> None:
         """Begin: rank 0 coordinates, and everyone confirms plan 0."""
         if self._rank == self.coordinator:

@@ -41,6 +41,7 @@ class Planning:
         draft: As ``planner``, but sooner, for what is only suspected; by default the planner itself.
         ahead_of_need: How many messages ahead of need the receives of each channel are posted when a program is lowered for a
             cost model; see :meth:`adaptra.passes.insert_comm.InsertComm.ahead_of_need`.
+        holds: The most bytes of activations that each rank holds at a time under a program, where it is known.
     """
 
     planner: Callable[[Case, Program], Program]
@@ -49,6 +50,7 @@ class Planning:
     remedies: Callable[[Case, Program, Edges, Edges], Remedies | None] = nothing_helps
     draft: Callable[[Case, Program], Program] | None = None
     ahead_of_need: Callable[[Program, CostModel], Mapping[Channel, int]] = nothing_ahead
+    holds: Callable[[Program], tuple[int, ...]] | None = None
 
     def plan_for(self, detection: Detection, current: Plan, delegated: Edges, is_draft: bool) -> tuple[Plan, Remedies | None]:
         """The best plan for what was detected that the time allows, and what would relieve edges whose bandwidth binds.

@@ -78,6 +78,19 @@ class Fields:
         value = self._take(name)
         return None if value is None else self._number(name, value)
 
+    def wholes_or_none(self, name: str) -> tuple[int, ...] | None:
+        """A list of whole numbers that are not negative; null, or a field that older writers leave out, is None."""
+        value = self._left.pop(name, None)
+        if value is None:
+            return None
+        if not isinstance(value, list):
+            raise self.refuse(name, "a list of whole numbers or null", value)
+        items = cast("list[object]", value)
+        wholes = tuple(one for one in items if isinstance(one, int) and not isinstance(one, bool) and one >= 0)
+        if len(wholes) < len(items):
+            raise self.refuse(name, "a list of whole numbers or null", value)
+        return wholes
+
     def instant(self, name: str) -> float:
         """A finite number of either sign: a reading of a clock."""
         value = self._take(name)

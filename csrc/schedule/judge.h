@@ -26,6 +26,9 @@ class Judge {
   // As judge, where the makespan is known and finite. False when they are not within the limits.
   bool keep(const std::vector<Sequence>& sequences, double makespan);
 
+  // The exact makespan, whatever is held; infinity when it is more than `at_most`, or ranks can't execute the sequences.
+  double time(const std::vector<Sequence>& sequences, double at_most);
+
   // The best so far; an infinite makespan when there is none.
   [[nodiscard]] double best_makespan() const { return best_makespan_; }
   [[nodiscard]] const std::vector<Sequence>& best() const { return best_; }
@@ -35,9 +38,6 @@ class Judge {
   [[nodiscard]] std::int64_t timing_effort() const { return quick_ ? 1 + ops_ / 9 : 2 * ops_; }
 
  private:
-  // The exact makespan; infinity when it is more than `at_most`, or ranks can't execute the sequences.
-  double time(const std::vector<Sequence>& sequences, double at_most);
-
   const Problem& problem_;
   const Rule& rule_;
   Limits limits_;

@@ -8,6 +8,7 @@
 
 #include "schedule/bounds.h"
 #include "schedule/dice.h"
+#include "schedule/fit_memory.h"
 #include "schedule/judge.h"
 #include "schedule/local_search.h"
 #include "schedule/numbers.h"
@@ -83,6 +84,7 @@ class Search {
   std::optional<Plan> run() {
     auto policies = std::make_unique<PolicyClimb>(problem_, options_.warm_ups, most_, judge_, dice_);
     spent_ += policies->step();
+    consider_start();
     for (const Alternation& alternation : options_.alternations) judge_.consider(alternating_sequences(problem_, alternation));
     while (policies->has_starts() && (judge_.best_makespan() == kNever || !done())) spent_ += policies->step();
     if (judge_.best_makespan() == kNever) return std::nullopt;
@@ -96,7 +98,20 @@ class Search {
   bool done() {
     if (spent_ >= options_.effort || options_.stop()) return true;
     if (target_ < 0.0) target_ = lower_bound(problem_).value;
-    return judge_.best_makespan() <= target_ * (1.0 + kTolerance);
+    return judge_.best_makespan() <= std::max(target_ * (1.0 + kTolerance), options_.enough);
+  }
+
+  // The start, with forwards put off and weight gradients brought forward as far as the memory asks for it.
+  void consider_start() {
+    FitMemory fit(problem_);
+    const std::vector<Sequence> start = to_sequences(options_.start);
+    for (const bool weight_grads_first : {false, true}) {
+      std::vector<Sequence> fitted = start;
+      bool fits = !start.empty();
+      for (std::size_t rank = 0; rank < start.size() && fits && !problem_.cost.memory_limit.empty(); ++rank)
+        fits = fit.fit(start[rank], problem_.cost.memory_limit[rank], weight_grads_first, fitted[rank]);
+      if (fits) judge_.consider(fitted);
+    }
   }
 
   // Not before there is a plan: on large problems making them takes as long as finding the first.

@@ -27,8 +27,10 @@ struct SearchOptions {
   std::vector<std::int32_t> in_flight;              // per stage: the most microbatches in flight, never exceeded
   std::vector<std::vector<std::int32_t>> warm_ups;  // where to start: one number per stage, each at least 1
   std::vector<Alternation> alternations;            // the search never ends worse than any of these that fits
+  std::vector<Order> start;                         // orders made to fit the memory and tried first; may be empty
   std::int64_t effort;                              // about how many ops to dispatch before giving up
   std::uint64_t seed;                               // of all random choices
+  double enough;                                    // the search ends once a plan takes no longer; 0 for the shortest
   std::function<bool()> stop;                       // asked after every try once there is a plan: true ends the search
 };
 

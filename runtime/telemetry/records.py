@@ -221,6 +221,8 @@ def _read(fields: Fields, event: str, where: str) -> Record:
                 text=fields.text("text"),
                 predicted=fields.number_or_none("predicted"),
                 predicted_before=fields.number_or_none("predicted_before"),
+                in_flight=fields.wholes_or_none("in_flight"),
+                memory=fields.wholes_or_none("memory"),
             )
         case _:
             known = ", ".join(["started", "step", "path", "failed", "ended", *(kind.value for kind in EventKind)])
