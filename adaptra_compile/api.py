@@ -80,8 +80,9 @@ def compile(
             weights; ``loss``, or the model, then returns the two scalars ``(sum, weight)`` first, such as the sum over all
             labels and their number.
         memory: What a rank may hold of activations at a time: a size such as ``"2GiB"``, with what an op needs while it runs
-            and messages on their way; or a number of microbatches; or None for no limit. A microbatch counts from its F to its
-            W; what its I frees is known from the stage's graphs and counts no longer after I.
+            and messages on their way; or a number of microbatches. A microbatch counts from its F to its W; what its I frees is
+            known from the stage's graphs and counts no longer after I. None for what the devices have free, shared among the
+            ranks of a device; the first plan then holds least of those at most a hundredth longer than the best one found.
         split: Names of the modules that begin stages 1, 2, …; without it the stages are balanced by estimated cost.
         placement: ``"straight"`` for one stage on each rank, or ``"v"`` for two, there and back: the first rank then also has
             the last stage. Two stages half as large fill the pipeline sooner within the same memory, and cross each link

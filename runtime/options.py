@@ -20,7 +20,8 @@ class Options:
     Attributes:
         adapt: Re-plan when a link or a stage turns slow. False measures and reports, and never switches.
         schedule: The program to start with: a generator's name such as ``"1f1b"``, a compute-only Program, or None for the
-            plan adapted to the estimated costs, with what ``memory`` is to spare spread evenly over the edges as slack.
+            plan adapted to the estimated costs. That holds least of those at most a hundredth longer than the best one; where
+            ``memory`` is given, what it has to spare is spread evenly over the edges as slack.
         expected_delays: What delays a link may get, if that is known beforehand: per directed edge of neighbouring stages the
             seconds added to each message, and how likely they are relative to each other, such as
             ``{(1, 2): {0.0: 0.9, 0.06: 0.1}}``. The first plan is then good on average over all combinations.
