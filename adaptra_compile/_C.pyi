@@ -58,13 +58,13 @@ def search_orders(
     in_flight: Sequence[int],
     warm_ups: Sequence[Sequence[int]],
     alternations: Sequence[tuple[Sequence[int], Sequence[int]]],
-    start: Orders,
     effort: int,
     seed: int,
-    enough: float,
     seconds: float | None,
     should_stop: Callable[[], bool] | None,
     rule: Mapping[Kind, Sequence[Row]],
+    enough: float = 0.0,
+    start: Orders | None = None,
 ) -> tuple[float, tuple[tuple[Op, ...], ...]] | None:
     """The shortest makespan found for a case and its orders, rank by rank, or None when nothing was found within the limits.
 
@@ -76,13 +76,13 @@ def search_orders(
         in_flight: Per stage, the most microbatches in flight.
         warm_ups: Where to start; every one has a number per stage, at least 1.
         alternations: (warm-up, W deferred by) per stage; the result is never worse than any of these that fits.
-        start: Orders of the case that are made to fit its memory and tried first; none of no ranks.
         effort: About how many ops to dispatch and simulate before the search ends.
         seed: Of all random choices.
-        enough: The search ends once orders take no longer; 0 for the shortest.
         seconds: How long to search, if that is limited.
         should_stop: Asked every few milliseconds; True ends the search.
         rule: The dependency rule.
+        enough: The search ends once orders take no longer; 0 for the shortest.
+        start: Orders of the case, made to fit its memory and tried first.
 
     Raises:
         ValueError: The numbers per stage are not as many as the case has stages.

@@ -350,9 +350,9 @@ void bind_search(nb::module_& m) {
       "search_orders",
       [](nb::handle planning_case, const std::vector<std::int32_t>& in_flight,
          const std::vector<std::vector<std::int32_t>>& warm_ups,
-         const std::vector<std::pair<std::vector<std::int32_t>, std::vector<std::int32_t>>>& alternations, const Orders& start,
-         std::int64_t effort, std::uint64_t seed, double enough, std::optional<double> seconds, nb::object should_stop,
-         const nb::dict& rule) -> nb::object {
+         const std::vector<std::pair<std::vector<std::int32_t>, std::vector<std::int32_t>>>& alternations, std::int64_t effort,
+         std::uint64_t seed, std::optional<double> seconds, nb::object should_stop, const nb::dict& rule, double enough,
+         const Orders* start) -> nb::object {
         Stop stop(seconds, std::move(should_stop));
         const schedule::Problem problem = to_problem(planning_case, nb::getattr(planning_case, "cost"));
         const schedule::Rule rows = to_rule(rule);
@@ -365,8 +365,9 @@ void bind_search(nb::module_& m) {
           one_per_stage(warm_up);
           one_per_stage(deferred);
         }
-        schedule::SearchOptions options{in_flight, warm_ups, {}, start.orders, effort, seed, enough, std::ref(stop)};
+        schedule::SearchOptions options{in_flight, warm_ups, {}, {}, effort, seed, enough, std::ref(stop)};
         for (const auto& [warm_up, deferred] : alternations) options.alternations.push_back({warm_up, deferred});
+        if (start != nullptr) options.start = start->orders;
         std::optional<schedule::Plan> plan;
         {
           const nb::gil_scoped_release release;
@@ -376,8 +377,9 @@ void bind_search(nb::module_& m) {
         if (!plan) return nb::none();
         return nb::make_tuple(plan->makespan, to_python(plan->orders, problem.microbatches));
       },
-      nb::arg("planning_case"), nb::arg("in_flight"), nb::arg("warm_ups"), nb::arg("alternations"), nb::arg("start"), nb::arg("effort"),
-      nb::arg("seed"), nb::arg("enough"), nb::arg("seconds").none(), nb::arg("should_stop").none(), nb::arg("rule"));
+      nb::arg("planning_case"), nb::arg("in_flight"), nb::arg("warm_ups"), nb::arg("alternations"), nb::arg("effort"),
+      nb::arg("seed"), nb::arg("seconds").none(), nb::arg("should_stop").none(), nb::arg("rule"), nb::arg("enough") = 0.0,
+      nb::arg("start") = nb::none());
   m.def(
       "spare_memory",
       [](nb::handle planning_case, const Orders& orders, double at_most, std::int64_t effort, const nb::dict& rule) {

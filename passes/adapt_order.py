@@ -117,13 +117,13 @@ def search(
         limits,
         _starts(case, limits),
         _known_alternations(stages, microbatches) if len(set(case.placement)) == stages else [],
-        _C.to_orders(() if start is None else start.orders),
         effort,
         seed,
-        enough,
         budget,
         should_stop,
         RULE,
+        enough,
+        None if start is None else _C.to_orders(start.orders),
     )
     best = None if incumbent is None else simulate(incumbent, cost)
     if best is not None and not _fits(best, limits):
