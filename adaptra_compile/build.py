@@ -78,7 +78,7 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
                     prepare(prepared.compiled.train[stage])
                     progress(f"compiled by {options.inner}", done, len(own))
                 model = request.whole_model
-                sharing = Sharing(model, prepared.compiled, request.placed, launched)
+                sharing = Sharing(None if request.keeps_whole else model, prepared.compiled, request.placed, launched)
         except Exception as error:
             for transport in launched.transports:
                 disagree(transport, "pipeline", error)

@@ -13,16 +13,18 @@ does. The loss is the mean of the microbatches' losses, on every rank.
 If it returns anything else, a call runs the forward pass of all microbatches, and ``backward`` their backward pass, by what
 comes from above. See :mod:`adaptra.phased` for what that costs.
 
-Under torchrun every rank has the whole model and runs the same lines. It computes one stage, so only that stage's parameters
-get gradients and take steps; those of the other stages, which this rank never uses, stay as they were.
+Under torchrun every rank has the whole model and runs the same lines. It computes one stage, and gets the gradients of all, so
+that its module stays the whole, true model: see :mod:`adaptra.everywhere`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -31,20 +33,25 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from adaptra.api import Pipeline
-from adaptra.errors import CaptureError, OptionError
+from adaptra.errors import CaptureError, OptionError, PartitionError
+from adaptra.everywhere import Everywhere
 from adaptra.graph.autocast import DEVICES, without_autocast
-from adaptra.graph.dynamo_batch import require_any_batch, require_rows
+from adaptra.graph.dynamo_batch import require_any_batch, require_rows, rows_of
 from adaptra.graph.dynamo_graph import GraphModel, is_state, source_of
 from adaptra.graph.inner import check_inner
 from adaptra.graph.ops import results_of
 from adaptra.losses import looks_like_sum
 from adaptra.phased import Call, PhasedPipeline
 from adaptra.request import Request
-from adaptra.runtime.launch import is_launched
+from adaptra.runtime.launch import world_size
 from adaptra.runtime.options import Options, is_whole
 from adaptra.wrapped import refuse_wrapped_callers
 
 Made = TypeVar("Made", bound=Pipeline)
+EVERYWHERE: Final = "everywhere"
+STAGE: Final = "stage"
+MICROBATCHES_PER_STAGE: Final = 4
+"""Up to how many there are unless told: a quarter of a step is then spent on filling and draining, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +59,18 @@ class BackendOptions:
     """What ``options=`` of torch.compile says to this backend; it also takes every field of :class:`adaptra.Options`.
 
     Attributes:
-        stages, microbatches, memory, transport: As in :func:`adaptra.compile`.
+        stages, microbatches, memory, transport: As in :func:`adaptra.compile`. Without ``stages`` there are as many as ranks,
+            without ``microbatches`` a number that divides the batch, up to four for each stage.
+        gradients: Under a launcher, ``"everywhere"`` brings the gradients of all stages, and buffers that they change, to every
+            rank, whose module so stays the whole model; with ``"stage"`` a rank has those of its own stage alone.
         on_pipeline: Called once with each :class:`adaptra.Pipeline` that is made, to explain, trace or close it.
         runtime: The fields of :class:`adaptra.Options`. Its ``inner`` also compiles what is not a pipeline: everything with one
             stage and one microbatch, calls without gradients, and what trains no parameters.
     """
 
-    stages: int = 1
-    microbatches: int = 1
+    stages: int | None = None
+    microbatches: int | None = None
+    gradients: str = EVERYWHERE
     memory: int | str | None = None
     transport: str | None = None
     on_pipeline: Callable[[Pipeline], object] | None = None
@@ -82,15 +93,69 @@ class BackendOptions:
             runtime=Options(**{name: value for name, value in given.items() if name in runtime}),
         )
 
+    def settled(self, ranks: int, rows: int | None) -> Settled:
+        """These options in a job of so many ranks, for a function of batches of so many rows."""
+        stages = ranks if self.stages is None else self.stages
+        if stages == 1 and ranks > 1:
+            warnings.warn(
+                f"stages=1 under {ranks} ranks: each has the whole model, "
+                + ("and nothing joins them" if self.microbatches in (None, 1) else f"{ranks} replicas of it"),
+                stacklevel=2,
+            )
+        if self.microbatches is not None:
+            microbatches = self.microbatches
+        else:
+            microbatches = 1 if stages == 1 or rows is None else divisor(rows, MICROBATCHES_PER_STAGE * stages)
+        numbers: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        numbers |= {"stages": stages, "microbatches": microbatches, "ranks": ranks}
+        return Settled(**numbers)
+
     def __post_init__(self) -> None:
         for name in ("stages", "microbatches"):
             number: Any = getattr(self, name)
-            if not is_whole(number) or number < 1:
+            if number is not None and (not is_whole(number) or number < 1):
                 raise OptionError(f"{name}={number!r}: expected a whole number of at least 1")
+        given: Any = self.gradients
+        if given not in (EVERYWHERE, STAGE):
+            raise OptionError(f"gradients={given!r}: expected {EVERYWHERE!r} or {STAGE!r}")
         check_inner(self.runtime.inner)
         called: Any = self.on_pipeline
         if called is not None and not callable(called):
             raise OptionError(f"on_pipeline={called!r}: expected a function that is called with each pipeline, or None")
+
+
+@dataclass(frozen=True, slots=True)
+class Settled(BackendOptions):
+    """Options for one function, with a number in place of each that was left out.
+
+    Attributes:
+        ranks: How many ranks the job has.
+    """
+
+    stages: int = 1
+    microbatches: int = 1
+    ranks: int = 1
+
+
+def divisor(rows: int, most: int) -> int:
+    """The largest number of equal parts of so many rows, up to ``most``."""
+    return max(number for number in range(1, max(1, min(rows, most)) + 1) if rows % number == 0)
+
+
+@contextmanager
+def naming_the_cut(graph: fx.GraphModule) -> Generator[None]:
+    """Around what may refuse a part of a function: errors then say where and why torch.compile has ended that part."""
+    reason: Any = getattr(graph, "compile_subgraph_reason", None)
+    try:
+        yield
+    except (CaptureError, PartitionError) as error:
+        if reason is None or not reason.graph_break or not reason.user_stack:
+            raise
+        line = reason.user_stack[-1]
+        why = str(reason.reason).strip().splitlines()[0]
+        raise type(error)(
+            f"{error}; this is a part of the function, which torch.compile has cut at {line.filename}:{line.lineno} ({why})"
+        ) from error
 
 
 def adaptra_backend(
@@ -118,19 +183,27 @@ def adaptra_backend(
     refuse_wrapped_callers(
         (node.name, one) for node, one in zip(graph.graph.find_nodes(op="placeholder"), examples, strict=True)
     )
+    inner = partial(lookup_backend(chosen.runtime.inner), graph, list(examples))
+    ranks = 1 if chosen.transport == "local" else world_size()
+    chosen = chosen.settled(ranks, rows_of(graph, examples))
     if chosen.stages == chosen.microbatches == 1:
-        return lookup_backend(chosen.runtime.inner)(graph, list(examples))
+        return inner()
     results = [one.meta["example_value"] for one in results_of(graph.graph)]
     if not torch.is_grad_enabled() or not any(isinstance(one, Tensor) and one.requires_grad for one in results):
-        if is_launched() and chosen.stages > 1:
+        if ranks > 1 and chosen.stages > 1 and chosen.gradients == STAGE:
             raise CaptureError(
-                "a call without gradients: under a launcher a rank trains the parameters of its own stage only, and this call "
-                "needs all of them: load the ranks' states into a plain model, or use adaptra.compile and its eval_step"
+                "a call without gradients: with gradients='stage' a rank trains the parameters of its own stage only, and this "
+                "call needs all of them: expected gradients='everywhere', or adaptra.compile and its eval_step"
             )
-        return lookup_backend(chosen.runtime.inner)(graph, list(examples))
+        return inner()
     if not any(isinstance(one, nn.Parameter) and one.requires_grad for one in examples):
         # Such as the criterion of what a pipeline returns, behind a graph break: there is nothing to be trained by stages.
-        return lookup_backend(chosen.runtime.inner)(graph, list(examples))
+        return inner()
+    with naming_the_cut(graph):
+        return _pipelined(graph, examples, results, chosen)
+
+
+def _pipelined(graph: fx.GraphModule, examples: Sequence[Any], results: Sequence[Any], chosen: Settled) -> _Step | _Phases:
     if chosen.microbatches > 1:
         require_any_batch(graph, examples, chosen.microbatches)
     if len(results) > 1 or not isinstance(results[0], Tensor) or results[0].dim() > 0:
@@ -147,12 +220,16 @@ def adaptra_backend(
 
 
 class _Pipelined:
-    """A compiled function: each call is one of a pipeline, which the first one makes."""
+    """A compiled function: each call is one of a pipeline, which the first one of its shape makes."""
 
-    def __init__(self, graph: fx.GraphModule, examples: Sequence[Any], options: BackendOptions) -> None:
+    _with_loss = True
+
+    def __init__(self, graph: fx.GraphModule, examples: Sequence[Any], options: Settled) -> None:
         autocasts = [(device, torch.get_autocast_dtype(device)) for device in DEVICES if torch.is_autocast_enabled(device)]
         self._model = GraphModel(graph, examples, autocasts)
         self._options = options
+        self._made: dict[tuple[torch.Size, ...], Any] = {}
+        self._everywhere: dict[Pipeline, Everywhere] = {}
 
     def _inputs(self, given: Sequence[Any]) -> tuple[Tensor, ...]:
         return tuple(given[position] for position in self._model.inputs)
@@ -166,40 +243,60 @@ class _Pipelined:
                     tensor.copy_(original)
 
     def _take_gradients(self, pipeline: Pipeline) -> dict[str, Tensor]:
-        """The gradients of this process's stages by name; the pipeline has them no longer."""
+        """The gradients of the stages by name, of this process's or of all; the pipeline has them no longer."""
         gradients: dict[str, Tensor] = {}
         for name, tensor in pipeline.held_tensors():
             if tensor.grad is not None:
                 gradients.setdefault(name, tensor.grad)
                 tensor.grad = None
-        return gradients
+        everywhere = self._everywhere.get(pipeline)
+        return gradients if everywhere is None else everywhere.gradients(gradients, self._model)
 
-    def _request(self, *, with_loss: bool) -> Request:
-        options = self._options
-        return Request(
-            self._model,
-            options.stages,
-            options.microbatches,
-            loss=None,
-            memory=options.memory,
-            split=None,
-            mesh=None,
-            transport=options.transport,
-            options=options.runtime,
-            with_loss=with_loss,
+    def _take_buffers(self, pipeline: Pipeline) -> None:
+        everywhere = self._everywhere.get(pipeline)
+        if everywhere is not None:
+            everywhere.take_buffers(self._model)
+
+    def _pipeline_for(self, inputs: Sequence[Tensor], make: Callable[[Request], Made]) -> tuple[Made, bool]:
+        """The pipeline of batches of this shape, and whether it is the first one; each shape has one of its own."""
+        shapes = tuple(one.shape for one in inputs)
+        is_first, options = not self._made, self._options
+        if shapes in self._made:
+            return self._made[shapes], False
+        microbatches = options.microbatches
+        if not is_first:
+            rows = next((one.shape[0] for one in inputs if one.dim()), microbatches)
+            microbatches = divisor(rows, microbatches)
+        is_everywhere = options.ranks > 1 and options.gradients == EVERYWHERE
+        pipeline = make(
+            Request(
+                self._model,
+                options.stages,
+                microbatches,
+                loss=None,
+                memory=options.memory,
+                split=None,
+                mesh=None,
+                transport=options.transport,
+                options=options.runtime,
+                with_loss=self._with_loss,
+                keeps_whole=options.ranks == 1 or is_everywhere,
+            )
         )
-
-    def _built(self, pipeline: Made, inputs: tuple[Tensor, ...]) -> Made:
-        pipeline.build(inputs)
-        if self._options.on_pipeline is not None:
-            self._options.on_pipeline(pipeline)
-        return pipeline
+        with naming_the_cut(self._model.graph):
+            pipeline.build(tuple(inputs))
+        self._made[shapes] = pipeline
+        if is_everywhere:
+            self._everywhere[pipeline] = Everywhere(pipeline.built, options.runtime.timeout)
+        if options.on_pipeline is not None:
+            options.on_pipeline(pipeline)
+        return pipeline, is_first
 
 
 class _Step(_Pipelined):
     """A function that returns its loss: each call is a step."""
 
-    _pipeline: Pipeline | None = None
+    _steps = 0
 
     def __call__(self, *given: Any) -> tuple[Tensor]:
         """Run a step on what the graph takes, in its order."""
@@ -208,16 +305,19 @@ class _Step(_Pipelined):
 
     def _run(self, given: Sequence[Any]) -> tuple[Tensor]:
         inputs = self._inputs(given)
-        whole = self._loss_of_whole_batch(inputs) if self._pipeline is None else None
-        pipeline = self._pipeline or self._build(inputs)
+        pipeline, is_first = self._pipeline_for(inputs, Pipeline)
+        whole = self._loss_of_whole_batch(inputs) if is_first else None
         self._pass_on_state(pipeline, given)
+        pipeline.built.go_on_at(self._steps)  # random numbers are those of one training, whichever pipeline runs a step
         loss = pipeline.step(inputs)
+        self._steps += 1
         if whole is not None and looks_like_sum(whole, loss, self._options.microbatches):
             raise CaptureError(
                 f"the loss of the whole batch is {whole:g} and the mean of its microbatches' losses {loss:g}: expected a mean "
                 "over the rows, so that these are about equal; this one looks like a sum: divide it by the number of rows"
             )
         gradients = self._take_gradients(pipeline)
+        self._take_buffers(pipeline)
         parameters = [given[self._model.state[name]] for name in gradients]
         return (_Deliver.apply(loss, list(gradients.values()), *parameters),)  # pyright: ignore[reportReturnType]
 
@@ -227,10 +327,6 @@ class _Step(_Pipelined):
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             (loss,) = functional_call(self._model, buffers, inputs)
             return loss
-
-    def _build(self, inputs: tuple[Tensor, ...]) -> Pipeline:
-        self._pipeline = self._built(Pipeline(self._request(with_loss=True)), inputs)
-        return self._pipeline
 
 
 class _Deliver(torch.autograd.Function):
@@ -251,16 +347,17 @@ class _Deliver(torch.autograd.Function):
 class _Phases(_Pipelined):
     """A function that returns no loss: each call is a forward pass, whose backward pass comes when autograd asks for it."""
 
-    _pipeline: PhasedPipeline | None = None
+    _with_loss = False
 
     def __call__(self, *given: Any) -> tuple[Tensor, ...]:
         """Run the forward pass on what the graph takes, in its order."""
         inputs = self._inputs(given)
         parameters = [given[self._model.state[name]] for name, _ in self._model.named_parameters()]
         with without_autocast():  # around the call it is the model's, which enters it
-            pipeline = self._pipeline or self._build(inputs)
+            pipeline, _ = self._pipeline_for(inputs, partial(PhasedPipeline))
             self._pass_on_state(pipeline, given)
             outputs, call = pipeline.forward([one.detach() for one in inputs], [*parameters, *inputs])
+            self._take_buffers(pipeline)
         return _Later.apply(self, pipeline, call, outputs, *parameters, *inputs)  # pyright: ignore[reportReturnType]
 
     def backward(self, pipeline: PhasedPipeline, call: Call, tangents: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
@@ -273,10 +370,6 @@ class _Phases(_Pipelined):
             *(of_parameters.get(name) for name, _ in self._model.named_parameters()),
             *(next(of_inputs) if has_gradient else None for has_gradient in pipeline.differentiated),
         )
-
-    def _build(self, inputs: tuple[Tensor, ...]) -> PhasedPipeline:
-        self._pipeline = self._built(PhasedPipeline(self._request(with_loss=False)), inputs)
-        return self._pipeline
 
 
 class _Later(torch.autograd.Function):

@@ -30,7 +30,8 @@ V: Final = "v"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments of :func:`adaptra.api.compile`, which describes them; ``with_loss`` is of :mod:`adaptra.phased`.
+    """The arguments of :func:`adaptra.api.compile`, which describes them; ``with_loss`` is of :mod:`adaptra.phased`,
+    ``keeps_whole`` of :mod:`adaptra.dynamo`: whether every rank's model is kept whole and true by the caller.
 
     Raises:
         OptionError: An argument is not what it should be; names it, what was given and what is expected.
@@ -50,6 +51,7 @@ class Request:
     placement: str = STRAIGHT
     with_loss: bool = True
     reduction: str = Reduction.MEAN
+    keeps_whole: bool = False
 
     def __post_init__(self) -> None:
         self._check_model()
@@ -187,6 +189,7 @@ class Request:
             "loss": "None" if self.loss is None else "a function",
             "with_loss": str(self.with_loss),
             "reduction": str(self.reduction),
+            "keeps_whole": str(self.keeps_whole),
             "options.adapt": str(options.adapt),
             "options.schedule": str(options.schedule),
             "options.seed": str(options.seed),

@@ -47,7 +47,7 @@ class Sharing:
     """What one pipeline holds of a model's tensors, among other pipelines of it.
 
     Args:
-        model: The model.
+        model: The model, or None if whoever calls the pipeline sees to it that every rank has the whole model as it is.
         compiled: Its stages.
         placement: ``placement[stage]`` is the stage's rank.
         launched: The ranks of this process.
@@ -57,14 +57,14 @@ class Sharing:
             than what a pipeline has trained on another rank.
     """
 
-    def __init__(self, model: nn.Module, compiled: CompiledStages, placement: Sequence[int], launched: Launch) -> None:
+    def __init__(self, model: nn.Module | None, compiled: CompiledStages, placement: Sequence[int], launched: Launch) -> None:
         self.has_trained = False
         self._built: weakref.ref[Any] | None = None
         self._own: Any = WeakTensorKeyDictionary()
         here = {transport.rank for transport in launched.transports}
         is_alone = launched.job is None
         tied = {one.name: len({placement[stage] for stage in one.stages}) for one in compiled.tied}
-        for name, tensor in _tensors(model, compiled):
+        for name, tensor in () if model is None else _tensors(model, compiled):
             holders = {placement[stage] for stage in compiled.names[name]}
             ranks = frozenset(range(tied.get(name, 1)) if is_alone else _in_job(holders, launched))
             is_here = bool(here & holders)

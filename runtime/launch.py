@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -118,6 +119,13 @@ def _group_of_all() -> dist.ProcessGroup:
 def is_launched() -> bool:
     """Whether this process is one of several that a launcher started or that have joined a process group."""
     return dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())
+
+
+def world_size() -> int:
+    """How many ranks the job has, also before they have met; 1 without a launcher."""
+    if not is_launched():
+        return 1
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def launch(

@@ -65,6 +65,11 @@ def require_rows(graph: fx.GraphModule, examples: Sequence[Any], results: Sequen
             )
 
 
+def rows_of(graph: fx.GraphModule, examples: Sequence[Any]) -> int | None:
+    """How many rows the batch has that a graph is compiled for; None if it takes none."""
+    return next((example.shape[0] for _, example in _batched(graph, examples)), None)
+
+
 def _batched(graph: fx.GraphModule, examples: Sequence[Any]) -> list[tuple[fx.Node, Tensor]]:
     """The inputs that are cut into microbatches."""
     return [
