@@ -495,7 +495,8 @@ class Pipeline(NotAModule):
             rounded=plan.rounded,
             unit="seconds",
         )
-        return str(explanation)
+        difference = self._require().compiled.difference
+        return str(explanation) if difference is None else f"{difference}\n{explanation}"
 
     @property
     def rank(self) -> int:

@@ -5,6 +5,7 @@ This is the path from model to instruction list, top to bottom; from the stages 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from adaptra.built import Built
-from adaptra.errors import BatchError, LaunchError, OptionError
+from adaptra.errors import BatchError, CaptureError, LaunchError, OptionError
 from adaptra.graph import compile_stages
 from adaptra.graph.autocast import refuse_autocast
 from adaptra.graph.compile_modules import compile_modules
@@ -30,6 +31,8 @@ from adaptra.runtime.gradient_hooks import copy_is_hooked, is_hooked
 from adaptra.runtime.launch import Launch, agree, disagree, launch
 from adaptra.sharing import Sharing
 from adaptra.start import open_recorder
+
+logger = logging.getLogger(__name__)
 
 
 def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any]) -> Built:
@@ -83,6 +86,8 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
             for transport in launched.transports:
                 disagree(transport, "pipeline", error)
             raise
+        if prepared.compiled.difference is not None and _is_first(launched):
+            logger.warning("%s; Options(captured='accept') leaves this out", prepared.compiled.difference)
         if len(launched.transports) == 1:  # the ranks of one process have compiled once, for all
             agree(launched.transports[0], "pipeline", prepared.facts(), options.timeout)
         ranks = [transport.rank for transport in launched.transports]
@@ -94,8 +99,11 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
 
 def _progress(launched: Launch) -> AbstractContextManager[Progress]:
     """Of all ranks, which do the same, the first one shows how far it is."""
-    is_first = launched.transports[0].rank == 0 and (launched.replicas is None or launched.replicas.index == 0)
-    return shown_progress() if is_first else nullcontext(log_progress)
+    return shown_progress() if _is_first(launched) else nullcontext(log_progress)
+
+
+def _is_first(launched: Launch) -> bool:
+    return launched.transports[0].rank == 0 and (launched.replicas is None or launched.replicas.index == 0)
 
 
 def _compile(
@@ -123,8 +131,11 @@ def _compile(
             targets=targets,
             split=request.split,
             with_loss=request.with_loss,
+            compare=recipe.options.captured != "accept",
             progress=progress,
         )
+        if compiled.difference is not None and recipe.options.captured == "error":
+            raise CaptureError(f"{compiled.difference}; expected the same ops, as captured='error' asks")
     prepared = recipe.prepare(compiled)
     progress("planned", 1, 1)
     return prepared

@@ -42,6 +42,9 @@ class Options:
             ``"slow"``: only over edges whose bandwidth limits the step, and for as long as it does, as part of a plan.
         inner: The backend of torch.compile that compiles the graphs of F, I and W, such as ``"inductor"``; ``"eager"`` runs
             them op by op, which is bitwise one process. Graphs of evaluation are compiled by the first evaluation.
+        captured: What to do where the captured stages run other ops than eager torch does for the same microbatch, which may
+            round otherwise or take longer: ``"warn"`` of the first such op with its module and line, ``"error"``, or
+            ``"accept"``.
         on_event: Called with each event of the controller, such as a detected slow edge or a switch of plans, on a thread of
             telemetry's own. What it raises is logged, once.
         telemetry: Who else is told what, see :class:`adaptra.runtime.telemetry.options.Telemetry`.
@@ -62,6 +65,7 @@ class Options:
     addresses: Sequence[str] = ()
     lossy_bf16: bool | Literal["slow"] = False
     inner: str = "eager"
+    captured: Literal["warn", "error", "accept"] = "warn"
     on_event: Callable[[Any], None] | None = None
     telemetry: Telemetry = field(default_factory=Telemetry)
 
@@ -113,6 +117,12 @@ class Options:
         given = self.telemetry
         if not isinstance(given, Telemetry):
             raise OptionError(f"telemetry={given!r}: expected adaptra.Telemetry(...)")
+        _check_captured(self.captured)
+
+
+def _check_captured(given: object) -> None:
+    if given not in ("warn", "error", "accept"):
+        raise OptionError(f"captured={given!r}: expected 'warn', 'error' or 'accept'")
 
 
 def _are_edges(given: object) -> bool:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -24,6 +25,7 @@ from adaptra.graph.as_eager import as_eager
 from adaptra.graph.autocast import noting_autocast
 from adaptra.graph.batch import InputFormat, Loss, OutputFormat, TargetFormat, loss_of
 from adaptra.graph.checkpoints import numbering_checkpoints
+from adaptra.graph.eager_ops import EagerOp, eager_ops
 from adaptra.graph.hooks import refusing_tensor_hooks
 from adaptra.graph.ops import changes_in_place, reads_values, results_of
 
@@ -136,6 +138,34 @@ def capture(
         except Exception as error:
             raise CaptureError(_explain(model, error)) from error
     return _flat_graph(exported, names, len(inputs), with_loss), formats[-1] if formats else None
+
+
+def list_eager_ops(
+    model: nn.Module,
+    inputs: tuple[Tensor, ...],
+    input_format: InputFormat,
+    targets: tuple[Tensor, ...],
+    target_format: TargetFormat,
+    loss: Loss | None,
+    *,
+    names: StateNames,
+    with_loss: bool = True,
+) -> tuple[EagerOp, ...]:
+    """The ops that eager torch runs for what :func:`capture` captures for training; checkpointed regions once."""
+    step = _Step(model, input_format, target_format, loss, False, with_loss, [])
+    state = dict(step.named_parameters(remove_duplicate=False)) | dict(step.named_buffers(remove_duplicate=False))
+    named = {id(module): name for name, module in model.named_modules()}
+
+    def where() -> str:
+        found = user_line(reversed(list(traceback.walk_stack(None))), named)
+        return "in the loss" if found is None else f"{found[0]} at {found[1]}"
+
+    def leaf(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_(tensor.requires_grad and not with_loss)
+
+    examples = tuple(map(leaf, inputs)), tuple(map(leaf, targets))
+    with _mode(model, evaluation=False), numbering_checkpoints():
+        return eager_ops(step, state, [_MODEL + name for name in names.trainable], examples, where)
 
 
 class _Step(nn.Module):
@@ -300,10 +330,15 @@ def _explain(model: nn.Module, error: BaseException) -> str:
 
 
 def _user_frame(error: BaseException, names: Mapping[int, str]) -> tuple[str, str] | None:
+    return user_line(traceback.walk_tb(error.__traceback__), names)
+
+
+def user_line(frames: Iterable[tuple[FrameType, int]], names: Mapping[int, str]) -> tuple[str, str] | None:
+    """The innermost module of a model that these frames, outermost first, are in, and the line of code outside torch."""
     torch_folder = Path(torch.__file__).parent
     module: str | None = None
     line: str | None = None
-    for frame, number in traceback.walk_tb(error.__traceback__):
+    for frame, number in frames:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and id(owner) in names:
             module = f"module {names[id(owner)] or '(the model itself)'} ({type(owner).__name__})"

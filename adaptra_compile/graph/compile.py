@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -15,9 +16,13 @@ from adaptra.errors import CaptureError, PartitionError
 from adaptra.graph.analyze import Analysis, analyze
 from adaptra.graph.balance import Cuts, balance
 from adaptra.graph.batch import InputFormat, Loss, OutputFormat, TargetFormat
-from adaptra.graph.capture import FlatGraph, StateNames, capture, state_names
+from adaptra.graph.capture import FlatGraph, StateNames, capture, list_eager_ops, state_names
+from adaptra.graph.checkpoints import region_of
 from adaptra.graph.differentiate import differentiate, evaluate
+from adaptra.graph.eager_ops import EagerOp
 from adaptra.graph.fake import fake_like, fake_mode
+from adaptra.graph.op_signature import Signature, sum_of
+from adaptra.graph.ops_comparison import OpsDifference, compare_ops
 from adaptra.graph.partition import Piece, align, cut_before, find_cuts, pieces, places_of, state_uses
 from adaptra.graph.stages import EvalStage, TrainStage
 from adaptra.progress import Progress, log_progress
@@ -75,6 +80,11 @@ class CompiledStages:
     places: Places
     captured: Captured | None = None
 
+    @property
+    def difference(self) -> OpsDifference | None:
+        """Where the training stages run other ops than eager torch; None if nowhere, or if it was not compared."""
+        return None if self.captured is None else self.captured.difference
+
     def copied(self, placement: Sequence[int]) -> frozenset[str]:
         """The trainable parameters that stages of several ranks use, each rank with a copy."""
         return frozenset(one.name for one in self.tied if len({placement[stage] for stage in one.stages}) > 1)
@@ -127,6 +137,7 @@ class Captured:
         formats: What flattens and checks inputs, targets and outputs.
         sizes: The bytes of each parameter and buffer.
         mode: The fake mode of both analyses.
+        difference: Where the stages that it was first cut into run other ops than eager torch, if that was compared.
     """
 
     stages: int
@@ -140,6 +151,7 @@ class Captured:
     formats: tuple[InputFormat, TargetFormat, OutputFormat]
     sizes: Mapping[str, int]
     mode: FakeTensorMode
+    difference: OpsDifference | None = None
 
     def positions(self, split: Sequence[str]) -> tuple[int, ...]:
         """Where stages begin that begin with these modules.
@@ -184,6 +196,7 @@ def compile_stages(
     targets: Any = None,
     split: Sequence[str] | None = None,
     with_loss: bool = True,
+    compare: bool = False,
     progress: Progress = log_progress,
 ) -> CompiledStages:
     """Compile a model into stages. The model is only read: no reference to it or to its state is kept.
@@ -202,6 +215,7 @@ def compile_stages(
         split: Names of the modules that begin stages 1, 2, …; None balances by estimated cost.
         with_loss: False when there is no loss: then the last stage returns all that the model returns, I starts from a gradient
             for each of these tensors that requires one, and the first stage's I returns gradients of inputs that require them.
+        compare: Whether to compare the ops that the training stages run with those that eager torch runs.
         progress: Told of every part that is done.
 
     Raises:
@@ -259,7 +273,28 @@ def compile_stages(
         sizes=_state_bytes(model),
         mode=mode,
     )
-    return made.cut(positions, progress)
+    compiled = made.cut(positions, progress)
+    if not compare:
+        return compiled
+    try:
+        eager = list_eager_ops(model, flat_inputs, inputs, flat_targets, target_format, loss, names=names, with_loss=with_loss)
+        difference = _difference(made, compiled, eager)
+    except Exception as error:
+        # What can be captured can be trained; that it could not be compared is said.
+        failed = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')[:300]}"
+        difference = OpsDifference("", "", "", 0, 0, failed)
+    return replace(compiled, captured=replace(made, difference=difference))
+
+
+def _difference(made: Captured, compiled: CompiledStages, eager: Sequence[EagerOp]) -> OpsDifference | None:
+    parameters = {name: made.analysis.values[node] for node, name in made.flat.state.items()}
+    sums: Counter[Signature] = Counter()
+    for tied in compiled.tied:
+        # Each stage gives what it has of the gradient, and the runtime adds it up in autograd's order.
+        sums[sum_of(parameters[tied.name])] += max(0, len(tied.order) - 1)
+    again = made.stages > 1 or any(region_of(node) is not None for node in made.analysis.nodes)
+    graphs = [graph for stage in compiled.train for graph in stage.graphs]
+    return compare_ops(eager, graphs, again=again, dense=made.stages > 1, elsewhere=sums)
 
 
 def _example(
