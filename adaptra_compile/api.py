@@ -33,6 +33,7 @@ from adaptra.report.files import check_suffix
 from adaptra.report.stages import stage_table
 from adaptra.request import STRAIGHT, Request, check_split
 from adaptra.roles import Roles
+from adaptra.runtime.batch import require_no_gradient
 from adaptra.runtime.events import ControlEvent
 from adaptra.runtime.options import Options
 from adaptra.runtime.plan import Plan
@@ -169,6 +170,8 @@ class Pipeline(NotAModule):
             args, given = self._arguments(inputs, targets)
             microbatches = built.split_inputs(args, kwargs)
             wanted = built.split_targets(given)
+            require_no_gradient(microbatches, built.compiled.inputs.labels, "inputs")
+            require_no_gradient(wanted, built.compiled.targets.labels, "targets")
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         self._losses = built.on_every_rank(lambda worker: worker.step(microbatches, wanted, scale))[0]
         return built.reduction.of_batch(self._losses)
@@ -353,6 +356,11 @@ class Pipeline(NotAModule):
             shape = list(value.shape) if isinstance(value, Tensor) else f"none: it is a {type(value).__name__}"
             if shape != list(built.state[canonical].shape):
                 raise StateError(f"state_dict: {name} has shape {shape}: expected {list(built.state[canonical].shape)}")
+            if built.state[canonical].is_meta and not state[name].is_meta:
+                raise StateError(
+                    f"state_dict: {name} is on the meta device, which holds no values: expected a model with memory, by "
+                    "model.to_empty(device=...) before adaptra.compile"
+                )
         with torch.no_grad():
             for worker in built.workers:
                 for name, canonical in present.items():

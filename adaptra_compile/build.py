@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from adaptra.built import Built
 from adaptra.errors import BatchError, CaptureError, LaunchError, OptionError
@@ -115,6 +116,7 @@ def _compile(
             "loss= compares outputs with targets, but no targets were given: expected example_inputs=(inputs, targets), a "
             "tuple of two, or a first step with both on every rank"
         )
+    _refuse_meta(request.whole_model, (args, targets, kwargs))
     refuse_number_of_items(kwargs, recipe.reduction)
     args, targets, kwargs = example_microbatch((args, targets, dict(kwargs)), request.microbatches, "example_inputs")
     modules = request.stage_modules
@@ -144,6 +146,17 @@ def _compile(
 def _is_one(request: Request, launched: Launch) -> bool:
     """Whether the batch is one microbatch, whose loss is that of the batch whatever it is."""
     return request.microbatches == 1 and launched.replicas is None
+
+
+def _refuse_meta(model: nn.Module, example: Any) -> None:
+    """Refuse a model without memory with an example that has some, which torch would say of an op within."""
+    name = next((name for name, one in model.named_parameters() if one.is_meta), None)
+    devices = [leaf.device for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor) and not leaf.is_meta]
+    if name is not None and devices:
+        raise CaptureError(
+            f"{name}: a parameter on the meta device, with an example on {devices[0]}: expected both on one device; "
+            "model.to_empty(device=...) gives a model memory"
+        )
 
 
 def _refuse_hooked_copies(model: nn.Module, copied: frozenset[str]) -> None:

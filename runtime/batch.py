@@ -31,6 +31,8 @@ def example_microbatch(batch: Any, microbatches: int, what: str) -> Any:
                 f"{what}: one tensor has {rows} rows, another has shape {tuple(leaf.shape)}: expected all tensors of a batch "
                 "to have the same first dimension; keep a tensor without a batch dimension as a buffer of the model"
             )
+    if rows == 0:
+        raise BatchError(f"{what}: a batch of 0 rows: expected at least one row for each of {microbatches} microbatches")
     if rows % microbatches:
         raise BatchError(
             f"{what}: a batch of {rows} rows does not divide into {microbatches} microbatches: use a batch of "
@@ -71,6 +73,26 @@ def split_batch(tensors: Sequence[Tensor], specs: MessageSpec, microbatches: int
             )
         columns.append(tensor.chunk(microbatches) if spec.shape else [tensor] * microbatches)
     return [tuple(column[microbatch] for column in columns) for microbatch in range(microbatches)]
+
+
+def require_no_gradient(batch: Sequence[Sequence[Tensor]], labels: Sequence[str], what: str) -> None:
+    """Refuse a batch for a step if a tensor of it waits for a gradient: it would get none.
+
+    Args:
+        batch: The tensors per microbatch; empty on ranks that don't need them.
+        labels: What each tensor is called.
+        what: ``inputs`` or ``targets``.
+
+    Raises:
+        BatchError: Names the tensor.
+    """
+    for tensors in batch[:1]:
+        for label, tensor in zip(labels, tensors, strict=True):
+            if tensor.requires_grad:
+                raise BatchError(
+                    f"{what}: {label} requires a gradient, which a step gives to parameters alone: expected an input without; "
+                    "give its detach(), or make it a parameter of the model"
+                )
 
 
 def _nearest_multiple(rows: int, microbatches: int) -> int:

@@ -16,6 +16,7 @@ from adaptra.graph.autocast import following_autocast
 from adaptra.graph.capture import FlatGraph
 from adaptra.graph.fake import run_node
 from adaptra.graph.ops import changes_unsaid, memory_of, version_of
+from adaptra.graph.value_dependent import refusing
 from adaptra.graph.work import CountWork, Work
 
 
@@ -63,7 +64,7 @@ def analyze(flat: FlatGraph, buffers: frozenset[str], example: Mapping[fx.Node, 
             arguments = _tensors(values[one] for one in node.all_input_nodes if one in values)
             versions = [version_of(tensor) for tensor in arguments]
             enter_autocast(node)
-            with CountWork() as counted:
+            with CountWork() as counted, refusing(node):
                 values[node] = run_node(flat.module, node, values)
             written = [tensor for tensor, version in zip(arguments, versions, strict=True) if version_of(tensor) != version]
             written += _statistics(node, values)

@@ -29,6 +29,16 @@ class _Leaf:
     constant: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What stands for a leaf where a structure is described."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
 class Structure:
     """A nest of tuples, lists and dicts whose leaves are tensors or constants.
 
@@ -40,6 +50,7 @@ class Structure:
     def __init__(self, example: Mapping[str, Any], what: str) -> None:
         self._what = what
         leaves, self._tree = pytree.tree_flatten_with_path(dict(example))
+        self._shape = pytree.tree_map(_shown, dict(example))
         self._leaves = tuple(_leaf(_label(path), value) for path, value in leaves)
 
     @property
@@ -64,8 +75,8 @@ class Structure:
         leaves, tree = pytree.tree_flatten_with_path(dict(given))
         if tree != self._tree:
             raise BatchError(
-                f"{self._what}: given {self._describe([_label(path) for path, _ in leaves])}: expected the structure the "
-                f"pipeline was compiled for, {self._describe([leaf.label for leaf in self._leaves])}"
+                f"{self._what}: given {_structure_of(given)}: expected the structure the "
+                f"pipeline was compiled for, {_structure_of(self._shape)}"
             )
         tensors: list[Tensor] = []
         for leaf, (_, value) in zip(self._leaves, leaves, strict=True):
@@ -102,9 +113,6 @@ class Structure:
                 "pipeline was compiled"
             )
         return value
-
-    def _describe(self, labels: Sequence[str]) -> str:
-        return ", ".join(labels) if labels else "nothing"
 
 
 class InputFormat:
@@ -154,6 +162,11 @@ class TargetFormat:
 
     def __init__(self, targets: Any) -> None:
         self._structure = Structure({"targets": targets}, "targets")
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What each tensor is called in the user's call, in flat order."""
+        return self._structure.labels
 
     @property
     def specs(self) -> MessageSpec:
@@ -249,6 +262,16 @@ def _leaf(label: str, value: Any) -> _Leaf:
     if isinstance(value, Tensor):
         return _Leaf(label, TensorSpec(tuple(value.shape), value.dtype, False))
     return _Leaf(label, None, value)
+
+
+def _shown(value: Any) -> _Shown:
+    return value if isinstance(value, _Shown) else _Shown("tensor" if isinstance(value, Tensor) else repr(value))
+
+
+def _structure_of(given: Mapping[str, Any]) -> str:
+    """A nest by argument name, with every tensor as the word."""
+    shown = pytree.tree_map(_shown, dict(given))
+    return ", ".join(f"{name}={value!r}" for name, value in shown.items()) or "nothing"
 
 
 def _label(path: tuple[Any, ...]) -> str:

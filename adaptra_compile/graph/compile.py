@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +25,6 @@ from adaptra.graph.ops_comparison import OpsDifference, compare_ops
 from adaptra.graph.partition import Piece, align, cut_before, find_cuts, pieces, places_of, state_uses
 from adaptra.graph.stages import EvalStage, TrainStage
 from adaptra.progress import Progress, log_progress
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +249,9 @@ def compile_stages(
     flat, analysis, _ = captured(evaluation=False, changed=frozenset())
     progress("captured", 1, 2)
     if not any(analysis.values[node].requires_grad for node in flat.results):
-        logger.warning("the loss depends on no trainable parameter: training will change nothing")
+        raise CaptureError(
+            "the loss depends on no trainable parameter: expected one at least; requires_grad_(True) makes a parameter one"
+        )
     cuts = find_cuts(flat, analysis)
     positions = balance(cuts, stages) if split is None else cut_before(flat, analysis, cuts, split, stages)
     progress("cut into stages", 1, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,8 +23,6 @@ from adaptra.graph.stage_modules import Boundary, Differentiable, EvalModule, Mo
 from adaptra.graph.stages import Flops, Peaks
 from adaptra.graph.trace import Layout
 from adaptra.graph.work import CountWork
-
-logger = logging.getLogger(__name__)
 
 
 def compile_modules(
@@ -111,7 +108,9 @@ class _Example:
             takes, specs = returns or takes, stage.outputs
         loss_gradients = [torch.ones_like(one) for one, spec in zip(travelling, specs, strict=True) if spec.requires_grad]
         if not loss_gradients:
-            logger.warning("the loss depends on no trainable parameter: training will change nothing")
+            raise CaptureError(
+                "the loss depends on no trainable parameter: expected one at least; requires_grad_(True) makes a parameter one"
+            )
         return self._with_gradients(stages, left, loss_gradients), work
 
     def _with_gradients(
