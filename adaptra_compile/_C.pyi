@@ -163,6 +163,7 @@ class Engine:
         healthy_for: Seconds for which a better path must have been up before messages return to it.
         lost_after: Seconds without any path after which what is pending fails.
         handshake: Seconds that a new connection has to prove that it knows the secret.
+        session: What tells the engines that join each other from others with the same secret.
 
     Raises:
         ValueError: The secret has another length; so do all methods for arguments that can't be.
@@ -179,6 +180,7 @@ class Engine:
         healthy_for: float,
         lost_after: float,
         handshake: float,
+        session: bytes = b"",
     ) -> None: ...
     def add_tcp_path(self, local: str) -> int:
         """The next path in the order of preference, TCP over this local address; the port that it listens on. Before start.

@@ -22,6 +22,7 @@
 
 #include "delegate/crc32c.h"
 #include "delegate/engine.h"
+#include "delegate/hmac.h"
 #include "delegate/verbs.h"
 
 namespace nb = nanobind;
@@ -48,6 +49,10 @@ Clock::duration to_duration(double seconds) {
 double to_seconds(Clock::time_point moment) { return std::chrono::duration<double>(moment.time_since_epoch()).count(); }
 
 Clock::time_point to_moment(double seconds) { return Clock::time_point(to_duration(seconds)); }
+
+std::span<const std::byte> to_span(const nb::bytes& given) {
+  return {reinterpret_cast<const std::byte*>(given.c_str()), given.size()};
+}
 
 Secret to_secret(const nb::bytes& given) {
   Secret secret{};
@@ -132,17 +137,17 @@ void bind_engine(nb::module_& m) {
       .def(
           "__init__",
           [](Engine* self, std::uint32_t rank, std::uint32_t world_size, const nb::bytes& secret, double heartbeat,
-             double silence, double healthy_for, double lost_after, double handshake) {
+             double silence, double healthy_for, double lost_after, double handshake, const nb::bytes& session) {
             Timing timing;
             timing.heartbeat = to_duration(heartbeat);
             timing.silence = to_duration(silence);
             timing.healthy_for = to_duration(healthy_for);
             timing.lost_after = to_duration(lost_after);
             timing.handshake = to_duration(handshake);
-            new (self) Engine(rank, world_size, to_secret(secret), timing);
+            new (self) Engine(world_size, {to_secret(secret), sha256(to_span(session)), rank}, timing);
           },
           nb::arg("rank"), nb::arg("world_size"), nb::arg("secret"), nb::kw_only(), nb::arg("heartbeat"), nb::arg("silence"),
-          nb::arg("healthy_for"), nb::arg("lost_after"), nb::arg("handshake"))
+          nb::arg("healthy_for"), nb::arg("lost_after"), nb::arg("handshake"), nb::arg("session") = nb::bytes("", 0))
       .def("add_tcp_path", &Engine::add_tcp_path, nb::arg("local"))
       .def(
           "add_verbs_path",
@@ -205,10 +210,6 @@ void bind_engine(nb::module_& m) {
       .def(
           "close", [](Engine& engine, const std::string& reason, double linger) { engine.close(reason, to_duration(linger)); },
           nb::arg("reason"), nb::arg("linger"), nb::call_guard<nb::gil_scoped_release>());
-}
-
-std::span<const std::byte> to_span(const nb::bytes& given) {
-  return {reinterpret_cast<const std::byte*>(given.c_str()), given.size()};
 }
 
 }  // namespace

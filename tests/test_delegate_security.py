@@ -62,18 +62,28 @@ def is_ended(connection):
     return len(told) <= 32
 
 
-def hello(path=0, source=0, destination=1, index=5, nonce=None):
-    return struct.pack("<4sBBxxIIII", b"adhs", 1, 0, source, destination, path, index) + (nonce or os.urandom(32))
+def hello(path=0, source=0, destination=1, index=5, nonce=None, opener=1):
+    told = (b"adhs", 2, 0, opener == source, source, destination, path, index)
+    return struct.pack("<4sBBBxIIII", *told) + (nonce or os.urandom(32))
+
+
+def proof(role, greeting, challenge, secret=SECRET):
+    """What the opener or the acceptor proves itself with, by Python's own HMAC, where the ranks of the session are 0 and 1."""
+    is_opened_by_source = bool(greeting[6])
+    source, destination = struct.unpack_from("<II", greeting, 8)
+    ranks = (source, destination) if is_opened_by_source == (role == "opener") else (destination, source)
+    told = f"adaptra {role} 2".ljust(18).encode() + hashlib.sha256(b"").digest() + struct.pack("<II", *ranks)
+    return hmac.digest(secret, told + greeting + challenge, hashlib.sha256)
 
 
 def prove(connection, greeting, secret=SECRET):
-    """The opener's side of the handshake, with Python's own HMAC; the confirmation that came, or nothing."""
+    """The opener's side of the handshake; the confirmation that came, or nothing."""
     connection.sendall(greeting)
     challenge = read(connection, 32)
-    connection.sendall(hmac.digest(secret, b"opens" + greeting + challenge, hashlib.sha256))
+    connection.sendall(proof("opener", greeting, challenge, secret))
     confirmation = read(connection, 32)
     if confirmation:
-        assert confirmation == hmac.digest(secret, b"accepts" + greeting + challenge, hashlib.sha256)
+        assert confirmation == proof("acceptor", greeting, challenge, secret)
     return confirmation
 
 
@@ -119,7 +129,7 @@ def test_a_scanner_that_comes_a_hundred_times_is_one_line_of_the_log(pair, caplo
     reason = "ended the connection before it proved anything"
     assert [record.getMessage() for record in caplog.records] == [
         f"rank 0: turned away {STRANGER}, 100 times: {reason}",
-        "rank 0: turned away 127.0.0.78, once: sent bytes that are no greeting of version 1",
+        "rank 0: turned away 127.0.0.78, once: sent bytes that are no greeting of version 2",
     ]
 
 
@@ -153,12 +163,12 @@ def test_a_replayed_handshake_is_refused():
     with Pair(1) as pair, call(pair) as first:
         first.sendall(greeting)
         challenge = read(first, 32)
-        proof = hmac.digest(SECRET, b"opens" + greeting + challenge, hashlib.sha256)
-        first.sendall(proof)
+        proven = proof("opener", greeting, challenge)
+        first.sendall(proven)
         assert read(first, 32)
         # What was recorded is sent again, in one go.
         with call(pair) as second:
-            second.sendall(greeting + proof)
+            second.sendall(greeting + proven)
             assert is_ended(second)
         assert refusals(pair)[STRANGER] == ("does not know this job's secret", 1)
 
@@ -180,12 +190,21 @@ def test_a_recorded_session_is_worthless_to_the_next_engine():
         check_traffic(later)
 
 
-@pytest.mark.parametrize("greeting", [hello(source=1, destination=1), hello(destination=7), hello(path=3), hello(index=16)])
+@pytest.mark.parametrize("greeting", [hello(destination=7, opener=7), hello(path=3), hello(index=16)])
 def test_who_knows_the_secret_gets_only_what_this_rank_has_a_use_for(pair, greeting):
     with call(pair) as connection:
         prove(connection, greeting)
         assert is_ended(connection)
     assert "has no use for" in refusals(pair)[STRANGER][0]
+
+
+@pytest.mark.parametrize("greeting", [hello(source=1, destination=1), hello(opener=0), hello(source=7)])
+def test_a_greeting_to_another_rank_gets_no_challenge(pair, greeting):
+    """A challenge is what a listener in between would pass on to have somebody's proof of it."""
+    with call(pair) as connection:
+        connection.sendall(greeting)
+        assert not read(connection, 32)
+    assert refusals(pair)[STRANGER][0].endswith(": this is rank 0")
 
 
 def test_a_rank_that_asks_whether_another_is_there_learns_that_and_no_more(pair):
@@ -248,3 +267,126 @@ def test_a_truncated_frame_changes_nothing():
             assert prove(connection, hello())
             connection.sendall(frame(5)[:30])
         assert pair.take((pair.receive(SIZE), pair.send(2, SIZE))[0]) == pattern(2, SIZE)
+
+
+@contextlib.contextmanager
+def where_rank_0_listened():
+    """Let rank 1 open its connections to a listener without the secret.
+
+    Yields:
+        The connection, rank 1's greeting, the engine, and the address where rank 1 listens.
+    """
+    engine = _C.Engine(1, 3, SECRET, **CALM)
+    with socket.create_server(("127.0.0.2", 0)) as listener:
+        listener.settimeout(10)
+        door = ("127.0.0.2", engine.add_tcp_path("127.0.0.2"))
+        engine.set_peer(0, [listener.getsockname()])
+        engine.start()
+        try:
+            engine.reserve(0, SIZE, 1)
+            receive = engine.receive(0, False, SIZE)
+            deceived, _ = listener.accept()
+            with deceived:
+                deceived.settimeout(10)
+                yield deceived, read(deceived, 56), engine, door
+            assert not receive.done or receive.error is not None
+        finally:
+            engine.close("the test is over", 0.0)
+
+
+def is_believed(connection):
+    """Whether the other side says more than a handshake has: it then takes this one for a rank of its job."""
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        return bool(connection.recv(1))
+    return False
+
+
+def pass_on(deceived, greeting, door):
+    """Have whoever listens at ``door`` make the confirmation that the deceived rank waits for."""
+    with socket.create_connection(door, timeout=10) as other:
+        other.sendall(greeting)
+        challenge = read(other, 32)
+        if not challenge:
+            return
+        deceived.sendall(challenge)
+        other.sendall(read(deceived, 32))
+        deceived.sendall(read(other, 32))
+        assert not is_believed(deceived)
+
+
+def test_a_rank_does_not_prove_itself_to_itself():
+    """What stands where rank 0 stood connects rank 1 with rank 1: each side would take the other for rank 0."""
+    with where_rank_0_listened() as (deceived, greeting, engine, door):
+        pass_on(deceived, greeting, door)
+        ((_, reason, _),) = engine.refusals()
+        assert reason == "greeted rank 0 as rank 1: this is rank 1"
+
+
+def test_a_rank_does_not_answer_its_own_nonce():
+    """Turned round, the greeting is one that rank 1 expects, but for its nonce."""
+    with where_rank_0_listened() as (deceived, greeting, engine, door):
+        turned = bytearray(greeting)
+        turned[6] ^= 1
+        pass_on(deceived, bytes(turned), door)
+        ((_, reason, _),) = engine.refusals()
+        assert reason == "sent this rank's own nonce back"
+
+
+def test_the_challenge_is_not_the_nonce_that_was_told():
+    with where_rank_0_listened() as (deceived, greeting, _, _):
+        deceived.sendall(greeting[24:])
+        assert not read(deceived, 32)
+
+
+def test_a_proof_is_worth_nothing_to_who_sends_it_back():
+    with where_rank_0_listened() as (deceived, _, _, _):
+        deceived.sendall(os.urandom(32))
+        proven = read(deceived, 32)
+        assert proven
+        deceived.sendall(proven)
+        assert not is_believed(deceived)
+
+
+def test_no_third_rank_proves_that_it_is_another():
+    """A true rank of the job, 2, is asked for what would make the listener rank 0."""
+    third = _C.Engine(2, 3, SECRET, **CALM)
+    door = ("127.0.0.3", third.add_tcp_path("127.0.0.3"))
+    third.start()
+    try:
+        with where_rank_0_listened() as (deceived, greeting, _, _):
+            pass_on(deceived, greeting, door)
+        ((_, reason, _),) = third.refusals()
+        assert reason == "greeted rank 0 as rank 1: this is rank 2"
+    finally:
+        third.close("the test is over", 0.0)
+
+
+def test_one_secret_of_two_sessions_joins_nobody():
+    """A secret that is given from outside may serve many engines; their sessions tell them apart."""
+    first, second = (_C.Engine(rank, 2, SECRET, **QUICK, session=bytes([rank])) for rank in range(2))
+    ports = [engine.add_tcp_path("127.0.0.2") for engine in (first, second)]
+    first.set_peer(1, [("127.0.0.2", ports[1])])
+    second.set_peer(0, [("127.0.0.2", ports[0])])
+    try:
+        first.start()
+        second.start()
+        second.reserve(0, SIZE, 1)
+        request = second.receive(0, False, SIZE)
+        assert request.wait(10) and "no path to rank 0 is left" in request.error
+        assert first.refusals()[0][1] == "does not know this job's secret"
+    finally:
+        first.close("the test is over", 0.0)
+        second.close("the test is over", 0.0)
+
+
+def test_a_flood_from_one_address_takes_no_place_of_another(pair):
+    with call(pair, "127.0.0.78") as honest:
+        greeting = hello(path=3)
+        honest.sendall(greeting)
+        challenge = read(honest, 32)
+        callers = [call(pair) for _ in range(150)]
+        refusals(pair, 80)
+        honest.sendall(proof("opener", greeting, challenge))
+        assert read(honest, 32) == proof("acceptor", greeting, challenge)
+        for caller in callers:
+            caller.close()

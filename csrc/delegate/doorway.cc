@@ -103,6 +103,7 @@ class Doorway::Visitor : public Handler {
       if (heard_ < handshake.wanted()) continue;
       state_ = handshake.receive(std::span(part_).first(std::exchange(heard_, 0)));
       if (state_ == Handshake::State::kRefused) return away(handshake.reason());
+      if (!opened_here && doorway_.is_own_greeting(handshake)) return away("sent this rank's own nonce back");
     }
   }
 
@@ -133,8 +134,8 @@ class Doorway::Visitor : public Handler {
   std::size_t written_ = 0;
 };
 
-Doorway::Doorway(Poller& poller, const Secret& secret, House& house, Clock::duration patience)
-    : poller_(poller), secret_(secret), house_(house), patience_(patience) {}
+Doorway::Doorway(Poller& poller, const Credentials& own, House& house, Clock::duration patience)
+    : poller_(poller), own_(own), house_(house), patience_(patience) {}
 
 Doorway::~Doorway() = default;
 
@@ -166,8 +167,8 @@ void Doorway::open(const Address& address, const std::string& local, const Endpo
     if (connect(socket.get(), to.get(), to.length) != 0 && errno != EINPROGRESS) {
       throw std::system_error(errno, std::generic_category(), "connect to " + remote.host);
     }
-    visitors_.push_back(std::make_unique<Visitor>(*this, std::move(socket), Handshake::open(secret_, address, make_nonce()),
-                                                  true, address.path, remote.host));
+    visitors_.push_back(std::make_unique<Visitor>(*this, std::move(socket), Handshake::open(own_, address, make_nonce()), true,
+                                                  address.path, remote.host));
   } catch (const std::exception& error) {
     unopened_.emplace_back(address, error.what());
   }
@@ -180,14 +181,36 @@ void Doorway::accept(int listener, std::uint32_t path) {
     Descriptor socket(
         accept4(listener, reinterpret_cast<sockaddr*>(&from.storage), &from.length, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (socket.get() < 0) return;  // none left, or the caller has gone again
-    const auto is_guest = [](const auto& visitor) { return !visitor->opened_here && !visitor->ended; };
-    if (std::count_if(visitors_.begin(), visitors_.end(), is_guest) >= static_cast<std::ptrdiff_t>(kMostVisitors)) {
-      // An honest peer is done within a few round trips, so the oldest is the least likely to be one.
-      turn_away(**std::find_if(visitors_.begin(), visitors_.end(), is_guest), "had proved nothing when others came");
-    }
-    visitors_.push_back(std::make_unique<Visitor>(*this, std::move(socket), Handshake::accept(secret_, make_nonce()), false,
-                                                  path, describe(from)));
+    make_room();
+    visitors_.push_back(std::make_unique<Visitor>(*this, std::move(socket), Handshake::accept(own_, make_nonce()), false, path,
+                                                  describe(from)));
   }
+}
+
+// Who floods the door loses its own places: an honest peer from elsewhere keeps its.
+void Doorway::make_room() {
+  std::map<std::string, std::size_t> places;
+  std::size_t taken = 0;
+  for (const auto& visitor : visitors_) {
+    if (visitor->opened_here || visitor->ended) continue;
+    ++places[visitor->from];
+    ++taken;
+  }
+  if (taken < kMostVisitors) return;
+  const auto most = std::max_element(places.begin(), places.end(),
+                                     [](const auto& one, const auto& other) { return one.second < other.second; });
+  // An honest peer is done within a few round trips, so the oldest is the least likely to be one.
+  const auto oldest = std::find_if(visitors_.begin(), visitors_.end(), [&most](const auto& visitor) {
+    return !visitor->opened_here && !visitor->ended && visitor->from == most->first;
+  });
+  turn_away(**oldest, "had proved nothing when others came");
+}
+
+bool Doorway::is_own_greeting(const Handshake& handshake) const {
+  const auto nonce = handshake.nonce();
+  return std::any_of(visitors_.begin(), visitors_.end(), [&nonce](const auto& visitor) {
+    return visitor->opened_here && std::equal(nonce.begin(), nonce.end(), visitor->handshake.nonce().begin());
+  });
 }
 
 void Doorway::admit(Visitor& visitor) {

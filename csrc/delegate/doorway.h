@@ -41,7 +41,7 @@ class Doorway {
     virtual void not_connected(const Address& address, std::string reason) = 0;
   };
 
-  Doorway(Poller& poller, const Secret& secret, House& house, Clock::duration patience);
+  Doorway(Poller& poller, const Credentials& own, House& house, Clock::duration patience);
   ~Doorway();
   Doorway(const Doorway&) = delete;
   Doorway& operator=(const Doorway&) = delete;
@@ -65,12 +65,14 @@ class Doorway {
   class Visitor;
 
   void accept(int listener, std::uint32_t path);
+  void make_room();
+  [[nodiscard]] bool is_own_greeting(const Handshake& handshake) const;
   void admit(Visitor& visitor);
   void turn_away(Visitor& visitor, const std::string& reason);
   void note(const std::string& from, const std::string& reason);
 
   Poller& poller_;
-  Secret secret_;
+  Credentials own_;
   House& house_;
   Clock::duration patience_;
   std::vector<std::unique_ptr<Listener>> listeners_;

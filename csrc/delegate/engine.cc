@@ -20,8 +20,8 @@ constexpr Clock::duration kBusyPolling = std::chrono::microseconds(50);
 
 }  // namespace
 
-Engine::Engine(std::uint32_t rank, std::uint32_t world_size, const Secret& secret, const Timing& timing)
-    : rank_(rank), world_size_(world_size), timing_(timing), doorway_(poller_, secret, *this, timing.handshake) {}
+Engine::Engine(std::uint32_t world_size, const Credentials& own, const Timing& timing)
+    : rank_(own.rank), world_size_(world_size), timing_(timing), doorway_(poller_, own, *this, timing.handshake) {}
 
 Engine::~Engine() {
   close("the engine was destroyed", Clock::duration::zero());

@@ -35,7 +35,7 @@ struct ChannelReport {
 
 class Engine final : private Host, private Doorway::House {
  public:
-  Engine(std::uint32_t rank, std::uint32_t world_size, const Secret& secret, const Timing& timing);
+  Engine(std::uint32_t world_size, const Credentials& own, const Timing& timing);
   ~Engine() override;
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;

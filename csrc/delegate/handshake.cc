@@ -16,8 +16,11 @@ namespace adaptra::delegate {
 namespace {
 
 constexpr std::string_view kMagic = "adhs";
-constexpr std::byte kVersion{1};
+constexpr unsigned kVersion = 2;
 constexpr std::size_t kNonceAt = 24;
+// Of one length, so that what follows them is in the same place.
+constexpr std::string_view kOpener = "adaptra opener 2  ", kAcceptor = "adaptra acceptor 2";
+static_assert(kOpener.size() == kAcceptor.size());
 
 }  // namespace
 
@@ -32,13 +35,14 @@ Nonce make_nonce() {
   return nonce;
 }
 
-Handshake Handshake::open(const Secret& secret, const Address& address, const Nonce& nonce) {
-  Handshake made(secret, Part::kChallenge);
+Handshake Handshake::open(const Credentials& own, const Address& address, const Nonce& nonce) {
+  Handshake made(own, Part::kChallenge);
   made.address_ = address;
   std::span<std::byte> hello = made.hello_;
   std::memcpy(hello.data(), kMagic.data(), kMagic.size());
-  hello[4] = kVersion;
-  hello[5] = static_cast<std::byte>(address.is_backward ? 1 : 0);
+  put(hello, 4, 1, kVersion);
+  put(hello, 5, 1, address.is_backward ? 1 : 0);
+  put(hello, 6, 1, address.source == own.rank ? 1 : 0);
   put(hello, 8, 4, address.source);
   put(hello, 12, 4, address.destination);
   put(hello, 16, 4, address.path);
@@ -48,10 +52,14 @@ Handshake Handshake::open(const Secret& secret, const Address& address, const No
   return made;
 }
 
-Handshake Handshake::accept(const Secret& secret, const Nonce& nonce) {
-  Handshake made(secret, Part::kHello);
+Handshake Handshake::accept(const Credentials& own, const Nonce& nonce) {
+  Handshake made(own, Part::kHello);
   made.challenge_ = nonce;
   return made;
+}
+
+std::span<const std::byte, sizeof(Nonce)> Handshake::nonce() const {
+  return std::span(hello_).subspan<kNonceAt, sizeof(Nonce)>();
 }
 
 std::vector<std::byte> Handshake::output() { return std::exchange(output_, {}); }
@@ -68,18 +76,11 @@ std::size_t Handshake::wanted() const {
 
 Handshake::State Handshake::receive(std::span<const std::byte> part) {
   switch (next_) {
-    case Part::kHello:
-      std::copy(part.begin(), part.end(), hello_.begin());
-      if (std::memcmp(hello_.data(), kMagic.data(), kMagic.size()) != 0 || hello_[4] != kVersion) {
-        return refuse("sent bytes that are no greeting of version 1");
-      }
-      address_ = Address{get32(hello_, 8), get32(hello_, 12), hello_[5] != std::byte{}, get32(hello_, 16), get32(hello_, 20)};
-      say(challenge_);
-      next_ = Part::kProof;
-      return State::kTalking;
+    case Part::kHello: std::copy(part.begin(), part.end(), hello_.begin()); return greeted();
     case Part::kChallenge:
       std::copy(part.begin(), part.end(), challenge_.begin());
-      say(proof("opens"));
+      if (std::equal(challenge_.begin(), challenge_.end(), nonce().begin())) return refuse("sent this rank's own nonce back");
+      say(proof(true));
       next_ = Part::kConfirmation;
       return State::kTalking;
     case Part::kProof:
@@ -87,23 +88,47 @@ Handshake::State Handshake::receive(std::span<const std::byte> part) {
       Digest given{};
       std::copy(part.begin(), part.end(), given.begin());
       const bool accepts = next_ == Part::kProof;
-      if (!equal_in_constant_time(given, proof(accepts ? "opens" : "accepts"))) {
-        return refuse("does not know this job's secret");
-      }
-      if (accepts) say(proof("accepts"));
+      if (!equal_in_constant_time(given, proof(accepts))) return refuse("does not know this job's secret");
+      if (accepts) say(proof(false));
       return State::kDone;
     }
   }
   return State::kRefused;
 }
 
-Digest Handshake::proof(const char* role) const {
+Handshake::State Handshake::greeted() {
+  if (std::memcmp(hello_.data(), kMagic.data(), kMagic.size()) != 0 || get(hello_, 4, 1) != kVersion || get(hello_, 5, 1) > 1 ||
+      get(hello_, 6, 1) > 1 || get(hello_, 7, 1) != 0) {
+    return refuse("sent bytes that are no greeting of version " + std::to_string(kVersion));
+  }
+  address_ = Address{get32(hello_, 8), get32(hello_, 12), get(hello_, 5, 1) != 0, get32(hello_, 16), get32(hello_, 20)};
+  const bool is_opened_by_source = get(hello_, 6, 1) != 0;
+  const std::uint32_t opener = is_opened_by_source ? address_.source : address_.destination;
+  const std::uint32_t greeted = is_opened_by_source ? address_.destination : address_.source;
+  if (greeted != own_.rank || opener == own_.rank) {
+    return refuse("greeted rank " + std::to_string(greeted) + " as rank " + std::to_string(opener) + ": this is rank " +
+                  std::to_string(own_.rank));
+  }
+  say(challenge_);
+  next_ = Part::kProof;
+  return State::kTalking;
+}
+
+// The greeting says which rank opens; the ranks stand here once more in the order of prover and listener.
+Digest Handshake::proof(bool of_opener) const {
   std::vector<std::byte> told;
-  const auto name = std::as_bytes(std::span(role, std::strlen(role)));
-  told.insert(told.end(), name.begin(), name.end());
-  told.insert(told.end(), hello_.begin(), hello_.end());
-  told.insert(told.end(), challenge_.begin(), challenge_.end());
-  return hmac_sha256(secret_, told);
+  const auto add = [&told](std::span<const std::byte> bytes) { told.insert(told.end(), bytes.begin(), bytes.end()); };
+  add(std::as_bytes(std::span(of_opener ? kOpener : kAcceptor)));
+  add(own_.session);
+  const bool is_opened_by_source = get(hello_, 6, 1) != 0;
+  const bool is_by_source = is_opened_by_source == of_opener;
+  std::array<std::byte, 8> ranks{};
+  put(ranks, 0, 4, is_by_source ? address_.source : address_.destination);
+  put(ranks, 4, 4, is_by_source ? address_.destination : address_.source);
+  add(ranks);
+  add(hello_);
+  add(challenge_);
+  return hmac_sha256(own_.secret, told);
 }
 
 Handshake::State Handshake::refuse(std::string reason) {

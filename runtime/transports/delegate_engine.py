@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, Store
 from adaptra import _C
 from adaptra.errors import LaunchError
 from adaptra.runtime.transports import clock, rdma_paths
-from adaptra.runtime.transports.endpoints import Endpoint, share_endpoints, share_secret
+from adaptra.runtime.transports.endpoints import Endpoint, share_endpoints, share_secret, share_session
 from adaptra.runtime.transports.engine_memory import compare_clocks
 
 
@@ -104,6 +104,7 @@ def start_engine(
         healthy_for=timing.healthy_for,
         lost_after=timing.lost_after,
         handshake=timing.handshake,
+        session=share_session(control, rank),
     )
     mine = [listen(engine, address) for address in addresses]
     for peer, endpoints in enumerate(share_endpoints(control, rank, world_size, mine)):

@@ -75,6 +75,13 @@ def share_secret(store: Store, rank: int) -> bytes:
     return value if given is None else derive(given, "data links", value)
 
 
+def share_session(store: Store, rank: int) -> bytes:
+    """What tells these ranks' connections from all others that the same secret opens: made by rank 0, no secret itself."""
+    if rank == 0:
+        store.set("session", secrets.token_hex(SECRET_BYTES))
+    return store.get("session")
+
+
 def share_endpoints(store: Store, rank: int, world_size: int, mine: Sequence[Endpoint]) -> list[list[Endpoint]]:
     """Tell all ranks where this one listens, path by path, and learn the same of all.
 

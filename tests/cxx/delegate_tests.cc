@@ -136,8 +136,8 @@ void test_handshake() {
   Secret secret{}, other{};
   other[31] = std::byte{1};
   for (const bool same : {true, false}) {
-    Handshake opener = Handshake::open(secret, address, make_nonce());
-    Handshake acceptor = Handshake::accept(same ? secret : other, make_nonce());
+    Handshake opener = Handshake::open({.secret = secret, .session = {}, .rank = 4}, address, make_nonce());
+    Handshake acceptor = Handshake::accept({.secret = same ? secret : other, .session = {}, .rank = 3}, make_nonce());
     check(hear(acceptor, opener.output()) == Handshake::State::kTalking, "a challenge after the greeting");
     check(hear(opener, acceptor.output()) == Handshake::State::kTalking, "a proof after the challenge");
     const auto state = hear(acceptor, opener.output());

@@ -23,7 +23,7 @@ struct Two {
     Timing timing;
     // A sanitizer on a busy machine makes a thread slow, not dead.
     timing.silence = std::chrono::seconds(20);
-    for (std::uint32_t rank : {0U, 1U}) engines.push_back(std::make_unique<Engine>(rank, 2, Secret{}, timing));
+    for (std::uint32_t rank : {0U, 1U}) engines.push_back(std::make_unique<Engine>(2, Credentials{.rank = rank}, timing));
     std::vector<std::vector<Endpoint>> endpoints(2);
     for (std::size_t rank : {0U, 1U}) {
       for (const char* host : {"127.0.0.2", "127.0.0.3"}) endpoints[rank].push_back({host, engines[rank]->add_tcp_path(host)});

@@ -112,7 +112,8 @@ void fuzz_sender(const std::vector<std::byte>& stream) {
 }
 
 void fuzz_door(const std::vector<std::byte>& stream, bool accepts) {
-  Handshake handshake = accepts ? Handshake::accept(Secret{}, Nonce{}) : Handshake::open(Secret{}, Address{}, Nonce{});
+  Handshake handshake =
+      accepts ? Handshake::accept(Credentials{}, Nonce{}) : Handshake::open(Credentials{}, Address{}, Nonce{});
   std::span<const std::byte> left = stream;
   while (left.size() >= handshake.wanted()) {
     const std::size_t wanted = handshake.wanted();
