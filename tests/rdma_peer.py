@@ -6,8 +6,6 @@ It plays rank 1, the source of messages to an engine of rank 0. What it writes a
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
 import socket
 import struct
@@ -15,7 +13,7 @@ import time
 from typing import Any
 
 from delegate_lab import CALM, SECRET, pattern
-from test_delegate_security import FRAME, frame, read
+from test_delegate_security import FRAME, frame, proof, read
 
 PORT = 7100
 SIZE = 4096
@@ -126,8 +124,8 @@ class Peer:
         self.is_backward = hello[5] == 1
         challenge = os.urandom(32)
         connection.sendall(challenge)
-        assert read(connection, 32) == hmac.digest(SECRET, b"opens" + hello + challenge, hashlib.sha256)
-        connection.sendall(hmac.digest(SECRET, b"accepts" + hello + challenge, hashlib.sha256))
+        assert read(connection, 32) == proof("opener", hello, challenge)
+        connection.sendall(proof("acceptor", hello, challenge))
 
         self._device = open_device("rxe1_0")
         self._port = describe_port(self._device, 1)

@@ -180,3 +180,27 @@ def test_a_message_of_another_size_shows_its_head():
         assert receive.wait(5)
         assert receive.other == pattern(7, 192)
         assert receive.memory is None and receive.error is None
+
+
+@pytest.mark.parametrize("links", [1, 2])
+def test_a_message_that_takes_longer_than_connections_last_goes_on_where_it_was_cut(links):
+    size = 24 << 20
+    with Pair(links, timing=CALM | {"lost_after": 60.0}) as pair:
+        exchange(pair, 1)
+        for link in pair.links:
+            link.rate = 60e6
+        pair.receiver.reserve(0, size, 1)
+        receive, send = pair.receive(size), pair.send(1, size)
+        begin = before = sum(link.carried for link in pair.links)
+        resets = 0
+        while not receive.wait(0.002):
+            carried = sum(link.carried for link in pair.links)
+            assert carried - begin < 3 * size, "it begins anew each time"
+            if carried - before > size // 8:
+                for link in pair.links:
+                    link.reset()
+                before, resets = carried, resets + 1
+        assert pair.take(receive) == pattern(1, size)
+        assert send.wait(10) and send.error is None
+        assert resets >= 6
+        assert sum(link.carried for link in pair.links) - begin < 1.3 * size

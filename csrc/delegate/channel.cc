@@ -56,7 +56,9 @@ void Channel::control(Connection& connection, const Frame& frame, std::span<cons
     case FrameKind::kResync:
     case FrameKind::kGrant:
     case FrameKind::kAck:
-    case FrameKind::kWiden: break;
+    case FrameKind::kWiden:
+    case FrameKind::kHave:
+    case FrameKind::kResynced: break;
   }
   if (const std::string refusal = handle(connection, frame, payload); !refusal.empty()) fail_path(*path, refusal);
 }

@@ -21,7 +21,9 @@ std::uint32_t most_payload(FrameKind kind) {
     case FrameKind::kAck:
     case FrameKind::kHeartbeat:
     case FrameKind::kWiden:
-    case FrameKind::kBye: return 0;
+    case FrameKind::kBye:
+    case FrameKind::kHave:
+    case FrameKind::kResynced: return 0;
   }
   return 0;
 }
@@ -56,7 +58,7 @@ bool decode(std::span<const std::byte, kFrameBytes> bytes, Frame& frame, std::st
     return false;
   }
   const std::uint64_t kind = get(bytes, 3, 1);
-  if (kind < static_cast<std::uint64_t>(FrameKind::kChunk) || kind > static_cast<std::uint64_t>(FrameKind::kExpose)) {
+  if (kind < static_cast<std::uint64_t>(FrameKind::kChunk) || kind > static_cast<std::uint64_t>(FrameKind::kResynced)) {
     reason = "got a frame of unknown kind " + std::to_string(kind);
     return false;
   }

@@ -21,26 +21,28 @@ enum class FrameKind : std::uint8_t {
   kChunk = 1,      // source → destination: a part of a message, for one slot of the destination
   kHead = 2,       // source → destination: the next message, for which no slot has been granted; the payload is its head
   kResync = 3,     // source → destination: tell everything again, frames may have been lost; bit k of `sequence`: path k is
-                   // given up here, let nothing arrive by it any more
+                   // given up here, let nothing arrive by it any more; `generation` counts these
   kGrant = 4,      // destination → source: a slot is free for one message of exactly `total` bytes
   kAck = 5,        // destination → source: message `sequence` is complete and its checksums are right
   kHeartbeat = 6,  // both ways: this connection lives
   kWiden = 7,      // source → destination: one connection can't fill this path, make one more
   kBye = 8,        // both ways: this rank closes its transport; nothing follows
   kExpose = 9,     // destination → source, verbs only: where a slot lies (the payload is the wire's own)
+  kHave = 10,      // destination → source: bytes `offset` up to `total` of message `sequence` are here; answers a kResync
+  kResynced = 11,  // destination → source: all has been told that the kResync of this `generation` asked for
 };
 
 // The header of a frame. Fields that a kind doesn't need are zero.
 struct Frame {
   FrameKind kind = FrameKind::kHeartbeat;
-  std::uint32_t slot = 0;  // kChunk, kGrant, kExpose
-  std::uint32_t generation =
-      0;                       // kChunk, kGrant: how often the slot had been granted before, so that a late chunk is told apart
-  std::uint64_t sequence = 0;  // kChunk, kHead, kAck: the message's number on its channel, from 0
-  std::uint64_t offset = 0;    // kChunk: of the payload within the message
-  std::uint64_t total = 0;     // kChunk, kHead: the message's bytes; kGrant, kExpose: the slot's
-  std::uint32_t length = 0;    // bytes of payload behind the header
-  std::uint32_t checksum = 0;  // CRC32C of the payload
+  std::uint32_t slot = 0;        // kChunk, kGrant, kExpose
+  std::uint32_t generation = 0;  // kChunk, kGrant: how often the slot had been granted before, so that a late chunk is told
+                                 // apart; kResync, its answers
+  std::uint64_t sequence = 0;    // kChunk, kHead, kAck, kHave: the message's number on its channel, from 0
+  std::uint64_t offset = 0;      // kChunk: of the payload within the message
+  std::uint64_t total = 0;       // kChunk, kHead: the message's bytes; kGrant, kExpose: the slot's
+  std::uint32_t length = 0;      // bytes of payload behind the header
+  std::uint32_t checksum = 0;    // CRC32C of the payload
 };
 
 using FrameBytes = std::array<std::byte, kFrameBytes>;

@@ -6,6 +6,12 @@
 #include "delegate/crc32c.h"
 
 namespace adaptra::delegate {
+namespace {
+
+// Of one message, told to a source that asks what is here; the rest comes again.
+constexpr std::size_t kMostStretches = 4096;
+
+}  // namespace
 
 ReceiveChannel::ReceiveChannel(Host& host, const Address& address, const std::vector<std::string>& paths)
     : Channel(host, address, address.source, paths), openings_(paths.size()) {}
@@ -188,7 +194,7 @@ std::string ReceiveChannel::handle(Connection& connection, const Frame& frame, s
       return {};
     case FrameKind::kResync:
       give_up_paths(frame.sequence);
-      tell_everything(connection);
+      tell_everything(connection, frame.generation);
       return {};
     case FrameKind::kWiden:
       if (path_) openings_[*path_].wanted = std::clamp(frame.slot, 1U, kMostConnections);
@@ -198,6 +204,8 @@ std::string ReceiveChannel::handle(Connection& connection, const Frame& frame, s
     case FrameKind::kAck:
     case FrameKind::kHeartbeat:
     case FrameKind::kBye:
+    case FrameKind::kHave:
+    case FrameKind::kResynced:
     case FrameKind::kExpose: return "got a frame that only the destination of messages sends";
   }
   return {};
@@ -257,12 +265,21 @@ void ReceiveChannel::give_up_paths(std::uint64_t down) {
   }
 }
 
-void ReceiveChannel::tell_everything(Connection& connection) {
-  for (std::uint32_t slot = 0; slot < slots_.size(); ++slot) {
-    if (slots_[slot].state == SlotState::kGranted) say(connection, grant_of(slot));
+void ReceiveChannel::tell_everything(Connection& connection, std::uint32_t asked) {
+  for (std::uint32_t index = 0; index < slots_.size(); ++index) {
+    const Slot& slot = slots_[index];
+    if (slot.state == SlotState::kGranted) say(connection, grant_of(index));
+    if (slot.state != SlotState::kFilling) continue;
+    std::size_t told = 0;
+    for (const auto& [begin, end] : slot.covered.stretches()) {
+      if (++told > kMostStretches) break;
+      say(connection,
+          {.kind = FrameKind::kHave, .generation = asked, .sequence = slot.sequence, .offset = begin, .total = end});
+    }
   }
   if (complete_below_ > 0) say(connection, ack_of(complete_below_ - 1));
   for (const std::uint64_t sequence : complete_above_) say(connection, ack_of(sequence));
+  say(connection, {.kind = FrameKind::kResynced, .generation = asked});
 }
 
 Frame ReceiveChannel::grant_of(std::uint32_t slot) const {

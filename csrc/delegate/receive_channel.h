@@ -91,7 +91,7 @@ class ReceiveChannel final : public Channel {
   void compare_with_head();
   void tell(const Frame& frame);
   void give_up_paths(std::uint64_t down);
-  void tell_everything(Connection& connection);
+  void tell_everything(Connection& connection, std::uint32_t asked);
   [[nodiscard]] Frame grant_of(std::uint32_t slot) const;
   [[nodiscard]] Frame ack_of(std::uint64_t sequence) const;
 

@@ -10,6 +10,11 @@ namespace adaptra::delegate {
 namespace {
 
 constexpr std::size_t kMostSlots = 1U << 16;
+// What is sent again at once where a path has failed, without asking what has arrived of it.
+constexpr std::uint64_t kMostAgain = 512U << 10;
+// A message whose path keeps failing is cut into smaller chunks, down to this: a chunk that is cut off comes again.
+constexpr std::uint32_t kLeastChunkBytes = 16U << 10;
+constexpr std::uint32_t kMostHalvings = 5;
 constexpr Clock::duration kAskEvery = std::chrono::milliseconds(300);
 
 std::uint64_t nanoseconds(Clock::duration duration) {
@@ -34,6 +39,9 @@ void SendChannel::submit(std::shared_ptr<Request> request, std::shared_ptr<const
                     .cursor = 0,
                     .grant = std::nullopt,
                     .paths = 0,
+                    .there = {},
+                    .cuts = 0,
+                    .is_unknown = false,
                     .is_begun = false,
                     .is_sent = false});
   pump();
@@ -59,10 +67,15 @@ void SendChannel::path_failed(std::size_t path) {
     Outgoing& message = queue_[k];
     if ((message.paths & bit) == 0) continue;
     message.cursor = 0;
+    message.there.clear();
+    // To ask takes a round trip, which is more than it takes to send a little again.
+    message.is_unknown = message.total > kMostAgain;
+    ++message.cuts;
     message.paths = 0;
     next_ = std::min(next_, k);
     Stats::add(stats_.retries);
   }
+  ++resyncs_;
   const auto now = Clock::now();
   const bool was_used = path_ == path;
   if (was_used) {
@@ -122,7 +135,7 @@ void SendChannel::resync() {
   for (std::size_t path = 0; path < paths_.size(); ++path) {
     if (!paths_.is_up(path)) down |= std::uint64_t{1} << path;
   }
-  say(*paths_[*path_].up.front(), Frame{.kind = FrameKind::kResync, .sequence = down});
+  say(*paths_[*path_].up.front(), Frame{.kind = FrameKind::kResync, .generation = ++resyncs_, .sequence = down});
 }
 
 std::string SendChannel::handle(Connection&, const Frame& frame, std::span<const std::byte>) {
@@ -136,6 +149,10 @@ std::string SendChannel::handle(Connection&, const Frame& frame, std::span<const
         return "acknowledges message " + std::to_string(frame.sequence) + " of " + std::to_string(sequence_);
       }
       acknowledged(frame.sequence, frame.total);
+      return {};
+    case FrameKind::kHave: return had(frame);
+    case FrameKind::kResynced:
+      if (frame.generation == resyncs_) resynced();
       return {};
     case FrameKind::kChunk:
     case FrameKind::kHead:
@@ -153,6 +170,24 @@ void SendChannel::granted(const Frame& frame) {
   if (!is_new && frame.generation <= found->second) return;  // said again after a path had failed
   found->second = frame.generation;
   free_[frame.total].push_back({frame.slot, frame.generation});
+  pump();
+}
+
+std::string SendChannel::had(const Frame& frame) {
+  if (frame.generation != resyncs_) return {};
+  const auto found = std::find_if(queue_.begin(), queue_.end(),
+                                  [&frame](const Outgoing& message) { return message.sequence == frame.sequence; });
+  if (found == queue_.end()) return {};
+  if (frame.offset >= frame.total || frame.total > found->total || !found->grant) {
+    return "has bytes " + std::to_string(frame.offset) + " to " + std::to_string(frame.total) + " of message " +
+           std::to_string(frame.sequence) + ", which it never got";
+  }
+  if (found->is_unknown) found->there.add(frame.offset, frame.total);
+  return {};
+}
+
+void SendChannel::resynced() {
+  for (Outgoing& message : queue_) message.is_unknown = false;
   pump();
 }
 
@@ -187,7 +222,10 @@ void SendChannel::finish(Outgoing& message) {
 void SendChannel::pump() {
   while (path_ && next_ < queue_.size()) {
     Outgoing& message = queue_[next_];
+    if (message.is_unknown) return;
+    message.cursor = message.there.end_of(message.cursor);
     if (message.cursor == message.total) {
+      if (!std::exchange(message.is_sent, true)) Stats::add(stats_.sent);
       ++next_;
       continue;
     }
@@ -253,7 +291,10 @@ void SendChannel::post(Outgoing& message, Connection& connection) {
     Stats::set(stats_.in_flight, begun);
     Stats::set(stats_.most_in_flight, std::max(begun, stats_.most_in_flight.load(std::memory_order_relaxed)));
   }
-  const std::uint64_t length = std::min<std::uint64_t>(message.total - message.cursor, host_.wire(*path_).chunk_bytes());
+  const std::uint32_t whole = host_.wire(*path_).chunk_bytes();
+  const std::uint32_t most = std::max(whole >> std::min(message.cuts, kMostHalvings), std::min(whole, kLeastChunkBytes));
+  const std::uint64_t end = message.there.next_after(message.cursor, message.total);
+  const std::uint64_t length = std::min<std::uint64_t>(end - message.cursor, most);
   const Memory& memory = message.message->memory();
   const Frame chunk{.kind = FrameKind::kChunk,
                     .slot = message.grant->slot,
@@ -266,7 +307,6 @@ void SendChannel::post(Outgoing& message, Connection& connection) {
   connection.post(chunk, memory, is_first && is_next_to_complete(message, length));
   message.cursor += length;
   message.paths |= std::uint64_t{1} << *path_;
-  if (message.cursor == message.total && !std::exchange(message.is_sent, true)) Stats::add(stats_.sent);
   wants_flush();
 }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "delegate/channel.h"
+#include "delegate/intervals.h"
 #include "delegate/request.h"
 
 namespace adaptra::delegate {
@@ -50,6 +51,9 @@ class SendChannel final : public Channel {
     std::uint64_t cursor = 0;  // bytes posted
     std::optional<Grant> grant;
     std::uint64_t paths = 0;  // bit k: some chunk was posted on path k
+    Intervals there;          // what the destination said it has, since a path had failed
+    std::uint32_t cuts = 0;   // how often a path failed that had carried a part of it
+    bool is_unknown = false;  // the destination has not said yet what it has
     bool is_begun = false;
     bool is_sent = false;
   };
@@ -74,6 +78,8 @@ class SendChannel final : public Channel {
   [[nodiscard]] bool is_next_to_complete(const Outgoing& message, std::uint64_t length) const;
   [[nodiscard]] Connection* pick(std::uint32_t slot);
   void granted(const Frame& frame);
+  [[nodiscard]] std::string had(const Frame& frame);
+  void resynced();
   void acknowledged(std::uint64_t sequence, std::uint64_t below);
   void finish(Outgoing& message);
   void look_at_width(Clock::time_point now);
@@ -84,7 +90,8 @@ class SendChannel final : public Channel {
   std::optional<std::size_t> path_, last_path_;
   std::size_t turn_ = 0;  // which of the path's connections is next
   std::optional<std::uint64_t> announced_;
-  std::map<std::uint64_t, std::deque<Grant>> free_;               // by the message size that a slot is for
+  std::uint32_t resyncs_ = 0;                        // number of the latest; an answer to an earlier one may be untrue by now
+  std::map<std::uint64_t, std::deque<Grant>> free_;  // by the message size that a slot is for
   std::unordered_map<std::uint32_t, std::uint32_t> generations_;  // the latest of each slot
   std::vector<Outgoing> lingering_;                               // acknowledged, but a connection may still read them
   Width width_;
