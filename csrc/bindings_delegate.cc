@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -42,7 +43,11 @@ struct Ticket {
   bool is_backward = false;
 };
 
+// No number of seconds is more than what the clock can tell.
 Clock::duration to_duration(double seconds) {
+  constexpr double kMost = 1e9;
+  if (std::isnan(seconds)) throw std::invalid_argument("got nan: expected a number of seconds");
+  seconds = std::clamp(seconds, -kMost, kMost);
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
@@ -134,20 +139,21 @@ void bind_memory(nb::module_& m) {
 
 void bind_engine(nb::module_& m) {
   nb::class_<Engine>(m, "Engine")
-      .def(
-          "__init__",
-          [](Engine* self, std::uint32_t rank, std::uint32_t world_size, const nb::bytes& secret, double heartbeat,
-             double silence, double healthy_for, double lost_after, double handshake, const nb::bytes& session) {
-            Timing timing;
-            timing.heartbeat = to_duration(heartbeat);
-            timing.silence = to_duration(silence);
-            timing.healthy_for = to_duration(healthy_for);
-            timing.lost_after = to_duration(lost_after);
-            timing.handshake = to_duration(handshake);
-            new (self) Engine(world_size, {to_secret(secret), sha256(to_span(session)), rank}, timing);
-          },
-          nb::arg("rank"), nb::arg("world_size"), nb::arg("secret"), nb::kw_only(), nb::arg("heartbeat"), nb::arg("silence"),
-          nb::arg("healthy_for"), nb::arg("lost_after"), nb::arg("handshake"), nb::arg("session") = nb::bytes("", 0))
+      .def(nb::new_([](std::uint32_t rank, std::uint32_t world_size, const nb::bytes& secret, double heartbeat, double silence,
+                       double healthy_for, double lost_after, double handshake, const nb::bytes& session) {
+             Timing timing;
+             timing.heartbeat = to_duration(heartbeat);
+             timing.silence = to_duration(silence);
+             timing.healthy_for = to_duration(healthy_for);
+             timing.lost_after = to_duration(lost_after);
+             timing.handshake = to_duration(handshake);
+             const Credentials own{to_secret(secret), sha256(to_span(session)), rank};
+             return std::shared_ptr<Engine>(new Engine(world_size, own, timing), [](Engine* engine) {
+               if (!engine->is_copy()) delete engine;
+             });
+           }),
+           nb::arg("rank"), nb::arg("world_size"), nb::arg("secret"), nb::kw_only(), nb::arg("heartbeat"), nb::arg("silence"),
+           nb::arg("healthy_for"), nb::arg("lost_after"), nb::arg("handshake"), nb::arg("session") = nb::bytes("", 0))
       .def("add_tcp_path", &Engine::add_tcp_path, nb::arg("local"))
       .def(
           "add_verbs_path",

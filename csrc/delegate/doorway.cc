@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <optional>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -18,6 +19,8 @@ namespace {
 constexpr std::size_t kMostVisitors = 64;
 constexpr std::size_t kMostRefusals = 256;
 constexpr int kBacklog = 128;
+// Before callers are looked at again for whom there was no descriptor.
+constexpr Clock::duration kPause = std::chrono::milliseconds(100);
 
 }  // namespace
 
@@ -29,9 +32,21 @@ class Doorway::Listener : public Handler {
   }
   ~Listener() override { doorway_.poller_.remove(socket_.get()); }
 
-  void ready(std::uint32_t) override { doorway_.accept(socket_.get(), path_); }
+  void ready(std::uint32_t) override {
+    if (doorway_.accept(socket_.get(), path_)) return;
+    // The caller stays in line, and epoll would tell of it without end.
+    doorway_.poller_.modify(socket_.get(), 0, *this);
+    rests_until_ = Clock::now() + kPause;
+  }
+
+  void tick(Clock::time_point now) {
+    if (!rests_until_ || now < *rests_until_) return;
+    rests_until_.reset();
+    doorway_.poller_.modify(socket_.get(), EPOLLIN, *this);
+  }
 
  private:
+  std::optional<Clock::time_point> rests_until_;
   Doorway& doorway_;
   Descriptor socket_;
   std::uint32_t path_;
@@ -174,13 +189,20 @@ void Doorway::open(const Address& address, const std::string& local, const Endpo
   }
 }
 
-void Doorway::accept(int listener, std::uint32_t path) {
+bool Doorway::accept(int listener, std::uint32_t path) {
   while (true) {
     SocketAddress from;
     from.length = sizeof from.storage;
     Descriptor socket(
         accept4(listener, reinterpret_cast<sockaddr*>(&from.storage), &from.length, SOCK_NONBLOCK | SOCK_CLOEXEC));
-    if (socket.get() < 0) return;  // none left, or the caller has gone again
+    if (socket.get() < 0) {
+      const int error = errno;
+      if (error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM) {
+        note("callers", error_text(error) + ": expected a higher limit of open files (ulimit -n)");
+        return false;
+      }
+      return true;  // none left, or the caller has gone again
+    }
     make_room();
     visitors_.push_back(std::make_unique<Visitor>(*this, std::move(socket), Handshake::accept(own_, make_nonce()), false, path,
                                                   describe(from)));
@@ -240,6 +262,7 @@ void Doorway::note(const std::string& from, const std::string& reason) {
 }
 
 void Doorway::tick(Clock::time_point now) {
+  for (const auto& listener : listeners_) listener->tick(now);
   for (std::size_t k = 0; k < visitors_.size(); ++k) {
     Visitor& visitor = *visitors_[k];
     if (visitor.ended || visitor.deadline >= now) continue;

@@ -64,7 +64,8 @@ class Doorway {
   class Listener;
   class Visitor;
 
-  void accept(int listener, std::uint32_t path);
+  // False if the system had no room for a caller, who stays in line.
+  [[nodiscard]] bool accept(int listener, std::uint32_t path);
   void make_room();
   [[nodiscard]] bool is_own_greeting(const Handshake& handshake) const;
   void admit(Visitor& visitor);

@@ -115,7 +115,17 @@ void Engine::release(std::uint32_t peer, bool is_backward, std::uint32_t slot) {
       true);
 }
 
+void Engine::check_own() const {
+  if (is_copy()) throw std::logic_error("the engine is another process's: expected no use of it in a forked child");
+}
+
+std::vector<Refusal> Engine::refusals() const {
+  check_own();
+  return doorway_.refusals();
+}
+
 std::vector<ChannelReport> Engine::channels() const {
+  check_own();
   const std::lock_guard lock(mutex_);
   std::vector<ChannelReport> reports;
   for (const auto& [key, channel] : channels_) reports.push_back({channel->address(), std::get<2>(key), &channel->stats()});
@@ -123,9 +133,15 @@ std::vector<ChannelReport> Engine::channels() const {
 }
 
 void Engine::submit(std::function<void()> command, bool is_urgent) {
+  check_own();
   {
     const std::lock_guard lock(commands_mutex_);
     commands_.push_back(std::move(command));
+  }
+  if (is_over_) {
+    const std::lock_guard lock(mutex_);
+    obey();
+    return;
   }
   if (is_urgent) {
     // What was handed over before goes first, so the order of commands is kept whoever obeys them.
@@ -197,6 +213,7 @@ bool Engine::turn(Clock::time_point& busy_until) {
 }
 
 void Engine::close(const std::string& reason, Clock::duration linger) {
+  if (is_copy()) return;
   {
     const std::lock_guard lock(mutex_);
     obey();
@@ -212,8 +229,14 @@ void Engine::close(const std::string& reason, Clock::duration linger) {
     }
   }
   poller_.wake();
-  if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) thread_.join();
+  {
+    const std::lock_guard lock(thread_mutex_);
+    if (thread_.joinable()) thread_.join();
+  }
+  is_over_ = true;
   const std::lock_guard lock(mutex_);
+  // What was handed over since the thread ended.
+  obey();
   fail_all(reason);
   for (const auto& [key, channel] : channels_) channel->bury();
 }

@@ -18,6 +18,7 @@
 
 #include "delegate/channel.h"
 #include "delegate/doorway.h"
+#include "delegate/forks.h"
 #include "delegate/poller.h"
 #include "delegate/receive_channel.h"
 #include "delegate/request.h"
@@ -62,11 +63,14 @@ class Engine final : private Host, private Doorway::House {
   void release(std::uint32_t peer, bool is_backward, std::uint32_t slot);
 
   [[nodiscard]] std::vector<ChannelReport> channels() const;
-  [[nodiscard]] std::vector<Refusal> refusals() const { return doorway_.refusals(); }
+  [[nodiscard]] std::vector<Refusal> refusals() const;
 
   // Say good-bye to the peers and end the thread; what is pending fails with `reason`. Waits up to `linger` for the peers to
   // have heard it. May be repeated.
   void close(const std::string& reason, Clock::duration linger);
+
+  // Whether this is a forked child's copy, whose thread and connections are the parent's. It can't be used, or be destroyed.
+  [[nodiscard]] bool is_copy() const noexcept { return generation_ != forks::generation(); }
 
  private:
   using Key = std::tuple<std::uint32_t, bool, bool>;  // peer, is_backward, is_sender
@@ -80,6 +84,7 @@ class Engine final : private Host, private Doorway::House {
   void connected(Descriptor socket, const Address& address, bool opened_here) override;
   void not_connected(const Address& address, std::string reason) override;
 
+  void check_own() const;
   void submit(std::function<void()> command, bool is_urgent);
   void obey();
   void settle();
@@ -94,6 +99,7 @@ class Engine final : private Host, private Doorway::House {
   void check_peer(std::uint32_t peer) const;
   void fail_all(const std::string& reason);
 
+  const unsigned generation_ = forks::generation();
   const std::uint32_t rank_, world_size_;
   const Timing timing_;
   std::atomic<std::uint64_t> next_memory_{1};
@@ -113,7 +119,9 @@ class Engine final : private Host, private Doorway::House {
   std::mutex commands_mutex_;
   std::vector<std::function<void()>> commands_;
 
+  std::mutex thread_mutex_;  // held while the thread is waited for
   std::thread thread_;
+  std::atomic<bool> is_over_{false};  // no thread obeys commands any more
 };
 
 }  // namespace adaptra::delegate

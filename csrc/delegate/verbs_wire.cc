@@ -11,6 +11,7 @@
 #include <system_error>
 #include <utility>
 
+#include "delegate/forks.h"
 #include "delegate/verbs_connection.h"
 
 namespace adaptra::delegate {
@@ -57,9 +58,11 @@ VerbsWire::VerbsWire(const Verbs& verbs, Port port, Poller& poller)
   wake_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (wake_.get() < 0) throw failure(name() + ": eventfd");
   poller_.add(wake_.get(), EPOLLIN, on_wake_);
+  for (const int descriptor : {device_->cmd_fd, device_->async_fd, channel_->fd}) forks::hold(descriptor);
 }
 
 VerbsWire::~VerbsWire() {
+  for (const int descriptor : {device_->cmd_fd, device_->async_fd, channel_->fd}) forks::forget(descriptor);
   poller_.remove(channel_->fd);
   poller_.remove(device_->async_fd);
   poller_.remove(wake_.get());

@@ -19,6 +19,7 @@ from adaptra.graph.specs import MessageSpec
 from adaptra.program import Program
 from adaptra.runtime.faults import Fault, link_delay, link_occupancy
 from adaptra.runtime.transports.base import Identity, PathCounts, Pending, Transport, now
+from adaptra.runtime.transports.guard import wait_for
 
 
 class _HeldSend(Pending):
@@ -51,7 +52,7 @@ class _HeldSend(Pending):
     def wait(self, timeout: float | None = None) -> tuple[Tensor, ...]:
         """See :meth:`Pending.wait`."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        if not self._handed.wait(timeout):
+        if not wait_for(self._handed, timeout):
             raise TransportError(f"{self.identity}: held by a fault for more than {timeout} s")
         if self._error is not None:
             raise self._error

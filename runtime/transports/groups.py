@@ -11,6 +11,7 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 
 from adaptra.errors import LaunchError
+from adaptra.runtime.forked import keep_store_from_children, kept_from_children
 
 # Liveness is the membership's business: a message may be waited for as long as its sender lives.
 FOR_EVER: Final = timedelta(days=7)
@@ -21,7 +22,8 @@ def initialise(backend: str) -> bool:
     if distributed.is_initialized():
         return False
     try:
-        distributed.init_process_group(backend)
+        with kept_from_children():
+            distributed.init_process_group(backend)
     except ValueError as error:
         raise LaunchError(f"no process group and no launcher such as torchrun: {error}") from error
     return True
@@ -35,10 +37,12 @@ def new_group(members: Sequence[int], backend: str | None = None, timeout: timed
         backend: torch.distributed's name of it, or None for the job's own.
         timeout: How long its operations wait, or None for the backend's default.
     """
-    group = distributed.new_group(
-        list(members), timeout=timeout, backend=backend, use_local_synchronization=True, sort_ranks=False
-    )
+    with kept_from_children():
+        group = distributed.new_group(
+            list(members), timeout=timeout, backend=backend, use_local_synchronization=True, sort_ranks=False
+        )
     assert isinstance(group, ProcessGroup)
+    keep_store_from_children(group.get_group_store())
     return group
 
 

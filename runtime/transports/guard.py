@@ -13,6 +13,11 @@ from adaptra.errors import PeerLostError, TransportError
 from adaptra.runtime.transports.base import Identity, Pending
 
 
+def wait_for(event: threading.Event, timeout: float | None) -> bool:
+    """Wait for an event, however long ``timeout`` is. False if it is over before."""
+    return event.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
+
+
 class Completion(Pending):
     """A :class:`Pending` that its transport completes or fails, once; what comes later is ignored."""
 
@@ -52,7 +57,7 @@ class Completion(Pending):
 
     def wait(self, timeout: float | None = None) -> tuple[Tensor, ...]:
         """See :meth:`Pending.wait`."""
-        if not self._event.wait(timeout):
+        if not wait_for(self._event, timeout):
             raise TransportError(f"{self.identity}: not exchanged within {timeout} s")
         if self._error is not None:
             raise self._error

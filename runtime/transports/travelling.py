@@ -11,7 +11,7 @@ from adaptra import _C
 from adaptra.errors import TransportError
 from adaptra.runtime.transports.base import Identity, now
 from adaptra.runtime.transports.engine_memory import EngineMessage
-from adaptra.runtime.transports.guard import Completion
+from adaptra.runtime.transports.guard import Completion, wait_for
 
 
 class Travelling(Completion):
@@ -48,7 +48,7 @@ class Travelling(Completion):
         if not super().done:
             deadline = None if timeout is None else now() + timeout
             # A send begins once its tensors are copied.
-            is_begun = self._begun.wait(timeout)
+            is_begun = wait_for(self._begun, timeout)
             left = None if deadline is None else max(0.0, deadline - now())
             if not is_begun or (self.request is not None and not self.request.wait(left)):
                 raise TransportError(f"{self.identity}: not exchanged within {timeout} s")

@@ -1,0 +1,77 @@
+"""Sockets that a rank's forked children give up, such as the workers of a DataLoader.
+
+While any process has a socket open its peer is told nothing of its end. Children that outlive a rank which was killed would
+keep it alive in the eyes of the others. The delegate's own sockets are seen to by ``csrc/delegate/forks.h``; these are the ones
+that torch.distributed opens on behalf of a job: gloo's, and those of the job's store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Generator
+from pathlib import Path
+from typing import Final
+
+from torch.distributed import Store
+
+_DESCRIPTORS: Final = Path("/proc/self/fd")
+
+_lock = threading.Lock()
+_opened: dict[int, str] = {}
+_ports: set[int] = set()
+
+
+@contextlib.contextmanager
+def kept_from_children() -> Generator[None, None, None]:
+    """Have children that are forked from now on give up the connections that are opened within."""
+    before = _sockets()
+    yield
+    with _lock:
+        _opened.update((number, name) for number, name in _sockets().items() if before.get(number) != name)
+
+
+def keep_store_from_children(store: Store) -> None:
+    """Have children that are forked from now on give up all connections to the store, and its listener."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack it
+    port = getattr(store, "port", None)
+    if isinstance(port, int):
+        with _lock:
+            _ports.add(port)
+
+
+def _sockets() -> dict[int, str]:
+    """The sockets of this process by descriptor, as the system names them: a number is given again, a name is not."""
+    found: dict[int, str] = {}
+    with contextlib.suppress(OSError):  # a system without /proc: children keep what they inherit
+        for entry in _DESCRIPTORS.iterdir():
+            with contextlib.suppress(OSError):  # closed since
+                name = str(entry.readlink())
+                if name.startswith("socket:"):
+                    found[int(entry.name)] = name
+    return found
+
+
+def _ports_of(number: int) -> set[int]:
+    """The ports of both ends of a socket, as far as it has any."""
+    ports: set[int] = set()
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+        if one.family in (socket.AF_INET, socket.AF_INET6):
+            ports.add(one.getsockname()[1])
+            ports.add(one.getpeername()[1])
+    return ports
+
+
+def _give_up() -> None:
+    """In a forked child: put something else in the place of each, since what owns the number here may close it yet."""
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for number, name in _sockets().items():
+        if _opened.get(number) == name or not _ports.isdisjoint(_ports_of(number)):
+            os.dup2(nothing, number, inheritable=False)
+    os.close(nothing)
+
+
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=lambda: (_give_up(), _lock.release()))
