@@ -37,6 +37,7 @@ from adaptra.runtime.batch import require_no_gradient
 from adaptra.runtime.events import ControlEvent
 from adaptra.runtime.options import Options
 from adaptra.runtime.plan import Plan
+from adaptra.runtime.worker import Worker
 from adaptra.simulate import simulate
 from adaptra.timeline import Timeline
 
@@ -160,6 +161,7 @@ class Pipeline(NotAModule):
             BatchError: The batch has no weight (``reduction="weighted"``), gradients are as before and the next step may
                 follow. Or the batch is not what the pipeline was compiled for. Without a launcher nothing has happened and the
                 next step may follow; under a launcher the other ranks are told, and the pipeline has failed on all of them.
+                Or ranks of a replica were given different rows in an earlier call; names it, the ranks and the arguments.
             PeerLostError: Another rank failed; names it. The pipeline has failed.
             PipelineError: The pipeline has failed before or is closed.
         """
@@ -172,8 +174,9 @@ class Pipeline(NotAModule):
             wanted = built.split_targets(given)
             require_no_gradient(microbatches, built.compiled.inputs.labels, "inputs")
             require_no_gradient(wanted, built.compiled.targets.labels, "targets")
+            built.compare_rows("step", inputs, targets, kwargs)
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        self._losses = built.on_every_rank(lambda worker: worker.step(microbatches, wanted, scale))[0]
+        self._losses = built.on_every_rank(lambda worker: worker.step(microbatches, wanted, scale), "step")[0]
         return built.reduction.of_batch(self._losses)
 
     @property
@@ -194,9 +197,9 @@ class Pipeline(NotAModule):
         model changes in evaluation too does change.
 
         Returns:
-            With targets, or when the model returns the loss itself, the loss of the batch as :meth:`step` returns it. Without
-            targets the model's outputs on the rank of the last stage, each tensor concatenated over the microbatches, and None
-            elsewhere.
+            With targets, or when the model returns the loss itself, the loss of the batch as :meth:`step` returns it, over all
+            replicas. Without targets the model's outputs on the rank of the last stage, each tensor concatenated over the
+            microbatches, and None elsewhere; each replica's are those of its own batch.
         """
         built = self._require()
         with built.at_the_door():
@@ -204,7 +207,8 @@ class Pipeline(NotAModule):
             with_loss = given is not None or self._returns_loss
             microbatches = built.split_inputs(args, kwargs)
             wanted = built.split_targets(given) if with_loss else None
-        found = built.on_every_rank(lambda worker: worker.evaluate(microbatches, wanted))
+            built.compare_rows("eval_step", inputs, targets, kwargs)
+        found = built.on_every_rank(lambda worker: worker.evaluate(microbatches, wanted), "eval_step")
         results = next(filter(None, found), {})
         if with_loss:
             return built.reduction.of_batch(torch.stack([loss for (loss,) in results.values()]))
@@ -246,7 +250,7 @@ class Pipeline(NotAModule):
         built = self._require()
         if self._losses is None:
             raise PipelineError("no step has run yet: there are no gradients to clip")
-        total = built.on_every_rank(lambda worker: worker.gradient_norm(float(norm_type)))[0]
+        total = built.on_every_rank(lambda worker: worker.gradient_norm(float(norm_type)), "clip_grad_norm_")[0]
         if error_if_nonfinite and not total.isfinite():
             raise PipelineError(
                 f"the norm of all gradients is {total.item()}: expected a finite one, as error_if_nonfinite=True"
@@ -331,13 +335,30 @@ class Pipeline(NotAModule):
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Copy values into the stages of this process. A checkpoint of the plain model works on every rank.
 
+        Under a launcher all ranks call it. What several ranks hold, such as the replicas of a stage, is compared then as when
+        the pipeline is compiled: where copies differ the first rank's are taken, and one line of the log says so.
+
         Args:
             state: Tensors by their names in the user's model.
             strict: Whether a missing name of these stages, or a name that the model does not have, is an error.
 
         Raises:
             StateError: Names are missing or unknown, or a value is no tensor or of another shape; nothing is changed then.
+                Where ranks hold copies they are told, and the pipeline has failed on all of them.
+            PeerLostError: Another rank refused its state or failed; names it. The pipeline has failed.
         """
+        built = self._require()
+        with built.state_at_the_door():
+            present = self._fitting(state, strict)
+        with torch.no_grad():
+            for worker in built.workers:
+                for name, canonical in present.items():
+                    if canonical in worker.state:
+                        worker.state[canonical].copy_(state[name])
+        built.align_copies()
+
+    def _fitting(self, state: Mapping[str, Tensor], strict: bool) -> dict[str, str]:
+        """What to take of a state, by its name there and in the stages of this process; raises as :meth:`load_state_dict`."""
         built = self._require()
         given: Any = state
         if not isinstance(given, Mapping):
@@ -366,11 +387,18 @@ class Pipeline(NotAModule):
                 for name, canonical in present.items():
                     if canonical in worker.state:
                         worker.state[canonical].copy_(state[name])
+        return present
 
     @property
     def roles(self) -> Roles | None:
         """Which stage of which data-parallel replica each rank of the job holds; None if there is one replica."""
         return self._require().launched.roles
+
+    @property
+    def replicas(self) -> int:
+        """How many data-parallel replicas the job has, 1 without a launcher: into how many parts to divide the rows."""
+        roles = self._require().launched.roles
+        return 1 if roles is None else roles.replicas
 
     @property
     def replica(self) -> int:
@@ -521,11 +549,14 @@ class Pipeline(NotAModule):
 
     def timeline(self) -> Timeline | None:
         """The measured timeline of the last step. Under torchrun all ranks call this; only the first stage's rank gets it."""
+        return self._timeline("timeline")
+
+    def _timeline(self, call: str) -> Timeline | None:
         built = self._require()
         built.require_running()
         if self._losses is None or not built.workers[0].measured:
             raise PipelineError("no step has run yet: a timeline shows the last step")
-        return built.on_every_rank(lambda worker: worker.timeline())[0]
+        return built.on_every_rank(Worker.timeline, call)[0]
 
     def save_trace(self, path: str | Path) -> None:
         """Write the measured last step as a trace for Perfetto (.json) or a picture (.svg, .png).
@@ -537,7 +568,7 @@ class Pipeline(NotAModule):
             MissingExtraError: A picture needs matplotlib, and it is not installed; says what to install.
         """
         suffix = check_suffix(path, (".json", *picture.SUFFIXES))
-        timeline = self.timeline()
+        timeline = self._timeline("save_trace")
         if timeline is None:
             return
         named = [(f"step under plan {self.plan.version}", timeline)]

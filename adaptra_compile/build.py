@@ -95,7 +95,13 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
         states = sharing.states(model, prepared.compiled, request.placed, ranks)
         workers = prepared.starter.workers(launched, recorder, states, prepared.initial)
         opened.pop_all()
-    return Built(recipe, prepared, launched, workers, recorder, sharing)
+    built = Built(recipe, prepared, launched, workers, recorder, sharing)
+    try:
+        built.align_copies()
+    except BaseException:
+        built.close()
+        raise
+    return built
 
 
 def _progress(launched: Launch) -> AbstractContextManager[Progress]:

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from adaptra.recipe import Prepared, Recipe
 from adaptra.remedies import Means, choose_split
 from adaptra.roles import Roles
 from adaptra.runtime.batch import split_batch
+from adaptra.runtime.calls import Calls
 from adaptra.runtime.gradient_hooks import is_hooked
 from adaptra.runtime.handover import exchange, gather_state, give_optimizer, take_over
 from adaptra.runtime.launch import Job, Launch, agree
@@ -64,15 +65,28 @@ class Built:
         self.reduction = recipe.reduction
         self.microbatches = recipe.microbatches
         self._failure: BaseException | None = None
+        self._calls: Calls | None = None
+        if launched.job is not None and launched.job.ranks > 1:
+            end_by = weakref.WeakMethod(self._end_by)
+            self._calls = Calls(launched.job.store, launched.job.rank, launched.job.ranks, lambda error: _call(end_by, error))
+            weakref.finalize(self, self._calls.close)
         self._run_by(prepared, launched, workers, recorder)
         self._sharing = sharing
         sharing.begin(self)
+
+    def _end_by(self, error: Exception) -> None:
+        """Ranks have called different methods: end what this one waits for."""
+        for worker in self.workers:
+            worker.abort(error)
 
     def _run_by(self, prepared: Prepared, launched: Launch, workers: Sequence[Worker], recorder: Recorder) -> None:
         self._prepared = prepared
         self._threads = ThreadPoolExecutor(len(workers), "adaptra-rank") if len(workers) > 1 else None
         self.launched = launched
         self.workers = tuple(workers)
+        if self._calls is not None:
+            for worker in self.workers:
+                worker.explain = self._calls.explain
         self._ranks = {worker.rank for worker in workers}
         # Also when the process ends without a close: the transports' threads must not outlive the interpreter.
         self._end = weakref.finalize(self, _end, self.workers, self._threads, recorder)
@@ -118,7 +132,7 @@ class Built:
         if not worker.measured:
             raise PipelineError("no step has run yet: roles are settled by what steps took")
         held = gather_state(worker.state, optimizer)
-        with self._changing("roles"):
+        with self._called("settle_roles"), self._changing("roles"):
             case, measured = worker.initial.case, tuple(worker.measured)
             change = agree_on_roles(job.everyone, roles, self.compiled.train, case, measured, held, horizon)
         if change is not None:
@@ -141,7 +155,7 @@ class Built:
         if not worker.measured:
             raise PipelineError("no step has run yet: a split is settled by what steps took")
         held = [gather_state(one.state, optimizer) for one in self.workers]
-        with self._changing("split"):
+        with self._called("settle_split"), self._changing("split"):
             job, plan = self.launched.job, worker.plan
             group = None if job is None else job.everyone
             known, bytes_per_byte = gather_costs(group, plan.case.cost, worker.controller.measured_cost, held)
@@ -228,7 +242,7 @@ class Built:
     @contextmanager
     def _restarting(self, what: str, join: Callable[[], Launch]) -> Generator[tuple[Launch, ExitStack]]:
         """Around what leads to other workers: their connections, and what closes them unless :meth:`_start` is reached."""
-        with self._changing(what), ExitStack() as opened:
+        with self._called(f"take_{what}"), self._changing(what), ExitStack() as opened:
             launched = join()
             for transport in launched.transports:
                 opened.callback(transport.close)
@@ -239,7 +253,7 @@ class Built:
         """Around what all ranks of the job do together: what fails here has failed everywhere, or will."""
         try:
             if self.launched.job is not None:
-                self.launched.job.meet(self._recipe.options.timeout)
+                self.launched.job.meet(self._recipe.options.timeout, self.workers[0].check)
             yield
         except BaseException as error:
             self._failure = error
@@ -277,6 +291,16 @@ class Built:
             merged = {**worker.state, **merged}
         return merged
 
+    def align_copies(self) -> None:
+        """Give copies on several ranks the first holder's values; all ranks call it. Within a process there are no others'."""
+        if self._has_copies:
+            self.on_every_rank(Worker.align_copies, "load_state_dict")
+
+    @property
+    def _has_copies(self) -> bool:
+        """Whether ranks of other processes hold what ranks of this one hold, and all can compare."""
+        return self.launched.job is not None and self.workers[0].shares_values and self._end.alive and self._failure is None
+
     def full_state(self) -> dict[str, Tensor]:
         """The whole model's state on the job's first rank: see :meth:`adaptra.api.Pipeline.full_state_dict`."""
         if self.launched.job is None:
@@ -286,7 +310,9 @@ class Built:
             replicas, roles = self.launched.replicas, self.launched.roles
             replica, rank = (0, 0) if roles is None else roles.of(0)
             takes_part = replicas is None or replicas.index == replica
-            found = self.on_every_rank(lambda worker: worker.full_state(rank, takes_part, from_first=replica > 0))[0]
+            (found,) = self.on_every_rank(
+                lambda worker: worker.full_state(rank, takes_part, from_first=replica > 0), "full_state_dict"
+            )
         return self.named(found)
 
     def saved_state(self) -> dict[str, Tensor]:
@@ -296,7 +322,7 @@ class Built:
         """
         if self.launched.replicas is None:
             return self.state
-        (first,) = self.on_every_rank(lambda worker: worker.buffers_of_first_replica())
+        (first,) = self.on_every_rank(Worker.buffers_of_first_replica, "TrainingState.state_dict")
         return {**self.state, **first}
 
     @property
@@ -333,6 +359,13 @@ class Built:
         form = self.compiled.targets
         return split_batch(form.flatten(targets), form.specs, self.microbatches, "targets")
 
+    def compare_rows(self, call: str, inputs: Any, targets: Any, kwargs: Mapping[str, Any]) -> None:
+        """Have it noticed if ranks of other processes are given other rows in this call of a method of the pipeline."""
+        if self.launched.job is not None:
+            positional = {"inputs": inputs, "targets": targets}
+            given = {name: one for name, one in positional.items() if one is not None}
+            self.workers[0].compare_rows(call, {**kwargs, **given})
+
     @contextmanager
     def at_the_door(self) -> Generator[None]:
         """Around what checks a batch before anything runs.
@@ -341,11 +374,22 @@ class Built:
         wait for this one's messages, so there it ends the pipeline on all of them.
         """
         self.require_running()
-        try:
+        with self._telling(others_wait=not self.workers[0].is_alone):
             refuse_autocast("a pipeline's step")
             yield
+
+    @contextmanager
+    def state_at_the_door(self) -> Generator[None]:
+        """Around what checks a state before any of it is taken; ranks that hold copies may already wait to compare them."""
+        with self._telling(others_wait=self._has_copies):
+            yield
+
+    @contextmanager
+    def _telling(self, *, others_wait: bool) -> Generator[None]:
+        try:
+            yield
         except Exception as error:
-            if self._threads is None and not self.workers[0].is_alone:
+            if self._threads is None and others_wait:
                 self._failure = error
                 self.workers[0].fail(error)
             raise
@@ -369,8 +413,18 @@ class Built:
                 f"it failed by {type(self._failure).__name__}: {self._failure}"
             ) from self._failure
 
-    def on_every_rank(self, run: Callable[[Worker], Result]) -> list[Result]:
+    @contextmanager
+    def _called(self, call: str) -> Generator[None]:
+        """Around what the ranks of all processes do together in a method of the pipeline: see :mod:`adaptra.runtime.calls`."""
+        with nullcontext() if self._calls is None else self._calls.during(call):
+            yield
+
+    def on_every_rank(self, run: Callable[[Worker], Result], call: str) -> list[Result]:
         """Run something on every worker of this process, each on its own thread, and wait for all.
+
+        Args:
+            run: What to run.
+            call: The method of the pipeline that the user has called; all ranks call it.
 
         Raises:
             PipelineError: The pipeline is closed or has failed.
@@ -379,7 +433,8 @@ class Built:
         """
         self.require_running()
         try:
-            found = self._run(run)
+            with self._called(call):
+                found = self._run(run)
             self._sharing.has_trained = self.workers[0].next_step > 0
             return found
         except BaseException as error:
@@ -403,7 +458,14 @@ class Built:
 
     def close(self) -> None:
         """End all workers. May be called again."""
+        if self._calls is not None:
+            self._calls.close(told=True)
         self._end()
+
+
+def _call(method: weakref.WeakMethod[Callable[[Exception], None]], error: Exception) -> None:
+    if (bound := method()) is not None:
+        bound(error)
 
 
 def _end(workers: Sequence[Worker], threads: ThreadPoolExecutor | None, recorder: Recorder) -> None:

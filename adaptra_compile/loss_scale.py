@@ -52,5 +52,5 @@ class GradScaler(torch.amp.GradScaler):
         with self._built.at_the_door():
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         here = any(bool(one) for one in found.values())
-        anywhere = any(self._built.on_every_rank(lambda worker: worker.found_anywhere(here)))
+        anywhere = any(self._built.on_every_rank(lambda worker: worker.found_anywhere(here), "scaler.unscale_"))
         return {found_inf.device: torch.full_like(found_inf, float(anywhere))}

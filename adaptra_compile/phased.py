@@ -64,7 +64,8 @@ class PhasedPipeline(Pipeline):
         built = self._require()
         with built.at_the_door():
             microbatches = built.split_inputs(inputs, {})
-        *_, (outputs, _) = found = built.on_every_rank(lambda worker: worker.forward(microbatches))
+            built.compare_rows("forward", tuple(inputs), None, {})
+        *_, (outputs, _) = found = built.on_every_rank(lambda worker: worker.forward(microbatches), "forward")
         return outputs, Call(tuple(kept for _, kept in found), tuple((one, one._version) for one in watched))
 
     def backward(self, call: Call, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -100,7 +101,7 @@ class PhasedPipeline(Pipeline):
         columns = [one.chunk(count) if count > 1 else (one,) for one in whole]  # a single one may be without dimensions
         microbatches = [tuple(column[index] for column in columns) for index in range(count)]
         of_rank = dict(zip((worker.rank for worker in built.workers), kept, strict=True))
-        return built.on_every_rank(lambda worker: worker.backward(of_rank[worker.rank], microbatches))[0]
+        return built.on_every_rank(lambda worker: worker.backward(of_rank[worker.rank], microbatches), "backward")[0]
 
     @property
     def differentiable(self) -> tuple[bool, ...]:

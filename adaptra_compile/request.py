@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
+from adaptra.described import describe_function, describe_model
 from adaptra.errors import LaunchError, OptionError
 from adaptra.graph.inner import EAGER, check_inner
 from adaptra.losses import Reduction
@@ -176,7 +177,7 @@ class Request:
         return tuple(map(Fault.parse, self.options.faults))
 
     def facts(self) -> dict[str, str]:
-        """What must be the same on all ranks, as text by the argument's name; the model is compared once it is compiled."""
+        """What must be the same on all ranks, as text by the argument's name; what the model is cut into is compared later."""
         options = self.options
         return {
             "stages": str(self.stages),
@@ -186,18 +187,21 @@ class Request:
             "split": str(None if self.split is None else list(self.split)),
             "mesh": str(self.roles and list(self.roles.ranks)),
             "transport": str(self.transport),
-            "loss": "None" if self.loss is None else "a function",
+            "model": describe_model(self.model),
+            "loss": "None" if self.loss is None else describe_function(self.loss),
             "with_loss": str(self.with_loss),
             "reduction": str(self.reduction),
             "keeps_whole": str(self.keeps_whole),
             "options.adapt": str(options.adapt),
             "options.schedule": str(options.schedule),
+            "options.expected_delays": str({edge: dict(delays) for edge, delays in options.expected_delays.items()}),
             "options.seed": str(options.seed),
             "options.faults": str(list(options.faults)),
             "options.emulate": str(options.emulate),
             "options.delegate": str(options.delegate),
             "options.lossy_bf16": str(options.lossy_bf16),
             "options.inner": str(options.inner),
+            "options.broadcast_buffers": str(options.broadcast_buffers),
         }
 
 

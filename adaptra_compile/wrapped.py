@@ -112,6 +112,12 @@ def _refuse(named: Iterable[tuple[str, nn.Module]], kinds: tuple[tuple[str, str,
         prefix = f"{path}." if path else ""
         own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         _refuse_distributed((prefix + name, tensor) for name, tensor in own)
+        if isinstance(module, nn.SyncBatchNorm):
+            raise OptionError(
+                f"model: {_placed('a SyncBatchNorm', path)}: expected a BatchNorm, as the model has before "
+                "convert_sync_batchnorm: it averages over the ranks of one forward call, and the ranks of a pipeline hold "
+                "different stages; a GroupNorm or a LayerNorm needs no other rows"
+            )
 
 
 def _refuse_distributed(tensors: Iterable[tuple[str, Any]]) -> None:

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Final
 
@@ -26,13 +26,15 @@ from torch.distributed import DistError, DistNetworkError, Store
 from adaptra.assignment import RoleChange
 from adaptra.cost import CostModel
 from adaptra.cuts import SplitChange
-from adaptra.errors import ControlError
+from adaptra.errors import BatchError, ControlError
 from adaptra.program import Program
 from adaptra.runtime.coordinator import ControllerOptions, Coordinator
 from adaptra.runtime.events import ControlEvent, EventKind
 from adaptra.runtime.mailbox import (
     Confirmed,
+    Differed,
     Failed,
+    Given,
     Joined,
     LogGrew,
     Mail,
@@ -49,6 +51,7 @@ from adaptra.runtime.plan import Plan
 from adaptra.runtime.plan_log import Coverage
 from adaptra.runtime.planning import Planning
 from adaptra.runtime.preparation import Preparation
+from adaptra.runtime.same_rows import SameRows
 from adaptra.simulate import simulate
 
 KEPT_EVENTS = 4096
@@ -89,6 +92,7 @@ class Controller:
             thread.
         on_error: Called on the control thread with the error that ends the control plane.
         first_step: The first step that will be asked for.
+        job_ranks: The ranks' numbers in the job, if these are others; errors name them so.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class Controller:
         on_event: Callable[[ControlEvent], None] | None = None,
         on_error: Callable[[Exception], None] | None = None,
         first_step: int = 0,
+        job_ranks: Sequence[int] = (),
     ) -> None:
         options = options or ControllerOptions()
         self._rank = rank
@@ -138,6 +143,8 @@ class Controller:
         )
         self._coordinator: Coordinator | None = None
         self._has_resigned = False
+        self._rows = SameRows(job_ranks or range(world_size))
+        self._is_told = False
         self._told: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_impatient = threading.Event()
         self._closing = threading.Event()
@@ -177,6 +184,22 @@ class Controller:
         """
         try:
             self._mailbox.post(self._participant.reach(measurement.step), Measured(measurement))
+        except DistError as error:
+            raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
+
+    def tell_rows(self, call: str, number: int, numbers: Mapping[str, int]) -> None:
+        """Have it compared what the ranks are given. Waits for nobody; what differs is raised by a later step on all ranks.
+
+        Args:
+            call: Which of the pipeline's methods.
+            number: The how manieth call of it.
+            numbers: As :func:`adaptra.runtime.same_rows.numbers_of` returns them.
+
+        Raises:
+            ControlError: The store is lost.
+        """
+        try:
+            self._mailbox.post(0, Given(self._rank, call, number, numbers))
         except DistError as error:
             raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
 
@@ -302,6 +325,11 @@ class Controller:
 
     def _handle(self, mail: Mail | Wake) -> None:
         match mail:
+            case Given():
+                self._rows.add(mail)
+            case Differed(error):
+                self._is_told = True
+                raise BatchError(error)
             case Failed(rank, error):
                 raise _PeerFailedError(f"the controller of rank {rank} failed: {error}")
             case Wake():
@@ -366,13 +394,17 @@ class Controller:
         self._mailbox.wake()
 
     def _fail(self, error: Exception) -> None:
-        log.error("rank %d: the control plane failed", self._rank, exc_info=error)
+        mail: Mail = Failed(self._rank, f"{type(error).__name__}: {error}")
+        if isinstance(error, BatchError):  # the control plane is as it should be, and whoever trains is told
+            mail = Differed(str(error))
+        else:
+            log.error("rank %d: the control plane failed", self._rank, exc_info=error)
         self._coverage.fail(error)
-        if not isinstance(error, _PeerFailedError):
+        if not isinstance(error, _PeerFailedError) and not self._is_told:
             for rank in range(self._ranks):
                 if rank != self._rank:
                     try:
-                        self._mailbox.send(rank, Failed(self._rank, f"{type(error).__name__}: {error}"))
+                        self._mailbox.send(rank, mail)
                     except DistError as lost:
                         log.warning("rank %d: could not tell rank %d of the failure: %s", self._rank, rank, lost)
         if self._on_error is not None:

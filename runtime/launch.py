@@ -6,7 +6,8 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
@@ -23,6 +24,12 @@ from adaptra.runtime.transports.groups import new_group
 from adaptra.runtime.transports.lanes import LanedTransport
 from adaptra.runtime.transports.local import LocalHub
 from adaptra.runtime.transports.registry import create_transport
+
+Check = Callable[[], None]
+
+
+def _nothing() -> None:
+    """Where nothing ends a wait but its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,7 @@ class Job:
     Attributes:
         rank: This process's rank in the job.
         store: As given.
+        ranks: How many the job has.
     """
 
     def __init__(
@@ -68,6 +76,7 @@ class Job:
     ) -> None:
         self.rank = dist.get_rank()
         self.store = store
+        self.ranks = dist.get_world_size()
         self._name = name
         self._with_delegate = with_delegate
         self._addresses = addresses
@@ -94,20 +103,21 @@ class Job:
         members = roles.pipeline(replica)
         # Of their own members only, so that each rank makes the groups it belongs to; in the order of the replicas, so that
         # gradients are added in one order whichever ranks these are.
-        pipeline, column = (new_group(ranks, timeout=None) for ranks in (members, roles.column(stage)))
+        peers = roles.column(stage)
+        pipeline, column, aside = (new_group(ranks, timeout=None) for ranks in (members, peers, peers))
         self._joined += 1
-        replicas = Replicas(column, PrefixStore(f"replicas/{self._joined}", self.store), replica, members)
+        replicas = Replicas(column, aside, PrefixStore(f"replicas/{self._joined}", self.store), replica, members)
         return Launch((_join(self._name, pipeline, self._with_delegate, self._addresses),), replicas, self, roles)
 
-    def meet(self, timeout: float) -> None:
-        """Wait for all ranks of the job, which call it together.
+    def meet(self, timeout: float, check: Check = _nothing) -> None:
+        """Wait for all ranks of the job, which call it together; ``check`` is as of :func:`gather`.
 
         Raises:
             LaunchError: Ranks have not come within ``timeout`` seconds; names them.
             ControlError: The store is lost.
         """
         self._met += 1
-        _exchange(self.store, f"change/{self._met}", self.rank, "", range(dist.get_world_size()), timeout)
+        _exchange(self.store, f"change/{self._met}", self.rank, "", range(dist.get_world_size()), timeout, check)
         if self._everyone is None:  # made now, since making a group waits for its members however long they take
             self._everyone = _group_of_all()
 
@@ -250,7 +260,7 @@ def disagree(transport: Transport, what: str, error: BaseException) -> None:
         transport.store.set(f"agree/{what}/{transport.rank}", text)
 
 
-def gather(transport: Transport, what: str, data: object, timeout: float) -> list[object] | None:
+def gather(transport: Transport, what: str, data: object, timeout: float, check: Check = _nothing) -> list[object] | None:
     """Bring what every rank holds to rank 0. All ranks call it.
 
     Args:
@@ -258,6 +268,7 @@ def gather(transport: Transport, what: str, data: object, timeout: float) -> lis
         what: A name that no other call uses.
         data: Anything JSON can hold.
         timeout: Seconds to wait for the other ranks.
+        check: Called each second meanwhile; what it raises ends the wait.
 
     Returns:
         The data by rank on rank 0, None elsewhere.
@@ -267,24 +278,59 @@ def gather(transport: Transport, what: str, data: object, timeout: float) -> lis
         ControlError: The store is lost.
     """
     wanted = range(transport.world_size) if transport.rank == 0 else range(0)
-    found = _exchange(transport.store, f"gather/{what}", transport.rank, json.dumps(data), wanted, timeout)
+    found = _exchange(transport.store, f"gather/{what}", transport.rank, json.dumps(data), wanted, timeout, check)
     return [json.loads(text) for text in found] if transport.rank == 0 else None
+
+
+def tell(
+    transport: Transport, what: str, data: object, wanted: Sequence[int], timeout: float, check: Check = _nothing
+) -> list[object]:
+    """Tell the other ranks something, and read what the wanted ones tell under the same name; they call it too.
+
+    Args:
+        transport, what, data, timeout, check: As of :func:`gather`.
+        wanted: Ranks.
+
+    Returns:
+        The data of the wanted ranks, in their order.
+
+    Raises:
+        LaunchError, ControlError: As :func:`gather`.
+    """
+    found = _exchange(transport.store, f"tell/{what}", transport.rank, json.dumps(data), wanted, timeout, check)
+    return [json.loads(text) for text in found]
 
 
 _FAILED: Final = "failed: "
 _TEXT_LIMIT: Final = 4000
 
 
-def _exchange(store: Store, name: str, rank: int, text: str, wanted: Sequence[int], timeout: float) -> list[str]:
+def _exchange(
+    store: Store, name: str, rank: int, text: str, wanted: Sequence[int], timeout: float, check: Check = _nothing
+) -> list[str]:
     """Publish this rank's text under a name and read those of the wanted ranks."""
     keys = [f"{name}/{one}" for one in wanted]
     try:
         store.set(f"{name}/{rank}", text)
         if keys:
-            store.wait(keys, timedelta(seconds=timeout))
+            _wait(store, keys, timeout, check)
         return [store.get(key).decode() for key in keys]
     except DistStoreError as error:
         absent = [one for one, key in zip(wanted, keys, strict=True) if not store.check([key])]
         raise LaunchError(f"{name}: rank {', '.join(map(str, absent))} did not answer within {timeout:g} s") from error
     except DistError as error:
         raise ControlError(f"{name}: rank {rank} lost the control store: {error}") from error
+
+
+def _wait(store: Store, keys: list[str], timeout: float, check: Check) -> None:
+    deadline = time.monotonic() + timeout
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            store.wait(keys, timedelta(seconds=max(0.001, min(1.0, left))))
+        except DistStoreError:
+            if left <= 1.0:
+                raise
+            check()
+        else:
+            return

@@ -8,6 +8,7 @@ up all other users of the same client, so waiting has a client of its own.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
@@ -16,7 +17,7 @@ from typing import Any, Final
 from torch.distributed import Store
 
 from adaptra.runtime.measurement import StepMeasurement
-from adaptra.runtime.schema import decode, encode
+from adaptra.runtime.schema import Fields, decode, encode
 from adaptra.runtime.stores import Connection, clone, renewed
 
 PATIENCE: Final = timedelta(days=30)
@@ -88,6 +89,30 @@ class LogGrew:
 
 
 @dataclass(frozen=True, slots=True)
+class Given:
+    """What a rank was given in a call: a number for each tensor, see :mod:`adaptra.runtime.same_rows`.
+
+    Attributes:
+        rank: The rank.
+        call: Which of the pipeline's methods was called.
+        number: The how manieth call of it, from 0.
+        numbers: By the tensor's place in the call.
+    """
+
+    rank: int
+    call: str
+    number: int
+    numbers: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Differed:
+    """Ranks were given what must be the same, and is not."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The control thread of a rank has failed."""
 
@@ -100,7 +125,7 @@ class Wake:
     """Not from the store: something happened in this process."""
 
 
-Mail = Measured | Proposed | Confirmed | Refused | Joined | Term | LogGrew | Failed
+Mail = Measured | Proposed | Confirmed | Refused | Joined | Term | LogGrew | Given | Differed | Failed
 
 
 def to_json(mail: Mail) -> dict[str, Any]:
@@ -121,6 +146,10 @@ def to_json(mail: Mail) -> dict[str, Any]:
             data = {"mail": "term", "term": term}
         case LogGrew(position, until, version):
             data = {"mail": "log", "position": position, "until": until, "version": version}
+        case Given(rank, call, number, numbers):
+            data = {"mail": "given", "rank": rank, "call": call, "number": number, "numbers": [*map(list, numbers.items())]}
+        case Differed(error):
+            data = {"mail": "differed", "error": error[:MAX_TEXT]}
         case Failed(rank, error):
             data = {"mail": "failed", "rank": rank, "error": error[:MAX_TEXT]}
     return data
@@ -149,10 +178,16 @@ def from_json(payload: bytes) -> Mail:
             mail = Term(fields.whole("term"))
         case "log":
             mail = LogGrew(fields.whole("position"), fields.whole("until"), fields.whole("version"))
+        case "given":
+            mail = Given(fields.whole("rank"), fields.text("call", at_most=64), fields.whole("number"), _numbers(fields))
+        case "differed":
+            mail = Differed(fields.text("error", at_most=MAX_TEXT))
         case "failed":
             mail = Failed(fields.whole("rank"), fields.text("error", at_most=MAX_TEXT))
         case other:
-            raise fields.refuse("mail", "one of measured, proposed, confirmed, refused, joined, term, log, failed", other)
+            raise fields.refuse(
+                "mail", "one of measured, proposed, confirmed, refused, joined, term, log, given, differed, failed", other
+            )
     fields.end()
     return mail
 
@@ -252,6 +287,17 @@ class Mailbox:
                 self._arrived.put(payload)
         except Exception as error:
             self._arrived.put(error)
+
+
+def _numbers(fields: Fields) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for item in fields.items("numbers"):
+        match item:
+            case [str(name), int(number)]:
+                found[name] = number
+            case _:
+                raise fields.refuse("numbers", "a name and a whole number", item)
+    return found
 
 
 def _push(connection: Connection, rank: int, text: str) -> None:

@@ -28,7 +28,8 @@ class Options:
         planning_seconds: How long the search for another plan takes at most, beside training and on one rank alone; it never
             takes more than half a step, for what is only suspected a tenth. The first plan is searched by effort instead, as
             every rank finds it for itself.
-        seed: Seed of the random numbers of dropout and its like; they depend on it, the step and the microbatch alone.
+        seed: Seed of the random numbers of dropout and its like; they depend on it, the step and the number of the microbatch
+            alone, which counts on through the replicas: two of M microbatches draw what one process draws for 2·M.
         timeout: Seconds an op waits for a message, and a step for its plan, before the step fails.
         faults: Faults to inject, such as ``"delay 1-2 60ms @8"``: see :mod:`adaptra.runtime.faults`.
         emulate: Pad every op to a stated duration by sleeping, to see the timeline of devices this machine doesn't have.
@@ -45,6 +46,8 @@ class Options:
         captured: What to do where the captured stages run other ops than eager torch does for the same microbatch, which may
             round otherwise or take longer: ``"warn"`` of the first such op with its module and line, ``"error"``, or
             ``"accept"``.
+        broadcast_buffers: With several replicas, give all of them the first one's buffers before each forward pass, as DDP
+            does: those that the model changes, such as the statistics of BatchNorm. False: each replica has its own.
         on_event: Called with each event of the controller, such as a detected slow edge or a switch of plans, on a thread of
             telemetry's own. What it raises is logged, once.
         telemetry: Who else is told what, see :class:`adaptra.runtime.telemetry.options.Telemetry`.
@@ -66,6 +69,7 @@ class Options:
     lossy_bf16: bool | Literal["slow"] = False
     inner: str = "eager"
     captured: Literal["warn", "error", "accept"] = "warn"
+    broadcast_buffers: bool = True
     on_event: Callable[[Any], None] | None = None
     telemetry: Telemetry = field(default_factory=Telemetry)
 
@@ -80,10 +84,8 @@ class Options:
         return self.delegate is not False
 
     def __post_init__(self) -> None:
-        given: Any = self.adapt
-        if not isinstance(given, bool):
-            raise OptionError(f"adapt={given!r}: expected True or False")
-        given = self.schedule
+        _check_flags(adapt=self.adapt, broadcast_buffers=self.broadcast_buffers)
+        given: Any = self.schedule
         if given is not None and not isinstance(given, str | Program):
             raise OptionError(f"schedule={given!r}: expected a generator's name such as '1f1b', an adaptra.Program, or None")
         _check_delays(self.expected_delays, self.schedule)
@@ -123,6 +125,12 @@ class Options:
 def _check_captured(given: object) -> None:
     if given not in ("warn", "error", "accept"):
         raise OptionError(f"captured={given!r}: expected 'warn', 'error' or 'accept'")
+
+
+def _check_flags(**flags: object) -> None:
+    for name, given in flags.items():
+        if not isinstance(given, bool):
+            raise OptionError(f"{name}={given!r}: expected True or False")
 
 
 def _are_edges(given: object) -> bool:

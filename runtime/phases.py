@@ -52,6 +52,7 @@ class Phases:
         state: The parameters and buffers of this rank's stage by name.
         transport: This rank's.
         gradients: Takes each parameter's gradient of each microbatch.
+        replica, await_buffers: As of :class:`adaptra.runtime.stage.TrainingStage`.
         executor: Makes the executor of a program that runs this stage.
         options: Seed and timeout.
 
@@ -66,6 +67,8 @@ class Phases:
         state: Mapping[str, Tensor],
         transport: Transport,
         gradients: Gradients,
+        replica: int,
+        await_buffers: Callable[[], None],
         executor: Callable[[Program, Stage], Executor],
         options: Options,
     ) -> None:
@@ -79,8 +82,10 @@ class Phases:
             state,
             seed=options.seed,
             microbatches=microbatches,
+            replica=replica,
             is_last=transport.rank == last.index,
             gradients=gradients,
+            await_buffers=await_buffers,
             tell_outputs=self._outputs.tell,
             tell_input_gradients=self._input_gradients.tell,
         )

@@ -37,8 +37,10 @@ class TrainingStage:
         state: The stage's own parameters and buffers by their names in the user's model.
         seed: Seed of the job's random numbers.
         microbatches: How many microbatches a step has.
+        replica: Which replica this is of; random numbers go by the number of the microbatch among those of all replicas.
         is_last: Whether this is the last stage, whose only output is the loss.
         gradients: Takes each parameter's gradient of each microbatch.
+        await_buffers: Called before each F: waits until the state is there that the replicas share.
         reduction: How the step's loss comes from theirs.
     """
 
@@ -49,8 +51,10 @@ class TrainingStage:
         *,
         seed: int,
         microbatches: int,
+        replica: int,
         is_last: bool,
         gradients: Gradients,
+        await_buffers: Callable[[], None],
         reduction: Reduction = Reduction.MEAN,
     ) -> None:
         self._stage = stage
@@ -59,6 +63,8 @@ class TrainingStage:
         self._gradients = gradients
         self._saved: dict[int, Any] = {}
         self._microbatches = microbatches
+        self._first_microbatch = replica * microbatches
+        self._await_buffers = await_buffers
         self._is_last = is_last
         self._reduction = reduction
         self._root_gradients: Sequence[Tensor] = ()
@@ -80,7 +86,8 @@ class TrainingStage:
 
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run F; what I and W need stays here until they run."""
-        key = RandomKey(self._seed, self._steps_before + step, microbatch)
+        self._await_buffers()
+        key = RandomKey(self._seed, self._steps_before + step, self._first_microbatch + microbatch)
         outputs, self._saved[microbatch] = self._stage.run_forward(self._state, inputs, key, targets)
         return outputs
 
@@ -119,12 +126,23 @@ class PhasedStage(TrainingStage):
         *,
         seed: int,
         microbatches: int,
+        replica: int,
         is_last: bool,
         gradients: Gradients,
+        await_buffers: Callable[[], None],
         tell_outputs: Callable[[int, tuple[Tensor, ...]], None],
         tell_input_gradients: Callable[[int, tuple[Tensor, ...]], None],
     ) -> None:
-        super().__init__(stage, state, seed=seed, microbatches=microbatches, is_last=is_last, gradients=gradients)
+        super().__init__(
+            stage,
+            state,
+            seed=seed,
+            microbatches=microbatches,
+            replica=replica,
+            is_last=is_last,
+            gradients=gradients,
+            await_buffers=await_buffers,
+        )
         self._tell_outputs = tell_outputs
         self._tell_input_gradients = tell_input_gradients
         self._tangents: Sequence[Sequence[Tensor]] = ()
@@ -168,15 +186,20 @@ class EvaluationStage:
         evaluation: The stage's evaluation graph.
         state: The stage's own parameters and buffers by their names in the user's model.
         with_loss: Whether the last stage returns the loss (and wants targets) or the model's outputs.
+        await_buffers: As of :class:`TrainingStage`.
     """
 
-    def __init__(self, evaluation: EvalStage, state: Mapping[str, Tensor], *, with_loss: bool) -> None:
+    def __init__(
+        self, evaluation: EvalStage, state: Mapping[str, Tensor], *, with_loss: bool, await_buffers: Callable[[], None]
+    ) -> None:
         self._evaluation = evaluation
         self._state = state
         self._with_loss = with_loss
+        self._await_buffers = await_buffers
 
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run F; ``step`` and ``microbatch`` don't matter, since nothing is random."""
+        self._await_buffers()
         return self._evaluation.run_forward(self._state, inputs, targets, with_loss=self._with_loss)
 
     def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

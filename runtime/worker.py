@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor
 from torch.distributed import PrefixStore
@@ -47,7 +47,10 @@ from adaptra.runtime.plan import Plan
 from adaptra.runtime.planning import Planning
 from adaptra.runtime.probes import Probes
 from adaptra.runtime.rdma_watch import RdmaEvent, watch
+from adaptra.runtime.replica_buffers import ReplicaBuffers
 from adaptra.runtime.replicas import Replicas
+from adaptra.runtime.same_rows import is_due, numbers_of
+from adaptra.runtime.shared_values import SharedValues
 from adaptra.runtime.stage import EvaluationStage, Stage, TrainingStage
 from adaptra.runtime.state_stream import SPEC, UNDER_WAY, StateStream
 from adaptra.runtime.stores import Connection
@@ -93,6 +96,7 @@ class Worker:
         plan: The plan of the last step, or of the first one.
         measured: This rank's stages in the last steps, oldest first.
         steps_before: How many steps of the training came before this worker's first one; random numbers go by their sum.
+        explain: What an error comes of, for the user and the other ranks to be told.
     """
 
     def __init__(
@@ -144,21 +148,28 @@ class Worker:
         sharing = {self._placement[stage] for one in compiled.tied if last.index in one.stages for stage in one.stages}
         self._losses = Losses(self.rank, self._placement, microbatches, loss, sharing, transport)
         self._probes = Probes(self.rank, self._placement, microbatches, transport, self.monitor)
+        self._replica = 0 if replicas is None else replicas.index
+        self._buffers = ReplicaBuffers(replicas if options.broadcast_buffers else None, self._own_buffers())
         self._training = {
             stage: TrainingStage(
                 compiled.train[stage],
                 state,
                 seed=options.seed,
                 microbatches=microbatches,
+                replica=self._replica,
                 is_last=stage == last.index,
                 gradients=self._gradients,
                 reduction=reduction,
+                await_buffers=self._buffers.wait,
             )
             for stage in self._own
         }
         self._step = first_step
-        self.steps_before = 0
-        self._evaluations = 0
+        self.steps_before = self._evaluations = 0
+        self._calls: Counter[str] = Counter()
+        self._aborted_by: Exception | None = None
+        self.explain: Callable[[Exception], Exception] = _as_it_is
+        self._shared = SharedValues(state, compiled.train, self._placement, transport, replicas, options.timeout, self.check)
         self.measured: deque[StageMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
         self.initial = self.plan = initial
         self._executor: Executor | None = None
@@ -181,6 +192,7 @@ class Worker:
             on_event=telemetry.event,
             on_error=self._abort_by_control,
             first_step=first_step,
+            job_ranks=() if replicas is None else replicas.pipeline,
         )
         self._membership = Membership(
             Connection(PrefixStore("membership", transport.store)),
@@ -220,11 +232,13 @@ class Worker:
             self._hooks.begin_step()
             if self._step_gradients is not None:
                 self._step_gradients.begin_step()
+            self._buffers.begin()
             for stage in self._training.values():
                 stage.begin_step(loss_scale, self.steps_before)
             executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=self._losses.tell)
             self._gradients.end_step()
             mean = self._reduction is Reduction.MEAN
+            self._buffers.end()
             if self._replicas is not None:  # while the stages that end later still compute
                 self._replicas.combine_gradients(self.trainable.values(), mean=mean)
             losses = self._losses.end_step(self._options.timeout)
@@ -242,6 +256,13 @@ class Worker:
         self._step += 1
         return losses
 
+    def compare_rows(self, call: str, given: Mapping[str, Any]) -> None:
+        """Have what this rank is given compared with what others are, now and then; see :mod:`adaptra.runtime.same_rows`."""
+        number = self._calls[call]
+        self._calls[call] += 1
+        if self._ranks > 1 and is_due(number):
+            self.controller.tell_rows(call, number, numbers_of(given))
+
     def forward(self, inputs: Batch) -> tuple[tuple[Tensor, ...], Kept]:
         """Run the forward pass of all microbatches of a pipeline without a loss.
 
@@ -255,7 +276,9 @@ class Worker:
             As :meth:`step`.
         """
         with self._telling_the_others():
+            self._buffers.begin()
             outputs, kept = self._phases.forward(self._step, inputs)
+            self._buffers.end()
         self.monitor.begin_step()
         self._step += 1
         return outputs, kept
@@ -290,6 +313,8 @@ class Worker:
             self.state,
             self._transport,
             self._gradients,
+            self._replica,
+            self._buffers.wait,
             lambda part, stage: self._executor_for(part, {self.rank: stage}, self._shapes(self.initial)),
             self._options,
         )
@@ -314,7 +339,8 @@ class Worker:
             targets: As in :meth:`step`, or None for the model's outputs instead of the loss.
 
         Returns:
-            On the last stage's rank the results per microbatch; elsewhere nothing.
+            With targets the loss of every microbatch, the mean over the replicas, on every rank. Without, the outputs per
+            microbatch on the last stage's rank, and nothing elsewhere.
         """
         self._evaluations += 1
         # Evaluations count backwards, so that their messages are never taken for those of a training step.
@@ -323,22 +349,27 @@ class Worker:
         program = InsertComm.for_contract(self._transport.contract).apply(forwards, self.plan.case.cost)
         verify(program)
         graphs = {stage: self._compiled.eval[stage] for stage in self._own}
-        evaluation = {stage: EvaluationStage(one, self.state, with_loss=targets is not None) for stage, one in graphs.items()}
+        evaluation = {
+            stage: EvaluationStage(one, self.state, with_loss=targets is not None, await_buffers=self._buffers.wait)
+            for stage, one in graphs.items()
+        }
         shapes = [MessageShapes(stage.outputs, ()) for stage in self._compiled.eval]
         with self._telling_the_others():
             for one in graphs.values():
                 prepare(one)
             executor = self._executor_for(program, evaluation, shapes)
             self._reserve(executor.receive_counts)
+            self._buffers.begin(aside=True)
             if targets is None:
                 results = executor.run(step, inputs, [()] * self._microbatches)
             else:
                 self._losses.begin_step(step)
                 executor.run(step, inputs, targets, on_results=self._losses.tell)
                 losses = self._losses.end_step(self._options.timeout)
-                if self._replicas is not None and self._reduction is not Reduction.MEAN:
-                    losses = self._replicas.combine_losses(losses, mean=False)
+                if self._replicas is not None:
+                    losses = self._replicas.combine_losses(losses, mean=self._reduction is Reduction.MEAN, aside=True)
                 results = {microbatch: (loss,) for microbatch, loss in enumerate(losses.unbind())}
+            self._buffers.end()
         self.monitor.begin_step()
         return results
 
@@ -349,10 +380,23 @@ class Worker:
         """
         step = self._step - 1
         with self._telling_the_others():
-            records = gather(self._transport, f"records/{step}", self.monitor.records(step).to_json(), self._options.timeout)
+            records = gather(
+                self._transport, f"records/{step}", self.monitor.records(step).to_json(), self._options.timeout, self.check
+            )
         if records is None:
             return None
         return merge_timelines(self.plan.program, map(StepRecords.from_json, records))
+
+    def align_copies(self) -> None:
+        """Give what several ranks hold the first holder's values, and say so if that changes any; all ranks call it."""
+        with self._telling_the_others():
+            self._shared.align(self._stream(), self._receive_state)
+            self._reserve({})
+
+    @property
+    def shares_values(self) -> bool:
+        """Whether ranks of this job hold copies of the same values."""
+        return self._shared.exist
 
     def full_state(self, collector: int, takes_part: bool, from_first: bool) -> dict[str, Tensor]:
         """The model's parameters and persistent buffers by name, on one rank of a pipeline; nothing elsewhere.
@@ -364,12 +408,11 @@ class Worker:
             takes_part: Whether the pipeline is that of the collector.
             from_first: Whether that is not the first replica, whose buffers these are.
         """
-        step = max(self._step - 1, 0)
         with self._telling_the_others():
             buffers = self.buffers_of_first_replica() if from_first else {}
             if not takes_part:
                 return {}
-            stream = StateStream(self._transport, step, self._microbatches + 3, self._options.timeout)
+            stream = self._stream()
             names = [name for name in self._saved_here() if self._placement[self._compiled.names[name][0]] == self.rank]
             own = {name: buffers.get(name, self.state[name]).detach() for name in names}
             if self.rank != collector:
@@ -378,10 +421,16 @@ class Worker:
             found = {name: tensor.cpu().clone() for name, tensor in own.items()}
             for source in range(self._ranks):
                 if source != collector:
-                    self._transport.reserve(self._always + self._by_program + Counter({(source, SPEC): UNDER_WAY}))
-                    found |= stream.receive(source)
+                    found |= self._receive_state(stream, source)
             self._reserve({})
         return found
+
+    def _stream(self) -> StateStream:
+        return StateStream(self._transport, max(self._step - 1, 0), self._microbatches + 3, self._options.timeout)
+
+    def _receive_state(self, stream: StateStream, source: int) -> dict[str, Tensor]:
+        self._transport.reserve(self._always + self._by_program + Counter({(source, SPEC): UNDER_WAY}))
+        return stream.receive(source)
 
     def buffers_of_first_replica(self) -> dict[str, Tensor]:
         """Copies of the first replica's persistent buffers of these stages; nothing without replicas, all of which call it."""
@@ -389,6 +438,10 @@ class Worker:
         if self._replicas is None or not buffers:
             return {}
         return dict(zip(buffers, self._replicas.first(list(buffers.values())), strict=True))
+
+    def _own_buffers(self) -> list[Tensor]:
+        names = {name for stage in self._own for name in self._compiled.train[stage].buffers} & self._compiled.changing
+        return [self.state[name] for name in sorted(names)]
 
     def _saved_here(self) -> list[str]:
         return [name for name in self.state if name not in self._compiled.non_persistent]
@@ -433,10 +486,17 @@ class Worker:
 
     def abort(self, error: Exception) -> None:
         """End all waits of this rank, now and later, with this error. Any thread may."""
+        if self._aborted_by is None:
+            self._aborted_by = error
         self._transport.abort(error)
         self.controller.abort(error)
         if self._replicas is not None:
             self._replicas.abort(error)
+
+    def check(self) -> None:
+        """Raise what has ended this rank's waits, if anything has."""
+        if self._aborted_by is not None:
+            raise self._aborted_by
 
     @contextmanager
     def _telling_the_others(self) -> Generator[None]:
@@ -444,7 +504,7 @@ class Worker:
         try:
             yield
         except Exception as error:
-            cause = self.fail(error)
+            cause = self.fail(self.explain(error))
             if cause is error:
                 raise
             raise cause from error
@@ -515,6 +575,11 @@ class Worker:
         """Let the pool grow to what programs need besides the messages that no program holds."""
         self._by_program |= Counter(counts)
         self._transport.reserve(self._always + self._by_program)
+
+
+def _as_it_is(error: Exception) -> Exception:
+    """What an error comes of where nobody knows more."""
+    return error
 
 
 def check_memory(what: str, program: Program, cost: CostModel) -> None:

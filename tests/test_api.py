@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import test_api_processes
 import test_autocast
+import test_calls
 import test_controller
 import test_delegate_paths
 import test_dynamo
@@ -26,7 +27,9 @@ import test_membership
 import test_norms
 import test_placed_training
 import test_rdma
+import test_replicas
 import test_roles
+import test_same_rows
 import test_sharing
 import test_split_change
 import test_stage_modules
@@ -537,6 +540,9 @@ TESTED_ELSEWHERE = {
     test_training_state.NO_STEP,
     test_full_state.NO_MODULE,
     test_verbs.CUT_OFF,
+    test_calls.DIFFERENT,
+    test_replicas.SYNC,
+    test_same_rows.DIFFERENT,
 }
 """In test_full_state.py, test_launch.py, test_lossy.py, test_rdma.py, test_training_state.py and test_verbs.py."""
 

@@ -129,9 +129,20 @@ def test_an_exception_in_the_model_reaches_all_ranks():
         assert seconds < 10
 
 
+def doubled(outputs, targets):
+    return 2 * (outputs - targets).square().mean()
+
+
+def scaled(factor):
+    def loss(outputs, targets):
+        return factor * (outputs - targets).square().mean()
+
+    return loss
+
+
 def compile_differently(rank):
     import torch
-    from models import EXAMPLES
+    from models import EXAMPLES, square_loss
 
     import adaptra
 
@@ -139,8 +150,11 @@ def compile_differently(rank):
     args, _, targets = EXAMPLES["skip_mlp"].rows(ROWS, seed=0)
     found = {
         "stages": caught(lambda: set_up(stages=1 if is_odd else 2)),
+        "loss": caught(lambda: set_up(stages=2, loss=doubled if is_odd else square_loss)),
+        "constant": caught(lambda: set_up(stages=2, loss=scaled(rank + 1.0))),
         "seed": caught(lambda: set_up(stages=2, options=adaptra.Options(seed=rank))),
         "model": caught(lambda: set_up("tied_twice" if is_odd else "frozen_upstream", stages=2)),
+        "rows": caught(lambda: set_up(stages=2, example_inputs=EXAMPLES["skip_mlp"].rows(ROWS << rank, seed=0)[::2])),
         "targets": caught(lambda: set_up(stages=2, example_inputs=args if is_odd else (args, targets))),
         "ranks": caught(lambda: set_up(stages=3)),
     }
@@ -161,9 +175,13 @@ def test_ranks_that_compile_something_else_are_named():
         assert all(error[-1] < 30 for error in found.values())
         check_documented(*found["stages"][:2], DOCUMENTED["arguments"])
         assert "rank 1 was given stages=1, rank 0 stages=2" in found["stages"][1]
+        assert "rank 1 was given loss=test_api_processes.doubled (code " in found["loss"][1]
+        assert "rank 0 loss=models.square_loss (code " in found["loss"][1]
+        assert "rank 1 was given loss=test_api_processes.scaled.<locals>.loss (code" in found["constant"][1]
         assert "rank 1 was given options.seed=1, rank 0 options.seed=0" in found["seed"][1]
-        check_documented(*found["model"][:2], DOCUMENTED["models"])
-        assert "rank 1 compiled" in found["model"][1]
+        assert "rank 1 was given model=TiedTwice (352 parameters), rank 0 model=FrozenUpstream (288 " in found["model"][1]
+        check_documented(*found["rows"][:2], DOCUMENTED["models"])
+        assert "rank 1 compiled" in found["rows"][1]
         check_documented(*found["ranks"][:2], DOCUMENTED["ranks"])
     assert second["targets"][0] == "BatchError"
     check_documented(*first["targets"][:2], DOCUMENTED["compile"])

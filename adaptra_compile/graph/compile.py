@@ -59,6 +59,7 @@ class CompiledStages:
         names: Every name of the model's state, aliases included, to the stages that hold it.
         aliases: Every name of the model's state to the one it goes by in stages.
         non_persistent: The buffers that the model's state_dict leaves out.
+        changing: The buffers that training or evaluation changes; of stages that were given as modules, all.
         inputs, targets: Flatten and check what a user gives.
         outputs: Puts together what the model returns in evaluation mode.
         places: Where the stages begin, and where else they could.
@@ -71,6 +72,7 @@ class CompiledStages:
     names: Mapping[str, tuple[int, ...]]
     aliases: Mapping[str, str]
     non_persistent: frozenset[str]
+    changing: frozenset[str]
     inputs: InputFormat
     targets: TargetFormat
     outputs: OutputFormat
@@ -114,6 +116,7 @@ class CompiledStages:
             names={name: holders[first] for name, first in names.aliases.items()},
             aliases=dict(names.aliases),
             non_persistent=frozenset(name for name in names.buffers if name not in names.persistent),
+            changing=frozenset(names.buffers) if captured is None else captured.changing,
             inputs=inputs,
             targets=targets,
             outputs=outputs,
@@ -149,6 +152,11 @@ class Captured:
     sizes: Mapping[str, int]
     mode: FakeTensorMode
     difference: OpsDifference | None = None
+
+    @property
+    def changing(self) -> frozenset[str]:
+        """The buffers that either graph changes."""
+        return self.analysis.changed_state | self.eval_analysis.changed_state
 
     def positions(self, split: Sequence[str]) -> tuple[int, ...]:
         """Where stages begin that begin with these modules.
