@@ -299,9 +299,7 @@ class Membership:
         for rank, payload in answer.records.items():
             peer, record = self._peers[rank], parse_record(payload, rank)
             if peer.record is None or record.beat != peer.record.beat:
-                # One that is called to look finds beats which are up to an interval old.
-                age = self._interval if peer.record is None and self._rank != LEADER else 0.0
-                peer.record, peer.changed_at = record, now - age
+                peer.record, peer.changed_at = record, now
         if self._rank != LEADER and not answer.is_called and answer.bulletin != self._bulletin:
             self._bulletin, self._peers[LEADER].changed_at = answer.bulletin, now
         self._is_called = answer.is_called
