@@ -382,11 +382,6 @@ class Pipeline(NotAModule):
                     f"state_dict: {name} is on the meta device, which holds no values: expected a model with memory, by "
                     "model.to_empty(device=...) before adaptra.compile"
                 )
-        with torch.no_grad():
-            for worker in built.workers:
-                for name, canonical in present.items():
-                    if canonical in worker.state:
-                        worker.state[canonical].copy_(state[name])
         return present
 
     @property
