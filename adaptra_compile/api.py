@@ -436,7 +436,7 @@ class Pipeline(NotAModule):
 
         Raises:
             OptionError: There is one replica only, or the roles are those of another job; nothing is changed.
-            StateError: The optimizer keeps what can't be moved.
+            StateError: Something of a rank can't be moved; no rank has moved, and the pipeline goes on as it was.
             LaunchError, PeerLostError: A rank did not come or is lost; the pipeline has failed.
         """
         self._require().take_roles(roles, optimizer)
@@ -481,7 +481,7 @@ class Pipeline(NotAModule):
         Raises:
             OptionError: The stages were given as modules, or ``split`` is no list of names; nothing is changed.
             PartitionError, CaptureError, PlanError: The model can't be cut like that; nothing is changed.
-            StateError: The optimizer keeps what can't be moved.
+            StateError: Something of a rank can't be moved; no rank has moved, and the pipeline goes on as it was.
             LaunchError, PeerLostError: A rank did not come, has another split or is lost; the pipeline has failed.
         """
         check_split(split)

@@ -27,10 +27,11 @@ from adaptra.remedies import Means, choose_split
 from adaptra.roles import Roles
 from adaptra.runtime.batch import split_batch
 from adaptra.runtime.calls import Calls
+from adaptra.runtime.consent import Consent, check_consents
 from adaptra.runtime.gradient_hooks import is_hooked
-from adaptra.runtime.handover import exchange, gather_state, give_optimizer, take_over
+from adaptra.runtime.handover import Handover, exchange, gather_state, give_optimizer, take_over
 from adaptra.runtime.launch import Job, Launch, agree
-from adaptra.runtime.resplit import exchange_parts, move_within, new_state, regroup, transfers
+from adaptra.runtime.resplit import exchange_parts, leaving, move_within, new_state, regroup, transfers
 from adaptra.runtime.settling import RESTART_SECONDS, agree_on_roles, gather_costs, share_split
 from adaptra.runtime.telemetry.recorder import Recorder
 from adaptra.runtime.worker import Batch, Worker
@@ -110,15 +111,20 @@ class Built:
             )
         if after == before:
             return
-        self._require_movable("roles")
         (worker,) = self.workers
-        held = gather_state(worker.state, optimizer)
+        moves = before.of(job.rank) != after.of(job.rank)
+        graphs = self.compiled.train[after.of(job.rank)[1]]
+
+        def ready() -> tuple[Handover, Consent]:
+            (held,) = self._held("roles", optimizer)
+            prepare(graphs)
+            return held, Consent.to(len(optimizer.param_groups), {before.successor(job.rank, after): held} if moves else {})
+
+        held = self._agreed("roles", "take_roles", ready)
         with self._restarting("roles", partial(job.join, after)) as (launched, opened):
             self._end()
             state = worker.state
-            if before.of(job.rank) != after.of(job.rank):
-                graphs = self.compiled.train[after.of(job.rank)[1]]
-                prepare(graphs)
+            if moves:
                 arrived = exchange(held, before, after, job.everyone)
                 state = take_over(arrived, frozenset(graphs.trainable), frozenset(graphs.parameters))
                 give_optimizer(optimizer, arrived, state)
@@ -127,11 +133,10 @@ class Built:
     def settle_roles(self, optimizer: torch.optim.Optimizer, horizon: int) -> RoleChange | None:
         """Take better roles, if there are any: see :meth:`adaptra.api.Pipeline.settle_roles`."""
         job, roles = self._replicated()
-        self._require_movable("roles")
         (worker,) = self.workers
         if not worker.measured:
             raise PipelineError("no step has run yet: roles are settled by what steps took")
-        held = gather_state(worker.state, optimizer)
+        (held,) = self._agreed("roles", "settle_roles", lambda: (self._held("roles", optimizer), Consent()))
         with self._called("settle_roles"), self._changing("roles"):
             case, measured = worker.initial.case, tuple(worker.measured)
             change = agree_on_roles(job.everyone, roles, self.compiled.train, case, measured, held, horizon)
@@ -144,17 +149,15 @@ class Built:
     def take_split(self, split: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
         """Begin the stages elsewhere: see :meth:`adaptra.api.Pipeline.take_split`."""
         captured = self._captured()
-        self._require_movable("split")
         self._take_cut(self._cut(captured, captured.positions(split)), optimizer)
 
     def settle_split(self, optimizer: torch.optim.Optimizer, horizon: int) -> SplitChange | None:
         """Take a better cut, if there is one: see :meth:`adaptra.api.Pipeline.settle_split`."""
         captured, (worker, *_) = self._captured(), self.workers
-        self._require_movable("split")
         cut = cache(partial(self._cut, captured))  # to see whether the model can be cut so, and then to take it
         if not worker.measured:
             raise PipelineError("no step has run yet: a split is settled by what steps took")
-        held = [gather_state(one.state, optimizer) for one in self.workers]
+        held = self._agreed("split", "settle_split", lambda: (self._held("split", optimizer), Consent()))
         with self._called("settle_split"), self._changing("split"):
             job, plan = self.launched.job, worker.plan
             group = None if job is None else job.everyone
@@ -202,13 +205,21 @@ class Built:
         stages_before, stages = self.compiled.train, after.compiled.train
         if after.compiled.places.chosen == self.compiled.places.chosen:
             return
-        held = [gather_state(worker.state, optimizer) for worker in self.workers]
-        for worker in self.workers:
-            prepare(stages[worker.rank])
         states: list[Mapping[str, Tensor]] = [worker.state for worker in self.workers]
         before = [one for state in states for one in state.values()]
         moving = transfers(stages_before, stages)
-        job = self.launched.job
+        job, launched = self.launched.job, self.launched
+        stage, replica = self.workers[0].rank, 0 if launched.replicas is None else launched.replicas.index
+        ranks = range(len(stages)) if launched.roles is None else launched.roles.pipeline(replica)
+
+        def ready() -> tuple[list[Handover], Consent]:
+            held = self._held("split", optimizer)
+            for worker in self.workers:
+                prepare(stages[worker.rank])
+            parts = {} if job is None else leaving(held[0], stage, moving, ranks)
+            return held, Consent.to(len(optimizer.param_groups), parts)
+
+        held = self._agreed("split", "take_split", ready)
         with self._restarting("split", self.launched.again) as (launched, opened):
             if job is not None:
                 agree(launched.transports[0], "pipeline", after.facts(), self._recipe.options.timeout)
@@ -216,9 +227,6 @@ class Built:
             if job is None:
                 states, arrived = move_within(held, states, stages, moving)
             else:
-                stage = self.workers[0].rank
-                replica = None if launched.replicas is None else launched.replicas.index
-                ranks = range(len(stages)) if launched.roles is None else launched.roles.pipeline(replica or 0)
                 arrived = [exchange_parts(held[0], stage, moving, ranks, job.everyone)]
             made = [
                 new_state(stages[worker.rank], state, one)
@@ -248,12 +256,37 @@ class Built:
                 opened.callback(transport.close)
             yield launched, opened
 
+    def _agreed(self, what: str, call: str, ready: Callable[[], tuple[Result, Consent]]) -> Result:
+        """What this process holds, once every rank of the job has said that it can move: else nothing moves on any.
+
+        Args:
+            what: What moves.
+            call: The method of the pipeline that the user has called; all ranks call it.
+            ready: Makes ready to move, and returns what is held with what this process says to the others.
+
+        Raises:
+            StateError: A rank can't; the pipeline goes on as it is.
+        """
+        job = self.launched.job
+
+        def meet(consent: Consent) -> list[str]:
+            if job is None:
+                return []
+            with self._called(call), self._changing(what):
+                return job.meet(self._recipe.options.timeout, self.workers[0].check, consent.encode())
+
+        try:
+            found, consent = ready()
+        except Exception as error:
+            meet(Consent.refused(error))
+            raise
+        check_consents(what, meet(consent))
+        return found
+
     @contextmanager
     def _changing(self, what: str) -> Generator[None]:
         """Around what all ranks of the job do together: what fails here has failed everywhere, or will."""
         try:
-            if self.launched.job is not None:
-                self.launched.job.meet(self._recipe.options.timeout, self.workers[0].check)
             yield
         except BaseException as error:
             self._failure = error
@@ -274,7 +307,8 @@ class Built:
         if not is_straight(self._recipe.placement):
             raise OptionError(f"{what}: each rank has several stages: expected a pipeline with one stage on each rank")
 
-    def _require_movable(self, what: str) -> None:
+    def _held(self, what: str, optimizer: torch.optim.Optimizer) -> list[Handover]:
+        """Per stage of this process, what it would hand over."""
         self._sharing.require_alone(what)
         hooked = next((name for worker in self.workers for name, one in worker.trainable.items() if is_hooked(one)), None)
         if hooked is not None:
@@ -282,6 +316,7 @@ class Built:
                 f"{what}: {hooked} has a gradient hook, which stays with this process: expected parameters without hooks where "
                 "they move between ranks; remove it by its handle, and register it of pipe.parameters() afterwards"
             )
+        return [gather_state(worker.state, optimizer) for worker in self.workers]
 
     @property
     def state(self) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ per group, such as the learning rate, stays where it is: every rank runs the sam
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -19,19 +20,14 @@ from torch.distributed import ProcessGroup
 from adaptra.errors import StateError
 from adaptra.graph.specs import dtype_name
 from adaptra.roles import Roles
+from adaptra.runtime.layouts import MOVABLE, byte_count, bytes_of, copied, from_bytes, why_not_movable
 from adaptra.runtime.schema import Fields, decode
 
 GRADIENT: Final = "gradient"
 VALUE: Final = "value"
 STATE: Final = "state/"
 
-_DTYPES: Final = {
-    dtype_name(dtype): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    )
-}
+_NOT_FINITE: Final = ("inf", "-inf", "nan")  # which JSON has no numbers for
 
 
 @dataclass(slots=True)
@@ -64,7 +60,7 @@ class Handover:
 
     def copy(self) -> Handover:
         """The same with tensors of its own."""
-        return Handover({key: tensor.clone() for key, tensor in self.tensors.items()}, dict(self.numbers), dict(self.groups))
+        return Handover({key: copied(tensor) for key, tensor in self.tensors.items()}, dict(self.numbers), dict(self.groups))
 
     def add(self, other: Handover) -> None:
         """Take what another one holds of other names."""
@@ -92,9 +88,9 @@ def gather_state(state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) 
         if id(value) in groups:
             found.groups[name] = groups[id(value)]
         for key, entry in optimizer.state.get(value, {}).items():
-            if isinstance(entry, Tensor):
+            if isinstance(entry, Tensor) and isinstance(key, str):
                 found.tensors[name, STATE + key] = entry
-            elif entry is None or isinstance(entry, bool | int | float):
+            elif isinstance(key, str) and (entry is None or isinstance(entry, bool | int | float)):
                 found.numbers[name, STATE + key] = entry
             else:
                 raise StateError(
@@ -102,6 +98,22 @@ def gather_state(state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) 
                     "tensors and numbers alone, which can move to another rank"
                 )
     return found
+
+
+def check_movable(held: Handover) -> None:
+    """Refuse what can't be rebuilt on another rank, before anything moves.
+
+    Raises:
+        StateError: Names the tensor, what it is of, and why it can't move.
+    """
+    for (name, what), tensor in held.tensors.items():
+        reason = why_not_movable(tensor)
+        if reason is not None:
+            part = f"the optimizer's {what.removeprefix(STATE)!r}" if what.startswith(STATE) else f"the {what}"
+            raise StateError(
+                f"{part} of {name} can't move to another rank: {reason}: expected a plain dense tensor on a CPU or a GPU whose "
+                "elements are whole bytes, each in a place of its own"
+            )
 
 
 def exchange(held: Handover, before: Roles, after: Roles, group: ProcessGroup) -> Handover:
@@ -129,7 +141,7 @@ def exchange(held: Handover, before: Roles, after: Roles, group: ProcessGroup) -
 def send(held: Handover, to: int, group: ProcessGroup) -> Callable[[], None]:
     """Send a handover to a rank of the group. What is returned waits until it has been sent."""
     head = torch.frombuffer(bytearray(_describe(held)), dtype=torch.uint8)
-    body = torch.cat([torch.empty(0, dtype=torch.uint8), *map(_bytes_of, held.tensors.values())])
+    body = torch.cat([torch.empty(0, dtype=torch.uint8), *map(bytes_of, held.tensors.values())])
     parts = [torch.tensor([head.numel(), body.numel()]), head, body]
     works = [group.send([part], to, tag) for tag, part in enumerate(parts)]
 
@@ -175,29 +187,11 @@ def take_over(arrived: Handover, trainable: frozenset[str], parameters: frozense
 
 
 def give_optimizer(optimizer: torch.optim.Optimizer, arrived: Handover, state: Mapping[str, Tensor]) -> None:
-    """Let the optimizer step the parameters of the new stage, from where the rank before stopped.
-
-    Raises:
-        StateError: The rank before had more groups; nothing is changed then.
-    """
-    check_groups(optimizer, arrived)
+    """Let the optimizer step the parameters of the new stage, from where the rank before stopped."""
     optimizer.state.clear()
     for index, group in enumerate(optimizer.param_groups):
         group["params"] = [state[name] for name, of in arrived.groups.items() if of == index]
     set_state(optimizer, arrived, state)
-
-
-def check_groups(optimizer: torch.optim.Optimizer, arrived: Handover) -> None:
-    """Refuse parameters of groups that are not here.
-
-    Raises:
-        StateError: The rank before had more groups.
-    """
-    if any(index >= len(optimizer.param_groups) for index in arrived.groups.values()):
-        raise StateError(
-            f"optimizer: {len(optimizer.param_groups)} parameter groups here, {max(arrived.groups.values()) + 1} on the rank "
-            "that had these parameters: expected the same groups on every rank, empty ones too"
-        )
 
 
 def set_state(optimizer: torch.optim.Optimizer, arrived: Handover, state: Mapping[str, Tensor]) -> None:
@@ -211,36 +205,36 @@ def _describe(held: Handover) -> bytes:
     return json.dumps(
         {
             "tensors": [
-                [name, what, one.device.type, dtype_name(one.dtype), list(one.shape)]
+                [name, what, one.device.type, dtype_name(one.dtype), list(one.shape), list(one.stride())]
                 for (name, what), one in held.tensors.items()
             ],
-            "numbers": [[name, what, value] for (name, what), value in held.numbers.items()],
+            "numbers": [[name, what, _as_json(value)] for (name, what), value in held.numbers.items()],
             "groups": [[name, index] for name, index in held.groups.items()],
         },
         allow_nan=False,
     ).encode()
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+def _as_json(value: float | bool | None) -> float | bool | str | None:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _read(head: bytes, body: Tensor, where: str) -> Handover:
     fields = decode(head, where)
     arrived, begin = Handover(), 0
     for item in fields.items("tensors"):
-        name, what, device, dtype, shape = _tensor_of(fields, item)
-        tensor = torch.empty(shape, dtype=dtype)
-        end = begin + tensor.numel() * tensor.element_size()
+        name, what, device, dtype, shape, stride = _tensor_of(fields, item)
+        end = begin + byte_count(shape, stride, dtype)
         if end > body.numel():
             raise fields.refuse("tensors", f"{body.numel()} bytes in all", item)
-        tensor.reshape(-1).view(torch.uint8).copy_(body[begin:end])
-        arrived.tensors[name, what] = tensor.to(device)
+        arrived.tensors[name, what] = from_bytes(body[begin:end], shape, stride, dtype, device)
         begin = end
     for item in fields.items("numbers"):
         match item:
             case [str(name), str(what), (None | bool() | int() | float()) as value]:
                 arrived.numbers[name, what] = value
+            case [str(name), str(what), str(text)] if text in _NOT_FINITE:
+                arrived.numbers[name, what] = float(text)
             case _:
                 raise fields.refuse("numbers", "a name, a key and a number", item)
     for item in fields.items("groups"):
@@ -253,12 +247,12 @@ def _read(head: bytes, body: Tensor, where: str) -> Handover:
     return arrived
 
 
-def _tensor_of(fields: Fields, item: object) -> tuple[str, str, str, torch.dtype, list[int]]:
+def _tensor_of(fields: Fields, item: object) -> tuple[str, str, str, torch.dtype, list[int], list[int]]:
     match item:
-        case [str(name), str(what), ("cpu" | "cuda") as device, str(dtype), [*sizes]] if dtype in _DTYPES:
-            shape = [size for size in sizes if isinstance(size, int) and size >= 0]
-            if len(shape) == len(sizes):
-                return name, what, device, _DTYPES[dtype], shape
+        case [str(name), str(what), ("cpu" | "cuda") as device, str(dtype), [*sizes], [*steps]] if dtype in MOVABLE:
+            shape, stride = ([one for one in some if isinstance(one, int) and one >= 0] for some in (sizes, steps))
+            if len(shape) == len(stride) == len(sizes) == len(steps):
+                return name, what, device, MOVABLE[dtype], shape, stride
         case _:
             pass
-    raise fields.refuse("tensors", "a name, what of it, a device, a dtype and a shape", item)
+    raise fields.refuse("tensors", "a name, what of it, a device, a dtype, a shape and its strides", item)

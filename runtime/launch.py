@@ -109,17 +109,26 @@ class Job:
         replicas = Replicas(column, aside, PrefixStore(f"replicas/{self._joined}", self.store), replica, members)
         return Launch((_join(self._name, pipeline, self._with_delegate, self._addresses),), replicas, self, roles)
 
-    def meet(self, timeout: float, check: Check = _nothing) -> None:
-        """Wait for all ranks of the job, which call it together; ``check`` is as of :func:`gather`.
+    def meet(self, timeout: float, check: Check = _nothing, text: str = "") -> list[str]:
+        """Wait for all ranks of the job, which call it together.
+
+        Args:
+            timeout: Seconds to wait for them.
+            check: As of :func:`gather`.
+            text: What this rank says.
+
+        Returns:
+            What every rank says, by rank.
 
         Raises:
             LaunchError: Ranks have not come within ``timeout`` seconds; names them.
             ControlError: The store is lost.
         """
         self._met += 1
-        _exchange(self.store, f"change/{self._met}", self.rank, "", range(dist.get_world_size()), timeout, check)
+        said = _exchange(self.store, f"change/{self._met}", self.rank, text, range(dist.get_world_size()), timeout, check)
         if self._everyone is None:  # made now, since making a group waits for its members however long they take
             self._everyone = _group_of_all()
+        return said
 
 
 def _group_of_all() -> dist.ProcessGroup:

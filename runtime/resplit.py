@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from adaptra.graph.stages import TrainStage
-from adaptra.runtime.handover import Handover, check_groups, receive, send, set_state, take_over
+from adaptra.runtime.handover import Handover, receive, send, set_state, take_over
 
 Transfers = Mapping[tuple[int, int], tuple[str, ...]]
 """By the stage that hands over and the one that takes over, the names of what moves."""
@@ -33,6 +33,11 @@ def transfers(before: Sequence[TrainStage], after: Sequence[TrainStage]) -> Tran
     return {pair: tuple(names) for pair, names in found.items()}
 
 
+def leaving(held: Handover, stage: int, moving: Transfers, ranks: Sequence[int]) -> dict[int, Handover]:
+    """What leaves a stage, by the rank that it goes to."""
+    return {ranks[to]: held.part(names) for (source, to), names in moving.items() if source == stage}
+
+
 def exchange_parts(held: Handover, stage: int, moving: Transfers, ranks: Sequence[int], group: ProcessGroup) -> Handover:
     """Send what leaves this rank's stage, and receive what comes to it. The ranks of a pipeline call it together.
 
@@ -47,8 +52,7 @@ def exchange_parts(held: Handover, stage: int, moving: Transfers, ranks: Sequenc
         ControlError: What arrived is not a handover.
         RuntimeError: A rank is lost.
     """
-    leaving = [(ranks[to], held.part(names)) for (source, to), names in moving.items() if source == stage]
-    waits = [send(part, rank, group) for rank, part in leaving]
+    waits = [send(part, rank, group) for rank, part in leaving(held, stage, moving, ranks).items()]
     arrived = Handover()
     for source, to in moving:
         if to == stage:
@@ -99,13 +103,9 @@ def regroup(
         before: The tensors of the process's stages until now.
         states: Those of its stages now.
         arrived: Per stage, what it was handed over.
-
-    Raises:
-        StateError: Where a parameter comes from there are more groups; nothing is changed then.
     """
     group_of = {id(one): index for index, group in enumerate(optimizer.param_groups) for one in group["params"]}
     for state, handover in zip(states, arrived, strict=True):
-        check_groups(optimizer, handover)
         group_of |= {id(state[name]): index for name, index in handover.groups.items()}
     now = list({id(one): one for state in states for one in state.values()}.values())
     old = {id(one): one for one in before}
