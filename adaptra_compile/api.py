@@ -31,6 +31,7 @@ from adaptra.not_a_module import NotAModule
 from adaptra.report import perfetto, picture
 from adaptra.report.files import check_suffix
 from adaptra.report.stages import stage_table
+from adaptra.report.standing_out import slow_edges_of
 from adaptra.request import STRAIGHT, Request, check_split
 from adaptra.roles import Roles
 from adaptra.runtime.batch import require_no_gradient
@@ -496,6 +497,8 @@ class Pipeline(NotAModule):
     def events(self) -> tuple[ControlEvent, ...]:
         """What the controller has told in this process: detections, proposals, switches; oldest first.
 
+        Those from before a change of roles or of the split are there too.
+
         Under torchrun the rank of the first stage coordinates and tells most of them.
         """
         return self._require().workers[0].controller.events
@@ -556,6 +559,8 @@ class Pipeline(NotAModule):
     def save_trace(self, path: str | Path) -> None:
         """Write the measured last step as a trace for Perfetto (.json) or a picture (.svg, .png).
 
+        Slow edges are marked: :attr:`slow_edges`, and those that stand out in this step.
+
         Under torchrun all ranks call this; the first stage's rank writes.
 
         Raises:
@@ -566,11 +571,12 @@ class Pipeline(NotAModule):
         timeline = self._timeline("save_trace")
         if timeline is None:
             return
+        slow = {*self.slow_edges, *slow_edges_of(timeline)}
         named = [(f"step under plan {self.plan.version}", timeline)]
         if suffix == ".json":
-            perfetto.write(named, path)
+            perfetto.write(named, path, slow)
         else:
-            picture.draw(named, path)
+            picture.draw(named, path, slow_edges=slow)
 
     def close(self) -> None:
         """End the pipeline's threads and connections. May be called twice; the parameters stay usable."""

@@ -241,8 +241,9 @@ class Built:
         opened.callback(recorder.close)
         (before, *_) = self.workers
         workers = prepared.starter.workers(launched, recorder, states, prepared.initial, before.next_step)
-        for worker in workers:
+        for worker, earlier in zip(workers, self.workers, strict=True):
             worker.steps_before = before.steps_before
+            worker.controller.go_on_after(earlier.controller)
         opened.pop_all()
         self._run_by(prepared, launched, workers, recorder)
         self._sharing.moved(states)

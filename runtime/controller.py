@@ -118,6 +118,7 @@ class Controller:
         self._options = options
         self._on_event = on_event
         self._on_error = on_error
+        self._earlier: tuple[ControlEvent, ...] = ()
         self._events: deque[ControlEvent] = deque(maxlen=KEPT_EVENTS)
         self._held: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._running = initial
@@ -154,7 +155,11 @@ class Controller:
     @property
     def events(self) -> tuple[ControlEvent, ...]:
         """The last events of this rank, oldest first."""
-        return tuple(self._events)
+        return (*self._earlier, *self._events)[-KEPT_EVENTS:]
+
+    def go_on_after(self, earlier: Controller) -> None:
+        """Keep the events of the controller that this one takes the place of."""
+        self._earlier = earlier.events
 
     def plan_for(self, step: int) -> Plan:
         """The plan that all ranks run this step under.

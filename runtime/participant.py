@@ -326,14 +326,15 @@ class Participant:
             if not self._log.append(entry):
                 self._follow()  # another coordinator was faster; what it wrote holds
                 continue
+            if before is not None and entry.version != before.version:
+                # Told before training can run it: this rank's switch is then told after the agreement.
+                plan = self._plans[entry.version]
+                self._around.emit(EventKind.AGREED, before.until, plan.version, plan.reason, plan.predicted, self._before)
             self._take(entry)
             self._log.forget(agreement.slowest + 1)
             for rank in range(self._ranks):
                 if rank != self._rank:
                     self._around.send(rank, LogGrew(self._log.position - 1, entry.until, entry.version))
-            if before is not None and entry.version != before.version:
-                plan = self._plans[entry.version]
-                self._around.emit(EventKind.AGREED, before.until, plan.version, plan.reason, plan.predicted, self._before)
 
     def _follow(self) -> None:
         self._take_all(self._log.read())

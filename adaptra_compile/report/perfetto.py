@@ -34,13 +34,19 @@ _FIRST_EDGE_THREAD: Final = 1001
 _ARGUMENTS: Final = {"op": ("start", "end"), "message": ("posted", "departed", "arrived")}
 
 
-def trace(timelines: Sequence[tuple[str, Timeline]]) -> dict[str, Any]:
-    """The trace as a JSON object, from (title, timeline) pairs; the time axis of each starts where its makespan does."""
+def trace(timelines: Sequence[tuple[str, Timeline]], slow_edges: Iterable[tuple[int, int]] = ()) -> dict[str, Any]:
+    """The trace as a JSON object, from (title, timeline) pairs; the time axis of each starts where its makespan does.
+
+    Args:
+        timelines: The pairs.
+        slow_edges: (sending stage, receiving stage) pairs whose threads say so.
+    """
+    slow = frozenset(slow_edges)
     ids = count(1)
     events: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
     for process, (title, timeline) in enumerate(timelines, 1):
-        events += _events(process, title, timeline, ids)
+        events += _events(process, title, timeline, slow, ids)
         runs.append(
             {
                 "title": title,
@@ -53,14 +59,14 @@ def trace(timelines: Sequence[tuple[str, Timeline]]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
-def write(timelines: Sequence[tuple[str, Timeline]], path: str | Path) -> None:
+def write(timelines: Sequence[tuple[str, Timeline]], path: str | Path, slow_edges: Iterable[tuple[int, int]] = ()) -> None:
     """Write the trace to a ``.json`` file, which appears whole or not at all.
 
     Raises:
         ReportError: Another suffix, a folder that is not there, or the system refused.
     """
     check_suffix(path, (".json",))
-    write_whole(path, json.dumps(trace(timelines), allow_nan=False) + "\n")
+    write_whole(path, json.dumps(trace(timelines, slow_edges), allow_nan=False) + "\n")
 
 
 def load(path: str | Path, run: int = 0) -> Timeline:
@@ -94,7 +100,9 @@ def load_all(path: str | Path) -> tuple[tuple[str, Timeline], ...]:
         raise ReportError(f"{path}: {error}") from None
 
 
-def _events(process: int, title: str, timeline: Timeline, ids: Iterator[int]) -> Iterator[dict[str, Any]]:
+def _events(
+    process: int, title: str, timeline: Timeline, slow: frozenset[tuple[int, int]], ids: Iterator[int]
+) -> Iterator[dict[str, Any]]:
     zero = origin(timeline)
     scale = 1e6 * (timeline.seconds_per_unit or SECONDS_PER_CASE_UNIT)
     placement = timeline.program.placement
@@ -109,7 +117,7 @@ def _events(process: int, title: str, timeline: Timeline, ids: Iterator[int]) ->
         times = {"start": interval.start, "end": interval.end}
         yield _slice(process, thread, str(op), op.kind.value, start, length, {"op": str(op)} | times)
         middle[op.stage, op.kind, op.microbatch] = thread, start + length / 2
-    threads = tuple(_message_threads(timeline.messages))
+    threads = tuple(_message_threads(timeline.messages, slow))
     for thread, label in sorted(set(threads)):
         yield _named(process, thread, "thread", label)
     # In the timeline's own order, which the reader keeps for messages posted at one time.
@@ -151,7 +159,7 @@ def _flow(
             yield flow | ({"bp": "e"} if phase == "f" else {})
 
 
-def _message_threads(messages: Sequence[MessageInterval]) -> Iterator[tuple[int, str]]:
+def _message_threads(messages: Sequence[MessageInterval], slow: frozenset[tuple[int, int]]) -> Iterator[tuple[int, str]]:
     """Per message a thread on which it overlaps no other, and the thread's name; threads are numbered by edge."""
     by_edge: defaultdict[tuple[int, int], list[MessageInterval]] = defaultdict(list)
     for message in messages:
@@ -159,12 +167,13 @@ def _message_threads(messages: Sequence[MessageInterval]) -> Iterator[tuple[int,
     found: dict[MessageInterval, tuple[int, str]] = {}
     threads = count(_FIRST_EDGE_THREAD)
     for (source, destination), on_edge in sorted(by_edge.items()):
+        name = f"stage {source} → {destination}" + (", slow" if (source, destination) in slow else "")
         lanes: list[tuple[int, str]] = []
         free: list[float] = []
         for message in sorted(on_edge, key=lambda message: message.posted):
             lane = next((lane for lane, until in enumerate(free) if until <= message.posted), len(lanes))
             if lane == len(lanes):
-                lanes.append((next(threads), f"stage {source} → {destination}" + (f" #{lane + 1}" if lane else "")))
+                lanes.append((next(threads), name + (f" #{lane + 1}" if lane else "")))
                 free.append(message.arrived)
             free[lane] = message.arrived
             found[message] = lanes[lane]

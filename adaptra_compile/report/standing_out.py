@@ -1,0 +1,26 @@
+"""The edges of a measured step whose messages stand out, for who draws it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from statistics import mean, median, median_low
+from typing import Final
+
+from adaptra.program import Kind
+from adaptra.timeline import Timeline
+
+_TIMES_USUAL: Final = 2.0
+_PART_OF_FORWARD: Final = 0.1  # as in what a plan calls a slow edge
+
+
+def slow_edges_of(timeline: Timeline) -> tuple[tuple[int, int], ...]:
+    """The edges, (sending stage, receiving stage), whose median message took over F / 10 and over twice what is usual."""
+    flights: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for message in timeline.messages:
+        flights[message.source, message.destination].append(message.arrived - message.departed)
+    forwards = [interval.end - interval.start for interval in timeline if interval.op.kind is Kind.F]
+    if not flights or not forwards:
+        return ()
+    usual = median_low([min(some) for some in flights.values()])
+    least = max(_TIMES_USUAL * usual, _PART_OF_FORWARD * mean(forwards))
+    return tuple(sorted(edge for edge, some in flights.items() if median(some) > least))
