@@ -12,6 +12,8 @@ import pytest
 from golden_files import check_golden
 from hypothesis import settings
 
+from adaptra import _C
+
 sys.path += [str(Path(__file__).parent / "rxe"), str(Path(__file__).parent / "links")]
 import inside
 import lab
@@ -44,6 +46,12 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     return partial(check_golden, accept=request.config.getoption("--accept-golden"))
 
 
+def built_without_verbs() -> str | None:
+    """Why this build can't use RDMA whatever the machine has, or None. Tests in the lab would wait for its hosts in vain."""
+    _, reason = _C.find_verbs_ports()
+    return reason if "built without" in reason else None
+
+
 @pytest.fixture
 def in_lab(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """Boots a lab and calls a function in it, outside of all hosts: ``in_lab(body, argument, …, hosts=2)``.
@@ -52,7 +60,7 @@ def in_lab(request: pytest.FixtureRequest) -> Callable[..., Any]:
     there can be no lab.
     """
     kernel = request.config.getoption("--lab-kernel")
-    if (reason := lab.missing(kernel)) is not None:
+    if (reason := lab.missing(kernel) or built_without_verbs()) is not None:
         pytest.skip(reason)
 
     def call(body: Callable[..., Any], *arguments: Any, hosts: int = 2, rails: int = 2, timeout: float = 50.0) -> Any:

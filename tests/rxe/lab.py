@@ -72,12 +72,14 @@ def run(
                 ],
                 stdin=subprocess.DEVNULL, stdout=console, stderr=console, start_new_session=True,
             )  # fmt: skip
+            guard = _guard(process, exchange)
             try:
                 process.wait(timeout)
             except subprocess.TimeoutExpired:
                 pass
             finally:
                 _end(process)
+                guard.communicate(b"ended\n")
         status = _read(exchange / "status")
         output = _read(exchange / "output")
         if not status:
@@ -86,6 +88,14 @@ def run(
         if not (exchange / "output").exists():
             raise AssertionError(f"the lab's hosts did not come up: {_read(exchange / 'hosts.log')}")
         return Finished(int(status), output)
+
+
+def _guard(process: subprocess.Popen[bytes], exchange: Path) -> subprocess.Popen[bytes]:
+    """A process that ends the kernel, should this one be killed before it can: then the pipe between them breaks."""
+    script = 'read -r _ || { kill -9 -- "-$0"; rm -rf "$1"; }'
+    return subprocess.Popen(
+        ["/bin/sh", "-c", script, str(process.pid), exchange], stdin=subprocess.PIPE, start_new_session=True
+    )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
