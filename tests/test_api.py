@@ -20,6 +20,7 @@ import test_dynamo
 import test_dynamo_outputs
 import test_full_state
 import test_gradient_hooks
+import test_handover
 import test_inner
 import test_loss_scale
 import test_lossy
@@ -27,6 +28,8 @@ import test_membership
 import test_norms
 import test_placed_training
 import test_rdma
+import test_reduction
+import test_refused_models
 import test_replicas
 import test_roles
 import test_same_rows
@@ -560,8 +563,11 @@ def test_every_documented_error_has_a_test():
     modules = (test_api_processes, test_autocast, test_delegate_paths, test_loss_scale, test_membership, test_norms, test_roles)
     for module in (
         *modules,
+        test_handover,
         test_inner,
         test_placed_training,
+        test_reduction,
+        test_refused_models,
         test_sharing,
         test_split_change,
         test_stage_modules,
