@@ -80,17 +80,20 @@ class Calls:
         """
         if not isinstance(error, TransportError) or isinstance(error, PeerLostError):
             return error
-        deadline = time.monotonic() + 2 * PATIENCE
-        try:
-            self._tell()
-            while time.monotonic() < deadline and not self._ended.wait(_INTERVAL):
-                for neighbour in self._neighbours:
-                    self._compare(neighbour)
-        except PipelineError as difference:
-            return difference
-        except (DistError, ControlError) as lost:
-            logger.debug("rank %d can't compare calls: %s", self._rank, lost)
-        return error
+        found: list[PipelineError] = []
+
+        def compare() -> None:
+            deadline = time.monotonic() + 2 * PATIENCE
+            try:
+                self._tell()
+                while time.monotonic() < deadline and not self._ended.wait(_INTERVAL):
+                    for neighbour in self._neighbours:
+                        self._compare(neighbour)
+            except PipelineError as difference:
+                found.append(difference)
+
+        self._within(3 * PATIENCE, compare)
+        return found[0] if found else error
 
     def close(self, *, told: bool = False) -> None:
         """End the thread. May be called again.
@@ -104,10 +107,7 @@ class Calls:
         if told:
             with self._lock:
                 self._begin("close")
-            try:
-                self._tell()
-            except DistError as error:
-                logger.debug("rank %d: the store was gone before the pipeline was closed: %s", self._rank, error)
+            self._within(PATIENCE, self._tell)
         if threading.current_thread() is not self._thread:
             self._thread.join(PATIENCE)
 
@@ -139,6 +139,19 @@ class Calls:
         except (DistError, ControlError) as error:
             # Who waits for a store that is lost, or for a rank, is told by the membership.
             logger.debug("rank %d compares calls no more: %s", self._rank, error)
+
+    def _within(self, seconds: float, ask: Callable[[], None]) -> None:
+        """Ask the store, and wait so long at most: one that has stalled never answers."""
+
+        def asking() -> None:
+            try:
+                ask()
+            except (DistError, ControlError) as error:
+                logger.debug("rank %d can't compare calls: %s", self._rank, error)
+
+        thread = threading.Thread(target=asking, name=f"adaptra-calls-{self._rank}-once", daemon=True)
+        thread.start()
+        thread.join(seconds)
 
     def _tell(self) -> None:
         with self._lock:

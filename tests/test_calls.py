@@ -61,7 +61,9 @@ def test_what_only_one_rank_calls_is_named_on_all_within_seconds(stages: int, tm
     results = run_processes(only_rank_0, 2, str(tmp_path), stages, timeout=140.0)
     for rank, found in enumerate(results):
         for name, (kind, message, seconds) in found.items():
-            assert f"rank 0 called {name}, rank 1 step: expected the same calls" in message, (rank, name, message)
+            told = f"rank 0 called {name}, rank 1 step: expected the same calls" in message
+            # A rank that closes also ends its connections, which the other may see first.
+            assert told or (name == "close" and message.startswith("rank 0 is lost")), (rank, name, message)
             assert seconds < 12, (rank, name, seconds)  # a second of patience, half of one to be told, and a busy machine
             if kind == "PipelineError" and rank == 1:
                 check_documented(kind, message, DIFFERENT)
