@@ -116,13 +116,14 @@ Handshake::State Handshake::greeted() {
 
 // The greeting says which rank opens; the ranks stand here once more in the order of prover and listener.
 Digest Handshake::proof(bool of_opener) const {
-  std::vector<std::byte> told;
-  const auto add = [&told](std::span<const std::byte> bytes) { told.insert(told.end(), bytes.begin(), bytes.end()); };
+  std::array<std::byte, 8> ranks{};
+  std::vector<std::byte> told(kOpener.size() + own_.session.size() + ranks.size() + hello_.size() + challenge_.size());
+  auto end = told.begin();
+  const auto add = [&end](std::span<const std::byte> bytes) { end = std::copy(bytes.begin(), bytes.end(), end); };
   add(std::as_bytes(std::span(of_opener ? kOpener : kAcceptor)));
   add(own_.session);
   const bool is_opened_by_source = get(hello_, 6, 1) != 0;
   const bool is_by_source = is_opened_by_source == of_opener;
-  std::array<std::byte, 8> ranks{};
   put(ranks, 0, 4, is_by_source ? address_.source : address_.destination);
   put(ranks, 4, 4, is_by_source ? address_.destination : address_.source);
   add(ranks);
