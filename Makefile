@@ -94,6 +94,7 @@ bench: $(READY)
 	$(BIN)/python bench/plan.py
 	$(BIN)/python bench/runtime.py
 	$(BIN)/python bench/step_against_torch.py
+	$(BIN)/python bench/checks.py
 	$(BIN)/python bench/monitor.py
 	$(BIN)/python bench/telemetry.py
 	$(BIN)/python bench/slow_link.py
