@@ -344,13 +344,12 @@ class Pipeline(NotAModule):
             strict: Whether a missing name of these stages, or a name that the model does not have, is an error.
 
         Raises:
-            StateError: Names are missing or unknown, or a value is no tensor or of another shape; nothing is changed then.
-                Where ranks hold copies they are told, and the pipeline has failed on all of them.
-            PeerLostError: Another rank refused its state or failed; names it. The pipeline has failed.
+            StateError: Names are missing or unknown, or a value is no tensor or of another shape, here or, where ranks hold
+                copies, on any rank. Nothing is changed then on any of these.
+            PeerLostError: Another rank failed; names it. The pipeline has failed.
         """
         built = self._require()
-        with built.state_at_the_door():
-            present = self._fitting(state, strict)
+        present = built.agreed_to_load(lambda: self._fitting(state, strict))
         with torch.no_grad():
             for worker in built.workers:
                 for name, canonical in present.items():

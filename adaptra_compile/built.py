@@ -414,11 +414,9 @@ class Built:
             refuse_autocast("a pipeline's step")
             yield
 
-    @contextmanager
-    def state_at_the_door(self) -> Generator[None]:
-        """Around what checks a state before any of it is taken; ranks that hold copies may already wait to compare them."""
-        with self._telling(others_wait=self._has_copies):
-            yield
+    def agreed_to_load(self, fitting: Callable[[], Result]) -> Result:
+        """What of a state fits this process; where ranks hold copies once it fits all of them, else nothing is taken on any."""
+        return self._agreed("state_dict", "load_state_dict", lambda: (fitting(), Consent())) if self._has_copies else fitting()
 
     @contextmanager
     def _telling(self, *, others_wait: bool) -> Generator[None]:

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -157,7 +158,9 @@ def list_eager_ops(
     named = {id(module): name for name, module in model.named_modules()}
 
     def where() -> str:
-        found = user_line(reversed(list(traceback.walk_stack(None))), named)
+        # No further out: to look at the locals of the user's own functions would keep what they delete.
+        inside = takewhile(lambda one: one[0].f_code is not eager_ops.__code__, traceback.walk_stack(None))
+        found = user_line(reversed(list(inside)), named)
         return "in the loss" if found is None else f"{found[0]} at {found[1]}"
 
     def leaf(tensor: Tensor) -> Tensor:
