@@ -90,7 +90,7 @@ class Built:
                 worker.explain = self._calls.explain
         self._ranks = {worker.rank for worker in workers}
         # Also when the process ends without a close: the transports' threads must not outlive the interpreter.
-        self._end = weakref.finalize(self, _end, self.workers, self._threads, recorder)
+        self._end = weakref.finalize(self, _end, self.workers, self._threads, recorder, launched)
 
     @property
     def compiled(self) -> CompiledStages:
@@ -494,7 +494,10 @@ class Built:
         """End all workers. May be called again."""
         if self._calls is not None:
             self._calls.close(told=True)
+        was_open = self._end.alive
         self._end()
+        if was_open and self._failure is None and self.launched.job is not None:
+            self.launched.job.close()
 
 
 def _call(method: weakref.WeakMethod[Callable[[Exception], None]], error: Exception) -> None:
@@ -502,7 +505,7 @@ def _call(method: weakref.WeakMethod[Callable[[Exception], None]], error: Except
         bound(error)
 
 
-def _end(workers: Sequence[Worker], threads: ThreadPoolExecutor | None, recorder: Recorder) -> None:
+def _end(workers: Sequence[Worker], threads: ThreadPoolExecutor | None, recorder: Recorder, launched: Launch) -> None:
     """Close all workers of this process."""
     for worker in workers:
         worker.leave()
@@ -511,3 +514,5 @@ def _end(workers: Sequence[Worker], threads: ThreadPoolExecutor | None, recorder
     if threads is not None:
         threads.shutdown()
     recorder.close()
+    if not any(worker.has_failed for worker in workers):
+        launched.end()

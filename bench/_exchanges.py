@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adaptra import _C
 from adaptra.runtime.transports.endpoints import Endpoint, address_towards, share_endpoints, share_secret
-from adaptra.runtime.transports.groups import new_group
+from adaptra.runtime.transports.groups import job_store
 
 PATIENCE = 120.0
 
@@ -97,7 +97,7 @@ class Delegate:
 
 def make_engine(rank: int, paths: int) -> _C.Engine:
     """The engine of one of two ranks, with the same address as often as paths are wanted."""
-    store = new_group([0, 1], "gloo").get_group_store()
+    store = job_store()
     host = address_towards(store)
     engine = _C.Engine(
         rank, 2, share_secret(store, rank), heartbeat=0.2, silence=5.0, healthy_for=1.0, lost_after=30.0, handshake=5.0

@@ -29,7 +29,7 @@ from _streams import SIZE, WINDOW, Stream, receive_all, wait_until
 from _table import Row, parser, print_rows
 
 from adaptra.runtime.transports.delegate_engine import Timing, listen, start_engine
-from adaptra.runtime.transports.groups import new_group
+from adaptra.runtime.transports.groups import job_store
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "rxe")]
@@ -82,7 +82,7 @@ KINDS = ("connection reset", "corruption", "link down", "all lost", "receiver st
 
 def measure(rank: int, rounds: int) -> dict[str, list[float]] | None:
     """One rank: seconds of each failure, by its kind."""
-    store = new_group([0, 1], "gloo").get_group_store()
+    store = job_store()
     links: list[Link] = []
     engine = start_engine(rank, 2, store, HOSTS, Timing(), listen if rank else behind_links(links)).engine
     if rank == 1:

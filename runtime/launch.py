@@ -20,7 +20,7 @@ from adaptra.roles import Roles
 from adaptra.runtime.replicas import Replicas
 from adaptra.runtime.secret import VARIABLE, fingerprint, given_secret
 from adaptra.runtime.transports.base import Transport
-from adaptra.runtime.transports.groups import new_group
+from adaptra.runtime.transports.groups import end_group, end_keys, job_store, keys_of, new_group, sweep
 from adaptra.runtime.transports.lanes import LanedTransport
 from adaptra.runtime.transports.local import LocalHub
 from adaptra.runtime.transports.registry import create_transport
@@ -41,12 +41,19 @@ class Launch:
         replicas: This process's peers in other pipelines, or None without data parallelism.
         job: Joins the pipeline and the peers of another role; None where all ranks are threads of this process.
         roles: The roles of all ranks; None without replicas.
+        groups: Made for these ranks.
     """
 
     transports: tuple[Transport, ...]
     replicas: Replicas | None = None
     job: Job | None = None
     roles: Roles | None = None
+    groups: tuple[dist.ProcessGroup, ...] = ()
+
+    def end(self) -> None:
+        """Give back the groups that were made for it, once its transports are closed and nothing has failed."""
+        for group in self.groups:
+            end_group(group)
 
     def again(self) -> Launch:
         """The same ranks in the same roles, with transports that carry no message of the old ones. All ranks call it."""
@@ -61,29 +68,28 @@ class Job:
 
     Args:
         name: The transport's name.
-        store: Shared by all ranks of the job.
+        call: Counts the job's launches.
         with_delegate, addresses: As :func:`launch`.
         changes_roles: Whether there are roles to change.
 
     Attributes:
         rank: This process's rank in the job.
-        store: As given.
+        store: Of all that its ranks do together.
         ranks: How many the job has.
     """
 
-    def __init__(
-        self, name: str, store: Store, with_delegate: bool, addresses: Sequence[str], changes_roles: bool = True
-    ) -> None:
+    def __init__(self, name: str, call: int, with_delegate: bool, addresses: Sequence[str], changes_roles: bool = True) -> None:
         self.rank = dist.get_rank()
-        self.store = store
         self.ranks = dist.get_world_size()
         self._name = name
+        self._keys = _name_of_call(call)
+        self.store = keys_of(self._keys)
         self._with_delegate = with_delegate
         self._addresses = addresses
         self._joined = 0
         self._met = 0
         # Made while all ranks are sure to live: making a group waits for its members.
-        self._everyone = _group_of_all() if changes_roles else None
+        self._everyone = self._group_of_all() if changes_roles else None
 
     @property
     def everyone(self) -> dist.ProcessGroup:
@@ -96,18 +102,34 @@ class Job:
 
         Without roles the job's ranks are the stages of one pipeline.
         """
+        self._joined += 1
+        name = f"{self._keys}/{self._joined}"
         if roles is None:
-            group = new_group(range(dist.get_world_size()), timeout=None)
-            return Launch((_join(self._name, group, self._with_delegate, self._addresses),), None, self)
+            group = new_group(range(dist.get_world_size()), name, timeout=None)
+            return Launch((self._transport(group),), None, self, groups=(group,))
         replica, stage = roles.of(self.rank)
         members = roles.pipeline(replica)
         # Of their own members only, so that each rank makes the groups it belongs to; in the order of the replicas, so that
         # gradients are added in one order whichever ranks these are.
         peers = roles.column(stage)
-        pipeline, column, aside = (new_group(ranks, timeout=None) for ranks in (members, peers, peers))
-        self._joined += 1
+        pipeline = new_group(members, f"{name}/replica {replica}", timeout=None)
+        column = new_group(peers, f"{name}/stage {stage}", timeout=None)
+        aside = new_group(peers, f"{name}/stage {stage} aside", timeout=None)
         replicas = Replicas(column, aside, PrefixStore(f"replicas/{self._joined}", self.store), replica, members)
-        return Launch((_join(self._name, pipeline, self._with_delegate, self._addresses),), replicas, self, roles)
+        return Launch((self._transport(pipeline),), replicas, self, roles, (pipeline, column, aside))
+
+    def _transport(self, group: dist.ProcessGroup) -> Transport:
+        return _join(self._name, group, self._with_delegate, self._addresses)
+
+    def _group_of_all(self) -> dist.ProcessGroup:
+        return new_group(range(dist.get_world_size()), f"{self._keys}/all", "gloo", timeout=None)
+
+    def close(self) -> None:
+        """Give back what the ranks have made to change roles or cuts. Nothing may have failed."""
+        everyone, self._everyone = self._everyone, None
+        if everyone is not None:
+            end_group(everyone)
+        end_keys(self._keys, self.rank, dist.get_world_size())
 
     def meet(self, timeout: float, check: Check = _nothing, text: str = "") -> list[str]:
         """Wait for all ranks of the job, which call it together.
@@ -126,13 +148,13 @@ class Job:
         """
         self._met += 1
         said = _exchange(self.store, f"change/{self._met}", self.rank, text, range(dist.get_world_size()), timeout, check)
+        if self._met > 1:  # which all have read, since all are here
+            self.store.delete_key(f"change/{self._met - 1}/{self.rank}")
+        if self.rank == 0:
+            sweep()
         if self._everyone is None:  # made now, since making a group waits for its members however long they take
-            self._everyone = _group_of_all()
+            self._everyone = self._group_of_all()
         return said
-
-
-def _group_of_all() -> dist.ProcessGroup:
-    return new_group(range(dist.get_world_size()), "gloo", timeout=None)
 
 
 def is_launched() -> bool:
@@ -189,8 +211,12 @@ def launch(
         dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # Making groups waits for all ranks, so whether all ask for the same ones is settled before.
-    store = _store_of_this_call(rank)
-    _agree_on_arguments(store, rank, ranks, {**arguments, VARIABLE: fingerprint(given_secret())}, timeout)
+    call = job_store().add(f"adaptra launches/{rank}", 1)
+    _agree_on_arguments(
+        keys_of(_name_of_call(call)), rank, ranks, {**arguments, VARIABLE: fingerprint(given_secret())}, timeout
+    )
+    if rank == 0:
+        sweep()
     if ranks % size:
         raise LaunchError(
             f"{ranks} ranks for a pipeline of {size}: expected a multiple of {size} ranks (more make data-parallel replicas); "
@@ -198,9 +224,9 @@ def launch(
         )
     usual = Roles.initial(ranks, size)
     if roles in (None, usual) and ranks == size:
-        job = Job(name, store, with_delegate, addresses, changes_roles=False)
+        job = Job(name, call, with_delegate, addresses, changes_roles=False)
         return Launch((_join(name, None, with_delegate, addresses),), None, job)
-    return Job(name, store, with_delegate, addresses).join(roles or usual)
+    return Job(name, call, with_delegate, addresses).join(roles or usual)
 
 
 def _join(name: str, group: dist.ProcessGroup | None, with_delegate: bool, addresses: Sequence[str]) -> Transport:
@@ -212,11 +238,9 @@ def _join(name: str, group: dist.ProcessGroup | None, with_delegate: bool, addre
     return LanedTransport(transport, {"delegate": create_transport("delegate", group=group, addresses=addresses)})
 
 
-def _store_of_this_call(rank: int) -> Store:
-    """The job's store with a prefix that all ranks' first, second, … call share and no two calls do."""
-    assert dist.group.WORLD is not None, "launch() has set up the default group"
-    store = dist.group.WORLD.get_group_store()
-    return PrefixStore(f"adaptra launch {store.add(f'adaptra launches/{rank}', 1)}", store)
+def _name_of_call(call: int) -> str:
+    """What all ranks' first, second, … call of :func:`launch` share and no two calls do."""
+    return f"adaptra launch {call}"
 
 
 def _agree_on_arguments(store: Store, rank: int, ranks: int, arguments: Mapping[str, str], timeout: float) -> None:
@@ -288,6 +312,8 @@ def gather(transport: Transport, what: str, data: object, timeout: float, check:
     """
     wanted = range(transport.world_size) if transport.rank == 0 else range(0)
     found = _exchange(transport.store, f"gather/{what}", transport.rank, json.dumps(data), wanted, timeout, check)
+    for rank in wanted:  # nobody else reads them
+        transport.store.delete_key(f"gather/{what}/{rank}")
     return [json.loads(text) for text in found] if transport.rank == 0 else None
 
 

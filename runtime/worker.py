@@ -165,7 +165,7 @@ class Worker:
             for stage in self._own
         }
         self._step = first_step
-        self.steps_before = self._evaluations = 0
+        self.steps_before = self._evaluations = self._gathered = 0
         self._calls: Counter[str] = Counter()
         self._aborted_by: Exception | None = None
         self.explain: Callable[[Exception], Exception] = _as_it_is
@@ -379,9 +379,14 @@ class Worker:
         A step must have run.
         """
         step = self._step - 1
+        self._gathered += 1
         with self._telling_the_others():
             records = gather(
-                self._transport, f"records/{step}", self.monitor.records(step).to_json(), self._options.timeout, self.check
+                self._transport,
+                f"records/{self._gathered}",
+                self.monitor.records(step).to_json(),
+                self._options.timeout,
+                self.check,
             )
         if records is None:
             return None
@@ -483,6 +488,11 @@ class Worker:
         self.abort(cause)
         self._telemetry.failed(self._step, cause, self.monitor)
         return cause
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank's waits have been ended by an error."""
+        return self._aborted_by is not None
 
     def abort(self, error: Exception) -> None:
         """End all waits of this rank, now and later, with this error. Any thread may."""

@@ -33,7 +33,7 @@ from adaptra.runtime.stores import clone
 from adaptra.runtime.transports import clock
 from adaptra.runtime.transports.base import Identity, Layout, Pending, Transport, check_tensors, layout_of, now
 from adaptra.runtime.transports.contract import Contract
-from adaptra.runtime.transports.groups import initialise, make_groups, new_group
+from adaptra.runtime.transports.groups import end_group, end_keys, initialise, keys_of, make_groups, next_name
 from adaptra.runtime.transports.guard import Completion, Guard, peer_lost
 from adaptra.runtime.transports.pool import Pool
 from adaptra.runtime.transports.standing import FIRST_TAG, Standing
@@ -95,7 +95,8 @@ class C10dTransport(Transport):
         self.rank = distributed.get_rank(group)
         self.world_size = len(ranks)
         self._wire_device = torch.device("cpu") if backend == "gloo" else self._device
-        self._groups = make_groups(ranks, self.rank, backend)
+        self._name = next_name(group)
+        self._groups = make_groups(ranks, self.rank, backend, self._name)
         self._stream = torch.cuda.Stream(self._wire_device) if self._wire_device.type == "cuda" else None
         self._guard = Guard(self.rank, self.world_size)
         self._pool = Pool(self._allocate)
@@ -107,8 +108,7 @@ class C10dTransport(Transport):
         self._threads: list[threading.Thread] = []
         self._closed = False
         # A connection of its own: who waits on the control plane holds up nobody else.
-        control = self._groups.get((False, None)) or new_group(ranks, "gloo")
-        self.store = PrefixStore("adaptra", clone(control.get_group_store()))
+        self.store = PrefixStore("adaptra", clone(keys_of(self._name)))
         self.clock_offsets = self._compare_clocks()
 
     def send(
@@ -185,7 +185,8 @@ class C10dTransport(Transport):
             for pending in self._guard.sends():
                 pending.wait(max(0.0, deadline - now()))
         unfinished = self._guard.has_pending()
-        if self._guard.end(TransportError(f"the transport of rank {self.rank} is closed")) and unfinished:
+        is_whole = self._guard.end(TransportError(f"the transport of rank {self.rank} is closed"))
+        if is_whole and unfinished:
             self._end_waits()
         for channel in self._channels.values():
             channel.put(None)
@@ -195,9 +196,17 @@ class C10dTransport(Transport):
                 if thread.is_alive():
                     logger.warning("rank %d: %s still waits for its last message", self.rank, thread.name)
         self._standing.clear()
-        self._groups = {}
+        self._give_back(is_whole and not unfinished)
         if self._owns_default:
             distributed.destroy_process_group()
+
+    def _give_back(self, is_idle: bool) -> None:
+        groups, self._groups = self._groups, {}
+        # Ending a group waits for what it still has to do, which may never end once a rank is lost.
+        if is_idle and not any(thread.is_alive() for thread in self._threads):
+            for group in groups.values():
+                end_group(group)
+            end_keys(self._name, self.rank, self.world_size)
 
     def _start(self, channel: _Channel, pending: Completion, post: Callable[[], _Posted]) -> None:
         try:

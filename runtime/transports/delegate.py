@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from adaptra import _C
 from adaptra.errors import TransportError
@@ -42,13 +42,13 @@ class DelegateTransport(Transport):
 
     Args:
         started: The rank's engine, which this transport closes.
-        owns_default: Whether closing also ends torch's default group.
+        on_close: Is called once it is closed.
 
     Attributes:
         clock_offsets: For every rank how far its clock is ahead of this one's, with the uncertainty.
     """
 
-    def __init__(self, started: StartedEngine, owns_default: bool = False) -> None:
+    def __init__(self, started: StartedEngine, on_close: Callable[[], None] | None = None) -> None:
         self.contract = CONTRACT
         self.rank = started.rank
         self.world_size = started.world_size
@@ -65,7 +65,7 @@ class DelegateTransport(Transport):
         self._slots: dict[tuple[int, Layout], EngineMessage] = {}
         self._refusals = Refusals(self._engine, self.rank)
         self._is_closed = False
-        self._owns_default = owns_default
+        self._on_close = on_close
 
     def send(
         self, destination_rank: int, identity: Identity, tensors: Sequence[Tensor], *, posted_at: float | None = None
@@ -135,8 +135,8 @@ class DelegateTransport(Transport):
             self._sent.clear()
             self._free.clear()
             self._slots.clear()
-        if self._owns_default:
-            distributed.destroy_process_group()
+        if self._on_close is not None:
+            self._on_close()
 
     def statistics(self) -> list[tuple[int, int, bool, bool, dict[str, int]]]:
         """What each channel counted: source and destination rank, whether it is backward, whether this rank sends, counters.

@@ -54,8 +54,8 @@ class GpuDelegateTransport(DelegateTransport):
 
     _arriving = _Arriving
 
-    def __init__(self, started: StartedEngine, owns_default: bool, device: torch.device) -> None:
-        super().__init__(started, owns_default)
+    def __init__(self, started: StartedEngine, on_close: Callable[[], None], device: torch.device) -> None:
+        super().__init__(started, on_close)
         self._staging = Staging(device, f"adaptra rank {self.rank}")
         self._prefetched: dict[tuple[int, bool], queue.SimpleQueue[Travelling | None]] = {}
         self._prefetchers: list[threading.Thread] = []

@@ -14,7 +14,7 @@ from adaptra.runtime.transports.delegate import DelegateTransport
 from adaptra.runtime.transports.delegate_engine import Listen, Timing, listen, start_engine
 from adaptra.runtime.transports.delegate_gpu import GpuDelegateTransport
 from adaptra.runtime.transports.endpoints import address_towards
-from adaptra.runtime.transports.groups import initialise, new_group
+from adaptra.runtime.transports.groups import end_keys, initialise, keys_of, next_name
 
 
 def join(
@@ -39,12 +39,19 @@ def join(
     """
     owns_default = group is None and initialise("gloo")
     ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
-    control = new_group(ranks, "gloo").get_group_store()
+    name = next_name(group)
+    control = keys_of(name)
     # A connection of its own: who waits on the control plane holds up nobody else.
     store = PrefixStore("adaptra", clone(control))
     rank, place = distributed.get_rank(group), torch.device(device)
     found = addresses or [*rdma_paths.agree_on_ports(store, rank, len(ranks)), address_towards(control)]
     started = start_engine(rank, len(ranks), store, found, timing or Timing(), listen)
+
+    def end() -> None:
+        end_keys(name, rank, len(ranks))
+        if owns_default:
+            distributed.destroy_process_group()
+
     if place.type == "cuda":
-        return GpuDelegateTransport(started, owns_default, place)
-    return DelegateTransport(started, owns_default)
+        return GpuDelegateTransport(started, end, place)
+    return DelegateTransport(started, end)

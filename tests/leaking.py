@@ -1,0 +1,71 @@
+"""What a job holds after it has done something over and over: two replicas of two stages, one process each."""
+
+import gc
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from training import MIXED
+
+import adaptra
+
+RANKS, ROWS = 4, 16
+ACTIONS = ("compile and close", "cut", "role", "timeline")
+
+
+def held():
+    """Descriptors, threads, keys in the store and process groups, once every rank has let go of what it can."""
+    store = dist.group.WORLD.get_group_store()
+    for _ in range(2):
+        gc.collect()
+        dist.barrier()
+        time.sleep(0.2)  # the store's host takes down connections that were closed
+    found = {
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "keys": store.num_keys(),
+        "groups": len(distributed_c10d._world.pg_map),
+    }
+    dist.barrier()
+    return found
+
+
+def compiled(inputs, targets):
+    return adaptra.compile(
+        MIXED.make(), stages=2, microbatches=4, example_inputs=(inputs, targets), loss=MIXED.loss, split=["middle.1"],
+        options=adaptra.Options(adapt=False, timeout=600.0),
+    )  # fmt: skip
+
+
+def repeat(rank, what, looks):
+    """What is held after so many rounds, for each number in ``looks``."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    inputs, _, targets = MIXED.rows(ROWS, seed=0)
+    found = []
+    with compiled(inputs, targets) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        pipe.step(inputs[0], targets)
+        for count in range(1, max(looks) + 1):
+            match what:
+                case "compile and close":
+                    with compiled(inputs, targets) as other:
+                        other.step(inputs[0], targets)
+                    del other
+                case "cut":
+                    pipe.take_split([["middle.1"], ["middle.4"]][count % 2], optimizer)
+                    pipe.step(inputs[0], targets)
+                case "role":
+                    pipe.take_roles(pipe.roles.swapped(count % RANKS, (count + 1) % RANKS), optimizer)
+                    pipe.step(inputs[0], targets)
+                case _:
+                    pipe.timeline()
+            if count in looks:
+                found.append(held())
+    return found
+
+
+def repeat_all(rank, looks):
+    return {what: repeat(rank, what, looks) for what in ACTIONS}
