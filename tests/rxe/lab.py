@@ -92,7 +92,7 @@ def run(
 
 def _guard(process: subprocess.Popen[bytes], exchange: Path) -> subprocess.Popen[bytes]:
     """A process that ends the kernel, should this one be killed before it can: then the pipe between them breaks."""
-    script = 'read -r _ || { kill -9 -- "-$0"; rm -rf "$1"; }'
+    script = 'read -r _ || { kill -9 "-$0"; rm -rf "$1"; }'
     return subprocess.Popen(
         ["/bin/sh", "-c", script, str(process.pid), exchange], stdin=subprocess.PIPE, start_new_session=True
     )
