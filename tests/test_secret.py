@@ -13,6 +13,7 @@ from adaptra.errors import ControlError, LaunchError
 from adaptra.runtime.launch import launch
 from adaptra.runtime.secret import derive, fingerprint, given_secret
 from adaptra.runtime.transports.endpoints import share_secret
+from adaptra.runtime.transports.groups import keys_of
 
 SECRET = "5b1f" * 16
 
@@ -98,9 +99,8 @@ def test_compile_compares_the_secrets_of_all_ranks(monkeypatch):
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        group_store = dist.group.WORLD.get_group_store()
         launch(1, None, {"stages": "1"}, 5).transports[0].close()
-        told = dist.PrefixStore("adaptra launch 1", group_store).get("arguments/0").decode()
+        told = keys_of("adaptra launch 1").get("arguments/0").decode()
     finally:
         dist.destroy_process_group()
     assert json.loads(told)["ADAPTRA_SECRET"] == fingerprint(SECRET.encode())
