@@ -289,7 +289,7 @@ class Participant:
         if self._term > 0:
             version = self._initial.version if self._last is None else self._last.version
             self._around.emit(
-                EventKind.COORDINATES, self._reached, version, f"in place of rank {(self._term - 1) % self._ranks}"
+                EventKind.COORDINATES, max(self._reached, 0), version, f"in place of rank {(self._term - 1) % self._ranks}"
             )
         self._around.lead(True)
 
