@@ -1,14 +1,54 @@
-"""A TCP proxy whose connections a test can cut, refuse or stall: a network between a rank and the control store."""
+"""A TCP proxy whose connections a test can cut, refuse or stall: a network between a rank and the control store.
+
+It is a process of its own, as a network is: some of a store's calls keep Python's other threads from running meanwhile.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
+import sys
 import threading
 
 
 class Proxy:
-    """Forwards connections to a port of this host, on threads of its own. :attr:`port` is where it listens."""
+    """Forwards connections to a port of this host until this object or its process ends. :attr:`port` is where it listens."""
+
+    def __init__(self, target: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(target)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        self.port = int(self._answer())
+
+    def cut(self) -> None:
+        """End all connections, as a switch that restarts does; new ones are welcome."""
+        self._ask("cut")
+
+    def refuse(self) -> None:
+        """End all connections, and every new one at once."""
+        self._ask("refuse")
+
+    def stall(self) -> None:
+        """Forward nothing any more, without a word, until :meth:`go_on`."""
+        self._ask("stall")
+
+    def go_on(self) -> None:
+        """Forward again, what came meanwhile first."""
+        self._ask("go_on")
+
+    def _ask(self, what: str) -> None:
+        assert self._process.stdin is not None
+        print(what, file=self._process.stdin)
+        self._answer()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+
+class _Forwarding:
+    """What the process does: two threads per connection, and the orders that come as lines."""
 
     def __init__(self, target: int) -> None:
         self._target = target
@@ -21,23 +61,19 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        """End all connections, as a switch that restarts does; new ones are welcome."""
         ended, self._open = self._open, []
         for end in ended:
             with contextlib.suppress(OSError):  # the other end was first
                 end.shutdown(socket.SHUT_RDWR)
 
     def refuse(self) -> None:
-        """End all connections, and every new one at once."""
         self._refuses = True
         self.cut()
 
     def stall(self) -> None:
-        """Forward nothing any more, without a word, until :meth:`go_on`."""
         self._flows.clear()
 
     def go_on(self) -> None:
-        """Forward again, what came meanwhile first."""
         self._flows.set()
 
     def _accept(self) -> None:
@@ -59,3 +95,11 @@ class Proxy:
         for end in (source, to):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+
+if __name__ == "__main__":
+    forwarding = _Forwarding(int(sys.argv[1]))
+    print(forwarding.port, flush=True)
+    for line in sys.stdin:
+        getattr(forwarding, line.strip())()
+        print("done", flush=True)

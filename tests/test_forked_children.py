@@ -11,6 +11,7 @@ from processes import free_port
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
 
 TRAIN = """
+import multiprocessing
 import os
 import signal
 import sys
@@ -21,10 +22,13 @@ from torch.utils.data import DataLoader
 
 import adaptra.errors
 
+begun = multiprocessing.get_context("fork").Event()
+
 class Slow:
     def __len__(self):
         return 4
     def __getitem__(self, k):
+        begun.set()
         time.sleep(200)
 
 torch.set_num_threads(1)
@@ -43,6 +47,7 @@ for _ in range(2):
 if os.environ["RANK"] == "0":
     loader = iter(DataLoader(Slow(), num_workers=1, multiprocessing_context="fork"))
     print(loader._workers[0].pid, flush=True)
+    begun.wait()  # a worker that has got nothing to do yet ends with its parent
     os.kill(os.getpid(), signal.SIGKILL)
 try:
     pipe.step(rows, rows)
