@@ -63,7 +63,7 @@ def in_lab(request: pytest.FixtureRequest) -> Callable[..., Any]:
     if (reason := lab.missing(kernel) or built_without_verbs()) is not None:
         pytest.skip(reason)
 
-    def call(body: Callable[..., Any], *arguments: Any, hosts: int = 2, rails: int = 2, timeout: float = 50.0) -> Any:
+    def call(body: Callable[..., Any], *arguments: Any, hosts: int = 2, rails: int = 2, timeout: float = 150.0) -> Any:
         command = inside.command(body, *arguments)
         finished = lab.run(kernel, command, Path(__file__).parent.parent, hosts=hosts, rails=rails, timeout=timeout)
         assert finished.status == 0, finished.output

@@ -81,7 +81,7 @@ class Link:
     def close(self):
         self._is_closed = True
         self._waker.send(b"x")
-        self._thread.join(5)
+        self._thread.join(100)
         self.reset()
         for one in (self._listener, self._wakeup, self._waker, self._selector):
             if one is not None:

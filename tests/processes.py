@@ -46,7 +46,7 @@ def free_ports(count: int) -> int:
 
 
 def run_processes(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 45.0, may_die: tuple[int, ...] = ()
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150.0, may_die: tuple[int, ...] = ()
 ) -> list[Any]:
     """Call ``function(rank, *args)`` in ``world_size`` processes, with RANK, WORLD_SIZE and MASTER_* set.
 
@@ -96,7 +96,7 @@ def _collect(
             try:
                 outcome = end.recv()
             except EOFError:
-                processes[rank].join(5)
+                processes[rank].join(100)
                 outcome = Outcome(exit_code=processes[rank].exitcode)
             assert outcome.error is None, f"rank {rank}: {outcome.error}"
             assert outcome.exit_code is None, f"rank {rank} died with exit code {outcome.exit_code}"

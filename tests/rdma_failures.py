@@ -201,7 +201,7 @@ def cut_off() -> list[list[str]]:
             process.wait_for("waiting", 60)
         inside.shell("ip -n n0 link set rail0 down")
         inside.shell("tc qdisc add dev p0_1 root netem loss 100%")
-        return [process.result(60) for process in processes]
+        return [process.result(100) for process in processes]
 
 
 def wait_in_vain(host: int, hosts: int) -> list[str]:
@@ -217,7 +217,7 @@ def wait_in_vain(host: int, hosts: int) -> list[str]:
     pending = transport.receive(peer, identity)
     print("waiting", flush=True)
     try:
-        pending.wait(50)
+        pending.wait(100)
     except RuntimeError as error:
         return [type(error).__name__, str(error)]
     finally:

@@ -8,7 +8,7 @@ import pytest
 from errors_table import check_documented
 from processes import run_processes
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.processes
 
 ROWS, MICROBATCHES = 16, 8
 
@@ -259,10 +259,9 @@ def train_on_meshes(rank):
     return train_replicas(rank, 0, ["dp", "pp"]), train_replicas(rank, 0, ["pp", "dp"])
 
 
-@pytest.mark.timeout(120)
 def test_a_mesh_says_which_stage_of_which_replica_a_rank_holds():
     """What ranks 0, 2 and 1, 3 train, the stages of its two columns, is bitwise what consecutive ranks do."""
-    results = run_processes(train_on_meshes, 4, timeout=110)
+    results = run_processes(train_on_meshes, 4)
     for rank, same_role in enumerate([0, 2, 1, 3]):
         (losses, gradients, state, _), (others, theirs, other_state, _) = results[rank][0], results[same_role][1]
         assert losses == others and same(gradients, theirs) and same(state, other_state)
@@ -291,9 +290,8 @@ def lie_in_another_order(rank):
     return refused, *found
 
 
-@pytest.mark.timeout(120)
 def test_a_mesh_is_of_all_ranks_and_gives_stages_their_order():
-    results = run_processes(lie_in_another_order, 4, timeout=110)
+    results = run_processes(lie_in_another_order, 4)
     for refused, *_ in results:
         for row, error in refused.items():
             check_documented(*error[:2], DOCUMENTED[row])

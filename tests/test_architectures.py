@@ -23,7 +23,7 @@ ROUNDED_OTHERWISE = {"LSTM": "oneDNN's kernel of a whole layer can't be differen
 
 
 # Compiling one takes some ten seconds of a processor, and CI has two for all.
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.usefixtures("one_thread")]
 
 
 @cache
@@ -70,7 +70,6 @@ def train_over_processes(rank: int, names: list[str]) -> list[list[str]]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(240)
 def test_skips_and_cross_attention_cross_processes() -> None:
     """What an early stage makes for a late one travels through all stages between, over gloo."""
     assert run_processes(train_over_processes, 4, ["T5", "U-Net"], timeout=220) == [[[], []]] * 4

@@ -55,10 +55,9 @@ def only_rank_0(rank: int, folder: str, stages: int) -> dict[str, tuple[str, str
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_what_only_one_rank_calls_is_named_on_all_within_seconds(stages: int, tmp_path: Any) -> None:
-    results = run_processes(only_rank_0, 2, str(tmp_path), stages, timeout=140.0)
+    results = run_processes(only_rank_0, 2, str(tmp_path), stages)
     for rank, found in enumerate(results):
         for name, (kind, message, seconds) in found.items():
             told = f"rank 0 called {name}, rank 1 step: expected the same calls" in message

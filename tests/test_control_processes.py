@@ -18,7 +18,7 @@ from processes import run_processes
 
 from adaptra.runtime.events import EventKind
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.processes
 
 RANKS, MICROBATCHES, ROWS = 3, 4, 12
 LIMIT = 1000
@@ -118,7 +118,7 @@ def die_in_a_proposal(rank, port, folder, kind):
 @pytest.mark.parametrize("kind", [EventKind.PROPOSED, EventKind.CONFIRMED, EventKind.AGREED])
 def test_a_coordinator_killed_in_a_proposal_ends_the_others_under_one_plan(kind, store, tmp_path):
     """Before any rank has got the proposal, before the coordinator has confirmed it, and when all had just agreed."""
-    results = run_processes(die_in_a_proposal, RANKS, store.port, str(tmp_path), kind, may_die=(0,), timeout=100.0)
+    results = run_processes(die_in_a_proposal, RANKS, store.port, str(tmp_path), kind, may_die=(0,))
     for error, text, lost, seconds in results[1:]:
         assert (error, lost) == ("PeerLostError", 0), text
         assert seconds < 30
@@ -151,7 +151,7 @@ def pause(rank, port, folder, victim):
 @pytest.mark.parametrize("victim", [0, 2])
 def test_training_goes_on_after_a_rank_was_paused_for_five_seconds(victim, store, tmp_path):
     """Five seconds are less than a lost rank's ten. The pause costs its five seconds, once, and the plan still comes."""
-    results = run_processes(pause, RANKS, store.port, str(tmp_path), victim, timeout=100.0)
+    results = run_processes(pause, RANKS, store.port, str(tmp_path), victim)
     assert [differences for differences, _ in results] == [[]] * RANKS
     steps = len(results[0][1])
     for _, seconds in results:
@@ -186,7 +186,7 @@ def cut(rank, port, folder, victim):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_cut_connection_to_the_store_is_made_anew_and_another_rank_coordinates(victim, store, tmp_path):
-    results = run_processes(cut, RANKS, store.port, str(tmp_path), victim, timeout=100.0)
+    results = run_processes(cut, RANKS, store.port, str(tmp_path), victim)
     assert [differences for differences, *_ in results] == [[]] * RANKS
     steps = results[0][1]
     assert {count for _, count, _ in results} == {steps}
@@ -218,7 +218,7 @@ def lose(rank, port, folder, victim, how):
 
 @pytest.mark.parametrize(("victim", "how"), [(0, "stall"), (1, "refuse")])
 def test_a_control_store_out_of_reach_ends_training_everywhere(victim, how, store, tmp_path):
-    results = run_processes(lose, RANKS, store.port, str(tmp_path), victim, how, timeout=100.0)
+    results = run_processes(lose, RANKS, store.port, str(tmp_path), victim, how)
     for rank, (found, seconds) in enumerate(results):
         assert found is not None, f"rank {rank} went on for {seconds} s"
         error, text, lost, last_step = found

@@ -205,7 +205,7 @@ def train(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(50.0)
+        thread.join(100)
     assert not any(thread.is_alive() for thread in threads)
     return raised
 
@@ -254,7 +254,7 @@ def test_training_goes_on_while_the_planner_plans() -> None:
     def slow_planner(case: Case, incumbent: Program) -> Program:
         began.append(max(journal.versions(), default=0))
         started_planning.set()
-        assert enough.wait(30.0)
+        assert enough.wait(100)
         return best(case, incumbent)
 
     def until(step: int, plan: Plan) -> bool:
@@ -279,7 +279,7 @@ def test_a_rank_that_lags_delays_the_switch_and_not_the_steps() -> None:
         if rank == 2 and not enough.is_set():
             began.append(max(journal.versions(), default=0))
             is_asked.set()
-            assert enough.wait(30.0)
+            assert enough.wait(100)
 
     def until(step: int, plan: Plan) -> bool:
         if is_asked.is_set() and step > began[0] + 20:
@@ -328,7 +328,7 @@ def test_a_coordinator_that_does_not_answer_is_replaced() -> None:
         with controllers(journal, ranks=[0], store=store, options=ControllerOptions()) as late:
             assert train([*late, *others], journal, lambda step, plan: plan.version > 0) == []
             for thread in waiting:
-                thread.join(30.0)
+                thread.join(100)
     assert_agreed(journal)
     assert {event.rank for event in journal.of(EventKind.SWITCHED)} == set(range(RANKS))
 
@@ -394,7 +394,7 @@ def run_with_one_by_hand(answer: Callable[[Mailbox, Proposed], None], options: C
     finally:
         ended.set()
         mailbox.wake()
-        server.join(10.0)
+        server.join(100)
         mailbox.close(10.0)
     return journal
 
@@ -625,7 +625,7 @@ def test_closing_wakes_a_rank_that_waits_for_its_plan_and_ends_the_thread() -> N
         thread.start()
         started[1].close()
         started[1].close()
-        thread.join(10.0)
+        thread.join(100)
     assert [str(error) for error in raised] == ["step 0 has no plan: the controller of rank 1 is closed"]
     assert not any(thread.name.startswith(("adaptra-controller", "adaptra-mail")) for thread in threading.enumerate())
 
@@ -647,7 +647,7 @@ def test_a_lost_store_ends_training_with_an_error() -> None:
         del server
         raised = train(started, journal, lambda step, plan: False, ranks=range(3))
         # Training may meet the lost store before the control thread does, which a controller that is closed does not tell.
-        errors = [told.get(timeout=30.0) for _ in range(3)]
+        errors = [told.get(timeout=100) for _ in range(3)]
     assert len(raised) == 3
     assert all(isinstance(error, ControlError) for error in raised)
     assert all(isinstance(error, dist.DistError) for error in errors)
@@ -704,7 +704,6 @@ def rank_process(rank: int, port: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 def test_processes_switch_at_the_same_step() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=45))
     spawn = multiprocessing.get_context("spawn")
@@ -717,7 +716,7 @@ def test_processes_switch_at_the_same_step() -> None:
         ran = [json.loads(store.get(key)) for key in keys]
     finally:
         for process in processes:
-            process.join(10.0)
+            process.join(100)
             if process.is_alive():
                 process.kill()
     assert [process.exitcode for process in processes] == [0] * RANKS

@@ -14,7 +14,7 @@ def test_a_send_after_the_end_fails_at_once(size):
     with Pair(1, CALM) as pair:
         pair.sender.close("the test is over", 0.0)
         sent = pair.send(1, size)
-        assert sent.wait(20), "nobody tells its end"
+        assert sent.wait(100), "nobody tells its end"
         assert sent.error == "the engine is closed"
 
 
@@ -24,7 +24,7 @@ def test_threads_may_close_it_together():
             together, failed = threading.Barrier(4), []
 
             def close(pair=pair, together=together, failed=failed):
-                together.wait(20)
+                together.wait(100)
                 try:
                     pair.sender.close("the test is over", 0.0)
                 except RuntimeError as error:
@@ -34,7 +34,7 @@ def test_threads_may_close_it_together():
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(20)
+                thread.join(100)
             assert not failed and not any(thread.is_alive() for thread in threads)
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from processes import free_port
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.processes
 
 TRAIN = """
 import sys
@@ -49,7 +49,7 @@ def test_nothing_is_left_of_the_engine_when_the_interpreter_ends(transport, how)
         for rank in range(2)
     ]
     try:
-        told = [rank.communicate(timeout=50)[1] for rank in ranks]
+        told = [rank.communicate(timeout=150)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -31,7 +31,7 @@ def check_traffic(pair):
     """The job's own messages travel as if nobody else were there."""
     request, sent = pair.receive(SIZE), pair.send(3, SIZE)
     assert pair.take(request) == pattern(3, SIZE)
-    assert sent.wait(5) and sent.error is None
+    assert sent.wait(100) and sent.error is None
     assert all(counters["path_failures"] == 0 for counters in pair.counters())
 
 
@@ -41,7 +41,7 @@ def call(pair, host=STRANGER):
 
 
 def refusals(pair, at_least=1):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 100
     while sum(count for _, _, count in pair.sender.refusals()) < at_least:
         assert time.monotonic() < deadline, pair.sender.refusals()
         let_others_run()
@@ -153,7 +153,7 @@ def test_a_job_with_another_secret_never_connects():
     with Pair(1, secret=b"x" * 32) as pair:
         pair.receiver.reserve(0, SIZE, 1)
         request = pair.receive(SIZE)
-        assert request.wait(10)
+        assert request.wait(100)
         assert "no path to rank 0 is left" in request.error
         assert pair.sender.refusals()[0][1] == "does not know this job's secret"
 
@@ -372,7 +372,7 @@ def test_one_secret_of_two_sessions_joins_nobody():
         second.start()
         second.reserve(0, SIZE, 1)
         request = second.receive(0, False, SIZE)
-        assert request.wait(10) and "no path to rank 0 is left" in request.error
+        assert request.wait(100) and "no path to rank 0 is left" in request.error
         assert first.refusals()[0][1] == "does not know this job's secret"
     finally:
         first.close("the test is over", 0.0)

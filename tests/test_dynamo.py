@@ -65,7 +65,7 @@ def unequal(losses: list[Tensor], state: dict[str, Tensor], expected: list[Step]
 
 def test_it_is_listed_without_being_imported() -> None:
     code = "import sys, torch; print('adaptra' in torch.compiler.list_backends(), 'adaptra' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=55, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=True)
     assert done.stdout.split() == ["True", "False"]
 
 
@@ -349,7 +349,6 @@ def lean_over_processes() -> Lean:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(240)
 def test_a_plain_loop_on_every_rank_leaves_the_whole_model_on_every_rank() -> None:
     """Clipping, evaluation, the state and short batches are bitwise those of one process."""
     for unequal, made, outputs, lean in run_processes(train_over_processes, 2, timeout=220):

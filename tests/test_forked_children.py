@@ -8,7 +8,7 @@ import sys
 import pytest
 from processes import free_port
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.processes
 
 TRAIN = """
 import multiprocessing

@@ -244,5 +244,5 @@ def test_a_rank_that_waits_is_woken(end: str) -> None:
     else:
         coverage.fail(ValueError("no more"))
         coverage.fail(ValueError("never mind"))
-    thread.join(30.0)
+    thread.join(100)
     assert found == ([0] if end == "extend" else ["step 0 has no plan: no more"])

@@ -77,7 +77,7 @@ def ports_of(_host: int) -> list[dict[str, Any]]:
 def find_on_a_host_with_a_pulled_plug() -> Any:
     inside.shell("ip -n n0 link set rail1 down")
     with inside.on_hosts(1, ports_of) as (process,):
-        return process.result(20)
+        return process.result(100)
 
 
 @pytest.mark.rdma
@@ -100,7 +100,7 @@ def watch(_host: int) -> list[list[str]]:
     events: queue.Queue[RdmaEvent] = queue.Queue()
     watcher = Watcher(["rxe0_0", "rxe0_1"], events.put)
     print("watching", flush=True)
-    told = [events.get(timeout=20) for _ in range(2)]
+    told = [events.get(timeout=100) for _ in range(2)]
     watcher.close()
     watcher.close()
     return [[event.device, event.event, event.ports[0].state, str(event)] for event in told]
@@ -111,7 +111,7 @@ def pull_a_plug_and_put_it_back() -> Any:
         process.wait_for("watching", 20)
         inside.shell("ip -n n0 link set rail1 down")
         inside.shell("ip -n n0 link set rail0 down")
-        return process.result(20)
+        return process.result(100)
 
 
 @pytest.mark.rdma

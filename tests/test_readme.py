@@ -17,7 +17,7 @@ SNIPPET = Page.read(Path(__file__).parents[1] / "README.md").program
 def run(command: list[str], tmp_path: Path) -> str:
     script = tmp_path / "snippet.py"
     script.write_text(SNIPPET)
-    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=55, check=False, cwd=tmp_path)
+    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=150, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -29,7 +29,6 @@ def test_the_ten_lines_run_in_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 def test_the_ten_lines_run_under_torchrun_with_the_same_loss_on_every_rank(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"]
     alone = run([sys.executable], tmp_path)

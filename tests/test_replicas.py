@@ -92,9 +92,8 @@ def train_replicas(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(90)
 def test_replicas_draw_as_one_process_does_and_keep_buffers_as_ddp_does(one_thread: None) -> None:
-    results = run_processes(train_replicas, 2, timeout=80.0)
+    results = run_processes(train_replicas, 2)
     for microbatches in (1, 2):
         with compiled(DROPPING, DROPPING.rows(2 * ROWS, 0), stages=1, microbatches=2 * microbatches) as pipe:
             assert (pipe.replicas, pipe.replica) == (1, 0)

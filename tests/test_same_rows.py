@@ -74,9 +74,8 @@ def train(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(90)
 def test_ranks_of_a_replica_with_other_rows_are_told_all_of_them() -> None:
-    results = run_processes(train, 2, timeout=80.0)
+    results = run_processes(train, 2)
     for found in results:
         steps, message = found["sampler"]
         assert "step 0: rank 1 was given other inputs and targets than rank 0: expected the same rows" in message

@@ -76,10 +76,9 @@ def forget_the_seed(rank: int, world_size: int) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(160)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_copies_become_the_first_holders_and_one_line_says_so(world_size: int) -> None:
-    results = run_processes(forget_the_seed, world_size, world_size, timeout=150.0)
+    results = run_processes(forget_the_seed, world_size, world_size)
     example = MIXED if world_size == 4 else WIDE
     for moment, seed in (("compiled", 0), ("loaded", 7)):
         first = {key: value.numpy() for key, value in example.make(seed=seed).state_dict().items()}

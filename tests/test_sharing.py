@@ -156,7 +156,6 @@ def over_processes(rank: int) -> tuple[list[str], list[tuple[str, str]], list[st
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(240)
 def test_pipelines_over_processes_share_what_lies_on_the_same_ranks() -> None:
     first, second = run_processes(over_processes, 2, timeout=220)
     for unequal, ((kind, message), _), after in (first, second):

@@ -251,9 +251,8 @@ def test_a_cut_where_less_is_sent_is_taken_if_bandwidth_binds():
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_two_processes_settle_on_the_same_cut():
-    results = run_processes(settled, 2, timeout=100)
+    results = run_processes(settled, 2)
     assert [split for _, split, *_ in results] == [("layers.4",)] * 2
     assert len({text for _, _, told, _ in results for text in told}) == 1
     losses, state = plain()
@@ -286,7 +285,6 @@ def changing(rank, splits, stages):
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("stages", "splits"),
     [
@@ -297,8 +295,8 @@ def changing(rank, splits, stages):
 )
 def test_ranks_whose_cuts_move_go_on_bitwise(stages, splits):
     count = 3 if stages == 3 else 4
-    moved = run_processes(changing, count, splits, stages, timeout=50)
-    undisturbed = run_processes(changing, count, {}, stages, timeout=50)
+    moved = run_processes(changing, count, splits, stages)
+    undisturbed = run_processes(changing, count, {}, stages)
     assert all(split == tuple(splits[3]) for *_, split in moved)
     for replica in range(count // stages):
         ours, theirs = (some[replica * stages : (replica + 1) * stages] for some in (moved, undisturbed))
@@ -359,7 +357,6 @@ def lose_a_rank(rank, lost_in):
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("lost_in", "row"),
     [
@@ -370,16 +367,15 @@ def lose_a_rank(rank, lost_in):
 )
 def test_a_rank_that_is_lost_while_a_cut_moves_ends_the_others(lost_in, row):
     """Before it has come, when all have met, and when state moves."""
-    results = run_processes(lose_a_rank, 3, lost_in, timeout=40.0, may_die=(1,))
+    results = run_processes(lose_a_rank, 3, lost_in, may_die=(1,))
     for kind_and_message, (after, said) in (results[0], results[2]):
         check_documented(*kind_and_message, row)
         assert after == "PipelineError" and said.startswith("this pipeline has failed") and kind_and_message[0] in said
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 def test_a_rank_that_is_lost_when_a_cut_has_moved_is_named_by_the_next_step():
-    results = run_processes(lose_a_rank, 3, "regroup", timeout=40.0, may_die=(1,))
+    results = run_processes(lose_a_rank, 3, "regroup", may_die=(1,))
     for ((kind, message),) in (results[0], results[2]):
         assert kind == "PeerLostError"
         assert "rank 1" in message

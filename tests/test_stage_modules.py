@@ -186,9 +186,8 @@ def train_over_processes(rank: int) -> list[str]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_they_train_over_processes() -> None:
-    assert run_processes(train_over_processes, 3, timeout=110) == [[]] * 3
+    assert run_processes(train_over_processes, 3) == [[]] * 3
 
 
 class Dropped(nn.Module):

@@ -215,7 +215,7 @@ class Collected:
         self.may = threading.Event()
 
     def take(self, told: Told) -> None:
-        self.may.wait(30)
+        self.may.wait(100)
         self.told.append(told)
 
     def close(self) -> None:

@@ -146,7 +146,6 @@ def _train_under_torch(rank: int, folder: str, schedules: list[tuple[str, str, i
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 def test_torchs_own_runtime_loads_and_trains_with_exported_schedules(tmp_path: Path):
     """All generators and an unsplit one in "compute_only" form, an adapted order with its own communication in the other."""
     from torch import multiprocessing

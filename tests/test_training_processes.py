@@ -6,7 +6,7 @@ import weakref
 import pytest
 from processes import run_processes
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.processes
 
 STAGES = 4
 ROWS = 24

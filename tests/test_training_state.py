@@ -62,7 +62,6 @@ def go_on(rank: int, stages: int, folder: str) -> list[str]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_what_two_ranks_saved_three_go_on_with(tmp_path: Path) -> None:
     assert run_processes(begin, 2, 2, str(tmp_path / "saved")) == [[], []]
     assert run_processes(go_on, 3, 3, str(tmp_path / "saved")) == [[], [], []]

@@ -27,7 +27,7 @@ def test_local(body, wrap):
     transports = [wrap(hub.transport(rank)) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
         for done in [pool.submit(body, transport) for transport in transports]:
-            done.result(30)
+            done.result(100)
     for transport in transports:
         transport.close()
     assert not [thread.name for thread in threading.enumerate() if thread.name.endswith("faults")]

@@ -19,7 +19,7 @@ from adaptra.runtime.transports.c10d import C10dTransport
 from adaptra.runtime.transports.faulty import FaultyTransport
 from adaptra.runtime.transports.registry import create_transport
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.processes
 
 MATRIX = (*bodies.ALL, *bodies.IN_ORDER)
 
@@ -96,14 +96,14 @@ def measure_delay(rank):
             sends = [transport.send(1, forward(k, step=step), make(forward(k))) for k in range(4)]
             found.append(time.monotonic() - started)
             for pending in sends:
-                pending.wait(20)
+                pending.wait(100)
             transport.store.wait([f"received {step}"])
     else:
         transport.reserve({(0, SMALL): 4})
         for step in range(2):
             receives = [transport.receive(0, forward(k, step=step)) for k in range(4)]
             for k, pending in enumerate(receives):
-                assert bodies.same(pending.wait(20), make(forward(k)))
+                assert bodies.same(pending.wait(100), make(forward(k)))
                 transport.release(pending)
             found.append([pending.arrived_at - pending.sent_at for pending in receives])
             transport.store.set(f"received {step}", "")
@@ -144,7 +144,7 @@ class Rank:
         started = time.monotonic()
         self.transport.reserve({(source, SMALL): 1})
         with pytest.raises(RuntimeError) as caught:
-            self.transport.receive(source, identity).wait(40)
+            self.transport.receive(source, identity).wait(100)
         error = self.membership.fail(caught.value)
         assert isinstance(error, PeerLostError), error
         took = time.monotonic() - started

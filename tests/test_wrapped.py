@@ -161,9 +161,8 @@ def refused_in_a_job(rank: int) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_every_wrapper_of_torch_distributed_is_refused_at_both_doors() -> None:
-    (found,) = run_processes(refused_in_a_job, 1, timeout=110)
+    (found,) = run_processes(refused_in_a_job, 1)
     assert len(found) == 16
     for kind, error, message in found:
         check_documented(error, message, DOCUMENTED[kind])

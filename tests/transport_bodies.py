@@ -49,11 +49,11 @@ def carries_every_dtype(transport: Transport):
     """Values, shapes and dtypes arrive as they were sent, at an address that kernels like."""
     identity = forward(0, specs=SPECS, step=-3)
     if transport.rank == 0:
-        transport.send(1, identity, make(identity)).wait(20)
+        transport.send(1, identity, make(identity)).wait(100)
     elif transport.rank == 1:
         transport.reserve({(0, SPECS): 1})
         pending = transport.receive(0, identity)
-        got = pending.wait(20)
+        got = pending.wait(100)
         assert same(got, make(identity))
         assert all(tensor.data_ptr() % 16 == 0 for tensor in got)
         assert not any(tensor.requires_grad for tensor in got)
@@ -65,10 +65,10 @@ def rounds_what_is_lossy(transport: Transport):
     identity = forward(0, specs=(TensorSpec((4, 700), torch.float32, lossy_bf16=True), TensorSpec((2,), torch.float32)))
     tensors = tuple(torch.randn(spec.shape, generator=torch.Generator().manual_seed(1)) for spec in identity.specs)
     if transport.rank == 0:
-        transport.send(1, identity, tensors).wait(20)
+        transport.send(1, identity, tensors).wait(100)
     elif transport.rank == 1:
         transport.reserve({(0, identity.specs): 1})
-        got = transport.receive(0, identity).wait(20)
+        got = transport.receive(0, identity).wait(100)
         expected = (tensors[0].to(torch.bfloat16).to(torch.float32), tensors[1])
         assert same(got, expected) and not torch.equal(got[0], tensors[0])
 
@@ -82,7 +82,7 @@ def refuses_what_is_rounded_elsewhere(transport: Transport):
     elif transport.rank == 1:
         transport.reserve({(0, SMALL): 1})
         with pytest.raises(TransportError, match=r"with float32\[4\]: got .*float32→bfloat16\[4\]"):
-            transport.receive(0, forward(2)).wait(20)
+            transport.receive(0, forward(2)).wait(100)
         transport.store.set("refused", "")
 
 
@@ -91,10 +91,10 @@ def sends_what_requires_grad(transport: Transport):
     identity = forward(0, specs=(TensorSpec((3, 2), torch.float32, requires_grad=True),))
     tensor = torch.arange(6.0).reshape(2, 3).requires_grad_().t()
     if transport.rank == 0:
-        transport.send(1, identity, (tensor,)).wait(20)
+        transport.send(1, identity, (tensor,)).wait(100)
     elif transport.rank == 1:
         transport.reserve({(0, identity.specs): 1})
-        (got,) = transport.receive(0, identity).wait(20)
+        (got,) = transport.receive(0, identity).wait(100)
         assert got.is_leaf and not got.requires_grad and torch.equal(got, tensor)
 
 
@@ -110,11 +110,11 @@ def many_in_flight_both_ways(transport: Transport):
         receives = [transport.receive(peer, theirs(k, step=step)) for k in range(count)]
         sends = [transport.send(peer, mine(k, step=step), make(mine(k))) for k in range(count)]
         for k, pending in enumerate(receives):
-            assert same(pending.wait(20), make(theirs(k)))
+            assert same(pending.wait(100), make(theirs(k)))
             assert pending.done
             transport.release(pending)
         for pending in sends:
-            assert pending.wait(20) == ()
+            assert pending.wait(100) == ()
 
 
 def backward_overtakes_forward(transport: Transport):
@@ -122,14 +122,14 @@ def backward_overtakes_forward(transport: Transport):
     if transport.rank == 0:
         transport.reserve({(1, SMALL): 1})
         stuck = transport.send(1, forward(0), make(forward(0)))
-        assert same(transport.receive(1, backward(0)).wait(20), make(backward(0)))
+        assert same(transport.receive(1, backward(0)).wait(100), make(backward(0)))
         transport.send(1, forward(1, specs=LARGE), make(forward(1, specs=LARGE)))
-        stuck.wait(20)
+        stuck.wait(100)
     elif transport.rank == 1:
         transport.reserve({(0, SMALL): 1, (0, LARGE): 1})
-        transport.send(0, backward(0), make(backward(0))).wait(20)
-        assert same(transport.receive(0, forward(0)).wait(20), make(forward(0)))
-        transport.receive(0, forward(1, specs=LARGE)).wait(20)
+        transport.send(0, backward(0), make(backward(0))).wait(100)
+        assert same(transport.receive(0, forward(0)).wait(100), make(forward(0)))
+        transport.receive(0, forward(1, specs=LARGE)).wait(100)
 
 
 def refuses_other_shapes(transport: Transport):
@@ -140,7 +140,7 @@ def refuses_other_shapes(transport: Transport):
     elif transport.rank == 1:
         transport.reserve({(0, SMALL): 1})
         with pytest.raises(TransportError, match=r"0SEND_F2 of step 0 on edge 0→1 with float32\[4\]: got .*float32\[5000\]"):
-            transport.receive(0, forward(2)).wait(20)
+            transport.receive(0, forward(2)).wait(100)
         transport.store.set("refused", "")
 
 
@@ -152,7 +152,7 @@ def refuses_another_message(transport: Transport):
     elif transport.rank == 1:
         transport.reserve({(0, SMALL): 1})
         with pytest.raises(TransportError, match=r"receive of 0SEND_F0 of step 0 on edge 0→1.*got 0SEND_F1 of step 0"):
-            transport.receive(0, forward(0)).wait(20)
+            transport.receive(0, forward(0)).wait(100)
         transport.store.set("refused", "")
 
 
@@ -162,16 +162,16 @@ def times_messages_when_they_arrive(transport: Transport):
         transport.store.wait(["posted"])
         before = time.monotonic()
         for k in range(2):
-            transport.send(1, forward(k), make(forward(k))).wait(20)
+            transport.send(1, forward(k), make(forward(k))).wait(100)
         transport.store.set("sent", repr(before))
         transport.store.wait(["checked"])
     elif transport.rank == 1:
         transport.reserve({(0, SMALL): 2})
         first, second = (transport.receive(0, forward(k)) for k in range(2))
         transport.store.set("posted", "")
-        second.wait(20)
+        second.wait(100)
         asked = time.monotonic()
-        first.wait(20)
+        first.wait(100)
         assert first.arrived_at <= second.arrived_at <= asked
         # Both ranks are on one host here, so their clocks are one; what remains is the estimate's uncertainty.
         assert float(transport.store.get("sent")) - 0.02 <= first.sent_at <= first.arrived_at + 0.02
@@ -183,13 +183,13 @@ def tells_how_long_a_send_waited_for_its_receive(transport: Transport):
     if transport.rank == 0:
         sent = transport.send(1, forward(0), make(forward(0)))
         transport.store.set("under way", "")
-        sent.wait(20)
+        sent.wait(100)
     elif transport.rank == 1:
         transport.reserve({(0, SMALL): 1})
         transport.store.wait(["under way"])
         asked = time.monotonic()
         late = transport.receive(0, forward(0))
-        late.wait(20)
+        late.wait(100)
         if transport.contract.send_waits_for_receiver and not transport.contract.in_order:
             assert asked <= late.departed_at <= late.arrived_at
         else:
@@ -209,9 +209,9 @@ def pool_is_bounded(transport: Transport):
         pending = transport.receive(0, forward(0))
         with pytest.raises(AssertionError, match=r"receive of 0SEND_F1 .* from rank 0: all 1 buffers"):
             transport.receive(0, forward(1))
-        pending.wait(20)
+        pending.wait(100)
         transport.release(pending)
-        transport.receive(0, forward(1)).wait(20)
+        transport.receive(0, forward(1)).wait(100)
         transport.store.set("bounded", "")
 
 
@@ -229,7 +229,7 @@ def abort_ends_every_wait(transport: Transport):
 
     def wait():
         try:
-            pending.wait(20)
+            pending.wait(100)
         except RuntimeError as error:
             caught.append(error)
 
@@ -238,7 +238,7 @@ def abort_ends_every_wait(transport: Transport):
     reason = RuntimeError("the reason")
     transport.abort(reason)
     transport.abort(RuntimeError("a later reason"))
-    waiter.join(20)
+    waiter.join(100)
     assert caught == [reason]
     for operation in (
         lambda: transport.receive(0, forward(1)),
@@ -268,24 +268,24 @@ def stands_by_for_whatever_comes_next(transport: Transport):
     """Once a step's messages have come, the next ones travel before they are asked for, one of another shape among them."""
     announced = [forward(0, step=-1), forward(1, specs=LARGE, step=1), forward(2, specs=LARGE, step=1)]
     if transport.rank == 0:
-        transport.send(1, forward(0, specs=LARGE), make(forward(0, specs=LARGE))).wait(20)
+        transport.send(1, forward(0, specs=LARGE), make(forward(0, specs=LARGE))).wait(100)
         transport.store.wait(["standing"])
         for pending in [transport.send(1, identity, make(identity)) for identity in announced]:
             if transport.contract.send_waits_for_receiver:
-                pending.wait(20)
+                pending.wait(100)
         transport.store.set("travelled", "")
-        transport.send(1, forward(3, specs=LARGE, step=1), make(forward(3, specs=LARGE))).wait(20)
+        transport.send(1, forward(3, specs=LARGE, step=1), make(forward(3, specs=LARGE))).wait(100)
     elif transport.rank == 1:
         transport.reserve({(0, LARGE): 2, (0, SMALL): 1})
         held = transport.receive(0, forward(0, specs=LARGE))
-        held.wait(20)
+        held.wait(100)
         transport.stand_by(0, forward(0, specs=LARGE), 3)
         transport.release(held)
         transport.store.set("standing", "")
         transport.store.wait(["travelled"])
         for identity in (*announced, forward(3, specs=LARGE, step=1)):
             pending = transport.receive(0, identity)
-            assert same(pending.wait(20), make(identity))
+            assert same(pending.wait(100), make(identity))
             transport.release(pending)
 
 

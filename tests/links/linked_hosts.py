@@ -177,7 +177,7 @@ class LinkedHosts:
         return [process.wait() for process in started]
 
     def call(
-        self, function: Callable[..., Any], *arguments: Any, timeout: float = 50.0, shown: Collection[int] = ()
+        self, function: Callable[..., Any], *arguments: Any, timeout: float = 150.0, shown: Collection[int] = ()
     ) -> list[Any]:
         """Call ``function(rank, *arguments)`` of a module's top level in a process on every host; what each returned.
 

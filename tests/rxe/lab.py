@@ -43,7 +43,7 @@ def missing(kernel: Path | None) -> str | None:
 
 
 def run(
-    kernel: Path, command: Sequence[str], folder: Path, *, hosts: int = 2, rails: int = 2, timeout: float = 50.0
+    kernel: Path, command: Sequence[str], folder: Path, *, hosts: int = 2, rails: int = 2, timeout: float = 150.0
 ) -> Finished:
     """Boot a lab, run a command in it as root, outside of all hosts, and end the lab.
 
