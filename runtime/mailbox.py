@@ -61,6 +61,13 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The coordinator has given up what it proposed under this version: no rank need keep it."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Joined:
     """A rank turns to the coordinator of a term, which takes over if it does not coordinate yet.
 
@@ -125,7 +132,7 @@ class Wake:
     """Not from the store: something happened in this process."""
 
 
-Mail = Measured | Proposed | Confirmed | Refused | Joined | Term | LogGrew | Given | Differed | Failed
+Mail = Measured | Proposed | Confirmed | Refused | Withdrawn | Joined | Term | LogGrew | Given | Differed | Failed
 
 
 def to_json(mail: Mail) -> dict[str, Any]:
@@ -140,6 +147,8 @@ def to_json(mail: Mail) -> dict[str, Any]:
             data = {"mail": "confirmed", "rank": rank, "version": version, "digest": digest}
         case Refused(rank, version, why):
             data = {"mail": "refused", "rank": rank, "version": version, "why": why[:MAX_TEXT]}
+        case Withdrawn(version):
+            data = {"mail": "withdrawn", "version": version}
         case Joined(rank, term, reached):
             data = {"mail": "joined", "rank": rank, "term": term, "reached": reached}
         case Term(term):
@@ -172,6 +181,8 @@ def from_json(payload: bytes) -> Mail:
             mail = Confirmed(fields.whole("rank"), fields.whole("version"), fields.text("digest", at_most=64))
         case "refused":
             mail = Refused(fields.whole("rank"), fields.whole("version"), fields.text("why", at_most=MAX_TEXT))
+        case "withdrawn":
+            mail = Withdrawn(fields.whole("version"))
         case "joined":
             mail = Joined(fields.whole("rank"), fields.whole("term"), fields.whole("reached", at_least=-1))
         case "term":
@@ -185,9 +196,8 @@ def from_json(payload: bytes) -> Mail:
         case "failed":
             mail = Failed(fields.whole("rank"), fields.text("error", at_most=MAX_TEXT))
         case other:
-            raise fields.refuse(
-                "mail", "one of measured, proposed, confirmed, refused, joined, term, log, given, differed, failed", other
-            )
+            expected = "one of measured, proposed, confirmed, refused, withdrawn, joined, term, log, given, differed, failed"
+            raise fields.refuse("mail", expected, other)
     fields.end()
     return mail
 

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from adaptra.errors import ControlError
 from adaptra.runtime.events import EventKind
-from adaptra.runtime.mailbox import Confirmed, Joined, LogGrew, Mail, Measured, Proposed, Refused, Term
+from adaptra.runtime.mailbox import Confirmed, Joined, LogGrew, Mail, Measured, Proposed, Refused, Term, Withdrawn
 from adaptra.runtime.plan import Plan
 from adaptra.runtime.plan_log import Agreement, Entry, Log
 from adaptra.runtime.plan_log import Store as LogStore
@@ -95,6 +95,7 @@ class Participant:
         self._term = 0
         self._reached = first_step - 1
         self._plans = {initial.version: initial}
+        self._considered: set[int] = set()
         self._log = Log(around.store, ahead + 2)
         self._last: Entry | None = None
         self._agreement: Agreement | None = None
@@ -129,7 +130,7 @@ class Participant:
         self._reached = step
         return self.coordinator
 
-    def handle(self, mail: Proposed | Confirmed | Refused | Joined | Term | LogGrew | Measured) -> None:
+    def handle(self, mail: Proposed | Confirmed | Refused | Withdrawn | Joined | Term | LogGrew | Measured) -> None:
         """Act on mail.
 
         Raises:
@@ -155,17 +156,21 @@ class Participant:
             case Refused(rank, version, why):
                 self._check_rank(rank)
                 self.withdraw(version, f"refused by rank {rank}: {why}")
+            case Withdrawn(version):
+                self._forget(version)
 
     def ready(self, plan: Plan) -> None:
-        """This rank can run a plan that was proposed."""
-        if not self._is_past(plan.version):
+        """This rank can run a plan that was proposed, unless it has been withdrawn meanwhile."""
+        if plan.version in self._considered and not self._is_past(plan.version):
             self._plans[plan.version] = plan
             # Told before it is sent: the switch can then never be told before the confirmation.
             self._around.emit(EventKind.CONFIRMED, self._reached, plan.version, plan.reason, plan.predicted)
             self._confirm(plan)
+        self._considered.discard(plan.version)
 
     def refuse(self, version: int, why: str) -> None:
         """This rank can't run a plan that was proposed."""
+        self._considered.discard(version)
         self._around.emit(EventKind.REFUSED, self._reached, version, why)
         self._around.send(self.coordinator, Refused(self._rank, version, why))
 
@@ -205,6 +210,8 @@ class Participant:
             return
         agreement.withdraw()
         self._around.emit(EventKind.WITHDRAWN, agreement.slowest, version, why)
+        for rank in range(self._ranks):
+            self._around.send(rank, Withdrawn(version))
 
     def impatient(self) -> None:
         """Training has waited for the log for a while: ask the coordinator, or if it has not answered before, the next one."""
@@ -239,7 +246,15 @@ class Participant:
         elif self._is_past(mail.version):
             self.refuse(mail.version, f"plan {mail.version} comes late")
         else:
+            self._considered.add(mail.version)
             self._around.consider(mail)
+
+    def _forget(self, version: int) -> None:
+        """Drop a plan that the log will never name: who withdrew it is the only one that could have written it there."""
+        self._considered.discard(version)
+        # The log names neither a plan later than its last entry's nor, once withdrawn, this one.
+        if version > (self._initial if self._last is None else self._last).version:
+            self._plans.pop(version, None)
 
     def _join(self, term: int) -> None:
         """Turn to the coordinator of a term."""

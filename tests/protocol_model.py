@@ -11,6 +11,7 @@ In every state reached:
 - all ranks that have run a step have run it under one plan, which every rank had confirmed before the log named it;
 - the log names no plan that is held and has not been released;
 - the versions and the steps of the log only grow;
+- at an end no rank holds a plan that was withdrawn, as long as mail arrives and nobody takes over from a coordinator;
 - no rank has met what it takes for an error;
 - there is a next event, or every rank that lives has run all steps, or has been told that another died;
 - an end is still possible without another fault. So every run in which no event waits for ever ends.
@@ -29,7 +30,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from protocol_world import Bounds, ModelPlan, World, cloned, frozen
+from protocol_world import Bounds, Faults, ModelPlan, World, cloned, frozen
 
 from adaptra.runtime.mailbox import Mail, Measured, Proposed
 from adaptra.runtime.measurement import StepMeasurement
@@ -101,6 +102,7 @@ class Model:
             is_final = all(self._has_ended(world, rank) for rank in range(self.bounds.ranks) if world.alive[rank])
             if is_final:
                 ended.append(number)
+                self._check_plans(world, path)
                 if all(world.alive):
                     histories.add(world.covered[0][: self.bounds.steps])
             steps_on = False
@@ -318,6 +320,18 @@ class Model:
             lambda leads: None,
             lambda *event: None,
         )
+
+    def _check_plans(self, world: World, path: Callable[[], str]) -> None:
+        """Whether plans are held that nobody needs."""
+        if world.mail or any(world.considering) or replace(self.bounds.faults, refused=0, repeated=0) != Faults():
+            return
+        # All have confirmed the coordinator's current plan; earlier ones go when the log names it.
+        agreement = next(participant.agreement for participant in world.participants if participant.agreement)
+        assert agreement.current is not None, "the steps have been run under it"
+        proposed = set() if agreement.proposal is None else {agreement.proposal.version}
+        for rank, participant in enumerate(world.participants):
+            if unneeded := {version for version in participant._plans if version > agreement.current.version} - proposed:
+                raise ViolationError(f"rank {rank} still holds plans {sorted(unneeded)} after {path()}")
 
     def _write(self) -> None:
         """A request that changes what others see is about to be made."""

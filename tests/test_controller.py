@@ -594,7 +594,8 @@ def test_a_bug_in_the_planner_ends_training_on_all_ranks_with_its_error() -> Non
         ("\x80\x04K\x01.", "mail: not JSON"),
         (
             '{"mail": "run"}',
-            "expected one of measured, proposed, confirmed, refused, joined, term, log, given, differed, failed, got 'run'",
+            "expected one of measured, proposed, confirmed, refused, withdrawn, joined, term, log, given, differed, failed, "
+            "got 'run'",
         ),
         ('{"mail": "term", "term": 1, "more": 1}', "mail: unknown field 'more'"),
         ('{"mail": "refused", "rank": 9, "version": 0, "why": ""}', "mail of rank 9: expected ranks 0..3"),

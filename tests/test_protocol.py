@@ -110,6 +110,10 @@ def release_unconfirmed(self: Agreement) -> bool:
     return True
 
 
+def keep_what_was_withdrawn(self: Participant, version: int) -> None:
+    pass
+
+
 append, forget, lead, propose, ready = Log.append, Log.forget, Participant._lead, Agreement.propose, Participant.ready
 
 MUTATIONS: list[tuple[type, str, Callable[..., Any], Bounds, str]] = [
@@ -123,6 +127,7 @@ MUTATIONS: list[tuple[type, str, Callable[..., Any], Bounds, str]] = [
     (Participant, "_welcome", welcome_without_asking_again, RUNS["two ranks, mail is lost"], "no end can be reached"),
     (Participant, "_join", keep_what_was_reached, RUNS["two ranks, mail is lost"], "no end can be reached"),
     (Participant, "_confirm", answer_only_the_first_coordinator, RUNS["two ranks, connections break"], "no end can be reached"),
+    (Participant, "_forget", keep_what_was_withdrawn, RUNS["two ranks, plans are held"], "still holds plans"),
     (Participant, "_lead", lead_without_reading_the_log, RUNS["two ranks, connections break"], "Error"),
 ]
 
