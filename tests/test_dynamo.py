@@ -358,6 +358,32 @@ def test_a_plain_loop_on_every_rank_leaves_the_whole_model_on_every_rank() -> No
         check_documented(kind, message, WITHOUT_GRADIENTS)
 
 
+def train_over_replicas(rank: int) -> list[tuple[list[Any], bool]]:
+    """Of a function that returns its loss and of one that returns outputs: gradients, and if they are the mean of replicas."""
+    torch.distributed.init_process_group("gloo")
+    found: list[tuple[list[Any], bool]] = []
+    batches = [(X + replica, Y) for replica in range(2)]
+    for has_loss in (True, False):
+        model, plain = LAYERS.make(), LAYERS.make()
+        run = compiled(WithLoss(LAYERS, model)) if has_loss else compiled(model)
+        inputs, targets = batches[rank // 2]
+        (run(inputs, targets) if has_loss else square_loss(run(inputs), targets)).backward()
+        for inputs, targets in batches:
+            (square_loss(plain(inputs), targets) / 2).backward()
+        MADE.pop().close()
+        pairs = [(one.grad, other.grad) for one, other in zip(model.parameters(), plain.parameters(), strict=True)]
+        are_close = all(one is not None and torch.allclose(one, other, atol=1e-6) for one, other in pairs)  # type: ignore[arg-type]
+        found.append(([None if one is None else one.tolist() for one, _ in pairs], are_close))
+    return found
+
+
+@pytest.mark.processes
+def test_the_mean_over_replicas_reaches_every_rank() -> None:
+    results = run_processes(train_over_replicas, 4, timeout=220)
+    assert all(are_close for _, are_close in results[0])
+    assert all(result == results[0] for result in results[1:])
+
+
 class Branching(nn.Module):
     """Its way depends on values, where torch.compile cuts it."""
 
