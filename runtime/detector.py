@@ -160,18 +160,18 @@ class Detector:
                 )
 
     def _calibrate(self) -> None:
-        window = self._options.window
+        options = self._options
         for stage, measured in self._calibration.stages.items():
             ordered = sorted(measured, key=lambda m: _total(m) or 0.0)
             self._set_stage(ordered[len(ordered) // 2])
             totals = [total for total in map(_total, measured) if total is not None]
             if totals:
-                self._stages[stage] = Level.calibrate(totals, window)
+                self._stages[stage] = Level.calibrate(totals, options)
         for edge, measured in self._calibration.edges.items():
-            self._flights[edge] = Level.calibrate([m.estimate.flight for m in measured], window)
+            self._flights[edge] = Level.calibrate([m.estimate.flight for m in measured], options)
             known = self._cost.occupancy(*edge)
-            self._occupancies[edge] = Level.calibrate([_occupancy(m, known) for m in measured], window)
-            self._paths[edge] = LossyPath(self._options.stall_window, Relapses(self._options.relapse))
+            self._occupancies[edge] = Level.calibrate([_occupancy(m, known) for m in measured], options)
+            self._paths[edge] = LossyPath(options.stall_window, Relapses(options.relapse))
             self._set_edge(edge)
         self._calibration = _Calibration()
 

@@ -159,10 +159,24 @@ def test_noise_moves_nothing_and_a_change_in_noise_is_found(seed: int) -> None:
     assert detector.cost.latency_forward[1] == pytest.approx(0.06, rel=0.3)
 
 
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_a_busy_machine_is_not_forgotten_when_a_level_has_moved(seed: int) -> None:
+    """Durations scatter by half, some far more: two steps that happen to agree say little of how far the next ones scatter."""
+    noise = random.Random(seed)
+    detector = Detector(ESTIMATED)
+    steps = (measured(step, HEALTHY, noise=lambda: noise.lognormvariate(0.0, 0.5)) for step in range(1000))
+    changes = [found for found in map(detector.observe, steps) if found is not None and found.changes]
+    assert len(changes) <= 6
+    late = HEALTHY.with_latency(1, 2, 0.1)
+    later = [detector.observe(measured(step, late, noise=lambda: noise.lognormvariate(0.0, 0.5))) for step in range(1000, 1012)]
+    named = [change.where for found in later if found is not None for change in found.changes]
+    assert (1, 2) in named
+
+
 def test_confidence_is_how_far_beyond_noise_the_steps_agree_on_a_change() -> None:
     """The median deviation is 1 ms, so the standard deviation of normal noise 1.5: 6 ms are four of them."""
-    level = Level.calibrate([0.019, 0.02, 0.021], window=8)
     options = DetectorOptions(noise=3.0)
+    level = Level.calibrate([0.019, 0.02, 0.021], options)
     assert level.confidence == 0.0, "nothing is elsewhere"
     assert not level.moves(0.026, options, 0.001)
     once = level.confidence
