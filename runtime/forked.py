@@ -43,6 +43,23 @@ def keep_store_from_children(store: Store) -> None:
             _ports.add(port)
 
 
+def connections_to(store: Store) -> set[tuple[int, str]]:
+    """This process's connections to a store as a client, by descriptor and the system's name of each."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack it
+    port = getattr(store, "port", None)
+    return {(number, name) for number, name in _sockets().items() if isinstance(port, int) and _ports_of(number)[1:] == [port]}
+
+
+def end_connections(connections: set[tuple[int, str]]) -> None:
+    """End connections that others still own: whoever waits for an answer there is told that there will be none."""
+    now = _sockets()
+    for number, name in connections:
+        if now.get(number) == name:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+                one.shutdown(socket.SHUT_RDWR)
+
+
 def _sockets() -> dict[int, str]:
     """The sockets of this process by descriptor, as the system names them: a number is given again, a name is not."""
     found: dict[int, str] = {}
@@ -55,13 +72,13 @@ def _sockets() -> dict[int, str]:
     return found
 
 
-def _ports_of(number: int) -> set[int]:
-    """The ports of both ends of a socket, as far as it has any."""
-    ports: set[int] = set()
+def _ports_of(number: int) -> list[int]:
+    """The ports of this end of a socket and of the other, as far as it has any."""
+    ports: list[int] = []
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
         if one.family in (socket.AF_INET, socket.AF_INET6):
-            ports.add(one.getsockname()[1])
-            ports.add(one.getpeername()[1])
+            ports.append(one.getsockname()[1])
+            ports.append(one.getpeername()[1])
     return ports
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from torch.distributed import DistError, DistStoreError, PrefixStore, Store
 
 from adaptra.errors import ControlError, LaunchError
 from adaptra.roles import Roles
+from adaptra.runtime.connecting import connect
 from adaptra.runtime.replicas import Replicas
 from adaptra.runtime.secret import VARIABLE, fingerprint, given_secret
 from adaptra.runtime.transports.base import Transport
@@ -24,6 +26,8 @@ from adaptra.runtime.transports.groups import end_group, end_keys, job_store, ke
 from adaptra.runtime.transports.lanes import LanedTransport
 from adaptra.runtime.transports.local import LocalHub
 from adaptra.runtime.transports.registry import create_transport
+
+logger = logging.getLogger(__name__)
 
 Check = Callable[[], None]
 
@@ -88,8 +92,9 @@ class Job:
         self._addresses = addresses
         self._joined = 0
         self._met = 0
-        # Made while all ranks are sure to live: making a group waits for its members.
-        self._everyone = self._group_of_all() if changes_roles else None
+        self._everyone: dist.ProcessGroup | None = None
+        if changes_roles:
+            self._make_everyone()
 
     @property
     def everyone(self) -> dist.ProcessGroup:
@@ -98,12 +103,18 @@ class Job:
         return self._everyone
 
     def join(self, roles: Roles | None) -> Launch:
-        """Join the pipeline and the replicas of this rank's role. All ranks of the job call it with the same roles.
+        """Join the pipeline and the replicas of this rank's role. All ranks of the job call it with the same roles, having met.
 
         Without roles the job's ranks are the stages of one pipeline.
+
+        Raises:
+            PeerLostError: Another rank failed or died before all had joined; names it.
         """
         self._joined += 1
         name = f"{self._keys}/{self._joined}"
+        return connect(f"{name} connecting", self.rank, self.ranks, lambda: self._join(roles, name))
+
+    def _join(self, roles: Roles | None, name: str) -> Launch:
         if roles is None:
             group = new_group(range(dist.get_world_size()), name, timeout=None)
             return Launch((self._transport(group),), None, self, groups=(group,))
@@ -121,8 +132,11 @@ class Job:
     def _transport(self, group: dist.ProcessGroup) -> Transport:
         return _join(self._name, group, self._with_delegate, self._addresses)
 
-    def _group_of_all(self) -> dist.ProcessGroup:
-        return new_group(range(dist.get_world_size()), f"{self._keys}/all", "gloo", timeout=None)
+    def _make_everyone(self) -> None:
+        def make() -> dist.ProcessGroup:
+            return new_group(range(self.ranks), f"{self._keys}/all", "gloo", timeout=None)
+
+        self._everyone = connect(f"{self._keys}/all connecting", self.rank, self.ranks, make)
 
     def close(self) -> None:
         """Give back what the ranks have made to change roles or cuts. Nothing may have failed."""
@@ -144,6 +158,7 @@ class Job:
 
         Raises:
             LaunchError: Ranks have not come within ``timeout`` seconds; names them.
+            PeerLostError: A rank failed or died when all had come; names it.
             ControlError: The store is lost.
         """
         self._met += 1
@@ -152,8 +167,8 @@ class Job:
             self.store.delete_key(f"change/{self._met - 1}/{self.rank}")
         if self.rank == 0:
             sweep()
-        if self._everyone is None:  # made now, since making a group waits for its members however long they take
-            self._everyone = self._group_of_all()
+        if self._everyone is None:
+            self._make_everyone()
         return said
 
 
@@ -192,7 +207,8 @@ def launch(
 
     Raises:
         LaunchError: The delegate is wanted beside a transport other than c10d; or the number of ranks is not a multiple of
-            ``size``, says what to change; or a rank was given other arguments or failed before it came here, names it.
+            ``size``, says what to change; or a rank was given other arguments or has not come here, names it.
+        PeerLostError: A rank failed or died while the ranks connected; names it.
     """
     name = transport or ("c10d" if is_launched() else "local")
     if with_delegate and name != "c10d":
@@ -225,7 +241,8 @@ def launch(
     usual = Roles.initial(ranks, size)
     if roles in (None, usual) and ranks == size:
         job = Job(name, call, with_delegate, addresses, changes_roles=False)
-        return Launch((_join(name, None, with_delegate, addresses),), None, job)
+        made = connect(f"{_name_of_call(call)}/connecting", rank, ranks, lambda: _join(name, None, with_delegate, addresses))
+        return Launch((made,), None, job)
     return Job(name, call, with_delegate, addresses).join(roles or usual)
 
 
@@ -338,34 +355,57 @@ def tell(
 
 _FAILED: Final = "failed: "
 _TEXT_LIMIT: Final = 4000
+_LATE_SECONDS: Final = 10.0
+"""After so many seconds a rank that waits says for whom, and again after twice as many."""
 
 
 def _exchange(
     store: Store, name: str, rank: int, text: str, wanted: Sequence[int], timeout: float, check: Check = _nothing
 ) -> list[str]:
     """Publish this rank's text under a name and read those of the wanted ranks."""
-    keys = [f"{name}/{one}" for one in wanted]
+    keys = {f"{name}/{one}": one for one in wanted}
+
+    def absent() -> str:
+        return ", ".join(str(keys[key]) for key in _not_set(store, list(keys)))
+
     try:
         store.set(f"{name}/{rank}", text)
         if keys:
-            _wait(store, keys, timeout, check)
+            _wait(store, list(keys), timeout, check, lambda seconds: _say_who_is_late(name, absent(), seconds))
         return [store.get(key).decode() for key in keys]
     except DistStoreError as error:
-        absent = [one for one, key in zip(wanted, keys, strict=True) if not store.check([key])]
-        raise LaunchError(f"{name}: rank {', '.join(map(str, absent))} did not answer within {timeout:g} s") from error
+        raise LaunchError(f"{name}: rank {absent()} did not answer within {timeout:g} s") from error
     except DistError as error:
         raise ControlError(f"{name}: rank {rank} lost the control store: {error}") from error
 
 
-def _wait(store: Store, keys: list[str], timeout: float, check: Check) -> None:
-    deadline = time.monotonic() + timeout
+def _wait(store: Store, keys: list[str], timeout: float, check: Check, on_late: Callable[[float], None]) -> None:
+    began, say_after = time.monotonic(), _LATE_SECONDS
     while True:
-        left = deadline - time.monotonic()
+        waited = time.monotonic() - began
         try:
-            store.wait(keys, timedelta(seconds=max(0.001, min(1.0, left))))
+            store.wait(keys, timedelta(seconds=max(0.001, min(1.0, timeout - waited))))
         except DistStoreError:
-            if left <= 1.0:
+            if timeout - waited <= 1.0:
                 raise
             check()
+            if waited >= say_after:
+                on_late(waited)
+                say_after *= 2
         else:
             return
+
+
+def _say_who_is_late(name: str, absent: str, seconds: float) -> None:
+    if absent:
+        logger.warning("%s: rank %s has not answered for %.0f s; still waiting", name, absent, seconds)
+
+
+def _not_set(store: Store, keys: list[str]) -> list[str]:
+    """Which keys are not set, found by halves: few ranks are late, and each question takes the way to the store."""
+    if store.check(keys):
+        return []
+    if len(keys) == 1:
+        return keys
+    half = len(keys) // 2
+    return _not_set(store, keys[:half]) + _not_set(store, keys[half:])

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import Store
 
 from adaptra import _C
-from adaptra.errors import LaunchError
+from adaptra.errors import LaunchError, TransportError
 from adaptra.graph.specs import MessageSpec
 from adaptra.runtime.transports import clock
 from adaptra.runtime.transports.base import now
@@ -71,7 +71,8 @@ class _Pair:
     def _await(self, request: _C.Request) -> None:
         if not request.wait(_SECONDS) or request.error is not None:
             reason = request.error or f"nothing came within {_SECONDS:g} s"
-            raise LaunchError(f"can't compare clocks with rank {self._peer} over the delegate: {reason}")
+            text = f"can't compare clocks with rank {self._peer} over the delegate: {reason}"
+            raise LaunchError(text) from TransportError(reason)
 
 
 def compare_clocks(engine: _C.Engine, rank: int, world_size: int, store: Store) -> tuple[clock.Offset, ...]:

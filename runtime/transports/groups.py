@@ -21,6 +21,7 @@ from torch.distributed import DistError, PrefixStore, ProcessGroup, Store, distr
 
 from adaptra.errors import LaunchError
 from adaptra.runtime.forked import keep_store_from_children, kept_from_children
+from adaptra.runtime.stores import clone
 
 # Liveness is the membership's business: a message may be waited for as long as its sender lives.
 FOR_EVER: Final = timedelta(days=7)
@@ -59,7 +60,8 @@ def new_group(
             list(members).index(distributed.get_rank()),
             list(members),
             backend,
-            job_store(),
+            # A connection of its own: the wait for a member holds up all users of the client.
+            clone(job_store()),
             name,
             timeout=timeout or internals._get_default_timeout(backend),
         )
