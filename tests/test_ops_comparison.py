@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors_table import check_documented
 from models import EXAMPLES, Batch, Example, generator, square_loss
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -117,11 +118,13 @@ def test_a_difference_is_warned_of_explained_or_refused(caplog: pytest.LogCaptur
         with compiled(example, masked(6, 0), stages=1, microbatches=2, options=accepted) as pipe:
             assert "other ops" not in pipe.explain()
         assert not caplog.records
-    with pytest.raises(CaptureError, match=r"module inner \(Masked\) at .*: eager torch runs aten.tanh.default"):
+    with pytest.raises(CaptureError, match=r"module inner \(Masked\) at .*: eager torch runs aten.tanh.default") as caught:
         compiled(example, masked(6, 0), stages=1, microbatches=2, options=adaptra.Options(captured="error")).__enter__()
+    check_documented("CaptureError", str(caught.value), "the captured stages run other ops than eager torch: …")
 
 
 def test_an_unknown_wish_is_refused() -> None:
     wrong: Any = "ignore"
-    with pytest.raises(OptionError, match="captured='ignore': expected 'warn', 'error' or 'accept'"):
+    with pytest.raises(OptionError, match="captured='ignore': expected 'warn', 'error' or 'accept'") as caught:
         adaptra.Options(captured=wrong)
+    check_documented("OptionError", str(caught.value), "captured=…: expected 'warn', 'error' or 'accept'")

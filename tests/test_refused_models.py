@@ -18,6 +18,7 @@ SHAPES = (
     "tensors: expected shapes that every microbatch has alike; use a mask, such as torch.where, in place of a choice"
 )
 DOCUMENTED = {
+    "unique": "module … (…) at …: the model can't become one graph: …",
     "nonzero": SHAPES,
     "masked_select": SHAPES,
     "sparse": "module …: …embedding… with sparse=True: expected sparse=False, as stages add and send dense gradients",
@@ -63,6 +64,8 @@ def try_it(case: str) -> None:
             compiled(Chooses(lambda x: x + torch.nonzero(x > 0).sum()))
         case "masked_select":
             compiled(Chooses(lambda x: x + torch.masked_select(x, x > 0).mean()))
+        case "unique":
+            compiled(Chooses(lambda x: x if torch.unique(x).shape[0] > 3 else 2 * x))
         case "sparse":
             compiled(nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4)), torch.randint(9, (4,)))
         case "no rows":
@@ -105,3 +108,11 @@ def test_what_is_refused_in_a_step_leaves_the_pipeline_running() -> None:
         with pytest.raises(AdaptraError):
             pipe.step(x.clone().requires_grad_(), x)
         assert pipe.eval_step(x.clone().requires_grad_(), x) == pipe.step(x, x)
+
+
+def test_nothing_is_printed_before_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    """Torch prints the graph so far, twice, where a model chooses by a shape that depends on values."""
+    with pytest.raises(AdaptraError) as caught:
+        try_it("unique")
+    assert "def forward" not in "".join(capfd.readouterr())
+    assert "a choice by a shape, or a number, that depends on the values" in str(caught.value)

@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -51,6 +52,9 @@ def as_eager() -> Generator[None]:
     try:
         with RealConstants(None if proxies is None else proxies.tracer.graph):
             yield
+    except GuardOnDataDependentSymNode as error:
+        # Of torch's own error torch.export prints the graph so far, twice, before it is raised.
+        raise ValueReadError("a choice by a shape, or a number, that depends on the values of tensors") from error
     finally:
         compiler._is_compiling_flag, compiler._is_exporting_flag, tracing._is_fx_tracing_flag = before
         if proxies is not None:
