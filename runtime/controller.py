@@ -44,6 +44,7 @@ from adaptra.runtime.mailbox import (
     Refused,
     Term,
     Wake,
+    Withdrawn,
 )
 from adaptra.runtime.measurement import StepMeasurement
 from adaptra.runtime.participant import Participant, Surroundings
@@ -343,7 +344,7 @@ class Controller:
                 # What the step shows comes first: the entry that it makes room for can then name a plan that stands by.
                 self._coordinate(lambda coordinator: coordinator.measured(measurement))
                 self._participant.handle(mail)
-            case Proposed() | Confirmed() | Refused() | Joined() | Term() | LogGrew():
+            case Proposed() | Confirmed() | Refused() | Withdrawn() | Joined() | Term() | LogGrew():
                 self._participant.handle(mail)
         self._coordinate(Coordinator.begin_round)
 
