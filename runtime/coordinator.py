@@ -211,7 +211,7 @@ class Coordinator:
             self._begin_planning(suspicion, current, is_draft=True)
         elif self._waiting is not None and self._observed >= self._waiting.step:
             waiting, self._waiting = self._waiting, None
-            if waiting.running == current.program:
+            if waiting.running == current.program and self._still_wins(waiting.plan, current):
                 self._propose(waiting.plan, waiting.before)
 
     def close(self, timeout: float) -> None:
@@ -254,7 +254,18 @@ class Coordinator:
         """Whether a program gains enough over the running plan under the costs that were detected, and at once."""
         expect = self._planning.expect
         is_gain = self._is_gain(expect(program, detection), expect(current.program, detection))
-        return is_gain and self._planning.patience(program, current.program, detection) == 0.0
+        return is_gain and self._patience(program, current.program, detection) == 0.0
+
+    def _still_wins(self, plan: Plan, current: Plan) -> bool:
+        """Whether a plan that has waited gains enough under what the steps since then have shown, too."""
+        predict, latest = self._planning.predict, self._detector.latest
+        return self._is_gain(predict(plan.program, latest), predict(current.program, latest))
+
+    def _patience(self, program: Program, running: Program, detection: Detection) -> float:
+        """For how many steps from its detection on a program waits: for what flaps, or until its gain is beyond noise."""
+        planning = self._planning
+        sure = planning.steps_until_sure(program, running, detection)
+        return max(planning.patience(program, running, detection), sure)
 
     def _is_gain(self, predicted: float, before: float, rounds_less: bool = False) -> bool:
         """Whether a plan saves enough of a step. Exact messages are worth as much as a switch has to gain."""
@@ -284,7 +295,10 @@ class Coordinator:
         plan, remedies = self._planning.plan_for(detection, current, delegated, is_draft)
         other = self._planning.meanwhile(plan.program, current.program, current.case, detection)
         meanwhile = other and replace(plan, program=other, predicted=self._planning.expect(other, detection))
-        if meanwhile is not None and not self._is_gain(meanwhile.predicted, before):
+        if meanwhile is not None and (
+            not self._is_gain(meanwhile.predicted, before)
+            or self._planning.steps_until_sure(meanwhile.program, current.program, detection)
+        ):
             meanwhile = None
         same = self._planning.lowered_anew(current, detection)
         return _Outcome(detection, before, plan, meanwhile, same, remedies=remedies)
@@ -314,10 +328,14 @@ class Coordinator:
 
     def _wait(self, plan: Plan, running: Plan, before: float, detection: Detection) -> bool:
         """Let a plan wait, because what flaps has healed; whether it has to. What runs until then takes ``before``."""
-        patience = math.ceil(self._planning.patience(plan.program, running.program, detection))
+        patience = math.ceil(self._patience(plan.program, running.program, detection))
         if patience > 0 and self._is_gain(plan.predicted, before):
             gain = f"{1e3 * plan.predicted:.1f} ms instead of {1e3 * before:.1f} ms"
-            text = f"what flaps may turn slow again: {gain} are worth that {patience} steps after step {detection.step}"
+            if self._planning.patience(plan.program, running.program, detection):
+                text = f"what flaps may turn slow again: {gain} are worth that {patience} steps after step {detection.step}"
+            else:
+                noise = f"steps scatter by {1e3 * detection.noise:.1f} ms"
+                text = f"{noise}: {gain} are beyond that {patience} steps after step {detection.step}"
             self._emit(EventKind.KEPT, self._observed, running.version, text, before, before)
             self._waiting = _Waiting(plan, before, detection.step + patience, running.program)
         return patience > 0

@@ -24,6 +24,7 @@ from adaptra.runtime.level import DetectorOptions, Level
 from adaptra.runtime.lossy import LossyPath
 from adaptra.runtime.measurement import EdgeMeasurement, StageMeasurement, Stalls, StepMeasurement
 from adaptra.runtime.relapses import Doubt, Flapping, Relapses
+from adaptra.runtime.step_noise import StepNoise
 
 MOST_LOSSY: Final = 3
 """Of more lossy edges the worst are planned for in all combinations, the others by their mean."""
@@ -37,6 +38,7 @@ class Detection:
         cost: What holds from now on; of a lossy edge, what its mean message takes.
         scenarios: What the messages of lossy edges may meet, if there are such edges.
         doubt: What may come again, if places that flap have healed.
+        noise: The standard deviation of a step's time, in seconds.
     """
 
     step: int
@@ -44,6 +46,7 @@ class Detection:
     cost: CostModel
     scenarios: tuple[Scenario, ...] = ()
     doubt: Doubt | None = None
+    noise: float = 0.0
 
     @property
     def reason(self) -> str:
@@ -77,6 +80,8 @@ class Detector:
         self._options = options or DetectorOptions()
         self._cost = cost
         self._seen = 0
+        self._now = self._options
+        self._step_noise = StepNoise(self._options.memory)
         self._calibration = _Calibration()
         self._stages: dict[int, Level] = {}
         self._clocks = ClockDrift()
@@ -89,6 +94,23 @@ class Detector:
     def cost(self) -> CostModel:
         """The current cost model, in seconds."""
         return self._cost
+
+    @property
+    def latest(self) -> CostModel:
+        """The cost model of the recent steps, which are more than those that a change was detected in."""
+        cost = self._cost
+        for stage, level in self._stages.items():
+            if level.level > 0.0:
+                ratio = level.latest / level.level
+                cost = cost.with_stage(
+                    stage, ratio * cost.forward[stage], ratio * cost.input_grad[stage], ratio * cost.weight_grad[stage]
+                )
+        for edge, level in self._flights.items():
+            if self._paths[edge].loss is None:
+                flight = max(level.latest, 0.0)
+                occupancy = min(max(self._occupancies[edge].latest, 0.0), flight)
+                cost = cost.with_occupancy(*edge, occupancy).with_latency(*edge, flight - occupancy)
+        return cost
 
     @property
     def slow_edges(self) -> tuple[tuple[int, int], ...]:
@@ -114,6 +136,7 @@ class Detector:
         self._flapping.step()
         if self._seen <= self._options.warm_up:
             return None
+        self._step_noise.observe(max(measurement.seconds for measurement in measurements))
         if self._seen <= self._options.warm_up + self._options.calibration:
             for stage in stages:
                 self._calibration.stages.setdefault(stage.stage, []).append(stage)
@@ -124,6 +147,9 @@ class Detector:
                 return None
             self._calibrate()
             return Detection(step, (), self._cost)
+        noise = self._step_noise.deviation
+        persist = max(self._options.persist, self._step_noise.last(self._options.lasting))
+        self._now = replace(self._options, persist=persist)
         unsteady = {(edge.source, edge.destination) for edge in edges if self._says_nothing(edge)}
         levels = {edge: flight.level for edge, flight in self._flights.items() if edge not in unsteady}
         edges = self._clocks.correct(edges, levels, self._least_change)
@@ -132,7 +158,9 @@ class Detector:
         steady = [edge for edge in edges if (edge.source, edge.destination) not in unsteady]
         moved = (*map(self._observe_stage, stages), *losses, *map(self._observe_edge, steady))
         changes = tuple(change for change in moved if change is not None)
-        return Detection(step, changes, self._cost, self._scenarios(), self._flapping.doubt(self._cost)) if changes else None
+        if not changes:
+            return None
+        return Detection(step, changes, self._cost, self._scenarios(), self._flapping.doubt(self._cost), noise)
 
     def foresee(self, measurements: Sequence[StepMeasurement]) -> Detection | None:
         """What would be detected if the next step measured what the latest one did, which has been observed already.
@@ -177,11 +205,11 @@ class Detector:
 
     def _observe_stage(self, measured: StageMeasurement) -> StageChange | None:
         stage, total, level = measured.stage, _total(measured), self._stages.get(measured.stage)
-        if total is None or level is None or not level.moves(total, self._options, self._options.change * level.level):
+        if total is None or level is None or not level.moves(total, self._now, self._options.change * level.level):
             return None
         near = self._options.change * level.calibrated
         confidence = level.confidence
-        was, now = level.level, level.settle(self._options.persist)
+        was, now = level.level, level.settle(self._now.persist)
         healed = abs(now - level.calibrated) <= level.limit(near, self._options.noise)
         flapping = self._flapping.changed((stage,), now > was, self._cost)
         self._set_stage(measured)
@@ -238,9 +266,9 @@ class Detector:
 
     def _moved_edge(self, measured: EdgeMeasurement) -> EdgeChange | None:
         edge, estimate = (measured.source, measured.destination), measured.estimate
-        flight, occupancy, options = self._flights[edge], self._occupancies[edge], self._options
+        flight, occupancy, options = self._flights[edge], self._occupancies[edge], self._now
         if self._paths[edge].loss is not None:
-            options = replace(options, persist=options.window)
+            options = replace(options, persist=max(options.persist, options.window))
         smallest = self._edge_limit(flight.level)
         flight_moved = flight.moves(estimate.flight, options, smallest)
         occupancy_moved = occupancy.moves(_occupancy(measured, occupancy.level), options, smallest)

@@ -26,6 +26,8 @@ class DetectorOptions:
         warm_up: How many first steps are not looked at.
         calibration: Over how many steps after them the first levels are the medians.
         persist: How many steps in a row must agree on a change.
+        lasting: How many seconds these must take together, so that more must agree where steps are short. A busy machine pauses
+            for about as long.
         lasting: How many seconds those steps must take together: short steps are more. A busy machine pauses for about as long.
         change: The smallest change, as a part of a stage's F + I + W, and for an edge of the mean forward.
         edge_change: The smallest change of an edge as a part of its own flight; links are less steady than devices.
@@ -81,6 +83,11 @@ class Level:
         level = median(values)
         remembered = deque((abs(value - level) for value in values), maxlen=options.memory)
         return Level(level, level, _scatter(values), deque(values, maxlen=options.window), remembered)
+
+    @property
+    def latest(self) -> float:
+        """Where the recent steps are in the middle: surer than the level, which the first few of them told."""
+        return median(self.recent)
 
     @property
     def noise(self) -> float:

@@ -172,7 +172,8 @@ class NoisySteps:
             self.program, before = meanwhile, at_once
             self.switches.append(step + 1)
         if after < least * before:
-            self._waiting = better, step + math.ceil(PLANNING.patience(better, self.program, detection))
+            patience = math.ceil(PLANNING.patience(better, self.program, detection))
+            self._waiting = better, step + max(patience, PLANNING.steps_until_sure(better, self.program, detection))
         return detection
 
     def _measured(self, step: int) -> list[StepMeasurement]:
