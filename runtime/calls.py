@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Final
 
-from torch.distributed import DistError, PrefixStore, Store
+from torch.distributed import DistError, Store
 
 from adaptra.errors import ControlError, PeerLostError, PipelineError, TransportError
 from adaptra.runtime.schema import decode, encode
+from adaptra.runtime.signed_store import under
 from adaptra.runtime.stores import Connection
 
 PATIENCE: Final = 1.0
@@ -44,7 +45,7 @@ class Calls:
     """
 
     def __init__(self, store: Store, rank: int, ranks: int, on_difference: Callable[[PipelineError], object]) -> None:
-        self._store = Connection(PrefixStore("calls", store))
+        self._store = Connection(under("calls", store))
         self._rank = rank
         self._neighbours = sorted({(rank - 1) % ranks, (rank + 1) % ranks} - {rank})
         self._on_difference = on_difference
@@ -136,7 +137,9 @@ class Calls:
                         waited = PATIENCE
         except PipelineError as error:
             self._on_difference(error)
-        except (DistError, ControlError) as error:
+        except ControlError as error:
+            logger.warning("rank %d compares calls no more: %s", self._rank, error)
+        except DistError as error:
             # Who waits for a store that is lost, or for a rank, is told by the membership.
             logger.debug("rank %d compares calls no more: %s", self._rank, error)
 

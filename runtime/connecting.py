@@ -14,12 +14,13 @@ from queue import Empty, SimpleQueue
 from typing import Final, Generic, TypeVar
 
 import torch
+from torch.distributed import Store
 
 from adaptra.errors import AdaptraError, PeerLostError, TransportError
 from adaptra.runtime.forked import connections_to, end_connections
 from adaptra.runtime.membership import Membership
 from adaptra.runtime.stores import Connection
-from adaptra.runtime.transports.groups import end_keys, keys_of
+from adaptra.runtime.transports.groups import end_keys
 
 Made = TypeVar("Made")
 
@@ -30,11 +31,12 @@ LOST_AFTER: Final = 10.0
 _CLOSE_SECONDS: Final = 2.0
 
 
-def connect(name: str, rank: int, ranks: int, make: Callable[[], Made]) -> Made:
+def connect(name: str, store: Store, rank: int, ranks: int, make: Callable[[], Made]) -> Made:
     """Make what joins this rank to others. All ranks of the job call it at about the same time: they have just met.
 
     Args:
         name: No other call's of this job.
+        store: The keys under that name.
         rank, ranks: This rank in the job, and how many there are.
         make: Waits for other ranks in any way; runs on a thread.
 
@@ -48,7 +50,6 @@ def connect(name: str, rank: int, ranks: int, make: Callable[[], Made]) -> Made:
     if ranks == 1:
         return make()
     happened: SimpleQueue[_Done[Made] | BaseException] = SimpleQueue()
-    store = keys_of(name)
     membership = Membership(Connection(store), rank, ranks, happened.put, interval=INTERVAL, lost_after=LOST_AFTER)
     before = connections_to(store)
     thread = threading.Thread(target=_run, args=(make, happened, _device()), name=f"adaptra rank {rank} connects", daemon=True)

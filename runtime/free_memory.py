@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from torch.distributed import DistError, DistStoreError, PrefixStore, Store
+from torch.distributed import DistError, DistStoreError, Store
 
 from adaptra.errors import ControlError, LaunchError
 from adaptra.runtime.launch import Launch
+from adaptra.runtime.signed_store import under
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 
@@ -34,7 +35,7 @@ def free_memory(launched: Launch, device: torch.device, timeout: float) -> tuple
     free = free_on(device)
     if launched.job is None:
         return (free // len(launched.transports),) * len(launched.transports)
-    found = _told_by_all(PrefixStore("free memory", launched.job.store), launched.job.rank, [_place(device), free], timeout)
+    found = _told_by_all(under("free memory", launched.job.store), launched.job.rank, [_place(device), free], timeout)
     sharing = Counter(place for place, _ in found)
     shares = [free // sharing[place] for place, free in found]
     replicas, roles = launched.replicas, launched.roles

@@ -11,16 +11,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Final, TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed import DistError, DistStoreError, PrefixStore, Store
+from torch.distributed import DistError, DistStoreError, Store
 
 from adaptra.errors import ControlError, LaunchError
 from adaptra.roles import Roles
 from adaptra.runtime.connecting import connect
 from adaptra.runtime.replicas import Replicas
+from adaptra.runtime.schema import decode
 from adaptra.runtime.secret import VARIABLE, fingerprint, given_secret
+from adaptra.runtime.signed_store import new_nonce, signed, under
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.transports.groups import end_group, end_keys, job_store, keys_of, new_group, sweep
 from adaptra.runtime.transports.lanes import LanedTransport
@@ -30,6 +32,7 @@ from adaptra.runtime.transports.registry import create_transport
 logger = logging.getLogger(__name__)
 
 Check = Callable[[], None]
+Made = TypeVar("Made")
 
 
 def _nothing() -> None:
@@ -73,6 +76,7 @@ class Job:
     Args:
         name: The transport's name.
         call: Counts the job's launches.
+        told: What each rank has told the others in this one, by rank; see :func:`.signed_store.signed`.
         with_delegate, addresses: As :func:`launch`.
         changes_roles: Whether there are roles to change.
 
@@ -82,12 +86,21 @@ class Job:
         ranks: How many the job has.
     """
 
-    def __init__(self, name: str, call: int, with_delegate: bool, addresses: Sequence[str], changes_roles: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        call: int,
+        told: Sequence[str],
+        with_delegate: bool,
+        addresses: Sequence[str],
+        changes_roles: bool = True,
+    ) -> None:
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
         self._name = name
         self._keys = _name_of_call(call)
-        self.store = keys_of(self._keys)
+        self._told = told
+        self.store = signed(keys_of(self._keys), self._keys, told)
         self._with_delegate = with_delegate
         self._addresses = addresses
         self._joined = 0
@@ -112,7 +125,12 @@ class Job:
         """
         self._joined += 1
         name = f"{self._keys}/{self._joined}"
-        return connect(f"{name} connecting", self.rank, self.ranks, lambda: self._join(roles, name))
+        return self.connect(name, lambda: self._join(roles, name))
+
+    def connect(self, name: str, make: Callable[[], Made]) -> Made:
+        """Make what joins this rank to others; see :func:`.connecting.connect`."""
+        name = f"{name} connecting"
+        return connect(name, signed(keys_of(name), name, self._told), self.rank, self.ranks, make)
 
     def _join(self, roles: Roles | None, name: str) -> Launch:
         if roles is None:
@@ -126,7 +144,7 @@ class Job:
         pipeline = new_group(members, f"{name}/replica {replica}", timeout=None)
         column = new_group(peers, f"{name}/stage {stage}", timeout=None)
         aside = new_group(peers, f"{name}/stage {stage} aside", timeout=None)
-        replicas = Replicas(column, aside, PrefixStore(f"replicas/{self._joined}", self.store), replica, members)
+        replicas = Replicas(column, aside, under(f"replicas/{self._joined}", self.store), replica, members)
         return Launch((self._transport(pipeline),), replicas, self, roles, (pipeline, column, aside))
 
     def _transport(self, group: dist.ProcessGroup) -> Transport:
@@ -136,7 +154,7 @@ class Job:
         def make() -> dist.ProcessGroup:
             return new_group(range(self.ranks), f"{self._keys}/all", "gloo", timeout=None)
 
-        self._everyone = connect(f"{self._keys}/all connecting", self.rank, self.ranks, make)
+        self._everyone = self.connect(f"{self._keys}/all", make)
 
     def close(self) -> None:
         """Give back what the ranks have made to change roles or cuts. Nothing may have failed."""
@@ -228,7 +246,7 @@ def launch(
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # Making groups waits for all ranks, so whether all ask for the same ones is settled before.
     call = job_store().add(f"adaptra launches/{rank}", 1)
-    _agree_on_arguments(
+    told = _agree_on_arguments(
         keys_of(_name_of_call(call)), rank, ranks, {**arguments, VARIABLE: fingerprint(given_secret())}, timeout
     )
     if rank == 0:
@@ -240,10 +258,10 @@ def launch(
         )
     usual = Roles.initial(ranks, size)
     if roles in (None, usual) and ranks == size:
-        job = Job(name, call, with_delegate, addresses, changes_roles=False)
-        made = connect(f"{_name_of_call(call)}/connecting", rank, ranks, lambda: _join(name, None, with_delegate, addresses))
+        job = Job(name, call, told, with_delegate, addresses, changes_roles=False)
+        made = job.connect(_name_of_call(call), lambda: _join(name, None, with_delegate, addresses))
         return Launch((made,), None, job)
-    return Job(name, call, with_delegate, addresses).join(roles or usual)
+    return Job(name, call, told, with_delegate, addresses).join(roles or usual)
 
 
 def _join(name: str, group: dist.ProcessGroup | None, with_delegate: bool, addresses: Sequence[str]) -> Transport:
@@ -260,16 +278,30 @@ def _name_of_call(call: int) -> str:
     return f"adaptra launch {call}"
 
 
-def _agree_on_arguments(store: Store, rank: int, ranks: int, arguments: Mapping[str, str], timeout: float) -> None:
-    found = _exchange(store, "arguments", rank, json.dumps(dict(arguments)), range(ranks), timeout)
-    for other, text in enumerate(found):
-        theirs = json.loads(text)
-        for name, value in json.loads(found[0]).items():
+def _agree_on_arguments(store: Store, rank: int, ranks: int, arguments: Mapping[str, str], timeout: float) -> list[str]:
+    """Compare the arguments; what each rank has told, by rank. It isn't signed, and used for nothing but to be compared."""
+    own = json.dumps({"arguments": dict(arguments), "nonce": new_nonce()})
+    found = _exchange(store, "arguments", rank, own, range(ranks), timeout)
+    found[rank] = own
+    given = [_arguments_of(text, other) for other, text in enumerate(found)]
+    for other, theirs in enumerate(given):
+        for name, value in given[0].items():
             if theirs.get(name) != value:
                 raise LaunchError(
                     f"adaptra.compile: rank {other} was given {name}={theirs.get(name)}, rank 0 {name}={value}: expected the "
                     "same arguments on every rank"
                 )
+    return found
+
+
+def _arguments_of(text: str, rank: int) -> dict[str, object]:
+    fields = decode(text.encode(), f"arguments of rank {rank}")
+    given = fields.raw("arguments")
+    fields.raw("nonce")
+    fields.end()
+    if not isinstance(given, dict):
+        raise ControlError(f"arguments of rank {rank}: expected an object")
+    return cast("dict[str, object]", given)
 
 
 def _nearest_multiple(ranks: int, size: int) -> int:

@@ -298,7 +298,8 @@ class Membership:
         self._answers.append(now - answer.asked_at)
         for rank, payload in answer.records.items():
             peer, record = self._peers[rank], parse_record(payload, rank)
-            if peer.record is None or record.beat != peer.record.beat:
+            # An older one shows no life: whoever writes to the store may put back what was read there.
+            if peer.record is None or record.beat > peer.record.beat:
                 peer.record, peer.changed_at = record, now
         if self._rank != LEADER and not answer.is_called and answer.bulletin != self._bulletin:
             self._bulletin, self._peers[LEADER].changed_at = answer.bulletin, now

@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any, Final
 
 from torch import Tensor
-from torch.distributed import PrefixStore
 
 from adaptra.cost import CostModel
 from adaptra.errors import AdaptraError, PeerLostError, PlanError
@@ -51,6 +50,7 @@ from adaptra.runtime.replica_buffers import ReplicaBuffers
 from adaptra.runtime.replicas import Replicas
 from adaptra.runtime.same_rows import is_due, numbers_of
 from adaptra.runtime.shared_values import SharedValues
+from adaptra.runtime.signed_store import under
 from adaptra.runtime.stage import EvaluationStage, Stage, TrainingStage
 from adaptra.runtime.state_stream import SPEC, UNDER_WAY, StateStream
 from adaptra.runtime.stores import Connection
@@ -184,7 +184,7 @@ class Worker:
         self.controller = Controller(
             self.rank,
             self._ranks,
-            PrefixStore("controller", transport.store),
+            under("controller", transport.store),
             initial,
             replace(planning, ahead_of_need=InsertComm.for_contract(transport.contract).ahead_of_need),
             options=ControllerOptions(adapt=options.adapt, delegate=options.uses_delegate, plan_seconds=options.timeout),
@@ -195,7 +195,7 @@ class Worker:
             job_ranks=() if replicas is None else replicas.pipeline,
         )
         self._membership = Membership(
-            Connection(PrefixStore("membership", transport.store)),
+            Connection(under("membership", transport.store)),
             self.rank,
             self._ranks,
             self.abort,

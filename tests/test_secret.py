@@ -103,5 +103,5 @@ def test_compile_compares_the_secrets_of_all_ranks(monkeypatch):
         told = keys_of("adaptra launch 1").get("arguments/0").decode()
     finally:
         dist.destroy_process_group()
-    assert json.loads(told)["ADAPTRA_SECRET"] == fingerprint(SECRET.encode())
+    assert json.loads(told)["arguments"]["ADAPTRA_SECRET"] == fingerprint(SECRET.encode())
     assert SECRET not in told

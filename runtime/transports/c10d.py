@@ -29,6 +29,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Work
 
 from adaptra.errors import LaunchError, TransportError
 from adaptra.graph.specs import MessageSpec
+from adaptra.runtime.signed_store import signed_together, under
 from adaptra.runtime.stores import clone
 from adaptra.runtime.transports import clock
 from adaptra.runtime.transports.base import Identity, Layout, Pending, Transport, check_tensors, layout_of, now
@@ -108,7 +109,7 @@ class C10dTransport(Transport):
         self._threads: list[threading.Thread] = []
         self._closed = False
         # A connection of its own: who waits on the control plane holds up nobody else.
-        self.store = PrefixStore("adaptra", clone(keys_of(self._name)))
+        self.store = signed_together(PrefixStore("adaptra", clone(keys_of(self._name))), self._name, self.rank, self.world_size)
         self.clock_offsets = self._compare_clocks()
 
     def send(
@@ -321,4 +322,4 @@ class C10dTransport(Transport):
                 to_next = clock.initiate(send, receive)
             else:
                 clock.answer(send, receive)
-        return clock.share(PrefixStore("clock", self.store), self.rank, self.world_size, to_next)
+        return clock.share(under("clock", self.store), self.rank, self.world_size, to_next)

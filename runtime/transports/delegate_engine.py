@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
 from adaptra import _C
 from adaptra.errors import LaunchError
+from adaptra.runtime.signed_store import under
 from adaptra.runtime.transports import clock, rdma_paths
 from adaptra.runtime.transports.endpoints import Endpoint, share_endpoints, share_secret, share_session
 from adaptra.runtime.transports.engine_memory import compare_clocks
@@ -94,7 +95,7 @@ def start_engine(
     Raises:
         LaunchError: An address is none of this host's, the ranks' paths don't match, or a neighbour can't be reached.
     """
-    control = PrefixStore("delegate", store)
+    control = under("delegate", store)
     engine = _C.Engine(
         rank,
         world_size,
@@ -111,5 +112,5 @@ def start_engine(
         if peer != rank:
             engine.set_peer(peer, [(endpoint.host, endpoint.port) for endpoint in endpoints])
     engine.start()
-    clock_offsets = compare_clocks(engine, rank, world_size, PrefixStore("clock", control))
+    clock_offsets = compare_clocks(engine, rank, world_size, under("clock", control))
     return StartedEngine(engine, rank, world_size, store, clock_offsets, rdma_paths.devices_of(addresses))

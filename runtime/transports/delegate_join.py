@@ -8,6 +8,7 @@ import torch
 from torch import distributed
 from torch.distributed import PrefixStore, ProcessGroup
 
+from adaptra.runtime.signed_store import signed_together
 from adaptra.runtime.stores import clone
 from adaptra.runtime.transports import rdma_paths
 from adaptra.runtime.transports.delegate import DelegateTransport
@@ -42,8 +43,8 @@ def join(
     name = next_name(group)
     control = keys_of(name)
     # A connection of its own: who waits on the control plane holds up nobody else.
-    store = PrefixStore("adaptra", clone(control))
     rank, place = distributed.get_rank(group), torch.device(device)
+    store = signed_together(PrefixStore("adaptra", clone(control)), name, rank, len(ranks))
     found = addresses or [*rdma_paths.agree_on_ports(store, rank, len(ranks)), address_towards(control)]
     started = start_engine(rank, len(ranks), store, found, timing or Timing(), listen)
 
