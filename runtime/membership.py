@@ -125,7 +125,7 @@ class Membership:
         self._asked_since = self._clock.now()
         self._board = Board(store, rank, tuple(self._peers), self._clock)
         self._asked_at = self._clock.now()
-        self._bulletin = ""
+        self._bulletin = 0
         # The longest of the last answers: who judges from as far away is in doubt for as long.
         self._answers = deque([0.0], maxlen=_ANSWERS)
         self._threads = [
@@ -301,7 +301,7 @@ class Membership:
             # An older one shows no life: whoever writes to the store may put back what was read there.
             if peer.record is None or record.beat > peer.record.beat:
                 peer.record, peer.changed_at = record, now
-        if self._rank != LEADER and not answer.is_called and answer.bulletin != self._bulletin:
+        if self._rank != LEADER and answer.bulletin > self._bulletin:
             self._bulletin, self._peers[LEADER].changed_at = answer.bulletin, now
         self._is_called = answer.is_called
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from adaptra.errors import ControlError
 from adaptra.runtime.membership_record import key_of
 
 if TYPE_CHECKING:
@@ -37,13 +38,13 @@ class Answer:
     Attributes:
         asked_at: When the question was put, in seconds of the clock that runs while this process does.
         records: The records read, by rank.
-        bulletin: The leader's bulletin as it stands; empty if there is none yet, or if it was not asked for.
+        bulletin: The leader's bulletin, a number that grows; 0 if there is none yet, or if it was not asked for.
         is_called: Whether a call hangs in the bulletin's place.
     """
 
     asked_at: float
     records: dict[int, bytes]
-    bulletin: str = ""
+    bulletin: int = 0
     is_called: bool = False
 
 
@@ -102,13 +103,17 @@ class Board:
         values = dict(zip(keys, self._store.multi_get(keys), strict=True)) if keys else {}
         self.answered_at = self._clock.now()
         is_called = values.pop(_BULLETIN, b"") == _CALL.encode()
-        return Answer(asked_at, {self._rank_of[key]: value for key, value in values.items()}, "", is_called)
+        return Answer(asked_at, {self._rank_of[key]: value for key, value in values.items()}, 0, is_called)
 
     def _read_bulletin(self, asked_at: float) -> Answer:
         # The one question that neither waits for a key nor asks first whether it is there.
         bulletin = self._store.compare_set(_BULLETIN, _ABSENT, _ABSENT).decode()
         self.answered_at = self._clock.now()
-        return Answer(asked_at, {}, "" if bulletin == _ABSENT else bulletin, bulletin == _CALL)
+        if bulletin in (_ABSENT, _CALL):
+            return Answer(asked_at, {}, 0, bulletin == _CALL)
+        if not (bulletin.isascii() and bulletin.isdecimal()):
+            raise ControlError(f"membership: the bulletin of rank {LEADER}: expected a whole number, got {bulletin[:40]!r}")
+        return Answer(asked_at, {}, int(bulletin))
 
     def _have_come(self, keys: list[str], finds_absent: bool) -> bool:
         """Whether keys are set; which of them, by halves, if that is to be found."""

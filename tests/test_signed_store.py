@@ -118,6 +118,25 @@ def test_a_strangers_heartbeat_ends_the_job_and_an_old_one_is_no_sign_of_life(st
     assert lost and "no rank of this job has signed it" in str(lost[0])
 
 
+def test_an_old_bulletin_of_the_leader_is_no_sign_of_life(store, plain):
+    lost = []
+    member = Membership(Connection(store), 1, 2, lost.append, interval=0.05, lost_after=1.0)
+    told = []
+    for beat in range(1, 20):  # as the leader does
+        store.set("bulletin", str(beat))
+        told.append(plain.get("bulletin").decode())
+        time.sleep(0.1)
+    assert not lost
+    deadline = time.monotonic() + 30
+    while not lost and time.monotonic() < deadline:
+        for old in told[-2:]:
+            plain.set("bulletin", old)
+            time.sleep(0.1)
+    was_found = bool(lost)
+    member.close()
+    assert was_found and "rank 0" in str(lost[0])
+
+
 def trained(rank, secret):
     """Losses, state, and what stands in the store, of a rank with or without a secret."""
     if secret:
@@ -138,7 +157,7 @@ def trained(rank, secret):
 @pytest.mark.processes
 @pytest.mark.timeout(150)
 def test_training_with_a_secret_is_bitwise_the_same_and_its_records_are_signed():
-    ours, theirs = (run_processes(trained, 2, secret, timeout=60.0) for secret in (SECRET, None))
+    ours, theirs = (run_processes(trained, 2, secret) for secret in (SECRET, None))
     assert [one[:2] for one in ours] == [one[:2] for one in theirs]
     assert len(ours[0][2]) == len(theirs[0][2]) == 2
     assert all(not value.startswith(b"{") and value[64:].startswith(b"{") for value in ours[0][2].values())
