@@ -58,7 +58,7 @@ def _checked(secret: bytes, where: str) -> bytes:
     if not _LEAST_BYTES <= len(secret) <= _MOST_BYTES:
         raise LaunchError(
             f"{where}: a secret of {len(secret)} bytes: expected {_LEAST_BYTES} to {_MOST_BYTES} that nobody can guess, "
-            "such as `openssl rand -hex 32` prints"
+            "such as openssl rand -hex 32 prints"
         )
     return secret
 

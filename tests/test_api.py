@@ -14,6 +14,7 @@ import pytest
 import test_api_processes
 import test_autocast
 import test_calls
+import test_connecting
 import test_controller
 import test_delegate_paths
 import test_dynamo
@@ -26,6 +27,7 @@ import test_loss_scale
 import test_lossy
 import test_membership
 import test_norms
+import test_ops_comparison
 import test_placed_training
 import test_rdma
 import test_reduction
@@ -33,7 +35,9 @@ import test_refused_models
 import test_replicas
 import test_roles
 import test_same_rows
+import test_secret
 import test_sharing
+import test_signed_store
 import test_split_change
 import test_stage_modules
 import test_training_state
@@ -544,8 +548,10 @@ TESTED_ELSEWHERE = {
     test_full_state.NO_MODULE,
     test_verbs.CUT_OFF,
     test_calls.DIFFERENT,
+    test_connecting.FAILED,
     test_replicas.SYNC,
     test_same_rows.DIFFERENT,
+    test_signed_store.ROW,
 }
 """In test_full_state.py, test_launch.py, test_lossy.py, test_rdma.py, test_training_state.py and test_verbs.py."""
 
@@ -565,9 +571,11 @@ def test_every_documented_error_has_a_test():
         *modules,
         test_handover,
         test_inner,
+        test_ops_comparison,
         test_placed_training,
         test_reduction,
         test_refused_models,
+        test_secret,
         test_sharing,
         test_split_change,
         test_stage_modules,

@@ -15,6 +15,7 @@ import adaptra
 
 ROWS, MICROBATCHES, LOST = 12, 4, 1
 SECONDS = 15.0
+FAILED = "rank … failed: …"
 
 
 def ended_by(how, rank, note):
@@ -119,6 +120,6 @@ def test_why_a_rank_could_not_connect_is_told_to_the_others_at_once(tmp_path):
     note = tmp_path / "ended at"
     results = run_processes(join, 3, "raise", "groups", note, timeout=150.0)
     for kind, message, _ in check_named(results, note, seconds=8.0):
-        check_documented(kind, message, "rank … failed: …")
+        check_documented(kind, message, FAILED)
         assert message.endswith("ValueError: a network card that is not there")
     assert results[LOST][:2] == ("ValueError", "a network card that is not there")

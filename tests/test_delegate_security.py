@@ -3,15 +3,19 @@
 import contextlib
 import hashlib
 import hmac
+import json
 import os
 import socket
 import struct
 import time
 
 import pytest
+import torch.distributed as dist
 from delegate_lab import CALM, QUICK, SECRET, Pair, pattern
 
 from adaptra import _C
+from adaptra.runtime.secret import derive
+from adaptra.runtime.transports.endpoints import share_secret
 from adaptra.runtime.transports.refusals import Refusals
 
 SIZE = 100_000
@@ -377,6 +381,32 @@ def test_one_secret_of_two_sessions_joins_nobody():
     finally:
         first.close("the test is over", 0.0)
         second.close("the test is over", 0.0)
+
+
+def test_who_has_read_the_whole_store_does_not_know_a_secret_from_outside(monkeypatch):
+    """Nor what is derived of it: not the salt itself, nor any key that he can derive without the secret."""
+    monkeypatch.setenv("ADAPTRA_SECRET", "5b1f" * 16)
+    store = dist.HashStore()
+    engine = _C.Engine(0, 2, share_secret(store, 0), **CALM)
+    door = ("127.0.0.2", engine.add_tcp_path("127.0.0.2"))
+    engine.set_peer(1, [("127.0.0.9", 1)])
+    salt = bytes.fromhex(json.loads(store.get("secret"))["value"])
+    guesses = [salt, *(derive(known, "data links", salt) for known in (b"", salt, bytes(32), b"ADAPTRA_SECRET"))]
+    try:
+        engine.start()
+        for guess in guesses:
+            with socket.create_connection(door, timeout=5, source_address=(STRANGER, 0)) as connection:
+                assert prove(connection, hello(), guess) == b""
+        deadline = time.monotonic() + 100
+        while sum(count for _, _, count in engine.refusals()) < len(guesses):
+            assert time.monotonic() < deadline, engine.refusals()
+            let_others_run()
+        assert {reason for _, reason, _ in engine.refusals()} == {"does not know this job's secret"}
+        # Whoever was given the secret gets in.
+        with socket.create_connection(door, timeout=5, source_address=(STRANGER, 0)) as connection:
+            assert prove(connection, hello(), derive(b"5b1f" * 16, "data links", salt)) != b""
+    finally:
+        engine.close("the test is over", 0.0)
 
 
 def test_a_flood_from_one_address_takes_no_place_of_another(pair):

@@ -26,6 +26,11 @@ from adaptra.graph.capture import list_eager_ops, state_names
 from adaptra.graph.compile import compile_stages
 from adaptra.graph.op_signature import Signature, is_set_aside, signatures
 
+DOCUMENTED = {
+    "differ": "the captured stages run other ops than eager torch: …",
+    "option": "captured=…: expected 'warn', 'error' or 'accept'",
+}
+
 
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -120,11 +125,11 @@ def test_a_difference_is_warned_of_explained_or_refused(caplog: pytest.LogCaptur
         assert not caplog.records
     with pytest.raises(CaptureError, match=r"module inner \(Masked\) at .*: eager torch runs aten.tanh.default") as caught:
         compiled(example, masked(6, 0), stages=1, microbatches=2, options=adaptra.Options(captured="error")).__enter__()
-    check_documented("CaptureError", str(caught.value), "the captured stages run other ops than eager torch: …")
+    check_documented("CaptureError", str(caught.value), DOCUMENTED["differ"])
 
 
 def test_an_unknown_wish_is_refused() -> None:
     wrong: Any = "ignore"
     with pytest.raises(OptionError, match="captured='ignore': expected 'warn', 'error' or 'accept'") as caught:
         adaptra.Options(captured=wrong)
-    check_documented("OptionError", str(caught.value), "captured=…: expected 'warn', 'error' or 'accept'")
+    check_documented("OptionError", str(caught.value), DOCUMENTED["option"])

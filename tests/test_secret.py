@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from errors_table import check_documented
 
 from adaptra.errors import ControlError, LaunchError
 from adaptra.runtime.launch import launch
@@ -16,6 +17,17 @@ from adaptra.runtime.transports.endpoints import share_secret
 from adaptra.runtime.transports.groups import keys_of
 
 SECRET = "5b1f" * 16
+DOCUMENTED = {
+    "both": "ADAPTRA_SECRET and ADAPTRA_SECRET_FILE are both set: expected one of them",
+    "size": "…: a secret of … bytes: expected 32 to 4096 that nobody can guess, such as openssl rand -hex 32 prints",
+    "mode": "ADAPTRA_SECRET_FILE=…: mode …, owner …: expected a file that only its owner may read (chmod 600), owned by user …",
+    "file": "ADAPTRA_SECRET_FILE=…: …: expected a file that holds the secret",
+    "some": "rank … was given a secret (ADAPTRA_SECRET), rank … was not: expected the same one on all ranks, or none",
+}
+
+
+def check_refused(error, row):
+    check_documented(type(error).__name__, str(error), DOCUMENTED[row])
 
 
 def test_the_secret_comes_from_the_environment_or_a_file_of_this_user(tmp_path):
@@ -27,29 +39,32 @@ def test_the_secret_comes_from_the_environment_or_a_file_of_this_user(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "mode", "message"),
+    ("content", "mode", "message", "row"),
     [
-        (SECRET, 0o640, "mode 0640"),
-        (SECRET, 0o604, "expected a file that only its owner may read"),
-        ("short", 0o600, "a secret of 5 bytes: expected 32 to 4096"),
-        ("", 0o600, "a secret of 0 bytes"),
+        (SECRET, 0o640, "mode 0640", "mode"),
+        (SECRET, 0o604, "mode 0604", "mode"),
+        ("short", 0o600, "a secret of 5 bytes", "size"),
+        ("", 0o600, "a secret of 0 bytes", "size"),
     ],
 )
-def test_a_file_that_others_may_read_or_that_can_be_guessed_is_refused(tmp_path, content, mode, message):
+def test_a_file_that_others_may_read_or_that_can_be_guessed_is_refused(tmp_path, content, mode, message, row):
     file = tmp_path / "secret"
     file.write_text(content)
     file.chmod(mode)
-    with pytest.raises(LaunchError, match=message):
+    with pytest.raises(LaunchError, match=message) as caught:
         given_secret({"ADAPTRA_SECRET_FILE": str(file)})
+    check_refused(caught.value, row)
 
 
 def test_what_is_no_secret_is_refused():
     with pytest.raises(LaunchError, match="ADAPTRA_SECRET: a secret of 0 bytes"):
         given_secret({"ADAPTRA_SECRET": ""})
-    with pytest.raises(LaunchError, match="both set"):
+    with pytest.raises(LaunchError) as caught:
         given_secret({"ADAPTRA_SECRET": SECRET, "ADAPTRA_SECRET_FILE": "x"})
-    with pytest.raises(LaunchError, match="No such file"):
+    check_refused(caught.value, "both")
+    with pytest.raises(LaunchError, match="No such file") as caught:
         given_secret({"ADAPTRA_SECRET_FILE": "/nowhere/secret"})
+    check_refused(caught.value, "file")
 
 
 def test_no_two_purposes_or_salts_share_a_key():
@@ -74,8 +89,9 @@ def test_a_stranger_who_writes_a_key_of_his_own_is_not_believed(monkeypatch):
     monkeypatch.setenv("ADAPTRA_SECRET", SECRET)
     store = dist.HashStore()
     store.set("secret", json.dumps({"given": False, "value": "00" * 32}))
-    with pytest.raises(LaunchError, match=r"rank 1 was given a secret \(ADAPTRA_SECRET\), rank 0 was not"):
+    with pytest.raises(LaunchError, match=r"rank 1 was given a secret \(ADAPTRA_SECRET\), rank 0 was not") as caught:
         share_secret(store, 1)
+    check_refused(caught.value, "some")
     store.set("secret", json.dumps({"given": True, "value": "00" * 32}))
     assert share_secret(store, 1) == derive(SECRET.encode(), "data links", bytes(32))
     store.set("secret", json.dumps({"given": True, "value": "00"}))
