@@ -38,6 +38,7 @@ from adaptra.runtime.participant import Emit, Participant
 from adaptra.runtime.plan import Plan
 from adaptra.runtime.plan_log import Agreement
 from adaptra.runtime.planning import Planning
+from adaptra.runtime.step_noise import steps_until_sure
 
 log = logging.getLogger(__name__)
 
@@ -253,19 +254,23 @@ class Coordinator:
     def _wins(self, program: Program, current: Plan, detection: Detection) -> bool:
         """Whether a program gains enough over the running plan under the costs that were detected, and at once."""
         expect = self._planning.expect
-        is_gain = self._is_gain(expect(program, detection), expect(current.program, detection))
-        return is_gain and self._patience(program, current.program, detection) == 0.0
+        predicted, before = expect(program, detection), expect(current.program, detection)
+        patience = self._patience(program, current.program, detection, before - predicted)
+        return self._is_gain(predicted, before) and patience == 0.0
 
     def _still_wins(self, plan: Plan, current: Plan) -> bool:
         """Whether a plan that has waited gains enough under what the steps since then have shown, too."""
+        if (plan.delegated, plan.rounded) != (current.delegated, current.rounded):
+            return True  # those steps show nothing of edges that it has travel in another way
         predict, latest = self._planning.predict, self._detector.latest
         return self._is_gain(predict(plan.program, latest), predict(current.program, latest))
 
-    def _patience(self, program: Program, running: Program, detection: Detection) -> float:
-        """For how many steps from its detection on a program waits: for what flaps, or until its gain is beyond noise."""
-        planning = self._planning
-        sure = planning.steps_until_sure(program, running, detection)
-        return max(planning.patience(program, running, detection), sure)
+    def _patience(self, program: Program, running: Program, detection: Detection, gain: float) -> float:
+        """For how many steps from its detection on a program waits: for what flaps, or until its gain is beyond noise.
+
+        The gain, in seconds per step, is that of its whole plan, which may have edges travel in another way.
+        """
+        return max(self._planning.patience(program, running, detection), steps_until_sure(gain, detection.noise))
 
     def _is_gain(self, predicted: float, before: float, rounds_less: bool = False) -> bool:
         """Whether a plan saves enough of a step. Exact messages are worth as much as a switch has to gain."""
@@ -296,8 +301,7 @@ class Coordinator:
         other = self._planning.meanwhile(plan.program, current.program, current.case, detection)
         meanwhile = other and replace(plan, program=other, predicted=self._planning.expect(other, detection))
         if meanwhile is not None and (
-            not self._is_gain(meanwhile.predicted, before)
-            or self._planning.steps_until_sure(meanwhile.program, current.program, detection)
+            not self._is_gain(meanwhile.predicted, before) or steps_until_sure(before - meanwhile.predicted, detection.noise)
         ):
             meanwhile = None
         same = self._planning.lowered_anew(current, detection)
@@ -315,27 +319,28 @@ class Coordinator:
             self._emit(EventKind.KEPT, step, current.version, f"no other plan: {outcome.error}")
         elif plan is None or before is None:
             self._emit(EventKind.KEPT, step, current.version, "switching plans is turned off", before, before)
-        elif not self._is_gain(plan.predicted, before, rounds_less=set(plan.rounded) < set(current.rounded)):
+        elif not self._is_gain(plan.predicted, before, rounds_less=(rounds_less := set(plan.rounded) < set(current.rounded))):
             text = f"the best plan found takes {1e3 * plan.predicted:.1f} ms, the running one {1e3 * before:.1f} ms"
             self._emit(EventKind.KEPT, step, current.version, text, before, before)
             if outcome.same is not None:
                 self._propose(outcome.same, before)
         elif outcome.meanwhile is not None:
-            self._wait(plan, outcome.meanwhile, outcome.meanwhile.predicted, outcome.detection)
+            self._wait(plan, outcome.meanwhile, outcome.meanwhile.predicted, outcome.detection, rounds_less)
             self._propose(outcome.meanwhile, before)
-        elif not self._wait(plan, current, before, outcome.detection):
+        elif not self._wait(plan, current, before, outcome.detection, rounds_less):
             self._propose(plan, before)
 
-    def _wait(self, plan: Plan, running: Plan, before: float, detection: Detection) -> bool:
-        """Let a plan wait, because what flaps has healed; whether it has to. What runs until then takes ``before``."""
-        patience = math.ceil(self._patience(plan.program, running.program, detection))
+    def _wait(self, plan: Plan, running: Plan, before: float, detection: Detection, rounds_less: bool) -> bool:
+        """Let a plan wait for what flaps, or until its gain is sure; whether it has to. Until then steps take ``before``."""
+        gain = math.inf if rounds_less else before - plan.predicted  # exact messages are a gain without seconds
+        patience = math.ceil(self._patience(plan.program, running.program, detection, gain))
         if patience > 0 and self._is_gain(plan.predicted, before):
-            gain = f"{1e3 * plan.predicted:.1f} ms instead of {1e3 * before:.1f} ms"
+            change = f"{1e3 * plan.predicted:.1f} ms instead of {1e3 * before:.1f} ms"
             if self._planning.patience(plan.program, running.program, detection):
-                text = f"what flaps may turn slow again: {gain} are worth that {patience} steps after step {detection.step}"
+                text = f"what flaps may turn slow again: {change} are worth that {patience} steps after step {detection.step}"
             else:
                 noise = f"steps scatter by {1e3 * detection.noise:.1f} ms"
-                text = f"{noise}: {gain} are beyond that {patience} steps after step {detection.step}"
+                text = f"{noise}: {change} are beyond that {patience} steps after step {detection.step}"
             self._emit(EventKind.KEPT, self._observed, running.version, text, before, before)
             self._waiting = _Waiting(plan, before, detection.step + patience, running.program)
         return patience > 0

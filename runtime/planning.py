@@ -14,10 +14,6 @@ from adaptra.program import Program
 from adaptra.remedies import BFLOAT16_SHARE, Remedies, Remedy, needed_rounding
 from adaptra.runtime.detector import Detection
 from adaptra.runtime.plan import Edges, Plan
-from adaptra.runtime.step_noise import steps_until_sure
-
-MOST_STEPS: Final = 1 << 30
-"""For ever: a program that gains nothing."""
 
 REACTION: Final = 3
 """Steps that a relapse takes from its onset to the first step under a plan for it."""
@@ -103,13 +99,6 @@ class Planning:
             return 0.0
         worth = risked / gained if gained > 0.0 else math.inf
         return max(min(worth, doubt.within) - doubt.since, 0.0)
-
-    def steps_until_sure(self, program: Program, running: Program, detection: Detection) -> int:
-        """For how many steps from its detection on a program waits until what it gains is beyond the noise of steps."""
-        if detection.noise == 0.0:
-            return 0
-        gain = self.expect(running, detection) - self.expect(program, detection)
-        return math.ceil(min(steps_until_sure(gain, detection.noise), MOST_STEPS))
 
     def lowered_anew(self, current: Plan, detection: Detection) -> Plan | None:
         """The running program with its receives posted in time for what was detected; None if they are already."""

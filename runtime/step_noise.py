@@ -18,6 +18,10 @@ SHOWN: Final = 2
 """Steps that a detection is made of."""
 
 
+MOST_STEPS: Final = 1 << 30
+"""For ever: what gains nothing."""
+
+
 class StepNoise:
     """Follows the times of steps. Whatever turns slow or heals shows in one difference only, and so is no noise.
 
@@ -48,7 +52,7 @@ class StepNoise:
         return DIFFERENCES * median(differences) if differences else 0.0
 
 
-def steps_until_sure(gain: float, deviation: float) -> float:
+def steps_until_sure(gain: float, deviation: float) -> int:
     """For how many steps after its detection a change must last until what it gains is beyond noise.
 
     The mean of n steps has a standard error of ``deviation / sqrt(n)``.
@@ -58,5 +62,6 @@ def steps_until_sure(gain: float, deviation: float) -> float:
         deviation: Standard deviation of a step's time, in seconds.
     """
     if deviation == 0.0:
-        return 0.0
-    return max((STANDARD_ERRORS * deviation / gain) ** 2 - SHOWN, 0.0) if gain > 0.0 else math.inf
+        return 0
+    steps = (STANDARD_ERRORS * deviation / gain) ** 2 - SHOWN if gain > 0.0 else math.inf
+    return math.ceil(min(max(steps, 0.0), MOST_STEPS))

@@ -23,6 +23,7 @@ from adaptra.runtime.detector import Detection, Detector
 from adaptra.runtime.measurement import StepMeasurement
 from adaptra.runtime.monitor import Monitor
 from adaptra.runtime.planning import Planning
+from adaptra.runtime.step_noise import steps_until_sure
 from adaptra.simulate import lower_bound, simulate
 from adaptra.timeline import MessageInterval
 
@@ -173,7 +174,7 @@ class NoisySteps:
             self.switches.append(step + 1)
         if after < least * before:
             patience = math.ceil(PLANNING.patience(better, self.program, detection))
-            self._waiting = better, step + max(patience, PLANNING.steps_until_sure(better, self.program, detection))
+            self._waiting = better, step + max(patience, steps_until_sure(before - after, detection.noise))
         return detection
 
     def _measured(self, step: int) -> list[StepMeasurement]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from statistics import fmean
 
 import pytest
-from test_controller import HEALTHY_PROGRAM, SLOW, SLOW_PROGRAM, predict
-from test_controller import bound as lower_bound
 from test_detector import HEALTHY, measured
 from test_detector import SLOW as SLOW_EDGE
 
 from adaptra.runtime.detector import Detection, Detector
-from adaptra.runtime.planning import Planning
-from adaptra.runtime.step_noise import StepNoise, steps_until_sure
+from adaptra.runtime.step_noise import MOST_STEPS, StepNoise, steps_until_sure
 
 
 def test_the_scatter_of_steps_is_known_though_some_turn_slow_and_heal() -> None:
@@ -29,14 +27,11 @@ def test_the_scatter_of_steps_is_known_though_some_turn_slow_and_heal() -> None:
 
 
 def test_a_gain_within_the_scatter_waits_for_as_many_steps_as_make_it_sure() -> None:
-    assert steps_until_sure(0.02, 0.0) == 0.0, "a steady machine"
-    assert steps_until_sure(0.02, 0.009) == 0.0, "of two steps the mean is sure enough"
+    assert steps_until_sure(0.02, 0.0) == 0, "a steady machine"
+    assert steps_until_sure(0.02, 0.009) == 0, "of two steps the mean is sure enough"
     assert steps_until_sure(0.02, 0.04) == 3.0**2 * 2.0**2 - 2
-    planning = Planning(lambda case, running: running, predict, lower_bound)
-    gain = predict(HEALTHY_PROGRAM, SLOW) - predict(SLOW_PROGRAM, SLOW)
-    detection = Detection(20, (), SLOW, noise=gain)
-    assert planning.steps_until_sure(SLOW_PROGRAM, HEALTHY_PROGRAM, detection) == 7
-    assert planning.steps_until_sure(SLOW_PROGRAM, HEALTHY_PROGRAM, replace(detection, noise=0.0)) == 0
+    assert steps_until_sure(math.inf, 0.04) == 0, "exact messages are a gain without seconds"
+    assert steps_until_sure(0.0, 0.04) == steps_until_sure(-1.0, 0.04) == MOST_STEPS
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(1.0, 2), (0.06, 2), (0.008, 13)])
