@@ -10,6 +10,8 @@ from models import Batch, Example, generator, square_loss
 from torch import Tensor, nn
 from training import compiled, differences, train, train_alone
 
+from adaptra import Options
+
 
 @dataclass(frozen=True)
 class Kept(Example):
@@ -64,6 +66,28 @@ class Layers(nn.Module):
 
 
 MODELS = {"rotary": Rotary} | {kind: (lambda kind=kind: Layers(kind)) for kind in ("gated", "conjugate", "transposed")}
+
+
+class Parts(nn.Module):
+    """Real views of complex tensors whose gradients are summed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            z = torch.view_as_complex(layer(x).unflatten(-1, (4, 2)))
+            z = z * z.conj().exp()
+            x = torch.cat([z.real, z.imag], -1)
+        return x
+
+
+def test_real_views_of_complex_tensors_are_no_difference_from_eager() -> None:
+    example = Kept("parts", Parts, rows, square_loss)
+    options = Options(captured="error")
+    with compiled(example, example.rows(6, 0), stages=2, microbatches=3, options=options) as pipe:
+        train(pipe, [example.rows(6, 0)])
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -104,7 +104,8 @@ class _Memory:
 
         def moved(leaf: Any) -> Any:
             if isinstance(leaf, Tensor) and memory_of(leaf) == before:
-                return target.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
+                flat = target.as_strided((target.numel(),), (1,)).view(leaf.dtype)  # a view may be of another dtype
+                return flat.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
             return leaf
 
         for one in self._nodes.pop(before):
