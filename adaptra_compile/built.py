@@ -478,7 +478,8 @@ class Built:
     def _run(self, run: Callable[[Worker], Result]) -> list[Result]:
         if self._threads is None:
             return [run(self.workers[0])]
-        futures = [self._threads.submit(run, worker) for worker in self.workers]
+        run_as_here = _with_threads_of_this_one(run)
+        futures = [self._threads.submit(run_as_here, worker) for worker in self.workers]
         try:
             errors = [error for error in (future.exception() for future in futures) if error is not None]
         except BaseException as error:
@@ -498,6 +499,22 @@ class Built:
         self._end()
         if was_open and self._failure is None and self.launched.job is not None:
             self.launched.job.close()
+
+
+def _with_threads_of_this_one(run: Callable[[Worker], Result]) -> Callable[[Worker], Result]:
+    """The same on another thread, where kernels have as many threads as on this one.
+
+    Libraries below torch, such as MKL's matrix products and transforms, know torch's number on threads only where it was set or
+    asked for; elsewhere they take their own, and sum in another order.
+    """
+    count = torch.get_num_threads()
+
+    def run_so(worker: Worker) -> Result:
+        if torch.get_num_threads() != count:
+            torch.set_num_threads(count)
+        return run(worker)
+
+    return run_so
 
 
 def _call(method: weakref.WeakMethod[Callable[[Exception], None]], error: Exception) -> None:

@@ -67,6 +67,8 @@ def connect(name: str, store: Store, rank: int, ranks: int, make: Callable[[], M
         if found is membership.lost:
             raise found
         cause = membership.fail(found)
+        if not _may_come_of_a_loss(found):
+            raise found  # this rank's own mistake is told as such, though another may have made it first
         raise cause from (None if cause is found else found)
     except BaseException:
         # Whoever waits for the store must not find that gone when this process is about to end: C++ ends it by an abort then.

@@ -281,7 +281,7 @@ def _naming(index: int) -> Generator[None]:
 
 def _travelling(gradients: Sequence[Tensor]) -> tuple[tuple[Layout, ...], MessageSpec]:
     """How gradients travel."""
-    layouts = tuple(map(Layout.of, gradients))
+    layouts = tuple(map(Layout.with_gaps, gradients))
     return layouts, tuple(layout.spec(one, False) for layout, one in zip(layouts, gradients, strict=True))
 
 

@@ -33,6 +33,7 @@ _COPIES: Final = frozenset(
         _aten.empty_like.default,
         _aten.copy_.default,
         _aten.copy.default,
+        _aten.constant_pad_nd.default,
         _aten.select_scatter.default,
         _aten.slice_scatter.default,
         _aten.diagonal_scatter.default,
