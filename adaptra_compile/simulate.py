@@ -163,7 +163,7 @@ def simulate(program: Program, cost: CostModel) -> Simulation:
 
 
 class BoundKind(Enum):
-    """Why no order of ops can be shorter. The formulas stand in ``csrc/schedule/bounds.cc``."""
+    """Why no order of ops can be shorter. The formulas stand in ``csrc/schedule/bounds/bounds.cc``."""
 
     LOAD = "load"
     """A rank runs all its ops one after the other."""

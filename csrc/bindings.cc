@@ -20,11 +20,11 @@
 #include <vector>
 
 #include "bindings_delegate.h"
-#include "schedule/bounds.h"
-#include "schedule/search_orders.h"
-#include "schedule/simulate.h"
-#include "schedule/spare_memory.h"
-#include "schedule/types.h"
+#include "schedule/bounds/bounds.h"
+#include "schedule/search/search_orders.h"
+#include "schedule/search/spare_memory.h"
+#include "schedule/simulate/simulate.h"
+#include "schedule/simulate/types.h"
 
 namespace nb = nanobind;
 namespace schedule = adaptra::schedule;

@@ -21,10 +21,10 @@
 #include <utility>
 #include <vector>
 
-#include "delegate/crc32c.h"
 #include "delegate/engine.h"
-#include "delegate/hmac.h"
-#include "delegate/verbs.h"
+#include "delegate/security/hmac.h"
+#include "delegate/system/crc32c.h"
+#include "delegate/verbs/verbs.h"
 
 namespace nb = nanobind;
 using namespace adaptra::delegate;

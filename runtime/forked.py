@@ -1,8 +1,8 @@
 """Sockets that a rank's forked children give up, such as the workers of a DataLoader.
 
 While any process has a socket open its peer is told nothing of its end. Children that outlive a rank which was killed would
-keep it alive in the eyes of the others. The delegate's own sockets are seen to by ``csrc/delegate/forks.h``; these are the ones
-that torch.distributed opens on behalf of a job: gloo's, and those of the job's store.
+keep it alive in the eyes of the others. The delegate's own sockets are seen to by ``csrc/delegate/system/forks.h``. These are
+the ones that torch.distributed opens on behalf of a job: gloo's, and those of the job's store.
 """
 
 from __future__ import annotations

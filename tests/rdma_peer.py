@@ -1,7 +1,7 @@
 """The other side of the verbs wire, in Python over pyverbs: what the C++ engine does is seen and judged by other code.
 
 It plays rank 1, the source of messages to an engine of rank 0. What it writes and reads is spelled out here once more, from
-``csrc/delegate/{handshake,frame,verbs_queue_pair}.h`` and ``docs/rdma.md``.
+``csrc/delegate/{security/handshake,wire/frame,verbs/verbs_queue_pair}.h`` and ``docs/rdma.md``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "delegate/tcp_wire.h"
+#include "delegate/tcp/tcp_wire.h"
 
 namespace adaptra::delegate {
 namespace {

@@ -16,14 +16,14 @@
 #include <tuple>
 #include <vector>
 
-#include "delegate/channel.h"
-#include "delegate/doorway.h"
-#include "delegate/forks.h"
-#include "delegate/poller.h"
-#include "delegate/receive_channel.h"
-#include "delegate/request.h"
-#include "delegate/send_channel.h"
-#include "delegate/stats.h"
+#include "delegate/channel/channel.h"
+#include "delegate/channel/receive_channel.h"
+#include "delegate/channel/request.h"
+#include "delegate/channel/send_channel.h"
+#include "delegate/channel/stats.h"
+#include "delegate/security/doorway.h"
+#include "delegate/system/forks.h"
+#include "delegate/wire/poller.h"
 
 namespace adaptra::delegate {
 

@@ -141,7 +141,7 @@ class DelegateTransport(Transport):
     def statistics(self) -> list[tuple[int, int, bool, bool, dict[str, int]]]:
         """What each channel counted: source and destination rank, whether it is backward, whether this rank sends, counters.
 
-        Counters are those of ``csrc/delegate/stats.h``; reading them holds up nobody.
+        Counters are those of ``csrc/delegate/channel/stats.h``; reading them holds up nobody.
         """
         return self._engine.statistics()
 

@@ -7,9 +7,9 @@
 #include <memory>
 
 #include "check.h"
-#include "delegate/descriptor.h"
-#include "delegate/receive_channel.h"
-#include "delegate/sockets.h"
+#include "delegate/channel/receive_channel.h"
+#include "delegate/system/descriptor.h"
+#include "delegate/system/sockets.h"
 #include "lone_host.h"
 
 using namespace adaptra::delegate;

@@ -7,11 +7,11 @@
 #include <vector>
 
 #include "check.h"
-#include "delegate/crc32c.h"
-#include "delegate/frame.h"
-#include "delegate/handshake.h"
-#include "delegate/hmac.h"
-#include "delegate/intervals.h"
+#include "delegate/channel/intervals.h"
+#include "delegate/security/handshake.h"
+#include "delegate/security/hmac.h"
+#include "delegate/system/crc32c.h"
+#include "delegate/wire/frame.h"
 
 using namespace adaptra::delegate;
 

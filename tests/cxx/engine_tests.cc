@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "check.h"
-#include "delegate/descriptor.h"
 #include "delegate/engine.h"
-#include "delegate/sockets.h"
+#include "delegate/system/descriptor.h"
+#include "delegate/system/sockets.h"
 
 using namespace adaptra::delegate;
 

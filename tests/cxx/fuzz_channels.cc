@@ -12,10 +12,10 @@
 #include <span>
 #include <vector>
 
-#include "delegate/crc32c.h"
-#include "delegate/handshake.h"
-#include "delegate/receive_channel.h"
-#include "delegate/send_channel.h"
+#include "delegate/channel/receive_channel.h"
+#include "delegate/channel/send_channel.h"
+#include "delegate/security/handshake.h"
+#include "delegate/system/crc32c.h"
 #include "lone_host.h"
 
 using namespace adaptra::delegate;

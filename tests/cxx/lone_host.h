@@ -8,8 +8,8 @@
 #include <memory>
 #include <utility>
 
-#include "delegate/channel.h"
-#include "delegate/tcp_wire.h"
+#include "delegate/channel/channel.h"
+#include "delegate/tcp/tcp_wire.h"
 
 class NoPoller : public adaptra::delegate::Poller {
  public:

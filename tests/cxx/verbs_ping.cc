@@ -12,11 +12,11 @@
 #include <thread>
 #include <vector>
 
-#include "delegate/crc32c.h"
-#include "delegate/memory.h"
-#include "delegate/poller.h"
-#include "delegate/sockets.h"
-#include "delegate/verbs.h"
+#include "delegate/system/crc32c.h"
+#include "delegate/system/sockets.h"
+#include "delegate/verbs/verbs.h"
+#include "delegate/wire/memory.h"
+#include "delegate/wire/poller.h"
 
 using namespace adaptra::delegate;
 

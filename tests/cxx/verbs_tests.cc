@@ -4,10 +4,10 @@
 #include <variant>
 
 #include "check.h"
-#include "delegate/ibverbs_dl.h"
-#include "delegate/poller.h"
-#include "delegate/verbs.h"
-#include "delegate/verbs_queue_pair.h"
+#include "delegate/verbs/ibverbs_dl.h"
+#include "delegate/verbs/verbs.h"
+#include "delegate/verbs/verbs_queue_pair.h"
+#include "delegate/wire/poller.h"
 
 using namespace adaptra::delegate;
 

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "check.h"
-#include "delegate/width.h"
+#include "delegate/channel/width.h"
 
 using namespace adaptra::delegate;
 using namespace std::chrono_literals;

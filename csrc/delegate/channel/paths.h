@@ -1,0 +1,73 @@
+// The ordered list of paths of one channel: which of them are up, which one carries traffic, and why the others don't.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "delegate/wire/wire.h"
+
+namespace adaptra::delegate {
+
+// A path is up while at least one of its connections is established, and fails as a whole when any of them fails: what was
+// posted on the others may wait for what was lost.
+class Paths {
+ public:
+  struct Path {
+    std::string name;
+    std::vector<std::unique_ptr<Connection>> connections;  // established ones and those that will be
+    std::vector<std::uint32_t> indices;                    // of `connections`
+    std::vector<Connection*> up;
+    Clock::time_point up_since;
+    Clock::time_point heard;  // the last sign of life before it failed
+    std::string reason = "never connected";
+    std::optional<Clock::time_point> refused_at;  // see opened_in_vain()
+  };
+
+  explicit Paths(const std::vector<std::string>& names);
+
+  [[nodiscard]] std::size_t size() const { return paths_.size(); }
+  [[nodiscard]] const Path& operator[](std::size_t path) const { return paths_[path]; }
+  [[nodiscard]] bool is_up(std::size_t path) const { return !paths_[path].up.empty(); }
+  [[nodiscard]] bool any_up() const;
+
+  // Whether this connection exists already: a new one means that its peer has given the old one up.
+  [[nodiscard]] bool has(const Address& address) const;
+  void add(const Address& address, std::unique_ptr<Connection> connection);
+
+  // Returns the path whose connection can be used from now on.
+  std::size_t established(const Connection& connection, Clock::time_point now);
+  [[nodiscard]] std::optional<std::size_t> path_of(const Connection& connection) const;
+
+  // Closes all connections of a path; they are destroyed by bury(). Returns whether it was up.
+  bool fail(std::size_t path, std::string reason);
+  void bury() { closed_.clear(); }
+
+  // Nobody could be connected to. Whether the peer's host refused is what tells a process that has ended from one that is slow:
+  // for as long as a process lives, its host takes connections on its behalf.
+  void opened_in_vain(std::size_t path, bool was_refused, Clock::time_point now);
+  // When each path had been refused, as far as is known by its last attempt; nothing unless all were.
+  [[nodiscard]] std::optional<Clock::time_point> all_refused_at() const;
+
+  // The path to use: the best that has been up for `healthy_for`, or the present one, or any that is up, the best first.
+  [[nodiscard]] std::optional<std::size_t> choose(std::optional<std::size_t> present, Clock::time_point now,
+                                                  Clock::duration healthy_for) const;
+
+  // A path that is up but has a connection from which nothing came for longer than `silence`.
+  [[nodiscard]] std::optional<std::size_t> find_silent(Clock::time_point now, Clock::duration silence) const;
+
+  // Whether some connection may still read this message.
+  [[nodiscard]] bool holds(const Memory& message) const;
+
+  // Every path with the reason why it is not up, for people.
+  [[nodiscard]] std::string describe() const;
+
+ private:
+  std::vector<Path> paths_;
+  std::vector<std::unique_ptr<Connection>> closed_;
+};
+
+}  // namespace adaptra::delegate

@@ -1,0 +1,348 @@
+#include "delegate/channel/send_channel.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "delegate/system/crc32c.h"
+
+namespace adaptra::delegate {
+namespace {
+
+constexpr std::size_t kMostSlots = 1U << 16;
+// What is sent again at once where a path has failed, without asking what has arrived of it.
+constexpr std::uint64_t kMostAgain = 512U << 10;
+// A message whose path keeps failing is cut into smaller chunks, down to this: a chunk that is cut off comes again.
+constexpr std::uint32_t kLeastChunkBytes = 16U << 10;
+constexpr std::uint32_t kMostHalvings = 5;
+constexpr Clock::duration kAskEvery = std::chrono::milliseconds(300);
+
+std::uint64_t nanoseconds(Clock::duration duration) {
+  return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count());
+}
+
+}  // namespace
+
+SendChannel::SendChannel(Host& host, const Address& address, const std::vector<std::string>& paths)
+    : Channel(host, address, address.destination, paths) {}
+
+void SendChannel::submit(std::shared_ptr<Request> request, std::shared_ptr<const Pages> message, std::size_t bytes,
+                         Clock::time_point posted_at) {
+  if (!failure_.empty()) return request->fail(failure_);
+  Stats::add(stats_.posted);
+  queue_.push_back({.sequence = sequence_++,
+                    .request = std::move(request),
+                    .message = std::move(message),
+                    .total = bytes,
+                    .posted_at = posted_at,
+                    .begun_at = {},
+                    .cursor = 0,
+                    .grant = std::nullopt,
+                    .paths = 0,
+                    .there = {},
+                    .cuts = 0,
+                    .is_unknown = false,
+                    .is_begun = false,
+                    .is_sent = false});
+  pump();
+}
+
+std::span<std::byte> SendChannel::place(const Frame&, std::string& refusal) {
+  refusal = "got a chunk from the rank that should receive them";
+  return {};
+}
+
+void SendChannel::bare_message(Connection& connection, std::uint32_t, std::uint32_t) {
+  if (const auto path = paths_.path_of(connection)) fail_path(*path, "got a message from the rank that should receive them");
+}
+
+void SendChannel::path_up(std::size_t path, Connection&) {
+  if (path_ == path) Stats::set(stats_.connections, paths_[path].up.size());
+  choose_path(Clock::now());
+}
+
+void SendChannel::path_failed(std::size_t path) {
+  const std::uint64_t bit = std::uint64_t{1} << path;
+  for (std::size_t k = 0; k < queue_.size(); ++k) {
+    Outgoing& message = queue_[k];
+    if ((message.paths & bit) == 0) continue;
+    message.cursor = 0;
+    message.there.clear();
+    // To ask takes a round trip, which is more than it takes to send a little again.
+    message.is_unknown = message.total > kMostAgain;
+    ++message.cuts;
+    message.paths = 0;
+    next_ = std::min(next_, k);
+    Stats::add(stats_.retries);
+  }
+  ++resyncs_;
+  const auto now = Clock::now();
+  const bool was_used = path_ == path;
+  if (was_used) {
+    path_.reset();
+  } else if (path_) {
+    resync();
+  }
+  choose_path(now);
+  if (was_used && path_) {
+    const std::uint64_t outage = nanoseconds(now - paths_[path].heard);
+    Stats::set(stats_.longest_outage_ns, std::max(outage, stats_.longest_outage_ns.load(std::memory_order_relaxed)));
+  }
+  pump();
+}
+
+// The destination opens all connections. A source without any opens one on each path only to learn whether there is a process
+// behind it, which is all that either end does with such a connection.
+void SendChannel::ask_whether_gone(Clock::time_point now) {
+  if (!is_cut_off() || asked_ != 0 || now < ask_not_before_) return;
+  ask_not_before_ = now + kAskEvery;
+  for (std::uint32_t path = 0; path < paths_.size(); ++path) {
+    Address address = address_;
+    address.path = path;
+    asked_ |= std::uint64_t{1} << path;
+    host_.open(address);
+  }
+}
+
+void SendChannel::answered(const Address& address) {
+  asked_ &= ~(std::uint64_t{1} << address.path);
+  paths_.opened_in_vain(address.path, false, Clock::now());
+}
+
+void SendChannel::opening_failed(const Address& address, const std::string& reason) {
+  asked_ &= ~(std::uint64_t{1} << address.path);
+  // A path that the destination is opening is not down.
+  if (paths_[address.path].connections.empty()) paths_.fail(address.path, reason);
+}
+
+void SendChannel::choose_path(Clock::time_point now) {
+  const auto chosen = paths_.choose(path_, now, host_.timing().healthy_for);
+  if (!chosen || chosen == path_) return;
+  if (last_path_ && last_path_ != chosen) Stats::add(stats_.path_changes);
+  last_path_ = chosen;
+  path_ = chosen;
+  width_ = Width(now);
+  Stats::set(stats_.connections, paths_[*path_].up.size());
+  resync();
+  pump();
+}
+
+// Acknowledgements and grants may have been lost with a path: have them repeated. What a path that was given up here still
+// carries must reach no slot any more, so its other end is told to give it up as well.
+void SendChannel::resync() {
+  announced_.reset();
+  std::uint64_t down = 0;
+  for (std::size_t path = 0; path < paths_.size(); ++path) {
+    if (!paths_.is_up(path)) down |= std::uint64_t{1} << path;
+  }
+  say(*paths_[*path_].up.front(), Frame{.kind = FrameKind::kResync, .generation = ++resyncs_, .sequence = down});
+}
+
+std::string SendChannel::handle(Connection&, const Frame& frame, std::span<const std::byte>) {
+  switch (frame.kind) {
+    case FrameKind::kGrant:
+      if (frame.slot >= kMostSlots) return "grants slot " + std::to_string(frame.slot);
+      granted(frame);
+      return {};
+    case FrameKind::kAck:
+      if (frame.sequence >= sequence_ || frame.total > sequence_) {
+        return "acknowledges message " + std::to_string(frame.sequence) + " of " + std::to_string(sequence_);
+      }
+      acknowledged(frame.sequence, frame.total);
+      return {};
+    case FrameKind::kHave: return had(frame);
+    case FrameKind::kResynced:
+      if (frame.generation == resyncs_) resynced();
+      return {};
+    case FrameKind::kChunk:
+    case FrameKind::kHead:
+    case FrameKind::kResync:
+    case FrameKind::kHeartbeat:
+    case FrameKind::kWiden:
+    case FrameKind::kBye:
+    case FrameKind::kExpose: return "got a frame that only the source of messages sends";
+  }
+  return {};
+}
+
+void SendChannel::granted(const Frame& frame) {
+  const auto [found, is_new] = generations_.try_emplace(frame.slot, frame.generation);
+  if (!is_new && frame.generation <= found->second) return;  // said again after a path had failed
+  found->second = frame.generation;
+  free_[frame.total].push_back({frame.slot, frame.generation});
+  pump();
+}
+
+std::string SendChannel::had(const Frame& frame) {
+  if (frame.generation != resyncs_) return {};
+  const auto found = std::find_if(queue_.begin(), queue_.end(),
+                                  [&frame](const Outgoing& message) { return message.sequence == frame.sequence; });
+  if (found == queue_.end()) return {};
+  if (frame.offset >= frame.total || frame.total > found->total || !found->grant) {
+    return "has bytes " + std::to_string(frame.offset) + " to " + std::to_string(frame.total) + " of message " +
+           std::to_string(frame.sequence) + ", which it never got";
+  }
+  if (found->is_unknown) found->there.add(frame.offset, frame.total);
+  return {};
+}
+
+void SendChannel::resynced() {
+  for (Outgoing& message : queue_) message.is_unknown = false;
+  pump();
+}
+
+void SendChannel::acknowledged(std::uint64_t sequence, std::uint64_t below) {
+  for (std::size_t k = 0; k < queue_.size();) {
+    Outgoing& message = queue_[k];
+    if (message.sequence != sequence && message.sequence >= below) {
+      ++k;
+      continue;
+    }
+    finish(message);
+    queue_.erase(queue_.begin() + static_cast<std::ptrdiff_t>(k));
+    if (k < next_) --next_;
+  }
+  pump();
+}
+
+void SendChannel::finish(Outgoing& message) {
+  const auto now = Clock::now();
+  Stats::add(stats_.acknowledged);
+  Stats::add(stats_.bytes, message.total);
+  Stats::add(stats_.queued_ns, nanoseconds(message.begun_at - message.posted_at));
+  Stats::add(stats_.flight_ns, nanoseconds(now - message.begun_at));
+  Stats::set(stats_.in_flight, stats_.in_flight.load(std::memory_order_relaxed) - (message.is_begun ? 1 : 0));
+  if (paths_.holds(message.message->memory())) {
+    lingering_.push_back(std::move(message));
+  } else {
+    message.request->sent(now);
+  }
+}
+
+void SendChannel::pump() {
+  while (path_ && next_ < queue_.size()) {
+    Outgoing& message = queue_[next_];
+    if (message.is_unknown) return;
+    message.cursor = message.there.end_of(message.cursor);
+    if (message.cursor == message.total) {
+      if (!std::exchange(message.is_sent, true)) Stats::add(stats_.sent);
+      ++next_;
+      continue;
+    }
+    if (!take_grant(message)) return announce(message);
+    Connection* const connection = pick(message.grant->slot);
+    if (connection == nullptr) return;
+    post(message, *connection);
+  }
+}
+
+bool SendChannel::take_grant(Outgoing& message) {
+  if (message.grant) return true;
+  const auto found = free_.find(message.total);
+  if (found == free_.end()) return false;
+  // A connection that may still read a slot's earlier message may also still write it there.
+  const auto is_free = [this](const Grant& grant) {
+    return std::none_of(lingering_.begin(), lingering_.end(),
+                        [&](const Outgoing& old) { return old.grant && old.grant->slot == grant.slot; });
+  };
+  const auto grant = std::find_if(found->second.begin(), found->second.end(), is_free);
+  if (grant == found->second.end()) return false;
+  message.grant = *grant;
+  found->second.erase(grant);
+  return true;
+}
+
+void SendChannel::writable(Connection&) {
+  let_go(Clock::now());
+  pump();
+}
+
+// Messages that were acknowledged and that no connection reads any more are done.
+void SendChannel::let_go(Clock::time_point now) {
+  std::erase_if(lingering_, [&](Outgoing& message) {
+    if (paths_.holds(message.message->memory())) return false;
+    message.request->sent(now);
+    return true;
+  });
+}
+
+// The destination makes slots for a message of this size when it hears of the first, and compares with what it expects.
+void SendChannel::announce(const Outgoing& message) {
+  if (announced_ == message.sequence) return;
+  announced_ = message.sequence;
+  const auto head = message.message->memory().bytes.first(std::min<std::size_t>(message.total, kHeadBytes));
+  say(*paths_[*path_].up.front(), Frame{.kind = FrameKind::kHead, .sequence = message.sequence, .total = message.total}, head);
+}
+
+Connection* SendChannel::pick(std::uint32_t slot) {
+  const auto& up = paths_[*path_].up;
+  for (std::size_t tried = 0; tried < up.size(); ++tried) {
+    const std::size_t k = turn_++ % up.size();
+    if (!width_.is_avoided(k, up.size()) && up[k]->can_post(slot)) return up[k];
+  }
+  return nullptr;
+}
+
+void SendChannel::post(Outgoing& message, Connection& connection) {
+  const bool is_first = !std::exchange(message.is_begun, true);
+  if (is_first) {
+    message.begun_at = Clock::now();
+    const std::uint64_t begun = stats_.in_flight.load(std::memory_order_relaxed) + 1;
+    Stats::set(stats_.in_flight, begun);
+    Stats::set(stats_.most_in_flight, std::max(begun, stats_.most_in_flight.load(std::memory_order_relaxed)));
+  }
+  const std::uint32_t whole = host_.wire(*path_).chunk_bytes();
+  const std::uint32_t most = std::max(whole >> std::min(message.cuts, kMostHalvings), std::min(whole, kLeastChunkBytes));
+  const std::uint64_t end = message.there.next_after(message.cursor, message.total);
+  const std::uint64_t length = std::min<std::uint64_t>(end - message.cursor, most);
+  const Memory& memory = message.message->memory();
+  const Frame chunk{.kind = FrameKind::kChunk,
+                    .slot = message.grant->slot,
+                    .generation = message.grant->generation,
+                    .sequence = message.sequence,
+                    .offset = message.cursor,
+                    .total = message.total,
+                    .length = static_cast<std::uint32_t>(length),
+                    .checksum = crc32c(memory.bytes.subspan(message.cursor, length))};
+  connection.post(chunk, memory, is_first && is_next_to_complete(message, length));
+  message.cursor += length;
+  message.paths |= std::uint64_t{1} << *path_;
+  wants_flush();
+}
+
+// Whether a message is one chunk, and the next that completes at the destination: all before it that are not acknowledged went
+// the same way, whose order is kept.
+bool SendChannel::is_next_to_complete(const Outgoing& message, std::uint64_t length) const {
+  const std::uint64_t here = std::uint64_t{1} << *path_;
+  return length == message.total && paths_[*path_].up.size() == 1 &&
+         std::all_of(queue_.begin(), queue_.begin() + static_cast<std::ptrdiff_t>(next_),
+                     [here](const Outgoing& earlier) { return earlier.paths == here; });
+}
+
+void SendChannel::every_tick(Clock::time_point now) {
+  ask_whether_gone(now);
+  choose_path(now);
+  if (!lingering_.empty()) {
+    let_go(now);
+    pump();
+  }
+  if (path_ && width_.is_due(now)) look_at_width(now);
+}
+
+void SendChannel::look_at_width(Clock::time_point now) {
+  const auto& up = paths_[*path_].up;
+  Stats::set(stats_.connections, up.size());
+  std::vector<Pace> paces;
+  for (Connection* connection : up) paces.push_back(connection->pace());
+  if (const auto wanted = width_.look(paces, now)) say(*up.front(), Frame{.kind = FrameKind::kWiden, .slot = *wanted});
+}
+
+void SendChannel::fail_pending(const std::string& reason) {
+  path_.reset();
+  next_ = 0;
+  for (Outgoing& message : std::exchange(queue_, {})) message.request->fail(reason);
+  for (Outgoing& message : std::exchange(lingering_, {})) message.request->sent(Clock::now());
+  Stats::set(stats_.in_flight, 0);
+}
+
+}  // namespace adaptra::delegate

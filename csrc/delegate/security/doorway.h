@@ -1,0 +1,86 @@
+// Where connections come in and go out: listens on the job's interfaces only, opens what this rank wants, and lets nobody in
+// who has not proved the job's secret. Strangers cost a bounded number of descriptors for a bounded time.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "delegate/security/handshake.h"
+#include "delegate/system/descriptor.h"
+#include "delegate/wire/wire.h"
+
+namespace adaptra::delegate {
+
+// A stranger who was turned away: from where, how often, and why the first time.
+struct Refusal {
+  std::string from;
+  std::string reason;
+  std::uint64_t count = 0;
+};
+
+// Where a path's sockets begin and end.
+struct Endpoint {
+  std::string host;  // a numeric address
+  std::uint16_t port = 0;
+};
+
+class Doorway {
+ public:
+  // Who uses proven connections. Neither call may destroy the doorway.
+  class House {
+   public:
+    virtual ~House() = default;
+    // Whether this rank has a use for a connection that its peer proved to be `address`, accepted on `path`'s listener.
+    [[nodiscard]] virtual bool expects(const Address& address, std::uint32_t path, std::string& refusal) = 0;
+    virtual void connected(Descriptor socket, const Address& address, bool opened_here) = 0;
+    virtual void not_connected(const Address& address, std::string reason) = 0;
+  };
+
+  Doorway(Poller& poller, const Credentials& own, House& house, Clock::duration patience);
+  ~Doorway();
+  Doorway(const Doorway&) = delete;
+  Doorway& operator=(const Doorway&) = delete;
+
+  // Accept connections of `path` on this local address; returns the port. Throws std::system_error, std::invalid_argument.
+  std::uint16_t listen(const std::string& host, std::uint32_t path);
+
+  // Open the connection `address` from a local address to the peer's; connected() or not_connected() of the house follows, not
+  // within this call.
+  void open(const Address& address, const std::string& local, const Endpoint& remote);
+
+  // Turn away who takes too long, and free what has ended. Not called from within a handler.
+  void tick(Clock::time_point now);
+
+  void stop_listening();
+
+  [[nodiscard]] std::vector<Refusal> refusals() const;
+
+ private:
+  class Listener;
+  class Visitor;
+
+  // False if the system had no room for a caller, who stays in line.
+  [[nodiscard]] bool accept(int listener, std::uint32_t path);
+  void make_room();
+  [[nodiscard]] bool is_own_greeting(const Handshake& handshake) const;
+  void admit(Visitor& visitor);
+  void turn_away(Visitor& visitor, const std::string& reason);
+  void note(const std::string& from, const std::string& reason);
+
+  Poller& poller_;
+  Credentials own_;
+  House& house_;
+  Clock::duration patience_;
+  std::vector<std::unique_ptr<Listener>> listeners_;
+  std::deque<std::unique_ptr<Visitor>> visitors_;  // oldest first
+  std::deque<std::pair<Address, std::string>> unopened_;
+  mutable std::mutex refusals_mutex_;
+  std::map<std::string, Refusal> refusals_;
+};
+
+}  // namespace adaptra::delegate

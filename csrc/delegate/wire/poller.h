@@ -1,0 +1,42 @@
+// The engine's epoll set, with a descriptor that wakes it.
+#pragma once
+
+#include <sys/epoll.h>
+
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+#include "delegate/system/descriptor.h"
+#include "delegate/wire/wire.h"
+
+namespace adaptra::delegate {
+
+class EpollPoller final : public Poller {
+ public:
+  EpollPoller();
+
+  void add(int descriptor, std::uint32_t events, Handler& handler) override;
+  void modify(int descriptor, std::uint32_t events, Handler& handler) override;
+  void remove(int descriptor) noexcept override;
+
+  // Waits for events; any thread, without the engine's lock.
+  [[nodiscard]] std::size_t wait(int timeout_ms);
+  // Calls the handlers of what wait() found, but for those removed since.
+  void dispatch(std::size_t count);
+  // Ends the present or the next wait().
+  void wake() noexcept;
+
+ private:
+  struct Watched {
+    std::uint32_t ticket = 0;  // tells a descriptor from an earlier one of the same number
+    Handler* handler = nullptr;
+  };
+
+  Descriptor epoll_, wakeup_;
+  std::uint32_t tickets_ = 0;
+  std::unordered_map<int, Watched> watched_;
+  std::vector<epoll_event> found_;
+};
+
+}  // namespace adaptra::delegate

@@ -1,0 +1,167 @@
+// The one concept that all wires share: how the engine makes connections and moves frames over them.
+//
+// A channel (source rank, destination rank, direction) has an ordered list of paths; each path is a Wire and a pair of
+// addresses. The destination opens every path of a channel; the engine's own TCP listener accepts, both sides prove that they
+// know the job's secret, and only then is the socket handed to the path's Wire, on both sides, by adopt(). The TCP wire goes on
+// using that socket. The verbs wire exchanges its queue pairs' addresses over it and keeps it, so that the end of the peer's
+// process is noticed at once.
+//
+// All of this runs on the engine's one thread. Nothing here blocks.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "delegate/wire/frame.h"
+
+namespace adaptra::delegate {
+
+// The reason of a connection whose other end was closed, or its process ended.
+inline constexpr std::string_view kPeerEnded = "its peer ended the connection";
+
+using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC, as Python's time.monotonic
+
+// Page-aligned host memory that outlives everything that travels through it. Wires register it with their devices on first use,
+// under its id, which is never used again.
+struct Memory {
+  std::uint64_t id = 0;
+  std::span<std::byte> bytes;
+};
+
+// Which connection this is; both sides proved it in the handshake.
+struct Address {
+  std::uint32_t source = 0;       // the rank that sends messages
+  std::uint32_t destination = 0;  // the rank that receives them, and opens the connection (see SendChannel::answered)
+  bool is_backward = false;
+  std::uint32_t path = 0;   // index in the ordered list of paths
+  std::uint32_t index = 0;  // several connections may share a path
+};
+
+// What the poller calls when a descriptor is ready; `events` are epoll's.
+class Handler {
+ public:
+  virtual ~Handler() = default;
+  virtual void ready(std::uint32_t events) = 0;
+};
+
+// The engine's epoll set. A handler must be removed before it or its descriptor goes away.
+class Poller {
+ public:
+  virtual ~Poller() = default;
+  virtual void add(int descriptor, std::uint32_t events, Handler& handler) = 0;
+  virtual void modify(int descriptor, std::uint32_t events, Handler& handler) = 0;
+  virtual void remove(int descriptor) noexcept = 0;
+};
+
+// How a connection fares, for whoever decides how many there should be beside it. A wire without windows of its own says
+// nothing.
+struct Pace {
+  std::uint64_t delivered = 0;  // bytes that have reached the peer's host, since the beginning
+  std::uint64_t under_way = 0;  // bytes sent that have not
+  Clock::duration round_trip{};
+  Clock::duration believed_round_trip{};  // by which its congestion control goes
+  Clock::duration busy{};                 // since the last look: while there was anything to send
+  bool is_limited = false;                // ... and its own window held it up, not the link
+};
+
+class Connection;
+
+// Who uses a connection: the channel's end on this rank. A connection calls it from progress or from ready(), never from within
+// post(), send() or expose(). After failed() the connection says nothing more; its user destroys it later, never within the
+// call.
+class Sink {
+ public:
+  virtual ~Sink() = default;
+
+  // The connection can be used. Before that nothing may be posted on it.
+  virtual void established(Connection& connection) = 0;
+
+  // Where the payload of a chunk that is arriving belongs (a stream asks before every read, since a slot may be completed by
+  // another connection in between): `length` bytes, or nothing where the chunk is a late or repeated one, whose bytes are
+  // dropped. A chunk that no honest peer sends is refused with a reason, upon which the connection fails.
+  [[nodiscard]] virtual std::span<std::byte> place(const Frame& chunk, std::string& refusal) = 0;
+
+  // All bytes of a chunk are in the slot, or were dropped. Its checksum has not been looked at.
+  virtual void chunk(Connection& connection, const Frame& chunk) = 0;
+
+  // A whole message of `bytes` bytes came without a header, but for the header's own checksum. It is the next message, and it
+  // is in one of the slots that were granted for this size: the one with which the checksum is right.
+  virtual void bare_message(Connection& connection, std::uint32_t bytes, std::uint32_t header_checksum) = 0;
+
+  // Any other frame that is not the wire's own; `payload` is valid during the call.
+  virtual void control(Connection& connection, const Frame& frame, std::span<const std::byte> payload) = 0;
+
+  // can_post() may have turned true.
+  virtual void writable(Connection& connection) = 0;
+
+  virtual void failed(Connection& connection, std::string reason) = 0;
+};
+
+// One authenticated connection. Destroying it closes it: its peer sees its end, and its queue pair can no longer be written to.
+class Connection {
+ public:
+  virtual ~Connection() = default;
+
+  // Destination: let the peer write chunks for this slot into `memory`, which stays until withdraw() or the connection's end.
+  virtual void expose(std::uint32_t slot, const Memory& memory) = 0;
+  virtual void withdraw(std::uint32_t slot) noexcept = 0;
+
+  // Source: whether a chunk for this slot would be taken now. False while the wire's queue is full, or while the peer has not
+  // said where the slot lies.
+  [[nodiscard]] virtual bool can_post(std::uint32_t slot) const = 0;
+
+  // Source: send `chunk.length` bytes that lie at `chunk.offset` in `message`. They are read later: the message stays untouched
+  // until its acknowledgement has come and no connection holds it any more. `may_be_bare`: the destination can tell the header
+  // from the checksum that it has, see Sink::bare_message().
+  virtual void post(const Frame& chunk, const Memory& message, bool may_be_bare) = 0;
+
+  // Source: whether this connection may still read this message: an acknowledgement that came by another path leaves chunks
+  // behind.
+  [[nodiscard]] virtual bool holds(const Memory& message) const = 0;
+
+  // Both: a small frame, always taken. `payload` is copied; at most kHeadBytes.
+  virtual void send(const Frame& frame, std::span<const std::byte> payload) = 0;
+
+  // Push out what was posted since the last call: lets a wire put several frames into one system call or doorbell.
+  virtual void flush() = 0;
+
+  // Say and hear no more: the sink is not called again. Its peer may notice only when this is destroyed, soon after.
+  virtual void close() noexcept = 0;
+
+  // The last moment at which anything of the peer arrived, or at which somebody asked and something had. The engine fails a
+  // connection that is silent for too long.
+  [[nodiscard]] virtual Clock::time_point heard() = 0;
+
+  [[nodiscard]] virtual Pace pace() = 0;
+};
+
+// One kind of wire over one local device or interface.
+class Wire {
+ public:
+  virtual ~Wire() = default;
+
+  // For people: "tcp 10.0.0.1", "verbs mlx5_0 port 1".
+  [[nodiscard]] virtual std::string name() const = 0;
+
+  // How large a chunk should be here, at most kMaxChunkBytes.
+  [[nodiscard]] virtual std::uint32_t chunk_bytes() const = 0;
+
+  // Take over the authenticated, non-blocking socket `descriptor` (closed with the connection, also when this throws
+  // std::system_error). `opened_here` tells the two sides apart. established() or failed() of `sink` follows.
+  [[nodiscard]] virtual std::unique_ptr<Connection> adopt(int descriptor, const Address& address, bool opened_here,
+                                                          Sink& sink) = 0;
+
+  // Collect what happened without waiting; true if anything did. Called in a loop while traffic flows, else after a descriptor
+  // that the wire gave to the poller was ready.
+  virtual bool progress() = 0;
+
+  // This memory is about to go away: drop every registration of it.
+  virtual void forget(const Memory& memory) noexcept = 0;
+};
+
+}  // namespace adaptra::delegate

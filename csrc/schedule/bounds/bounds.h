@@ -1,0 +1,25 @@
+// Lower bounds on the makespan that no order of ops can beat; the formulas stand with each function in bounds.cc.
+#pragma once
+
+#include <cstdint>
+
+#include "schedule/simulate/types.h"
+
+namespace adaptra::schedule {
+
+enum class BoundKind : std::uint8_t { Load, Drain, Chain, Memory, LinkForward, LinkBackward, Idle, OneMachine };
+
+// `where` is the stage that binds, the edge (links), or the rank (load and one machine).
+struct Bound {
+  double value;
+  BoundKind kind;
+  std::int32_t where;
+};
+
+// The greatest of all bounds, the simplest of them on a tie. Infinite when one microbatch alone exceeds a memory limit.
+// Per rank, how much time at least passes after its last F or I has ended until the step ends.
+[[nodiscard]] std::vector<double> least_tails(const Problem& problem);
+
+[[nodiscard]] Bound lower_bound(const Problem& problem);
+
+}  // namespace adaptra::schedule

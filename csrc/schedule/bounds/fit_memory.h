@@ -1,0 +1,41 @@
+// A rank's order made to hold less: forwards later, weight gradients sooner.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "schedule/simulate/sequence.h"
+#include "schedule/simulate/types.h"
+
+namespace adaptra::schedule {
+
+class FitMemory {
+ public:
+  explicit FitMemory(const Problem& problem) : problem_(problem), counts_(problem.placement.size()) {}
+
+  // A rank's sequence within a limit: a forward without room waits until there is some, or until its I needs it. What W can run
+  // makes room before a forward waits where `weight_grads_first`, else only for a forward that its I needs. False when nothing
+  // can make room; `fitted` is meaningless then.
+  [[nodiscard]] bool fit(const Sequence& sequence, double limit, bool weight_grads_first, Sequence& fitted);
+
+ private:
+  struct Counts {
+    std::int32_t forwards, input_grads, weight_grads;
+    std::int32_t early;  // W ahead of their place
+  };
+
+  [[nodiscard]] bool has_room(std::int32_t stage) const;
+  void run_forward(std::int32_t stage, Sequence& fitted);
+  void run_waiting(Sequence& fitted);
+  bool run_weight_grad(Sequence& fitted);
+
+  const Problem& problem_;
+  std::vector<Counts> counts_;  // per stage
+  std::int32_t rank_ = 0;
+  double limit_ = 0.0, held_ = 0.0;
+  std::vector<std::int32_t> waiting_;  // stages whose forwards were put off, from `next_` on
+  std::size_t next_ = 0;
+};
+
+}  // namespace adaptra::schedule

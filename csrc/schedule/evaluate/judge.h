@@ -1,0 +1,51 @@
+// What every part of the search asks: how long do these orders take, and are they the best so far?
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "schedule/bounds/limits.h"
+#include "schedule/evaluate/quick_timer.h"
+#include "schedule/simulate/rule.h"
+#include "schedule/simulate/sequence.h"
+#include "schedule/simulate/types.h"
+
+namespace adaptra::schedule {
+
+class Judge {
+ public:
+  // `in_flight` is the most microbatches in flight per stage.
+  Judge(const Problem& problem, const Rule& rule, const std::vector<std::int32_t>& in_flight);
+
+  // The exact makespan, or infinity when ranks can't execute the sequences within the limits. Keeps the best.
+  double judge(const std::vector<Sequence>& sequences);
+
+  // Keeps them if they are the best, and takes no longer than it takes to see that they are not.
+  void consider(const std::vector<Sequence>& sequences);
+
+  // As judge, where the makespan is known and finite. False when they are not within the limits.
+  bool keep(const std::vector<Sequence>& sequences, double makespan);
+
+  // The exact makespan, whatever is held; infinity when it is more than `at_most`, or ranks can't execute the sequences.
+  double time(const std::vector<Sequence>& sequences, double at_most);
+
+  // The best so far; an infinite makespan when there is none.
+  [[nodiscard]] double best_makespan() const { return best_makespan_; }
+  [[nodiscard]] const std::vector<Sequence>& best() const { return best_; }
+
+  // What things cost in units of effort, so that equal effort is about equal time; measured. A policy dispatched; orders timed.
+  [[nodiscard]] std::int64_t dispatch_effort() const { return 2 * ops_; }
+  [[nodiscard]] std::int64_t timing_effort() const { return quick_ ? 1 + ops_ / 9 : 2 * ops_; }
+
+ private:
+  const Problem& problem_;
+  const Rule& rule_;
+  Limits limits_;
+  const bool quick_;
+  const std::int64_t ops_;
+  QuickTimer timer_;
+  double best_makespan_;
+  std::vector<Sequence> best_;
+};
+
+}  // namespace adaptra::schedule

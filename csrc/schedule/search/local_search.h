@@ -1,0 +1,75 @@
+// Local search over the sequences themselves: ops of one rank change places, most of them on the critical path.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "schedule/bounds/limits.h"
+#include "schedule/evaluate/judge.h"
+#include "schedule/evaluate/quick_timer.h"
+#include "schedule/search/dice.h"
+#include "schedule/search/search_part.h"
+#include "schedule/simulate/types.h"
+
+namespace adaptra::schedule {
+
+// Which W a local search moves: its own, or none, as they fill what gaps its F and I leave. That reaches a good plan sooner,
+// while the best ones need W in places of their own.
+enum class WeightGrads : std::uint8_t { Placed, Filled };
+
+// Late acceptance (Burke and Bykov 2017): a change stays when the step does not get longer than it is or than it was some
+// changes ago. Filled W require a problem that QuickTimer fills.
+class LocalSearch final : public SearchPart {
+ public:
+  LocalSearch(const Problem& problem, const Rule& rule, const std::vector<std::int32_t>& in_flight, WeightGrads weight_grads,
+              Judge& judge, Dice& dice);
+
+  // Starts again from the judge's best orders if they are not this search's own.
+  double begin_turn() override;
+  std::int64_t step() override;
+  [[nodiscard]] double value() const override { return best_makespan_; }
+
+ private:
+  struct Undo {
+    std::size_t rank;
+    Sequence sequence;
+  };
+
+  double time(double cutoff);
+  void find_blocks();
+  void find_filled_blocks();
+  void set_first_patience();
+  void keep_current();
+  void keep_best();
+  bool change();
+  void change_patience();
+  void restart();
+  void start_from_current();
+  bool move_one();
+  bool move_several(std::size_t rank, std::int32_t code, std::int32_t microbatch, std::int32_t by);
+  bool move_op(std::size_t rank, std::size_t from, std::size_t to);
+  void undo();
+
+  const Problem& problem_;
+  const Rule& rule_;
+  Limits limits_;
+  const bool quick_, filled_;
+  QuickTimer timer_;
+  Judge& judge_;
+  Dice& dice_;
+  std::vector<Sequence> current_, best_;         // of F and I alone where W are filled in
+  std::vector<float> patience_, best_patience_;  // per stage, where W are filled in
+  std::vector<Sequence> whole_;                  // the current ones with W filled in
+  double current_makespan_ = 0.0, best_makespan_ = std::numeric_limits<double>::infinity();
+  double started_from_ = std::numeric_limits<double>::infinity();  // the judge's best at that time
+  std::vector<Block> blocks_;
+  std::vector<double> history_;
+  std::size_t steps_ = 0, fruitless_ = 0;
+  std::vector<Undo> undo_;
+  std::size_t undo_count_ = 0;
+  double since_ = 0.0;                // before that time this step changes nothing
+  std::vector<float> undo_patience_;  // before this step, if it changed any
+};
+
+}  // namespace adaptra::schedule

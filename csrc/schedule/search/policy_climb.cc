@@ -1,0 +1,77 @@
+#include "schedule/search/policy_climb.h"
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <utility>
+
+#include "schedule/simulate/numbers.h"
+
+namespace adaptra::schedule {
+namespace {
+
+// What one step turns. The backlog is drawn half as often as the rest: measured, that finds shorter plans.
+enum class Knob : std::uint8_t { WarmUp, InFlight, PatienceWeight, PatienceForward, Backlog };
+constexpr std::array<Knob, 9> kKnobs = {Knob::WarmUp,          Knob::WarmUp,          Knob::InFlight,
+                                        Knob::InFlight,        Knob::PatienceWeight,  Knob::PatienceWeight,
+                                        Knob::PatienceForward, Knob::PatienceForward, Knob::Backlog};
+
+}  // namespace
+
+PolicyClimb::PolicyClimb(const Problem& problem, const std::vector<std::vector<std::int32_t>>& warm_ups,
+                         const std::vector<std::int32_t>& most, Judge& judge, Dice& dice)
+    : problem_(problem), most_(most), judge_(judge), dice_(dice), scheduler_(problem) {
+  for (const std::vector<std::int32_t>& warm_up : warm_ups) {
+    for (const float patience : {0.0F, 1.0F, 0.5F}) {
+      for (const bool bounded : {true, false}) {
+        Policy& policy = starts_.emplace_back();
+        for (std::size_t stage = 0; stage < most.size(); ++stage) {
+          const std::int32_t quota = std::clamp(warm_up[stage], 1, most[stage]);
+          policy.stages.push_back(
+              {quota, bounded ? quota : most[stage], patience, patience == 1.0F ? 0.5F : 0.0F, problem.microbatches});
+        }
+      }
+    }
+  }
+}
+
+std::int64_t PolicyClimb::step() {
+  const bool is_start = has_starts();
+  if (!is_start && current_ == kNever) return judge_.dispatch_effort();  // no start led anywhere, nothing near one will
+  Policy tried = is_start ? starts_[next_start_++] : policy_;
+  if (!is_start) {
+    do {
+      change(tried);
+    } while (dice_.below(2) == 0);
+  }
+  const double makespan = scheduler_.run(tried, current_ + kTolerance) ? judge_.judge(scheduler_.sequences()) : kNever;
+  if (makespan < current_ || (!is_start && makespan <= current_)) {
+    current_ = makespan;
+    policy_ = std::move(tried);
+  }
+  return judge_.dispatch_effort();
+}
+
+void PolicyClimb::change(Policy& policy) {
+  const std::int32_t stages = problem_.cost.stages();
+  if (problem_.ranks < stages && dice_.below(8) == 0) policy.deep_first = !policy.deep_first;
+  std::int32_t first = dice_.below(stages), last = first;
+  if (dice_.below(2) == 0) last = dice_.below(stages);
+  if (first > last) std::swap(first, last);
+  const Knob knob = kKnobs[at(dice_.below(static_cast<std::int32_t>(kKnobs.size())))];
+  const std::int32_t by = (dice_.below(2) == 0 ? 1 : -1) * (1 + dice_.below(2));
+  const float patience = 0.25F * static_cast<float>(dice_.below(5));
+  for (std::int32_t stage = first; stage <= last; ++stage) {
+    StagePolicy& mine = policy.stages[at(stage)];
+    const std::int32_t most = most_[at(stage)];
+    switch (knob) {
+      case Knob::WarmUp: mine.warm_up = std::clamp(mine.warm_up + by, 1, most); break;
+      case Knob::InFlight: mine.in_flight = std::clamp(mine.in_flight + by, 1, most); break;
+      case Knob::PatienceWeight: mine.patience_weight = patience; break;
+      case Knob::PatienceForward: mine.patience_forward = patience; break;
+      case Knob::Backlog: mine.backlog = std::clamp(std::min(mine.backlog, most) + by, 0, most); break;
+    }
+  }
+}
+
+}  // namespace adaptra::schedule

@@ -1,0 +1,116 @@
+#include "schedule/search/spare_memory.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <numeric>
+#include <utility>
+
+#include "schedule/bounds/fit_memory.h"
+#include "schedule/evaluate/judge.h"
+#include "schedule/simulate/numbers.h"
+#include "schedule/simulate/sequence.h"
+#include "schedule/simulate/simulate.h"
+
+namespace adaptra::schedule {
+namespace {
+
+// How close a limit that works and one that does not are brought together, as a part of the former.
+constexpr double kPrecision = 1e-3;
+
+class SpareMemory {
+ public:
+  SpareMemory(const Problem& problem, const Rule& rule, const std::vector<Order>& orders, double at_most, std::int64_t effort)
+      : problem_(problem),
+        judge_(problem, rule, std::vector<std::int32_t>(problem.placement.size(), problem.microbatches)),
+        at_most_(at_most),
+        left_(effort),
+        sequences_(to_sequences(orders)),
+        least_(at(problem.ranks), 0.0),
+        fit_(problem) {
+    for (std::size_t s = 0; s < problem.placement.size(); ++s)
+      least_[at(problem.placement[s])] += problem.cost.memory_forward[s];
+    for (const Sequence& sequence : sequences_) peaks_.push_back(peak(sequence));
+  }
+
+  std::vector<Order> run() {
+    std::vector<std::size_t> all(peaks_.size());
+    std::iota(all.begin(), all.end(), 0U);
+    lower(all);
+    for (std::vector<double> before; before != peaks_ && left_ > 0;) {
+      before = peaks_;
+      for (const std::size_t rank : all)
+        if (take({rank}, (1.0 - kPrecision) * peaks_[rank])) lower({rank});
+    }
+    return to_orders(sequences_, problem_.cost.stages());
+  }
+
+ private:
+  // Brings the most that any of these ranks holds as far down as it goes.
+  void lower(const std::vector<std::size_t>& ranks) {
+    double refused = 0.0;
+    for (const std::size_t rank : ranks) refused = std::max(refused, least_[rank]);
+    refused -= kTolerance * (1.0 + refused);
+    for (double limit = refused + kTolerance * (1.0 + refused); left_ > 0;) {
+      if (!take(ranks, limit)) refused = limit;
+      const double most = most_held(ranks);
+      if (most - refused <= kPrecision * most) break;
+      limit = 0.5 * (most + refused);
+    }
+  }
+
+  [[nodiscard]] double most_held(const std::vector<std::size_t>& ranks) const {
+    double most = 0.0;
+    for (const std::size_t rank : ranks) most = std::max(most, peaks_[rank]);
+    return most;
+  }
+
+  // Whether these ranks can hold at most so much; if so, they do.
+  bool take(const std::vector<std::size_t>& ranks, double limit) {
+    for (const bool weight_grads_first : {false, true}) {
+      std::vector<Sequence> tried = sequences_;
+      const bool fits = std::all_of(ranks.begin(), ranks.end(), [&](std::size_t rank) {
+        return peaks_[rank] <= limit || fit_.fit(sequences_[rank], limit, weight_grads_first, tried[rank]);
+      });
+      if (!fits) continue;
+      left_ -= judge_.timing_effort();
+      if (judge_.time(tried, at_most_) > at_most_) continue;
+      sequences_ = std::move(tried);
+      for (const std::size_t rank : ranks) peaks_[rank] = peak(sequences_[rank]);
+      return true;
+    }
+    return false;
+  }
+
+  [[nodiscard]] double peak(const Sequence& sequence) const {
+    double held = 0.0, most = 0.0;
+    for (const std::int32_t code : sequence) {
+      const std::size_t s = at(stage_of(code));
+      switch (kind_of(code)) {
+        case Kind::F: held += problem_.cost.memory_forward[s]; break;
+        case Kind::I: held -= problem_.cost.memory_input_grad[s]; break;
+        case Kind::W:
+        case Kind::B: held -= problem_.cost.memory_forward[s] - problem_.cost.memory_input_grad[s]; break;
+      }
+      most = std::max(most, held);
+    }
+    return most;
+  }
+
+  const Problem& problem_;
+  Judge judge_;
+  const double at_most_;
+  std::int64_t left_;
+  std::vector<Sequence> sequences_;
+  std::vector<double> least_;  // per rank, what one microbatch needs
+  std::vector<double> peaks_;  // per rank
+  FitMemory fit_;
+};
+
+}  // namespace
+
+std::vector<Order> spare_memory(const Problem& problem, const Rule& rule, const std::vector<Order>& orders, double at_most,
+                                std::int64_t effort) {
+  return SpareMemory(problem, rule, orders, at_most, effort).run();
+}
+
+}  // namespace adaptra::schedule
