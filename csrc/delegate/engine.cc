@@ -21,7 +21,7 @@ constexpr Clock::duration kBusyPolling = std::chrono::microseconds(50);
 }  // namespace
 
 Engine::Engine(std::uint32_t world_size, const Credentials& own, const Timing& timing)
-    : rank_(own.rank), world_size_(world_size), timing_(timing), doorway_(poller_, own, *this, timing.handshake) {}
+    : rank_(own.rank), world_size_(world_size), timing_(timing), connector_(poller_, own, *this, timing.handshake) {}
 
 Engine::~Engine() {
   close("the engine was destroyed", Clock::duration::zero());
@@ -34,7 +34,7 @@ std::uint16_t Engine::add_tcp_path(const std::string& local) {
 }
 
 std::uint16_t Engine::add_path(std::unique_ptr<Wire> wire, const std::string& local) {
-  const std::uint16_t port = doorway_.listen(local, static_cast<std::uint32_t>(wires_.size()));
+  const std::uint16_t port = connector_.listen(local, static_cast<std::uint32_t>(wires_.size()));
   names_.push_back(wire->name());
   locals_.push_back(local);
   wires_.push_back(std::move(wire));
@@ -121,7 +121,7 @@ void Engine::check_own() const {
 
 std::vector<Refusal> Engine::refusals() const {
   check_own();
-  return doorway_.refusals();
+  return connector_.refusals();
 }
 
 std::vector<ChannelReport> Engine::channels() const {
@@ -140,22 +140,22 @@ void Engine::submit(std::function<void()> command, bool is_urgent) {
   }
   if (is_over_) {
     const std::lock_guard lock(mutex_);
-    obey();
+    run_commands();
     return;
   }
   if (is_urgent) {
     // What was handed over before goes first, so the order of commands is kept whoever obeys them.
     const std::unique_lock lock(mutex_, std::try_to_lock);
     if (lock.owns_lock()) {
-      obey();
-      settle();
+      run_commands();
+      flush();
       return;
     }
   }
   poller_.wake();
 }
 
-void Engine::obey() {
+void Engine::run_commands() {
   std::vector<std::function<void()>> commands;
   {
     const std::lock_guard lock(commands_mutex_);
@@ -170,7 +170,7 @@ void Engine::obey() {
   }
 }
 
-void Engine::settle() {
+void Engine::flush() {
   while (!to_flush_.empty()) {
     for (Channel* const channel : std::exchange(to_flush_, {})) channel->flush();
   }
@@ -186,26 +186,26 @@ void Engine::run() {
     const std::lock_guard lock(mutex_);
     try {
       poller_.dispatch(found);
-      if (!turn(busy_until)) return;
+      if (!run_once(busy_until)) return;
     } catch (const std::exception& error) {
       fail_all(std::string("the engine failed: ") + error.what());
     }
   }
 }
 
-bool Engine::turn(Clock::time_point& busy_until) {
-  obey();
+bool Engine::run_once(Clock::time_point& busy_until) {
+  run_commands();
   const auto now = Clock::now();
   bool is_busy = false;
   for (const auto& wire : wires_) is_busy = wire->progress() || is_busy;
   if (is_busy) busy_until = now + kBusyPolling;
-  doorway_.tick(now);
+  connector_.tick(now);
   if (now >= next_tick_) {
     next_tick_ = now + timing_.heartbeat / 4;
     for (const auto& [key, channel] : channels_) channel->tick(now);
   }
-  settle();
-  for (const auto& [key, channel] : channels_) channel->bury();
+  flush();
+  for (const auto& [key, channel] : channels_) channel->reap();
   if (!closing_until_) return true;
   const bool is_heard =
       std::none_of(channels_.begin(), channels_.end(), [](const auto& entry) { return entry.second->is_connected(); });
@@ -216,16 +216,16 @@ void Engine::close(const std::string& reason, Clock::duration linger) {
   if (is_copy()) return;
   {
     const std::lock_guard lock(mutex_);
-    obey();
+    run_commands();
     if (!closing_until_) {
       closing_until_ = Clock::now() + linger;
       is_closed_ = true;
-      doorway_.stop_listening();
+      connector_.stop_listening();
       for (const auto& [key, channel] : channels_) {
         channel->end(reason);
-        channel->say_bye();
+        channel->send_bye();
       }
-      settle();
+      flush();
     }
   }
   poller_.wake();
@@ -236,9 +236,9 @@ void Engine::close(const std::string& reason, Clock::duration linger) {
   is_over_ = true;
   const std::lock_guard lock(mutex_);
   // What was handed over since the thread ended.
-  obey();
+  run_commands();
   fail_all(reason);
-  for (const auto& [key, channel] : channels_) channel->bury();
+  for (const auto& [key, channel] : channels_) channel->reap();
 }
 
 void Engine::fail_all(const std::string& reason) {
@@ -247,7 +247,7 @@ void Engine::fail_all(const std::string& reason) {
 
 void Engine::open(const Address& address) {
   if (is_closed_) return;
-  doorway_.open(address, locals_[address.path], peers_.at(peer_in(address))[address.path]);
+  connector_.open(address, locals_[address.path], peers_.at(peer_in(address))[address.path]);
 }
 
 bool Engine::expects(const Address& address, std::uint32_t path, std::string& refusal) {
@@ -264,7 +264,7 @@ void Engine::connected(Descriptor socket, const Address& address, bool opened_he
   if (!is_question) {
     channel({peer_in(address), address.is_backward, is_source}).connected(std::move(socket), address, opened_here);
   } else if (is_source) {
-    sender(address.destination, address.is_backward).answered(address);
+    sender(address.destination, address.is_backward).probe_answered(address);
   }
 }
 

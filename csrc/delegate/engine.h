@@ -21,7 +21,7 @@
 #include "delegate/channel/request.h"
 #include "delegate/channel/send_channel.h"
 #include "delegate/channel/stats.h"
-#include "delegate/security/doorway.h"
+#include "delegate/security/connector.h"
 #include "delegate/system/forks.h"
 #include "delegate/wire/poller.h"
 
@@ -34,7 +34,7 @@ struct ChannelReport {
   const Stats* stats = nullptr;  // lives as long as the engine
 };
 
-class Engine final : private Host, private Doorway::House {
+class Engine final : private Host, private Connector::Owner {
  public:
   Engine(std::uint32_t world_size, const Credentials& own, const Timing& timing);
   ~Engine() override;
@@ -86,10 +86,10 @@ class Engine final : private Host, private Doorway::House {
 
   void check_own() const;
   void submit(std::function<void()> command, bool is_urgent);
-  void obey();
-  void settle();
+  void run_commands();
+  void flush();
   void run();
-  [[nodiscard]] bool turn(Clock::time_point& busy_until);
+  [[nodiscard]] bool run_once(Clock::time_point& busy_until);
   [[nodiscard]] std::uint32_t peer_in(const Address& address) const {
     return address.source == rank_ ? address.destination : address.source;
   }
@@ -108,7 +108,7 @@ class Engine final : private Host, private Doorway::House {
   EpollPoller poller_;
   std::vector<std::unique_ptr<Wire>> wires_;
   std::vector<std::string> locals_, names_;
-  Doorway doorway_;
+  Connector connector_;
   std::map<std::uint32_t, std::vector<Endpoint>> peers_;
   std::map<Key, std::unique_ptr<Channel>> channels_;
   std::vector<Channel*> to_flush_;

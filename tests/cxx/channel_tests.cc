@@ -31,7 +31,7 @@ struct CutOff {
     host.poller.handlers.at(ends[0])->ready(EPOLLIN);
     check(!channel.is_connected(), "the connection to have ended");
   }
-  ~CutOff() { channel.bury(); }
+  ~CutOff() { channel.reap(); }
 
   LoneHost host;
   ReceiveChannel channel{host, {.source = 0, .destination = 1}, {"tcp"}};

@@ -17,7 +17,7 @@ using namespace adaptra::delegate;
 
 void test_channels();
 void test_engines();
-void test_width();
+void test_stripe_width();
 #if ADAPTRA_HAS_VERBS
 void test_verbs();
 #endif
@@ -44,9 +44,9 @@ void test_crc32c() {
     check(sum(std::vector<std::byte>(32, std::byte{0xff}), 0) == 0x62a8ab43, "the checksum of 32 ones");
     check(sum({}, 0) == 0, "the checksum of nothing");
   }
-  std::mt19937 dice(1);
+  std::mt19937 rng(1);
   std::vector<std::byte> data(100'003);
-  for (std::byte& byte : data) byte = static_cast<std::byte>(dice());
+  for (std::byte& byte : data) byte = static_cast<std::byte>(rng());
   for (const std::size_t size : {1U, 7U, 8U, 63U, 4096U, 12'287U, 12'288U, 12'289U, 24'576U, 30'001U, 100'003U}) {
     for (const std::size_t skip : {0U, 1U, 3U}) {
       const auto part = std::span(data).subspan(skip, size - std::min<std::size_t>(skip, size - 1));
@@ -101,13 +101,13 @@ void test_frames() {
 }
 
 void test_intervals() {
-  std::mt19937 dice(2);
+  std::mt19937 rng(2);
   for (int round = 0; round < 200; ++round) {
     Intervals intervals;
     std::vector<bool> there(64);
     for (int step = 0; step < 40; ++step) {
-      const std::uint64_t begin = dice() % 63, end = begin + 1 + dice() % (64 - begin);
-      const bool is_added = dice() % 3 != 0;
+      const std::uint64_t begin = rng() % 63, end = begin + 1 + rng() % (64 - begin);
+      const bool is_added = rng() % 3 != 0;
       is_added ? intervals.add(begin, end) : intervals.remove(begin, end);
       for (std::uint64_t k = begin; k < end; ++k) there[k] = is_added;
       for (std::uint64_t first = 0; first < 64; ++first) {
@@ -161,7 +161,7 @@ int main() {
   test_frames();
   test_intervals();
   test_handshake();
-  test_width();
+  test_stripe_width();
   test_channels();
   test_engines();
 #if ADAPTRA_HAS_VERBS

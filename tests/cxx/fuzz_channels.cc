@@ -83,7 +83,7 @@ void play(Channel& channel, LoneHost& host, const std::vector<std::byte>& stream
   }
   channel.tick(Clock::now());
   channel.fail("the input is used up");
-  channel.bury();
+  channel.reap();
 }
 
 void fuzz_receiver(const std::vector<std::byte>& stream) {

@@ -17,16 +17,16 @@ namespace {
 
 using Input = std::vector<std::uint8_t>;
 
-Input changed(Input input, std::mt19937& dice) {
-  const auto changes = 1 + dice() % 6;
+Input changed(Input input, std::mt19937& rng) {
+  const auto changes = 1 + rng() % 6;
   for (auto left = changes; left > 0; --left) {
-    const std::size_t at = input.empty() ? 0 : dice() % input.size();
+    const std::size_t at = input.empty() ? 0 : rng() % input.size();
     const auto place = input.begin() + static_cast<std::ptrdiff_t>(at);
-    switch (dice() % 4) {
+    switch (rng() % 4) {
       case 0:
-        if (!input.empty()) *place = static_cast<std::uint8_t>(dice());
+        if (!input.empty()) *place = static_cast<std::uint8_t>(rng());
         break;
-      case 1: input.insert(place, static_cast<std::uint8_t>(dice())); break;
+      case 1: input.insert(place, static_cast<std::uint8_t>(rng())); break;
       case 2:
         if (!input.empty()) input.erase(place);
         break;
@@ -57,11 +57,11 @@ int main(int count, char** arguments) {
     std::fprintf(stderr, "%s holds no inputs\n", arguments[2]);
     return 2;
   }
-  std::mt19937 dice(7);
+  std::mt19937 rng(7);
   std::uint64_t runs = corpus.size();
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(std::atoi(arguments[1]));
   for (; std::chrono::steady_clock::now() < until; ++runs) {
-    const Input input = changed(corpus[dice() % corpus.size()], dice);
+    const Input input = changed(corpus[rng() % corpus.size()], rng);
     LLVMFuzzerTestOneInput(input.data(), input.size());
   }
   std::printf("%llu inputs, none of which did harm\n", static_cast<unsigned long long>(runs));

@@ -48,9 +48,9 @@ Descriptor meet(const std::string& local, std::uint16_t port, const char* remote
   return socket;
 }
 
-class Player : public Sink {
+class Pinger : public Sink {
  public:
-  explicit Player(std::size_t bytes) : slot_(1, bytes), message_(2, bytes) {}
+  explicit Pinger(std::size_t bytes) : slot_(1, bytes), message_(2, bytes) {}
 
   void established(Connection& connection) override {
     connection_ = &connection;
@@ -67,8 +67,8 @@ class Player : public Sink {
   void writable(Connection&) override {}
   void failed(Connection&, std::string reason) override { throw std::runtime_error(reason); }
 
-  [[nodiscard]] bool can_serve() const { return connection_ != nullptr && connection_->can_post(0); }
-  void serve() {
+  [[nodiscard]] bool can_send() const { return connection_ != nullptr && connection_->can_post(0); }
+  void send() {
     connection_->post(header_of(message_), message_.memory(), true);
     connection_->flush();
   }
@@ -100,19 +100,19 @@ void run(int count, char** given) {
   const int rounds = std::atoi(given[5]);
   EpollPoller poller;
   const auto wire = make_verbs_wire(given[1], 1, poller);
-  Player player(std::strtoull(given[4], nullptr, 10));
+  Pinger pinger(std::strtoull(given[4], nullptr, 10));
   Descriptor socket = meet(given[2], static_cast<std::uint16_t>(std::atoi(given[3])), remote);
-  const auto connection = wire->adopt(socket.release(), {}, remote != nullptr, player);
-  while (!player.can_serve()) poller.dispatch(poller.wait(10)), wire->progress();
+  const auto connection = wire->adopt(socket.release(), {}, remote != nullptr, pinger);
+  while (!pinger.can_send()) poller.dispatch(poller.wait(10)), wire->progress();
   std::vector<std::uint64_t> moments = {ticks()};
   const auto began = Clock::now();
   for (int round = 1; round <= rounds; ++round) {
-    if (remote != nullptr) player.serve();
-    for (int idle = 0; player.arrived < round;) {
+    if (remote != nullptr) pinger.send();
+    for (int idle = 0; pinger.arrived < round;) {
       // Both processes and the device may share one processor.
       if (!wire->progress() && ++idle % kPatience == 0) std::this_thread::yield();
     }
-    if (remote == nullptr) player.serve();
+    if (remote == nullptr) pinger.send();
     moments.push_back(ticks());
   }
   const std::chrono::duration<double> took = Clock::now() - began;

@@ -29,7 +29,7 @@ void Channel::connected(Descriptor socket, const Address& address, bool opened_h
 }
 
 void Channel::not_connected(const Address& address, const std::string& reason) {
-  paths_.opened_in_vain(address.path, reason == error_text(ECONNREFUSED), Clock::now());
+  paths_.record_attempt(address.path, reason == error_text(ECONNREFUSED), Clock::now());
   opening_failed(address, reason);
 }
 
@@ -100,7 +100,7 @@ void Channel::tick(Clock::time_point now) {
   if (now - last_heartbeat_ >= timing.heartbeat) {
     last_heartbeat_ = now;
     for (std::size_t path = 0; path < paths_.size(); ++path) {
-      for (Connection* connection : paths_[path].up) say(*connection, Frame{});
+      for (Connection* connection : paths_[path].up) send_control(*connection, Frame{});
     }
   }
   every_tick(now);
@@ -119,7 +119,7 @@ void Channel::give_up_if_lost(Clock::time_point now) {
   fail((is_gone ? who + " is gone: " : "no path to " + who + " is left: ") + paths_.describe());
 }
 
-void Channel::say(Connection& connection, const Frame& frame, std::span<const std::byte> payload) {
+void Channel::send_control(Connection& connection, const Frame& frame, std::span<const std::byte> payload) {
   Frame said = frame;
   said.length = static_cast<std::uint32_t>(payload.size());
   said.checksum = crc32c(payload);
@@ -127,9 +127,9 @@ void Channel::say(Connection& connection, const Frame& frame, std::span<const st
   wants_flush();
 }
 
-void Channel::say_bye() {
+void Channel::send_bye() {
   for (std::size_t path = 0; path < paths_.size(); ++path) {
-    for (Connection* connection : paths_[path].up) say(*connection, Frame{.kind = FrameKind::kBye});
+    for (Connection* connection : paths_[path].up) send_control(*connection, Frame{.kind = FrameKind::kBye});
   }
 }
 

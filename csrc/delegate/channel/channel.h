@@ -12,7 +12,7 @@
 
 #include "delegate/channel/paths.h"
 #include "delegate/channel/stats.h"
-#include "delegate/channel/width.h"
+#include "delegate/channel/stripe_width.h"
 #include "delegate/system/descriptor.h"
 #include "delegate/wire/memory.h"
 #include "delegate/wire/wire.h"
@@ -55,10 +55,10 @@ class Channel : public Sink {
 
   void tick(Clock::time_point now);
   void flush();
-  void bury() { paths_.bury(); }
+  void reap() { paths_.reap(); }
 
   // Tell the peer that this rank closes.
-  void say_bye();
+  void send_bye();
   // Whether any connection is left.
   [[nodiscard]] bool is_connected() const { return paths_.any_up(); }
 
@@ -90,7 +90,7 @@ class Channel : public Sink {
   // Whether no message moves any more for want of a path.
   [[nodiscard]] bool is_cut_off() const { return has_pending() && (ever_up_ || opens()) && !paths_.any_up(); }
   void fail_path(std::size_t path, const std::string& reason);
-  void say(Connection& connection, const Frame& frame, std::span<const std::byte> payload = {});
+  void send_control(Connection& connection, const Frame& frame, std::span<const std::byte> payload = {});
   void wants_flush();
 
   Host& host_;

@@ -57,7 +57,7 @@ bool Paths::fail(std::size_t path, std::string reason) {
   return was_up;
 }
 
-void Paths::opened_in_vain(std::size_t path, bool was_refused, Clock::time_point now) {
+void Paths::record_attempt(std::size_t path, bool was_refused, Clock::time_point now) {
   paths_[path].refused_at = was_refused ? std::optional(now) : std::nullopt;
 }
 

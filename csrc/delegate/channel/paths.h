@@ -24,7 +24,7 @@ class Paths {
     Clock::time_point up_since;
     Clock::time_point heard;  // the last sign of life before it failed
     std::string reason = "never connected";
-    std::optional<Clock::time_point> refused_at;  // see opened_in_vain()
+    std::optional<Clock::time_point> refused_at;  // see record_attempt()
   };
 
   explicit Paths(const std::vector<std::string>& names);
@@ -42,13 +42,13 @@ class Paths {
   std::size_t established(const Connection& connection, Clock::time_point now);
   [[nodiscard]] std::optional<std::size_t> path_of(const Connection& connection) const;
 
-  // Closes all connections of a path; they are destroyed by bury(). Returns whether it was up.
+  // Closes all connections of a path; they are destroyed by reap(). Returns whether it was up.
   bool fail(std::size_t path, std::string reason);
-  void bury() { closed_.clear(); }
+  void reap() { closed_.clear(); }
 
   // Nobody could be connected to. Whether the peer's host refused is what tells a process that has ended from one that is slow:
   // for as long as a process lives, its host takes connections on its behalf.
-  void opened_in_vain(std::size_t path, bool was_refused, Clock::time_point now);
+  void record_attempt(std::size_t path, bool was_refused, Clock::time_point now);
   // When each path had been refused, as far as is known by its last attempt; nothing unless all were.
   [[nodiscard]] std::optional<Clock::time_point> all_refused_at() const;
 

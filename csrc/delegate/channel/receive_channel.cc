@@ -162,7 +162,7 @@ void ReceiveChannel::complete(std::uint32_t index, Connection& connection) {
   arrived_[sequence] = {index, Clock::now()};
   Stats::add(stats_.acknowledged);
   Stats::add(stats_.bytes, slot.pages->memory().bytes.size());
-  say(connection, ack_of(sequence));
+  send_control(connection, ack_of(sequence));
   hand_over(sequence);
 }
 
@@ -252,7 +252,7 @@ void ReceiveChannel::every_tick(Clock::time_point now) {
 
 void ReceiveChannel::tell(const Frame& frame) {
   // The path on which the source speaks is the one on which it listens; if that is gone it asks again on the next.
-  if (path_ && paths_.is_up(*path_)) say(*paths_[*path_].up.front(), frame);
+  if (path_ && paths_.is_up(*path_)) send_control(*paths_[*path_].up.front(), frame);
 }
 
 // The source has closed these, but what they carried may still be on its way here, and slots will be granted again.
@@ -268,18 +268,18 @@ void ReceiveChannel::give_up_paths(std::uint64_t down) {
 void ReceiveChannel::tell_everything(Connection& connection, std::uint32_t asked) {
   for (std::uint32_t index = 0; index < slots_.size(); ++index) {
     const Slot& slot = slots_[index];
-    if (slot.state == SlotState::kGranted) say(connection, grant_of(index));
+    if (slot.state == SlotState::kGranted) send_control(connection, grant_of(index));
     if (slot.state != SlotState::kFilling) continue;
     std::size_t told = 0;
     for (const auto& [begin, end] : slot.covered.stretches()) {
       if (++told > kMostStretches) break;
-      say(connection,
-          {.kind = FrameKind::kHave, .generation = asked, .sequence = slot.sequence, .offset = begin, .total = end});
+      send_control(connection,
+                   {.kind = FrameKind::kHave, .generation = asked, .sequence = slot.sequence, .offset = begin, .total = end});
     }
   }
-  if (complete_below_ > 0) say(connection, ack_of(complete_below_ - 1));
-  for (const std::uint64_t sequence : complete_above_) say(connection, ack_of(sequence));
-  say(connection, {.kind = FrameKind::kResynced, .generation = asked});
+  if (complete_below_ > 0) send_control(connection, ack_of(complete_below_ - 1));
+  for (const std::uint64_t sequence : complete_above_) send_control(connection, ack_of(sequence));
+  send_control(connection, {.kind = FrameKind::kResynced, .generation = asked});
 }
 
 Frame ReceiveChannel::grant_of(std::uint32_t slot) const {

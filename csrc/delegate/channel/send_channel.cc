@@ -15,7 +15,7 @@ constexpr std::uint64_t kMostAgain = 512U << 10;
 // A message whose path keeps failing is cut into smaller chunks, down to this: a chunk that is cut off comes again.
 constexpr std::uint32_t kLeastChunkBytes = 16U << 10;
 constexpr std::uint32_t kMostHalvings = 5;
-constexpr Clock::duration kAskEvery = std::chrono::milliseconds(300);
+constexpr Clock::duration kProbeEvery = std::chrono::milliseconds(300);
 
 std::uint64_t nanoseconds(Clock::duration duration) {
   return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count());
@@ -93,24 +93,24 @@ void SendChannel::path_failed(std::size_t path) {
 
 // The destination opens all connections. A source without any opens one on each path only to learn whether there is a process
 // behind it, which is all that either end does with such a connection.
-void SendChannel::ask_whether_gone(Clock::time_point now) {
-  if (!is_cut_off() || asked_ != 0 || now < ask_not_before_) return;
-  ask_not_before_ = now + kAskEvery;
+void SendChannel::probe_peer(Clock::time_point now) {
+  if (!is_cut_off() || probing_ != 0 || now < probe_not_before_) return;
+  probe_not_before_ = now + kProbeEvery;
   for (std::uint32_t path = 0; path < paths_.size(); ++path) {
     Address address = address_;
     address.path = path;
-    asked_ |= std::uint64_t{1} << path;
+    probing_ |= std::uint64_t{1} << path;
     host_.open(address);
   }
 }
 
-void SendChannel::answered(const Address& address) {
-  asked_ &= ~(std::uint64_t{1} << address.path);
-  paths_.opened_in_vain(address.path, false, Clock::now());
+void SendChannel::probe_answered(const Address& address) {
+  probing_ &= ~(std::uint64_t{1} << address.path);
+  paths_.record_attempt(address.path, false, Clock::now());
 }
 
 void SendChannel::opening_failed(const Address& address, const std::string& reason) {
-  asked_ &= ~(std::uint64_t{1} << address.path);
+  probing_ &= ~(std::uint64_t{1} << address.path);
   // A path that the destination is opening is not down.
   if (paths_[address.path].connections.empty()) paths_.fail(address.path, reason);
 }
@@ -121,7 +121,7 @@ void SendChannel::choose_path(Clock::time_point now) {
   if (last_path_ && last_path_ != chosen) Stats::add(stats_.path_changes);
   last_path_ = chosen;
   path_ = chosen;
-  width_ = Width(now);
+  width_ = StripeWidth(now);
   Stats::set(stats_.connections, paths_[*path_].up.size());
   resync();
   pump();
@@ -135,7 +135,7 @@ void SendChannel::resync() {
   for (std::size_t path = 0; path < paths_.size(); ++path) {
     if (!paths_.is_up(path)) down |= std::uint64_t{1} << path;
   }
-  say(*paths_[*path_].up.front(), Frame{.kind = FrameKind::kResync, .generation = ++resyncs_, .sequence = down});
+  send_control(*paths_[*path_].up.front(), Frame{.kind = FrameKind::kResync, .generation = ++resyncs_, .sequence = down});
 }
 
 std::string SendChannel::handle(Connection&, const Frame& frame, std::span<const std::byte>) {
@@ -253,12 +253,12 @@ bool SendChannel::take_grant(Outgoing& message) {
 }
 
 void SendChannel::writable(Connection&) {
-  let_go(Clock::now());
+  retire(Clock::now());
   pump();
 }
 
 // Messages that were acknowledged and that no connection reads any more are done.
-void SendChannel::let_go(Clock::time_point now) {
+void SendChannel::retire(Clock::time_point now) {
   std::erase_if(lingering_, [&](Outgoing& message) {
     if (paths_.holds(message.message->memory())) return false;
     message.request->sent(now);
@@ -271,14 +271,15 @@ void SendChannel::announce(const Outgoing& message) {
   if (announced_ == message.sequence) return;
   announced_ = message.sequence;
   const auto head = message.message->memory().bytes.first(std::min<std::size_t>(message.total, kHeadBytes));
-  say(*paths_[*path_].up.front(), Frame{.kind = FrameKind::kHead, .sequence = message.sequence, .total = message.total}, head);
+  send_control(*paths_[*path_].up.front(),
+               Frame{.kind = FrameKind::kHead, .sequence = message.sequence, .total = message.total}, head);
 }
 
 Connection* SendChannel::pick(std::uint32_t slot) {
   const auto& up = paths_[*path_].up;
   for (std::size_t tried = 0; tried < up.size(); ++tried) {
-    const std::size_t k = turn_++ % up.size();
-    if (!width_.is_avoided(k, up.size()) && up[k]->can_post(slot)) return up[k];
+    const std::size_t k = next_connection_++ % up.size();
+    if (!width_.is_excluded(k, up.size()) && up[k]->can_post(slot)) return up[k];
   }
   return nullptr;
 }
@@ -320,21 +321,22 @@ bool SendChannel::is_next_to_complete(const Outgoing& message, std::uint64_t len
 }
 
 void SendChannel::every_tick(Clock::time_point now) {
-  ask_whether_gone(now);
+  probe_peer(now);
   choose_path(now);
   if (!lingering_.empty()) {
-    let_go(now);
+    retire(now);
     pump();
   }
-  if (path_ && width_.is_due(now)) look_at_width(now);
+  if (path_ && width_.is_due(now)) update_width(now);
 }
 
-void SendChannel::look_at_width(Clock::time_point now) {
+void SendChannel::update_width(Clock::time_point now) {
   const auto& up = paths_[*path_].up;
   Stats::set(stats_.connections, up.size());
   std::vector<Pace> paces;
   for (Connection* connection : up) paces.push_back(connection->pace());
-  if (const auto wanted = width_.look(paces, now)) say(*up.front(), Frame{.kind = FrameKind::kWiden, .slot = *wanted});
+  if (const auto wanted = width_.update(paces, now))
+    send_control(*up.front(), Frame{.kind = FrameKind::kWiden, .slot = *wanted});
 }
 
 void SendChannel::fail_pending(const std::string& reason) {

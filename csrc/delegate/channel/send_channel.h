@@ -28,8 +28,8 @@ class SendChannel final : public Channel {
   void submit(std::shared_ptr<Request> request, std::shared_ptr<const Pages> message, std::size_t bytes,
               Clock::time_point posted_at);
 
-  // The destination has answered what ask_whether_gone() asked.
-  void answered(const Address& address);
+  // The destination has answered what probe_peer() asked.
+  void probe_answered(const Address& address);
 
   [[nodiscard]] std::span<std::byte> place(const Frame& chunk, std::string& refusal) override;
   void chunk(Connection&, const Frame&) override {}
@@ -67,10 +67,10 @@ class SendChannel final : public Channel {
   void fail_pending(const std::string& reason) override;
   [[nodiscard]] bool opens() const override { return false; }
 
-  void ask_whether_gone(Clock::time_point now);
+  void probe_peer(Clock::time_point now);
   void choose_path(Clock::time_point now);
   void resync();
-  void let_go(Clock::time_point now);
+  void retire(Clock::time_point now);
   void pump();
   [[nodiscard]] bool take_grant(Outgoing& message);
   void announce(const Outgoing& message);
@@ -82,21 +82,21 @@ class SendChannel final : public Channel {
   void resynced();
   void acknowledged(std::uint64_t sequence, std::uint64_t below);
   void finish(Outgoing& message);
-  void look_at_width(Clock::time_point now);
+  void update_width(Clock::time_point now);
 
   std::deque<Outgoing> queue_;  // by sequence number; acknowledged ones are gone
   std::size_t next_ = 0;        // index of the first that is not posted in full
   std::uint64_t sequence_ = 0;
   std::optional<std::size_t> path_, last_path_;
-  std::size_t turn_ = 0;  // which of the path's connections is next
+  std::size_t next_connection_ = 0;  // which of the path's connections is next
   std::optional<std::uint64_t> announced_;
   std::uint32_t resyncs_ = 0;                        // number of the latest; an answer to an earlier one may be untrue by now
   std::map<std::uint64_t, std::deque<Grant>> free_;  // by the message size that a slot is for
   std::unordered_map<std::uint32_t, std::uint32_t> generations_;  // the latest of each slot
   std::vector<Outgoing> lingering_;                               // acknowledged, but a connection may still read them
-  Width width_;
-  std::uint64_t asked_ = 0;  // bit k: on path k it is not known yet whether the destination answers
-  Clock::time_point ask_not_before_;
+  StripeWidth width_;
+  std::uint64_t probing_ = 0;  // bit k: on path k it is not known yet whether the destination answers
+  Clock::time_point probe_not_before_;
 };
 
 }  // namespace adaptra::delegate

@@ -48,7 +48,7 @@ Handshake Handshake::open(const Credentials& own, const Address& address, const 
   put(hello, 16, 4, address.path);
   put(hello, 20, 4, address.index);
   std::copy(nonce.begin(), nonce.end(), hello.begin() + kNonceAt);
-  made.say(hello);
+  made.append_output(hello);
   return made;
 }
 
@@ -80,7 +80,7 @@ Handshake::State Handshake::receive(std::span<const std::byte> part) {
     case Part::kChallenge:
       std::copy(part.begin(), part.end(), challenge_.begin());
       if (std::equal(challenge_.begin(), challenge_.end(), nonce().begin())) return refuse("sent this rank's own nonce back");
-      say(proof(true));
+      append_output(proof(true));
       next_ = Part::kConfirmation;
       return State::kTalking;
     case Part::kProof:
@@ -89,7 +89,7 @@ Handshake::State Handshake::receive(std::span<const std::byte> part) {
       std::copy(part.begin(), part.end(), given.begin());
       const bool accepts = next_ == Part::kProof;
       if (!equal_in_constant_time(given, proof(accepts))) return refuse("does not know this job's secret");
-      if (accepts) say(proof(false));
+      if (accepts) append_output(proof(false));
       return State::kDone;
     }
   }
@@ -109,7 +109,7 @@ Handshake::State Handshake::greeted() {
     return refuse("greeted rank " + std::to_string(greeted) + " as rank " + std::to_string(opener) + ": this is rank " +
                   std::to_string(own_.rank));
   }
-  say(challenge_);
+  append_output(challenge_);
   next_ = Part::kProof;
   return State::kTalking;
 }

@@ -8,7 +8,7 @@
 // Every part has a fixed size, so no length is believed before the proof; a stranger is told nothing but a random number. A
 // recorded handshake is worthless, because the other side's nonce is another each time. A proof serves one rank, in one role,
 // towards one other rank: nobody can get a rank to make the one by which that rank, or a third one, would be deceived. This is
-// the talk alone: doorway.h moves the bytes. What it guards against, and what not, is in docs/security.md.
+// the talk alone: connector.h moves the bytes. What it guards against, and what not, is in docs/security.md.
 #pragma once
 
 #include <array>
@@ -71,7 +71,7 @@ class Handshake {
   State greeted();
   [[nodiscard]] Digest proof(bool of_opener) const;
   State refuse(std::string reason);
-  void say(std::span<const std::byte> bytes) { output_.insert(output_.end(), bytes.begin(), bytes.end()); }
+  void append_output(std::span<const std::byte> bytes) { output_.insert(output_.end(), bytes.begin(), bytes.end()); }
 
   Credentials own_;
   Part next_;

@@ -56,7 +56,7 @@ class VerbsConnection : public Connection, public Handler {
   // One completion of this connection's queue pair.
   void completed(const ibv_wc& completion);
   // All completions that were there have been handed over: send what they made room for.
-  void settle();
+  void resume();
   void fail(const std::string& reason);
   void tell_broken() { fail(broken_); }
   void forget(const Memory& memory) noexcept { registered_.erase(memory.id); }

@@ -52,7 +52,7 @@ void VerbsConnection::completed(const ibv_wc& completion) {
   has_room_ = true;
 }
 
-void VerbsConnection::settle() {
+void VerbsConnection::resume() {
   if (closed_) return;
   flush();
   return_credits();

@@ -104,7 +104,7 @@ bool VerbsWire::progress() {
   }
   if (count < 0) fail_all("its completion queue is lost");
   for (const std::uint32_t serial : touched) {
-    if (const auto found = connections_.find(serial); found != connections_.end()) found->second->settle();
+    if (const auto found = connections_.find(serial); found != connections_.end()) found->second->resume();
   }
   return any;
 }

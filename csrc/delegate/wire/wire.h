@@ -36,7 +36,7 @@ struct Memory {
 // Which connection this is; both sides proved it in the handshake.
 struct Address {
   std::uint32_t source = 0;       // the rank that sends messages
-  std::uint32_t destination = 0;  // the rank that receives them, and opens the connection (see SendChannel::answered)
+  std::uint32_t destination = 0;  // the rank that receives them, and opens the connection (see SendChannel::probe_answered)
   bool is_backward = false;
   std::uint32_t path = 0;   // index in the ordered list of paths
   std::uint32_t index = 0;  // several connections may share a path

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "schedule/simulate/numbers.h"
+#include "schedule/simulate/constants.h"
 
 namespace adaptra::schedule {
 

@@ -1,6 +1,6 @@
 #include "schedule/bounds/limits.h"
 
-#include "schedule/simulate/numbers.h"
+#include "schedule/simulate/constants.h"
 
 namespace adaptra::schedule {
 Limits::Limits(const Problem& problem, const std::vector<std::int32_t>& in_flight)

@@ -4,7 +4,7 @@
 #include <cstddef>
 
 #include "schedule/bounds/bounds.h"
-#include "schedule/simulate/numbers.h"
+#include "schedule/simulate/constants.h"
 
 namespace adaptra::schedule {
 ListScheduler::ListScheduler(const Problem& problem)

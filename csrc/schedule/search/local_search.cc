@@ -4,7 +4,7 @@
 #include <array>
 #include <utility>
 
-#include "schedule/simulate/numbers.h"
+#include "schedule/simulate/constants.h"
 #include "schedule/simulate/simulate.h"
 
 namespace adaptra::schedule {
@@ -22,20 +22,20 @@ constexpr std::array<float, 3> kFirstPatience = {1.0F, 0.75F, 0.5F};
 }  // namespace
 
 LocalSearch::LocalSearch(const Problem& problem, const Rule& rule, const std::vector<std::int32_t>& in_flight,
-                         WeightGrads weight_grads, Judge& judge, Dice& dice)
+                         WeightGrads weight_grads, Evaluator& evaluator, Rng& rng)
     : problem_(problem),
       rule_(rule),
       limits_(problem, in_flight),
-      quick_(QuickTimer::covers(problem)),
+      is_covered_(FastSimulator::covers(problem)),
       filled_(weight_grads == WeightGrads::Filled),
-      timer_(problem),
-      judge_(judge),
-      dice_(dice) {}
+      simulator_(problem),
+      evaluator_(evaluator),
+      rng_(rng) {}
 
 double LocalSearch::begin_turn() {
-  if (std::min(best_makespan_, started_from_) <= judge_.best_makespan()) return best_makespan_;
-  started_from_ = judge_.best_makespan();
-  current_ = judge_.best();
+  if (std::min(best_makespan_, started_from_) <= evaluator_.best_makespan()) return best_makespan_;
+  started_from_ = evaluator_.best_makespan();
+  current_ = evaluator_.best();
   if (filled_) {
     for (Sequence& sequence : current_) std::erase_if(sequence, [](std::int32_t code) { return kind_of(code) == Kind::W; });
     set_first_patience();
@@ -62,29 +62,29 @@ void LocalSearch::set_first_patience() {
 }
 
 double LocalSearch::time(double cutoff) {
-  if (filled_) return timer_.fill(current_, patience_, cutoff, since_);
-  if (quick_) return timer_.makespan(current_, cutoff, since_);
+  if (filled_) return simulator_.fill(current_, patience_, cutoff, since_);
+  if (is_covered_) return simulator_.makespan(current_, cutoff, since_);
   const Result result = simulate(problem_, to_orders(current_, problem_.cost.stages()), rule_);
   return result.complete && result.makespan <= cutoff ? result.makespan : kNever;
 }
 
 void LocalSearch::keep_current() {
-  if (!quick_) return;
-  timer_.keep();
-  if (filled_) whole_ = timer_.filled();
+  if (!is_covered_) return;
+  simulator_.keep();
+  if (filled_) whole_ = simulator_.filled();
 }
 
-// Where the QuickTimer can't tell what is critical, everything may be.
+// Where the FastSimulator can't tell what is critical, everything may be.
 void LocalSearch::find_blocks() {
   if (filled_) return find_filled_blocks();
-  if (quick_) return timer_.critical_blocks(current_, blocks_);
+  if (is_covered_) return simulator_.critical_blocks(current_, blocks_);
   blocks_.clear();
   for (std::size_t rank = 0; rank < current_.size(); ++rank) blocks_.push_back({rank, 0, current_[rank].size() - 1});
 }
 
 // Blocks of the whole sequences, as positions among the F and I alone; blocks of nothing but W are left out.
 void LocalSearch::find_filled_blocks() {
-  timer_.critical_blocks(whole_, blocks_);
+  simulator_.critical_blocks(whole_, blocks_);
   std::size_t kept = 0;
   for (const Block& block : blocks_) {
     const Sequence& sequence = whole_[block.rank];
@@ -128,7 +128,7 @@ std::int64_t LocalSearch::step() {
   since_ = kNever;
   if (!change()) {
     late = std::min(late, current_makespan_);
-    return judge_.timing_effort();
+    return evaluator_.timing_effort();
   }
   const double makespan = time(std::max(current_makespan_, late) + kTolerance);
   if (makespan == kNever) {
@@ -140,21 +140,21 @@ std::int64_t LocalSearch::step() {
     if (makespan < best_makespan_ - kTolerance) {
       best_makespan_ = makespan;
       keep_best();
-      judge_.keep(filled_ ? whole_ : current_, makespan);
+      evaluator_.keep(filled_ ? whole_ : current_, makespan);
       fruitless_ = 0;
     }
   }
   late = std::min(late, current_makespan_);
-  return judge_.timing_effort();
+  return evaluator_.timing_effort();
 }
 
 bool LocalSearch::change() {
-  if (filled_ && (blocks_.empty() || dice_.below(12) == 0)) {
+  if (filled_ && (blocks_.empty() || rng_.below(12) == 0)) {
     change_patience();
     return true;
   }
   bool changed = false;
-  for (bool more = true; more; more = dice_.below(4) == 0) changed = move_one() || changed;
+  for (bool more = true; more; more = rng_.below(4) == 0) changed = move_one() || changed;
   return changed;
 }
 
@@ -163,22 +163,22 @@ void LocalSearch::change_patience() {
   undo_patience_ = patience_;
   since_ = 0.0;
   const auto stages = static_cast<std::int32_t>(patience_.size());
-  std::int32_t stage = dice_.below(stages);
-  const float patience = 0.25F * static_cast<float>(dice_.below(6));
-  for (std::int32_t count = 1 + dice_.heads(stages); count > 0 && stage < stages; --count, ++stage)
+  std::int32_t stage = rng_.below(stages);
+  const float patience = 0.25F * static_cast<float>(rng_.below(6));
+  for (std::int32_t count = 1 + rng_.geometric(stages); count > 0 && stage < stages; --count, ++stage)
     patience_[at(stage)] = patience;
 }
 
 // Moves one op of a critical block, or the same op on several stages. False when nothing changes or limits forbid it.
 bool LocalSearch::move_one() {
-  const Block block = blocks_[at(dice_.below(static_cast<std::int32_t>(blocks_.size())))];
+  const Block block = blocks_[at(rng_.below(static_cast<std::int32_t>(blocks_.size())))];
   const Sequence& sequence = current_[block.rank];
   if (block.last >= sequence.size()) return false;  // an earlier move of this step made the block stale
   const auto length = static_cast<std::int32_t>(block.last - block.first + 1);
-  const auto any = [&] { return block.first + at(dice_.below(length)); };
-  const std::size_t far = 1 + at(dice_.heads(6));
+  const auto any = [&] { return block.first + at(rng_.below(length)); };
+  const std::size_t far = 1 + at(rng_.geometric(6));
   std::size_t from = 0, to = 0;
-  switch (dice_.below(6)) {
+  switch (rng_.below(6)) {
     case 0:
       from = block.last;
       to = from > far ? from - far : 0;
@@ -197,7 +197,7 @@ bool LocalSearch::move_one() {
       break;
     case 4:
       from = any();
-      to = dice_.below(2) == 0 ? from + far : (from > far ? from - far : 0);
+      to = rng_.below(2) == 0 ? from + far : (from > far ? from - far : 0);
       break;
     default: {
       from = any();
@@ -205,7 +205,7 @@ bool LocalSearch::move_one() {
       const auto microbatch =
           static_cast<std::int32_t>(std::count(sequence.begin(), sequence.begin() + static_cast<std::ptrdiff_t>(from), code));
       const auto by = static_cast<std::int32_t>(far);
-      return move_several(block.rank, code, microbatch, dice_.below(2) == 0 ? by : -by);
+      return move_several(block.rank, code, microbatch, rng_.below(2) == 0 ? by : -by);
     }
   }
   return move_op(block.rank, from, to);
@@ -214,10 +214,10 @@ bool LocalSearch::move_one() {
 // The op of one kind and microbatch, moved by as many places on a run of neighbouring stages.
 bool LocalSearch::move_several(std::size_t rank, std::int32_t code, std::int32_t microbatch, std::int32_t by) {
   const std::int32_t stages = problem_.cost.stages();
-  const std::int32_t step = dice_.below(2) == 0 ? 1 : -1;
+  const std::int32_t step = rng_.below(2) == 0 ? 1 : -1;
   std::int32_t stage = stage_of(code);
   bool changed = false;
-  for (std::int32_t count = 1 + dice_.below(stages); count > 0 && stage >= 0 && stage < stages; --count, stage += step) {
+  for (std::int32_t count = 1 + rng_.below(stages); count > 0 && stage >= 0 && stage < stages; --count, stage += step) {
     rank = at(problem_.placement[at(stage)]);
     const Sequence& sequence = current_[rank];
     std::int32_t left = microbatch;
@@ -258,7 +258,7 @@ bool LocalSearch::move_op(std::size_t rank, std::size_t from, std::size_t to) {
   }
   ++undo_count_;
   const auto differs = std::mismatch(sequence.begin(), sequence.end(), before.sequence.begin()).first;
-  if (quick_) since_ = std::min(since_, timer_.decided_at(rank, static_cast<std::size_t>(differs - sequence.begin())));
+  if (is_covered_) since_ = std::min(since_, simulator_.decided_at(rank, static_cast<std::size_t>(differs - sequence.begin())));
   return true;
 }
 

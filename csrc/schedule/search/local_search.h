@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "schedule/bounds/limits.h"
-#include "schedule/evaluate/judge.h"
-#include "schedule/evaluate/quick_timer.h"
-#include "schedule/search/dice.h"
-#include "schedule/search/search_part.h"
+#include "schedule/evaluate/evaluator.h"
+#include "schedule/evaluate/fast_simulator.h"
+#include "schedule/search/rng.h"
+#include "schedule/search/search_arm.h"
 #include "schedule/simulate/types.h"
 
 namespace adaptra::schedule {
@@ -19,13 +19,13 @@ namespace adaptra::schedule {
 enum class WeightGrads : std::uint8_t { Placed, Filled };
 
 // Late acceptance (Burke and Bykov 2017): a change stays when the step does not get longer than it is or than it was some
-// changes ago. Filled W require a problem that QuickTimer fills.
-class LocalSearch final : public SearchPart {
+// changes ago. Filled W require a problem that FastSimulator fills.
+class LocalSearch final : public SearchArm {
  public:
   LocalSearch(const Problem& problem, const Rule& rule, const std::vector<std::int32_t>& in_flight, WeightGrads weight_grads,
-              Judge& judge, Dice& dice);
+              Evaluator& evaluator, Rng& rng);
 
-  // Starts again from the judge's best orders if they are not this search's own.
+  // Starts again from the evaluator's best orders if they are not this search's own.
   double begin_turn() override;
   std::int64_t step() override;
   [[nodiscard]] double value() const override { return best_makespan_; }
@@ -54,15 +54,15 @@ class LocalSearch final : public SearchPart {
   const Problem& problem_;
   const Rule& rule_;
   Limits limits_;
-  const bool quick_, filled_;
-  QuickTimer timer_;
-  Judge& judge_;
-  Dice& dice_;
+  const bool is_covered_, filled_;
+  FastSimulator simulator_;
+  Evaluator& evaluator_;
+  Rng& rng_;
   std::vector<Sequence> current_, best_;         // of F and I alone where W are filled in
   std::vector<float> patience_, best_patience_;  // per stage, where W are filled in
   std::vector<Sequence> whole_;                  // the current ones with W filled in
   double current_makespan_ = 0.0, best_makespan_ = std::numeric_limits<double>::infinity();
-  double started_from_ = std::numeric_limits<double>::infinity();  // the judge's best at that time
+  double started_from_ = std::numeric_limits<double>::infinity();  // the evaluator's best at that time
   std::vector<Block> blocks_;
   std::vector<double> history_;
   std::size_t steps_ = 0, fruitless_ = 0;

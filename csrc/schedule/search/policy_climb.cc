@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <utility>
 
-#include "schedule/simulate/numbers.h"
+#include "schedule/simulate/constants.h"
 
 namespace adaptra::schedule {
 namespace {
@@ -19,8 +19,8 @@ constexpr std::array<Knob, 9> kKnobs = {Knob::WarmUp,          Knob::WarmUp,    
 }  // namespace
 
 PolicyClimb::PolicyClimb(const Problem& problem, const std::vector<std::vector<std::int32_t>>& warm_ups,
-                         const std::vector<std::int32_t>& most, Judge& judge, Dice& dice)
-    : problem_(problem), most_(most), judge_(judge), dice_(dice), scheduler_(problem) {
+                         const std::vector<std::int32_t>& most, Evaluator& evaluator, Rng& rng)
+    : problem_(problem), most_(most), evaluator_(evaluator), rng_(rng), scheduler_(problem) {
   for (const std::vector<std::int32_t>& warm_up : warm_ups) {
     for (const float patience : {0.0F, 1.0F, 0.5F}) {
       for (const bool bounded : {true, false}) {
@@ -37,30 +37,30 @@ PolicyClimb::PolicyClimb(const Problem& problem, const std::vector<std::vector<s
 
 std::int64_t PolicyClimb::step() {
   const bool is_start = has_starts();
-  if (!is_start && current_ == kNever) return judge_.dispatch_effort();  // no start led anywhere, nothing near one will
+  if (!is_start && current_ == kNever) return evaluator_.dispatch_effort();  // no start led anywhere, nothing near one will
   Policy tried = is_start ? starts_[next_start_++] : policy_;
   if (!is_start) {
     do {
       change(tried);
-    } while (dice_.below(2) == 0);
+    } while (rng_.below(2) == 0);
   }
-  const double makespan = scheduler_.run(tried, current_ + kTolerance) ? judge_.judge(scheduler_.sequences()) : kNever;
+  const double makespan = scheduler_.run(tried, current_ + kTolerance) ? evaluator_.evaluate(scheduler_.sequences()) : kNever;
   if (makespan < current_ || (!is_start && makespan <= current_)) {
     current_ = makespan;
     policy_ = std::move(tried);
   }
-  return judge_.dispatch_effort();
+  return evaluator_.dispatch_effort();
 }
 
 void PolicyClimb::change(Policy& policy) {
   const std::int32_t stages = problem_.cost.stages();
-  if (problem_.ranks < stages && dice_.below(8) == 0) policy.deep_first = !policy.deep_first;
-  std::int32_t first = dice_.below(stages), last = first;
-  if (dice_.below(2) == 0) last = dice_.below(stages);
+  if (problem_.ranks < stages && rng_.below(8) == 0) policy.deep_first = !policy.deep_first;
+  std::int32_t first = rng_.below(stages), last = first;
+  if (rng_.below(2) == 0) last = rng_.below(stages);
   if (first > last) std::swap(first, last);
-  const Knob knob = kKnobs[at(dice_.below(static_cast<std::int32_t>(kKnobs.size())))];
-  const std::int32_t by = (dice_.below(2) == 0 ? 1 : -1) * (1 + dice_.below(2));
-  const float patience = 0.25F * static_cast<float>(dice_.below(5));
+  const Knob knob = kKnobs[at(rng_.below(static_cast<std::int32_t>(kKnobs.size())))];
+  const std::int32_t by = (rng_.below(2) == 0 ? 1 : -1) * (1 + rng_.below(2));
+  const float patience = 0.25F * static_cast<float>(rng_.below(5));
   for (std::int32_t stage = first; stage <= last; ++stage) {
     StagePolicy& mine = policy.stages[at(stage)];
     const std::int32_t most = most_[at(stage)];

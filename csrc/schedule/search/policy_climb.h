@@ -5,18 +5,18 @@
 #include <limits>
 #include <vector>
 
-#include "schedule/evaluate/judge.h"
-#include "schedule/search/dice.h"
+#include "schedule/evaluate/evaluator.h"
 #include "schedule/search/list_schedule.h"
-#include "schedule/search/search_part.h"
+#include "schedule/search/rng.h"
+#include "schedule/search/search_arm.h"
 
 namespace adaptra::schedule {
 
-class PolicyClimb final : public SearchPart {
+class PolicyClimb final : public SearchArm {
  public:
   // `warm_ups` are where to start, one number per stage; `most` is how many microbatches each stage may have in flight.
   PolicyClimb(const Problem& problem, const std::vector<std::vector<std::int32_t>>& warm_ups,
-              const std::vector<std::int32_t>& most, Judge& judge, Dice& dice);
+              const std::vector<std::int32_t>& most, Evaluator& evaluator, Rng& rng);
 
   [[nodiscard]] bool has_starts() const { return next_start_ < starts_.size(); }
 
@@ -28,8 +28,8 @@ class PolicyClimb final : public SearchPart {
 
   const Problem& problem_;
   const std::vector<std::int32_t>& most_;
-  Judge& judge_;
-  Dice& dice_;
+  Evaluator& evaluator_;
+  Rng& rng_;
   ListScheduler scheduler_;
   std::vector<Policy> starts_;
   std::size_t next_start_ = 0;

@@ -8,12 +8,12 @@
 
 #include "schedule/bounds/bounds.h"
 #include "schedule/bounds/fit_memory.h"
-#include "schedule/evaluate/judge.h"
-#include "schedule/search/dice.h"
+#include "schedule/evaluate/evaluator.h"
 #include "schedule/search/local_search.h"
 #include "schedule/search/policy_climb.h"
-#include "schedule/search/rhythm_climb.h"
-#include "schedule/simulate/numbers.h"
+#include "schedule/search/rng.h"
+#include "schedule/search/steady_state_climb.h"
+#include "schedule/simulate/constants.h"
 
 namespace adaptra::schedule {
 namespace {
@@ -58,8 +58,8 @@ std::vector<std::int32_t> most_in_flight(const Problem& problem, const std::vect
 }
 
 // One part of the search, and how its turns went.
-struct Player {
-  std::unique_ptr<SearchPart> part;
+struct ArmBudget {
+  std::unique_ptr<SearchArm> arm;
   double share;          // of the effort while nobody gains anything
   double rate = kNever;  // makespan gained per effort in its last turn
   double spent = 0.0;
@@ -78,19 +78,20 @@ class Search {
         rule_(rule),
         options_(options),
         most_(most_in_flight(problem, options.in_flight)),
-        dice_(options.seed),
-        judge_(problem, rule, options.in_flight) {}
+        rng_(options.seed),
+        evaluator_(problem, rule, options.in_flight) {}
 
   std::optional<Plan> run() {
-    auto policies = std::make_unique<PolicyClimb>(problem_, options_.warm_ups, most_, judge_, dice_);
+    auto policies = std::make_unique<PolicyClimb>(problem_, options_.warm_ups, most_, evaluator_, rng_);
     spent_ += policies->step();
     consider_start();
-    for (const Alternation& alternation : options_.alternations) judge_.consider(alternating_sequences(problem_, alternation));
-    while (policies->has_starts() && (judge_.best_makespan() == kNever || !done())) spent_ += policies->step();
-    if (judge_.best_makespan() == kNever) return std::nullopt;
-    if (!done()) add_players(std::move(policies));
+    for (const Alternation& alternation : options_.alternations)
+      evaluator_.consider(alternating_sequences(problem_, alternation));
+    while (policies->has_starts() && (evaluator_.best_makespan() == kNever || !done())) spent_ += policies->step();
+    if (evaluator_.best_makespan() == kNever) return std::nullopt;
+    if (!done()) add_arms(std::move(policies));
     while (!done()) take_turn(next());
-    return Plan{judge_.best_makespan(), to_orders(judge_.best(), problem_.cost.stages())};
+    return Plan{evaluator_.best_makespan(), to_orders(evaluator_.best(), problem_.cost.stages())};
   }
 
  private:
@@ -98,7 +99,7 @@ class Search {
   bool done() {
     if (spent_ >= options_.effort || options_.stop()) return true;
     if (target_ < 0.0) target_ = lower_bound(problem_).value;
-    return judge_.best_makespan() <= std::max(target_ * (1.0 + kTolerance), options_.enough);
+    return evaluator_.best_makespan() <= std::max(target_ * (1.0 + kTolerance), options_.enough);
   }
 
   // The start, with forwards put off and weight gradients brought forward as far as the memory asks for it.
@@ -110,18 +111,18 @@ class Search {
       bool fits = !start.empty();
       for (std::size_t rank = 0; rank < start.size() && fits && !problem_.cost.memory_limit.empty(); ++rank)
         fits = fit.fit(start[rank], problem_.cost.memory_limit[rank], weight_grads_first, fitted[rank]);
-      if (fits) judge_.consider(fitted);
+      if (fits) evaluator_.consider(fitted);
     }
   }
 
   // Not before there is a plan: on large problems making them takes as long as finding the first.
-  void add_players(std::unique_ptr<PolicyClimb> policies) {
+  void add_arms(std::unique_ptr<PolicyClimb> policies) {
     const auto local_search = [&](WeightGrads weight_grads) {
-      return std::make_unique<LocalSearch>(problem_, rule_, options_.in_flight, weight_grads, judge_, dice_);
+      return std::make_unique<LocalSearch>(problem_, rule_, options_.in_flight, weight_grads, evaluator_, rng_);
     };
-    const bool fills = QuickTimer::fills(problem_);
+    const bool fills = FastSimulator::fills(problem_);
     if (fills) {
-      add(0.25, std::make_unique<RhythmClimb>(problem_, options_.warm_ups, most_, judge_, dice_));
+      add(0.25, std::make_unique<SteadyStateClimb>(problem_, options_.warm_ups, most_, evaluator_, rng_));
       add(2.0, local_search(WeightGrads::Filled));
     }
     add(0.5, std::move(policies));
@@ -129,41 +130,41 @@ class Search {
     add(fills ? 0.1 : 2.0, local_search(WeightGrads::Placed));
   }
 
-  void add(double share, std::unique_ptr<SearchPart> part) {
-    players_.push_back({std::move(part), share});
-    players_.back().turn = kFirstTurn * static_cast<double>(judge_.dispatch_effort());
+  void add(double share, std::unique_ptr<SearchArm> arm) {
+    arms_.push_back({std::move(arm), share});
+    arms_.back().turn = kFirstTurn * static_cast<double>(evaluator_.dispatch_effort());
   }
 
   // Who gained most in its last turn goes on; when nobody did, who had the least of its share.
-  Player& next() {
-    const auto before = [](const Player& a, const Player& b) {
+  ArmBudget& next() {
+    const auto before = [](const ArmBudget& a, const ArmBudget& b) {
       return a.rate != b.rate ? a.rate > b.rate : a.spent / a.share < b.spent / b.share;
     };
-    return *std::min_element(players_.begin(), players_.end(), before);
+    return *std::min_element(arms_.begin(), arms_.end(), before);
   }
 
-  void take_turn(Player& player) {
-    double before = player.part->begin_turn();
-    if (before == kNever) before = judge_.best_makespan();
+  void take_turn(ArmBudget& budget) {
+    double before = budget.arm->begin_turn();
+    if (before == kNever) before = evaluator_.best_makespan();
     double used = 0.0;
-    while (used < player.turn && !done()) {
-      const std::int64_t effort = player.part->step();
+    while (used < budget.turn && !done()) {
+      const std::int64_t effort = budget.arm->step();
       used += static_cast<double>(effort);
       spent_ += effort;
     }
     if (used == 0.0) return;
-    player.spent += used;
-    player.rate = std::max(0.0, before - player.part->value()) / used;
-    if (player.rate == 0.0) player.turn *= kGrowth;
+    budget.spent += used;
+    budget.rate = std::max(0.0, before - budget.arm->value()) / used;
+    if (budget.rate == 0.0) budget.turn *= kGrowth;
   }
 
   const Problem& problem_;
   const Rule& rule_;
   const SearchOptions& options_;
   const std::vector<std::int32_t> most_;
-  Dice dice_;
-  Judge judge_;
-  std::vector<Player> players_;
+  Rng rng_;
+  Evaluator evaluator_;
+  std::vector<ArmBudget> arms_;
   std::int64_t spent_ = 0;
   double target_ = -1.0;  // the bound, once it is needed: on large problems it takes as long as a plan
 };

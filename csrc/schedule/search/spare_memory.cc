@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "schedule/bounds/fit_memory.h"
-#include "schedule/evaluate/judge.h"
-#include "schedule/simulate/numbers.h"
+#include "schedule/evaluate/evaluator.h"
+#include "schedule/simulate/constants.h"
 #include "schedule/simulate/sequence.h"
 #include "schedule/simulate/simulate.h"
 
@@ -21,7 +21,7 @@ class SpareMemory {
  public:
   SpareMemory(const Problem& problem, const Rule& rule, const std::vector<Order>& orders, double at_most, std::int64_t effort)
       : problem_(problem),
-        judge_(problem, rule, std::vector<std::int32_t>(problem.placement.size(), problem.microbatches)),
+        evaluator_(problem, rule, std::vector<std::int32_t>(problem.placement.size(), problem.microbatches)),
         at_most_(at_most),
         left_(effort),
         sequences_(to_sequences(orders)),
@@ -72,8 +72,8 @@ class SpareMemory {
         return peaks_[rank] <= limit || fit_.fit(sequences_[rank], limit, weight_grads_first, tried[rank]);
       });
       if (!fits) continue;
-      left_ -= judge_.timing_effort();
-      if (judge_.time(tried, at_most_) > at_most_) continue;
+      left_ -= evaluator_.timing_effort();
+      if (evaluator_.time(tried, at_most_) > at_most_) continue;
       sequences_ = std::move(tried);
       for (const std::size_t rank : ranks) peaks_[rank] = peak(sequences_[rank]);
       return true;
@@ -97,7 +97,7 @@ class SpareMemory {
   }
 
   const Problem& problem_;
-  Judge judge_;
+  Evaluator evaluator_;
   const double at_most_;
   std::int64_t left_;
   std::vector<Sequence> sequences_;

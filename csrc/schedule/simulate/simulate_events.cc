@@ -7,18 +7,18 @@
 #include <tuple>
 #include <utility>
 
-#include "schedule/simulate/engine.h"
+#include "schedule/simulate/simulation_state.h"
 
 namespace adaptra::schedule {
 namespace {
 
-enum class Happening : std::uint8_t { OpEnds, EdgeFree, MessageArrives };
+enum class EventKind : std::uint8_t { OpEnds, EdgeFree, MessageArrives };
 
 // `index` is a rank, an edge or a message. `sequence` makes the order of simultaneous events that of their creation.
 struct Event {
   double time;
   std::uint64_t sequence;
-  Happening happening;
+  EventKind kind;
   std::size_t index;
   bool operator>(const Event& other) const { return std::tie(time, sequence) > std::tie(other.time, other.sequence); }
 };
@@ -46,10 +46,10 @@ struct Transfer {
   std::size_t column;
 };
 
-class Events : public Engine {
+class EventSimulator : public SimulationState {
  public:
-  Events(const Problem& problem, const std::vector<Order>& orders, const Rule& rule, Detail detail)
-      : Engine(problem, orders, rule, detail),
+  EventSimulator(const Problem& problem, const std::vector<Order>& orders, const Rule& rule, Detail detail)
+      : SimulationState(problem, orders, rule, detail),
         edges_(at(stages_) - 1),
         links_(problem.cost.half_duplex ? edges_ : 2 * edges_),
         running_(orders.size(), false),
@@ -79,13 +79,13 @@ class Events : public Engine {
     while (pending(now)) {
       const Event event = events_.top();
       events_.pop();
-      switch (event.happening) {
-        case Happening::OpEnds: end_op(event); break;
-        case Happening::EdgeFree:
+      switch (event.kind) {
+        case EventKind::OpEnds: end_op(event); break;
+        case EventKind::EdgeFree:
           links_[event.index].busy = false;
           changed_links_.insert(event.index);
           break;
-        case Happening::MessageArrives: arrive(event); break;
+        case EventKind::MessageArrives: arrive(event); break;
       }
     }
   }
@@ -116,8 +116,8 @@ class Events : public Engine {
     const double free = now + (forward ? cost.occupancy_forward : cost.occupancy_backward)[edge];
     message.departed = now;
     message.arrived = free + (forward ? cost.latency_forward : cost.latency_backward)[edge];
-    schedule(free, Happening::EdgeFree, link);
-    schedule(message.arrived, Happening::MessageArrives, index);
+    schedule(free, EventKind::EdgeFree, link);
+    schedule(message.arrived, EventKind::MessageArrives, index);
     if (cost.blocking == Blocking::Both) ++holds_[rank_of(message.destination)];
   }
 
@@ -128,7 +128,7 @@ class Events : public Engine {
     const double end = now + problem_.cost.duration(op.stage, op.kind);
     record(static_cast<std::int32_t>(rank), now, end);
     running_[rank] = true;
-    schedule(end, Happening::OpEnds, rank);
+    schedule(end, EventKind::OpEnds, rank);
   }
 
   void end_op(const Event& event) {
@@ -163,7 +163,7 @@ class Events : public Engine {
 
   [[nodiscard]] std::size_t rank_of(std::int32_t stage) const { return at(problem_.placement[at(stage)]); }
 
-  void schedule(double time, Happening happening, std::size_t index) { events_.push({time, ++sequence_, happening, index}); }
+  void schedule(double time, EventKind kind, std::size_t index) { events_.push({time, ++sequence_, kind, index}); }
 
   std::size_t edges_;
   std::vector<Link> links_;  // one per edge, or one per edge and direction: forward edges first
@@ -178,7 +178,7 @@ class Events : public Engine {
 }  // namespace
 
 Result simulate_events(const Problem& problem, const std::vector<Order>& orders, const Rule& rule, Detail detail) {
-  return Events(problem, orders, rule, detail).run();
+  return EventSimulator(problem, orders, rule, detail).run();
 }
 
 }  // namespace adaptra::schedule

@@ -1,4 +1,4 @@
-#include "delegate/channel/width.h"
+#include "delegate/channel/stripe_width.h"
 
 #include <algorithm>
 #include <chrono>
@@ -9,7 +9,7 @@ namespace {
 
 using Seconds = std::chrono::duration<double>;
 
-constexpr Clock::duration kLookEvery = std::chrono::milliseconds(100);
+constexpr Clock::duration kUpdateEvery = std::chrono::milliseconds(100);
 // A rate within these of the one before is the same.
 constexpr double kNotMore = 1.1, kNotLess = 0.8;
 // Looks until more connections have to bring more: new ones start slowly.
@@ -23,36 +23,38 @@ constexpr double kQueue = 0.25;
 
 }  // namespace
 
-bool Width::is_due(Clock::time_point now) const noexcept { return now - looked_ >= std::max(kLookEvery, 2 * round_trip_); }
+bool StripeWidth::is_due(Clock::time_point now) const noexcept {
+  return now - updated_ >= std::max(kUpdateEvery, 2 * round_trip_);
+}
 
-std::optional<std::uint32_t> Width::look(std::span<const Pace> paces, Clock::time_point now) {
+std::optional<std::uint32_t> StripeWidth::update(std::span<const Pace> paces, Clock::time_point now) {
   std::uint64_t under_way = 0;
-  if (!measure(paces, now - std::exchange(looked_, now), under_way)) return std::nullopt;
-  find_outdated(paces, under_way);
+  if (!measure(paces, now - std::exchange(updated_, now), under_way)) return std::nullopt;
+  find_stale(paces, under_way);
   if (paces.size() < wanted_ || !are_limited(paces)) return std::nullopt;
-  if (paces.size() - outdated_count_ < used_) {
-    // Those in use have become outdated: others in their place. What they carry says nothing about the link.
+  if (paces.size() - stale_count_ < used_) {
+    // Those in use have become stale: others in their place. What they carry says nothing about the link.
     rate_.when_widened = 0;
-    looks_tried_ = 0;
+    updates_tried_ = 0;
   } else {
     const bool is_more = rate_.now >= kNotMore * rate_.when_widened, is_less = rate_.now <= kNotLess * rate_.when_widened;
-    if (!is_more && looks_tried_ > 0) {
-      if (++looks_tried_ > kPatience) {
+    if (!is_more && updates_tried_ > 0) {
+      if (++updates_tried_ > kPatience) {
         used_ /= 2;
-        looks_tried_ = 0;
+        updates_tried_ = 0;
       }
       return std::nullopt;
     }
     if (!is_more && !is_less) return std::nullopt;
     rate_.when_widened = rate_.now;
-    looks_tried_ = used_ < kMostConnections ? 1 : 0;
+    updates_tried_ = used_ < kMostConnections ? 1 : 0;
     used_ = std::min(2 * used_, kMostConnections);
   }
-  const std::uint32_t before = std::exchange(wanted_, std::max(wanted_, std::min(used_ + outdated_count_, kMostConnections)));
+  const std::uint32_t before = std::exchange(wanted_, std::max(wanted_, std::min(used_ + stale_count_, kMostConnections)));
   return wanted_ > before ? std::optional(wanted_) : std::nullopt;
 }
 
-bool Width::measure(std::span<const Pace> paces, Clock::duration passed, std::uint64_t& under_way) {
+bool StripeWidth::measure(std::span<const Pace> paces, Clock::duration passed, std::uint64_t& under_way) {
   round_trip_ = {};
   Clock::duration busy{};
   std::uint64_t delivered = 0;
@@ -70,20 +72,20 @@ bool Width::measure(std::span<const Pace> paces, Clock::duration passed, std::ui
   return true;
 }
 
-void Width::find_outdated(std::span<const Pace> paces, std::uint64_t under_way) {
+void StripeWidth::find_stale(std::span<const Pace> paces, std::uint64_t under_way) {
   // Round trips are longer than believed also where this rank's own bytes queue.
   const Seconds queued(rate_.best > 0 ? static_cast<double>(under_way) / rate_.best : 0);
-  outdated_.resize(paces.size());
+  stale_.resize(paces.size());
   for (std::size_t k = 0; k < paces.size(); ++k) {
-    const Seconds explained = 2 * paces[k].believed_round_trip + kCommon + (outdated_[k] ? Seconds(0) : queued);
-    outdated_[k] = paces[k].round_trip > explained;
+    const Seconds explained = 2 * paces[k].believed_round_trip + kCommon + (stale_[k] ? Seconds(0) : queued);
+    stale_[k] = paces[k].round_trip > explained;
   }
-  outdated_count_ = static_cast<std::uint32_t>(std::count(outdated_.begin(), outdated_.end(), true));
+  stale_count_ = static_cast<std::uint32_t>(std::count(stale_.begin(), stale_.end(), true));
 }
 
-bool Width::are_limited(std::span<const Pace> paces) const {
+bool StripeWidth::are_limited(std::span<const Pace> paces) const {
   for (std::size_t k = 0; k < paces.size(); ++k) {
-    if (is_avoided(k, paces.size()) || outdated_[k]) continue;
+    if (is_excluded(k, paces.size()) || stale_[k]) continue;
     // Where bytes queue the link is full, whatever else holds the connection up.
     const bool is_queueing = paces[k].round_trip > (1 + kQueue) * Seconds(paces[k].believed_round_trip) + kCommon;
     if (!paces[k].is_limited || is_queueing) return false;
@@ -91,13 +93,13 @@ bool Width::are_limited(std::span<const Pace> paces) const {
   return true;
 }
 
-bool Width::is_avoided(std::size_t connection, std::size_t count) const noexcept {
-  const auto is_outdated = [this](std::size_t k) { return k < outdated_.size() && outdated_[k]; };
-  // Where all are outdated the newest know best.
-  if (outdated_count_ >= count) return connection + used_ < count;
+bool StripeWidth::is_excluded(std::size_t connection, std::size_t count) const noexcept {
+  const auto is_stale = [this](std::size_t k) { return k < stale_.size() && stale_[k]; };
+  // Where all are stale the newest know best.
+  if (stale_count_ >= count) return connection + used_ < count;
   std::size_t better = 0;
-  for (std::size_t k = 0; k < connection; ++k) better += is_outdated(k) ? 0 : 1;
-  return is_outdated(connection) || better >= used_;
+  for (std::size_t k = 0; k < connection; ++k) better += is_stale(k) ? 0 : 1;
+  return is_stale(connection) || better >= used_;
 }
 
 }  // namespace adaptra::delegate

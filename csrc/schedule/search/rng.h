@@ -6,14 +6,14 @@
 namespace adaptra::schedule {
 
 // A small generator (splitmix64): the same seed gives the same numbers on every machine.
-class Dice {
+class Rng {
  public:
-  explicit Dice(std::uint64_t seed) : state_(seed) {}
+  explicit Rng(std::uint64_t seed) : state_(seed) {}
 
   std::int32_t below(std::int32_t count) { return static_cast<std::int32_t>(next() % static_cast<std::uint64_t>(count)); }
 
   // The number of heads before the first tails, no more than `most`.
-  std::int32_t heads(std::int32_t most) {
+  std::int32_t geometric(std::int32_t most) {
     std::int32_t count = 0;
     for (std::uint64_t coins = next(); count < most && (coins & 1U); coins >>= 1U) ++count;
     return count;

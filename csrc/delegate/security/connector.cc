@@ -1,4 +1,4 @@
-#include "delegate/security/doorway.h"
+#include "delegate/security/connector.h"
 
 #include <sys/epoll.h>
 #include <sys/socket.h>
@@ -16,7 +16,7 @@
 namespace adaptra::delegate {
 namespace {
 
-constexpr std::size_t kMostVisitors = 64;
+constexpr std::size_t kMostPending = 64;
 constexpr std::size_t kMostRefusals = 256;
 constexpr int kBacklog = 128;
 // Before callers are looked at again for whom there was no descriptor.
@@ -24,49 +24,50 @@ constexpr Clock::duration kPause = std::chrono::milliseconds(100);
 
 }  // namespace
 
-class Doorway::Listener : public Handler {
+class Connector::Listener : public Handler {
  public:
-  Listener(Doorway& doorway, Descriptor socket, std::uint32_t path)
-      : doorway_(doorway), socket_(std::move(socket)), path_(path) {
-    doorway_.poller_.add(socket_.get(), EPOLLIN, *this);
+  Listener(Connector& connector, Descriptor socket, std::uint32_t path)
+      : connector_(connector), socket_(std::move(socket)), path_(path) {
+    connector_.poller_.add(socket_.get(), EPOLLIN, *this);
   }
-  ~Listener() override { doorway_.poller_.remove(socket_.get()); }
+  ~Listener() override { connector_.poller_.remove(socket_.get()); }
 
   void ready(std::uint32_t) override {
-    if (doorway_.accept(socket_.get(), path_)) return;
+    if (connector_.accept(socket_.get(), path_)) return;
     // The caller stays in line, and epoll would tell of it without end.
-    doorway_.poller_.modify(socket_.get(), 0, *this);
+    connector_.poller_.modify(socket_.get(), 0, *this);
     rests_until_ = Clock::now() + kPause;
   }
 
   void tick(Clock::time_point now) {
     if (!rests_until_ || now < *rests_until_) return;
     rests_until_.reset();
-    doorway_.poller_.modify(socket_.get(), EPOLLIN, *this);
+    connector_.poller_.modify(socket_.get(), EPOLLIN, *this);
   }
 
  private:
   std::optional<Clock::time_point> rests_until_;
-  Doorway& doorway_;
+  Connector& connector_;
   Descriptor socket_;
   std::uint32_t path_;
 };
 
 // A connection whose handshake is under way.
-class Doorway::Visitor : public Handler {
+class Connector::PendingHandshake : public Handler {
  public:
-  Visitor(Doorway& owner, Descriptor taken, Handshake begun, bool opened, std::uint32_t on_path, std::string peer)
+  PendingHandshake(Connector& connector, Descriptor taken, Handshake begun, bool opened, std::uint32_t on_path,
+                   std::string peer)
       : opened_here(opened),
         path(on_path),
         from(std::move(peer)),
         handshake(std::move(begun)),
-        deadline(Clock::now() + owner.patience_),
-        doorway_(owner),
+        deadline(Clock::now() + connector.patience_),
+        connector_(connector),
         socket_(std::move(taken)) {
-    doorway_.poller_.add(socket_.get(), opened ? EPOLLOUT : EPOLLIN, *this);
+    connector_.poller_.add(socket_.get(), opened ? EPOLLOUT : EPOLLIN, *this);
   }
-  ~Visitor() override {
-    if (!ended) doorway_.poller_.remove(socket_.get());
+  ~PendingHandshake() override {
+    if (!ended) connector_.poller_.remove(socket_.get());
   }
 
   void ready(std::uint32_t) override {
@@ -74,18 +75,18 @@ class Doorway::Visitor : public Handler {
       int error = 0;
       socklen_t size = sizeof error;
       getsockopt(socket_.get(), SOL_SOCKET, SO_ERROR, &error, &size);
-      if (error != 0) return doorway_.turn_away(*this, error_text(error));
+      if (error != 0) return connector_.reject(*this, error_text(error));
       connected_ = true;
     }
-    if (talk()) doorway_.poller_.modify(socket_.get(), written_ < said_.size() ? EPOLLIN | EPOLLOUT : EPOLLIN, *this);
+    if (advance()) connector_.poller_.modify(socket_.get(), written_ < output_.size() ? EPOLLIN | EPOLLOUT : EPOLLIN, *this);
   }
 
-  [[nodiscard]] Descriptor leave() {
+  [[nodiscard]] Descriptor release() {
     end();
     return std::move(socket_);
   }
   void end() {
-    doorway_.poller_.remove(socket_.get());
+    connector_.poller_.remove(socket_.get());
     ended = true;
   }
 
@@ -100,61 +101,61 @@ class Doorway::Visitor : public Handler {
   [[nodiscard]] bool is_connecting() const { return opened_here && !connected_; }
 
   // Moves the talk on as far as bytes allow. False if it came to an end.
-  bool talk() {
+  bool advance() {
     while (true) {
       if (!write()) return false;
-      if (state_ == Handshake::State::kDone && written_ == said_.size()) {
-        doorway_.admit(*this);
+      if (state_ == Handshake::State::kDone && written_ == output_.size()) {
+        connector_.admit(*this);
         return false;
       }
       if (state_ == Handshake::State::kDone) return true;  // only with a full socket buffer: its end comes with EPOLLOUT
-      const std::size_t wanted = handshake.wanted() - heard_;
+      const std::size_t wanted = handshake.wanted() - received_;
       // Never a byte more than the talk has: what follows belongs to the connection's wire.
-      const ssize_t got = recv(socket_.get(), part_.data() + heard_, wanted, 0);
+      const ssize_t got = recv(socket_.get(), part_.data() + received_, wanted, 0);
       if (got < 0 && (errno == EAGAIN || errno == EINTR)) return true;
-      if (got < 0) return away(error_text(errno));
-      if (got == 0) return away("ended the connection before it proved anything");
-      heard_ += static_cast<std::size_t>(got);
-      if (heard_ < handshake.wanted()) continue;
-      state_ = handshake.receive(std::span(part_).first(std::exchange(heard_, 0)));
-      if (state_ == Handshake::State::kRefused) return away(handshake.reason());
-      if (!opened_here && doorway_.is_own_greeting(handshake)) return away("sent this rank's own nonce back");
+      if (got < 0) return reject(error_text(errno));
+      if (got == 0) return reject("ended the connection before it proved anything");
+      received_ += static_cast<std::size_t>(got);
+      if (received_ < handshake.wanted()) continue;
+      state_ = handshake.receive(std::span(part_).first(std::exchange(received_, 0)));
+      if (state_ == Handshake::State::kRefused) return reject(handshake.reason());
+      if (!opened_here && connector_.is_own_greeting(handshake)) return reject("sent this rank's own nonce back");
     }
   }
 
   bool write() {
     const auto more = handshake.output();
-    said_.insert(said_.end(), more.begin(), more.end());
-    while (written_ < said_.size()) {
-      const ssize_t put = ::send(socket_.get(), said_.data() + written_, said_.size() - written_, MSG_NOSIGNAL);
+    output_.insert(output_.end(), more.begin(), more.end());
+    while (written_ < output_.size()) {
+      const ssize_t put = ::send(socket_.get(), output_.data() + written_, output_.size() - written_, MSG_NOSIGNAL);
       if (put < 0 && (errno == EAGAIN || errno == EINTR)) return true;
-      if (put < 0) return away(error_text(errno));
+      if (put < 0) return reject(error_text(errno));
       written_ += static_cast<std::size_t>(put);
     }
     return true;
   }
 
-  bool away(const std::string& reason) {
-    doorway_.turn_away(*this, reason);
+  bool reject(const std::string& reason) {
+    connector_.reject(*this, reason);
     return false;
   }
 
-  Doorway& doorway_;
+  Connector& connector_;
   Descriptor socket_;
   bool connected_ = false;
   Handshake::State state_ = Handshake::State::kTalking;
   std::array<std::byte, 64> part_{};
-  std::size_t heard_ = 0;
-  std::vector<std::byte> said_;
+  std::size_t received_ = 0;
+  std::vector<std::byte> output_;
   std::size_t written_ = 0;
 };
 
-Doorway::Doorway(Poller& poller, const Credentials& own, House& house, Clock::duration patience)
-    : poller_(poller), own_(own), house_(house), patience_(patience) {}
+Connector::Connector(Poller& poller, const Credentials& own, Owner& owner, Clock::duration patience)
+    : poller_(poller), own_(own), owner_(owner), patience_(patience) {}
 
-Doorway::~Doorway() = default;
+Connector::~Connector() = default;
 
-std::uint16_t Doorway::listen(const std::string& host, std::uint32_t path) {
+std::uint16_t Connector::listen(const std::string& host, std::uint32_t path) {
   const SocketAddress local = resolve(host, 0);
   Descriptor socket = make_socket(local);
   if (bind(socket.get(), local.get(), local.length) != 0) {
@@ -172,7 +173,7 @@ std::uint16_t Doorway::listen(const std::string& host, std::uint32_t path) {
   return static_cast<std::uint16_t>(bytes[2] << 8 | bytes[3]);
 }
 
-void Doorway::open(const Address& address, const std::string& local, const Endpoint& remote) {
+void Connector::open(const Address& address, const std::string& local, const Endpoint& remote) {
   try {
     const SocketAddress from = resolve(local, 0), to = resolve(remote.host, remote.port);
     Descriptor socket = make_socket(to);
@@ -182,14 +183,14 @@ void Doorway::open(const Address& address, const std::string& local, const Endpo
     if (connect(socket.get(), to.get(), to.length) != 0 && errno != EINPROGRESS) {
       throw std::system_error(errno, std::generic_category(), "connect to " + remote.host);
     }
-    visitors_.push_back(std::make_unique<Visitor>(*this, std::move(socket), Handshake::open(own_, address, make_nonce()), true,
-                                                  address.path, remote.host));
+    pending_.push_back(std::make_unique<PendingHandshake>(
+        *this, std::move(socket), Handshake::open(own_, address, make_nonce()), true, address.path, remote.host));
   } catch (const std::exception& error) {
-    unopened_.emplace_back(address, error.what());
+    failed_opens_.emplace_back(address, error.what());
   }
 }
 
-bool Doorway::accept(int listener, std::uint32_t path) {
+bool Connector::accept(int listener, std::uint32_t path) {
   while (true) {
     SocketAddress from;
     from.length = sizeof from.storage;
@@ -204,54 +205,54 @@ bool Doorway::accept(int listener, std::uint32_t path) {
       return true;  // none left, or the caller has gone again
     }
     make_room();
-    visitors_.push_back(std::make_unique<Visitor>(*this, std::move(socket), Handshake::accept(own_, make_nonce()), false, path,
-                                                  describe(from)));
+    pending_.push_back(std::make_unique<PendingHandshake>(*this, std::move(socket), Handshake::accept(own_, make_nonce()),
+                                                          false, path, describe(from)));
   }
 }
 
 // Who floods the door loses its own places: an honest peer from elsewhere keeps its.
-void Doorway::make_room() {
+void Connector::make_room() {
   std::map<std::string, std::size_t> places;
   std::size_t taken = 0;
-  for (const auto& visitor : visitors_) {
-    if (visitor->opened_here || visitor->ended) continue;
-    ++places[visitor->from];
+  for (const auto& pending : pending_) {
+    if (pending->opened_here || pending->ended) continue;
+    ++places[pending->from];
     ++taken;
   }
-  if (taken < kMostVisitors) return;
+  if (taken < kMostPending) return;
   const auto most = std::max_element(places.begin(), places.end(),
                                      [](const auto& one, const auto& other) { return one.second < other.second; });
   // An honest peer is done within a few round trips, so the oldest is the least likely to be one.
-  const auto oldest = std::find_if(visitors_.begin(), visitors_.end(), [&most](const auto& visitor) {
-    return !visitor->opened_here && !visitor->ended && visitor->from == most->first;
+  const auto oldest = std::find_if(pending_.begin(), pending_.end(), [&most](const auto& pending) {
+    return !pending->opened_here && !pending->ended && pending->from == most->first;
   });
-  turn_away(**oldest, "had proved nothing when others came");
+  reject(**oldest, "had proved nothing when others came");
 }
 
-bool Doorway::is_own_greeting(const Handshake& handshake) const {
+bool Connector::is_own_greeting(const Handshake& handshake) const {
   const auto nonce = handshake.nonce();
-  return std::any_of(visitors_.begin(), visitors_.end(), [&nonce](const auto& visitor) {
-    return visitor->opened_here && std::equal(nonce.begin(), nonce.end(), visitor->handshake.nonce().begin());
+  return std::any_of(pending_.begin(), pending_.end(), [&nonce](const auto& pending) {
+    return pending->opened_here && std::equal(nonce.begin(), nonce.end(), pending->handshake.nonce().begin());
   });
 }
 
-void Doorway::admit(Visitor& visitor) {
-  const Address address = visitor.handshake.address();
+void Connector::admit(PendingHandshake& pending) {
+  const Address address = pending.handshake.address();
   std::string refusal;
-  if (!visitor.opened_here && !house_.expects(address, visitor.path, refusal)) return turn_away(visitor, refusal);
-  house_.connected(visitor.leave(), address, visitor.opened_here);
+  if (!pending.opened_here && !owner_.expects(address, pending.path, refusal)) return reject(pending, refusal);
+  owner_.connected(pending.release(), address, pending.opened_here);
 }
 
-void Doorway::turn_away(Visitor& visitor, const std::string& reason) {
-  visitor.end();
-  if (visitor.opened_here) {
-    house_.not_connected(visitor.handshake.address(), reason);
+void Connector::reject(PendingHandshake& pending, const std::string& reason) {
+  pending.end();
+  if (pending.opened_here) {
+    owner_.not_connected(pending.handshake.address(), reason);
   } else {
-    note(visitor.from, reason);
+    note(pending.from, reason);
   }
 }
 
-void Doorway::note(const std::string& from, const std::string& reason) {
+void Connector::note(const std::string& from, const std::string& reason) {
   const std::lock_guard lock(refusals_mutex_);
   const auto found = refusals_.find(from);
   if (found != refusals_.end()) {
@@ -261,26 +262,26 @@ void Doorway::note(const std::string& from, const std::string& reason) {
   }
 }
 
-void Doorway::tick(Clock::time_point now) {
+void Connector::tick(Clock::time_point now) {
   for (const auto& listener : listeners_) listener->tick(now);
-  for (std::size_t k = 0; k < visitors_.size(); ++k) {
-    Visitor& visitor = *visitors_[k];
-    if (visitor.ended || visitor.deadline >= now) continue;
+  for (std::size_t k = 0; k < pending_.size(); ++k) {
+    PendingHandshake& pending = *pending_[k];
+    if (pending.ended || pending.deadline >= now) continue;
     const auto limit = std::chrono::duration_cast<std::chrono::milliseconds>(patience_).count();
-    turn_away(visitor, visitor.opened_here ? "nobody answered within " + std::to_string(limit) + " ms"
-                                           : "took too long to prove that it knows this job's secret");
+    reject(pending, pending.opened_here ? "nobody answered within " + std::to_string(limit) + " ms"
+                                        : "took too long to prove that it knows this job's secret");
   }
-  std::erase_if(visitors_, [](const auto& visitor) { return visitor->ended; });
-  while (!unopened_.empty()) {
-    const auto [address, reason] = std::move(unopened_.front());
-    unopened_.pop_front();
-    house_.not_connected(address, reason);
+  std::erase_if(pending_, [](const auto& pending) { return pending->ended; });
+  while (!failed_opens_.empty()) {
+    const auto [address, reason] = std::move(failed_opens_.front());
+    failed_opens_.pop_front();
+    owner_.not_connected(address, reason);
   }
 }
 
-void Doorway::stop_listening() { listeners_.clear(); }
+void Connector::stop_listening() { listeners_.clear(); }
 
-std::vector<Refusal> Doorway::refusals() const {
+std::vector<Refusal> Connector::refusals() const {
   const std::lock_guard lock(refusals_mutex_);
   std::vector<Refusal> listed;
   for (const auto& [from, refusal] : refusals_) listed.push_back(refusal);

@@ -9,40 +9,40 @@
 #include <limits>
 #include <vector>
 
-#include "schedule/evaluate/judge.h"
-#include "schedule/evaluate/quick_timer.h"
-#include "schedule/search/dice.h"
-#include "schedule/search/search_part.h"
+#include "schedule/evaluate/evaluator.h"
+#include "schedule/evaluate/fast_simulator.h"
+#include "schedule/search/rng.h"
+#include "schedule/search/search_arm.h"
 
 namespace adaptra::schedule {
 
-class RhythmClimb final : public SearchPart {
+class SteadyStateClimb final : public SearchArm {
  public:
-  // Requires QuickTimer::fills(problem). `warm_ups` are where to start, one number per stage, for the warm-up and for the
+  // Requires FastSimulator::fills(problem). `warm_ups` are where to start, one number per stage, for the warm-up and for the
   // steady state; `most` is how many microbatches each stage may have in flight.
-  RhythmClimb(const Problem& problem, const std::vector<std::vector<std::int32_t>>& warm_ups,
-              const std::vector<std::int32_t>& most, Judge& judge, Dice& dice);
+  SteadyStateClimb(const Problem& problem, const std::vector<std::vector<std::int32_t>>& warm_ups,
+                   const std::vector<std::int32_t>& most, Evaluator& evaluator, Rng& rng);
 
   std::int64_t step() override;
   [[nodiscard]] double value() const override { return current_; }
 
  private:
-  struct Rhythm {
+  struct Pattern {
     std::vector<std::int32_t> warm_up, steady;
-    std::vector<float> patience;  // see QuickTimer::fill
+    std::vector<float> patience;  // see FastSimulator::fill
   };
 
-  double time(const Rhythm& rhythm);
-  void change(Rhythm& rhythm);
+  double time(const Pattern& pattern);
+  void change(Pattern& pattern);
 
   const Problem& problem_;
   const std::vector<std::int32_t>& most_;
-  Judge& judge_;
-  Dice& dice_;
-  QuickTimer timer_;
-  std::vector<Rhythm> starts_;
+  Evaluator& evaluator_;
+  Rng& rng_;
+  FastSimulator simulator_;
+  std::vector<Pattern> starts_;
   std::size_t next_start_ = 0;
-  Rhythm rhythm_;
+  Pattern pattern_;
   double current_ = std::numeric_limits<double>::infinity();
   std::vector<Sequence> orders_;
 };

@@ -1,12 +1,12 @@
-// What is critical in the step that a QuickTimer kept.
+// What is critical in the step that a FastSimulator kept.
 #include <algorithm>
 
-#include "schedule/evaluate/quick_timer.h"
-#include "schedule/simulate/numbers.h"
+#include "schedule/evaluate/fast_simulator.h"
+#include "schedule/simulate/constants.h"
 
 namespace adaptra::schedule {
 // The op whose end, or whose message, let the op at `record` begin; that op itself when it began with the step.
-std::size_t QuickTimer::record_before(const std::vector<Sequence>& sequences, std::size_t rank, std::size_t record) const {
+std::size_t FastSimulator::record_before(const std::vector<Sequence>& sequences, std::size_t rank, std::size_t record) const {
   const std::size_t base = ranks_[rank].first_record;
   if (kept_.times[record].start <= 0.0) return record;
   if (receiver_waits_) return causes_[record];
@@ -29,7 +29,7 @@ std::size_t QuickTimer::record_before(const std::vector<Sequence>& sequences, st
   return records[producer * microbatches_ + m];
 }
 
-void QuickTimer::critical_blocks(const std::vector<Sequence>& sequences, std::vector<Block>& blocks) const {
+void FastSimulator::critical_blocks(const std::vector<Sequence>& sequences, std::vector<Block>& blocks) const {
   blocks.clear();
   std::size_t rank = 0;
   double latest = -1.0;

@@ -17,9 +17,9 @@ struct Block {
   std::size_t rank, first, last;
 };
 
-class QuickTimer {
+class FastSimulator {
  public:
-  explicit QuickTimer(const Problem& problem);
+  explicit FastSimulator(const Problem& problem);
 
   // Whether it covers the problem's mode of communication.
   [[nodiscard]] static bool covers(const Problem& problem) { return !problem.cost.half_duplex; }

@@ -1,24 +1,24 @@
-#include "schedule/evaluate/judge.h"
+#include "schedule/evaluate/evaluator.h"
 
-#include "schedule/simulate/numbers.h"
+#include "schedule/simulate/constants.h"
 #include "schedule/simulate/simulate.h"
 
 namespace adaptra::schedule {
-Judge::Judge(const Problem& problem, const Rule& rule, const std::vector<std::int32_t>& in_flight)
+Evaluator::Evaluator(const Problem& problem, const Rule& rule, const std::vector<std::int32_t>& in_flight)
     : problem_(problem),
       rule_(rule),
       limits_(problem, in_flight),
-      quick_(QuickTimer::covers(problem)),
+      is_covered_(FastSimulator::covers(problem)),
       ops_(static_cast<std::int64_t>(3) * problem.cost.stages() * problem.microbatches),
-      timer_(problem),
+      simulator_(problem),
       best_makespan_(kNever) {}
 
-double Judge::judge(const std::vector<Sequence>& sequences) {
+double Evaluator::evaluate(const std::vector<Sequence>& sequences) {
   const double makespan = time(sequences, kNever);
   return makespan < kNever && keep(sequences, makespan) ? makespan : kNever;
 }
 
-void Judge::consider(const std::vector<Sequence>& sequences) {
+void Evaluator::consider(const std::vector<Sequence>& sequences) {
   if (!limits_.hold(sequences)) return;
   const double makespan = time(sequences, best_makespan_);
   if (makespan >= best_makespan_) return;
@@ -26,7 +26,7 @@ void Judge::consider(const std::vector<Sequence>& sequences) {
   best_ = sequences;
 }
 
-bool Judge::keep(const std::vector<Sequence>& sequences, double makespan) {
+bool Evaluator::keep(const std::vector<Sequence>& sequences, double makespan) {
   if (makespan >= best_makespan_) return true;
   if (!limits_.hold(sequences)) return false;
   best_makespan_ = makespan;
@@ -34,8 +34,8 @@ bool Judge::keep(const std::vector<Sequence>& sequences, double makespan) {
   return true;
 }
 
-double Judge::time(const std::vector<Sequence>& sequences, double at_most) {
-  if (quick_) return timer_.makespan(sequences, at_most);
+double Evaluator::time(const std::vector<Sequence>& sequences, double at_most) {
+  if (is_covered_) return simulator_.makespan(sequences, at_most);
   const Result result = simulate(problem_, to_orders(sequences, problem_.cost.stages()), rule_);
   return result.complete ? result.makespan : kNever;
 }

@@ -29,27 +29,27 @@ struct Endpoint {
   std::uint16_t port = 0;
 };
 
-class Doorway {
+class Connector {
  public:
-  // Who uses proven connections. Neither call may destroy the doorway.
-  class House {
+  // Who uses proven connections. Neither call may destroy the connector.
+  class Owner {
    public:
-    virtual ~House() = default;
+    virtual ~Owner() = default;
     // Whether this rank has a use for a connection that its peer proved to be `address`, accepted on `path`'s listener.
     [[nodiscard]] virtual bool expects(const Address& address, std::uint32_t path, std::string& refusal) = 0;
     virtual void connected(Descriptor socket, const Address& address, bool opened_here) = 0;
     virtual void not_connected(const Address& address, std::string reason) = 0;
   };
 
-  Doorway(Poller& poller, const Credentials& own, House& house, Clock::duration patience);
-  ~Doorway();
-  Doorway(const Doorway&) = delete;
-  Doorway& operator=(const Doorway&) = delete;
+  Connector(Poller& poller, const Credentials& own, Owner& owner, Clock::duration patience);
+  ~Connector();
+  Connector(const Connector&) = delete;
+  Connector& operator=(const Connector&) = delete;
 
   // Accept connections of `path` on this local address; returns the port. Throws std::system_error, std::invalid_argument.
   std::uint16_t listen(const std::string& host, std::uint32_t path);
 
-  // Open the connection `address` from a local address to the peer's; connected() or not_connected() of the house follows, not
+  // Open the connection `address` from a local address to the peer's; connected() or not_connected() of the owner follows, not
   // within this call.
   void open(const Address& address, const std::string& local, const Endpoint& remote);
 
@@ -62,23 +62,23 @@ class Doorway {
 
  private:
   class Listener;
-  class Visitor;
+  class PendingHandshake;
 
   // False if the system had no room for a caller, who stays in line.
   [[nodiscard]] bool accept(int listener, std::uint32_t path);
   void make_room();
   [[nodiscard]] bool is_own_greeting(const Handshake& handshake) const;
-  void admit(Visitor& visitor);
-  void turn_away(Visitor& visitor, const std::string& reason);
+  void admit(PendingHandshake& pending);
+  void reject(PendingHandshake& pending, const std::string& reason);
   void note(const std::string& from, const std::string& reason);
 
   Poller& poller_;
   Credentials own_;
-  House& house_;
+  Owner& owner_;
   Clock::duration patience_;
   std::vector<std::unique_ptr<Listener>> listeners_;
-  std::deque<std::unique_ptr<Visitor>> visitors_;  // oldest first
-  std::deque<std::pair<Address, std::string>> unopened_;
+  std::deque<std::unique_ptr<PendingHandshake>> pending_;  // oldest first
+  std::deque<std::pair<Address, std::string>> failed_opens_;
   mutable std::mutex refusals_mutex_;
   std::map<std::string, Refusal> refusals_;
 };

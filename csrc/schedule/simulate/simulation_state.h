@@ -4,18 +4,17 @@
 #include <cstdint>
 #include <vector>
 
+#include "schedule/simulate/constants.h"
 #include "schedule/simulate/rule.h"
 #include "schedule/simulate/simulate.h"
 
 namespace adaptra::schedule {
 
-class Engine {
+class SimulationState {
  public:
-  Engine(const Problem& problem, const std::vector<Order>& orders, const Rule& rule, Detail detail);
+  SimulationState(const Problem& problem, const std::vector<Order>& orders, const Rule& rule, Detail detail);
 
  protected:
-  [[nodiscard]] static std::size_t at(std::int32_t index) { return static_cast<std::size_t>(index); }
-
   // When the last input of `op` is there, or a negative number when one is not there yet.
   [[nodiscard]] double inputs_there(const Op& op) const {
     double there = 0.0;

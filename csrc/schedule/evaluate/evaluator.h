@@ -5,25 +5,25 @@
 #include <vector>
 
 #include "schedule/bounds/limits.h"
-#include "schedule/evaluate/quick_timer.h"
+#include "schedule/evaluate/fast_simulator.h"
 #include "schedule/simulate/rule.h"
 #include "schedule/simulate/sequence.h"
 #include "schedule/simulate/types.h"
 
 namespace adaptra::schedule {
 
-class Judge {
+class Evaluator {
  public:
   // `in_flight` is the most microbatches in flight per stage.
-  Judge(const Problem& problem, const Rule& rule, const std::vector<std::int32_t>& in_flight);
+  Evaluator(const Problem& problem, const Rule& rule, const std::vector<std::int32_t>& in_flight);
 
   // The exact makespan, or infinity when ranks can't execute the sequences within the limits. Keeps the best.
-  double judge(const std::vector<Sequence>& sequences);
+  double evaluate(const std::vector<Sequence>& sequences);
 
   // Keeps them if they are the best, and takes no longer than it takes to see that they are not.
   void consider(const std::vector<Sequence>& sequences);
 
-  // As judge, where the makespan is known and finite. False when they are not within the limits.
+  // As evaluate(), where the makespan is known and finite. False when they are not within the limits.
   bool keep(const std::vector<Sequence>& sequences, double makespan);
 
   // The exact makespan, whatever is held; infinity when it is more than `at_most`, or ranks can't execute the sequences.
@@ -35,15 +35,15 @@ class Judge {
 
   // What things cost in units of effort, so that equal effort is about equal time; measured. A policy dispatched; orders timed.
   [[nodiscard]] std::int64_t dispatch_effort() const { return 2 * ops_; }
-  [[nodiscard]] std::int64_t timing_effort() const { return quick_ ? 1 + ops_ / 9 : 2 * ops_; }
+  [[nodiscard]] std::int64_t timing_effort() const { return is_covered_ ? 1 + ops_ / 9 : 2 * ops_; }
 
  private:
   const Problem& problem_;
   const Rule& rule_;
   Limits limits_;
-  const bool quick_;
+  const bool is_covered_;
   const std::int64_t ops_;
-  QuickTimer timer_;
+  FastSimulator simulator_;
   double best_makespan_;
   std::vector<Sequence> best_;
 };

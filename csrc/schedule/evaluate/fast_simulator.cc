@@ -1,9 +1,9 @@
-#include "schedule/evaluate/quick_timer.h"
+#include "schedule/evaluate/fast_simulator.h"
 
 #include <algorithm>
 
 #include "schedule/bounds/bounds.h"
-#include "schedule/simulate/numbers.h"
+#include "schedule/simulate/constants.h"
 
 namespace adaptra::schedule {
 namespace {
@@ -12,7 +12,7 @@ using Numbers = std::vector<double>;
 
 }  // namespace
 
-QuickTimer::QuickTimer(const Problem& problem)
+FastSimulator::FastSimulator(const Problem& problem)
     : cost_(problem.cost),
       problem_(problem),
       stages_(problem.cost.forward.size()),
@@ -57,23 +57,24 @@ QuickTimer::QuickTimer(const Problem& problem)
   }
 }
 
-double QuickTimer::makespan(const std::vector<Sequence>& sequences, double cutoff, double since) {
+double FastSimulator::makespan(const std::vector<Sequence>& sequences, double cutoff, double since) {
   return receiver_waits_ ? run_in_time_order(sequences, cutoff) : run<false>(sequences, cutoff, since);
 }
 
-double QuickTimer::fill(const std::vector<Sequence>& orders, const std::vector<float>& patience, double cutoff, double since) {
+double FastSimulator::fill(const std::vector<Sequence>& orders, const std::vector<float>& patience, double cutoff,
+                           double since) {
   filled_.resize(orders.size());
   patience_ = &patience;
   return run<true>(orders, cutoff, since);
 }
 
-void QuickTimer::keep() {
+void FastSimulator::keep() {
   std::swap(trace_, kept_);
   if (trace_.times.empty()) trace_ = kept_;
   kept_filled_ = filled_;
 }
 
-double QuickTimer::decided_at(std::size_t rank, std::size_t position) const {
+double FastSimulator::decided_at(std::size_t rank, std::size_t position) const {
   // Where a message holds its sender, or its receiver, idle time can't be told from the times alone: all is timed again.
   if (sender_waits_ || receiver_waits_ || position == 0) return 0.0;
   std::size_t record = position - 1;
@@ -86,7 +87,7 @@ double QuickTimer::decided_at(std::size_t rank, std::size_t position) const {
 }
 
 template <bool fills>
-double QuickTimer::run(const std::vector<Sequence>& orders, double cutoff, double since) {
+double FastSimulator::run(const std::vector<Sequence>& orders, double cutoff, double since) {
   for (Directed& edge : forward_) edge.free = 0.0;
   for (Directed& edge : backward_) edge.free = 0.0;
   std::fill(forwards_.begin(), forwards_.end(), 0U);
@@ -118,7 +119,7 @@ double QuickTimer::run(const std::vector<Sequence>& orders, double cutoff, doubl
 // Takes over from the step last kept what a rank started before `since`: no later decision can change it. W that were filled in
 // after the last such F or I are decided on again.
 template <bool fills>
-void QuickTimer::resume(std::size_t rank, const Sequence& order, double since) {
+void FastSimulator::resume(std::size_t rank, const Sequence& order, double since) {
   RankState& state = ranks_[rank];
   const Sequence& sequence = fills ? kept_filled_[rank] : order;
   const auto first = kept_.times.begin() + static_cast<std::ptrdiff_t>(state.first_record);
@@ -176,7 +177,7 @@ void QuickTimer::resume(std::size_t rank, const Sequence& order, double since) {
 
 // Runs a rank's ops until an input is missing. False when the rank can't end by the cutoff, or has no room for an F.
 template <bool fills>
-bool QuickTimer::run_ahead(std::size_t rank, const Sequence& sequence, double cutoff) {
+bool FastSimulator::run_ahead(std::size_t rank, const Sequence& sequence, double cutoff) {
   RankState& state = ranks_[rank];
   const double most_idle = cutoff - state.work;
   const double last_urgent = cutoff - tail_[rank];
@@ -274,7 +275,7 @@ bool QuickTimer::run_ahead(std::size_t rank, const Sequence& sequence, double cu
 }
 
 // Puts W into a gap for as long as one is worth its place.
-void QuickTimer::fill_gap(std::size_t rank, double until, double& now) {
+void FastSimulator::fill_gap(std::size_t rank, double until, double& now) {
   for (bool filled = true; filled && now < until;) {
     filled = false;
     for (const std::size_t s : stages_of_[rank]) {
@@ -288,7 +289,7 @@ void QuickTimer::fill_gap(std::size_t rank, double until, double& now) {
 }
 
 // Runs W until the memory of an F on a stage is free, and takes it. False when that does not help.
-bool QuickTimer::make_room(std::size_t rank, std::size_t stage, double& now) {
+bool FastSimulator::make_room(std::size_t rank, std::size_t stage, double& now) {
   RankState& state = ranks_[rank];
   while (state.held + cost_.memory_forward[stage] > memory_limit_[rank]) {
     const auto& stages = stages_of_[rank];
@@ -301,7 +302,7 @@ bool QuickTimer::make_room(std::size_t rank, std::size_t stage, double& now) {
   return true;
 }
 
-void QuickTimer::put_weight_grad(std::size_t rank, std::size_t stage, double& now) {
+void FastSimulator::put_weight_grad(std::size_t rank, std::size_t stage, double& now) {
   Sequence& sequence = filled_[rank];
   const double end = now + cost_.weight_grad[stage];
   trace_.times[first_record_[rank] + sequence.size()] = {now, end, end};
@@ -311,7 +312,7 @@ void QuickTimer::put_weight_grad(std::size_t rank, std::size_t stage, double& no
   now = end;
 }
 
-void QuickTimer::wake(std::int32_t stage, std::size_t by) {
+void FastSimulator::wake(std::int32_t stage, std::size_t by) {
   const std::size_t rank = at(problem_.placement[at(stage)]);
   if (rank == by || ranks_[rank].queued) return;
   ranks_[rank].queued = true;

@@ -1,10 +1,10 @@
-#include "schedule/search/rhythm_climb.h"
+#include "schedule/search/steady_state_climb.h"
 
 #include <algorithm>
 #include <cstddef>
 #include <utility>
 
-#include "schedule/simulate/numbers.h"
+#include "schedule/simulate/constants.h"
 
 namespace adaptra::schedule {
 namespace {
@@ -13,9 +13,9 @@ enum class Knob : std::uint8_t { WarmUp, Steady, Patience };
 
 }  // namespace
 
-RhythmClimb::RhythmClimb(const Problem& problem, const std::vector<std::vector<std::int32_t>>& warm_ups,
-                         const std::vector<std::int32_t>& most, Judge& judge, Dice& dice)
-    : problem_(problem), most_(most), judge_(judge), dice_(dice), timer_(problem), orders_(at(problem.ranks)) {
+SteadyStateClimb::SteadyStateClimb(const Problem& problem, const std::vector<std::vector<std::int32_t>>& warm_ups,
+                                   const std::vector<std::int32_t>& most, Evaluator& evaluator, Rng& rng)
+    : problem_(problem), most_(most), evaluator_(evaluator), rng_(rng), simulator_(problem), orders_(at(problem.ranks)) {
   const auto within = [&](std::vector<std::int32_t> counts) {
     for (std::size_t stage = 0; stage < counts.size(); ++stage) counts[stage] = std::clamp(counts[stage], 1, most[stage]);
     return counts;
@@ -28,23 +28,23 @@ RhythmClimb::RhythmClimb(const Problem& problem, const std::vector<std::vector<s
   }
 }
 
-std::int64_t RhythmClimb::step() {
+std::int64_t SteadyStateClimb::step() {
   const bool is_start = next_start_ < starts_.size();
-  Rhythm tried = is_start ? starts_[next_start_++] : rhythm_;
+  Pattern tried = is_start ? starts_[next_start_++] : pattern_;
   if (!is_start && current_ < kNever) {
     do {
       change(tried);
-    } while (dice_.below(2) == 0);
+    } while (rng_.below(2) == 0);
   }
   const double makespan = is_start || current_ < kNever ? time(tried) : kNever;
   if (makespan < current_ || (!is_start && makespan <= current_)) {
     current_ = makespan;
-    rhythm_ = std::move(tried);
+    pattern_ = std::move(tried);
   }
-  return judge_.timing_effort();
+  return evaluator_.timing_effort();
 }
 
-double RhythmClimb::time(const Rhythm& rhythm) {
+double SteadyStateClimb::time(const Pattern& pattern) {
   for (Sequence& order : orders_) order.clear();
   for (std::int32_t stage = 0; stage < problem_.cost.stages(); ++stage) {
     Sequence& order = orders_[at(problem_.placement[at(stage)])];
@@ -53,29 +53,29 @@ double RhythmClimb::time(const Rhythm& rhythm) {
       order.push_back(code_of(stage, Kind::F));
       ++forwards;
     };
-    while (forwards < std::min(rhythm.warm_up[at(stage)], problem_.microbatches)) forward();
+    while (forwards < std::min(pattern.warm_up[at(stage)], problem_.microbatches)) forward();
     for (std::int32_t input_grads = 0; input_grads < problem_.microbatches; ++input_grads) {
       order.push_back(code_of(stage, Kind::I));
-      if (forwards < problem_.microbatches && forwards - input_grads <= rhythm.steady[at(stage)]) forward();
+      if (forwards < problem_.microbatches && forwards - input_grads <= pattern.steady[at(stage)]) forward();
     }
   }
-  const double makespan = timer_.fill(orders_, rhythm.patience, current_ + kTolerance);
-  return makespan < kNever && judge_.keep(timer_.filled(), makespan) ? makespan : kNever;
+  const double makespan = simulator_.fill(orders_, pattern.patience, current_ + kTolerance);
+  return makespan < kNever && evaluator_.keep(simulator_.filled(), makespan) ? makespan : kNever;
 }
 
 // Turns one knob on a run of neighbouring stages.
-void RhythmClimb::change(Rhythm& rhythm) {
+void SteadyStateClimb::change(Pattern& pattern) {
   const std::int32_t stages = problem_.cost.stages();
-  const std::int32_t first = dice_.below(stages), last = std::min(stages - 1, first + dice_.heads(stages));
-  const auto knob = static_cast<Knob>(dice_.below(3));
-  const std::int32_t by = (dice_.below(2) == 0 ? 1 : -1) * (1 + dice_.below(2));
-  const float patience = 0.25F * static_cast<float>(dice_.below(6));
+  const std::int32_t first = rng_.below(stages), last = std::min(stages - 1, first + rng_.geometric(stages));
+  const auto knob = static_cast<Knob>(rng_.below(3));
+  const std::int32_t by = (rng_.below(2) == 0 ? 1 : -1) * (1 + rng_.below(2));
+  const float patience = 0.25F * static_cast<float>(rng_.below(6));
   for (std::int32_t stage = first; stage <= last; ++stage) {
     const std::size_t s = at(stage);
     switch (knob) {
-      case Knob::WarmUp: rhythm.warm_up[s] = std::clamp(rhythm.warm_up[s] + by, 1, most_[s]); break;
-      case Knob::Steady: rhythm.steady[s] = std::clamp(rhythm.steady[s] + by, 1, most_[s]); break;
-      case Knob::Patience: rhythm.patience[s] = patience; break;
+      case Knob::WarmUp: pattern.warm_up[s] = std::clamp(pattern.warm_up[s] + by, 1, most_[s]); break;
+      case Knob::Steady: pattern.steady[s] = std::clamp(pattern.steady[s] + by, 1, most_[s]); break;
+      case Knob::Patience: pattern.patience[s] = patience; break;
     }
   }
 }

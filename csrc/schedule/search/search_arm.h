@@ -5,23 +5,23 @@
 
 namespace adaptra::schedule {
 
-class SearchPart {
+class SearchArm {
  public:
-  virtual ~SearchPart() = default;
+  virtual ~SearchArm() = default;
 
   // Called before a turn, as the best plan may have come from another part meanwhile. What the turn has to better.
   virtual double begin_turn() { return value(); }
 
-  // Tries one thing, which may cost more effort than another; how much. The judge keeps what is best.
+  // Tries one thing, which may cost more effort than another; how much. The evaluator keeps what is best.
   virtual std::int64_t step() = 0;
 
   // How far the part itself has come, which need not be as far as another.
   [[nodiscard]] virtual double value() const = 0;
 
  protected:
-  SearchPart() = default;
-  SearchPart(const SearchPart&) = default;
-  SearchPart& operator=(const SearchPart&) = default;
+  SearchArm() = default;
+  SearchArm(const SearchArm&) = default;
+  SearchArm& operator=(const SearchArm&) = default;
 };
 
 }  // namespace adaptra::schedule

@@ -1,13 +1,13 @@
-// The QuickTimer where messages hold their receivers.
+// The FastSimulator where messages hold their receivers.
 #include <algorithm>
 
-#include "schedule/evaluate/quick_timer.h"
-#include "schedule/simulate/numbers.h"
+#include "schedule/evaluate/fast_simulator.h"
+#include "schedule/simulate/constants.h"
 
 namespace adaptra::schedule {
 // Where a message holds its receiver, ranks can't run ahead: what a rank may begin depends on what the others do at that
 // moment. Messages never queue here, as a sender begins nothing before its message has arrived.
-double QuickTimer::run_in_time_order(const std::vector<Sequence>& sequences, double cutoff) {
+double FastSimulator::run_in_time_order(const std::vector<Sequence>& sequences, double cutoff) {
   std::fill(forwards_.begin(), forwards_.end(), 0U);
   std::fill(gradients_.begin(), gradients_.end(), 0U);
   std::uint32_t first_record = 0;
@@ -47,7 +47,7 @@ double QuickTimer::run_in_time_order(const std::vector<Sequence>& sequences, dou
 }
 
 // When the input of an op is there, and which op sent it; infinity while it has not been sent.
-double QuickTimer::input_there(std::int32_t code, std::uint32_t& producer) const {
+double FastSimulator::input_there(std::int32_t code, std::uint32_t& producer) const {
   const std::size_t s = at(stage_of(code));
   switch (kind_of(code)) {
     case Kind::F:
@@ -66,7 +66,7 @@ double QuickTimer::input_there(std::int32_t code, std::uint32_t& producer) const
   return 0.0;  // unreachable; GCC does not see that the switch is complete
 }
 
-bool QuickTimer::begin(std::size_t rank, const Sequence& sequence, double now) {
+bool FastSimulator::begin(std::size_t rank, const Sequence& sequence, double now) {
   HeldRank& state = held_ranks_[rank];
   const std::int32_t code = sequence[state.position];
   const std::uint32_t record = state.first_record + state.position;
@@ -83,7 +83,7 @@ bool QuickTimer::begin(std::size_t rank, const Sequence& sequence, double now) {
   return true;
 }
 
-void QuickTimer::end(std::size_t rank, const Sequence& sequence, double now) {
+void FastSimulator::end(std::size_t rank, const Sequence& sequence, double now) {
   HeldRank& state = held_ranks_[rank];
   const std::int32_t code = sequence[state.position];
   const std::uint32_t record = state.first_record + state.position;
