@@ -20,36 +20,24 @@ constexpr std::array<Knob, 9> kKnobs = {Knob::WarmUp,          Knob::WarmUp,    
 
 PolicyClimb::PolicyClimb(const Problem& problem, const std::vector<std::vector<std::int32_t>>& warm_ups,
                          const std::vector<std::int32_t>& most, Evaluator& evaluator, Rng& rng)
-    : problem_(problem), most_(most), evaluator_(evaluator), rng_(rng), scheduler_(problem) {
+    : HillClimb(evaluator.dispatch_effort(), rng), problem_(problem), most_(most), evaluator_(evaluator), scheduler_(problem) {
   for (const std::vector<std::int32_t>& warm_up : warm_ups) {
     for (const float patience : {0.0F, 1.0F, 0.5F}) {
       for (const bool bounded : {true, false}) {
-        Policy& policy = starts_.emplace_back();
+        Policy policy;
         for (std::size_t stage = 0; stage < most.size(); ++stage) {
           const std::int32_t quota = std::clamp(warm_up[stage], 1, most[stage]);
           policy.stages.push_back(
               {quota, bounded ? quota : most[stage], patience, patience == 1.0F ? 0.5F : 0.0F, problem.microbatches});
         }
+        add_start(std::move(policy));
       }
     }
   }
 }
 
-std::int64_t PolicyClimb::step() {
-  const bool is_start = has_starts();
-  if (!is_start && current_ == kNever) return evaluator_.dispatch_effort();  // no start led anywhere, nothing near one will
-  Policy tried = is_start ? starts_[next_start_++] : policy_;
-  if (!is_start) {
-    do {
-      change(tried);
-    } while (rng_.below(2) == 0);
-  }
-  const double makespan = scheduler_.run(tried, current_ + kTolerance) ? evaluator_.evaluate(scheduler_.sequences()) : kNever;
-  if (makespan < current_ || (!is_start && makespan <= current_)) {
-    current_ = makespan;
-    policy_ = std::move(tried);
-  }
-  return evaluator_.dispatch_effort();
+double PolicyClimb::time(const Policy& policy, double at_most) {
+  return scheduler_.run(policy, at_most + kTolerance) ? evaluator_.evaluate(scheduler_.sequences()) : kNever;
 }
 
 void PolicyClimb::change(Policy& policy) {

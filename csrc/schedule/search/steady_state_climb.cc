@@ -15,7 +15,12 @@ enum class Knob : std::uint8_t { WarmUp, Steady, Patience };
 
 SteadyStateClimb::SteadyStateClimb(const Problem& problem, const std::vector<std::vector<std::int32_t>>& warm_ups,
                                    const std::vector<std::int32_t>& most, Evaluator& evaluator, Rng& rng)
-    : problem_(problem), most_(most), evaluator_(evaluator), rng_(rng), simulator_(problem), orders_(at(problem.ranks)) {
+    : HillClimb(evaluator.timing_effort(), rng),
+      problem_(problem),
+      most_(most),
+      evaluator_(evaluator),
+      simulator_(problem),
+      orders_(at(problem.ranks)) {
   const auto within = [&](std::vector<std::int32_t> counts) {
     for (std::size_t stage = 0; stage < counts.size(); ++stage) counts[stage] = std::clamp(counts[stage], 1, most[stage]);
     return counts;
@@ -23,28 +28,12 @@ SteadyStateClimb::SteadyStateClimb(const Problem& problem, const std::vector<std
   for (const std::vector<std::int32_t>& warm_up : warm_ups) {
     for (const std::vector<std::int32_t>& steady : warm_ups) {
       for (const float patience : {1.0F, 0.5F})
-        starts_.push_back({within(warm_up), within(steady), std::vector<float>(most.size(), patience)});
+        add_start({within(warm_up), within(steady), std::vector<float>(most.size(), patience)});
     }
   }
 }
 
-std::int64_t SteadyStateClimb::step() {
-  const bool is_start = next_start_ < starts_.size();
-  Pattern tried = is_start ? starts_[next_start_++] : pattern_;
-  if (!is_start && current_ < kNever) {
-    do {
-      change(tried);
-    } while (rng_.below(2) == 0);
-  }
-  const double makespan = is_start || current_ < kNever ? time(tried) : kNever;
-  if (makespan < current_ || (!is_start && makespan <= current_)) {
-    current_ = makespan;
-    pattern_ = std::move(tried);
-  }
-  return evaluator_.timing_effort();
-}
-
-double SteadyStateClimb::time(const Pattern& pattern) {
+double SteadyStateClimb::time(const Pattern& pattern, double at_most) {
   for (Sequence& order : orders_) order.clear();
   for (std::int32_t stage = 0; stage < problem_.cost.stages(); ++stage) {
     Sequence& order = orders_[at(problem_.placement[at(stage)])];
@@ -59,7 +48,7 @@ double SteadyStateClimb::time(const Pattern& pattern) {
       if (forwards < problem_.microbatches && forwards - input_grads <= pattern.steady[at(stage)]) forward();
     }
   }
-  const double makespan = simulator_.fill(orders_, pattern.patience, current_ + kTolerance);
+  const double makespan = simulator_.fill(orders_, pattern.patience, at_most + kTolerance);
   return makespan < kNever && evaluator_.keep(simulator_.filled(), makespan) ? makespan : kNever;
 }
 
