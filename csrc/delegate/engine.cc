@@ -26,7 +26,7 @@ Engine::Engine(std::uint32_t world_size, const Credentials& own, const Timing& t
 Engine::~Engine() {
   close("the engine was destroyed", Clock::duration::zero());
   // Connections go before the wires and the poller that they use.
-  channels_.clear();
+  ends_.clear();
 }
 
 std::uint16_t Engine::add_tcp_path(const std::string& local) {
@@ -128,7 +128,9 @@ std::vector<ChannelReport> Engine::channels() const {
   check_own();
   const std::lock_guard lock(mutex_);
   std::vector<ChannelReport> reports;
-  for (const auto& [key, channel] : channels_) reports.push_back({channel->address(), std::get<2>(key), &channel->stats()});
+  for_each_channel([&reports](const Channel& channel, bool is_sender) {
+    reports.push_back({channel.address(), is_sender, &channel.stats()});
+  });
   return reports;
 }
 
@@ -202,14 +204,14 @@ bool Engine::run_once(Clock::time_point& busy_until) {
   connector_.tick(now);
   if (now >= next_tick_) {
     next_tick_ = now + timing_.heartbeat / 4;
-    for (const auto& [key, channel] : channels_) channel->tick(now);
+    for_each_channel([now](Channel& channel, bool) { channel.tick(now); });
   }
   flush();
-  for (const auto& [key, channel] : channels_) channel->reap();
+  for_each_channel([](Channel& channel, bool) { channel.reap(); });
   if (!closing_until_) return true;
-  const bool is_heard =
-      std::none_of(channels_.begin(), channels_.end(), [](const auto& entry) { return entry.second->is_connected(); });
-  return !is_heard && now < *closing_until_;
+  bool is_connected = false;
+  for_each_channel([&is_connected](const Channel& channel, bool) { is_connected = is_connected || channel.is_connected(); });
+  return is_connected && now < *closing_until_;
 }
 
 void Engine::close(const std::string& reason, Clock::duration linger) {
@@ -221,10 +223,10 @@ void Engine::close(const std::string& reason, Clock::duration linger) {
       closing_until_ = Clock::now() + linger;
       is_closed_ = true;
       connector_.stop_listening();
-      for (const auto& [key, channel] : channels_) {
-        channel->end(reason);
-        channel->send_bye();
-      }
+      for_each_channel([&reason](Channel& channel, bool) {
+        channel.end(reason);
+        channel.send_bye();
+      });
       flush();
     }
   }
@@ -238,11 +240,11 @@ void Engine::close(const std::string& reason, Clock::duration linger) {
   // What was handed over since the thread ended.
   run_commands();
   fail_all(reason);
-  for (const auto& [key, channel] : channels_) channel->reap();
+  for_each_channel([](Channel& channel, bool) { channel.reap(); });
 }
 
 void Engine::fail_all(const std::string& reason) {
-  for (const auto& [key, channel] : channels_) channel->fail(reason);
+  for_each_channel([&reason](Channel& channel, bool) { channel.fail(reason); });
 }
 
 void Engine::open(const Address& address) {
@@ -262,38 +264,36 @@ bool Engine::expects(const Address& address, std::uint32_t path, std::string& re
 void Engine::connected(Descriptor socket, const Address& address, bool opened_here) {
   const bool is_source = address.source == rank_, is_question = is_source == opened_here;
   if (!is_question) {
-    channel({peer_in(address), address.is_backward, is_source}).connected(std::move(socket), address, opened_here);
+    channel(address).connected(std::move(socket), address, opened_here);
   } else if (is_source) {
     sender(address.destination, address.is_backward).probe_answered(address);
   }
 }
 
-void Engine::not_connected(const Address& address, std::string reason) {
-  channel({peer_in(address), address.is_backward, address.source == rank_}).not_connected(address, reason);
+void Engine::not_connected(const Address& address, std::string reason) { channel(address).not_connected(address, reason); }
+
+Channel& Engine::channel(const Address& address) {
+  if (address.source == rank_) return sender(address.destination, address.is_backward);
+  return receiver(address.source, address.is_backward);
 }
 
-Channel& Engine::channel(const Key& key) {
-  auto& found = channels_[key];
+SendChannel& Engine::sender(std::uint32_t peer, bool is_backward) {
+  auto& found = ends_[{peer, is_backward}].sender;
   if (found == nullptr) {
-    const auto [peer, is_backward, is_sender] = key;
-    Address address{.source = is_sender ? rank_ : peer, .destination = is_sender ? peer : rank_, .is_backward = is_backward};
-    Host& host = *this;
-    if (is_sender) {
-      found = std::make_unique<SendChannel>(host, address, names_);
-    } else {
-      found = std::make_unique<ReceiveChannel>(host, address, names_);
-      found->tick(Clock::now());  // opens its paths
-    }
+    const Address address{.source = rank_, .destination = peer, .is_backward = is_backward};
+    found = std::make_unique<SendChannel>(static_cast<Host&>(*this), address, names_);
   }
   return *found;
 }
 
-SendChannel& Engine::sender(std::uint32_t peer, bool is_backward) {
-  return static_cast<SendChannel&>(channel({peer, is_backward, true}));
-}
-
 ReceiveChannel& Engine::receiver(std::uint32_t peer, bool is_backward) {
-  return static_cast<ReceiveChannel&>(channel({peer, is_backward, false}));
+  auto& found = ends_[{peer, is_backward}].receiver;
+  if (found == nullptr) {
+    const Address address{.source = peer, .destination = rank_, .is_backward = is_backward};
+    found = std::make_unique<ReceiveChannel>(static_cast<Host&>(*this), address, names_);
+    found->tick(Clock::now());  // opens its paths
+  }
+  return *found;
 }
 
 }  // namespace adaptra::delegate

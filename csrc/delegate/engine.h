@@ -13,7 +13,7 @@
 #include <optional>
 #include <string>
 #include <thread>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "delegate/channel/channel.h"
@@ -73,7 +73,12 @@ class Engine final : private Host, private Connector::Owner {
   [[nodiscard]] bool is_copy() const noexcept { return generation_ != forks::generation(); }
 
  private:
-  using Key = std::tuple<std::uint32_t, bool, bool>;  // peer, is_backward, is_sender
+  using Key = std::pair<std::uint32_t, bool>;  // peer, is_backward
+  // This rank's ends of the two channels with a peer, one for each way that messages of a direction go; null until it is used.
+  struct Ends {
+    std::unique_ptr<ReceiveChannel> receiver;
+    std::unique_ptr<SendChannel> sender;
+  };
 
   [[nodiscard]] const Timing& timing() const override { return timing_; }
   [[nodiscard]] Wire& wire(std::size_t path) override { return *wires_[path]; }
@@ -93,9 +98,17 @@ class Engine final : private Host, private Connector::Owner {
   [[nodiscard]] std::uint32_t peer_in(const Address& address) const {
     return address.source == rank_ ? address.destination : address.source;
   }
-  [[nodiscard]] Channel& channel(const Key& key);
+  [[nodiscard]] Channel& channel(const Address& address);
   [[nodiscard]] SendChannel& sender(std::uint32_t peer, bool is_backward);
   [[nodiscard]] ReceiveChannel& receiver(std::uint32_t peer, bool is_backward);
+  // Calls call(channel, is_sender) for each channel in use.
+  template <typename Call>
+  void for_each_channel(Call call) const {
+    for (const auto& [key, ends] : ends_) {
+      if (ends.receiver != nullptr) call(*ends.receiver, false);
+      if (ends.sender != nullptr) call(*ends.sender, true);
+    }
+  }
   void check_peer(std::uint32_t peer) const;
   void fail_all(const std::string& reason);
 
@@ -110,7 +123,7 @@ class Engine final : private Host, private Connector::Owner {
   std::vector<std::string> locals_, names_;
   Connector connector_;
   std::map<std::uint32_t, std::vector<Endpoint>> peers_;
-  std::map<Key, std::unique_ptr<Channel>> channels_;
+  std::map<Key, Ends> ends_;
   std::vector<Channel*> to_flush_;
   Clock::time_point next_tick_;
   std::optional<Clock::time_point> closing_until_;
