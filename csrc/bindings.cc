@@ -1,5 +1,5 @@
-// The only file that knows nanobind, with bindings_delegate.cc: adaptra._C. Each concern has one bind_… function; how Python's
-// Program, CostModel and RULE become plain numbers is written once, at the top.
+// The extension adaptra._C. Only this file and bindings_delegate.cc know nanobind. Each concern has one bind_… function. How
+// Python's Program, CostModel and RULE become plain numbers is written once, at the top.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -148,7 +148,7 @@ schedule::Rule to_rule(const nb::dict& table) {
   return rule;
 }
 
-// Where instances of a class with `__slots__` keep an attribute.
+// The place at which instances of a class with `__slots__` keep an attribute.
 class Slot {
  public:
   Slot(nb::handle type, const char* name) {
@@ -159,7 +159,7 @@ class Slot {
     offset_ = reinterpret_cast<PyMemberDescrObject*>(descriptor.ptr())->d_member->offset;
   }
 
-  // Of an instance whose slot is empty.
+  // Sets the attribute of an instance whose slot is empty.
   void fill(nb::handle object, nb::handle value) const {
     *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object.ptr()) + offset_) = value.inc_ref().ptr();
   }
@@ -168,7 +168,7 @@ class Slot {
   Py_ssize_t offset_;
 };
 
-// Many objects made at once look to Python as if it were time to look for garbage, through all the objects of torch.
+// Keeps Python from collecting garbage. Many objects made at once would start a collection through all the objects of torch.
 class WithoutCollecting {
  public:
   WithoutCollecting() = default;
@@ -182,9 +182,9 @@ class WithoutCollecting {
   const bool was_enabled_ = PyGC_Disable() != 0;
 };
 
-// adaptra.program.Program.orders. Makes each Op and fills its slots directly: its constructor, which has nothing to check,
-// takes ten times as long, a tenth of a second for 100,000 ops. An Op refers to nothing that refers to it, so that Python
-// need not look for garbage among them.
+// Makes adaptra.program.Program.orders: makes each Op and fills its slots directly. Its constructor has nothing to check, yet
+// takes ten times as long, a tenth of a second for 100,000 ops. An Op refers to nothing that refers to it, so Python need not
+// look for garbage among them.
 nb::tuple to_python(const std::vector<schedule::Order>& orders, std::int32_t microbatches) {
   const WithoutCollecting guard;
   const Kinds kinds;
@@ -231,12 +231,12 @@ nb::bytes to_bytes(const std::vector<Record>& records) {
   return nb::bytes(records.data(), records.size() * sizeof(Record));
 }
 
-// Op sequences that have left Python, so that converting and simulating can be told apart.
+// Orders converted from Python, so that converting and simulating are two calls, timed apart.
 struct Orders {
   std::vector<schedule::Order> orders;
 };
 
-// A simulation together with what its orders alone decide.
+// The result of a simulation, and the peaks, which its orders alone decide.
 struct Simulated {
   schedule::Result result;
   schedule::Peaks peaks;
@@ -307,8 +307,8 @@ void bind_bounds(nb::module_& m) {
 
 using Clock = std::chrono::steady_clock;
 
-// Whether a search should end: `seconds` after it began, or when the Python callable `should_stop` says so, which is asked
-// every few milliseconds. What that raises ends the search too and is raised again by `rethrow`.
+// Tells a search when to end: `seconds` after it began, or when the Python callable `should_stop` says so. That is asked every
+// few milliseconds. If it raises, the search ends too, and `rethrow` raises it again.
 class Stop {
  public:
   Stop(std::optional<double> seconds, nb::object should_stop) : should_stop_(std::move(should_stop)) {
@@ -395,7 +395,7 @@ void bind_search(nb::module_& m) {
       nb::arg("planning_case"), nb::arg("orders"), nb::arg("at_most"), nb::arg("effort"), nb::arg("rule"));
 }
 
-// How long a thread works with the interpreter lock, and then rests without it.
+// The time for which a thread works with the interpreter lock, and then rests without it.
 struct Turns {
   std::chrono::duration<double> work, rest;
   Clock::time_point began;

@@ -1,5 +1,5 @@
-// The delegate's part of adaptra._C. Memory is told to Python as an address and a size; adaptra.runtime.transports.delegate
-// makes tensors of it.
+// The delegate's part of adaptra._C. Python gets memory as an address and a size; adaptra.runtime.transports.delegate makes
+// tensors of it.
 #include "bindings_delegate.h"
 
 #include <nanobind/nanobind.h>
@@ -43,7 +43,7 @@ struct Ticket {
   bool is_backward = false;
 };
 
-// No number of seconds is more than what the clock can tell.
+// Limits the seconds to what the clock can represent.
 Clock::duration to_duration(double seconds) {
   constexpr double kMost = 1e9;
   if (std::isnan(seconds)) throw std::invalid_argument("got nan: expected a number of seconds");

@@ -13,9 +13,9 @@
 namespace adaptra::delegate {
 namespace {
 
-// Up to here a message is sent by the thread that hands it over, if the engine is idle.
+// A message of at most this size is sent by the thread that hands it over, if the engine is idle.
 constexpr std::size_t kSmallMessage = 64U << 10;
-// How long wires that are polled are polled without a pause once something came.
+// The time for which wires are polled without a pause after something came.
 constexpr Clock::duration kBusyPolling = std::chrono::microseconds(50);
 
 }  // namespace
@@ -25,7 +25,7 @@ Engine::Engine(std::uint32_t world_size, const Credentials& own, const Timing& t
 
 Engine::~Engine() {
   close("the engine was destroyed", Clock::duration::zero());
-  // Connections go before the wires and the poller that they use.
+  // Connections are destroyed before the wires and the poller that they use.
   ends_.clear();
 }
 
@@ -146,7 +146,7 @@ void Engine::submit(std::function<void()> command, bool is_urgent) {
     return;
   }
   if (is_urgent) {
-    // What was handed over before goes first, so the order of commands is kept whoever obeys them.
+    // Earlier commands run first, so their order is kept whichever thread runs them.
     const std::unique_lock lock(mutex_, std::try_to_lock);
     if (lock.owns_lock()) {
       run_commands();
@@ -237,7 +237,7 @@ void Engine::close(const std::string& reason, Clock::duration linger) {
   }
   is_over_ = true;
   const std::lock_guard lock(mutex_);
-  // What was handed over since the thread ended.
+  // Commands may have come since the thread ended.
   run_commands();
   fail_all(reason);
   for_each_channel([](Channel& channel, bool) { channel.reap(); });

@@ -1,7 +1,7 @@
 // The engine: one thread that moves all messages of a process, whatever the number of channels.
 //
-// Programs hand messages over and wait for them from any thread. A call is done at once on the calling thread if the engine is
-// idle and the message is small, which saves a message's latency one switch of threads; otherwise the engine's thread does it.
+// Programs hand messages over and wait for them from any thread. If the engine is idle and the message is small, the calling
+// thread does the work itself, which saves a switch of threads. Otherwise the engine's thread does it.
 #pragma once
 
 #include <atomic>
@@ -41,14 +41,14 @@ class Engine final : private Host, private Connector::Owner {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // The next path in the order of preference, before start(): TCP over one local address. Returns the port it listens on.
-  // Throws std::system_error, std::invalid_argument.
+  // Adds the next path in the order of preference, before start(): TCP over one local address. Returns the port on which it
+  // listens. Throws std::system_error, std::invalid_argument.
   std::uint16_t add_tcp_path(const std::string& local);
-  // The same for a wire of another kind, whose connections are made by way of the local address.
+  // Adds a path over a wire of another kind. Its connections are made by way of the local address.
   std::uint16_t add_path(std::unique_ptr<Wire> wire, const std::string& local);
   [[nodiscard]] Poller& poller() { return poller_; }
 
-  // Where a peer listens, one endpoint per path. Before start(); throws std::invalid_argument.
+  // Says where a peer listens, one endpoint per path. Before start(); throws std::invalid_argument.
   void set_peer(std::uint32_t peer, std::vector<Endpoint> endpoints);
   void start();
 
@@ -65,16 +65,16 @@ class Engine final : private Host, private Connector::Owner {
   [[nodiscard]] std::vector<ChannelReport> channels() const;
   [[nodiscard]] std::vector<Refusal> refusals() const;
 
-  // Say good-bye to the peers and end the thread; what is pending fails with `reason`. Waits up to `linger` for the peers to
+  // Say good-bye to the peers and end the thread; pending messages fail with `reason`. Waits up to `linger` for the peers to
   // have heard it. May be repeated.
   void close(const std::string& reason, Clock::duration linger);
 
-  // Whether this is a forked child's copy, whose thread and connections are the parent's. It can't be used, or be destroyed.
+  // Whether this is a forked child's copy, whose thread and connections are the parent's. A copy can't be used or destroyed.
   [[nodiscard]] bool is_copy() const noexcept { return generation_ != forks::generation(); }
 
  private:
   using Key = std::pair<std::uint32_t, bool>;  // peer, is_backward
-  // This rank's ends of the two channels with a peer, one for each way that messages of a direction go; null until it is used.
+  // The ends on this rank of the two channels with a peer in one direction of the pipeline; null while not used.
   struct Ends {
     std::unique_ptr<ReceiveChannel> receiver;
     std::unique_ptr<SendChannel> sender;
@@ -117,7 +117,7 @@ class Engine final : private Host, private Connector::Owner {
   const Timing timing_;
   std::atomic<std::uint64_t> next_memory_{1};
 
-  mutable std::mutex mutex_;  // guards all below; held by whoever moves messages
+  mutable std::mutex mutex_;  // guards all below; held by the thread that moves messages
   EpollPoller poller_;
   std::vector<std::unique_ptr<Wire>> wires_;
   std::vector<std::string> locals_, names_;
@@ -134,7 +134,7 @@ class Engine final : private Host, private Connector::Owner {
 
   std::mutex thread_mutex_;  // held while the thread is waited for
   std::thread thread_;
-  std::atomic<bool> is_over_{false};  // no thread obeys commands any more
+  std::atomic<bool> is_over_{false};  // the thread has ended: callers run their commands themselves
 };
 
 }  // namespace adaptra::delegate

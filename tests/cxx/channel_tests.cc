@@ -1,4 +1,4 @@
-// When a channel gives its peer up.
+// Tests of when a channel gives its peer up.
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
@@ -38,7 +38,7 @@ struct CutOff {
   std::shared_ptr<Request> request = std::make_shared<Request>();
 };
 
-// This rank gets no processor for nine seconds. What it knows then is what its peer's host said before.
+// This rank gets no processor for nine seconds. It knows only what its peer's host said before.
 void test_a_rank_that_is_slow_itself_gives_nobody_up() {
   CutOff cut;
   cut.channel.not_connected(cut.channel.address(), error_text(ECONNREFUSED));

@@ -1,4 +1,4 @@
-// As much of a test framework as these tests need: a failed check says where and ends the program.
+// A test framework, as small as these tests need: a failed check says where and ends the program.
 #pragma once
 
 #include <cstdio>

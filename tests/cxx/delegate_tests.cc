@@ -1,4 +1,4 @@
-// The delegate's parts one by one; engine_tests.cc has them all at work.
+// Tests of the delegate's parts one by one; engine_tests.cc has them all at work.
 #include <array>
 #include <cstdio>
 #include <random>

@@ -1,4 +1,4 @@
-// Two engines on two loopback addresses, used from several threads at a time: what the thread sanitizer is for.
+// Two engines on two loopback addresses, used from several threads at a time, for the thread sanitizer.
 #include <sys/socket.h>
 
 #include <atomic>
@@ -108,7 +108,7 @@ void test_strangers() {
   for (int k = 0; k < 50; ++k) {
     const SocketAddress to = resolve("127.0.0.2", two.port);
     Descriptor caller(socket(AF_INET, SOCK_STREAM, 0));
-    check(connect(caller.get(), to.get(), to.length) == 0, "the door to be there");
+    check(connect(caller.get(), to.get(), to.length) == 0, "the listener to be there");
     if (k % 2 == 0) check(send(caller.get(), "GET / HTTP/1.1", 14, MSG_NOSIGNAL) == 14, "the stranger to be heard");
     const auto receive = two.engines[1]->receive(0, false, 1000);
     const auto send = two.engines[0]->send(1, false, two.engines[0]->allocate(1000), 1000, Clock::now());

@@ -1,6 +1,6 @@
-// The fuzz target: whatever bytes come over a proven connection, and whatever a stranger says at the door, is taken or refused
-// without a bad access. The input's first byte chooses who listens; its second whether the rest is raw, or fields of frames
-// whose checksums are put right, since no fuzzer finds those.
+// The fuzz target: any bytes on a proven connection, and any from a stranger in a handshake, are taken or refused without a bad
+// access. The input's first byte chooses who listens. Its second chooses whether the rest is raw or is fields of frames.
+// Checksums of such frames are put right, since no fuzzer finds those.
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -111,7 +111,7 @@ void fuzz_sender(const std::vector<std::byte>& stream) {
   play(channel, host, stream);
 }
 
-void fuzz_door(const std::vector<std::byte>& stream, bool accepts) {
+void fuzz_handshake(const std::vector<std::byte>& stream, bool accepts) {
   Handshake handshake =
       accepts ? Handshake::accept(Credentials{}, Nonce{}) : Handshake::open(Credentials{}, Address{}, Nonce{});
   std::span<const std::byte> left = stream;
@@ -132,6 +132,6 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const std::vector<std::byte> stream = is_raw ? reader.rest(size) : make_frames(reader);
   if (who == 0) fuzz_receiver(stream);
   if (who == 1) fuzz_sender(stream);
-  if (who >= 2) fuzz_door(stream, who == 2);
+  if (who >= 2) fuzz_handshake(stream, who == 2);
   return 0;
 }

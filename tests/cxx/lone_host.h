@@ -1,4 +1,4 @@
-// What a channel needs of an engine, without one: nothing is opened, and whoever tests it moves its bytes.
+// The services that a channel needs of an engine, without one: nothing is opened, and the test moves the bytes.
 #pragma once
 
 #include <chrono>

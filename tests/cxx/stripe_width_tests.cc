@@ -1,4 +1,4 @@
-// How many connections a path gets, out of what its connections tell.
+// The number of connections that a path gets, out of the paces of its connections.
 #include <chrono>
 #include <vector>
 
@@ -12,7 +12,7 @@ namespace {
 
 constexpr Clock::duration kStep = 400ms;
 
-// A path whose connections tell the same, all busy, looked at every so often.
+// A path whose connections all have the same pace and are busy, updated at equal intervals.
 struct Watched {
   Clock::time_point now;
   StripeWidth width{now};
@@ -24,7 +24,7 @@ struct Watched {
             .busy = kStep,
             .is_limited = true};
 
-  // What the look after `connections` of them brought `bytes` in all says.
+  // The result of the update after `connections` of them brought `bytes` in all.
   std::optional<std::uint32_t> after(std::uint64_t bytes, std::size_t connections) {
     delivered += bytes;
     std::vector<Pace> paces(connections, each);
@@ -76,7 +76,7 @@ void test_a_link_that_turns_long() {
   watched.each.is_limited = false;
   static_cast<void>(watched.after(40'000'000, 1));
   check(!watched.after(40'000'000, 1), "one connection to do on a short link");
-  // The own queue: ten times as much under way as the short round trip takes, at the same rate.
+  // A queue of its own bytes: ten times as much under way as the short round trip takes, at the same rate.
   watched.each.under_way = 3'000'000;
   watched.each.round_trip = 32ms;
   check(!watched.after(40'000'000, 1) && !watched.width.is_excluded(0, 2), "a queue to be no reason");

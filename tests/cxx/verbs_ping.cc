@@ -1,6 +1,6 @@
-// Two processes pass a chunk to and fro over one connection of the verbs wire, without an engine: what the wire alone takes.
-//   verbs_ping DEVICE LOCAL PORT BYTES ROUNDS           waits for its peer
-//   verbs_ping DEVICE LOCAL PORT BYTES ROUNDS REMOTE    connects, and prints the seconds of half of each round, one a line
+// Two processes pass a chunk to and fro over one connection of the verbs wire, without an engine: this measures the wire alone.
+//   verbs_ping DEVICE LOCAL PORT BYTES ROUNDS           waits for its peer.
+//   verbs_ping DEVICE LOCAL PORT BYTES ROUNDS REMOTE    connects, and prints the seconds of half of each round, one a line.
 #include <fcntl.h>
 #include <sys/socket.h>
 
@@ -22,7 +22,7 @@ using namespace adaptra::delegate;
 
 namespace {
 
-// So many times the completion queue is found empty before the processor is left to others.
+// The completion queue is found empty this often before the processor is left to others.
 constexpr int kPatience = 1000;
 
 void must(bool is_so, const char* what) {

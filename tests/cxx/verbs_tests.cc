@@ -1,4 +1,4 @@
-// What of the verbs wire needs no device: the library that is not there, and what peers tell each other.
+// Tests of the parts of the verbs wire that need no device: a library that is not there, and the greeting of peers.
 #include <cstring>
 #include <string>
 #include <variant>

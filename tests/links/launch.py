@@ -3,9 +3,9 @@
     launch.py --hosts 4 [--rails 2] [--link '1-2 delay=30ms rate=100MB'] … [--output FILE] -- COMMAND …
     launch.py --change '1-2 delay=60ms'
 
-The first form starts COMMAND once per host with RANK, WORLD_SIZE, MASTER_ADDR and the like set, so that torch.distributed's
-``init_process_group("gloo")`` just works, and ends with the largest exit status of the hosts. The second is for programs on a
-host. ``link_changes.py`` says what links can be like.
+The first form starts COMMAND once per host with RANK, WORLD_SIZE, MASTER_ADDR and the like set. So torch.distributed's
+``init_process_group("gloo")`` just works. It ends with the largest exit status of the hosts. The second form is for programs on
+a host. ``link_changes.py`` says what links can be like.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// What happens to packets between two hosts.
+// A link: what happens to packets between two hosts.
 #pragma once
 
 #include <algorithm>

@@ -1,9 +1,9 @@
 """Hosts on one machine, joined by links whose delay, rate and loss are stated and can be changed while traffic flows.
 
-Each host is a network namespace whose only ways out are TUN devices; a router, a process of its own (``router.cc``), moves
-packets from host to host and does to them what the links say. The kernel needs no traffic control for it. What is real: the
-kernel's TCP with its windows, acknowledgements, repetitions and resets, over Ethernet's packets. What is not: all hosts and the
-router share this machine's processors.
+Each host is a network namespace whose only ways out are TUN devices. A router, a process of its own (``router.cc``), moves
+packets from host to host and delays, slows or loses them as the links say. The kernel needs no traffic control for it. TCP is
+the kernel's own, with its windows, acknowledgements, repetitions and resets, over Ethernet's packets. Unlike real hosts, all of
+them and the router share this machine's processors.
 
 Everything ends with the process that made the hosts, whatever ends that.
 """
@@ -37,9 +37,10 @@ QUEUE = 20000
 """Packets that wait in a host for the router, which is as busy as its machine: a network card would slow the sender down."""
 
 STEADY = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
-"""TCP that holds no message up for reasons of its own, as on hosts set up for long paths: windows stay as wide while nothing is
-sent, and BBR, some machines' default, does not stop a connection for a round trip and a fifth of a second every ten seconds.
-Reno is what every kernel lets every host choose."""
+"""TCP that holds no message up for reasons of its own, as on hosts set up for long paths.
+
+Windows stay as wide while nothing is sent. BBR, some machines' default, would all but stop a connection for a round trip and a
+fifth of a second every ten seconds. Every kernel lets every host choose Reno."""
 
 TOOLS = ("c++", "ip", "nsenter")
 CONTROL = "LINKS_CONTROL"

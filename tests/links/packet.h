@@ -11,9 +11,9 @@
 #include <memory>
 #include <span>
 
-// Before every packet the kernel says whether its checksum is still to be made and how it would have to be cut (a
-// virtio_net_hdr_mrg_rxbuf, whose size keeps addresses aligned; all zero where nothing is to be done): big packets cross the
-// links in one piece and unchecked, as between two machines whose network cards do both.
+// The prefix that the kernel puts before every packet, a virtio_net_hdr_mrg_rxbuf, whose size keeps addresses aligned. It says
+// whether the packet's checksum is still to be made, and how it would have to be cut. It is all zero where nothing is to be
+// done. So big packets cross the links in one piece and unchecked, as between two machines whose network cards do both.
 inline constexpr int kPrefix = 12;
 inline constexpr std::size_t kMostBytes = kPrefix + (1U << 16);
 
@@ -22,7 +22,7 @@ struct Packet {
   std::size_t size = 0;
 };
 
-// What there is of a TCP segment's headers; `tcp` is null for anything else.
+// A TCP segment's headers; `tcp` is null for any other packet.
 struct Segment {
   explicit Segment(const Packet& packet) {
     auto* const start = packet.bytes.get() + kPrefix;

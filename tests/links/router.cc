@@ -1,16 +1,23 @@
-// The links between hosts that are network namespaces of this machine: moves every IP packet from host to host, holds it for
-// the link's one-way delay, lets it leave no faster than the link's rate, or loses it.
+// The links between hosts that are network namespaces of this machine. The router moves every IP packet from host to host. It
+// holds each for the link's one-way delay, lets it leave no faster than the link's rate, or loses it.
 //
 //   router HOSTS RAILS FOLDER
 //
-// Every host is a namespace with an interface wan<rail> per rail, a TUN device whose other end is here: host h has the address
-// 10.77.<rail>.<h+1>. The first line on standard output has the descriptor of each host's namespace, for
-// /proc/<this process>/fd/. The socket FOLDER/control takes changes, one in a message: `FROM TO RAIL WHAT VALUE`, with WHAT one
-// of delay (seconds), rate (bytes per second, 0 for no limit), loss (a probability), queue (bytes that wait for the rate before
-// packets are dropped), up (0 or 1), reset (every connection that there is); it answers with an empty message or with what is
-// wrong.
+// Every host is a namespace with an interface wan<rail> per rail, a TUN device whose other end is here. Host h has the address
+// 10.77.<rail>.<h+1>. The first line on standard output has the descriptor of each host's namespace, for /proc/PID/fd/ of this
+// process.
 //
-// When standard input ends, so when whoever started it does, the router ends every process in its namespaces and then itself.
+// The socket FOLDER/control takes changes, one in a message: `FROM TO RAIL WHAT VALUE`. It answers with an empty message or
+// with what is wrong. WHAT is:
+//
+//   delay: seconds.
+//   rate: bytes per second, 0 for no limit.
+//   loss: a probability.
+//   queue: bytes that wait for the rate before packets are dropped.
+//   up: 0 or 1.
+//   reset: ends every connection that there is.
+//
+// When standard input ends, so when its starter does, the router ends every process in its namespaces and then itself.
 #include <fcntl.h>
 #include <linux/if_tun.h>
 #include <malloc.h>
@@ -44,7 +51,7 @@
 
 namespace {
 
-// Up to here a packet is copied, so that those that wait take no more than their size.
+// A packet of at most this size is copied, so that waiting packets take no more than their size.
 constexpr std::size_t kSmallBytes = 4096;
 constexpr int kBatch = 64;  // packets of one host before the others' turn
 
@@ -81,8 +88,8 @@ class Router {
       for (std::size_t end = 0; end < tuns_.size(); ++end) {
         if (polled[2 + end].revents != 0) take_in(end);
       }
-      // After what was sent before it.
-      if (polled[1].revents != 0) obey();
+      // A change holds for packets that are sent after it, so those from before come first.
+      if (polled[1].revents != 0) apply_change();
     }
   }
 
@@ -188,7 +195,7 @@ class Router {
     return !known.younger.contains(low << 16 | high);
   }
 
-  void obey() {
+  void apply_change() {
     const int caller = accept4(control_, nullptr, nullptr, SOCK_CLOEXEC);
     if (caller < 0) return;
     char text[256] = {};

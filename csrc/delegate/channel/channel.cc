@@ -9,8 +9,8 @@
 namespace adaptra::delegate {
 namespace {
 
-// A peer's process has ended if its host refuses connections on every path, and still does so long after the last one was lost.
-// How slow either process is doesn't matter: what counts is when the host was asked, not for how long nothing was heard.
+// A peer's process has ended if its host refuses connections on every path, and still does this long after the last path was
+// lost. How slow either process is doesn't matter: what counts is when the host was asked, not how long nothing was heard.
 constexpr Clock::duration kGoneAfter = std::chrono::milliseconds(500);
 
 }  // namespace
@@ -47,7 +47,7 @@ void Channel::control(Connection& connection, const Frame& frame, std::span<cons
   switch (frame.kind) {
     case FrameKind::kHeartbeat: return;
     case FrameKind::kBye:
-      // It is said on every path, and what was said before it on another one may still be on its way.
+      // A bye is sent on every path, and frames sent before it on another path may still be on their way.
       is_peer_leaving_ = true;
       return fail_path(*path, "its peer closed its transport");
     case FrameKind::kExpose: return fail_path(*path, "got a frame that belongs to another wire");

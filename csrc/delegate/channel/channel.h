@@ -1,4 +1,4 @@
-// What both ends of a channel do: keep its paths alive and tell a dead path from a dead peer.
+// The part that both ends of a channel share: keeps its paths alive and tells a dead path from a dead peer.
 #pragma once
 
 #include <chrono>
@@ -29,7 +29,7 @@ struct Timing {
   Clock::duration retry_at_most = std::chrono::seconds(1);   // ... up to this
 };
 
-// What a channel needs of the engine that it belongs to.
+// The services that a channel needs of its engine.
 class Host {
  public:
   virtual ~Host() = default;
@@ -38,7 +38,7 @@ class Host {
   [[nodiscard]] virtual std::shared_ptr<const Pages> make_pages(std::size_t bytes) = 0;
   // Open a connection; the channel's connected() or not_connected() follows.
   virtual void open(const Address& address) = 0;
-  // flush() is wanted before the engine waits again.
+  // Have the channel's flush() called before the engine waits again.
   virtual void wants_flush(class Channel& channel) = 0;
 };
 
@@ -48,9 +48,9 @@ class Channel : public Sink {
   Channel(Host& host, const Address& address, std::uint32_t peer, const std::vector<std::string>& paths);
   ~Channel() override = default;
 
-  // A proven socket of this channel.
+  // Takes over a proven socket of this channel.
   void connected(Descriptor socket, const Address& address, bool opened_here);
-  // Nobody could be connected to.
+  // Records that a connection could not be opened.
   void not_connected(const Address& address, const std::string& reason);
 
   void tick(Clock::time_point now);
@@ -62,7 +62,7 @@ class Channel : public Sink {
   // Whether any connection is left.
   [[nodiscard]] bool is_connected() const { return paths_.any_up(); }
 
-  // No message will be exchanged any more; what is pending fails. end() keeps the connections, for a good-bye.
+  // End the exchange of messages; pending ones fail. end() keeps the connections, for a good-bye.
   void end(const std::string& reason);
   void fail(const std::string& reason);
 
@@ -75,19 +75,19 @@ class Channel : public Sink {
   void failed(Connection& connection, std::string reason) final;
 
  protected:
-  // What each end adds. `path` has just come up, or has just failed.
+  // Hooks for the two ends. `path` has just come up, or has just failed.
   virtual void path_up(std::size_t path, Connection& connection) = 0;
   virtual void path_failed(std::size_t path) = 0;
   virtual void opening_failed(const Address& address, const std::string& reason) = 0;
-  // A frame of the channel's own; an empty answer, or why no honest peer sends it.
+  // Handles a frame of the channel's own. Returns nothing, or why no honest peer sends it.
   [[nodiscard]] virtual std::string handle(Connection& connection, const Frame& frame, std::span<const std::byte> payload) = 0;
   virtual void every_tick(Clock::time_point now) = 0;
   [[nodiscard]] virtual bool has_pending() const = 0;
   virtual void fail_pending(const std::string& reason) = 0;
-  // Whether an absence of all paths counts against the peer, though none was ever up.
+  // Whether it counts against the peer that no path is up, though none ever was.
   [[nodiscard]] virtual bool opens() const = 0;
 
-  // Whether no message moves any more for want of a path.
+  // Whether messages wait because no path is up.
   [[nodiscard]] bool is_cut_off() const { return has_pending() && (ever_up_ || opens()) && !paths_.any_up(); }
   void fail_path(std::size_t path, const std::string& reason);
   void send_control(Connection& connection, const Frame& frame, std::span<const std::byte> payload = {});

@@ -1,4 +1,4 @@
-// Which bytes of a message are there.
+// Sets of byte ranges: the bytes of a message that have arrived.
 #pragma once
 
 #include <algorithm>
@@ -42,19 +42,19 @@ class Intervals {
     }
   }
 
-  // Where the stretch ends that `begin` lies in; `begin` itself if that is in none.
+  // The end of the stretch in which `begin` lies; `begin` itself if it lies in none.
   [[nodiscard]] std::uint64_t end_of(std::uint64_t begin) const {
     const auto after = stretches_.upper_bound(begin);
     return after == stretches_.begin() ? begin : std::max(begin, std::prev(after)->second);
   }
 
-  // Where the next stretch begins behind `begin`, at most `end`.
+  // The beginning of the next stretch behind `begin`, at most `end`.
   [[nodiscard]] std::uint64_t next_after(std::uint64_t begin, std::uint64_t end) const {
     const auto after = stretches_.upper_bound(begin);
     return after == stretches_.end() ? end : std::min(end, after->first);
   }
 
-  // Ends by their beginnings.
+  // The end of each stretch, by its beginning.
   [[nodiscard]] const std::map<std::uint64_t, std::uint64_t>& stretches() const { return stretches_; }
 
   void clear() { stretches_.clear(); }

@@ -12,7 +12,7 @@
 
 namespace adaptra::delegate {
 
-// A path is up while at least one of its connections is established, and fails as a whole when any of them fails: what was
+// A path is up while at least one of its connections is established. It fails as a whole when any of them fails, as chunks
 // posted on the others may wait for what was lost.
 class Paths {
  public:
@@ -38,7 +38,7 @@ class Paths {
   [[nodiscard]] bool has(const Address& address) const;
   void add(const Address& address, std::unique_ptr<Connection> connection);
 
-  // Returns the path whose connection can be used from now on.
+  // Records that a connection can be used from now on. Returns its path.
   std::size_t established(const Connection& connection, Clock::time_point now);
   [[nodiscard]] std::optional<std::size_t> path_of(const Connection& connection) const;
 
@@ -46,17 +46,17 @@ class Paths {
   bool fail(std::size_t path, std::string reason);
   void reap() { closed_.clear(); }
 
-  // Nobody could be connected to. Whether the peer's host refused is what tells a process that has ended from one that is slow:
-  // for as long as a process lives, its host takes connections on its behalf.
+  // Records how an attempt to connect ended. A refusal by the peer's host tells a process that has ended from one that is slow.
+  // A host takes connections on behalf of each process that lives.
   void record_attempt(std::size_t path, bool was_refused, Clock::time_point now);
-  // When each path had been refused, as far as is known by its last attempt; nothing unless all were.
+  // The earliest refusal, if the last attempt on each path was refused; else nothing.
   [[nodiscard]] std::optional<Clock::time_point> all_refused_at() const;
 
-  // The path to use: the best that has been up for `healthy_for`, or the present one, or any that is up, the best first.
+  // Chooses the path to use: the best that has been up for `healthy_for` or is the present one, else the best that is up.
   [[nodiscard]] std::optional<std::size_t> choose(std::optional<std::size_t> present, Clock::time_point now,
                                                   Clock::duration healthy_for) const;
 
-  // A path that is up but has a connection from which nothing came for longer than `silence`.
+  // A path that is up, but one of its connections has heard nothing for longer than `silence`.
   [[nodiscard]] std::optional<std::size_t> find_silent(Clock::time_point now, Clock::duration silence) const;
 
   // Whether some connection may still read this message.

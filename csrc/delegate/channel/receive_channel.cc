@@ -8,7 +8,7 @@
 namespace adaptra::delegate {
 namespace {
 
-// Of one message, told to a source that asks what is here; the rest comes again.
+// The most stretches of one message that are told to a source that asks. The rest is sent again.
 constexpr std::size_t kMostStretches = 4096;
 
 }  // namespace
@@ -101,7 +101,7 @@ std::span<std::byte> ReceiveChannel::place(const Frame& chunk, std::string& refu
     slot->sequence = chunk.sequence;
     slot->covered.clear();
   }
-  // Where chunks were cut differently on another path, what overlaps has to come again.
+  // Chunks may have been cut differently on another path: the overlap has to come again.
   slot->covered.remove(chunk.offset, end);
   return slot->pages->memory().bytes.subspan(chunk.offset, chunk.length);
 }
@@ -123,7 +123,7 @@ void ReceiveChannel::chunk(Connection& connection, const Frame& chunk) {
   if (slot.covered.covers(0, chunk.total)) complete(chunk.slot, connection);
 }
 
-// What is not in the message's slot can't be told from what is corrupted in it.
+// Finds the slot of a message that came without its header. A message that is in none can't be told from a corrupted one.
 void ReceiveChannel::bare_message(Connection& connection, std::uint32_t bytes, std::uint32_t checksum) {
   const auto path = paths_.path_of(connection);
   if (!path) return;
@@ -251,15 +251,16 @@ void ReceiveChannel::every_tick(Clock::time_point now) {
 }
 
 void ReceiveChannel::tell(const Frame& frame) {
-  // The path on which the source speaks is the one on which it listens; if that is gone it asks again on the next.
+  // The source listens on the path on which it sends. If that is gone, it asks again on the next.
   if (path_ && paths_.is_up(*path_)) send_control(*paths_[*path_].up.front(), frame);
 }
 
-// The source has closed these, but what they carried may still be on its way here, and slots will be granted again.
+// Fails the paths that the source has given up. Chunks that they carried may still be on their way here, and slots will be
+// granted again.
 void ReceiveChannel::give_up_paths(std::uint64_t down) {
   for (std::size_t path = 0; path < paths_.size(); ++path) {
     if ((down >> path & 1) == 0 || path == path_ || !paths_.is_up(path)) continue;
-    // A path that was just opened again, and on which the source has said nothing yet, is not the one that it means.
+    // A path that was just opened again, and on which the source has sent nothing yet, is not meant.
     const auto is_known = [&](Connection* connection) { return connection->heard() > paths_[path].up_since; };
     if (std::any_of(paths_[path].up.begin(), paths_[path].up.end(), is_known)) fail_path(path, "its peer gave it up");
   }

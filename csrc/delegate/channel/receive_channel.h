@@ -16,20 +16,20 @@
 
 namespace adaptra::delegate {
 
-// A slot takes messages of one size only, and there are as many of each size as the program said that it holds at a time: a
-// message that is here early never takes the room of one that is needed now. Slots are made when the first message of their
-// size is announced or expected, so a channel that nobody uses costs nothing.
+// A slot takes messages of one size only. There are as many slots of each size as the program said that it holds messages at a
+// time. So a message that is here early never takes the room of one that is needed now. Slots are made when the first message
+// of their size is announced or expected, so a channel that nobody uses costs nothing.
 class ReceiveChannel final : public Channel {
  public:
   ReceiveChannel(Host& host, const Address& address, const std::vector<std::string>& paths);
 
-  // At least this many slots for messages of `bytes` bytes; slots are never taken back.
+  // Provides at least `count` slots for messages of `bytes` bytes; slots are never taken back.
   void reserve(std::uint64_t bytes, std::size_t count);
 
   // Expect the next message. Receives are matched with messages in order.
   void post(std::shared_ptr<Request> request, std::uint64_t bytes);
 
-  // The message in this slot is no longer needed.
+  // Frees this slot: its message is no longer needed.
   void release(std::uint32_t slot);
 
   [[nodiscard]] std::span<std::byte> place(const Frame& chunk, std::string& refusal) override;

@@ -17,14 +17,14 @@ namespace adaptra::delegate {
 enum class Outcome {
   kPending,
   kDone,    // sent and acknowledged, or arrived
-  kOther,   // the next message is of another size than the receive expects; bytes() is its head
-  kFailed,  // will never be exchanged; error() says why
+  kOther,   // the next message is of another size than the receive expects; text() is its head
+  kFailed,  // will never be exchanged; text() says why
 };
 
 // Completed once, by the engine; waited for by any thread.
 class Request {
  public:
-  // Memory of a message to send, kept until it is done; nothing for a receive.
+  // `message` is the memory of a message to send, kept until it is done; nothing for a receive.
   explicit Request(std::shared_ptr<const Pages> message = nullptr) : pages_(std::move(message)) {}
 
   // Waits until the outcome is known or `timeout` is over.
@@ -68,7 +68,7 @@ class Request {
     finish(Outcome::kFailed, [&] { text_ = std::move(why); });
   }
 
-  // The rest is for after the outcome is known.
+  // Valid once the outcome is known.
   [[nodiscard]] const std::shared_ptr<const Pages>& pages() const { return pages_; }
   [[nodiscard]] std::uint32_t slot() const { return slot_; }
   [[nodiscard]] Clock::time_point moment() const { return moment_; }

@@ -10,9 +10,9 @@ namespace adaptra::delegate {
 namespace {
 
 constexpr std::size_t kMostSlots = 1U << 16;
-// What is sent again at once where a path has failed, without asking what has arrived of it.
+// A message of at most this size is sent again at once when its path fails, without asking what has arrived of it.
 constexpr std::uint64_t kMostAgain = 512U << 10;
-// A message whose path keeps failing is cut into smaller chunks, down to this: a chunk that is cut off comes again.
+// A message whose path keeps failing is cut into smaller chunks, down to this size: a chunk that is cut off comes again.
 constexpr std::uint32_t kLeastChunkBytes = 16U << 10;
 constexpr std::uint32_t kMostHalvings = 5;
 constexpr Clock::duration kProbeEvery = std::chrono::milliseconds(300);
@@ -68,7 +68,7 @@ void SendChannel::path_failed(std::size_t path) {
     if ((message.paths & bit) == 0) continue;
     message.cursor = 0;
     message.there.clear();
-    // To ask takes a round trip, which is more than it takes to send a little again.
+    // Asking takes a round trip, which is longer than sending a short message again.
     message.is_unknown = message.total > kMostAgain;
     ++message.cuts;
     message.paths = 0;
@@ -91,8 +91,8 @@ void SendChannel::path_failed(std::size_t path) {
   pump();
 }
 
-// The destination opens all connections. A source without any opens one on each path only to learn whether there is a process
-// behind it, which is all that either end does with such a connection.
+// Asks on each path whether the destination's process lives. The destination opens all connections of a channel. A source that
+// has none left opens one only to learn whether a process answers, and both ends close it at once.
 void SendChannel::probe_peer(Clock::time_point now) {
   if (!is_cut_off() || probing_ != 0 || now < probe_not_before_) return;
   probe_not_before_ = now + kProbeEvery;
@@ -127,8 +127,8 @@ void SendChannel::choose_path(Clock::time_point now) {
   pump();
 }
 
-// Acknowledgements and grants may have been lost with a path: have them repeated. What a path that was given up here still
-// carries must reach no slot any more, so its other end is told to give it up as well.
+// Has acknowledgements and grants repeated, as some may have been lost with a path. Chunks on a path that was given up here
+// must reach no slot any more. So the destination is told to give that path up as well.
 void SendChannel::resync() {
   announced_.reset();
   std::uint64_t down = 0;
@@ -167,7 +167,7 @@ std::string SendChannel::handle(Connection&, const Frame& frame, std::span<const
 
 void SendChannel::granted(const Frame& frame) {
   const auto [found, is_new] = generations_.try_emplace(frame.slot, frame.generation);
-  if (!is_new && frame.generation <= found->second) return;  // said again after a path had failed
+  if (!is_new && frame.generation <= found->second) return;  // repeated after a path had failed
   found->second = frame.generation;
   free_[frame.total].push_back({frame.slot, frame.generation});
   pump();
@@ -257,7 +257,7 @@ void SendChannel::writable(Connection&) {
   pump();
 }
 
-// Messages that were acknowledged and that no connection reads any more are done.
+// Completes messages that were acknowledged and that no connection reads any more.
 void SendChannel::retire(Clock::time_point now) {
   std::erase_if(lingering_, [&](Outgoing& message) {
     if (paths_.holds(message.message->memory())) return false;
@@ -266,7 +266,8 @@ void SendChannel::retire(Clock::time_point now) {
   });
 }
 
-// The destination makes slots for a message of this size when it hears of the first, and compares with what it expects.
+// Sends the head of a message ahead of it. The destination makes slots for messages of its size, and compares it with the
+// receive that it expects.
 void SendChannel::announce(const Outgoing& message) {
   if (announced_ == message.sequence) return;
   announced_ = message.sequence;
@@ -311,8 +312,8 @@ void SendChannel::post(Outgoing& message, Connection& connection) {
   wants_flush();
 }
 
-// Whether a message is one chunk, and the next that completes at the destination: all before it that are not acknowledged went
-// the same way, whose order is kept.
+// Whether a message is one chunk, and will be the next to complete at the destination. All messages before it that are not
+// acknowledged must have gone the same way, whose order is kept.
 bool SendChannel::is_next_to_complete(const Outgoing& message, std::uint64_t length) const {
   const std::uint64_t here = std::uint64_t{1} << *path_;
   return length == message.total && paths_[*path_].up.size() == 1 &&

@@ -17,9 +17,9 @@
 
 namespace adaptra::delegate {
 
-// As many messages are in flight as the destination has granted slots: that is all the window there is, so the rate doesn't
-// fall with latency until the receiver's memory is full. How many bytes of them are under way at a time is the wire's business,
-// and a path that can't hold enough of them is widened by further connections.
+// The destination's slots are the only window: as many messages are in flight as slots are granted. So the rate doesn't fall
+// with latency until the receiver's memory is full. The wire decides how many bytes of them are under way at a time. A path
+// that can't hold enough bytes is widened by further connections.
 class SendChannel final : public Channel {
  public:
   SendChannel(Host& host, const Address& address, const std::vector<std::string>& paths);
@@ -28,7 +28,7 @@ class SendChannel final : public Channel {
   void submit(std::shared_ptr<Request> request, std::shared_ptr<const Pages> message, std::size_t bytes,
               Clock::time_point posted_at);
 
-  // The destination has answered what probe_peer() asked.
+  // Ends a probe that probe_peer() began: the destination lives.
   void probe_answered(const Address& address);
 
   [[nodiscard]] std::span<std::byte> place(const Frame& chunk, std::string& refusal) override;
@@ -51,7 +51,7 @@ class SendChannel final : public Channel {
     std::uint64_t cursor = 0;  // bytes posted
     std::optional<Grant> grant;
     std::uint64_t paths = 0;  // bit k: some chunk was posted on path k
-    Intervals there;          // what the destination said it has, since a path had failed
+    Intervals there;          // bytes that the destination said it has after a path had failed
     std::uint32_t cuts = 0;   // how often a path failed that had carried a part of it
     bool is_unknown = false;  // the destination has not said yet what it has
     bool is_begun = false;

@@ -1,4 +1,4 @@
-// What a channel counts, readable by any thread without a lock.
+// Counters of a channel, readable by any thread without a lock.
 #pragma once
 
 #include <atomic>
@@ -22,6 +22,7 @@ struct Stats {
   std::atomic<std::uint64_t> corrupted{0};       // chunks whose checksum was wrong
   std::atomic<std::uint64_t> path_failures{0};   // paths that were up and failed
   std::atomic<std::uint64_t> path_changes{0};    // times the traffic moved to another path
+
   // The longest time from the last sign of life on the path that carried the traffic until another one did that was up.
   std::atomic<std::uint64_t> longest_outage_ns{0};
   std::atomic<std::uint64_t> connections{0};  // connections in use on the path that carries traffic

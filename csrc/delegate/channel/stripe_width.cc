@@ -10,15 +10,15 @@ namespace {
 using Seconds = std::chrono::duration<double>;
 
 constexpr Clock::duration kUpdateEvery = std::chrono::milliseconds(100);
-// A rate within these of the one before is the same.
+// A rate within these factors of the one before counts as the same.
 constexpr double kNotMore = 1.1, kNotLess = 0.8;
-// Looks until more connections have to bring more: new ones start slowly.
+// Updates until more connections have to bring more: new ones start slowly.
 constexpr std::uint32_t kPatience = 10;
-// Of the best rate, from one look to the next: what a link once carried it may not carry any more.
+// The part of the best rate that is forgotten from one update to the next: a link may carry less than it once did.
 constexpr double kForgotten = 0.05;
-// What busy hosts add to a round trip.
+// The time that busy hosts add to a round trip.
 constexpr Clock::duration kCommon = std::chrono::milliseconds(10);
-// Of a round trip: what queues on a link that is full.
+// The part of a round trip for which packets queue on a full link.
 constexpr double kQueue = 0.25;
 
 }  // namespace
@@ -33,7 +33,8 @@ std::optional<std::uint32_t> StripeWidth::update(std::span<const Pace> paces, Cl
   find_stale(paces, under_way);
   if (paces.size() < wanted_ || !are_limited(paces)) return std::nullopt;
   if (paces.size() - stale_count_ < used_) {
-    // Those in use have become stale: others in their place. What they carry says nothing about the link.
+    // Connections in use have become stale, so others are made in their place. The rate of stale ones says nothing about the
+    // link.
     rate_.when_widened = 0;
     updates_tried_ = 0;
   } else {
@@ -65,7 +66,7 @@ bool StripeWidth::measure(std::span<const Pace> paces, Clock::duration passed, s
     round_trip_ = std::max(round_trip_, pace.round_trip);
   }
   const std::uint64_t before = std::exchange(delivered_, delivered);
-  // A time with nothing to send says nothing about the connections.
+  // An interval with little to send says nothing about the connections.
   if (before == 0 || delivered < before || busy < passed / 2) return false;
   rate_.now = static_cast<double>(delivered - before) / Seconds(busy).count();
   rate_.best = std::max(rate_.now, (1 - kForgotten) * rate_.best);
@@ -86,7 +87,7 @@ void StripeWidth::find_stale(std::span<const Pace> paces, std::uint64_t under_wa
 bool StripeWidth::are_limited(std::span<const Pace> paces) const {
   for (std::size_t k = 0; k < paces.size(); ++k) {
     if (is_excluded(k, paces.size()) || stale_[k]) continue;
-    // Where bytes queue the link is full, whatever else holds the connection up.
+    // A link on which bytes queue is full, whatever else holds the connection up.
     const bool is_queueing = paces[k].round_trip > (1 + kQueue) * Seconds(paces[k].believed_round_trip) + kCommon;
     if (!paces[k].is_limited || is_queueing) return false;
   }
@@ -95,7 +96,7 @@ bool StripeWidth::are_limited(std::span<const Pace> paces) const {
 
 bool StripeWidth::is_excluded(std::size_t connection, std::size_t count) const noexcept {
   const auto is_stale = [this](std::size_t k) { return k < stale_.size() && stale_[k]; };
-  // Where all are stale the newest know best.
+  // If all are stale, the newest know best.
   if (stale_count_ >= count) return connection + used_ < count;
   std::size_t better = 0;
   for (std::size_t k = 0; k < connection; ++k) better += is_stale(k) ? 0 : 1;

@@ -19,7 +19,7 @@ namespace {
 constexpr std::size_t kMostPending = 64;
 constexpr std::size_t kMostRefusals = 256;
 constexpr int kBacklog = 128;
-// Before callers are looked at again for whom there was no descriptor.
+// Pause before callers are accepted again for whom there was no descriptor.
 constexpr Clock::duration kPause = std::chrono::milliseconds(100);
 
 }  // namespace
@@ -34,7 +34,7 @@ class Connector::Listener : public Handler {
 
   void ready(std::uint32_t) override {
     if (connector_.accept(socket_.get(), path_)) return;
-    // The caller stays in line, and epoll would tell of it without end.
+    // The caller stays in the backlog, and epoll would report it without end.
     connector_.poller_.modify(socket_.get(), 0, *this);
     rests_until_ = Clock::now() + kPause;
   }
@@ -100,7 +100,7 @@ class Connector::PendingHandshake : public Handler {
  private:
   [[nodiscard]] bool is_connecting() const { return opened_here && !connected_; }
 
-  // Moves the talk on as far as bytes allow. False if it came to an end.
+  // Moves the handshake on as far as bytes allow. False if it came to an end.
   bool advance() {
     while (true) {
       if (!write()) return false;
@@ -108,9 +108,9 @@ class Connector::PendingHandshake : public Handler {
         connector_.admit(*this);
         return false;
       }
-      if (state_ == Handshake::State::kDone) return true;  // only with a full socket buffer: its end comes with EPOLLOUT
+      if (state_ == Handshake::State::kDone) return true;  // the socket buffer is full: the rest goes with EPOLLOUT
       const std::size_t wanted = handshake.wanted() - received_;
-      // Never a byte more than the talk has: what follows belongs to the connection's wire.
+      // Reads no byte beyond the handshake: those belong to the connection's wire.
       const ssize_t got = recv(socket_.get(), part_.data() + received_, wanted, 0);
       if (got < 0 && (errno == EAGAIN || errno == EINTR)) return true;
       if (got < 0) return reject(error_text(errno));
@@ -202,7 +202,7 @@ bool Connector::accept(int listener, std::uint32_t path) {
         note("callers", error_text(error) + ": expected a higher limit of open files (ulimit -n)");
         return false;
       }
-      return true;  // none left, or the caller has gone again
+      return true;  // no caller is left, or it has gone again
     }
     make_room();
     pending_.push_back(std::make_unique<PendingHandshake>(*this, std::move(socket), Handshake::accept(own_, make_nonce()),
@@ -210,7 +210,7 @@ bool Connector::accept(int listener, std::uint32_t path) {
   }
 }
 
-// Who floods the door loses its own places: an honest peer from elsewhere keeps its.
+// Rejects the oldest caller from the address that has most of them. So a host that floods this rank loses only its own places.
 void Connector::make_room() {
   std::map<std::string, std::size_t> places;
   std::size_t taken = 0;

@@ -1,5 +1,5 @@
-// Where connections come in and go out: listens on the job's interfaces only, opens what this rank wants, and lets nobody in
-// who has not proved the job's secret. Strangers cost a bounded number of descriptors for a bounded time.
+// Makes and accepts connections, and admits only peers that have proved to know the job's secret. It listens on the job's
+// interfaces only. Strangers cost a bounded number of descriptors for a bounded time.
 #pragma once
 
 #include <cstdint>
@@ -16,14 +16,14 @@
 
 namespace adaptra::delegate {
 
-// A stranger who was turned away: from where, how often, and why the first time.
+// A stranger that was rejected: from where, how often, and why the first time.
 struct Refusal {
   std::string from;
   std::string reason;
   std::uint64_t count = 0;
 };
 
-// Where a path's sockets begin and end.
+// One end of a path's sockets.
 struct Endpoint {
   std::string host;  // a numeric address
   std::uint16_t port = 0;
@@ -31,7 +31,7 @@ struct Endpoint {
 
 class Connector {
  public:
-  // Who uses proven connections. Neither call may destroy the connector.
+  // The user of proven connections. None of these calls may destroy the connector.
   class Owner {
    public:
     virtual ~Owner() = default;
@@ -53,7 +53,7 @@ class Connector {
   // within this call.
   void open(const Address& address, const std::string& local, const Endpoint& remote);
 
-  // Turn away who takes too long, and free what has ended. Not called from within a handler.
+  // Reject handshakes that take too long, and free those that have ended. Not called from within a handler.
   void tick(Clock::time_point now);
 
   void stop_listening();
@@ -64,7 +64,7 @@ class Connector {
   class Listener;
   class PendingHandshake;
 
-  // False if the system had no room for a caller, who stays in line.
+  // False if the system had no room for a caller, which then stays in the backlog.
   [[nodiscard]] bool accept(int listener, std::uint32_t path);
   void make_room();
   [[nodiscard]] bool is_own_greeting(const Handshake& handshake) const;

@@ -18,7 +18,7 @@ namespace {
 constexpr std::string_view kMagic = "adhs";
 constexpr unsigned kVersion = 2;
 constexpr std::size_t kNonceAt = 24;
-// Of one length, so that what follows them is in the same place.
+// Both have one length, so that the fields behind them are in the same place.
 constexpr std::string_view kOpener = "adaptra opener 2  ", kAcceptor = "adaptra acceptor 2";
 static_assert(kOpener.size() == kAcceptor.size());
 
@@ -114,7 +114,7 @@ Handshake::State Handshake::greeted() {
   return State::kTalking;
 }
 
-// The greeting says which rank opens; the ranks stand here once more in the order of prover and listener.
+// Computes the proof of one side. The hello says which rank opens; here the ranks stand once more, the prover first.
 Digest Handshake::proof(bool of_opener) const {
   std::array<std::byte, 8> ranks{};
   std::vector<std::byte> told(kOpener.size() + own_.session.size() + ranks.size() + hello_.size() + challenge_.size());

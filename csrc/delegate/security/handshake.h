@@ -1,14 +1,14 @@
-// How the two sides of a new connection prove to each other that they know the job's secret.
+// Mutual authentication: the two sides of a new connection prove to each other that they know the job's secret.
 //
-//   opener → acceptor   hello          56 bytes: magic, version, which connection this is, who opens it, the opener's fresh
-//   nonce acceptor → opener   challenge      32 bytes: the acceptor's fresh nonce opener → acceptor   proof          32 bytes:
-//   HMAC(secret, "opener"   + session + both ranks + hello + challenge) acceptor → opener   confirmation   32 bytes:
-//   HMAC(secret, "acceptor" + session + both ranks + hello + challenge)
+//   opener → acceptor   hello          56 bytes: magic, version, which connection this is, who opens it, a fresh nonce.
+//   acceptor → opener   challenge      32 bytes: the acceptor's fresh nonce.
+//   opener → acceptor   proof          32 bytes: HMAC(secret, "opener" + session + both ranks + hello + challenge).
+//   acceptor → opener   confirmation   32 bytes: HMAC(secret, "acceptor" + session + both ranks + hello + challenge).
 //
-// Every part has a fixed size, so no length is believed before the proof; a stranger is told nothing but a random number. A
+// Every part has a fixed size, so no length is believed before the proof. A stranger is told nothing but a random number. A
 // recorded handshake is worthless, because the other side's nonce is another each time. A proof serves one rank, in one role,
-// towards one other rank: nobody can get a rank to make the one by which that rank, or a third one, would be deceived. This is
-// the talk alone: connector.h moves the bytes. What it guards against, and what not, is in docs/security.md.
+// towards one other rank. So nobody can get a rank to make a proof that deceives that rank, or a third one. This file has the
+// parts alone: connector.h moves the bytes. docs/security.md says what the handshake guards against, and what not.
 #pragma once
 
 #include <array>
@@ -26,7 +26,7 @@ namespace adaptra::delegate {
 using Secret = std::array<std::byte, 32>;
 using Nonce = std::array<std::byte, 32>;
 
-// What a rank proves itself with: all engines that join each other have the same secret and session.
+// The credentials of a rank. All engines that join each other have the same secret and session.
 struct Credentials {
   Secret secret{};
   Digest session{};
@@ -50,17 +50,17 @@ class Handshake {
   // Bytes to be sent now; each is returned once.
   [[nodiscard]] std::vector<std::byte> output();
 
-  // How many bytes the next part has.
+  // The size of the next part in bytes.
   [[nodiscard]] std::size_t wanted() const;
 
-  // The next part: exactly wanted() bytes.
+  // Takes the next part: exactly wanted() bytes.
   State receive(std::span<const std::byte> part);
 
-  // Which connection it is; proven once the state is kDone.
+  // The connection that the hello names; proven once the state is kDone.
   [[nodiscard]] const Address& address() const { return address_; }
   // The opener's nonce, once it is known.
   [[nodiscard]] std::span<const std::byte, sizeof(Nonce)> nonce() const;
-  // Why it was refused.
+  // The reason why it was refused.
   [[nodiscard]] const std::string& reason() const { return reason_; }
 
  private:

@@ -41,8 +41,8 @@ std::uint64_t load(const std::byte* from) noexcept {
 
 #if defined(__x86_64__)
 
-// The instruction takes three cycles but one can start in each, so three stretches are summed at a time and then joined: the
-// sum of a stretch is moved over the bytes behind it by a linear map of its 32 bits, kept as four tables.
+// The instruction takes three cycles, but one can start in each. So three stretches are summed at a time and then joined.
+// Joining moves the sum of a stretch over the bytes behind it. That is a linear map of its 32 bits, kept as four tables.
 constexpr std::size_t kStretch = 4096;
 
 using Map = std::array<std::uint32_t, 32>;
@@ -103,9 +103,9 @@ std::uint32_t shifted(std::uint32_t crc) noexcept {
   return ~last;
 }
 
-// Folding (Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", 2009): 128 bits that stand
-// `distance` bits ahead of others may be multiplied by powers of x modulo the polynomial and added to those. Sixteen such parts
-// are kept in four registers of 512 bits; the checksum of the last 128 bits is that of everything.
+// Folding: 128 bits that stand `distance` bits ahead of others may be multiplied by powers of x modulo the polynomial and added
+// to those. Sixteen such parts are kept in four registers of 512 bits. The checksum of the last 128 bits is that of everything.
+// See Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", 2009.
 constexpr std::uint64_t power_of_x(std::size_t exponent) {
   std::uint32_t reversed = 0x80000000;  // the polynomial 1, bits reversed
   for (std::size_t k = 0; k < exponent; ++k) reversed = (reversed >> 1) ^ ((reversed & 1) != 0 ? kPolynomial : 0);
@@ -123,8 +123,10 @@ constexpr Folding folding(std::size_t distance) {
 
 constexpr Folding kOverOne = folding(128), kOverFour = folding(512), kOverSixteen = folding(2048);
 constexpr std::size_t kWide = 256;  // bytes in four registers
-// A message to be sent is in no near cache, and the processor by itself fetches ahead only to the end of a page. Asked for so
-// far ahead its bytes are there in time: then the checksum and the kernel's copy after it take little longer than a copy alone.
+
+// Bytes fetched ahead. A message to be sent is in no near cache, and the processor by itself fetches ahead only to the end of a
+// page. From this far ahead its bytes are there in time. The checksum and the kernel's copy after it then take little longer
+// than a copy alone.
 constexpr std::size_t kAhead = 2048;
 
 [[gnu::target("avx512f,vpclmulqdq")]] __m512i folded(__m512i ahead, const Folding& over, __m512i behind) noexcept {
@@ -145,7 +147,7 @@ constexpr std::size_t kAhead = 2048;
   sums[0] = _mm512_xor_si512(sums[0], _mm512_set_epi64(0, 0, 0, 0, 0, 0, 0, first));
   for (at += kWide, left -= kWide; left >= kWide; at += kWide, left -= kWide) {
     for (std::size_t k = 0; k < 4; ++k) {
-      _mm_prefetch(reinterpret_cast<const char*>(at) + kAhead + 64 * k, _MM_HINT_T0);  // of no address is it an error
+      _mm_prefetch(reinterpret_cast<const char*>(at) + kAhead + 64 * k, _MM_HINT_T0);  // no address is an error
       sums[k] = folded(sums[k], kOverSixteen, _mm512_loadu_si512(at + 64 * k));
     }
   }

@@ -1,4 +1,4 @@
-// CRC32C (Castagnoli, RFC 3720 appendix B.4): of a message's chunks and of frame headers.
+// CRC32C (Castagnoli, RFC 3720 appendix B.4), the checksum of a message's chunks and of frame headers.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace adaptra::delegate {
 
-// The checksum of `bytes`, or of what came before them with the checksum `before` and then `bytes`. Uses the processor's own
+// The checksum of `bytes`; with `before`, of the bytes whose checksum that is followed by `bytes`. Uses the processor's own
 // instruction where it has one.
 [[nodiscard]] std::uint32_t crc32c(std::span<const std::byte> bytes, std::uint32_t before = 0) noexcept;
 

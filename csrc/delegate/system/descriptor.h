@@ -16,7 +16,7 @@ class Descriptor {
     if (number_ >= 0) forks::hold(number_);
   }
   ~Descriptor() {
-    // In a forked child the number is closed, or somebody else's by now.
+    // In a forked child the number is closed, or another descriptor's by now.
     if (const int number = release(); number >= 0 && generation_ == forks::generation()) close(number);
   }
   Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)), generation_(other.generation_) {}

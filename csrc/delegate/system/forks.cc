@@ -22,7 +22,7 @@ struct Held {
 Held& held() {
   static Held* const made = [] {
     auto* const fresh = new Held;
-    // No thread is in the middle of a change while the process is copied.
+    // Keeps other threads from changing the list while the process is copied.
     pthread_atfork([] { held().mutex.lock(); }, [] { held().mutex.unlock(); },
                    [] {
                      for (const int descriptor : held().descriptors) close(descriptor);

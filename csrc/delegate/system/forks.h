@@ -1,5 +1,5 @@
-// What a forked child must not keep: its parent's sockets. While any process has one open its peer is told nothing of its end,
-// so the children of a rank that was killed would keep it alive in the eyes of the others.
+// Sockets that forked children must not keep. While any process has a socket open, its peer is told nothing of its end. So the
+// children of a rank that was killed would keep it alive in the eyes of the others.
 #pragma once
 
 namespace adaptra::delegate::forks {
@@ -8,7 +8,7 @@ namespace adaptra::delegate::forks {
 void hold(int descriptor);
 void forget(int descriptor) noexcept;
 
-// A number that is another one in a forked child: what was made under an earlier one is the parent's.
+// A number that differs in a forked child: objects made under an earlier one are the parent's.
 [[nodiscard]] unsigned generation() noexcept;
 
 }  // namespace adaptra::delegate::forks

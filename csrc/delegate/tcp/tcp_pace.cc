@@ -13,13 +13,13 @@
 namespace adaptra::delegate {
 namespace {
 
-// On a shorter link a window that is full says only that the receiver is slow.
+// Round trip of a long link. On a shorter one a full window says only that the receiver is slow.
 constexpr std::chrono::microseconds kLong{2000};
 constexpr std::string_view kSteady = "cubic", kStopping = "bbr";
-// A connection is lossy if of so many packets more than one in a hundred was repeated.
+// Packets between two checks for loss. A connection is lossy if more than one in a hundred was repeated.
 constexpr std::uint64_t kPackets = 1000;
 
-// The round trip by which the congestion control sizes its window: only BBR has such a number, and tells it.
+// The round trip by which the congestion control sizes its window: only BBR has such a number, and reports it.
 std::chrono::microseconds believed_round_trip(int socket, std::uint32_t measured_us) noexcept {
   tcp_cc_info control{};
   socklen_t size = sizeof control;
@@ -35,7 +35,7 @@ TcpPace::TcpPace(int socket) {
   if (getsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, name, &size) != 0) return;
   const std::string_view systems(name, strnlen(name, size));
   if (!systems.starts_with(kStopping)) return;
-  // Refused where the system allows no other.
+  // The system may allow no other; then BBR stays.
   if (setsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, kSteady.data(), kSteady.size()) == 0) systems_ = systems;
 }
 

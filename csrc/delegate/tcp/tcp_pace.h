@@ -1,4 +1,4 @@
-// What the kernel tells about a TCP connection's pace, and what sets it: its congestion control.
+// The pace of a TCP connection: what the kernel reports of it, and the congestion control that sets it.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,14 @@
 
 namespace adaptra::delegate {
 
-// BBR all but stops for a fifth of a second and a round trip every ten seconds, to see the shortest round trip anew, and for as
-// long believes that a link that has turned long is short. Both hold up a step. Where the system's choice is BBR, a connection
-// gets CUBIC for as long as it loses next to nothing; where packets are lost BBR is far ahead.
+// BBR all but stops for a fifth of a second and a round trip every ten seconds, to measure the shortest round trip anew. For as
+// long, it believes that a link that has turned long is short. Both hold up a step. So where the system's choice is BBR, a
+// connection gets CUBIC while it loses next to nothing. Where packets are lost, BBR is far ahead and is given back.
 class TcpPace {
  public:
   explicit TcpPace(int socket);
 
-  // Looks at the socket; what it returns is since the last call. Of a socket that the kernel says nothing about: nothing.
+  // Reads the pace since the last call; an empty one where the kernel reports nothing of the socket.
   [[nodiscard]] Pace read(int socket) noexcept;
 
  private:

@@ -22,19 +22,19 @@
 namespace adaptra::delegate {
 namespace {
 
-// Small enough that the checksum leaves a chunk in the processor's cache for the kernel's copy, large enough for few calls and
-// few times that a thread is woken: a chunk is what it is woken for.
+// Small enough that the checksum leaves a chunk in the processor's cache for the kernel's copy. Large enough for few system
+// calls and for few wake-ups of this thread, which wakes once a chunk.
 constexpr std::uint32_t kChunkBytes = 512U << 10;
-// What a connection holds, here and unsent in the kernel, is out of reach of a better path, and of the other connections when
-// it turns slow: no more than keeps the kernel busy without waking this thread all the time. The kernel asks for more when half
-// of it is left.
+// Bytes that a connection holds are out of reach of a better path, and of the other connections when it turns slow. So it
+// holds, here and unsent in the kernel, no more than keeps the kernel busy without waking this thread all the time. The kernel
+// asks for more when half of it is left.
 constexpr unsigned kUnsentBytes = 2 * kChunkBytes;
-// As much is posted at a time as the kernel then takes at once: it copies what the checksum has just brought into the cache.
+// Bytes posted at a time: as many as the kernel takes at once. So it copies what the checksum has just brought into the cache.
 constexpr std::size_t kTurnBytes = kUnsentBytes / 2;
 constexpr std::size_t kPieces = 32;  // of memory per system call
 constexpr std::size_t kStagingBytes = 8192;
 constexpr std::size_t kScratchBytes = 64U << 10;
-// After so many bytes others get their turn; epoll reports the rest again.
+// Bytes read before other connections get their turn; epoll reports the rest again.
 constexpr std::size_t kReadBudget = 4U << 20;
 
 }  // namespace
@@ -84,7 +84,7 @@ class TcpConnection : public Connection, public Handler {
       const ssize_t put = sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
       if (put < 0 && errno == EINTR) continue;
       if (put < 0 && errno != EAGAIN) {
-        // The sink may be what called: it is told from the engine's loop.
+        // The sink may be the caller, so it is told later, from the engine's loop.
         broken_ = error_text(errno);
         wire_.broken_.push_back(this);
         return;
@@ -174,7 +174,7 @@ class TcpConnection : public Connection, public Handler {
     is_drained_ = false;
     while (!closed_) {
       has_budget_ = total_read_ - before < kReadBudget;
-      // What is staged is worked off in any case: epoll would not report it again.
+      // Staged bytes are worked off in any case: epoll would not report them again.
       if (!has_budget_ && staged_begin_ == staged_end_ && !(in_payload_ && done_ == frame_.length)) break;
       if (!in_payload_) {
         if (!read_header()) break;
@@ -194,7 +194,7 @@ class TcpConnection : public Connection, public Handler {
     if (total_read_ != before) heard_ = Clock::now();
   }
 
-  // Behind a long chunk there is likely another, whose bytes belong into its slot: no more is read ahead than its header.
+  // Behind a long chunk there is likely another, whose bytes belong into its slot: no more than its header is read ahead.
   [[nodiscard]] std::size_t staged_at_most() const { return frame_.length > kStagingBytes ? kFrameBytes : kStagingBytes; }
 
   bool read_header() {
@@ -247,13 +247,13 @@ class TcpConnection : public Connection, public Handler {
     return got > 0;
   }
 
-  // Let the kernel wake this thread not for every packet, but once so many bytes have come, or as many as it keeps.
+  // Let the kernel wake this thread not for every packet, but once `bytes` have come, or as many as the kernel keeps.
   void wake_for(std::size_t bytes) {
     const int wanted = static_cast<int>(std::max<std::size_t>(bytes, 1));
     if (wanted != std::exchange(wakes_for_, wanted)) setsockopt(socket_.get(), SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted);
   }
 
-  // Bytes read; 0 if there are none now or the connection failed.
+  // Returns the bytes read; 0 if there are none now or the connection failed.
   std::size_t receive(std::span<const iovec> pieces) {
     if (is_drained_) return 0;
     const ssize_t got = readv(socket_.get(), pieces.data(), static_cast<int>(pieces.size()));
@@ -261,7 +261,7 @@ class TcpConnection : public Connection, public Handler {
       total_read_ += static_cast<std::size_t>(got);
       std::size_t asked = 0;
       for (const iovec& piece : pieces) asked += piece.iov_len;
-      // What has come since is reported again: cheaper than to ask, as there is mostly nothing.
+      // epoll reports bytes that have come since. That is cheaper than asking, as there are mostly none.
       is_drained_ = static_cast<std::size_t>(got) < asked;
       return static_cast<std::size_t>(got);
     }
@@ -297,7 +297,7 @@ class TcpConnection : public Connection, public Handler {
   bool in_payload_ = false;
   bool has_budget_ = true;
   int wakes_for_ = 1;        // bytes
-  int waiting_ = 0;          // bytes in the kernel when somebody asked last
+  int waiting_ = 0;          // bytes in the kernel when heard() was called last
   bool is_drained_ = false;  // the last read found less than was asked for
   bool is_dropped_ = false;
   std::size_t done_ = 0;

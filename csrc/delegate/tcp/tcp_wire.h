@@ -30,7 +30,7 @@ class TcpWire : public Wire {
   Poller& poller_;
   Clock::duration silence_;
   std::vector<class TcpConnection*> fresh_;   // adopted, their sinks not yet told
-  std::vector<class TcpConnection*> broken_;  // found out while writing, their sinks not yet told
+  std::vector<class TcpConnection*> broken_;  // found broken while writing, their sinks not yet told
   std::vector<std::byte> scratch_;            // where dropped payload goes
 };
 

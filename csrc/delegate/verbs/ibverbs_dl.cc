@@ -45,7 +45,7 @@ in6_addr address_of(const ibv_gid& gid) {
   return address;
 }
 
-// (interface, address as GIDs write it) of everything this network namespace has.
+// The addresses of this network namespace: (interface, address as GIDs write it).
 std::vector<std::pair<std::string, in6_addr>> local_addresses() {
   ifaddrs* first = nullptr;
   if (::getifaddrs(&first) != 0) throw failure("the addresses of this host");
@@ -88,7 +88,7 @@ int query(const Verbs& verbs, ibv_context& device, std::uint8_t port, ibv_port_a
 // Finds the GID to connect from; false if there is none.
 bool choose_gid(Port& port, const std::vector<ibv_gid_entry>& gids,
                 const std::vector<std::pair<std::string, in6_addr>>& local) {
-  // An IPv4 address before IPv6 addresses before link-local ones, whose scope a peer on another link does not share.
+  // Prefers an IPv4 address, then IPv6 addresses, then link-local ones, whose scope a peer on another link does not share.
   const auto rank = [](const in6_addr& address) {
     return IN6_IS_ADDR_V4MAPPED(&address) ? 0 : IN6_IS_ADDR_LINKLOCAL(&address) ? 2 : 1;
   };

@@ -41,7 +41,7 @@ struct Verbs {
   decltype(&::ibv_event_type_str) event_type_str = nullptr;
 };
 
-// Why something can't be used, for people.
+// The reason why something can't be used, for people.
 struct Reason {
   std::string text;
 };
@@ -50,7 +50,7 @@ struct Reason {
 // open for good: its providers keep state that no close can end.
 [[nodiscard]] std::variant<Verbs, Reason> load_verbs(const char* file = "libibverbs.so.1");
 
-// Objects of libibverbs that end themselves. A device's objects must be destroyed before the device: declare it first.
+// Objects of libibverbs that destroy themselves. A device's objects must be destroyed before the device: declare it first.
 using Device = std::unique_ptr<ibv_context, decltype(Verbs::close_device)>;
 using ProtectionDomain = std::unique_ptr<ibv_pd, decltype(Verbs::dealloc_pd)>;
 using MemoryRegion = std::unique_ptr<ibv_mr, decltype(Verbs::dereg_mr)>;
@@ -72,15 +72,15 @@ struct Port {
   std::string unusable;   // "" if the port can be used, else why not
 };
 
-// Every port of every device, best first by name. A RoCE port is usable if it is active and has a RoCE v2 GID that is an
-// address of an interface of this host; other hosts' devices are visible too where hosts are network namespaces of one machine.
-// Throws std::system_error if the devices can't be listed.
+// Every port of every device, by name. A RoCE port is usable if it is active and has a RoCE v2 GID that is an address of this
+// host. Where hosts are network namespaces of one machine, other hosts' devices are visible too. Throws std::system_error if
+// the devices can't be listed.
 [[nodiscard]] std::vector<Port> find_ports(const Verbs& verbs);
 
 // Opens a device by name. Throws std::system_error with the device's name and the system's text.
 [[nodiscard]] Device open_device(const Verbs& verbs, const std::string& name);
 
-// What a port is now: "active", "down", "init", "armed", or "unknown" with the system's text.
+// The state of a port: "active", "down", "init", "armed", or "unknown" with the system's text.
 [[nodiscard]] std::string port_state(const Verbs& verbs, ibv_context& device, std::uint8_t port);
 
 }  // namespace adaptra::delegate

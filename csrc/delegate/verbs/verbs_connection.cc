@@ -17,12 +17,12 @@
 namespace adaptra::delegate {
 namespace {
 
-// Receives that are no peer's to use but for returning credits, of which there are never more on the way.
+// Receives reserved for frames that return credits, of which there are never more on the way.
 constexpr std::uint32_t kReservedReceives = 8;
 constexpr std::size_t kBatch = 32;
-// One request in so many tells of its end, and the last of a batch.
+// One request in this many signals its completion, and so does the last of a batch.
 constexpr std::uint32_t kSignalEvery = 16;
-// Enough to fill a long link; what is queued here is out of reach of a better path.
+// Enough to fill a long link. Chunks queued here are out of reach of a better path.
 constexpr std::uint64_t kQueuedBytes = 32U << 20;
 constexpr std::byte kReady{0x52};
 
@@ -61,11 +61,11 @@ MemoryRegion VerbsConnection::register_memory(std::span<std::byte> bytes, int ac
 
 void VerbsConnection::greet() {
   own_ = {pair_->qp_num, 0, wire_.port_.lid, wire_.port_.is_infiniband, wire_.port_.mtu, wire_.port_.gid};
-  // Not to be guessed, so that late packets of an earlier queue pair are not taken for this one's.
+  // Random, so that late packets of an earlier queue pair are not taken for this one's.
   if (getrandom(&own_.first_packet, sizeof own_.first_packet, 0) != sizeof own_.first_packet) own_.first_packet = serial_;
   own_.first_packet &= (1U << 24) - 1;
   const GreetingBytes bytes = encode(own_);
-  // A new socket has room for so little.
+  // A new socket has room for these few bytes.
   if (::send(socket_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) != static_cast<ssize_t>(bytes.size())) {
     throw std::system_error(errno, std::generic_category(), wire_.name() + ": exchange with the peer");
   }
@@ -158,12 +158,12 @@ bool VerbsConnection::holds(const Memory& message) const {
   const auto reads = [&message](const auto& request) { return request.memory == message.id; };
   const bool is_held =
       std::any_of(waiting_.begin(), waiting_.end(), reads) || std::any_of(posted_.begin(), posted_.end(), reads);
-  if (is_held) wire_.notice_all();  // whoever asks, waits
+  if (is_held) wire_.notice_all();  // the caller waits for the answer to change
   return is_held;
 }
 
 Clock::time_point VerbsConnection::heard() {
-  // Where the clock is slow to read it would be a large part of a small message's latency.
+  // The clock is read only here: where it is slow, it would be a large part of a small message's latency.
   if (std::exchange(was_heard_, false)) heard_ = Clock::now();
   return heard_;
 }

@@ -22,7 +22,7 @@ inline constexpr int kRequestsPerConnection = 512;
 inline constexpr std::uint32_t kSends = 256;
 inline constexpr std::uint32_t kReceives = 256;
 static_assert(kSends + kReceives == kRequestsPerConnection);
-// A chunk of at most so many bytes whose header must travel goes beside it into the peer's next receive, which costs a copy but
+// A chunk of at most this size whose header must travel is sent beside it, into the peer's next receive. That costs a copy but
 // is one request in place of two.
 inline constexpr std::uint32_t kBesideBytes = 4544;
 inline constexpr std::size_t kReceiveCellBytes = kFrameBytes + kBesideBytes;
@@ -47,15 +47,15 @@ class VerbsConnection : public Connection, public Handler {
   void flush() override;
   void close() noexcept override;
   [[nodiscard]] Clock::time_point heard() override;
-  // A queue pair's window is the device's business.
+  // The device manages a queue pair's window.
   [[nodiscard]] Pace pace() override { return {}; }
 
-  // The socket: first the exchange, then only the end of the peer.
+  // Reads the socket: first the exchange of greetings, then only the peer's end.
   void ready(std::uint32_t events) override;
 
-  // One completion of this connection's queue pair.
+  // Handles one completion of this connection's queue pair.
   void completed(const ibv_wc& completion);
-  // All completions that were there have been handed over: send what they made room for.
+  // Called once all completions have been handed over: sends what they made room for.
   void resume();
   void fail(const std::string& reason);
   void tell_broken() { fail(broken_); }
@@ -63,18 +63,18 @@ class VerbsConnection : public Connection, public Handler {
   [[nodiscard]] bool is_pair(const ibv_qp* pair) const { return pair_.get() == pair; }
 
  private:
-  // What one slot of the peer is to us.
+  // A slot of the peer, to write to.
   struct Remote {
     std::uint64_t address = 0;
     std::uint64_t bytes = 0;
     std::uint32_t key = 0;
   };
-  // What the peer may write to.
+  // A slot of this rank that the peer may write to.
   struct Exposed {
     std::byte* begin = nullptr;
     MemoryRegion region;
   };
-  // How a frame travels.
+  // The form in which a frame travels.
   enum class Form {
     kFrame,   // one send
     kBeside,  // a small chunk: one send of header and bytes
@@ -95,13 +95,12 @@ class VerbsConnection : public Connection, public Handler {
   struct Batch;
   // A posted request that has not been seen to complete.
   struct Posted {
-    std::uint64_t memory = 0;  // what it reads, 0 for what lies in a cell
+    std::uint64_t memory = 0;  // the memory that it reads, 0 for a cell
     std::uint32_t bytes = 0;
   };
 
   MemoryRegion register_memory(std::span<std::byte> bytes, int access);
   void greet();
-  void read_socket();
   void exchanged();
   [[nodiscard]] bool can_flush() const;
   void add(Batch& batch, const Out& out);
@@ -146,7 +145,7 @@ class VerbsConnection : public Connection, public Handler {
   std::uint32_t chunks_received_ = 0;
   std::uint32_t consumed_ = 0;  // receives since credits were returned
   bool has_room_ = false;       // something completed since the sink was told
-  bool was_heard_ = false;      // since somebody asked
+  bool was_heard_ = false;      // since heard() was called last
   Clock::time_point heard_;
 };
 

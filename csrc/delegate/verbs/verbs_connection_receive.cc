@@ -37,7 +37,7 @@ void VerbsConnection::completed(const ibv_wc& completion) {
   const auto number = static_cast<std::uint32_t>(completion.wr_id);
   if ((number & kReceiveBit) != 0) {
     was_heard_ = true;
-    // What the peer sends tells that it is ready, even if its socket's word is still on the way.
+    // Anything that the peer sends shows that it is ready, even if the word on its socket is still on the way.
     if (!std::exchange(established_, true)) sink_.established(*this);
     if (!closed_) received(completion);
     if (!closed_) post_receive(number & kNumbers);
@@ -142,7 +142,7 @@ void VerbsConnection::received_chunk(std::uint32_t bytes, std::uint32_t number) 
   std::string refusal;
   const std::span<std::byte> place = sink_.place(frame, refusal);
   if (!refusal.empty()) return fail(refusal);
-  // An empty place is a repeated chunk's; its bytes are those that the slot has already.
+  // A repeated chunk has an empty place; its bytes are those that the slot has already.
   const auto exposed = exposed_.find(frame.slot);
   if (!place.empty() && (exposed == exposed_.end() || exposed->second.begin + frame.offset != place.data())) {
     return fail("a chunk was written to a slot that is not exposed here");

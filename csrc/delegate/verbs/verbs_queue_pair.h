@@ -1,4 +1,4 @@
-// A reliable queue pair from its making to ready-to-send, and what its two ends must tell each other for that.
+// A reliable queue pair from its making to ready-to-send, and the greeting that its two ends exchange for that.
 #pragma once
 
 #include <array>
@@ -30,21 +30,20 @@ using GreetingBytes = std::array<std::byte, kGreetingBytes>;
 // False, with a reason for people, if these bytes are no greeting.
 [[nodiscard]] bool decode(std::span<const std::byte, kGreetingBytes> bytes, Greeting& greeting, std::string& reason);
 
-// How many work requests one queue pair can hold, and what a request's own bytes may be without registered memory.
+// The work requests that one queue pair can hold, and the bytes that a request can carry itself, without registered memory.
 struct QueueSizes {
   std::uint32_t sends = 0;
   std::uint32_t receives = 0;
   std::uint32_t inline_bytes = 0;
 };
 
-// A queue pair that takes receives, but is not connected. Devices that can't send as many bytes inline as `wanted` says get
-// fewer; `got` says what it has. Throws std::system_error.
+// Makes a queue pair that takes receives, but is not connected. Devices that can't send as many bytes inline as `wanted` says
+// get fewer; `got` says how many. Throws std::system_error.
 [[nodiscard]] QueuePair make_queue_pair(const Verbs& verbs, ibv_pd& domain, ibv_cq& completions, const Port& port,
                                         const QueueSizes& wanted, QueueSizes& got);
 
-// Connects it: from then on it sends and receives. The neighbour's hardware address must be known to the kernel by then, or
-// this waits for it: whoever has a TCP connection to the same address knows it. Throws std::system_error, and
-// std::invalid_argument if the ends don't fit.
+// Connects it: from then on it sends and receives. Waits until the kernel knows the neighbour's hardware address, which it does
+// where a TCP connection to the same address exists. Throws std::system_error, and std::invalid_argument if the ends don't fit.
 void connect(const Verbs& verbs, ibv_qp& pair, const Port& port, const Greeting& own, const Greeting& peer);
 
 }  // namespace adaptra::delegate

@@ -22,8 +22,8 @@ constexpr std::uint32_t kChunkBytes = 256U << 10;
 // overflows is lost for all of them.
 constexpr int kCompletions = 64 * kRequestsPerConnection;
 constexpr int kBatch = 32;
-// What a peer marks as urgent wakes the engine. The rest (ends of our own sends, heartbeats) is collected with it, or at the
-// engine's next tick, unless somebody waits for it.
+// Completions that a peer marks as urgent wake the engine. The rest (ends of our own sends, heartbeats) is collected with them,
+// or at the engine's next tick, unless somebody waits for it.
 constexpr int kOnlyUrgent = 1;
 
 std::system_error failure(const std::string& what, int error = errno) {
@@ -120,7 +120,7 @@ void VerbsWire::completions_ready() {
   while (verbs_.get_cq_event(channel_.get(), &queue, &context) == 0) ++events;
   if (events > 0) verbs_.ack_cq_events(completions_.get(), events);
   notices_all_ = false;
-  // Armed before the queue is emptied: what comes after that tells of itself.
+  // Armed before the queue is emptied, so that any later completion wakes the engine.
   if (const int error = ibv_req_notify_cq(completions_.get(), kOnlyUrgent); error != 0)
     fail_all("its completion queue can't be armed");
   progress();
@@ -129,7 +129,7 @@ void VerbsWire::completions_ready() {
 void VerbsWire::notice_all() {
   if (std::exchange(notices_all_, true)) return;
   if (const int error = ibv_req_notify_cq(completions_.get(), 0); error != 0) notices_all_ = false;
-  // What came before tells of itself no more: have the engine look for it once.
+  // The queue may hold completions already, which wake nobody: have the engine look for them once.
   const std::uint64_t one = 1;
   if (write(wake_.get(), &one, sizeof one) != sizeof one) notices_all_ = false;
 }
@@ -154,7 +154,7 @@ void VerbsWire::device_told() {
                                       [pair](const auto& entry) { return entry.second->is_pair(pair); });
       if (found != connections_.end()) found->second->fail(text);
     } else if (const std::string state = port_state(verbs_, *device_, port_.number); state != "active") {
-      // Asked for, not taken from the event: that may be late, and the port up again.
+      // The state is asked for: the event may be late, and the port up again.
       fail_all("its port is " + state);
     }
   }

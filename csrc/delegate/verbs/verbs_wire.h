@@ -1,10 +1,12 @@
 // Frames over RDMA: the source writes chunks straight into the destination's exposed slots, beside the processor of either.
 //
-// The queue pairs' addresses are exchanged over the authenticated TCP socket, which should run between the same two interfaces:
-// then the kernel knows the neighbour's hardware address, and nothing waits for it. A message that is one chunk is one request:
-// its bytes, written with an immediate value that is the checksum of the header that the destination makes up for it. Any other
-// chunk is two: its header, sent, and its bytes, written with an immediate value that says which header they belong to; or one,
-// if it is small enough to be sent beside its header. Every other frame is one send.
+// The queue pairs' addresses are exchanged over the authenticated TCP socket. That socket should run between the same two
+// interfaces: then the kernel knows the neighbour's hardware address, and nothing waits for it.
+//
+// A message that is one chunk is one request, a write of its bytes. Its immediate value is the checksum of the header, which
+// the destination makes up. Any other chunk is two requests: a send of its header, and a write of its bytes. The immediate
+// value of the write says which header they belong to. A chunk small enough to be sent beside its header is one send. Every
+// other frame is one send, too.
 #pragma once
 
 #include <cstdint>
@@ -51,7 +53,7 @@ class VerbsWire : public Wire {
   };
 
   void completions_ready();
-  // Have the next completion of any kind tell of itself, not only what a peer marked as urgent.
+  // Have the next completion of any kind wake the engine, not only one that a peer marked as urgent.
   void notice_all();
   void woken();
   void device_told();

@@ -10,7 +10,7 @@ constexpr std::uint64_t kMagic = 0xad47;
 constexpr std::uint64_t kVersion = 1;
 constexpr std::size_t kChecked = kFrameBytes - 4;  // the header's own checksum is its end
 
-// What a frame of this kind may carry behind its header; nothing is read for longer.
+// The most bytes that a frame of this kind may carry behind its header.
 std::uint32_t most_payload(FrameKind kind) {
   switch (kind) {
     case FrameKind::kChunk: return kMaxChunkBytes;

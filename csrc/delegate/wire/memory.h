@@ -8,7 +8,7 @@
 
 namespace adaptra::delegate {
 
-// Owns pages; what they are for is the holder's business. Pages that nobody writes to cost no memory.
+// Owns pages. Pages that nobody writes to cost no memory.
 class Pages {
  public:
   // Throws std::bad_alloc.

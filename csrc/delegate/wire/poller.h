@@ -20,9 +20,9 @@ class EpollPoller final : public Poller {
   void modify(int descriptor, std::uint32_t events, Handler& handler) override;
   void remove(int descriptor) noexcept override;
 
-  // Waits for events; any thread, without the engine's lock.
+  // Waits for events. May be called on any thread, without the engine's lock.
   [[nodiscard]] std::size_t wait(int timeout_ms);
-  // Calls the handlers of what wait() found, but for those removed since.
+  // Calls the handlers of the events that wait() found, except those removed since.
   void dispatch(std::size_t count);
   // Ends the present or the next wait().
   void wake() noexcept;

@@ -1,8 +1,8 @@
 // The one concept that all wires share: how the engine makes connections and moves frames over them.
 //
 // A channel (source rank, destination rank, direction) has an ordered list of paths; each path is a Wire and a pair of
-// addresses. The destination opens every path of a channel; the engine's own TCP listener accepts, both sides prove that they
-// know the job's secret, and only then is the socket handed to the path's Wire, on both sides, by adopt(). The TCP wire goes on
+// addresses. The destination opens every path of a channel, and the engine's own TCP listener accepts. Both sides prove that
+// they know the job's secret. Only then does adopt() hand the socket to the path's Wire, on both sides. The TCP wire goes on
 // using that socket. The verbs wire exchanges its queue pairs' addresses over it and keeps it, so that the end of the peer's
 // process is noticed at once.
 //
@@ -21,7 +21,7 @@
 
 namespace adaptra::delegate {
 
-// The reason of a connection whose other end was closed, or its process ended.
+// The reason of a failed connection whose other end was closed, or whose peer's process ended.
 inline constexpr std::string_view kPeerEnded = "its peer ended the connection";
 
 using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC, as Python's time.monotonic
@@ -33,7 +33,7 @@ struct Memory {
   std::span<std::byte> bytes;
 };
 
-// Which connection this is; both sides proved it in the handshake.
+// The identity of a connection; both sides proved it in the handshake.
 struct Address {
   std::uint32_t source = 0;       // the rank that sends messages
   std::uint32_t destination = 0;  // the rank that receives them, and opens the connection (see SendChannel::probe_answered)
@@ -42,7 +42,7 @@ struct Address {
   std::uint32_t index = 0;  // several connections may share a path
 };
 
-// What the poller calls when a descriptor is ready; `events` are epoll's.
+// Called by the poller when a descriptor is ready; `events` are epoll's.
 class Handler {
  public:
   virtual ~Handler() = default;
@@ -58,22 +58,22 @@ class Poller {
   virtual void remove(int descriptor) noexcept = 0;
 };
 
-// How a connection fares, for whoever decides how many there should be beside it. A wire without windows of its own says
-// nothing.
+// The pace of a connection, from which StripeWidth decides how many connections a path should have. A wire without windows of
+// its own leaves it zero.
 struct Pace {
   std::uint64_t delivered = 0;  // bytes that have reached the peer's host, since the beginning
   std::uint64_t under_way = 0;  // bytes sent that have not
   Clock::duration round_trip{};
-  Clock::duration believed_round_trip{};  // by which its congestion control goes
-  Clock::duration busy{};                 // since the last look: while there was anything to send
+  Clock::duration believed_round_trip{};  // the one that its congestion control assumes
+  Clock::duration busy{};                 // since the last call: time with anything to send
   bool is_limited = false;                // ... and its own window held it up, not the link
 };
 
 class Connection;
 
-// Who uses a connection: the channel's end on this rank. A connection calls it from progress or from ready(), never from within
-// post(), send() or expose(). After failed() the connection says nothing more; its user destroys it later, never within the
-// call.
+// The user of a connection: the channel's end on this rank. A connection calls it from progress() or from ready(), never from
+// within post(), send() or expose(). After failed() the connection makes no more calls; its user destroys it later, never
+// within the call.
 class Sink {
  public:
   virtual ~Sink() = default;
@@ -81,16 +81,16 @@ class Sink {
   // The connection can be used. Before that nothing may be posted on it.
   virtual void established(Connection& connection) = 0;
 
-  // Where the payload of a chunk that is arriving belongs (a stream asks before every read, since a slot may be completed by
-  // another connection in between): `length` bytes, or nothing where the chunk is a late or repeated one, whose bytes are
-  // dropped. A chunk that no honest peer sends is refused with a reason, upon which the connection fails.
+  // Returns where the payload of an arriving chunk belongs: `length` bytes. Returns nothing for a late or repeated chunk, whose
+  // bytes are dropped. A stream asks before every read, since another connection may complete the slot in between. A chunk that
+  // no honest peer sends is refused with a reason, upon which the connection fails.
   [[nodiscard]] virtual std::span<std::byte> place(const Frame& chunk, std::string& refusal) = 0;
 
   // All bytes of a chunk are in the slot, or were dropped. Its checksum has not been looked at.
   virtual void chunk(Connection& connection, const Frame& chunk) = 0;
 
-  // A whole message of `bytes` bytes came without a header, but for the header's own checksum. It is the next message, and it
-  // is in one of the slots that were granted for this size: the one with which the checksum is right.
+  // A whole message of `bytes` bytes came without its header, but with the header's own checksum. It is the next message. It
+  // lies in the slot, of those granted for this size, for which the checksum is right.
   virtual void bare_message(Connection& connection, std::uint32_t bytes, std::uint32_t header_checksum) = 0;
 
   // Any other frame that is not the wire's own; `payload` is valid during the call.
@@ -130,11 +130,11 @@ class Connection {
   // Push out what was posted since the last call: lets a wire put several frames into one system call or doorbell.
   virtual void flush() = 0;
 
-  // Say and hear no more: the sink is not called again. Its peer may notice only when this is destroyed, soon after.
+  // Stop sending and receiving: the sink is not called again. Its peer may notice only when this is destroyed, soon after.
   virtual void close() noexcept = 0;
 
-  // The last moment at which anything of the peer arrived, or at which somebody asked and something had. The engine fails a
-  // connection that is silent for too long.
+  // The last moment at which anything of the peer arrived, or at which a call to this found that something had. The engine
+  // fails a connection that is silent for too long.
   [[nodiscard]] virtual Clock::time_point heard() = 0;
 
   [[nodiscard]] virtual Pace pace() = 0;
@@ -148,7 +148,7 @@ class Wire {
   // For people: "tcp 10.0.0.1", "verbs mlx5_0 port 1".
   [[nodiscard]] virtual std::string name() const = 0;
 
-  // How large a chunk should be here, at most kMaxChunkBytes.
+  // The size that chunks should have here, at most kMaxChunkBytes.
   [[nodiscard]] virtual std::uint32_t chunk_bytes() const = 0;
 
   // Take over the authenticated, non-blocking socket `descriptor` (closed with the connection, also when this throws

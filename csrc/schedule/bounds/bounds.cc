@@ -1,6 +1,6 @@
-// Notation of a stage i: T_F, T_I, T_W what one op keeps the stage from doing anything else, and L_F, L_B what passes between
-// that and the moment its message is there. Without blocking T is the op's duration and L the message's occupancy + latency;
-// where communication blocks, the sender is held until its message arrives, so L moves into T.
+// Notation. For a stage i, T_F, T_I and T_W are how long one op keeps the stage from doing anything else. L_F and L_B are how
+// long it then takes until the op's message has arrived. Without blocking, T is the op's duration and L the message's occupancy
+// + latency. Where communication blocks, the sender is held until its message arrives, so L is a part of T.
 //
 // All arguments count ops: "the k-th op of this kind to run on this stage", whichever microbatch that is. So they hold for
 // every order and every placement; microbatches need not run in order.
@@ -20,7 +20,7 @@ using Numbers = std::vector<double>;
 
 constexpr double kMemoryTolerance = 1e-9;
 
-// The first, last, … op of a kind on stage s: row s, column k.
+// One number for each op of a kind on each stage: row s, column k.
 class Table {
  public:
   Table(std::size_t stages, std::size_t microbatches) : microbatches_(microbatches), values_(stages * microbatches, 0.0) {}
@@ -38,8 +38,8 @@ struct Job {
   double tail;
 };
 
-// The best makespan of jobs on one machine that may interrupt them (Jackson 1955, Horn 1974): of the jobs there, always run the
-// one with the longest tail. No order without interruptions is shorter.
+// The least makespan of jobs on one machine that may interrupt them (Jackson 1955, Horn 1974). Of the jobs whose heads have
+// passed, the machine always runs the one with the longest tail. No order without interruptions is shorter.
 double one_machine(std::vector<Job> jobs) {
   std::sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) { return a.head < b.head; });
   const auto shorter_tail = [](const Job& a, const Job& b) { return a.tail < b.tail; };
@@ -112,8 +112,9 @@ class Bounds {
 
   [[nodiscard]] double times(std::size_t count, double duration) const { return static_cast<double>(count) * duration; }
 
-  // h_i: the earliest start of a forward on i. down_i: from the end of a forward on i to the earliest start of its I.
-  // tail_i: after the last I on i its gradient travels home, and on some stage on the way a W comes last.
+  // Computes three times per stage i. head_, h_i, is the earliest start of a forward. down_ is the least time from the end of a
+  // forward to the start of its I. tail_ is the least time after the last I. Its gradient travels on to stage 0, and some stage
+  // on the way runs a W last.
   void first_ops() {
     head_.assign(stages_, 0.0);
     down_.assign(stages_, 0.0);
@@ -124,7 +125,8 @@ class Bounds {
     for (std::size_t s = 1; s < stages_; ++s) tail_[s] = std::max(t_w_[s], l_b_[s - 1] + t_i_[s - 1] + tail_[s - 1]);
   }
 
-  // Load: a rank runs all its ops one after the other. M·(T_F + T_I + T_W), after the first forward can start.
+  // Load: a rank runs all its ops one after the other. That takes M·(T_F + T_I + T_W) from the earliest start of its first
+  // forward.
   void load() {
     for (std::size_t rank = 0; rank < static_cast<std::size_t>(problem_.ranks); ++rank) {
       double head = std::numeric_limits<double>::infinity();
@@ -138,7 +140,8 @@ class Bounds {
     }
   }
 
-  // Drain: h_i + M·(T_F + T_I) + tail_i. Chain: h_i + T_F + down_i + M·T_I + tail_i.
+  // Drain: a stage runs all its F and I, then the tail follows. h_i + M·(T_F + T_I) + tail_i.
+  // Chain: the first F makes its round trip, then all I follow. h_i + T_F + down_i + M·T_I + tail_i.
   void drain_and_chain() {
     for (std::size_t s = 0; s < stages_; ++s) {
       offer(head_[s] + times(microbatches_, t_f_[s] + t_i_[s]) + tail_[s], BoundKind::Drain, s);
@@ -148,8 +151,8 @@ class Bounds {
     }
   }
 
-  // Memory: with at most A in flight, forward k + A can't start before I k has ended. So M microbatches make q + 1 round trips,
-  // q = floor((M - 1) / A), and after the last of them r = (M - 1) mod A further I ops.
+  // Memory: with at most A microbatches in flight, forward k + A can't start before I k has ended. So M microbatches make q + 1
+  // round trips, q = floor((M - 1) / A). After the last of them r = (M - 1) mod A further I follow.
   void memory() {
     for (std::size_t s = 0; s < stages_; ++s) {
       const std::size_t trips = (microbatches_ - 1) / in_flight_[s] + 1;
@@ -194,10 +197,10 @@ class Bounds {
       offer(one_machine(std::move(jobs[rank])), BoundKind::OneMachine, rank);
   }
 
-  // Idle: a stage alone on its rank idles when more time must pass than the ops take that memory lets it run meanwhile: before
-  // its k-th I starts; between the start of its k-th F and that of its k-th I, a round trip; after its k-th F has ended. The
-  // k-th F starts after the (k - A)-th I, so of these times any chain I, F, I, F, … with such gaps is disjoint, and the bound
-  // is head + M·(T_F + T_I + T_W) + the greatest sum along a chain.
+  // Idle: a stage alone on its rank idles in any stretch of time that is longer than the ops that memory lets it run meanwhile.
+  // Such stretches are those before the k-th I starts and after the k-th F has ended. Another is the round trip from the start
+  // of the k-th F to that of the k-th I. The k-th F starts after the (k - A)-th I, so along a chain I, F, I, F, … of these gaps
+  // no two stretches overlap. The bound is head + M·(T_F + T_I + T_W) + the greatest sum of idle time along a chain.
   void idle(Table& head_f, Table& head_i, Table& tail_f) {
     Numbers before_i(microbatches_);
     for (std::size_t s = 0; s < stages_; ++s) {
@@ -219,8 +222,8 @@ class Bounds {
     }
   }
 
-  // The least time that I and W ops take which must have freed memory before the k-th F can start: of all numbers i of I ops
-  // and w <= i of W ops that free enough, the cheapest.
+  // The least time of the I and W ops that must have freed memory before the k-th F can start. It is that of the cheapest i I
+  // ops and w <= i W ops that free enough.
   [[nodiscard]] double gradient_work_before(std::size_t s, std::size_t k) const {
     if (k < in_flight_[s] || cost_.memory_limit.empty()) return 0.0;
     const double held = cost_.memory_forward[s];
@@ -237,8 +240,9 @@ class Bounds {
     return std::isfinite(cheapest) ? cheapest : 0.0;
   }
 
-  // The earliest start of the k-th F and I on each stage: after the k-th on the neighbour and its message, messages one
-  // occupancy apart; after those before it on its own stage; and the k-th F after the (k - A)-th I.
+  // Computes the earliest start of the k-th F and I on each stage. Each comes after the k-th on the neighbour and its message,
+  // and messages are one occupancy apart. It also comes after the ops before it on its own stage. The k-th F comes after the (k
+  // - A)-th I too.
   void heads(Table& head_f, Table& head_i) const {
     Numbers arrived_f(stages_, 0.0), arrived_i(stages_, 0.0), round(stages_, 0.0);
     for (std::size_t k = 0; k < microbatches_; ++k) {
@@ -266,7 +270,8 @@ class Bounds {
     }
   }
 
-  // The least time from the end of the k-th F and I on each stage to the end of everything: the same chains, seen backwards.
+  // Computes the least time from the end of the k-th F and I on each stage to the end of the step. These are the same chains,
+  // backwards.
   void tails(Table& tail_f, Table& tail_i) const {
     Numbers sent_f(stages_, 0.0), sent_i(stages_, 0.0), round(stages_, 0.0);
     for (std::size_t k = microbatches_; k-- > 0;) {

@@ -1,4 +1,4 @@
-// Lower bounds on the makespan that no order of ops can beat; the formulas stand with each function in bounds.cc.
+// Lower bounds on the makespan: no order of ops is shorter. The formulas stand with each function in bounds.cc.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +16,10 @@ struct Bound {
   std::int32_t where;
 };
 
-// The greatest of all bounds, the simplest of them on a tie. Infinite when one microbatch alone exceeds a memory limit.
-// Per rank, how much time at least passes after its last F or I has ended until the step ends.
+// For each rank, the least time from the end of its last F or I to the end of the step.
 [[nodiscard]] std::vector<double> least_tails(const Problem& problem);
 
+// The greatest of all bounds, the simplest of them on a tie. Infinite when one microbatch alone exceeds a memory limit.
 [[nodiscard]] Bound lower_bound(const Problem& problem);
 
 }  // namespace adaptra::schedule

@@ -64,7 +64,7 @@ void FitMemory::run_waiting(Sequence& fitted) {
   while (next_ < waiting_.size() && has_room(waiting_[next_])) run_forward(waiting_[next_++], fitted);
 }
 
-// Puts a W that can run in front of what follows. False when none can.
+// Runs a W now, ahead of its place. False when no W can run.
 bool FitMemory::run_weight_grad(Sequence& fitted) {
   for (std::size_t s = 0; s < counts_.size(); ++s) {
     Counts& count = counts_[s];

@@ -1,4 +1,4 @@
-// A rank's order made to hold less: forwards later, weight gradients sooner.
+// Makes a rank's order hold less memory: forwards later, weight gradients sooner.
 #pragma once
 
 #include <cstddef>
@@ -14,9 +14,9 @@ class FitMemory {
  public:
   explicit FitMemory(const Problem& problem) : problem_(problem), counts_(problem.placement.size()) {}
 
-  // A rank's sequence within a limit: a forward without room waits until there is some, or until its I needs it. What W can run
-  // makes room before a forward waits where `weight_grads_first`, else only for a forward that its I needs. False when nothing
-  // can make room; `fitted` is meaningless then.
+  // Rewrites a rank's sequence so that it holds at most `limit`. A forward without room waits until there is room, or until its
+  // I needs it. With `weight_grads_first`, W make room before a forward waits; else only for a forward that its I needs. False
+  // when nothing can make room; `fitted` is meaningless then.
   [[nodiscard]] bool fit(const Sequence& sequence, double limit, bool weight_grads_first, Sequence& fitted);
 
  private:

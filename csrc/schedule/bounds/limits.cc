@@ -105,7 +105,7 @@ bool Limits::admits(std::size_t rank, const Sequence& sequence) {
   return true;
 }
 
-// Puts a W that is there in front of what follows. False when none is.
+// Runs a W now, ahead of its place. False when no W can run.
 bool Limits::run_weight_grad(std::size_t rank, double& held) {
   for (const std::int32_t stage : stages_[rank]) {
     Counts& count = counts_[at(stage)];

@@ -1,4 +1,4 @@
-// How many microbatches may be in flight per stage and how much memory a rank may hold, as the search asks for them.
+// Limits on the microbatches in flight on a stage and on the memory of a rank, as the search checks them.
 #pragma once
 
 #include <cstddef>
@@ -10,21 +10,21 @@
 
 namespace adaptra::schedule {
 
-// Tells whether sequences are within limits, and keeps them executable and within while ops move in them.
+// Tells whether sequences are within limits, and repairs them after ops have moved.
 class Limits {
  public:
   // `in_flight` is the most microbatches in flight per stage.
   Limits(const Problem& problem, const std::vector<std::int32_t>& in_flight);
 
-  // Whether whole sequences that can be executed are within the limits.
+  // Whether sequences are within the limits. Requires that they can be executed.
   [[nodiscard]] bool hold(const std::vector<Sequence>& sequences);
 
-  // Whether a rank's F and I alone can be executed within the limits: each I after its F, and room for every F once all W that
-  // can run have.
+  // Whether a rank's F and I alone can be executed within the limits. Each I must follow its F, and every F must have room once
+  // all W that can run have run.
   [[nodiscard]] bool admits(std::size_t rank, const Sequence& sequence);
 
-  // Rewrites one rank's sequence so that every I follows its F, every W its I, and memory suffices: a W that comes too early
-  // waits for its I, and one that frees memory a forward needs comes before it. False when no W can help.
+  // Rewrites one rank's sequence so that every I follows its F, every W its I, and memory suffices. A W that comes too early
+  // waits for its I; a W that frees memory for a forward comes before it. False when no W can help.
   [[nodiscard]] bool repair(std::size_t rank, Sequence& sequence);
 
  private:

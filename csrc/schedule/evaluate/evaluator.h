@@ -1,4 +1,4 @@
-// What every part of the search asks: how long do these orders take, and are they the best so far?
+// Times orders for every arm of the search, and keeps the best.
 #pragma once
 
 #include <cstdint>
@@ -17,23 +17,24 @@ class Evaluator {
   // `in_flight` is the most microbatches in flight per stage.
   Evaluator(const Problem& problem, const Rule& rule, const std::vector<std::int32_t>& in_flight);
 
-  // The exact makespan, or infinity when ranks can't execute the sequences within the limits. Keeps the best.
+  // Returns the exact makespan, or infinity when ranks can't execute the sequences within the limits. Keeps the best.
   double evaluate(const std::vector<Sequence>& sequences);
 
-  // Keeps them if they are the best, and takes no longer than it takes to see that they are not.
+  // Keeps the sequences if they are the best so far. Gives others up as early as it can.
   void consider(const std::vector<Sequence>& sequences);
 
-  // As evaluate(), where the makespan is known and finite. False when they are not within the limits.
+  // Does the same where the makespan is known and finite. False when the sequences are not within the limits.
   bool keep(const std::vector<Sequence>& sequences, double makespan);
 
-  // The exact makespan, whatever is held; infinity when it is more than `at_most`, or ranks can't execute the sequences.
+  // Returns the exact makespan, whatever is held. Infinity when it is more than `at_most`, or ranks can't execute the
+  // sequences.
   double time(const std::vector<Sequence>& sequences, double at_most);
 
   // The best so far; an infinite makespan when there is none.
   [[nodiscard]] double best_makespan() const { return best_makespan_; }
   [[nodiscard]] const std::vector<Sequence>& best() const { return best_; }
 
-  // What things cost in units of effort, so that equal effort is about equal time; measured. A policy dispatched; orders timed.
+  // The effort of dispatching a policy, and of timing orders. Measured, so that equal effort takes about equal time.
   [[nodiscard]] std::int64_t dispatch_effort() const { return 2 * ops_; }
   [[nodiscard]] std::int64_t timing_effort() const { return is_covered_ ? 1 + ops_ / 9 : 2 * ops_; }
 

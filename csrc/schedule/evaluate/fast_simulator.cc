@@ -75,7 +75,7 @@ void FastSimulator::keep() {
 }
 
 double FastSimulator::decided_at(std::size_t rank, std::size_t position) const {
-  // Where a message holds its sender, or its receiver, idle time can't be told from the times alone: all is timed again.
+  // Times alone don't tell idle time where a message holds its sender, or its receiver: there all is timed again.
   if (sender_waits_ || receiver_waits_ || position == 0) return 0.0;
   std::size_t record = position - 1;
   if (!kept_filled_.empty()) {
@@ -116,8 +116,8 @@ double FastSimulator::run(const std::vector<Sequence>& orders, double cutoff, do
   return makespan;
 }
 
-// Takes over from the step last kept what a rank started before `since`: no later decision can change it. W that were filled in
-// after the last such F or I are decided on again.
+// Copies from the step last kept the ops that a rank started before `since`: no later decision can change them. W that were
+// filled in after the last of these F and I are decided on again.
 template <bool fills>
 void FastSimulator::resume(std::size_t rank, const Sequence& order, double since) {
   RankState& state = ranks_[rank];
@@ -262,7 +262,7 @@ bool FastSimulator::run_ahead(std::size_t rank, const Sequence& sequence, double
       case Kind::W: end = released = start + cost_.weight_grad[s]; break;
       case Kind::B: return false;  // never in a sequence
     }
-    // W that follow the last F or I may end later than that must.
+    // F and I must end by last_urgent; W that follow the last of them may end later.
     const bool urgent = kind_of(code) != Kind::W || urgent_left > 0.5 * kTolerance;
     if (idle > most_idle || (urgent && end + urgent_left > last_urgent + kTolerance)) return false;
     times[record()] = {start, end, released};
@@ -274,7 +274,7 @@ bool FastSimulator::run_ahead(std::size_t rank, const Sequence& sequence, double
   return true;
 }
 
-// Puts W into a gap for as long as one is worth its place.
+// Puts W into a gap while it is long enough for one.
 void FastSimulator::fill_gap(std::size_t rank, double until, double& now) {
   for (bool filled = true; filled && now < until;) {
     filled = false;

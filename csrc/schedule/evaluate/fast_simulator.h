@@ -1,7 +1,7 @@
-// The makespan of many similar orders, fast: no records are kept, memory is reused, and hopeless orders are given up early.
+// Simulates many similar orders, fast: keeps no records, reuses its memory, and gives up early on orders that take too long.
 //
-// It covers orders in which F, I and W of every stage come in microbatch order, on links with both directions of their own,
-// whatever messages hold. What it says is what simulate() says, up to rounding.
+// It covers orders in which F, I and W of every stage each come in microbatch order, in every mode of blocking. The two
+// directions of a link must not share it. Its makespans are those of simulate(), up to rounding.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace adaptra::schedule {
 
-// Ops first … last of a rank's sequence that follow each other without a gap on the critical path.
+// Ops first to last of a rank's sequence, which follow each other without a gap on the critical path.
 struct Block {
   std::size_t rank, first, last;
 };
@@ -24,31 +24,32 @@ class FastSimulator {
   // Whether it covers the problem's mode of communication.
   [[nodiscard]] static bool covers(const Problem& problem) { return !problem.cost.half_duplex; }
 
-  // The makespan, or infinity when ranks wait for each other forever or when it is certain to be longer than `cutoff`. Every
-  // sequence holds F, I and W of its stages once per microbatch, each I after its F and each W after its I.
+  // Returns the makespan. Infinity when ranks wait for each other forever, or when it is certain to be longer than `cutoff`.
+  // Every sequence holds F, I and W of its stages once per microbatch, each I after its F and each W after its I.
   //
-  // Sequences that are like those last kept until the time `since` are only timed from then on; see decided_at().
+  // Sequences that agree with those last kept until the time `since` are only timed from then on; see decided_at().
   [[nodiscard]] double makespan(const std::vector<Sequence>& sequences, double cutoff, double since = 0.0);
 
   // Whether fill() covers it too: not where messages hold their receivers.
   [[nodiscard]] static bool fills(const Problem& problem) { return covers(problem) && problem.cost.blocking != Blocking::Both; }
 
-  // The same for orders of F and I alone, into which it puts W: wherever a rank waits for at least `patience` (of the stage)
-  // times what the W takes, where an F needs its memory, and at the end.
+  // Does the same for orders of F and I alone, into which it puts W. A W fills a gap that is at least its stage's `patience`
+  // times as long as the W. Other W run where an F needs their memory, or at the end.
   [[nodiscard]] double fill(const std::vector<Sequence>& orders, const std::vector<float>& patience, double cutoff,
                             double since = 0.0);
 
   // The whole sequences of the last fill().
   [[nodiscard]] const std::vector<Sequence>& filled() const { return filled_; }
 
-  // Keeps the step last timed, which must have had a finite makespan, for what follows to begin like it.
+  // Keeps the step last timed, so that later ones may continue from within it. Requires that its makespan was finite.
   void keep();
 
-  // When, in the step last kept, a rank decided on the op at `position` of its sequence: what comes before that time stays as
-  // it is whatever takes that op's place. In orders that were filled, positions count F and I.
+  // The time at which a rank decided on the op at `position` of its sequence, in the step last kept. Another op in that place
+  // changes nothing before that time. In orders that were filled, positions count F and I.
   [[nodiscard]] double decided_at(std::size_t rank, std::size_t position) const;
 
-  // A chain of ops and messages without gaps that ends with the step last kept, whose (whole) sequences these are.
+  // Finds a critical path of the step last kept: a chain of ops and messages without gaps that ends with the step. `sequences`
+  // are the whole sequences of that step.
   void critical_blocks(const std::vector<Sequence>& sequences, std::vector<Block>& blocks) const;
 
  private:
@@ -60,7 +61,7 @@ class FastSimulator {
     double now, work, idle;
     bool queued;
     double held = 0.0;       // memory, where W are filled in
-    double urgent_left = 0;  // what the F and I take that have not run
+    double urgent_left = 0;  // time of the F and I that have not run
   };
   struct Times {
     double start, end, released;
@@ -77,7 +78,7 @@ class FastSimulator {
   [[nodiscard]] double input_there(std::int32_t code, std::uint32_t& producer) const;
   [[nodiscard]] std::size_t record_before(const std::vector<Sequence>& sequences, std::size_t rank, std::size_t record) const;
 
-  // What is known of every op and message of a step.
+  // The times of all ops and messages of a step.
   struct Trace {
     std::vector<Times> times;                           // per op, rank by rank
     std::vector<double> forward_there, gradient_there;  // per stage and microbatch, when its input is there
@@ -107,13 +108,13 @@ class FastSimulator {
   std::vector<std::vector<std::size_t>> stages_of_;  // per rank
   std::vector<std::size_t> first_record_;            // per rank, into Trace::times
   std::vector<double> memory_limit_;                 // per rank
-  std::vector<double> urgent_work_;                  // per rank, what its F and I take
-  std::vector<double> tail_;                         // per rank, what at least follows its last F or I
+  std::vector<double> urgent_work_;                  // per rank, the time of all its F and I
+  std::vector<double> tail_;                         // per rank, the least time after its last F or I
   std::vector<Sequence> filled_, kept_filled_;       // with W filled in; empty where sequences have their own
   const std::vector<float>* patience_ = nullptr;     // of the fill() at hand
   std::vector<RankState> ranks_;
   std::vector<std::size_t> runnable_;
-  // Where receivers wait too: the ranks, and per op the one whose end or message let it begin.
+  // Used where messages hold receivers: the ranks, and for each op the one whose end or message let it begin.
   std::vector<HeldRank> held_ranks_;
   std::vector<std::uint32_t> causes_;
 };

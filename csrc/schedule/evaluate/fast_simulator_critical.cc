@@ -1,11 +1,12 @@
-// What is critical in the step that a FastSimulator kept.
+// The critical path of the step that a FastSimulator kept.
 #include <algorithm>
 
 #include "schedule/evaluate/fast_simulator.h"
 #include "schedule/simulate/constants.h"
 
 namespace adaptra::schedule {
-// The op whose end, or whose message, let the op at `record` begin; that op itself when it began with the step.
+// The record of the op whose end, or whose message, let the op at `record` begin. `record` itself if the op began with the
+// step.
 std::size_t FastSimulator::record_before(const std::vector<Sequence>& sequences, std::size_t rank, std::size_t record) const {
   const std::size_t base = ranks_[rank].first_record;
   if (kept_.times[record].start <= 0.0) return record;

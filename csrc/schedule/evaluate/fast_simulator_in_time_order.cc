@@ -1,12 +1,12 @@
-// The FastSimulator where messages hold their receivers.
+// The FastSimulator for problems in which messages hold their receivers.
 #include <algorithm>
 
 #include "schedule/evaluate/fast_simulator.h"
 #include "schedule/simulate/constants.h"
 
 namespace adaptra::schedule {
-// Where a message holds its receiver, ranks can't run ahead: what a rank may begin depends on what the others do at that
-// moment. Messages never queue here, as a sender begins nothing before its message has arrived.
+// Simulates in time order. Where a message holds its receiver, ranks can't run ahead: each depends on what the others do at
+// that moment. Messages never queue here, as a sender begins nothing before its message has arrived.
 double FastSimulator::run_in_time_order(const std::vector<Sequence>& sequences, double cutoff) {
   std::fill(forwards_.begin(), forwards_.end(), 0U);
   std::fill(gradients_.begin(), gradients_.end(), 0U);
@@ -46,7 +46,7 @@ double FastSimulator::run_in_time_order(const std::vector<Sequence>& sequences, 
   }
 }
 
-// When the input of an op is there, and which op sent it; infinity while it has not been sent.
+// Returns when the input of an op is there, and says which op sent it. Infinity while it has not been sent.
 double FastSimulator::input_there(std::int32_t code, std::uint32_t& producer) const {
   const std::size_t s = at(stage_of(code));
   switch (kind_of(code)) {

@@ -90,7 +90,7 @@ void ListScheduler::set_time(std::int32_t rank, double time) {
   }
 }
 
-// The op that ran has ended and gives back what it held.
+// Ends the op that ran: frees the memory that it gives back.
 void ListScheduler::finish(RankState& rank) {
   if (!rank.running) return;
   rank.running = false;
@@ -122,7 +122,7 @@ bool ListScheduler::forward_allowed(std::int32_t rank, std::int32_t stage) const
          ranks_[at(rank)].memory + cost_.memory_forward[at(stage)] <= limit_[at(rank)];
 }
 
-// What a free rank starts, if anything; else `wake` is when it next knows more.
+// Chooses the op that a free rank starts, if any. `wake` is when the next input is due.
 std::optional<ListScheduler::Choice> ListScheduler::preferred(std::int32_t rank, double now, double& wake) const {
   std::int32_t gradient_stage = -1, forward_stage = -1, weight_stage = -1;
   double gradient_due = kNever, forward_due = kNever;
@@ -168,7 +168,7 @@ std::optional<ListScheduler::Choice> ListScheduler::preferred(std::int32_t rank,
   return std::nullopt;
 }
 
-// Starts an op; when its rank is free again.
+// Starts an op. Returns when its rank is free again.
 double ListScheduler::start(std::int32_t index, Choice choice, double now) {
   RankState& rank = ranks_[at(index)];
   StageState& state = stages_[at(choice.stage)];
@@ -201,7 +201,7 @@ double ListScheduler::start(std::int32_t index, Choice choice, double now) {
   return end;  // unreachable; GCC does not see that the switch is complete
 }
 
-// Sends what an op that ends at `end` makes; when the sender is free again.
+// Sends the output of an op that ends at `end`. Returns when the sender is free again.
 double ListScheduler::send(std::int32_t stage, bool forward, std::int32_t microbatch, double now, double end) {
   const std::int32_t receiver = forward ? stage + 1 : stage - 1;
   const std::size_t index = at(std::min(stage, receiver));

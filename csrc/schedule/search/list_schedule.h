@@ -1,9 +1,9 @@
-// List scheduling: orders made by a greedy rule that plays the step forward in time.
+// List scheduling: a greedy rule makes orders by playing the step forward in time.
 //
-// Whenever a rank is free it starts the op that its policy prefers among those whose inputs are there: input gradients, then
-// forwards within their quota, then weight gradients, which nobody waits for unless too many have been put off. It may leave a
-// rank idle when it knows that something more urgent is about to arrive. Orders made this way keep F, I and W each in
-// microbatch order on every stage. What the scheduler believes about time is never the last word: simulate() is.
+// Whenever a rank is free it starts the op that its policy prefers among those whose inputs are there. Input gradients come
+// first, then forwards within their quota. Nobody waits for weight gradients, so they come last unless too many have been put
+// off. A rank may stay idle when something more urgent is about to arrive. Orders made this way keep F, I and W each in
+// microbatch order on every stage. The scheduler's times only guide it: makespans come from simulate().
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace adaptra::schedule {
 
-// What the scheduler prefers on one stage.
+// The scheduler's preferences on one stage.
 struct StagePolicy {
   std::int32_t warm_up = 1;        // forwards that go before the first input gradient even when that is ready (x_i)
   std::int32_t in_flight = 1;      // most forwards started whose input gradient has not ended
@@ -24,7 +24,7 @@ struct StagePolicy {
   std::int32_t backlog = 1 << 30;  // most W put off before they go ahead of forwards
 };
 
-// A rule for each stage. Ranks that hold several stages prefer the deepest stage with a ready forward when `deep_first`.
+// Preferences for each stage. With `deep_first`, a rank of several stages prefers the deepest one with a ready forward.
 struct Policy {
   std::vector<StagePolicy> stages;
   bool deep_first = true;
@@ -34,8 +34,8 @@ class ListScheduler {
  public:
   explicit ListScheduler(const Problem& problem);
 
-  // Makes the sequences that a policy leads to. False when the policy runs into a deadlock, which only ranks with several
-  // stages can, or when some rank could no longer end by `cutoff`.
+  // Makes the sequences of a policy. False when some rank could no longer end by `cutoff`, or at a deadlock, which only ranks
+  // with several stages run into.
   //
   // Requires in_flight >= 1 everywhere and, under a memory limit, room for one microbatch.
   [[nodiscard]] bool run(const Policy& policy, double cutoff);
@@ -43,7 +43,7 @@ class ListScheduler {
   [[nodiscard]] const std::vector<Sequence>& sequences() const { return sequences_; }
 
  private:
-  // How many ops of each kind have started.
+  // The numbers of ops that have started.
   struct StageState {
     std::int32_t forwards, input_grads, weight_grads, in_flight;
   };
@@ -56,7 +56,7 @@ class ListScheduler {
   struct Edge {
     double occupancy, latency, free;
   };
-  // What a receiver is held for by a message, where communication holds receivers too.
+  // The time for which a message holds its receiver, where communication holds receivers too.
   struct Hold {
     double from, until;
   };
@@ -85,7 +85,8 @@ class ListScheduler {
   std::vector<Edge> forward_, backward_;
   std::vector<double> forward_due_, gradient_due_;  // per stage and microbatch, infinity while not known
   std::vector<Hold> holds_;                         // per stage and direction
-  // When each rank decides next, as the leaves of a tree whose inner nodes hold the rank that decides first.
+
+  // The time at which each rank decides next: the leaves of a tree whose inner nodes hold the rank that decides first.
   std::vector<double> time_;
   std::vector<std::int32_t> first_;
   std::int32_t leaves_ = 1;

@@ -10,13 +10,14 @@
 namespace adaptra::schedule {
 namespace {
 
-// Measured on random cases of 4 to 16 stages: shorter histories get stuck, longer ones take too long to descend. After so many
-// steps without a better plan the search goes back to the best one, and may lose that factor of its makespan at first.
+// Measured on random cases of 4 to 16 stages: shorter histories get stuck, longer ones take too long to descend. After
+// kMostFruitless steps without a better plan the search goes back to the best one. At first it then accepts up to kSetBack
+// times that makespan.
 constexpr std::size_t kHistory = 30;
 constexpr std::size_t kMostFruitless = 2000;
 constexpr double kSetBack = 1.006;
 
-// Where W are filled in: how long a gap must be at first, as a share of W.
+// The patience to begin with where W are filled in: how long a gap must be, as a share of W.
 constexpr std::array<float, 3> kFirstPatience = {1.0F, 0.75F, 0.5F};
 
 }  // namespace
@@ -46,7 +47,7 @@ double LocalSearch::begin_turn() {
   return started_from_;
 }
 
-// Of what all stages could wait alike, what fits these orders best.
+// Chooses the first patience that suits these orders best, the same for all stages.
 void LocalSearch::set_first_patience() {
   since_ = 0.0;
   double shortest = kNever;
@@ -74,7 +75,7 @@ void LocalSearch::keep_current() {
   if (filled_) whole_ = simulator_.filled();
 }
 
-// Where the FastSimulator can't tell what is critical, everything may be.
+// Finds the blocks in which ops may move. Where the FastSimulator can't tell which ops are critical, all of them may be.
 void LocalSearch::find_blocks() {
   if (filled_) return find_filled_blocks();
   if (is_covered_) return simulator_.critical_blocks(current_, blocks_);
@@ -82,7 +83,7 @@ void LocalSearch::find_blocks() {
   for (std::size_t rank = 0; rank < current_.size(); ++rank) blocks_.push_back({rank, 0, current_[rank].size() - 1});
 }
 
-// Blocks of the whole sequences, as positions among the F and I alone; blocks of nothing but W are left out.
+// Turns blocks of the whole sequences into positions among the F and I alone. Leaves out blocks of nothing but W.
 void LocalSearch::find_filled_blocks() {
   simulator_.critical_blocks(whole_, blocks_);
   std::size_t kept = 0;
@@ -158,7 +159,7 @@ bool LocalSearch::change() {
   return changed;
 }
 
-// Lets a run of neighbouring stages wait otherwise for what is due rather than begin a W.
+// Changes the patience of a run of neighbouring stages: how long they wait for an input rather than begin a W.
 void LocalSearch::change_patience() {
   undo_patience_ = patience_;
   since_ = 0.0;
@@ -211,7 +212,7 @@ bool LocalSearch::move_one() {
   return move_op(block.rank, from, to);
 }
 
-// The op of one kind and microbatch, moved by as many places on a run of neighbouring stages.
+// Moves the op of one kind and microbatch by the same number of places on a run of neighbouring stages.
 bool LocalSearch::move_several(std::size_t rank, std::int32_t code, std::int32_t microbatch, std::int32_t by) {
   const std::int32_t stages = problem_.cost.stages();
   const std::int32_t step = rng_.below(2) == 0 ? 1 : -1;
@@ -235,7 +236,7 @@ bool LocalSearch::move_op(std::size_t rank, std::size_t from, std::size_t to) {
   Sequence& sequence = current_[rank];
   to = std::min(to, sequence.size() - 1);
   if (from == to) return false;
-  // Ops of one stage and kind keep their order: only what lies beyond them changes anything.
+  // Ops of one stage and kind keep their order, so a move changes something only where it passes another op.
   const std::int32_t code = sequence[from];
   const std::size_t step = to > from ? 1 : static_cast<std::size_t>(-1);
   bool other = false;

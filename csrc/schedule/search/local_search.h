@@ -14,12 +14,12 @@
 
 namespace adaptra::schedule {
 
-// Which W a local search moves: its own, or none, as they fill what gaps its F and I leave. That reaches a good plan sooner,
-// while the best ones need W in places of their own.
+// How a local search treats W. Placed: it moves them as it moves other ops, which the best plans need. Filled: they fill the
+// gaps that F and I leave, which reaches a good plan sooner.
 enum class WeightGrads : std::uint8_t { Placed, Filled };
 
-// Late acceptance (Burke and Bykov 2017): a change stays when the step does not get longer than it is or than it was some
-// changes ago. Filled W require a problem that FastSimulator fills.
+// Late acceptance (Burke and Bykov 2017): a change stays when the step is no longer than it is, or than it was some changes
+// ago. WeightGrads::Filled requires FastSimulator::fills(problem).
 class LocalSearch final : public SearchArm {
  public:
   LocalSearch(const Problem& problem, const Rule& rule, const std::vector<std::int32_t>& in_flight, WeightGrads weight_grads,
@@ -62,14 +62,14 @@ class LocalSearch final : public SearchArm {
   std::vector<float> patience_, best_patience_;  // per stage, where W are filled in
   std::vector<Sequence> whole_;                  // the current ones with W filled in
   double current_makespan_ = 0.0, best_makespan_ = std::numeric_limits<double>::infinity();
-  double started_from_ = std::numeric_limits<double>::infinity();  // the evaluator's best at that time
+  double started_from_ = std::numeric_limits<double>::infinity();  // the evaluator's best makespan at that time
   std::vector<Block> blocks_;
   std::vector<double> history_;
   std::size_t steps_ = 0, fruitless_ = 0;
   std::vector<Undo> undo_;
   std::size_t undo_count_ = 0;
-  double since_ = 0.0;                // before that time this step changes nothing
-  std::vector<float> undo_patience_;  // before this step, if it changed any
+  double since_ = 0.0;                // this step changes nothing before that time
+  std::vector<float> undo_patience_;  // the patience before this step, if the step changed it
 };
 
 }  // namespace adaptra::schedule

@@ -10,7 +10,7 @@
 namespace adaptra::schedule {
 namespace {
 
-// What one step turns. The backlog is drawn half as often as the rest: measured, that finds shorter plans.
+// The numbers that a step can change. The backlog is drawn half as often as the rest: measured, that finds shorter plans.
 enum class Knob : std::uint8_t { WarmUp, InFlight, PatienceWeight, PatienceForward, Backlog };
 constexpr std::array<Knob, 9> kKnobs = {Knob::WarmUp,          Knob::WarmUp,          Knob::InFlight,
                                         Knob::InFlight,        Knob::PatienceWeight,  Knob::PatienceWeight,

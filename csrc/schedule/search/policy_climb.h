@@ -13,7 +13,7 @@ namespace adaptra::schedule {
 
 class PolicyClimb final : public HillClimb<Policy> {
  public:
-  // `warm_ups` are where to start, one number per stage; `most` is how many microbatches each stage may have in flight.
+  // `warm_ups` are the starts, one number per stage; `most` is how many microbatches each stage may have in flight.
   PolicyClimb(const Problem& problem, const std::vector<std::vector<std::int32_t>>& warm_ups,
               const std::vector<std::int32_t>& most, Evaluator& evaluator, Rng& rng);
 

@@ -1,4 +1,4 @@
-// Reproducible randomness for searches.
+// Reproducible random numbers for the search.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ class Rng {
 
   std::int32_t below(std::int32_t count) { return static_cast<std::int32_t>(next() % static_cast<std::uint64_t>(count)); }
 
-  // The number of heads before the first tails, no more than `most`.
+  // The number of heads before the first tails of a fair coin, at most `most`: small numbers are likely.
   std::int32_t geometric(std::int32_t most) {
     std::int32_t count = 0;
     for (std::uint64_t coins = next(); count < most && (coins & 1U); coins >>= 1U) ++count;

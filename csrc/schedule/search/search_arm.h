@@ -1,4 +1,4 @@
-// One of the ways in which a plan is searched; they take turns, see search_orders.cc.
+// An arm of the search: one way to look for a plan. Arms take turns, see search_orders.cc.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,13 @@ class SearchArm {
  public:
   virtual ~SearchArm() = default;
 
-  // Called before a turn, as the best plan may have come from another part meanwhile. What the turn has to better.
+  // Begins a turn, as the best plan may have come from another arm meanwhile. Returns the makespan that the turn has to better.
   virtual double begin_turn() { return value(); }
 
-  // Tries one thing, which may cost more effort than another; how much. The evaluator keeps what is best.
+  // Tries one change. Returns its effort, which may differ from step to step. The evaluator keeps the best plan.
   virtual std::int64_t step() = 0;
 
-  // How far the part itself has come, which need not be as far as another.
+  // The shortest makespan that this arm itself has found, which another arm may have bettered.
   [[nodiscard]] virtual double value() const = 0;
 
  protected:

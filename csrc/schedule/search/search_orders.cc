@@ -18,7 +18,8 @@
 namespace adaptra::schedule {
 namespace {
 
-// Every stage by itself: its warm-up forwards, then in turn I, the W that is `deferred` older, and one forward.
+// Makes the orders of an Alternation. Each stage runs its warm-up forwards, then in turn I, the W that is `deferred`
+// microbatches older, and one forward.
 std::vector<Sequence> alternating_sequences(const Problem& problem, const Alternation& alternation) {
   std::vector<Sequence> sequences(at(problem.ranks));
   const std::int32_t microbatches = problem.microbatches;
@@ -42,7 +43,7 @@ std::vector<Sequence> alternating_sequences(const Problem& problem, const Altern
   return sequences;
 }
 
-// How many microbatches each stage may have in flight, by the caller's limits and by memory.
+// The most microbatches that each stage may have in flight, by the caller's limits and by memory.
 std::vector<std::int32_t> most_in_flight(const Problem& problem, const std::vector<std::int32_t>& in_flight) {
   std::vector<std::int32_t> most;
   for (std::size_t stage = 0; stage < in_flight.size(); ++stage) {
@@ -57,17 +58,17 @@ std::vector<std::int32_t> most_in_flight(const Problem& problem, const std::vect
   return most;
 }
 
-// One part of the search, and how its turns went.
+// One arm of the search, and the effort that it gets.
 struct ArmBudget {
   std::unique_ptr<SearchArm> arm;
-  double share;          // of the effort while nobody gains anything
+  double share;          // of the effort while no arm gains anything
   double rate = kNever;  // makespan gained per effort in its last turn
   double spent = 0.0;
   double turn = 0.0;
 };
 
-// A turn is first as long as so many dispatched policies, and longer after each one that gained nothing. Measured on random
-// cases of 4 to 16 stages, where neither matters much.
+// The first turn is as long as dispatching kFirstTurn policies. A turn that gains nothing makes the next one kGrowth times as
+// long. Measured on random cases of 4 to 16 stages, where neither number matters much.
 constexpr double kFirstTurn = 6.0;
 constexpr double kGrowth = 1.25;
 
@@ -95,14 +96,14 @@ class Search {
   }
 
  private:
-  // Whether the plan meets the bound, the effort is spent, or the caller wants no more.
+  // Whether to end: the plan meets the bound, the effort is spent, or the caller wants no more.
   bool done() {
     if (spent_ >= options_.effort || options_.stop()) return true;
     if (target_ < 0.0) target_ = lower_bound(problem_).value;
     return evaluator_.best_makespan() <= std::max(target_ * (1.0 + kTolerance), options_.enough);
   }
 
-  // The start, with forwards put off and weight gradients brought forward as far as the memory asks for it.
+  // Tries the caller's start, with forwards put off and weight gradients brought forward as far as memory requires.
   void consider_start() {
     FitMemory fit(problem_);
     const std::vector<Sequence> start = to_sequences(options_.start);
@@ -115,7 +116,7 @@ class Search {
     }
   }
 
-  // Not before there is a plan: on large problems making them takes as long as finding the first.
+  // Makes the arms, but not before there is a plan: on large problems that takes as long as finding the first.
   void add_arms(std::unique_ptr<PolicyClimb> policies) {
     const auto local_search = [&](WeightGrads weight_grads) {
       return std::make_unique<LocalSearch>(problem_, rule_, options_.in_flight, weight_grads, evaluator_, rng_);
@@ -126,7 +127,7 @@ class Search {
       add(2.0, local_search(WeightGrads::Filled));
     }
     add(0.5, std::move(policies));
-    // Where W can be filled in, moving them too keeps one change in 150: it is for what is left when nothing else gains.
+    // With W filled in, moving them too keeps only one change in 150: this arm is for when no other gains anything.
     add(fills ? 0.1 : 2.0, local_search(WeightGrads::Placed));
   }
 
@@ -135,7 +136,7 @@ class Search {
     arms_.back().turn = kFirstTurn * static_cast<double>(evaluator_.dispatch_effort());
   }
 
-  // Who gained most in its last turn goes on; when nobody did, who had the least of its share.
+  // Chooses the arm that gained most in its last turn; when none gained, the one that has had the least of its share.
   ArmBudget& next() {
     const auto before = [](const ArmBudget& a, const ArmBudget& b) {
       return a.rate != b.rate ? a.rate > b.rate : a.spent / a.share < b.spent / b.share;

@@ -1,4 +1,4 @@
-// The search for the list-scheduling policy that serves a problem best.
+// The search for the orders in which a step takes the least time.
 #pragma once
 
 #include <cstdint>
@@ -17,15 +17,15 @@ struct Plan {
   std::vector<Order> orders;
 };
 
-// Orders of the family of 1F1B, ZB-H1 and ZB-H2, one number per stage: `warm_up` forwards, then I, the W that is `deferred`
-// microbatches older, and a forward in turn.
+// Orders of the family of 1F1B, ZB-H1 and ZB-H2, one number per stage. A stage runs `warm_up` forwards, then in turn I, the W
+// that is `deferred` microbatches older, and a forward.
 struct Alternation {
   std::vector<std::int32_t> warm_up, deferred;
 };
 
 struct SearchOptions {
   std::vector<std::int32_t> in_flight;              // per stage: the most microbatches in flight, never exceeded
-  std::vector<std::vector<std::int32_t>> warm_ups;  // where to start: one number per stage, each at least 1
+  std::vector<std::vector<std::int32_t>> warm_ups;  // starts: one number per stage, each at least 1
   std::vector<Alternation> alternations;            // the search never ends worse than any of these that fits
   std::vector<Order> start;                         // orders made to fit the memory and tried first; may be empty
   std::int64_t effort;                              // about how many ops to dispatch before giving up

@@ -14,7 +14,7 @@
 namespace adaptra::schedule {
 namespace {
 
-// How close a limit that works and one that does not are brought together, as a part of the former.
+// Lowering ends once a limit that works and one that does not differ by this part of the former.
 constexpr double kPrecision = 1e-3;
 
 class SpareMemory {
@@ -45,7 +45,7 @@ class SpareMemory {
   }
 
  private:
-  // Brings the most that any of these ranks holds as far down as it goes.
+  // Lowers the most that any of these ranks holds, as far as bisection finds.
   void lower(const std::vector<std::size_t>& ranks) {
     double refused = 0.0;
     for (const std::size_t rank : ranks) refused = std::max(refused, least_[rank]);
@@ -64,7 +64,7 @@ class SpareMemory {
     return most;
   }
 
-  // Whether these ranks can hold at most so much; if so, they do.
+  // Makes these ranks hold at most `limit`. False, without a change, if that can't be or takes too long.
   bool take(const std::vector<std::size_t>& ranks, double limit) {
     for (const bool weight_grads_first : {false, true}) {
       std::vector<Sequence> tried = sequences_;
@@ -101,7 +101,7 @@ class SpareMemory {
   const double at_most_;
   std::int64_t left_;
   std::vector<Sequence> sequences_;
-  std::vector<double> least_;  // per rank, what one microbatch needs
+  std::vector<double> least_;  // per rank, the memory of one microbatch
   std::vector<double> peaks_;  // per rank
   FitMemory fit_;
 };

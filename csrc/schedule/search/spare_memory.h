@@ -1,4 +1,4 @@
-// Orders that hold less memory and take no longer than they may.
+// Makes orders hold less memory within a given makespan.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 namespace adaptra::schedule {
 
-// Puts forwards off, and runs weight gradients before them, for as long as the makespan is at most `at_most`: first to make the
-// most that any rank holds small, then what each rank holds. The orders' F, I and W are each in microbatch order. The result
-// holds no more than `orders` on any rank and stage; it is `orders` where these can't be improved.
+// Puts forwards off, and runs weight gradients before them, while the makespan is at most `at_most`. First it lowers the most
+// that any rank holds, then what each rank holds. The orders' F, I and W are each in microbatch order. The result holds no more
+// than `orders` on any rank and stage; it is `orders` where these can't be improved.
 //
-// Counts ops, not time, and ends when some `effort` of them have been timed.
+// Counts ops, not time: it ends once about `effort` of them have been timed.
 [[nodiscard]] std::vector<Order> spare_memory(const Problem& problem, const Rule& rule, const std::vector<Order>& orders,
                                               double at_most, std::int64_t effort);
 

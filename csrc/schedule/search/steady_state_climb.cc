@@ -52,7 +52,7 @@ double SteadyStateClimb::time(const Pattern& pattern, double at_most) {
   return makespan < kNever && evaluator_.keep(simulator_.filled(), makespan) ? makespan : kNever;
 }
 
-// Turns one knob on a run of neighbouring stages.
+// Changes one kind of number on a run of neighbouring stages.
 void SteadyStateClimb::change(Pattern& pattern) {
   const std::int32_t stages = problem_.cost.stages();
   const std::int32_t first = rng_.below(stages), last = std::min(stages - 1, first + rng_.geometric(stages));

@@ -1,8 +1,8 @@
-// Hill climbing over regular orders, each stage in a rhythm of its own.
+// Hill climbing over regular orders: each stage has a warm-up and a steady state of its own.
 //
-// A stage runs its warm-up forwards, then input gradients until its steady number of microbatches is in flight, then one
-// forward and one input gradient in turn. Weight gradients fill the gaps. Such orders take a tenth of the time that list
-// scheduling takes to try; where memory is tight and stages are alike they are also closer to the best.
+// A stage runs its warm-up forwards, then input gradients until its steady number of microbatches is in flight. From then on it
+// runs one forward and one input gradient in turn. Weight gradients fill the gaps. Trying such orders takes a tenth of the time
+// of list scheduling. Where memory is tight and stages are alike they are also closer to the best.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace adaptra::schedule {
 
-// What orders of this kind are made from.
+// The numbers that define such orders, one of each kind per stage.
 struct Pattern {
   std::vector<std::int32_t> warm_up, steady;
   std::vector<float> patience;  // see FastSimulator::fill
@@ -23,8 +23,8 @@ struct Pattern {
 
 class SteadyStateClimb final : public HillClimb<Pattern> {
  public:
-  // Requires FastSimulator::fills(problem). `warm_ups` are where to start, one number per stage, for the warm-up and for the
-  // steady state; `most` is how many microbatches each stage may have in flight.
+  // Requires FastSimulator::fills(problem). `warm_ups` are the starts, one number per stage, for the warm-up and for the steady
+  // state. `most` is how many microbatches each stage may have in flight.
   SteadyStateClimb(const Problem& problem, const std::vector<std::vector<std::int32_t>>& warm_ups,
                    const std::vector<std::int32_t>& most, Evaluator& evaluator, Rng& rng);
 

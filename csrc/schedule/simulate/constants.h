@@ -1,4 +1,4 @@
-// What every part of planning counts and compares with.
+// Constants and conversions that all of the scheduling library uses.
 #pragma once
 
 #include <cstddef>

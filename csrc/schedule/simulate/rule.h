@@ -11,14 +11,14 @@ namespace adaptra::schedule {
 
 inline constexpr std::size_t kKinds = 4;
 
-// One thing that ops wait for: the output of an op of one of `kinds` on the stage at `offset` from the one that waits.
+// One need of an op: the output of an op of one of `kinds` on the stage at `offset` from its own.
 struct Column {
   std::int32_t offset;
   std::uint8_t kinds;
 };
 
-// The distinct needs of a rule, and for every kind which of them it waits for and which of them it meets. A column with an
-// offset is met by a message.
+// The distinct needs of a rule, the columns. For every kind, which of them it waits for, and which of them it meets. A column
+// with an offset is met by a message.
 struct CompiledRule {
   std::vector<Column> columns;
   std::array<std::vector<std::size_t>, kKinds> needs;

@@ -1,5 +1,5 @@
-// Orders as a search sees them: what op comes when on each rank, without microbatches. As every kind of op runs in microbatch
-// order on every stage, the microbatches follow.
+// Orders as the search sees them: for each rank a sequence of kinds and stages, without microbatches. These follow, as every
+// kind of op runs in microbatch order on every stage.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace adaptra::schedule {
 
-// The ops of a rank: 4 * stage + kind.
+// The ops of a rank, each as 4 * stage + kind.
 using Sequence = std::vector<std::int32_t>;
 
 [[nodiscard]] constexpr std::int32_t code_of(std::int32_t stage, Kind kind) {

@@ -9,8 +9,8 @@ namespace adaptra::schedule {
 
 namespace {
 
-// Full duplex without blocking: no two ranks compete for anything, so each runs ahead until an input is missing. The messages
-// of a directed edge all come from one rank, in its order, which is also the order of time.
+// Simulates full duplex without blocking. No two ranks compete for anything there, so each runs ahead until an input is
+// missing. The messages of a directed edge all come from one rank, in its order, which is also the order of time.
 class LongestPath : public SimulationState {
  public:
   using SimulationState::SimulationState;

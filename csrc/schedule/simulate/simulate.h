@@ -1,9 +1,9 @@
-// Exact simulation of a compute-only program: no time steps, and the same additions and comparisons of doubles in the same
-// order wherever it runs, so that results are equal to the last digit on every machine.
+// Exact simulation of a compute-only program. There are no time steps. It adds and compares the same doubles in the same order
+// wherever it runs, so results are equal to the last digit on every machine.
 //
 // A rank executes its order strictly; an op starts as soon as the one before it has ended and its inputs are there. A message
-// whose producer ends at e departs at d = max(e, edge free), occupies the edge until d + occupancy and arrives at
-// d + occupancy + latency.
+// whose producer ends at e departs at d = max(e, edge free). It occupies the edge until d + occupancy and arrives at d +
+// occupancy + latency.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ struct Message {
   double arrived;
 };
 
-// What to record beside the summary. A planner that compares makespans wants no more than that.
+// The detail to record. A planner that compares makespans needs no more than the summary.
 enum class Detail : std::uint8_t { Summary, Times };
 
 struct Result {

@@ -1,6 +1,6 @@
-// The simulation in time order. Within one instant: first everything that ends or arrives, then edges begin to serve, then
-// ranks begin ops in rank order; messages that take no time are delivered before any rank begins. On a shared edge messages are
-// served in the order in which their producers ended, a forward message first on a tie.
+// Simulation in time order. Within one instant, ops end and messages arrive first, then edges begin to serve, then ranks begin
+// ops in rank order. Messages that take no time are delivered before any rank begins. On a shared edge messages are served in
+// the order in which their producers ended, a forward message first on a tie.
 #include <algorithm>
 #include <queue>
 #include <set>
@@ -172,7 +172,7 @@ class EventSimulator : public SimulationState {
   std::vector<Transfer> transfers_;
   Earliest<Event> events_;
   std::uint64_t sequence_ = 0;
-  std::set<std::size_t> changed_links_, changed_ranks_;  // ordered: who begins first decides later ties
+  std::set<std::size_t> changed_links_, changed_ranks_;  // ordered: the first to begin decides later ties
 };
 
 }  // namespace

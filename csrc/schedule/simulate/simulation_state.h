@@ -1,4 +1,4 @@
-// What both simulation engines share: which inputs are there, which messages an op sends, and how the result is kept.
+// The state that both simulators keep: which inputs are there, how far each rank is, and the result so far.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ class SimulationState {
   SimulationState(const Problem& problem, const std::vector<Order>& orders, const Rule& rule, Detail detail);
 
  protected:
-  // When the last input of `op` is there, or a negative number when one is not there yet.
+  // The time since which all inputs of `op` are there; negative while one is missing.
   [[nodiscard]] double inputs_there(const Op& op) const {
     double there = 0.0;
     for (const std::size_t column : rule_.needs[static_cast<std::size_t>(op.kind)]) {
@@ -46,10 +46,10 @@ class SimulationState {
     available_[slot(stage, microbatch, column)] = since;
   }
 
-  // Notes that a rank ran its next op.
+  // Records that a rank ran its next op.
   void record(std::int32_t rank, double start, double end);
 
-  // True when every rank has run its whole order; fills in the makespan.
+  // Fills in the makespan. False when some rank has not run its whole order.
   [[nodiscard]] bool finish();
 
   const Problem& problem_;
@@ -69,7 +69,7 @@ class SimulationState {
   std::vector<double> available_;  // per stage, microbatch and column; negative: not there yet
 };
 
-// Simulates in time order: any mode of communication. `simulate` chooses it when edges are shared or communication blocks.
+// Simulates in time order, in any mode of communication. `simulate` chooses it when edges are shared or communication blocks.
 [[nodiscard]] Result simulate_events(const Problem& problem, const std::vector<Order>& orders, const Rule& rule, Detail detail);
 
 }  // namespace adaptra::schedule

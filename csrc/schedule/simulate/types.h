@@ -52,7 +52,7 @@ struct Problem {
   std::int32_t ranks = 0;
 };
 
-// One line of adaptra.dependencies.RULE: an op of `kind` on stage s needs an op of one of `kinds` on stage s + offset and the
+// One line of adaptra.dependencies.RULE. An op of `kind` on stage s needs an op of one of `kinds` on stage s + offset and the
 // same microbatch. `kinds` has bit_of(kind) set for every kind that meets the need.
 struct Row {
   Kind kind;
