@@ -78,7 +78,7 @@ ReceiveChannel::Slot* ReceiveChannel::find(const Frame& chunk, std::string& refu
     refusal = "a chunk uses slot " + std::to_string(chunk.slot) + " before it was granted";
     return nullptr;
   }
-  if (chunk.generation < slot.generation || slot.state == SlotState::kHeld) return nullptr;  // late
+  if (chunk.generation < slot.generation || slot.state == SlotState::kHeld) return nullptr;  // a late chunk
   if (chunk.total != slot.pages->memory().bytes.size()) {
     refusal = "a chunk of a message of " + std::to_string(chunk.total) + " bytes is for slot " + std::to_string(chunk.slot) +
               ", granted for " + std::to_string(slot.pages->memory().bytes.size());

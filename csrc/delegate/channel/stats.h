@@ -23,7 +23,7 @@ struct Stats {
   std::atomic<std::uint64_t> path_failures{0};   // paths that were up and failed
   std::atomic<std::uint64_t> path_changes{0};    // times the traffic moved to another path
 
-  // The longest time from the last sign of life on the path that carried the traffic until another one did that was up.
+  // The longest time from the last sign of life on the path that carried the traffic until another path carried it.
   std::atomic<std::uint64_t> longest_outage_ns{0};
   std::atomic<std::uint64_t> connections{0};  // connections in use on the path that carries traffic
 

@@ -74,7 +74,7 @@ bool StripeWidth::measure(std::span<const Pace> paces, Clock::duration passed, s
 }
 
 void StripeWidth::find_stale(std::span<const Pace> paces, std::uint64_t under_way) {
-  // Round trips are longer than believed also where this rank's own bytes queue.
+  // Round trips are longer than believed where this rank's own bytes queue, too.
   const Seconds queued(rate_.best > 0 ? static_cast<double>(under_way) / rate_.best : 0);
   stale_.resize(paces.size());
   for (std::size_t k = 0; k < paces.size(); ++k) {

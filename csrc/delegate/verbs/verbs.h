@@ -27,8 +27,8 @@ struct VerbsPorts {
 // Never throws for what the machine lacks.
 [[nodiscard]] VerbsPorts find_verbs_ports();
 
-// A wire over a port. Throws std::invalid_argument if there is no such port here or it can't be used, std::system_error if the
-// device refuses.
+// Makes a wire over a port. Throws std::invalid_argument if there is no such port here or it can't be used, std::system_error
+// if the device refuses.
 [[nodiscard]] std::unique_ptr<Wire> make_verbs_wire(const std::string& device, std::uint32_t port, Poller& poller);
 
 }  // namespace adaptra::delegate

@@ -274,7 +274,7 @@ void VerbsConnection::close() noexcept {
 
 void VerbsConnection::fail(const std::string& reason) {
   if (closed_) return;
-  const std::string text = reason;  // may be our own member
+  const std::string text = reason;  // a copy, as `reason` may be a member
   close();
   sink_.failed(*this, text);
 }

@@ -93,7 +93,7 @@ class VerbsConnection : public Connection, public Handler {
     bool is_urgent = true;
   };
   struct Batch;
-  // A posted request that has not been seen to complete.
+  // A posted request whose completion has not come.
   struct Posted {
     std::uint64_t memory = 0;  // the memory that it reads, 0 for a cell
     std::uint32_t bytes = 0;
@@ -134,7 +134,7 @@ class VerbsConnection : public Connection, public Handler {
 
   std::unordered_map<std::uint32_t, Remote> remote_;  // by slot
   std::deque<Out> waiting_;
-  std::deque<Posted> posted_;  // requests first_posted_ …
+  std::deque<Posted> posted_;  // requests from first_posted_ on
   std::uint32_t first_posted_ = 0;
   std::uint32_t next_request_ = 0;
   std::uint64_t queued_bytes_ = 0;  // of chunks that wait or are posted

@@ -69,7 +69,7 @@ QueuePair make_queue_pair(const Verbs& verbs, ibv_pd& domain, ibv_cq& completion
   attributes.send_cq = attributes.recv_cq = &completions;
   attributes.qp_type = IBV_QPT_RC;
   QueuePair pair(nullptr, verbs.destroy_qp);
-  // A device refuses to send more inline than it can; none can be asked how much that is.
+  // A device refuses to send more inline than it can, and none tells how much that is: try less and less.
   for (std::uint32_t inline_bytes = wanted.inline_bytes;; inline_bytes /= 2) {
     attributes.cap = {wanted.sends, wanted.receives, 2, 1, inline_bytes};  // two pieces: a header and a small chunk
     pair.reset(verbs.create_qp(&domain, &attributes));

@@ -145,7 +145,7 @@ class Wire {
  public:
   virtual ~Wire() = default;
 
-  // For people: "tcp 10.0.0.1", "verbs mlx5_0 port 1".
+  // A name for people: "tcp 10.0.0.1", "verbs mlx5_0 port 1".
   [[nodiscard]] virtual std::string name() const = 0;
 
   // The size that chunks should have here, at most kMaxChunkBytes.

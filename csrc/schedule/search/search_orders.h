@@ -34,9 +34,9 @@ struct SearchOptions {
   std::function<bool()> stop;                       // asked after every try once there is a plan: true ends the search
 };
 
-// Searches list-scheduling policies around the given warm-up counts, and the orders around the best of them. The same input
-// leads to the same plan as long as `stop` says the same: the search itself counts ops, not time. It ends at the lower bound.
-// None when no policy led to a plan within the limits.
+// Searches list-scheduling policies and steady states around the given warm-up counts, and the orders around the best of them.
+// The same input leads to the same plan as long as `stop` says the same: the search itself counts ops, not time. It ends at the
+// lower bound. Returns nothing when no policy led to a plan within the limits.
 [[nodiscard]] std::optional<Plan> search_orders(const Problem& problem, const Rule& rule, const SearchOptions& options);
 
 }  // namespace adaptra::schedule
