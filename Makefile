@@ -11,8 +11,7 @@ CXX_TESTS := $(wildcard tests/cxx/*.cc tests/cxx/*.h tests/links/*.cc tests/link
 FUZZ_SECONDS ?= 10
 ONE_PROCESS := not processes and not root and not rdma
 # Those that capture and train models: about half of what all tests of one process take.
-MODEL_TESTS := $(addprefix tests/test_,$(addsuffix .py,architectures autocast capture differentiate dynamo dynamo_outputs \
-	inner loss_scale memory partition placed_training same_pieces stage_modules training training_state))
+MODEL_TESTS := tests/graph tests/frontend tests/end_to_end
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint types docs cxx unit models checks processes rdma bench clean

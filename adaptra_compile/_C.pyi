@@ -1,12 +1,12 @@
 # ruff: noqa: N999 - the underscore and capital say that this is the extension module, as in torch._C
-"""The C++ part: event simulation and list scheduling. Its callers are adaptra.simulate and the passes, nobody else."""
+"""The C++ part: event simulation and list scheduling. Its callers are ``simulation.simulate`` and the passes, nobody else."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
-from adaptra.cost import Case, CostModel
-from adaptra.dependencies import Row
 from adaptra.program import Kind, Op, Program
+from adaptra.program.dependencies import Row
+from adaptra.simulation.cost import Case, CostModel
 
 @final
 class Orders:

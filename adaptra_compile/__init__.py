@@ -8,16 +8,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+from adaptra.moved import keep_moved_paths
+
 if TYPE_CHECKING:
-    from adaptra.api import Pipeline, compile
-    from adaptra.cost import Case, CostModel
+    from adaptra.frontend.api import Pipeline, compile
+    from adaptra.frontend.checkpoint_state import TrainingState
     from adaptra.program import Kind, Op, Program
-    from adaptra.runtime.emulation import EmulatedDevice
+    from adaptra.program.schedules import GENERATORS, generate
+    from adaptra.runtime.injection.emulation import EmulatedDevice
     from adaptra.runtime.options import Options
     from adaptra.runtime.telemetry.log import JsonFormatter
     from adaptra.runtime.telemetry.options import Telemetry
-    from adaptra.schedules import GENERATORS, generate
-    from adaptra.training_state import TrainingState
+    from adaptra.simulation.cost import Case, CostModel
 
 __version__: Final = "0.1.0"
 
@@ -39,20 +41,20 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "GENERATORS": "adaptra.schedules",
-    "Case": "adaptra.cost",
-    "CostModel": "adaptra.cost",
-    "EmulatedDevice": "adaptra.runtime.emulation",
+    "GENERATORS": "adaptra.program.schedules",
+    "Case": "adaptra.simulation.cost",
+    "CostModel": "adaptra.simulation.cost",
+    "EmulatedDevice": "adaptra.runtime.injection.emulation",
     "JsonFormatter": "adaptra.runtime.telemetry.log",
     "Kind": "adaptra.program",
     "Op": "adaptra.program",
     "Options": "adaptra.runtime.options",
-    "Pipeline": "adaptra.api",
+    "Pipeline": "adaptra.frontend.api",
     "Program": "adaptra.program",
     "Telemetry": "adaptra.runtime.telemetry.options",
-    "TrainingState": "adaptra.training_state",
-    "compile": "adaptra.api",
-    "generate": "adaptra.schedules",
+    "TrainingState": "adaptra.frontend.checkpoint_state",
+    "compile": "adaptra.frontend.api",
+    "generate": "adaptra.program.schedules",
 }
 
 
@@ -60,3 +62,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'adaptra' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+keep_moved_paths()

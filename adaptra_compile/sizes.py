@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
+
+from adaptra.errors import OptionError
 
 UNITS: Final = {"B": 1} | {
     f"{prefix}{unit}": base**power for unit, base in (("B", 1000), ("iB", 1024)) for power, prefix in enumerate("KMGT", start=1)
@@ -16,3 +19,19 @@ def size_text(size: float) -> str:
         if size >= UNITS[unit]:
             return f"{size / UNITS[unit]:.1f} {unit}"
     return f"{size:.0f} B"
+
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B)")
+
+
+def parse_size(text: str) -> int:
+    """Bytes from a text such as ``2GiB`` or ``500 MB``.
+
+    Raises:
+        OptionError: It is no such text, or says less than a byte.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    size = 0 if found is None or found[2] not in UNITS else int(float(found[1]) * UNITS[found[2]])
+    if size < 1:
+        raise OptionError(f"memory={text!r}: expected a size such as '2GiB' or '500MB', or a number of microbatches")
+    return size

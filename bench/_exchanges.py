@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from adaptra import _C
-from adaptra.runtime.transports.endpoints import Endpoint, address_towards, share_endpoints, share_secret
-from adaptra.runtime.transports.groups import job_store
+from adaptra.runtime.transports.delegate.endpoints import Endpoint, address_towards, share_endpoints, share_secret
+from adaptra.runtime.transports.process_groups import job_store
 
 PATIENCE = 120.0
 

@@ -8,7 +8,7 @@ from itertools import pairwise, product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "rxe")]
+sys.path += [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "rxe")]
 import inside
 import rdma_failures
 from _lab_hosts import swap

@@ -16,8 +16,8 @@ from _table import Row, parser, print_rows
 from step_against_torch import VOCABULARY, llama, token_loss
 
 import adaptra
-from adaptra.runtime.checksum import checksums
-from adaptra.runtime.same_rows import EVERY, numbers_of
+from adaptra.runtime.control.same_rows import EVERY, numbers_of
+from adaptra.runtime.state.checksum import checksums
 
 
 def seconds_of(work: Callable[[], object], runs: int) -> float:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from _table import Row, parser, print_rows
 
-from adaptra.cost import Case
-from adaptra.estimate import estimated_cost
-from adaptra.first_plan import first_plan
+from adaptra.frontend.first_plan import first_plan
 from adaptra.graph import CompiledStages, compile_stages
+from adaptra.graph.estimated_cost import estimated_cost
 from adaptra.progress import Progress, shown_progress
 from adaptra.runtime.options import Options
+from adaptra.simulation.cost import Case
 
 SECONDS, GIBIBYTES = 60.0, 4.0
 """What a compilation may cost."""

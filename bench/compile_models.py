@@ -16,9 +16,9 @@ import torch
 from _table import parser
 
 from adaptra.graph import compile_stages
-from adaptra.runtime.batch import example_microbatch
+from adaptra.runtime.worker.batch import example_microbatch
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from architecture_table import DOCUMENT, STAGES, row_of, rows_of, with_rows
 from architectures import ARCHITECTURES
 

@@ -1,8 +1,8 @@
 """Detection on noisy machines: false switches in hours of healthy training, and random faults found, placed and named.
 
-Steps are simulated and their records disturbed (``tests/noisy_steps.py``: ops scatter and drift, ranks pause, messages have
-a long tail); monitor, detector, planner and cost test are the real ones. A fault matters when another plan would win by more
-than a switch costs. Its kind can't be told where neither a queue nor a probe shows how much of a flight is occupancy;
+Steps are simulated and their records disturbed (``tests/support/noisy_steps.py``: ops scatter and drift, ranks pause, messages
+have a long tail); monitor, detector, planner and cost test are the real ones. A fault matters when another plan would win by
+more than a switch costs. Its kind can't be told where neither a queue nor a probe shows how much of a flight is occupancy;
 such faults are counted apart. A lossy path shows itself only as often as it loses messages: the steps until it is detected
 are rows of their own. Figures of episodes are shares of the faults, with the bar as baseline.
 """
@@ -17,10 +17,10 @@ from _table import Row, parser, print_rows
 from rich.console import Console
 from rich.progress import Progress, track
 
-from adaptra.cost import Case, CostModel
-from adaptra.runtime.changes import ChangeKind
+from adaptra.runtime.detection.changes import ChangeKind
+from adaptra.simulation.cost import Case, CostModel
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from noisy_steps import NoisySteps, judge, random_episode
 
 

@@ -28,11 +28,11 @@ from _ranks import run_on_ranks
 from _streams import SIZE, WINDOW, Stream, receive_all, wait_until
 from _table import Row, parser, print_rows
 
-from adaptra.runtime.transports.delegate_engine import Timing, listen, start_engine
-from adaptra.runtime.transports.groups import job_store
+from adaptra.runtime.transports.delegate.engine import Timing, listen, start_engine
+from adaptra.runtime.transports.process_groups import job_store
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "rxe")]
+sys.path += [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "rxe")]
 import _failing_rails
 import inside
 import lab

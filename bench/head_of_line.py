@@ -22,7 +22,7 @@ from _ranks import run_on_ranks
 from _table import Row, parser, print_rows
 from torch import Tensor
 
-from adaptra.graph.specs import TensorSpec
+from adaptra.graph.ops.specs import TensorSpec
 from adaptra.program import Kind
 from adaptra.runtime.transports.base import Identity, Transport
 from adaptra.runtime.transports.registry import create_transport

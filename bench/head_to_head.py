@@ -28,10 +28,10 @@ from _table import Row, parser, print_rows
 from _torch_schedules import CHUNKS, TorchSchedule
 
 import adaptra
-from adaptra.cost import Case, CostModel
-from adaptra.placements import in_turn
 from adaptra.program import Kind
-from adaptra.simulate import lower_bound, simulate
+from adaptra.program.placement import in_turn
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.simulate import lower_bound, simulate
 
 HEALTHY = "all delay=0"
 STANDING, SETTLED = 10, 30

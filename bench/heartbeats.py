@@ -21,8 +21,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from _table import Row, parser, print_rows
 
-from adaptra.runtime.membership import Membership
-from adaptra.runtime.stores import Connection
+from adaptra.runtime.control_store.stores import Connection
+from adaptra.runtime.membership.membership import Membership
 
 CASES = tuple(f"{ranks}:{far}:{delay}" for ranks in (8, 64, 256) for delay in (0.0, 0.06, 0.15, 0.3) for far in (1, ranks))
 STEP = 0.001

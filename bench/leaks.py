@@ -12,7 +12,7 @@ from pathlib import Path
 from _table import Row, parser, print_rows
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT / "tests")]
+sys.path += [str(ROOT / "tests" / "support")]
 from leaking import ACTIONS, RANKS, repeat
 from processes import run_processes
 

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from _table import Row, parser, print_rows
 
-from adaptra.cost import Case, CostModel
-from adaptra.planner import plan
-from adaptra.simulate import lower_bound, simulate
+from adaptra.planning.planner import plan
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.simulate import lower_bound, simulate
 
 CASES = Path(__file__).parent.parent / "tests" / "cases"
 SIZES = ((4, 8), (8, 16), (16, 64), (32, 128), (64, 512), (128, 1024), (256, 2048))

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from _table import Row, parser, print_rows
 
-from adaptra.cost import Case, CostModel
-from adaptra.least_memory import plan_least_memory
-from adaptra.planner import plan
-from adaptra.simulate import simulate
+from adaptra.planning.least_memory import plan_least_memory
+from adaptra.planning.planner import plan
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.simulate import simulate
 
 CASES = Path(__file__).parent.parent / "tests" / "cases"
 

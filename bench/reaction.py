@@ -1,9 +1,9 @@
 """Steps from the onset of a fault to the switch and from its end to the way back, in training over gloo, with real faults.
 
-Episodes of one fault or two that overlap, of random kind, place, size and length (``tests/fault_episodes.py``): messages are
-held back and ops lengthened. Devices are emulated, planning, detection and switching are not. At the end every parameter must
-be bitwise that of plain torch in one process that met no fault. A fault matters when another plan than the one that ran when it
-began gains more than a switch is worth. Switches are counted for faults that are alone and for which the cost test found a
+Episodes of one fault or two that overlap, of random kind, place, size and length (``tests/support/fault_episodes.py``):
+messages are held back and ops lengthened. Devices are emulated, planning, detection and switching are not. At the end every
+parameter must be bitwise that of plain torch in one process that met no fault. A fault matters when another plan than the one
+that ran when it began gains more than a switch is worth. Switches are counted for faults that are alone and for which the cost test found a
 better plan; the way back only where another plan is better once the fault has ended. Places that flap, because an earlier
 episode there had healed shortly before, are to be doubted for longer, and so have rows of their own: plans that wait because
 something else flaps, and the way back where the fault itself does.
@@ -21,9 +21,9 @@ import torch.distributed as dist
 from _ranks import run_on_ranks
 from _table import Row, parser, print_rows
 
-from adaptra.runtime.events import ControlEvent, EventKind
+from adaptra.runtime.control.events import ControlEvent, EventKind
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from fault_episodes import judge, misplaced, random_episodes, train_through
 
 

@@ -24,8 +24,8 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import adaptra
 from adaptra.program import Program
-from adaptra.simulate import simulate
-from adaptra.torch_csv import to_csv
+from adaptra.program.torch_csv import to_csv
+from adaptra.simulation.simulate import simulate
 
 
 def torch_runtime(rank: int, program: Program) -> _PipelineScheduleRuntime:

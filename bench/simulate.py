@@ -1,9 +1,9 @@
 """How fast the simulator is: ZB-H1 programs from 4 stages x 8 microbatches to 256 x 2048.
 
-Rows named "whole call" are adaptra.simulate.simulate, from a Python program to its figures; "converted" and "simulated" are the
-two parts of it. The baseline is an event-driven simulation in plain Python (in this file; the same makespan, checked), and in
-the rows named "torch" it is torch.distributed.pipelining's own simulator of a quarter of the microbatches, which counts steps
-and knows no times.
+Rows named "whole call" are adaptra.simulation.simulate.simulate, from a Python program to its figures; "converted" and
+"simulated" are the two parts of it. The baseline is an event-driven simulation in plain Python (in this file; the same
+makespan, checked), and in the rows named "torch" it is torch.distributed.pipelining's own simulator of a quarter of the microbatches,
+which counts steps and knows no times.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from _table import Row, median_seconds, parser, print_rows
 
 from adaptra import _C
-from adaptra.cost import CostModel
-from adaptra.dependencies import RULE
 from adaptra.program import Kind, Program
-from adaptra.schedules import generate
-from adaptra.simulate import simulate
+from adaptra.program.dependencies import RULE
+from adaptra.program.schedules import generate
+from adaptra.simulation.cost import CostModel
+from adaptra.simulation.simulate import simulate
 
 SIZES = [(4, 8), (8, 32), (16, 64), (32, 256), (64, 512), (256, 2048)]
 TORCH_SIZES = [(8, 32), (16, 64), (64, 512)]

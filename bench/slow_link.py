@@ -16,11 +16,11 @@ from _ranks import run_on_ranks, small_problem, timed
 from _table import Row, parser, print_rows
 
 import adaptra
-from adaptra.cost import Case, CostModel
-from adaptra.planner import plan
+from adaptra.planning.planner import plan
 from adaptra.program import Program
-from adaptra.schedules import one_f_one_b
-from adaptra.simulate import lower_bound, simulate
+from adaptra.program.schedules import one_f_one_b
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.simulate import lower_bound, simulate
 
 
 def delayed(ranks: int, seconds: float, delay: float) -> CostModel:

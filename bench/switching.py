@@ -23,10 +23,10 @@ from _ranks import run_on_ranks, small_problem
 from _table import Row, parser, print_rows
 
 import adaptra
-from adaptra.cost import Case, CostModel
-from adaptra.planner import plan
+from adaptra.planning.planner import plan
 from adaptra.program import Program
-from adaptra.runtime.background import giving_way
+from adaptra.runtime.control.yielding import giving_way
+from adaptra.simulation.cost import Case, CostModel
 
 BLOCK = 40
 """Steps of one pipeline before the other has its turn."""

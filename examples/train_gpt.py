@@ -31,11 +31,11 @@ import adaptra
 from adaptra.report.live import LiveTable
 from adaptra.report.perfetto import write as write_trace
 from adaptra.report.picture import draw
-from adaptra.report.run import load_run
 from adaptra.report.run_page import draw_run
-from adaptra.runtime.plan import Plan
-from adaptra.simulate import simulate
-from adaptra.timeline import Timeline
+from adaptra.report.run_records import load_run
+from adaptra.runtime.control.plan import Plan
+from adaptra.simulation.simulate import simulate
+from adaptra.simulation.timeline import Timeline
 
 STAGES = 4
 MICROBATCHES = 16

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from adaptra import _C
-from adaptra.cost import Case, CostModel
-from adaptra.dependencies import RULE
+from adaptra.equations.warm_up import SlackRule, in_flight_limits, warm_up
 from adaptra.errors import PassError, PlanError
 from adaptra.passes.base import Count, CountPerStage, Pass, option
 from adaptra.program import Kind, Op, Program
-from adaptra.simulate import Simulation, simulate
-from adaptra.warm_up import SlackRule, in_flight_limits, warm_up
+from adaptra.program.dependencies import RULE
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.simulate import Simulation, simulate
 
 LEAST_EFFORT: Final = 1_500_000
 """Ops to dispatch and simulate at least: some 40 ms."""
@@ -189,7 +189,8 @@ def _memory_shares(case: Case) -> list[int]:
 
 
 def _known_alternations(stages: int, microbatches: int) -> list[tuple[list[int], list[int]]]:
-    """zb_h2, zb_h1, 1f1b and gpipe of :mod:`adaptra.schedules`: warm-up and by how many microbatches W is late, per stage.
+    """zb_h2, zb_h1, 1f1b and gpipe of :mod:`adaptra.program.schedules`: warm-up and by how many microbatches W is late, per
+    stage.
 
     Mostly from short to long: of what is no better than what is known, the search asks nothing but its makespan.
     """

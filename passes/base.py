@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
-from adaptra.cost import CostModel
 from adaptra.errors import PassError, ScheduleError
 from adaptra.program import Program
-from adaptra.verify import verify
+from adaptra.program.verify import verify
+from adaptra.simulation.cost import CostModel
 
 log = logging.getLogger(__name__)
 
@@ -165,14 +165,12 @@ class Pipeline:
 
     passes: tuple[Pass, ...]
 
-    def apply(self, program: Program, cost: CostModel, *, trusted: bool = False) -> Program:
+    def apply(self, program: Program, cost: CostModel) -> Program:
         """Run all passes, and verify the program before the first and after each that changes it.
 
         Args:
             program: Where to start.
             cost: What the passes plan for.
-            trusted: The program is known to be valid, so the first verification is left out. It takes half a second for 64
-                stages of 512 microbatches.
 
         Raises:
             ScheduleError: ``program`` is not valid.
@@ -180,8 +178,7 @@ class Pipeline:
             PlanError: No program satisfies the limits.
             AssertionError: A pass turned a valid program into one that is not: a bug of that pass, which it names.
         """
-        if not trusted:
-            verify(program)
+        verify(program)
         for step in self.passes:
             before, program = program, step.apply(program, cost)
             if program is before:

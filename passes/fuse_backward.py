@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
-from adaptra.cost import CostModel
 from adaptra.errors import PassError
 from adaptra.passes.base import Pass
 from adaptra.program import Kind, Op, Program
-from adaptra.simulate import Simulation, simulate
+from adaptra.simulation.cost import CostModel
+from adaptra.simulation.simulate import Simulation, simulate
 
 TOLERANCE: Final = 1e-9
 """How much longer, as a part of the makespan, is rounding."""

@@ -10,7 +10,7 @@ gloo: a send waits for its receiver    1786 ms               3233 ms            
 one in-order stream per pair of ranks  1683 ms               1115 ms                 not measured
 =====================================  ====================  ======================  ======================
 
-A transport says which of the two it is in its :class:`adaptra.runtime.transports.contract.Contract`.
+A transport says which of the two it is in its :class:`adaptra.program.transport_contract.Contract`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final, NamedTuple
 
-from adaptra.cost import CostModel
-from adaptra.dependencies import RECEIVED_BY, RULE, SENT_BY
 from adaptra.errors import PassError
 from adaptra.passes.base import Count, Pass, Word, option
 from adaptra.program import Kind, Op, Program
-from adaptra.runtime.transports.contract import Contract
-from adaptra.simulate import simulate
+from adaptra.program.dependencies import RECEIVED_BY, RULE, SENT_BY
+from adaptra.program.transport_contract import Contract
+from adaptra.simulation.cost import CostModel
+from adaptra.simulation.simulate import simulate
 
 LEAST_AHEAD: Final = 4
 """Receives posted ahead on a channel even when its latency asks for fewer, so that a link that turns slow is only slow."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from adaptra.cost import CostModel
-from adaptra.dependencies import peer_stage
 from adaptra.errors import PassError
 from adaptra.passes.base import Edges, Pass, Word, option
 from adaptra.program import Kind, Op, Program
+from adaptra.program.dependencies import peer_stage
+from adaptra.simulation.cost import CostModel
 
 
 @dataclass(frozen=True)

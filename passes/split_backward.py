@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from adaptra.cost import CostModel
 from adaptra.passes.base import Pass
 from adaptra.program import Kind, Op, Program
+from adaptra.simulation.cost import CostModel
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 from adaptra.errors import OptionError
 from adaptra.program import Program
-from adaptra.runtime.emulation import EmulatedDevice
+from adaptra.runtime.injection.emulation import EmulatedDevice
 from adaptra.runtime.telemetry.options import Telemetry
 
 
@@ -31,7 +31,7 @@ class Options:
         seed: Seed of the random numbers of dropout and its like; they depend on it, the step and the number of the microbatch
             alone, which counts on through the replicas: two of M microbatches draw what one process draws for 2·M.
         timeout: Seconds an op waits for a message, and a step for its plan, before the step fails.
-        faults: Faults to inject, such as ``"delay 1-2 60ms @8"``: see :mod:`adaptra.runtime.faults`.
+        faults: Faults to inject, such as ``"delay 1-2 60ms @8"``: see :mod:`adaptra.runtime.injection.faults`.
         emulate: Pad every op to a stated duration by sleeping, to see the timeline of devices this machine doesn't have.
         delegate: Set up the delegate beside c10d. True: edges that turn slow take it. Directed edges such as ``[(1, 2)]``:
             these do from the start, too.

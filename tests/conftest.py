@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-from golden_files import check_golden
-from hypothesis import settings
-
-from adaptra import _C
-
-sys.path += [str(Path(__file__).parent / "rxe"), str(Path(__file__).parent / "links")]
 import inside
 import lab
 import linked_hosts as links
+import pytest
+from golden_files import check_golden
+from hypothesis import settings
+from paths import ROOT
+
+from adaptra import _C
 
 # A loaded machine is no reason to fail: pytest's own time limit ends what hangs, and speed is measured in bench/.
 settings.register_profile("adaptra", deadline=None)
@@ -65,7 +63,7 @@ def in_lab(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
     def call(body: Callable[..., Any], *arguments: Any, hosts: int = 2, rails: int = 2, timeout: float = 150.0) -> Any:
         command = inside.command(body, *arguments)
-        finished = lab.run(kernel, command, Path(__file__).parent.parent, hosts=hosts, rails=rails, timeout=timeout)
+        finished = lab.run(kernel, command, ROOT, hosts=hosts, rails=rails, timeout=timeout)
         assert finished.status == 0, finished.output
         return inside.result_of(finished.output)
 

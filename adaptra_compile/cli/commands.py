@@ -9,13 +9,14 @@ from adaptra.cli.doctor import examine, report
 from adaptra.cli.inputs import read_program
 from adaptra.cli.output import as_json, check_outputs, draw_timeline, figures, headline, line_width, title_of
 from adaptra.cli.planning import planned_for, run_plan
-from adaptra.cost import Case
 from adaptra.errors import ReportError, ScheduleError
 from adaptra.program import Program
+from adaptra.program.placement import in_turn, v_shaped
+from adaptra.program.schedules import PLACED, generate_for
 from adaptra.report import perfetto, picture, run_page, text
-from adaptra.report.run import load_run, summary
-from adaptra.schedules import PLACED, generate_for
-from adaptra.simulate import Simulation, lower_bound, simulate
+from adaptra.report.run_records import load_run, summary
+from adaptra.simulation.cost import Case
+from adaptra.simulation.simulate import Simulation, lower_bound, simulate
 
 
 def run(options: Namespace) -> str:
@@ -59,14 +60,14 @@ def _simulate(options: Namespace) -> str:
 
 
 def _explain(options: Namespace) -> str:
-    from adaptra.explanation import explain
+    from adaptra.planning.explanation import explain
 
     case = Case.load(options.case)
     program = planned_for(case) if options.program is None else read_program(options.program, case)
     explanation = explain(program, case.cost, case.microbatches)
     if not options.sensitivity:
         return as_json(explanation.to_json()) if options.json else str(explanation).rstrip("\n") + "\n"
-    from adaptra.sensitivity import sensitivity
+    from adaptra.simulation.sensitivity import sensitivity
 
     edges = sensitivity(program, case.cost)
     if options.json:
@@ -107,13 +108,9 @@ def _generate(name: str, stages: int, microbatches: int) -> Program:
     """A schedule by name; those with several stages on a rank with two."""
     if name not in PLACED:
         return generate_for(name, tuple(range(stages)), microbatches)
-    from adaptra import placements
-
     if stages % 2:
         raise ScheduleError(f"{name}: {stages} stages: expected an even number, two on each rank")
-    return generate_for(
-        name, placements.v_shaped(stages // 2) if name == "zbv" else placements.in_turn(stages // 2, 2), microbatches
-    )
+    return generate_for(name, v_shaped(stages // 2) if name == "zbv" else in_turn(stages // 2, 2), microbatches)
 
 
 def _table(simulation: Simulation) -> str:

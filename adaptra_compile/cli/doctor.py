@@ -63,7 +63,7 @@ def report(found: dict[str, Any]) -> str:
 
 def _rdma() -> dict[str, Any]:
     """Where pyverbs is, or why there is none; the ports that it finds, or why it finds none."""
-    from adaptra.runtime import rdma
+    from adaptra.runtime.rdma import devices as rdma
 
     found: dict[str, Any] = {"pyverbs": None, "reason": None, "ports": []}
     try:

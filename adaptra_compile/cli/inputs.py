@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NotRequired, TypedDict
 
-from adaptra.cost import Case
 from adaptra.errors import CaseError, ScheduleError
 from adaptra.program import Program
-from adaptra.schedules import GENERATORS, PLACED, generate, generate_for
-from adaptra.torch_csv import from_csv
-from adaptra.verify import verify
+from adaptra.program.schedules import GENERATORS, PLACED, generate, generate_for
+from adaptra.program.torch_csv import from_csv
+from adaptra.program.verify import verify
+from adaptra.simulation.cost import Case
 
 
 def read_program(given: str, case: Case) -> Program:
     """The program that ``given`` names, verified, and fit for the case.
 
-    ``-`` is standard input, a name that :func:`adaptra.schedules.generate_for` knows the schedule of the case's size, a file
-    ending in ``.csv`` torch's form, and every other file the text form.
+    ``-`` is standard input, a name that :func:`adaptra.program.schedules.generate_for` knows the schedule of the case's size, a
+    file ending in ``.csv`` torch's form, and every other file the text form.
 
     Raises:
         ScheduleError: It can't be read, or no set of ranks could execute it.
@@ -37,7 +37,7 @@ def read_program(given: str, case: Case) -> Program:
 
 
 class SweepRange(TypedDict):
-    """What a sweep is asked for: arguments of :func:`adaptra.comparison.sweep_delay`."""
+    """What a sweep is asked for: arguments of :func:`adaptra.planning.comparison.sweep_delay`."""
 
     edges: list[tuple[int, int]]
     delays: list[float]

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any, Final
 
-from adaptra.cost import Case, CostModel
 from adaptra.program import Program
 from adaptra.report import picture, text
 from adaptra.report.files import check_suffix
-from adaptra.simulate import Bound, Simulation
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.simulate import Bound, Simulation
 
 _SLOW_FACTOR: Final = 2.0
 _WIDTH_WITHOUT_TERMINAL: Final = 120

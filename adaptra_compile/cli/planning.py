@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from adaptra.cli.output import as_json, check_outputs, draw_timeline, edges_to_mark, figures, headline, line_width, title_of
-from adaptra.cost import Case, CostModel
 from adaptra.errors import PlanError
 from adaptra.program import Program
+from adaptra.program.torch_csv import to_csv
 from adaptra.report import picture
 from adaptra.report.files import write_whole
-from adaptra.simulate import lower_bound, simulate
-from adaptra.torch_csv import to_csv
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.simulate import lower_bound, simulate
 
 if TYPE_CHECKING:
-    from adaptra.exact import Exact
+    from adaptra.planning.exact import Exact
 
 _PROGRAM_SUFFIXES: Final = (".sched", ".csv")
 
@@ -65,7 +65,8 @@ def _write_program(options: Namespace, case: Case, planned: Program) -> Program:
 
 def _robust(options: Namespace, case: Case) -> str:
     from adaptra.cli.inputs import read_uncertain
-    from adaptra.robust import Objective, delay_scenarios, robust_plan
+    from adaptra.planning.robust import Objective, robust_plan
+    from adaptra.simulation.scenarios import delay_scenarios
 
     scenarios = delay_scenarios(case.cost, read_uncertain(options.uncertain))
     found = robust_plan(case, scenarios, objective=Objective(options.objective), memory=options.memory, budget=options.budget)
@@ -90,15 +91,15 @@ def _robust(options: Namespace, case: Case) -> str:
 
 
 def _exact(options: Namespace, case: Case) -> Exact:
-    from adaptra.exact import solve_exactly
+    from adaptra.planning.exact import solve_exactly
 
     return solve_exactly(case, memory=options.memory, seconds=options.exact)
 
 
 def _compare(options: Namespace, case: Case, planned: Program) -> str:
     from adaptra.cli import tables
-    from adaptra.comparison import compare
     from adaptra.passes.adapt_order import ADAPTED
+    from adaptra.planning.comparison import compare
 
     found = compare(case, [*options.compare, ADAPTED], memory=options.memory, adapted=planned)
     if options.picture is not None:
@@ -114,7 +115,7 @@ def _compare(options: Namespace, case: Case, planned: Program) -> str:
 def _sweep(options: Namespace, case: Case) -> str:
     from adaptra.cli import tables
     from adaptra.cli.inputs import read_sweep
-    from adaptra.comparison import sweep_delay
+    from adaptra.planning.comparison import sweep_delay
 
     found = sweep_delay(case, **read_sweep(options.sweep), memory=options.memory, budget=options.budget)
     if options.picture is not None:
@@ -126,7 +127,7 @@ def _sweep(options: Namespace, case: Case) -> str:
 
 def planned_for(case: Case, memory: int | None = None, budget: float | None = None) -> Program:
     """The planner's plan; loads what that needs."""
-    from adaptra.planner import plan
+    from adaptra.planning.planner import plan
 
     return plan(case, memory=memory, budget=budget)
 

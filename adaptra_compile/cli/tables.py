@@ -16,8 +16,8 @@ from adaptra.passes.adapt_order import ADAPTED
 from adaptra.report.text import percent
 
 if TYPE_CHECKING:
-    from adaptra.comparison import Comparison, Sweep
-    from adaptra.sensitivity import EdgeSensitivity
+    from adaptra.planning.comparison import Comparison, Sweep
+    from adaptra.simulation.sensitivity import EdgeSensitivity
 
 _BEST: Final = "bold"
 _BAD: Final = "red"

@@ -1,9 +1,9 @@
 """From a model to stage graphs: capture, partition, differentiate. Imports torch."""
 
 from adaptra.graph.compile import CompiledStages, TiedParameter, compile_stages
-from adaptra.graph.random_state import RandomKey, reference_randomness
-from adaptra.graph.specs import MessageSpec, TensorSpec
-from adaptra.graph.stages import EvalStage, TrainStage
+from adaptra.graph.ops.random_state import RandomKey, reference_randomness
+from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.graph.stages.stages import EvalStage, TrainStage
 
 __all__ = [
     "CompiledStages",

@@ -10,21 +10,21 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from adaptra.cuts import Places
 from adaptra.errors import CaptureError, PartitionError
-from adaptra.graph.analyze import Analysis, analyze
-from adaptra.graph.balance import Cuts, balance
-from adaptra.graph.batch import InputFormat, Loss, OutputFormat, TargetFormat
-from adaptra.graph.capture import FlatGraph, StateNames, capture, list_eager_ops, state_names
-from adaptra.graph.checkpoints import region_of
-from adaptra.graph.differentiate import differentiate, evaluate
-from adaptra.graph.eager_ops import EagerOp
-from adaptra.graph.fake import fake_like, fake_mode
-from adaptra.graph.op_signature import Signature, sum_of
-from adaptra.graph.ops_comparison import OpsDifference, compare_ops
-from adaptra.graph.partition import Piece, align, cut_before, find_cuts, pieces, places_of, state_uses
-from adaptra.graph.stages import EvalStage, TrainStage
+from adaptra.graph.backward.differentiate import differentiate, evaluate
+from adaptra.graph.capture.batch import InputFormat, Loss, OutputFormat, TargetFormat
+from adaptra.graph.capture.capture import FlatGraph, StateNames, capture, list_eager_ops, state_names
+from adaptra.graph.capture.eager_ops import EagerOp
+from adaptra.graph.capture.op_signature import Signature, sum_of
+from adaptra.graph.capture.ops_comparison import OpsDifference, compare_ops
+from adaptra.graph.ops.checkpoints import region_of
+from adaptra.graph.ops.fake import fake_like, fake_mode
+from adaptra.graph.partition.analyze import Analysis, analyze
+from adaptra.graph.partition.balance import Cuts, balance
+from adaptra.graph.partition.partition import Piece, align, cut_before, find_cuts, pieces, places_of, state_uses
+from adaptra.graph.stages.stages import EvalStage, TrainStage
 from adaptra.progress import Progress, log_progress
+from adaptra.simulation.cut_points import Places
 
 
 @dataclass(frozen=True, slots=True)

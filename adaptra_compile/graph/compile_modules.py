@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from adaptra.cuts import Place, Places
 from adaptra.errors import AdaptraError, CaptureError, PartitionError
-from adaptra.graph.batch import InputFormat, Loss, OutputFormat, TargetFormat
-from adaptra.graph.capture import StateNames, state_names
+from adaptra.graph.capture.batch import InputFormat, Loss, OutputFormat, TargetFormat
+from adaptra.graph.capture.capture import StateNames, state_names
 from adaptra.graph.compile import CompiledStages
-from adaptra.graph.specs import MessageSpec, TensorSpec
-from adaptra.graph.stage_graphs import NOTHING_RANDOM
-from adaptra.graph.stage_modules import Boundary, Differentiable, EvalModule, ModuleCall, StageModule
-from adaptra.graph.stages import Flops, Peaks
-from adaptra.graph.trace import Layout
-from adaptra.graph.work import CountWork
+from adaptra.graph.ops.layout import Layout
+from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.graph.ops.work import CountWork
+from adaptra.graph.stages.stage_graphs import NOTHING_RANDOM
+from adaptra.graph.stages.stage_modules import Boundary, Differentiable, EvalModule, ModuleCall, StageModule
+from adaptra.graph.stages.stages import Flops, Peaks
+from adaptra.simulation.cut_points import Place, Places
 
 
 def compile_modules(
@@ -87,7 +87,7 @@ class _Example:
         return {name: tuple(sorted(stages)) for name, stages in found.items()}
 
     def train(self, holders: Mapping[str, tuple[int, ...]]) -> tuple[tuple[StageModule, ...], list[float]]:
-        """The training stages, and what F takes on each, as :mod:`adaptra.graph.work` counts it."""
+        """The training stages, and what F takes on each, as :mod:`adaptra.graph.ops.work` counts it."""
         state = self._state()
         stages: list[StageModule] = []
         left: list[Differentiable] = []

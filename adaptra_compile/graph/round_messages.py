@@ -9,8 +9,8 @@ import torch
 
 from adaptra.errors import OptionError
 from adaptra.graph.compile import CompiledStages
-from adaptra.graph.specs import MessageSpec
-from adaptra.graph.stages import TrainStage
+from adaptra.graph.ops.specs import MessageSpec
+from adaptra.graph.stages.stages import TrainStage
 
 
 def round_messages(compiled: CompiledStages) -> CompiledStages:

@@ -17,12 +17,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from adaptra.dependencies import RULE
 from adaptra.errors import ReportError, ScheduleError
 from adaptra.program import Kind, Program, parse_op
+from adaptra.program.dependencies import RULE
 from adaptra.report.files import check_suffix, write_whole
 from adaptra.report.text import origin
-from adaptra.timeline import MessageInterval, OpInterval, Source, Timeline
+from adaptra.simulation.timeline import MessageInterval, OpInterval, Source, Timeline
 
 FORMAT: Final = "adaptra-trace"
 FORMAT_VERSION: Final = 1

@@ -18,7 +18,7 @@ from adaptra.errors import MissingExtraError, ReportError
 from adaptra.program import Kind
 from adaptra.report.files import check_suffix, write_whole
 from adaptra.report.text import bubble_ratio, duration, origin, percent
-from adaptra.timeline import MessageInterval, Timeline
+from adaptra.simulation.timeline import MessageInterval, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from adaptra.errors import MissingExtraError, ReportError
 from adaptra.report.files import check_suffix, write_whole
 from adaptra.report.picture import SUFFIXES
-from adaptra.report.run import Happening, Run
+from adaptra.report.run_records import Happening, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ from statistics import mean, median, median_low
 from typing import Final
 
 from adaptra.program import Kind
-from adaptra.timeline import Timeline
+from adaptra.simulation.timeline import Timeline
 
 _TIMES_USUAL: Final = 2.0
 _PART_OF_FORWARD: Final = 0.1  # as in what a plan calls a slow edge

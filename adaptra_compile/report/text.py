@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from adaptra.errors import ReportError
-from adaptra.timeline import OpInterval, Timeline
+from adaptra.simulation.timeline import OpInterval, Timeline
 
 WAITING: Final = "."
 RUNNING: Final = "-"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from adaptra.runtime.events import ControlEvent, EventKind
+from adaptra.runtime.control.events import ControlEvent, EventKind
 from adaptra.runtime.telemetry.records import PathsChanged, Record, RunEnded, RunStarted, StepFailed, StepTaken
 
 

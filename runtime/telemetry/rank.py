@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from adaptra.errors import AdaptraError
-from adaptra.runtime.events import ControlEvent, EventKind
-from adaptra.runtime.measurement import StepMeasurement
-from adaptra.runtime.monitor import Monitor, StepRecords, merge_timelines
-from adaptra.runtime.plan import Plan
+from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.detection.measurement import StepMeasurement
+from adaptra.runtime.detection.monitor import Monitor, StepRecords, merge_timelines
 from adaptra.runtime.telemetry.recorder import Recorder
 from adaptra.runtime.telemetry.records import PathsChanged, Record, RunEnded, RunStarted, StepFailed, StepTaken
-from adaptra.timeline import Timeline
+from adaptra.simulation.timeline import Timeline
 
 if TYPE_CHECKING:
     from adaptra.runtime.transports.base import Transport

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from adaptra.errors import ControlError
-from adaptra.runtime.events import ControlEvent, EventKind
-from adaptra.runtime.measurement import StepMeasurement
-from adaptra.runtime.schema import Fields
+from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.control_store.schema import Fields
+from adaptra.runtime.detection.measurement import StepMeasurement
 
 VERSION: Final = 2
 """Of the lines' format."""

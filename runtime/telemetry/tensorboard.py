@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from adaptra.errors import MissingExtraError
-from adaptra.runtime.events import ControlEvent
+from adaptra.runtime.control.events import ControlEvent
 from adaptra.runtime.telemetry.metrics import Board, Sample
 from adaptra.runtime.telemetry.records import PathsChanged, Record, RunEnded, RunStarted, StepFailed, StepTaken, Told
 

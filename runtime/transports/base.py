@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from adaptra.errors import TransportError
-from adaptra.graph.specs import MessageSpec, TensorSpec, dtype_name
+from adaptra.graph.ops.specs import MessageSpec, TensorSpec, dtype_name
 from adaptra.program import Kind, Program
-from adaptra.runtime.transports.contract import Contract
+from adaptra.program.transport_contract import Contract
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from adaptra.dependencies import peer_stage
 from adaptra.errors import TransportError
-from adaptra.graph.specs import MessageSpec
+from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program import Kind, Program
+from adaptra.program.dependencies import peer_stage
 from adaptra.runtime.transports.base import Identity, PathCounts, Pending, Transport
 
 _Edge = tuple[int, int]

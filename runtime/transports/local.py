@@ -13,10 +13,10 @@ from typing import Final
 from torch import Tensor, distributed
 
 from adaptra.errors import LaunchError, TransportError
-from adaptra.graph.specs import MessageSpec
+from adaptra.graph.ops.specs import MessageSpec
+from adaptra.program.transport_contract import Contract
 from adaptra.runtime.transports.base import Identity, Pending, Transport, check_tensors, describe_layout, layout_of, now
-from adaptra.runtime.transports.contract import Contract
-from adaptra.runtime.transports.guard import Completion, Guard
+from adaptra.runtime.transports.pending import Completion, Guard
 from adaptra.runtime.transports.pool import Pool
 
 CONTRACT: Final = Contract(send_waits_for_receiver=False, in_order=False, buffered=False)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
-from adaptra.graph.specs import MessageSpec
+from adaptra.graph.ops.specs import MessageSpec
 from adaptra.runtime.transports.base import Identity, Layout, describe_layout, layout_of
 
 Buffer = TypeVar("Buffer")

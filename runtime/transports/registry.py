@@ -17,8 +17,8 @@ from adaptra.runtime.transports.base import Transport
 ENTRY_POINT_GROUP: Final = "adaptra.transports"
 
 _BUILT_IN: Final = {
-    "c10d": ("adaptra.runtime.transports.c10d", "C10dTransport"),
-    "delegate": ("adaptra.runtime.transports.delegate_join", "join"),
+    "c10d": ("adaptra.runtime.transports.c10d.c10d", "C10dTransport"),
+    "delegate": ("adaptra.runtime.transports.delegate.join", "join"),
     "local": ("adaptra.runtime.transports.local", "LocalTransport"),
 }
 

@@ -1,7 +1,8 @@
 """What runs in the lab: a test's body, outside of all hosts, and the processes that it starts on them.
 
 ``python inside.py FILE FUNCTION ARGUMENTS`` calls a function of a module with arguments given as JSON; the last line on
-standard output is what it returned, as JSON.
+standard output is what it returned, as JSON. The module finds what tests find, in
+``tests/support``, ``tests/links`` and ``tests/rxe``.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ def shell(line: str) -> str:
 
 def _main(file: str, function: str, arguments: str) -> None:
     path = Path(file).resolve()
-    sys.path.insert(0, str(path.parent))
+    tests = Path(__file__).resolve().parent.parent
+    sys.path[:0] = [str(path.parent), *(str(tests / folder) for folder in ("support", "links"))]
     result = getattr(importlib.import_module(path.stem), function)(*json.loads(arguments))
     print(f"{RESULT}{json.dumps(result)}", flush=True)
 

@@ -1,0 +1,1 @@
+"""The bubble equations: the slack that a pipeline needs, in closed form."""

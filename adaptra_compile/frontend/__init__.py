@@ -1,0 +1,1 @@
+"""What users call, and the path from their model to running workers."""

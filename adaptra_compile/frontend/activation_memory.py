@@ -1,0 +1,105 @@
+"""Memory for activations in bytes: what a plan needs, what one microbatch needs, and what helps where that is too much.
+
+A rank holds what its microbatches keep, from F to I and from I to W, and while an op runs what that op makes for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from adaptra.errors import PlanError
+from adaptra.graph.stages.stages import TrainStage
+from adaptra.program import Kind, Program
+from adaptra.program.placement import stages_of
+from adaptra.simulation.cost import CostModel
+from adaptra.sizes import size_text
+
+
+def in_bytes(cost: CostModel, stages: Sequence[TrainStage]) -> CostModel:
+    """A cost model whose memory is in bytes, without a limit."""
+    return replace(
+        cost,
+        memory_forward=tuple(float(_counted(stage)) for stage in stages),
+        memory_input_grad=tuple(float(_counted(stage) - stage.kept_after_input_grad) for stage in stages),
+        memory_limit=None,
+    )
+
+
+def limits_within(memory: int, stages: Sequence[TrainStage], placement: Sequence[int]) -> tuple[float, ...]:
+    """Per rank, the bytes that microbatches may keep where a rank may hold ``memory``.
+
+    Raises:
+        PlanError: A rank can't hold one microbatch; says what it needs and what would help.
+    """
+    by_rank = _by_rank(stages, placement)
+    for rank, held in enumerate(by_rank):
+        needed = sum(map(_counted, held)) + _beside(held)
+        if needed > memory:
+            what = f"stage {held[0].index} needs" if len(held) == 1 else f"rank {rank} with its {len(held)} stages needs"
+            raise PlanError(
+                f"memory={size_text(memory)}: {what} {size_text(needed)} for one microbatch, and keeps "
+                f"{size_text(sum(stage.kept_after_forward for stage in held))} of it from F to I: expected at least what it "
+                f"needs; half the rows per microbatch or twice the stages need about {size_text(needed / 2)}, activation "
+                f"checkpointing keeps {size_text(sum(stage.input_bytes for stage in held))} or more"
+            )
+    return tuple(float(memory - _beside(held)) for held in by_rank)
+
+
+def limits_free(free: Sequence[int], stages: Sequence[TrainStage], placement: Sequence[int]) -> tuple[float, ...]:
+    """Per rank, the bytes that microbatches may keep where its device has ``free`` bytes.
+
+    Left out are a tenth, and what a training step makes beside them: a gradient of each parameter and two numbers of AdamW.
+    """
+    ranks = zip(free, _by_rank(stages, placement), strict=True)
+    return tuple(
+        max(0.0, 0.9 * size - 3.0 * sum(stage.parameter_bytes for stage in held) - _beside(held)) for size, held in ranks
+    )
+
+
+def _by_rank(stages: Sequence[TrainStage], placement: Sequence[int]) -> list[list[TrainStage]]:
+    return [[stages[stage] for stage in stages_of(rank, placement)] for rank in range(len(set(placement)))]
+
+
+def predicted_peaks(program: Program, stages: Sequence[TrainStage]) -> tuple[int, ...]:
+    """The most bytes of activations that each rank holds at a time under a program."""
+    peaks: list[int] = []
+    for rank, order in enumerate(program.orders):
+        held = peak = 0
+        for op in order:
+            if op.kind not in (Kind.F, Kind.I, Kind.W, Kind.B):
+                continue
+            stage = stages[op.stage]
+            first, second, at = stage.kept_after_forward, stage.kept_after_input_grad, stage.peaks
+            match op.kind:
+                case Kind.F:
+                    peak, held = max(peak, held + at.forward), held + first
+                case Kind.I:
+                    peak, held = max(peak, held - first + at.input_grad), held - first + second
+                case Kind.W:
+                    peak, held = max(peak, held - second + at.weight_grad), held - second
+                case Kind.B:
+                    peak = max(peak, held - first + at.input_grad, held - first + at.weight_grad)
+                    held -= first
+        peaks.append(peak + sum(_travelling(stages[stage]) for stage in stages_of(rank, program.placement)))
+    return tuple(peaks)
+
+
+def _travelling(stage: TrainStage) -> int:
+    """Of messages that the stage has sent and that have not arrived: each way one on its way and one behind it."""
+    return 2 * (stage.output_bytes + stage.grad_input_bytes)
+
+
+def _counted(stage: TrainStage) -> int:
+    """What a microbatch counts for in a plan until its I ends. I may keep more than F left."""
+    return max(stage.kept_after_forward, stage.kept_after_input_grad)
+
+
+def _beside(stages: Sequence[TrainStage]) -> int:
+    """The most bytes that a rank holds beside what microbatches count for in a plan: those of an op that runs, and messages."""
+    return max(map(_running, stages)) + sum(map(_travelling, stages))
+
+
+def _running(stage: TrainStage) -> int:
+    counted, at = _counted(stage), stage.peaks
+    return max(0, at.forward - counted, at.input_grad - counted, at.weight_grad - stage.kept_after_input_grad)

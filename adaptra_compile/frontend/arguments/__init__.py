@@ -1,0 +1,1 @@
+"""What users give to ``compile``: checked at the door, and agreed on by all ranks."""

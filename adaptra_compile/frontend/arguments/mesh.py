@@ -1,0 +1,30 @@
+"""The roles of a job's ranks out of a DeviceMesh, where a user has one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from adaptra.errors import OptionError
+from adaptra.program.roles import Roles
+
+
+def roles_of(mesh: Any, size: int) -> Roles:
+    """The ``size`` ranks of a pipeline lie along a mesh's dimension ``pp``, replicas along ``dp`` if it has one.
+
+    Raises:
+        OptionError: It is no such mesh, or has another number of ranks there, or not all ranks of the job.
+    """
+    names = getattr(mesh, "mesh_dim_names", None)
+    if names not in (("pp",), ("dp", "pp"), ("pp", "dp")):
+        raise OptionError(
+            f"mesh={mesh!r}: expected a torch.distributed DeviceMesh whose mesh_dim_names are ('dp', 'pp'), or ('pp',)"
+        )
+    ranks = mesh.mesh.T if names == ("pp", "dp") else mesh.mesh
+    if ranks.shape[-1] != size:
+        raise OptionError(f"mesh={mesh!r}: {ranks.shape[-1]} ranks along pp: expected {size}, as many as the pipeline has")
+    found = tuple(ranks.flatten().tolist())
+    if len(found) != (job := torch.distributed.get_world_size()):
+        raise OptionError(f"mesh={mesh!r}: {len(found)} ranks in a job of {job}: expected a mesh of all ranks")
+    return Roles(size, found)

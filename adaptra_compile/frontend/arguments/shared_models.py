@@ -1,0 +1,177 @@
+"""Several pipelines of one model in a process: they share what both hold, or the second one is refused.
+
+A pipeline trains the model's own tensors, so pipelines of one model in one process see each other's steps. Two things would
+go stale without a word: the copies of a tied parameter, if each pipeline had its own, and under a launcher what one pipeline
+trains on another rank than the other. So copies are taken over from a pipeline that is open, and pipelines that are open at a
+time hold each tensor on the same ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from adaptra.errors import OptionError
+from adaptra.graph import CompiledStages
+from adaptra.program.placement import stages_of
+from adaptra.runtime.launch.launch import Launch
+
+_HELD: Final[Any] = WeakTensorKeyDictionary()
+"""What pipelines hold of each tensor of a model. They know of each other by these tensors alone, so it is of the whole process;
+what no model has any more is forgotten."""
+
+
+@dataclass(slots=True)
+class _Hold:
+    """What one pipeline holds of a tensor.
+
+    Attributes:
+        sharing: Of that pipeline.
+        name: The tensor's name in its model.
+        ranks: The job's ranks that hold it; where all are in this process, as many as there are copies.
+        version: The tensor's, if the pipeline does not hold it in this process but trains it elsewhere.
+    """
+
+    sharing: Sharing
+    name: str
+    ranks: frozenset[int]
+    version: int | None
+
+
+class Sharing:
+    """What one pipeline holds of a model's tensors, among other pipelines of it.
+
+    Args:
+        model: The model, or None if whoever calls the pipeline sees to it that every rank has the whole model as it is.
+        compiled: Its stages.
+        placement: ``placement[stage]`` is the stage's rank.
+        launched: The ranks of this process.
+
+    Raises:
+        OptionError: Another open pipeline holds a tensor of the model on other ranks, or this rank's value of one is older
+            than what a pipeline has trained on another rank.
+    """
+
+    def __init__(self, model: nn.Module | None, compiled: CompiledStages, placement: Sequence[int], launched: Launch) -> None:
+        self.has_trained = False
+        self._built: weakref.ref[Any] | None = None
+        self._own: Any = WeakTensorKeyDictionary()
+        here = {transport.rank for transport in launched.transports}
+        is_alone = launched.job is None
+        tied = {one.name: len({placement[stage] for stage in one.stages}) for one in compiled.tied}
+        for name, tensor in () if model is None else _tensors(model, compiled):
+            holders = {placement[stage] for stage in compiled.names[name]}
+            ranks = frozenset(range(tied.get(name, 1)) if is_alone else _in_job(holders, launched))
+            is_here = bool(here & holders)
+            for hold in _HELD.get(tensor, ()):
+                _check(hold, name, tensor, ranks, is_here)
+            self._own[tensor] = _Hold(self, name, ranks, None if is_here else tensor._version)
+
+    def states(
+        self, model: nn.Module, compiled: CompiledStages, placement: Sequence[int], ranks: Iterable[int]
+    ) -> list[dict[str, Tensor]]:
+        """The state of each rank of this process: the model's own tensors.
+
+        Of a tied parameter that several ranks of this process use all but the owner's have copies, those of an open pipeline of
+        the same model if there is one.
+        """
+        found = [
+            {
+                name: tensor
+                for stage in stages_of(rank, placement)
+                for name, tensor in compiled.train[stage].state(model).items()
+            }
+            for rank in ranks
+        ]
+        for tied in compiled.tied:
+            users = [(rank, state) for rank, state in zip(ranks, found, strict=True) if tied.name in state]
+            if len(users) < 2:
+                continue
+            copies = self._copies(users[0][1][tied.name])
+            for rank, state in users:
+                if tied.owner not in stages_of(rank, placement):
+                    copy = next(copies, None)
+                    state[tied.name] = nn.Parameter(state[tied.name].detach().clone()) if copy is None else copy
+        return found
+
+    def begin(self, built: Any) -> None:
+        """The pipeline, a :class:`adaptra.frontend.session.Built`, runs from now on."""
+        self._built = weakref.ref(built)
+        for tensor, hold in self._own.items():
+            others = [one for one in _HELD.get(tensor, ()) if one.sharing.is_open or one.version is not None]
+            _HELD[tensor] = [*others, hold]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the pipeline may still train."""
+        built = self._built and self._built()
+        return built is not None and built.is_open
+
+    def require_alone(self, what: str) -> None:
+        """Refuse to move tensors that another open pipeline holds.
+
+        Raises:
+            OptionError: Names one; ``what`` is to change.
+        """
+        for tensor, own in self._own.items():
+            if any(hold.sharing is not self and hold.sharing.is_open for hold in _HELD.get(tensor, ())):
+                raise OptionError(
+                    f"{what}: another open pipeline holds {own.name!r} too: expected one pipeline of a model where tensors "
+                    "move between ranks; close() the other first"
+                )
+
+    def moved(self, states: Iterable[Mapping[str, Tensor]]) -> None:
+        """This pipeline's ranks hold other tensors from now on."""
+        now = {id(tensor) for state in states for tensor in state.values()}
+        for tensor, hold in self._own.items():
+            hold.ranks = frozenset()
+            if hold.version is None and id(tensor) not in now:
+                hold.version = tensor._version
+
+    def _copies(self, tensor: Tensor) -> Iterator[nn.Parameter]:
+        for hold in _HELD.get(tensor, ()):
+            built: Any = hold.sharing._built and hold.sharing._built()
+            if hold.sharing.is_open:
+                held = (worker.state.get(hold.name) for worker in built.workers)
+                yield from (one for one in held if one is not None and one is not tensor)
+                return
+
+
+def _check(hold: _Hold, name: str, tensor: Tensor, ranks: frozenset[int], is_here: bool) -> None:
+    if hold.sharing.is_open and hold.ranks != ranks:
+        raise OptionError(
+            f"model: another open pipeline holds {name!r} on {_counted(hold.ranks)}, this one would on {_counted(ranks)}: "
+            "expected the same, as each would train what the other does not see; close() the other first, or cut both alike by "
+            "split="
+        )
+    if is_here and hold.version is not None and hold.sharing.has_trained and tensor._version == hold.version:
+        raise OptionError(
+            f"model: another rank has {name!r} as an earlier pipeline trained it, this one as it was before: expected the "
+            "trained model on every rank; load that pipeline's full_state_dict() into it"
+        )
+
+
+def _tensors(model: nn.Module, compiled: CompiledStages) -> Iterator[tuple[str, Tensor]]:
+    given = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    for name in dict.fromkeys(compiled.aliases.values()):
+        if compiled.names[name]:
+            yield name, given[name]
+
+
+def _in_job(holders: Iterable[int], launched: Launch) -> Iterator[int]:
+    """The job's ranks that these ranks of each of its pipelines are."""
+    roles = launched.roles
+    for holder in holders:
+        if roles is None:
+            yield holder
+        else:
+            yield from roles.column(holder)
+
+
+def _counted(ranks: frozenset[int]) -> str:
+    return f"{len(ranks)} of its ranks ({', '.join(map(str, sorted(ranks)))})" if ranks else "ranks where it has moved"

@@ -1,0 +1,190 @@
+"""From a request to running ranks: capture and cut the model, plan, and start a worker for every rank of this process.
+
+This is the path from model to instruction list, top to bottom; from the stages on it is :mod:`adaptra.frontend.stage_planning`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from adaptra.errors import BatchError, CaptureError, LaunchError, OptionError
+from adaptra.frontend.arguments.arguments import STRAIGHT, Request
+from adaptra.frontend.arguments.shared_models import Sharing
+from adaptra.frontend.session import Built
+from adaptra.frontend.stage_planning import Prepared, Recipe
+from adaptra.frontend.worker_factory import open_recorder
+from adaptra.graph import compile_stages
+from adaptra.graph.compile_modules import compile_modules
+from adaptra.graph.inner_compiler import EAGER, prepare
+from adaptra.graph.ops.autocast import refuse_autocast
+from adaptra.graph.ops.weighted_loss import WeightedLoss
+from adaptra.program.placement import stages_of
+from adaptra.progress import Progress, log_progress, shown_progress
+from adaptra.runtime.launch.free_memory import free_memory
+from adaptra.runtime.launch.launch import Launch, agree, disagree, launch
+from adaptra.runtime.worker.batch import example_microbatch, rows_of
+from adaptra.runtime.worker.gradient_hooks import copy_is_hooked, is_hooked
+from adaptra.runtime.worker.loss_reduction import Reduction, refuse_number_of_items, refuse_sum
+
+logger = logging.getLogger(__name__)
+
+
+def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any]) -> Built:
+    """Compile a model for batches like this one and start its workers.
+
+    Args:
+        request: What to compile.
+        args, kwargs: The model's arguments, a whole batch.
+        targets: The loss's targets, a whole batch, or None.
+
+    Raises:
+        As :func:`adaptra.frontend.api.compile`.
+    """
+    refuse_autocast("adaptra.compile")
+    options = request.options
+    launched = launch(
+        request.ranks,
+        request.transport,
+        request.facts(),
+        options.timeout,
+        roles=request.roles,
+        with_delegate=options.uses_delegate,
+        addresses=options.addresses,
+    )
+    reduction = Reduction(request.reduction)
+    with ExitStack() as opened:
+        for transport in launched.transports:
+            opened.callback(transport.close)
+        _check_contract(request, launched)
+        free = free_memory(launched, _device(request.whole_model), options.timeout) if request.memory is None else None
+        recipe = Recipe(
+            request.placed, request.microbatches, request.memory, request.with_loss, request.faults, options, reduction, free
+        )
+        try:
+            recorder = open_recorder(options, launched)
+            opened.callback(recorder.close)
+            with _progress(launched) as progress:
+                prepared = _compile(request, recipe, args, targets, kwargs, progress)
+                if request.loss is not None and reduction is Reduction.MEAN and not _is_one(request, launched):
+                    example = example_microbatch((args, targets), request.microbatches, "example_inputs")
+                    refuse_sum(request.loss, prepared.compiled, example[1], rows_of(example))
+                _refuse_hooked_copies(request.whole_model, prepared.compiled.copied(request.placed))
+                ranks = [transport.rank for transport in launched.transports] if options.inner != EAGER else []
+                own = [stage for rank in ranks for stage in stages_of(rank, request.placed)]
+                for done, stage in enumerate(own, 1):
+                    prepare(prepared.compiled.train[stage])
+                    progress(f"compiled by {options.inner}", done, len(own))
+                model = request.whole_model
+                sharing = Sharing(None if request.keeps_whole else model, prepared.compiled, request.placed, launched)
+        except Exception as error:
+            for transport in launched.transports:
+                disagree(transport, "pipeline", error)
+            raise
+        if prepared.compiled.difference is not None and _is_first(launched):
+            logger.warning("%s; Options(captured='accept') leaves this out", prepared.compiled.difference)
+        if len(launched.transports) == 1:  # the ranks of one process have compiled once, for all
+            agree(launched.transports[0], "pipeline", prepared.facts(), options.timeout)
+        ranks = [transport.rank for transport in launched.transports]
+        states = sharing.states(model, prepared.compiled, request.placed, ranks)
+        workers = prepared.starter.workers(launched, recorder, states, prepared.initial)
+        opened.pop_all()
+    built = Built(recipe, prepared, launched, workers, recorder, sharing)
+    try:
+        built.align_copies()
+    except BaseException:
+        built.close()
+        raise
+    return built
+
+
+def _progress(launched: Launch) -> AbstractContextManager[Progress]:
+    """Of all ranks, which do the same, the first one shows how far it is."""
+    return shown_progress() if _is_first(launched) else nullcontext(log_progress)
+
+
+def _is_first(launched: Launch) -> bool:
+    return launched.transports[0].rank == 0 and (launched.replicas is None or launched.replicas.index == 0)
+
+
+def _compile(
+    request: Request, recipe: Recipe, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any], progress: Progress
+) -> Prepared:
+    """The stages, the first plan, how to make later ones and what helps them: all that every rank comes to for itself."""
+    if request.loss is not None and targets is None:
+        raise BatchError(
+            "loss= compares outputs with targets, but no targets were given: expected example_inputs=(inputs, targets), a "
+            "tuple of two, or a first step with both on every rank"
+        )
+    _refuse_meta(request.whole_model, (args, targets, kwargs))
+    refuse_number_of_items(kwargs, recipe.reduction)
+    args, targets, kwargs = example_microbatch((args, targets, dict(kwargs)), request.microbatches, "example_inputs")
+    modules = request.stage_modules
+    loss = WeightedLoss(request.loss) if recipe.reduction is Reduction.WEIGHTED else request.loss
+    if modules is not None:
+        compiled = compile_modules(modules, args, kwargs, loss=loss, targets=targets)
+    else:
+        compiled = compile_stages(
+            request.whole_model,
+            args,
+            kwargs,
+            stages=request.stages,
+            loss=loss,
+            targets=targets,
+            split=request.split,
+            with_loss=request.with_loss,
+            compare=recipe.options.captured != "accept",
+            progress=progress,
+        )
+        if compiled.difference is not None and recipe.options.captured == "error":
+            raise CaptureError(f"{compiled.difference}; expected the same ops, as captured='error' asks")
+    prepared = recipe.prepare(compiled)
+    progress("planned", 1, 1)
+    return prepared
+
+
+def _is_one(request: Request, launched: Launch) -> bool:
+    """Whether the batch is one microbatch, whose loss is that of the batch whatever it is."""
+    return request.microbatches == 1 and launched.replicas is None
+
+
+def _refuse_meta(model: nn.Module, example: Any) -> None:
+    """Refuse a model without memory with an example that has some, which torch would say of an op within."""
+    name = next((name for name, one in model.named_parameters() if one.is_meta), None)
+    devices = [leaf.device for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor) and not leaf.is_meta]
+    if name is not None and devices:
+        raise CaptureError(
+            f"{name}: a parameter on the meta device, with an example on {devices[0]}: expected both on one device; "
+            "model.to_empty(device=...) gives a model memory"
+        )
+
+
+def _refuse_hooked_copies(model: nn.Module, copied: frozenset[str]) -> None:
+    for name, parameter in model.named_parameters():
+        if name in copied and is_hooked(parameter):
+            raise OptionError(copy_is_hooked(name))
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Where a model's first parameter is; the host for one without any, or of the meta device."""
+    found = next((one.device for one in model.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if found.type == "meta" else found
+
+
+def _check_contract(request: Request, launched: Launch) -> None:
+    """Refuse what messages of several stages on a rank would wait for for ever, on every rank alike.
+
+    Raises:
+        LaunchError: Two ranks have one queue for all that they exchange in a direction of the pipeline.
+    """
+    if request.placement != STRAIGHT and any(transport.contract.in_order for transport in launched.transports):
+        raise LaunchError(
+            f"placement={request.placement!r} over NCCL: both ways between two ranks would be in one queue: expected "
+            f"{STRAIGHT!r}, or edges over gloo or the delegate"
+        )

@@ -1,0 +1,98 @@
+"""What a run needs to go on where another one ended, whatever the number of stages of either."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adaptra.errors import StateError
+from adaptra.frontend.api import Pipeline
+from adaptra.runtime.options import is_whole
+
+
+class TrainingState:
+    """A pipeline's state and its optimizer's, by the parameters' names in the user's model.
+
+        state = {"training": adaptra.TrainingState(pipe, optimizer)}
+        torch.distributed.checkpoint.save(state, checkpoint_id="checkpoint")  # every rank; load(...) likewise
+
+    torch.distributed.checkpoint takes it for what it calls stateful: each rank writes the stages that it holds and reads those
+    that it then holds. It has the number of the step too, by which dropout and its like draw: a run that goes on is bitwise
+    one that never ended. What replicas have each for itself, such as BatchNorm's statistics, is the first replica's.
+
+    Args:
+        pipe: The pipeline; it has to be built, so give ``example_inputs`` or run a step.
+        optimizer: Over parameters of this pipeline.
+
+    Raises:
+        StateError: The optimizer holds parameters that are not this pipeline's.
+    """
+
+    def __init__(self, pipe: Pipeline, optimizer: torch.optim.Optimizer) -> None:
+        self._pipe = pipe
+        self._optimizer = optimizer
+        self._names = {parameter: name for name, parameter in pipe.named_parameters()}
+        foreign = sum(parameter not in self._names for group in optimizer.param_groups for parameter in group["params"])
+        if foreign:
+            raise StateError(
+                f"optimizer: {foreign} of its parameters are not this pipeline's: expected an optimizer over pipe.parameters()"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's tensors, the optimizer's state by parameter, its groups' settings, and how many steps there were.
+
+        All ranks call it. Settings of groups are such as the learning rate.
+        """
+        built = self._pipe.built
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups]
+        model = built.named(built.saved_state())
+        return {"model": model, "optimizer": self._by_name(), "groups": groups, "step": built.training_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned, there or in a pipeline of other stages that all of them together hold.
+
+        Raises:
+            StateError: The model's part is not this model's, or there is no step's number; nothing is changed then.
+        """
+        step: Any = state.get("step")
+        if not is_whole(step) or step < 0:
+            raise StateError(
+                f"training state: its step is {step!r}: expected the number of steps that TrainingState.state_dict() has "
+                "saved, by which dropout goes on; add 'step' to what an older version saved"
+            )
+        self._pipe.load_state_dict(state["model"])
+        for parameter, name in self._names.items():
+            if name in state["optimizer"]:
+                # A parameter that several stages use has a copy on each, and each copy its own state.
+                copied = {key: one.clone() if isinstance(one, Tensor) else one for key, one in state["optimizer"][name].items()}
+                self._optimizer.state[parameter] = copied
+        for group, given in zip(self._optimizer.param_groups, state["groups"], strict=True):
+            group.update(given)
+        self._pipe.built.go_on_at(step)
+
+    def _by_name(self) -> dict[str, dict[str, Any]]:
+        if self._optimizer.state:
+            return self._named_state()
+        # What is loaded is put where there is something of its shape, and an optimizer has nothing before its first step.
+        before = [group["lr"] for group in self._optimizer.param_groups]
+        gradients = {parameter: parameter.grad for parameter in self._names}
+        try:
+            for group in self._optimizer.param_groups:
+                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+            for parameter in self._names:
+                parameter.grad = torch.zeros_like(parameter)
+            self._optimizer.step()
+            return self._named_state()
+        finally:
+            self._optimizer.state.clear()
+            for group, rate in zip(self._optimizer.param_groups, before, strict=True):
+                group["lr"] = rate
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+
+    def _named_state(self) -> dict[str, dict[str, Any]]:
+        state = self._optimizer.state
+        return {name: dict(state[parameter]) for parameter, name in self._names.items() if parameter in state}

@@ -1,0 +1,99 @@
+"""Plan 0, before anything is measured: a schedule asked for, or one for the estimated costs and what delays there may be.
+
+Nothing is searched by time here: every rank finds the first plan for itself and must find the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from adaptra.errors import PlanError
+from adaptra.planning.least_memory import plan_least_memory
+from adaptra.planning.planner import plan
+from adaptra.planning.published import uniform_slack
+from adaptra.planning.robust import robust_plan
+from adaptra.program import Program
+from adaptra.program.placement import is_straight
+from adaptra.program.schedules import generate_for, two_phases
+from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.options import Options
+from adaptra.runtime.worker.worker import check_memory
+from adaptra.simulation.cost import Case
+from adaptra.simulation.scenarios import delay_scenarios
+from adaptra.simulation.simulate import lower_bound, simulate
+
+
+def first_plan(options: Options, case: Case, room: tuple[float, ...] | None = None) -> Plan:
+    """The plan to start with. Without a limit that the user gave it is that of least memory, see
+    :mod:`adaptra.planning.least_memory`.
+
+    Args:
+        options: ``schedule``, ``expected_delays`` and ``delegate`` matter.
+        case: The estimated costs, with what the user lets each rank hold.
+        room: Without such limits, what each rank has room for. It becomes the limit of all plans; or what the first plan needs
+            does, where that is more.
+
+    Raises:
+        CaseError: A delay is expected on an edge that does not exist.
+        PlanError: The schedule is of another size, or nothing fits the memory.
+    """
+    limited = case if room is None else replace(case, cost=replace(case.cost, memory_limit=room))
+    try:
+        program, reason = _first_program(options, limited, is_given=room is None)
+    except PlanError:
+        if room is None:
+            raise
+        program, reason = _first_program(options, case, is_given=False)
+    if room is not None:
+        needed = simulate(program, case.cost).peak_memory
+        limits = tuple(map(max, room, needed))
+        case = replace(case, cost=replace(case.cost, memory_limit=limits))
+    predicted = simulate(program, case.cost).makespan
+    return Plan(0, program, case, predicted, lower_bound(case).value, reason, options.delegated)
+
+
+def _first_program(options: Options, case: Case, *, is_given: bool) -> tuple[Program, str]:
+    """The program and why it is the first one; ``is_given`` tells whether the user set the limits, and so wants them used."""
+    if options.schedule is not None:
+        program = _asked_for(options.schedule, case)
+        return program, f"{program.name}, as asked for"
+    if options.expected_delays:
+        found = robust_plan(case, delay_scenarios(case.cost, options.expected_delays), incumbent=_known(case))
+        return found.program, "good on average over the delays to expect, for the estimated costs"
+    reason = "adapted to the estimated costs"
+    if not is_given or case.cost.memory_limit is None:
+        return plan_least_memory(case, incumbent=_known(case)), reason
+    program = plan(case, incumbent=_known(case))
+    if is_straight(case.placement):
+        spread = uniform_slack(case)
+        if simulate(spread, case.cost).makespan <= simulate(program, case.cost).makespan:
+            return spread, f"{reason}, spare memory spread as slack"
+    return program, reason
+
+
+def two_phase_plan(options: Options, case: Case) -> Plan:
+    """The plan of a function without a loss, the only one it has.
+
+    Raises:
+        PlanError: All microbatches at once don't fit the memory.
+    """
+    program = two_phases(case.cost.stages, case.microbatches)
+    check_memory("a function without a loss, which keeps all microbatches from its call to their backward", program, case.cost)
+    reason = "all forwards, then all backwards, as the function returns no loss"
+    return Plan(0, program, case, simulate(program, case.cost).makespan, lower_bound(case).value, reason, options.delegated)
+
+
+def _known(case: Case) -> Program | None:
+    """What the search can't do without where ranks have several stages; where each has one, it finds all that is known."""
+    return None if is_straight(case.placement) else generate_for("zbv", case.placement, case.microbatches)
+
+
+def _asked_for(schedule: str | Program, case: Case) -> Program:
+    program = generate_for(schedule, case.placement, case.microbatches) if isinstance(schedule, str) else schedule
+    if program.placement != case.placement or program.microbatches != case.microbatches:
+        raise PlanError(
+            f"schedule {program.name}: placement {program.placement} and {program.microbatches} microbatches: expected "
+            f"{case.placement} and {case.microbatches}"
+        )
+    check_memory(f"schedule {program.name}", program, case.cost)
+    return program

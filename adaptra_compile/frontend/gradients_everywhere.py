@@ -1,0 +1,88 @@
+"""Each stage's gradients and changed buffers on every rank of a job, so that each rank's module stays the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from adaptra.errors import PeerLostError
+from adaptra.frontend.session import Built
+
+
+class Everywhere:
+    """Brings tensors from the ranks that have them to all others. All ranks call it at the same places.
+
+    Args:
+        built: The pipeline, under a launcher, with one stage on each rank.
+        timeout: Seconds to wait for the other ranks to come, the first time.
+    """
+
+    def __init__(self, built: Built, timeout: float) -> None:
+        job, roles = built.launched.job, built.launched.roles
+        assert job is not None, "a pipeline whose ranks are in one process has everything"
+        job.meet(timeout)
+        self._group: Final = job.everyone
+        self._rank: Final = job.rank
+        pipeline = range(dist.get_world_size()) if roles is None else roles.pipeline(0)
+        # Of replicas it is the first one's that count: gradients are equal there, and buffers are what DDP would take.
+        self._source: Final = {name: pipeline[holders[0]] for name, holders in built.compiled.names.items() if holders}
+        captured = built.compiled.captured
+        assert captured is not None, "torch.compile gives a graph, which is captured"
+        self._changed: Final = captured.analysis.changed_state
+        self._trainable: Final = tuple(dict.fromkeys(name for stage in built.compiled.train for name in stage.trainable))
+
+    def bring(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+        """These tensors as the ranks have them whose stages hold them.
+
+        Args:
+            tensors: By name: what this rank has, and of others' anything of their shape and dtype.
+            names: Which; the same on every rank.
+
+        Raises:
+            PeerLostError: A rank is lost.
+        """
+        groups: dict[tuple[int, torch.dtype], list[str]] = {}
+        for name in names:
+            groups.setdefault((self._source[name], tensors[name].dtype), []).append(name)
+        flat = {key: self._joined(key, [tensors[name] for name in members]) for key, members in groups.items()}
+        try:
+            works = [dist.broadcast(_bytes(one), source, self._group, async_op=True) for (source, _), one in flat.items()]
+            for work in works:
+                assert work is not None, "this rank is of the group"
+                work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(f"gradients of all stages: a rank is lost: {error}") from error
+        return {name: one for key, members in groups.items() for name, one in self._split(flat[key], members, tensors)}
+
+    def gradients(self, own: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+        """The gradients of all stages of a model, of which this rank has its ``own``; raises as :meth:`bring`."""
+        return self.bring({name: own.get(name, one) for name, one in model.named_parameters()}, self._trainable)
+
+    def take_buffers(self, model: nn.Module) -> None:
+        """Let a model have the buffers that other ranks' stages change as they are there; raises as :meth:`bring`."""
+        buffers = dict(model.named_buffers())
+        for name, value in self.bring(buffers, [name for name in buffers if name in self._changed]).items():
+            if value is not buffers[name]:
+                buffers[name].copy_(value)
+
+    def _joined(self, key: tuple[int, torch.dtype], tensors: list[Tensor]) -> Tensor:
+        source, dtype = key
+        if source == self._rank:
+            return torch.cat([one.detach().reshape(-1).cpu() for one in tensors])
+        return torch.empty(sum(one.numel() for one in tensors), dtype=dtype)
+
+    def _split(self, flat: Tensor, members: list[str], like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, part in zip(members, flat.split([like[name].numel() for name in members]), strict=True):
+            if self._source[name] == self._rank:
+                yield name, like[name]
+            else:
+                yield name, torch.empty_like(like[name]).copy_(part.view(like[name].shape))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Gloo adds few dtypes but sends any bytes."""
+    return tensor.view(torch.uint8)

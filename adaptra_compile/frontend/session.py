@@ -1,0 +1,535 @@
+"""A compiled pipeline at work: the workers of this process, what each step asks of them, how they change roles and cuts."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from adaptra.errors import AdaptraError, OptionError, PeerLostError, PipelineError
+from adaptra.frontend.arguments.shared_models import Sharing
+from adaptra.frontend.stage_planning import Prepared, Recipe
+from adaptra.frontend.worker_factory import open_recorder
+from adaptra.graph import CompiledStages
+from adaptra.graph.compile import Captured
+from adaptra.graph.inner_compiler import prepare
+from adaptra.graph.ops.autocast import refuse_autocast
+from adaptra.planning.bandwidth_remedies import Means, choose_split
+from adaptra.planning.layout_change import RoleChange, SplitChange
+from adaptra.program.placement import is_straight
+from adaptra.program.roles import Roles
+from adaptra.runtime.control.calls import Calls
+from adaptra.runtime.launch.launch import Job, Launch, agree
+from adaptra.runtime.reconfigure.agreement import RESTART_SECONDS, agree_on_roles, gather_costs, share_split
+from adaptra.runtime.reconfigure.consent import Consent, check_consents
+from adaptra.runtime.reconfigure.cut_transfer import exchange_parts, leaving, move_within, new_state, regroup, transfers
+from adaptra.runtime.reconfigure.state_transfer import Handover, exchange, gather_state, give_optimizer, take_over
+from adaptra.runtime.telemetry.recorder import Recorder
+from adaptra.runtime.worker.batch import split_batch
+from adaptra.runtime.worker.gradient_hooks import is_hooked
+from adaptra.runtime.worker.worker import Batch, Worker
+from adaptra.simulation.cut_points import Place, positions_of
+
+Result = TypeVar("Result")
+
+
+class Built:
+    """A compiled pipeline: its stages and the workers of this process.
+
+    Args:
+        recipe: Makes a pipeline of stages that are cut elsewhere.
+        prepared: What the workers were started with.
+        launched: The ranks run here.
+        workers: One per rank run here, by rank.
+        recorder: Of what the workers tell.
+        sharing: What it holds of the model's tensors.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        prepared: Prepared,
+        launched: Launch,
+        workers: Sequence[Worker],
+        recorder: Recorder,
+        sharing: Sharing,
+    ) -> None:
+        self._recipe = recipe
+        self.reduction = recipe.reduction
+        self.microbatches = recipe.microbatches
+        self._failure: BaseException | None = None
+        self._calls: Calls | None = None
+        if launched.job is not None and launched.job.ranks > 1:
+            end_by = weakref.WeakMethod(self._end_by)
+            self._calls = Calls(launched.job.store, launched.job.rank, launched.job.ranks, lambda error: _call(end_by, error))
+            weakref.finalize(self, self._calls.close)
+        self._run_by(prepared, launched, workers, recorder)
+        self._sharing = sharing
+        sharing.begin(self)
+
+    def _end_by(self, error: Exception) -> None:
+        """Ranks have called different methods: end what this one waits for."""
+        for worker in self.workers:
+            worker.abort(error)
+
+    def _run_by(self, prepared: Prepared, launched: Launch, workers: Sequence[Worker], recorder: Recorder) -> None:
+        self._prepared = prepared
+        self._threads = ThreadPoolExecutor(len(workers), "adaptra-rank") if len(workers) > 1 else None
+        self.launched = launched
+        self.workers = tuple(workers)
+        if self._calls is not None:
+            for worker in self.workers:
+                worker.explain = self._calls.explain
+        self._ranks = {worker.rank for worker in workers}
+        # Also when the process ends without a close: the transports' threads must not outlive the interpreter.
+        self._end = weakref.finalize(self, _end, self.workers, self._threads, recorder, launched)
+
+    @property
+    def compiled(self) -> CompiledStages:
+        """The stages."""
+        return self._prepared.compiled
+
+    @property
+    def means(self) -> Means:
+        """What there is against edges whose bandwidth binds."""
+        return self._prepared.means
+
+    def take_roles(self, after: Roles, optimizer: torch.optim.Optimizer) -> None:
+        """Hold another stage, or the same of another replica: see :meth:`adaptra.frontend.api.Pipeline.take_roles`."""
+        job, before = self._replicated()
+        if (after.stages, len(after.ranks)) != (before.stages, len(before.ranks)):
+            raise OptionError(
+                f"roles of {len(after.ranks)} ranks and {after.stages} stages: expected {len(before.ranks)} and {before.stages}"
+            )
+        if after == before:
+            return
+        (worker,) = self.workers
+        moves = before.of(job.rank) != after.of(job.rank)
+        graphs = self.compiled.train[after.of(job.rank)[1]]
+
+        def ready() -> tuple[Handover, Consent]:
+            (held,) = self._held("roles", optimizer)
+            prepare(graphs)
+            return held, Consent.to(len(optimizer.param_groups), {before.successor(job.rank, after): held} if moves else {})
+
+        held = self._agreed("roles", "take_roles", ready)
+        with self._restarting("roles", partial(job.join, after)) as (launched, opened):
+            self._end()
+            state = worker.state
+            if moves:
+                arrived = exchange(held, before, after, job.everyone)
+                state = take_over(arrived, frozenset(graphs.trainable), frozenset(graphs.parameters))
+                give_optimizer(optimizer, arrived, state)
+            self._start(self._prepared, launched, [state], opened)
+
+    def settle_roles(self, optimizer: torch.optim.Optimizer, horizon: int) -> RoleChange | None:
+        """Take better roles, if there are any: see :meth:`adaptra.frontend.api.Pipeline.settle_roles`."""
+        job, roles = self._replicated()
+        (worker,) = self.workers
+        if not worker.measured:
+            raise PipelineError("no step has run yet: roles are settled by what steps took")
+        (held,) = self._agreed("roles", "settle_roles", lambda: (self._held("roles", optimizer), Consent()))
+        with self._called("settle_roles"), self._changing("roles"):
+            case, measured = worker.initial.case, tuple(worker.measured)
+            change = agree_on_roles(job.everyone, roles, self.compiled.train, case, measured, held, horizon)
+        if change is not None:
+            self.take_roles(change.after, optimizer)
+            (worker,) = self.workers
+            worker.controller.tell_change(change)
+        return change
+
+    def take_split(self, split: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
+        """Begin the stages elsewhere: see :meth:`adaptra.frontend.api.Pipeline.take_split`."""
+        captured = self._captured()
+        self._take_cut(self._cut(captured, captured.positions(split)), optimizer)
+
+    def settle_split(self, optimizer: torch.optim.Optimizer, horizon: int) -> SplitChange | None:
+        """Take a better cut, if there is one: see :meth:`adaptra.frontend.api.Pipeline.settle_split`."""
+        captured, (worker, *_) = self._captured(), self.workers
+        cut = cache(partial(self._cut, captured))  # to see whether the model can be cut so, and then to take it
+        if not worker.measured:
+            raise PipelineError("no step has run yet: a split is settled by what steps took")
+        held = self._agreed("split", "settle_split", lambda: (self._held("split", optimizer), Consent()))
+        with self._called("settle_split"), self._changing("split"):
+            job, plan = self.launched.job, worker.plan
+            group = None if job is None else job.everyone
+            known, bytes_per_byte = gather_costs(group, plan.case.cost, worker.controller.measured_cost, held)
+
+            def moving(places: Sequence[Place]) -> tuple[float, float] | None:
+                began = time.monotonic()
+                try:
+                    stages = cut(positions_of(places)).compiled.train
+                except AdaptraError:
+                    return None  # such as a buffer that two stages would change
+                names = {name for found in transfers(self.compiled.train, stages).values() for name in found}
+                moved = bytes_per_byte * sum(captured.sizes[name] for name in names)
+                return RESTART_SECONDS + time.monotonic() - began, moved
+
+            decided: tuple[SplitChange, tuple[Place, ...]] | None = None
+            if known is not None and (job is None or job.rank == 0):
+                case = replace(plan.case, cost=known)
+                decided = choose_split(case, plan.program, plan.delegated, plan.rounded, self.means, horizon, moving)
+            decided = share_split(group, decided, self.compiled.places)
+        if decided is None:
+            return None
+        change, places = decided
+        self._take_cut(cut(positions_of(places)), optimizer)
+        for one in self.workers:
+            one.controller.tell_change(change)
+        return change
+
+    def _captured(self) -> Captured:
+        self.require_running()
+        self._require_straight("split")
+        captured = self.compiled.captured
+        if captured is None or not self.compiled.with_loss:
+            raise OptionError(
+                "split: the stages were given as modules, or the model's function returns no loss: expected a pipeline that "
+                "adaptra.compile cut itself, which can be cut again"
+            )
+        return captured
+
+    def _cut(self, captured: Captured, positions: tuple[int, ...]) -> Prepared:
+        return self._recipe.prepare(captured.cut(positions))
+
+    def _take_cut(self, after: Prepared, optimizer: torch.optim.Optimizer) -> None:
+        """Go on with other stages: all that may be refused by then is refused before anything ends."""
+        stages_before, stages = self.compiled.train, after.compiled.train
+        if after.compiled.places.chosen == self.compiled.places.chosen:
+            return
+        states: list[Mapping[str, Tensor]] = [worker.state for worker in self.workers]
+        before = [one for state in states for one in state.values()]
+        moving = transfers(stages_before, stages)
+        job, launched = self.launched.job, self.launched
+        stage, replica = self.workers[0].rank, 0 if launched.replicas is None else launched.replicas.index
+        ranks = range(len(stages)) if launched.roles is None else launched.roles.pipeline(replica)
+
+        def ready() -> tuple[list[Handover], Consent]:
+            held = self._held("split", optimizer)
+            for worker in self.workers:
+                prepare(stages[worker.rank])
+            parts = {} if job is None else leaving(held[0], stage, moving, ranks)
+            return held, Consent.to(len(optimizer.param_groups), parts)
+
+        held = self._agreed("split", "take_split", ready)
+        with self._restarting("split", self.launched.again) as (launched, opened):
+            if job is not None:
+                agree(launched.transports[0], "pipeline", after.facts(), self._recipe.options.timeout)
+            self._end()
+            if job is None:
+                states, arrived = move_within(held, states, stages, moving)
+            else:
+                arrived = [exchange_parts(held[0], stage, moving, ranks, job.everyone)]
+            made = [
+                new_state(stages[worker.rank], state, one)
+                for worker, state, one in zip(self.workers, states, arrived, strict=True)
+            ]
+            regroup(optimizer, before, made, arrived)
+            self._start(after, launched, made, opened)
+
+    def _start(self, prepared: Prepared, launched: Launch, states: Sequence[Mapping[str, Tensor]], opened: ExitStack) -> None:
+        """Go on with new workers at the step at which the old ones ended; ``opened`` then closes nothing any more."""
+        recorder = open_recorder(self._recipe.options, launched)
+        opened.callback(recorder.close)
+        (before, *_) = self.workers
+        workers = prepared.starter.workers(launched, recorder, states, prepared.initial, before.next_step)
+        for worker, earlier in zip(workers, self.workers, strict=True):
+            worker.steps_before = before.steps_before
+            worker.controller.go_on_after(earlier.controller)
+        opened.pop_all()
+        self._run_by(prepared, launched, workers, recorder)
+        self._sharing.moved(states)
+
+    @contextmanager
+    def _restarting(self, what: str, join: Callable[[], Launch]) -> Generator[tuple[Launch, ExitStack]]:
+        """Around what leads to other workers: their connections, and what closes them unless :meth:`_start` is reached."""
+        with self._called(f"take_{what}"), self._changing(what), ExitStack() as opened:
+            launched = join()
+            for transport in launched.transports:
+                opened.callback(transport.close)
+            yield launched, opened
+
+    def _agreed(self, what: str, call: str, ready: Callable[[], tuple[Result, Consent]]) -> Result:
+        """What this process holds, once every rank of the job has said that it can move: else nothing moves on any.
+
+        Args:
+            what: What moves.
+            call: The method of the pipeline that the user has called; all ranks call it.
+            ready: Makes ready to move, and returns what is held with what this process says to the others.
+
+        Raises:
+            StateError: A rank can't; the pipeline goes on as it is.
+        """
+        job = self.launched.job
+
+        def meet(consent: Consent) -> list[str]:
+            if job is None:
+                return []
+            with self._called(call), self._changing(what):
+                return job.meet(self._recipe.options.timeout, self.workers[0].check, consent.encode())
+
+        try:
+            found, consent = ready()
+        except Exception as error:
+            meet(Consent.refused(error))
+            raise
+        check_consents(what, meet(consent))
+        return found
+
+    @contextmanager
+    def _changing(self, what: str) -> Generator[None]:
+        """Around what all ranks of the job do together: what fails here has failed everywhere, or will."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            if isinstance(error, RuntimeError) and not isinstance(error, AdaptraError):
+                self._failure = PeerLostError(f"{what}: a rank is lost: {error}")
+                raise self._failure from error
+            raise
+
+    def _replicated(self) -> tuple[Job, Roles]:
+        self.require_running()
+        self._require_straight("roles")
+        job, roles = self.launched.job, self.launched.roles
+        if job is None or roles is None:
+            raise OptionError("roles: this job has one replica: expected several, whose ranks can change places")
+        return job, roles
+
+    def _require_straight(self, what: str) -> None:
+        if not is_straight(self._recipe.placement):
+            raise OptionError(f"{what}: each rank has several stages: expected a pipeline with one stage on each rank")
+
+    def _held(self, what: str, optimizer: torch.optim.Optimizer) -> list[Handover]:
+        """Per stage of this process, what it would hand over."""
+        self._sharing.require_alone(what)
+        hooked = next((name for worker in self.workers for name, one in worker.trainable.items() if is_hooked(one)), None)
+        if hooked is not None:
+            raise OptionError(
+                f"{what}: {hooked} has a gradient hook, which stays with this process: expected parameters without hooks where "
+                "they move between ranks; remove it by its handle, and register it of pipe.parameters() afterwards"
+            )
+        return [gather_state(worker.state, optimizer) for worker in self.workers]
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The state of this process's stages; of a parameter with several copies the first stage's."""
+        merged: dict[str, Tensor] = {}
+        for worker in self.workers:
+            merged = {**worker.state, **merged}
+        return merged
+
+    def align_copies(self) -> None:
+        """Give copies on several ranks the first holder's values; all ranks call it. Within a process there are no others'."""
+        if self._has_copies:
+            self.on_every_rank(Worker.align_copies, "load_state_dict")
+
+    @property
+    def _has_copies(self) -> bool:
+        """Whether ranks of other processes hold what ranks of this one hold, and all can compare."""
+        return self.launched.job is not None and self.workers[0].shares_values and self._end.alive and self._failure is None
+
+    def full_state(self) -> dict[str, Tensor]:
+        """The whole model's state on the job's first rank: see :meth:`adaptra.frontend.api.Pipeline.full_state_dict`."""
+        if self.launched.job is None:
+            self.require_running()
+            found = {name: tensor.detach().cpu().clone() for name, tensor in self.state.items()}
+        else:
+            replicas, roles = self.launched.replicas, self.launched.roles
+            replica, rank = (0, 0) if roles is None else roles.of(0)
+            takes_part = replicas is None or replicas.index == replica
+            (found,) = self.on_every_rank(
+                lambda worker: worker.full_state(rank, takes_part, from_first=replica > 0), "full_state_dict"
+            )
+        return self.named(found)
+
+    def saved_state(self) -> dict[str, Tensor]:
+        """What of the state of this process's stages a checkpoint keeps, by the stages' own names.
+
+        Of buffers that replicas have each for itself these are copies of the first replica's; all ranks call it.
+        """
+        if self.launched.replicas is None:
+            return self.state
+        (first,) = self.on_every_rank(Worker.buffers_of_first_replica, "TrainingState.state_dict")
+        return {**self.state, **first}
+
+    @property
+    def training_step(self) -> int:
+        """How many steps the training has had, those of other pipelines from which it goes on included."""
+        return self.workers[0].training_step
+
+    def go_on_at(self, step: int) -> None:
+        """Let the next step be this one of the training: random numbers depend on it."""
+        for worker in self.workers:
+            worker.steps_before = step - worker.next_step
+
+    def named(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What of the stages' state the model's state_dict has, under every name that it has there."""
+        return {name: state[canonical].detach() for name, canonical in self.saved_names.items() if canonical in state}
+
+    @property
+    def saved_names(self) -> dict[str, str]:
+        """Every name of the model's state_dict, on whatever rank, to the one that stages know the tensor by."""
+        left_out = self.compiled.non_persistent
+        return {name: canonical for name, canonical in self.compiled.aliases.items() if canonical not in left_out}
+
+    def split_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
+        """The microbatches of a batch's inputs, or nothing where the first stage is elsewhere."""
+        if self._recipe.placement[0] not in self._ranks:
+            return ()
+        form = self.compiled.inputs
+        return split_batch(form.flatten(args, kwargs), form.specs, self.microbatches, "inputs")
+
+    def split_targets(self, targets: Any) -> Batch:
+        """The microbatches of a batch's targets, or nothing where the last stage is elsewhere."""
+        if self._recipe.placement[-1] not in self._ranks:
+            return ()
+        form = self.compiled.targets
+        return split_batch(form.flatten(targets), form.specs, self.microbatches, "targets")
+
+    def compare_rows(self, call: str, inputs: Any, targets: Any, kwargs: Mapping[str, Any]) -> None:
+        """Have it noticed if ranks of other processes are given other rows in this call of a method of the pipeline."""
+        if self.launched.job is not None:
+            positional = {"inputs": inputs, "targets": targets}
+            given = {name: one for name, one in positional.items() if one is not None}
+            self.workers[0].compare_rows(call, {**kwargs, **given})
+
+    @contextmanager
+    def at_the_door(self) -> Generator[None]:
+        """Around what checks a batch before anything runs.
+
+        Where all ranks are in this process a batch that is refused changes nothing. The ranks of other processes may already
+        wait for this one's messages, so there it ends the pipeline on all of them.
+        """
+        self.require_running()
+        with self._telling(others_wait=not self.workers[0].is_alone):
+            refuse_autocast("a pipeline's step")
+            yield
+
+    def agreed_to_load(self, fitting: Callable[[], Result]) -> Result:
+        """What of a state fits this process; where ranks hold copies once it fits all of them, else nothing is taken on any."""
+        return self._agreed("state_dict", "load_state_dict", lambda: (fitting(), Consent())) if self._has_copies else fitting()
+
+    @contextmanager
+    def _telling(self, *, others_wait: bool) -> Generator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self._threads is None and others_wait:
+                self._failure = error
+                self.workers[0].fail(error)
+            raise
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not been closed."""
+        return self._end.alive
+
+    def require_running(self) -> None:
+        """Refuse to go on after the end.
+
+        Raises:
+            PipelineError: The pipeline is closed or has failed.
+        """
+        if not self._end.alive and self._failure is None:
+            raise PipelineError("this pipeline is closed: call adaptra.compile for another one")
+        if self._failure is not None:
+            raise PipelineError(
+                "this pipeline has failed and can't go on: close it, call adaptra.compile again and load the last checkpoint; "
+                f"it failed by {type(self._failure).__name__}: {self._failure}"
+            ) from self._failure
+
+    @contextmanager
+    def _called(self, call: str) -> Generator[None]:
+        """Around what the ranks of all processes do together in a method of the pipeline: see :class:`Calls`."""
+        with nullcontext() if self._calls is None else self._calls.during(call):
+            yield
+
+    def on_every_rank(self, run: Callable[[Worker], Result], call: str) -> list[Result]:
+        """Run something on every worker of this process, each on its own thread, and wait for all.
+
+        Args:
+            run: What to run.
+            call: The method of the pipeline that the user has called; all ranks call it.
+
+        Raises:
+            PipelineError: The pipeline is closed or has failed.
+            Exception: What the first worker to fail raised; the others' errors only say that it failed. The pipeline has
+                failed then.
+        """
+        self.require_running()
+        try:
+            with self._called(call):
+                found = self._run(run)
+            self._sharing.has_trained = self.workers[0].next_step > 0
+            return found
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _run(self, run: Callable[[Worker], Result]) -> list[Result]:
+        if self._threads is None:
+            return [run(self.workers[0])]
+        run_as_here = _with_threads_of_this_one(run)
+        futures = [self._threads.submit(run_as_here, worker) for worker in self.workers]
+        try:
+            errors = [error for error in (future.exception() for future in futures) if error is not None]
+        except BaseException as error:
+            # Such as Ctrl-C, which reaches this thread only: the ranks would go on without it.
+            for worker in self.workers:
+                worker.abort(PipelineError(f"the step was interrupted: {type(error).__name__}"))
+            raise
+        if errors:
+            raise next((error for error in errors if not isinstance(error, PeerLostError)), errors[0])
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """End all workers. May be called again."""
+        if self._calls is not None:
+            self._calls.close(told=True)
+        was_open = self._end.alive
+        self._end()
+        if was_open and self._failure is None and self.launched.job is not None:
+            self.launched.job.close()
+
+
+def _with_threads_of_this_one(run: Callable[[Worker], Result]) -> Callable[[Worker], Result]:
+    """The same on another thread, where kernels have as many threads as on this one.
+
+    Libraries below torch, such as MKL's matrix products and transforms, know torch's number on threads only where it was set or
+    asked for; elsewhere they take their own, and sum in another order.
+    """
+    count = torch.get_num_threads()
+
+    def run_so(worker: Worker) -> Result:
+        if torch.get_num_threads() != count:
+            torch.set_num_threads(count)
+        return run(worker)
+
+    return run_so
+
+
+def _call(method: weakref.WeakMethod[Callable[[Exception], None]], error: Exception) -> None:
+    if (bound := method()) is not None:
+        bound(error)
+
+
+def _end(workers: Sequence[Worker], threads: ThreadPoolExecutor | None, recorder: Recorder, launched: Launch) -> None:
+    """Close all workers of this process."""
+    for worker in workers:
+        worker.leave()
+    for worker in workers:
+        worker.close()
+    if threads is not None:
+        threads.shutdown()
+    recorder.close()
+    if not any(worker.has_failed for worker in workers):
+        launched.end()

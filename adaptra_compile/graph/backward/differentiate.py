@@ -1,0 +1,258 @@
+"""Differentiate: from the pieces of a flat graph to stages that run F, I and W.
+
+Stages are traced from the last to the first, since a stage's backward pass begins with what the stage behind it sends back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from adaptra.graph.backward.peak_memory import peak_bytes
+from adaptra.graph.backward.same_pieces import Tracer
+from adaptra.graph.backward.split import SplitPiece, build, forward_part, split
+from adaptra.graph.backward.trace import GradientMessage, TracedPiece
+from adaptra.graph.capture.capture import FlatGraph, StateNames
+from adaptra.graph.ops.fresh_tensors import fresh_results, reuse_sums
+from adaptra.graph.ops.layout import Layout
+from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.graph.ops.work import flops_of_nodes
+from adaptra.graph.partition.analyze import Analysis
+from adaptra.graph.partition.partition import Piece
+from adaptra.graph.stages.stage_graphs import EvalGraphs, ForwardGraph, StageGraphs
+from adaptra.graph.stages.stages import Flops, Peaks
+from adaptra.progress import Progress
+
+
+def differentiate(
+    flat: FlatGraph,
+    analysis: Analysis,
+    parts: Sequence[Piece],
+    holders: Mapping[str, tuple[int, ...]],
+    names: StateNames,
+    state_bytes: Mapping[str, int],
+    progress: Progress,
+) -> tuple[StageGraphs, ...]:
+    """Make the training stages; to be called inside the fake mode of the analysis. Identical pieces share their graphs.
+
+    Args:
+        flat: The training graph.
+        analysis: Of it.
+        parts: Its pieces.
+        holders: Which stages hold each parameter and buffer.
+        names: Of the model's state.
+        state_bytes: The size of each parameter and buffer.
+        progress: Told of every stage.
+    """
+    gradients = tuple(
+        GradientMessage(index, layout, layout.spec(value, False))
+        for index, node in enumerate(flat.results)
+        if (value := analysis.values[node]).requires_grad
+        for layout in (Layout(tuple(range(value.dim()))),)
+    )
+    last = len(parts) - 1
+    tracer = Tracer(flat, analysis)
+    backward: dict[fx.GraphModule, _Backward] = {}
+    traced: list[tuple[TracedPiece, tuple[GradientMessage, ...]]] = []
+    trained: set[str] = set()
+    for piece in reversed(parts):
+        one = tracer.trace(piece, gradients, is_last=piece.index == last, used_later=frozenset(trained))
+        if one.module not in backward:
+            backward[one.module] = _backward(one, analysis.changed_state)
+        trained |= {name for name, _ in one.weights}
+        traced.append((one, gradients))
+        progress("differentiated", len(traced), len(parts))
+        gradients = one.grad_messages
+    stages: list[StageGraphs] = []
+    forward = _Forward()
+    for index, (one, received) in enumerate(reversed(traced)):
+        held = [name for name, stages_of in holders.items() if index in stages_of]
+        trainable = tuple(name for name in one.state.values() if name in trained)
+        stages.append(_stage(index, one, forward, backward[one.module], received, held, trainable, names, state_bytes))
+    return tuple(stages)
+
+
+def evaluate(flat: FlatGraph, analysis: Analysis, parts: Sequence[Piece], progress: Progress) -> tuple[EvalGraphs, ...]:
+    """Make the evaluation stages; to be called inside the fake mode of the analysis. Identical pieces share their graphs.
+
+    Where there is a loss, the last piece's outputs begin with it. ``progress`` is told of every stage.
+    """
+    last = len(parts) - 1
+    tracer, forward = Tracer(flat, analysis), _Forward()
+    stages: list[EvalGraphs] = []
+    for piece in parts:
+        one = tracer.trace(piece, None, is_last=piece.index == last)
+        losses = int(piece.index == last and flat.loss is not None)
+        # The loss draws the same random numbers as the outputs: one of the two is run.
+        loss = _Forward(forward.next_random).graph(one, one.outputs[:1]) if losses else None
+        stages.append(
+            EvalGraphs(
+                index=piece.index,
+                inputs=one.input_specs,
+                outputs=one.output_specs[losses:],
+                loss=one.output_specs[:losses],
+                targets=_specs(one.targets),
+                _forward=forward.graph(one, one.outputs[losses:], with_targets=False),
+                _loss=loss,
+            )
+        )
+        progress("traced for evaluation", len(stages), len(parts))
+    return tuple(stages)
+
+
+class _Forward:
+    """Makes forward graphs of the pieces of a model, from the first to the last.
+
+    Random ops are numbered through the whole model, so only graphs without them can be shared.
+    """
+
+    def __init__(self, next_random: int = 0) -> None:
+        self.next_random = next_random
+        self._without_random: dict[fx.GraphModule, fx.GraphModule] = {}
+
+    def graph(
+        self,
+        traced: TracedPiece,
+        outputs: Sequence[fx.Node],
+        copied: Sequence[fx.Node] = (),
+        *,
+        nodes: tuple[fx.Node, ...] | None = None,
+        with_targets: bool = True,
+    ) -> ForwardGraph:
+        """The forward graph of one piece. Pieces that share what was traced differ in nothing else."""
+        module = self._without_random.get(traced.module)
+        if module is None:
+            nodes = forward_part(traced, outputs, () if with_targets else traced.targets) if nodes is None else nodes
+            inputs = [*traced.state, *traced.constants, *traced.inputs, *(traced.targets if with_targets else ())]
+            module, count = build(inputs, nodes, outputs, copied, self.next_random)
+            self.next_random += count
+            if not count:
+                self._without_random[traced.module] = module
+        return ForwardGraph(module, tuple(traced.state.values()), tuple(traced.constants.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """A traced piece taken apart: what its forward graph is made of, the graphs of I and W, and what follows from these."""
+
+    forward: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    copied: tuple[fx.Node, ...]
+    input_grad: fx.GraphModule
+    input_grad_takes: tuple[int, ...]
+    weight_grad: fx.GraphModule
+    weight_grad_takes: tuple[int, ...]
+    fresh_gradients: tuple[bool, ...]
+    flops: Flops
+    kept_after_forward: int
+    kept_after_input_grad: int
+    peaks: Peaks  # but F's
+
+
+def _backward(traced: TracedPiece, changed_state: frozenset[str]) -> _Backward:
+    parts = split(traced)
+    input_grad, input_grad_takes = _taking(
+        parts.backward_inputs, parts.input_grad, (*parts.grad_inputs, *parts.kept_by_input_grad)
+    )
+    weight_grad, weight_grad_takes = _taking(
+        parts.backward_inputs, parts.weight_grad, parts.grad_weights, parts.kept_by_input_grad
+    )
+    return _Backward(
+        forward=parts.forward,
+        outputs=(*traced.outputs, *parts.kept),
+        copied=tuple(node for node in parts.kept if traced.state.get(node) in changed_state),
+        input_grad=input_grad,
+        input_grad_takes=input_grad_takes,
+        weight_grad=weight_grad,
+        weight_grad_takes=weight_grad_takes,
+        fresh_gradients=fresh_results(weight_grad.graph),
+        flops=Flops(flops_of_nodes(parts.forward), flops_of_nodes(parts.input_grad), flops_of_nodes(parts.weight_grad)),
+        kept_after_forward=_kept_bytes(traced, parts, range(len(parts.kept))),
+        kept_after_input_grad=_kept_bytes(traced, parts, weight_grad_takes)
+        + sum(_size(node) for node in parts.kept_by_input_grad),
+        peaks=Peaks(
+            forward=0,
+            input_grad=_backward_peak(input_grad, input_grad_takes, traced, parts, weight_grad_takes),
+            weight_grad=_backward_peak(weight_grad, weight_grad_takes, traced, parts),
+        ),
+    )
+
+
+def _stage(
+    index: int,
+    traced: TracedPiece,
+    forward: _Forward,
+    backward: _Backward,
+    received: Sequence[GradientMessage],
+    held: Sequence[str],
+    trainable: tuple[str, ...],
+    names: StateNames,
+    state_bytes: Mapping[str, int],
+) -> StageGraphs:
+    parameters = tuple(name for name in held if name in names.parameters)
+    graph = forward.graph(traced, backward.outputs, backward.copied, nodes=backward.forward)
+    return StageGraphs(
+        index=index,
+        parameters=parameters,
+        buffers=tuple(name for name in held if name in names.buffers),
+        trainable=trainable,
+        contributions=tuple(name for name, _ in traced.weights),
+        inputs=traced.input_specs,
+        outputs=traced.output_specs,
+        targets=_specs(traced.targets),
+        grad_inputs=tuple(one.spec for one in traced.grad_messages),
+        grad_outputs=tuple(one.spec for one in received),
+        flops=backward.flops,
+        parameter_bytes=sum(state_bytes[name] for name in parameters),
+        kept_after_forward=backward.kept_after_forward,
+        kept_after_input_grad=backward.kept_after_input_grad,
+        peaks=replace(
+            backward.peaks, forward=peak_bytes(graph.module.graph, foreign=range(len(graph.state) + len(graph.constants)))
+        ),
+        _forward=graph,
+        _input_grad=backward.input_grad,
+        _input_grad_takes=backward.input_grad_takes,
+        _weight_grad=backward.weight_grad,
+        _weight_grad_takes=backward.weight_grad_takes,
+        _fresh_gradients=backward.fresh_gradients,
+    )
+
+
+def _taking(
+    available: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], more: Sequence[fx.Node] = ()
+) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    """A graph that takes only those of the available values that it uses, then ``more``; and which those are."""
+    used = {one for node in nodes for one in node.all_input_nodes} | set(outputs)
+    takes = tuple(index for index, node in enumerate(available) if node in used)
+    module, _ = build([*(available[index] for index in takes), *more], nodes, outputs, (), None)
+    reuse_sums(module.graph)
+    module.recompile()
+    return module, takes
+
+
+def _kept_bytes(traced: TracedPiece, parts: SplitPiece, positions: Iterable[int]) -> int:
+    """Bytes of values at these positions of I's inputs, without those that the stage holds anyway."""
+    sources = (*parts.kept, *traced.grad_outputs)
+    return sum(_size(sources[i]) for i in positions if sources[i] not in traced.state and sources[i] not in traced.constants)
+
+
+def _backward_peak(
+    module: fx.GraphModule, takes: Sequence[int], traced: TracedPiece, parts: SplitPiece, passed: Sequence[int] = ()
+) -> int:
+    """The bytes that I or W holds at most; with what I passes on to W and may not take itself."""
+    sources = (*parts.kept, *traced.grad_outputs)
+    foreign = [at for at, index in enumerate(takes) if sources[index] in traced.state or sources[index] in traced.constants]
+    staying = [at for at, index in enumerate(takes) if index in passed]
+    beside = _kept_bytes(traced, parts, [index for index in passed if index not in takes])
+    return peak_bytes(module.graph, foreign=foreign, staying=staying) + beside
+
+
+def _size(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return value.numel() * value.element_size()
+
+
+def _specs(nodes: Sequence[fx.Node]) -> MessageSpec:
+    return tuple(TensorSpec(tuple(node.meta["val"].shape), node.meta["val"].dtype, False) for node in nodes)

@@ -1,0 +1,111 @@
+"""Capturing what eager torch would run: a library that asks whether it is traced is answered as in eager.
+
+Libraries take another way while they are exported or compiled, or where a tensor is fake, since they may not read values then.
+So for the time of the model's own code torch's flags say that nothing is traced. What depends on constants and shapes alone is
+computed for real, and may be read. Inputs, parameters and what depends on them stay fake, and nothing reads their values.
+"""
+
+# pyright: reportPrivateUsage=false
+# Torch's answers are flags without a public name, and so is what tells a tensor's memory.
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.fx import _symbolic_trace
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from adaptra.graph.ops.fake import fake_like
+from adaptra.graph.ops.ops import memory_of, reads_values, written_by
+
+
+class ValueReadError(RuntimeError):
+    """The model's code reads a value that depends on inputs or on parameters."""
+
+
+@contextmanager
+def as_eager() -> Generator[None]:
+    """Within this context, inside a fake mode, a model's code runs as it does in eager torch.
+
+    Raises:
+        ValueReadError: The code reads a value that depends on inputs or parameters.
+    """
+    compiler: Any = torch.compiler
+    tracing: Any = _symbolic_trace
+    proxies: Any = get_proxy_mode()
+    before = compiler._is_compiling_flag, compiler._is_exporting_flag, tracing._is_fx_tracing_flag
+    compiler._is_compiling_flag = compiler._is_exporting_flag = tracing._is_fx_tracing_flag = False
+    strict = getattr(proxies, "_error_on_data_dependent_ops", None)
+    if proxies is not None:
+        # Only what is computed for real is ever read, and what a constant's value is may go into the graph.
+        proxies._error_on_data_dependent_ops = False
+    try:
+        with RealConstants(None if proxies is None else proxies.tracer.graph):
+            yield
+    except GuardOnDataDependentSymNode as error:
+        # Of torch's own error torch.export prints the graph so far, twice, before it is raised.
+        raise ValueReadError("a choice by a shape, or a number, that depends on the values of tensors") from error
+    finally:
+        compiler._is_compiling_flag, compiler._is_exporting_flag, tracing._is_fx_tracing_flag = before
+        if proxies is not None:
+            proxies._error_on_data_dependent_ops = strict
+            _describe(proxies.tracer.graph.nodes)
+
+
+def _describe(nodes: Iterable[fx.Node]) -> None:
+    """Note what is real as fake, as torch.export expects it, and hold none of it."""
+    for node in nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+            node.meta["val"] = fake_like(value)
+
+
+class RealConstants(TorchDispatchMode):
+    """Computes for real what depends on no fake tensor, inside a fake mode that takes real tensors too.
+
+    A real tensor that is changed by a fake one has no true values any more. It and all that shares its memory count as fake
+    from then on, and the values that are still there are never read.
+    """
+
+    def __init__(self, graph: fx.Graph | None) -> None:
+        super().__init__()
+        self._graph = graph
+        # By address, with the memory itself, so that no other memory gets that address.
+        self._untrue: dict[int, Any] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [one for one in leaves if isinstance(one, Tensor)]
+        if self._is_real(func, tensors, leaves):
+            if self._graph is not None:
+                # The last op's, whose results are noted by now.
+                _describe(islice(reversed(self._graph.nodes), 4))
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if reads_values(func):
+            raise ValueReadError(f"{func} reads a value that depends on the model's inputs or parameters")
+        for tensor in pytree.tree_leaves(written_by(func, args, kwargs)):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
+                self._untrue[memory_of(tensor)] = tensor.untyped_storage()
+        return func(*args, **kwargs)
+
+    def _is_real(self, func: Any, tensors: list[Tensor], leaves: list[Any]) -> bool:
+        if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded in func.tags:
+            return False
+        # Shapes alone are known on the meta device, as they are of a fake tensor.
+        if any(isinstance(one, torch.device) and one.type == "meta" for one in leaves):
+            return False
+        return not any(isinstance(one, FakeTensor) or one.is_meta or memory_of(one) in self._untrue for one in tensors)

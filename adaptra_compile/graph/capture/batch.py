@@ -1,0 +1,285 @@
+"""The structure of a batch as it was captured: flattens what a user gives later, or says what is different about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from adaptra.errors import BatchError, CaptureError
+from adaptra.graph.ops.specs import MessageSpec, TensorSpec, dtype_name
+from adaptra.graph.ops.weighted_loss import WeightedLoss
+
+Loss = Callable[[Any, Any], Any]
+"""``loss(outputs, targets)`` returns a scalar tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """One leaf of a captured structure: a tensor's spec, or a constant that the graph has baked in."""
+
+    label: str
+    spec: TensorSpec | None
+    constant: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What stands for a leaf where a structure is described."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class Structure:
+    """A nest of tuples, lists and dicts whose leaves are tensors or constants.
+
+    Args:
+        example: The values by argument name, as captured.
+        what: ``inputs`` or ``targets``; begins every error.
+    """
+
+    def __init__(self, example: Mapping[str, Any], what: str) -> None:
+        self._what = what
+        leaves, self._tree = pytree.tree_flatten_with_path(dict(example))
+        self._shape = pytree.tree_map(_shown, dict(example))
+        self._leaves = tuple(_leaf(_label(path), value) for path, value in leaves)
+
+    @property
+    def specs(self) -> MessageSpec:
+        """The tensors of one microbatch, in flat order."""
+        return tuple(leaf.spec for leaf in self._leaves if leaf.spec is not None)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What each tensor is called in the user's call, in flat order."""
+        return tuple(leaf.label for leaf in self._leaves if leaf.spec is not None)
+
+    def flatten(self, given: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors of a batch, in flat order.
+
+        Args:
+            given: Values by argument name. Tensors may have any size in their first dimension: a batch is many microbatches.
+
+        Raises:
+            BatchError: The structure, a dtype, a dimension other than the first, or a constant is not what was captured.
+        """
+        leaves, tree = pytree.tree_flatten_with_path(dict(given))
+        if tree != self._tree:
+            raise BatchError(
+                f"{self._what}: given {_structure_of(given)}: expected the structure the "
+                f"pipeline was compiled for, {_structure_of(self._shape)}"
+            )
+        tensors: list[Tensor] = []
+        for leaf, (_, value) in zip(self._leaves, leaves, strict=True):
+            if leaf.spec is None:
+                self._check_constant(leaf, value)
+            else:
+                tensors.append(self._check_tensor(leaf.label, leaf.spec, value))
+        return tensors
+
+    def unflatten(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """The structure with these tensors in it, and the captured constants."""
+        remaining = iter(tensors)
+        leaves = [leaf.constant if leaf.spec is None else next(remaining) for leaf in self._leaves]
+        return pytree.tree_unflatten(leaves, self._tree)
+
+    def _check_constant(self, leaf: _Leaf, value: Any) -> None:
+        if isinstance(value, Tensor) or type(value) is not type(leaf.constant) or value != leaf.constant:
+            shown = _describe(value) if isinstance(value, Tensor) else repr(value)
+            raise BatchError(
+                f"{self._what}: {leaf.label} is {shown}, but the pipeline was compiled with "
+                f"{leaf.label}={leaf.constant!r} as a "
+                "constant: pass that value, compile again for this one, or pass a tensor in both places"
+            )
+
+    def _check_tensor(self, label: str, spec: TensorSpec, value: Any) -> Tensor:
+        if not isinstance(value, Tensor):
+            shown = "None" if value is None else _describe(value)
+            raise BatchError(f"{self._what}: {label} is {shown}: expected a tensor of {dtype_name(spec.dtype)}")
+        fits = value.dtype == spec.dtype and value.dim() == len(spec.shape) and tuple(value.shape[1:]) == spec.shape[1:]
+        if not fits:
+            rows = ", ".join(["batch", *map(str, spec.shape[1:])] if spec.shape else [])
+            raise BatchError(
+                f"{self._what}: {label} is {_describe(value)}: expected {dtype_name(spec.dtype)}[{rows}], as when the "
+                "pipeline was compiled"
+            )
+        return value
+
+
+class InputFormat:
+    """The model's inputs as captured: its arguments by name, defaults filled in.
+
+    ``model(x, mask=m)`` and ``model(x, m)`` are the same call, and an argument left out is its default.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._signature = inspect.signature(model.forward)
+        self._structure = Structure(self._bind(args, kwargs), "inputs")
+
+    @property
+    def specs(self) -> MessageSpec:
+        """The tensors of one microbatch, in flat order."""
+        return self._structure.specs
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What each tensor is called in the user's call, in flat order."""
+        return self._structure.labels
+
+    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors of a call in flat order; the first dimension is not checked, since a batch is many microbatches.
+
+        Raises:
+            BatchError: The call is not the one the pipeline was compiled for; names the argument and both values.
+        """
+        return self._structure.flatten(self._bind(args, kwargs))
+
+    def call(self, model: nn.Module, tensors: Sequence[Tensor]) -> Any:
+        """Call the model with these tensors in the captured structure."""
+        bound = inspect.BoundArguments(self._signature, self._structure.unflatten(tensors))  # type: ignore[arg-type]  # a dict has the order that is asked for
+        return model(*bound.args, **bound.kwargs)
+
+    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise BatchError(f"inputs: {error}: expected arguments of forward{self._signature}") from None
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+
+class TargetFormat:
+    """The loss's targets as captured: any nest with tensors in it, or nothing."""
+
+    def __init__(self, targets: Any) -> None:
+        self._structure = Structure({"targets": targets}, "targets")
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What each tensor is called in the user's call, in flat order."""
+        return self._structure.labels
+
+    @property
+    def specs(self) -> MessageSpec:
+        """The tensors of one microbatch, in flat order."""
+        return self._structure.specs
+
+    def flatten(self, targets: Any) -> list[Tensor]:
+        """The tensors in flat order; the first dimension is not checked, since a batch is many microbatches.
+
+        Raises:
+            BatchError: The targets are not those the pipeline was compiled for.
+        """
+        return self._structure.flatten({"targets": targets})
+
+    def unflatten(self, tensors: Sequence[Tensor]) -> Any:
+        """The structure with these tensors in it."""
+        return self._structure.unflatten(tensors)["targets"]
+
+
+class OutputFormat:
+    """What the model returns in evaluation mode."""
+
+    def __init__(self, example: Any) -> None:
+        self._dataclass = type(example) if dataclasses.is_dataclass(example) and not isinstance(example, type) else None
+        leaves, self._tree = pytree.tree_flatten(self._open(example))
+        self._constants = tuple(None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves)
+
+    def flatten(self, outputs: Any) -> list[Tensor]:
+        """The tensors of what the model returned."""
+        return [leaf for leaf in pytree.tree_leaves(self._open(outputs)) if isinstance(leaf, Tensor)]
+
+    def unflatten(self, tensors: Sequence[Tensor]) -> Any:
+        """What the model returns, with these tensors in it."""
+        remaining = iter(tensors)
+        leaves = [next(remaining) if constant is None else constant[0] for constant in self._constants]
+        tree = pytree.tree_unflatten(leaves, self._tree)
+        return tree if self._dataclass is None else self._dataclass(**tree)
+
+    def merge(self, microbatches: Sequence[Sequence[Tensor]]) -> Any:
+        """What the model returns for the whole batch, from what it returned for each microbatch.
+
+        Tensors are concatenated along their first dimension; of a tensor without dimensions the mean is taken.
+        """
+        columns = zip(*microbatches, strict=True)
+        return self.unflatten([torch.cat(column) if column[0].dim() else torch.stack(column).mean() for column in columns])
+
+    def _open(self, outputs: Any) -> Any:
+        if self._dataclass is None:
+            return outputs
+        return {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
+
+
+def loss_of(outputs: Any, loss: Loss | None, form: TargetFormat, targets: Sequence[Tensor]) -> Tensor:
+    """The scalar loss of what a model returns; of a weighted loss its sum and weight, (2,).
+
+    Raises:
+        CaptureError: ``loss`` returns something else, or without it there is none in the outputs.
+    """
+    if isinstance(loss, WeightedLoss):
+        return loss(outputs, form.unflatten(targets))
+    if loss is None:
+        return find_loss(outputs)
+    found = loss(outputs, form.unflatten(targets))
+    if not isinstance(found, Tensor) or found.dim() != 0:
+        shown = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise CaptureError(f"the loss function returned {shown}: expected a scalar tensor, such as the mean of the losses")
+    return found
+
+
+def find_loss(outputs: Any) -> Tensor:
+    """The scalar loss in what a model returns: itself, its ``loss``, or its first element.
+
+    Raises:
+        CaptureError: There is none; says what was returned and what is expected.
+    """
+    found = outputs
+    if isinstance(outputs, Mapping):
+        found = outputs.get("loss", next(iter(outputs.values()), None))
+    elif not isinstance(outputs, Tensor) and hasattr(outputs, "loss"):
+        found = outputs.loss
+    elif isinstance(outputs, tuple | list) and outputs:
+        found = outputs[0]
+    if isinstance(found, Tensor) and found.dim() == 0 and found.is_floating_point():
+        return found
+    raise CaptureError(
+        f"the model returned {_describe(outputs)}: without loss= the model must return a scalar loss, or a dict, tuple "
+        "or dataclass "
+        "whose first element or .loss is the scalar loss"
+    )
+
+
+def _leaf(label: str, value: Any) -> _Leaf:
+    if isinstance(value, Tensor):
+        return _Leaf(label, TensorSpec(tuple(value.shape), value.dtype, False))
+    return _Leaf(label, None, value)
+
+
+def _shown(value: Any) -> _Shown:
+    return value if isinstance(value, _Shown) else _Shown("tensor" if isinstance(value, Tensor) else repr(value))
+
+
+def _structure_of(given: Mapping[str, Any]) -> str:
+    """A nest by argument name, with every tensor as the word."""
+    shown = pytree.tree_map(_shown, dict(given))
+    return ", ".join(f"{name}={value!r}" for name, value in shown.items()) or "nothing"
+
+
+def _label(path: tuple[Any, ...]) -> str:
+    return str(path[0].key) + pytree.keystr(path[1:])
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{dtype_name(value.dtype)}{list(value.shape)}"
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

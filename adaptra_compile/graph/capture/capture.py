@@ -1,0 +1,352 @@
+"""Capture: from a model and one microbatch of example inputs to one flat FX graph.
+
+The graph is torch.export's training graph: ATen ops as the model called them, before autograd and before any decomposition, in
+the order of execution. State enters it as inputs, so it holds no parameter. The user's model is only read.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.function import BackwardCFunction
+from torch.export.graph_signature import InputKind, OutputKind
+
+from adaptra.errors import CaptureError
+from adaptra.graph.capture.as_eager import as_eager
+from adaptra.graph.capture.batch import InputFormat, Loss, OutputFormat, TargetFormat, loss_of
+from adaptra.graph.capture.eager_ops import EagerOp, eager_ops
+from adaptra.graph.capture.hooks import refusing_tensor_hooks
+from adaptra.graph.ops.autocast import noting_autocast
+from adaptra.graph.ops.checkpoints import numbering_checkpoints
+from adaptra.graph.ops.ops import changes_in_place, reads_values, results_of
+
+
+@dataclass(frozen=True, slots=True)
+class StateNames:
+    """The names of a model's state.
+
+    Attributes:
+        parameters, buffers: Every name once; a tensor with several names goes by its first.
+        aliases: Every name to the one it goes by.
+        trainable: The parameters that require a gradient.
+        persistent: The buffers that belong to the model's state_dict.
+    """
+
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    aliases: Mapping[str, str]
+    trainable: frozenset[str]
+    persistent: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatGraph:
+    """One graph of the whole model and its loss.
+
+    Attributes:
+        module: Holds the graph and the submodules of its higher-order ops; no parameters.
+        state: Placeholder to the state it stands for.
+        constants: Placeholder to the tensor that the model's code has baked in.
+        inputs, targets: Placeholders of the flat inputs and targets.
+        loss: The node of the loss, if there is one.
+        outputs: The nodes of what the model returns, flat; empty for a training graph with a loss.
+        placements: Node to the qualified names of the modules whose forward it runs in, outermost first.
+    """
+
+    module: fx.GraphModule
+    state: Mapping[fx.Node, str]
+    constants: Mapping[fx.Node, Tensor]
+    inputs: tuple[fx.Node, ...]
+    targets: tuple[fx.Node, ...]
+    loss: fx.Node | None
+    outputs: tuple[fx.Node, ...]
+    placements: Mapping[fx.Node, tuple[str, ...]]
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """What the graph returns; of a training graph, what the backward pass starts from."""
+        return self.outputs if self.loss is None else (self.loss, *self.outputs)
+
+
+def state_names(model: nn.Module) -> StateNames:
+    """Name every parameter and buffer of a model once."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for name, tensor in (parameters | buffers).items():
+        aliases[name] = first.setdefault(id(tensor), name)
+    persistent = set(model.state_dict(keep_vars=True))
+    return StateNames(
+        parameters=tuple(name for name in parameters if aliases[name] == name),
+        buffers=tuple(name for name in buffers if aliases[name] == name),
+        aliases=aliases,
+        trainable=frozenset(
+            name for name, parameter in parameters.items() if parameter.requires_grad and aliases[name] == name
+        ),
+        persistent=frozenset(name for name in buffers if name in persistent),
+    )
+
+
+def capture(
+    model: nn.Module,
+    inputs: tuple[Tensor, ...],
+    input_format: InputFormat,
+    targets: tuple[Tensor, ...],
+    target_format: TargetFormat,
+    loss: Loss | None,
+    *,
+    names: StateNames,
+    evaluation: bool,
+    with_loss: bool = True,
+) -> tuple[FlatGraph, OutputFormat | None]:
+    """Capture a model and its loss as one graph.
+
+    Args:
+        model: The user's model. Its mode is put back; nothing else of it is touched. A training capture keeps the modules' own
+            modes if the model is in training mode, else sets training mode for the time of the capture.
+        inputs, input_format: One microbatch of the model's inputs.
+        targets, target_format: One microbatch of targets.
+        loss: Called as ``loss(outputs, targets)``; None when the model returns the loss itself.
+        names: Of the model's state.
+        evaluation: Capture in evaluation mode and with the model's outputs.
+        with_loss: Whether there is a loss; without one also a training graph has the model's outputs.
+
+    Returns:
+        The graph, and if it has the model's outputs their format.
+
+    Raises:
+        CaptureError: Names the module and the line of the user's model, with torch's reason; torch's own error is chained.
+    """
+    formats: list[OutputFormat] = []
+    step = _Step(model, input_format, target_format, loss, evaluation, with_loss, formats)
+    examples = (tuple(tensor.detach() for tensor in inputs), tuple(tensor.detach() for tensor in targets))
+    with _mode(model, evaluation), numbering_checkpoints(), noting_autocast(), refusing_tensor_hooks():
+        try:
+            exported = torch.export.export(step, examples, strict=False)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(_explain(model, error)) from error
+    return _flat_graph(exported, names, len(inputs), with_loss), formats[-1] if formats else None
+
+
+def list_eager_ops(
+    model: nn.Module,
+    inputs: tuple[Tensor, ...],
+    input_format: InputFormat,
+    targets: tuple[Tensor, ...],
+    target_format: TargetFormat,
+    loss: Loss | None,
+    *,
+    names: StateNames,
+    with_loss: bool = True,
+) -> tuple[EagerOp, ...]:
+    """The ops that eager torch runs for what :func:`capture` captures for training; checkpointed regions once."""
+    step = _Step(model, input_format, target_format, loss, False, with_loss, [])
+    state = dict(step.named_parameters(remove_duplicate=False)) | dict(step.named_buffers(remove_duplicate=False))
+    named = {id(module): name for name, module in model.named_modules()}
+
+    def where() -> str:
+        # No further out: to look at the locals of the user's own functions would keep what they delete.
+        inside = takewhile(lambda one: one[0].f_code is not eager_ops.__code__, traceback.walk_stack(None))
+        found = user_line(reversed(list(inside)), named)
+        return "in the loss" if found is None else f"{found[0]} at {found[1]}"
+
+    def leaf(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_(tensor.requires_grad and not with_loss)
+
+    examples = tuple(map(leaf, inputs)), tuple(map(leaf, targets))
+    with _mode(model, evaluation=False), numbering_checkpoints():
+        return eager_ops(step, state, [_MODEL + name for name in names.trainable], examples, where)
+
+
+class _Step(nn.Module):
+    """The model followed by its loss, called with flat tensors only."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: InputFormat,
+        targets: TargetFormat,
+        loss: Loss | None,
+        evaluation: bool,
+        with_loss: bool,
+        formats: list[OutputFormat],
+    ) -> None:
+        super().__init__()
+        self.model = model
+        # A loss that is a module is registered, so that export finds its state; any other callable is only called.
+        self.loss = loss
+        self._inputs = inputs
+        self._targets = targets
+        self._evaluation = evaluation
+        self._with_loss = with_loss
+        # A plain list: export puts attributes of a module back to what they were before.
+        self._formats = formats
+
+    def forward(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        with as_eager():
+            return self._run(inputs, targets)
+
+    def _run(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        outputs = self._inputs.call(self.model, inputs)
+        results = [loss_of(outputs, self.loss, self._targets, targets)] if self._with_loss else []
+        if self._evaluation or not self._with_loss:
+            self._formats.append(OutputFormat(outputs))
+            results += self._formats[-1].flatten(outputs)
+        if not self._evaluation:
+            _refuse_custom_gradients(results)
+        return tuple(results)
+
+
+def _refuse_custom_gradients(results: Sequence[Tensor]) -> None:
+    """A graph of ops has no place for the backward method of an autograd.Function; torch would leave it out in silence."""
+    waiting: list[Any] = [one.grad_fn for one in results]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        function: Any = getattr(type(node), "_forward_cls", type(node))
+        # What torch.library makes of register_autograd is one too, but of an op, which the graph does hold.
+        if isinstance(node, BackwardCFunction) and function.forward.__module__ != "torch._library.autograd":
+            code = function.forward.__code__
+            raise CaptureError(
+                f"{function.__qualname__} at {code.co_filename}:{code.co_firstlineno}: the model calls a "
+                "torch.autograd.Function, whose backward method a graph can't hold: expected ops of torch; make it an op with "
+                "torch.library.custom_op and register_autograd"
+            )
+        waiting += [following for following, _ in node.next_functions]
+
+
+@contextmanager
+def _mode(model: nn.Module, evaluation: bool) -> Generator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    if evaluation:
+        model.eval()
+    elif not model.training:
+        model.train()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def _flat_graph(exported: torch.export.ExportedProgram, names: StateNames, inputs: int, with_loss: bool) -> FlatGraph:
+    graph, signature = exported.graph_module.graph, exported.graph_signature
+    unexpected = [spec for spec in signature.output_specs if spec.kind is not OutputKind.USER_OUTPUT]
+    assert not unexpected, f"a training graph has effects as ops, not as outputs: {unexpected}"
+    placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    state: dict[fx.Node, str] = {}
+    constants: dict[fx.Node, Tensor] = {}
+    users: list[fx.Node] = []
+    for spec in signature.input_specs:
+        node = placeholders[spec.arg.name]
+        target = spec.target or ""
+        match spec.kind:
+            case InputKind.PARAMETER | InputKind.BUFFER if target.startswith(_MODEL):
+                state[node] = names.aliases[target.removeprefix(_MODEL)]
+            case InputKind.PARAMETER | InputKind.BUFFER:
+                constants[node] = _loss_state(exported, target)
+            case InputKind.CONSTANT_TENSOR:
+                constants[node] = _tensor(target, exported.constants[target])
+            case InputKind.USER_INPUT:
+                users.append(node)
+            case _:
+                raise CaptureError(f"{target}: the model keeps a {spec.kind.name.lower()}: expected tensors only")
+    _forget_reads(graph)
+    results = results_of(graph)
+    return FlatGraph(
+        module=exported.graph_module,
+        state=state,
+        constants=constants,
+        inputs=tuple(users[:inputs]),
+        targets=tuple(users[inputs:]),
+        loss=results[0] if with_loss else None,
+        outputs=results[1:] if with_loss else results,
+        placements={node: _placement(node) for node in graph.nodes},
+    )
+
+
+def _forget_reads(graph: fx.Graph) -> None:
+    """Take out reads of constants, whose outcome the model's code has followed, and what was only made to be read."""
+    needless = {node for node in graph.nodes if reads_values(node.target)}
+    for node in reversed(graph.nodes):
+        if node in needless and node.op == "call_function" and not node.users and not changes_in_place(node.target):
+            needless.update(node.all_input_nodes)
+            graph.erase_node(node)
+
+
+_MODEL: Final = "model."
+_CALL_NUMBER: Final = re.compile(r"@\d+")
+
+
+def _loss_state(exported: torch.export.ExportedProgram, target: str) -> Tensor:
+    tensor = _tensor(target, exported.state_dict.get(target, exported.constants.get(target)))
+    if tensor.requires_grad:
+        raise CaptureError(
+            f"the loss function has a trainable parameter {target.removeprefix('loss.')!r}: expected all trainable "
+            "parameters in "
+            "the model; let the model compute this loss and leave out loss="
+        )
+    return tensor.detach()
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise CaptureError(f"{name}: the model keeps a {type(value).__name__}: expected tensors only")
+    return value
+
+
+def _placement(node: fx.Node) -> tuple[str, ...]:
+    paths = (_CALL_NUMBER.sub("", str(path)) for path, _ in node.meta.get("nn_module_stack", {}).values())
+    return tuple(path.removeprefix(_MODEL) for path in paths if path.startswith(_MODEL))
+
+
+def _explain(model: nn.Module, error: BaseException) -> str:
+    names = {id(module): name for name, module in model.named_modules()}
+    found: tuple[str, str] | None = None
+    cause: BaseException | None = error
+    # torch wraps errors in its own, so the frames of the user's code may only be in a cause.
+    while cause is not None and found is None:
+        found = _user_frame(cause, names)
+        cause = cause.__cause__ or cause.__context__
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
+    where = "" if found is None else f"{found[0]} at {found[1]}: "
+    return (
+        f"{where}the model can't become one graph: {type(error).__name__}: {reason[:300]}; expected a model that torch.export "
+        "can capture, without control flow that depends on the values of tensors"
+    )
+
+
+def _user_frame(error: BaseException, names: Mapping[int, str]) -> tuple[str, str] | None:
+    return user_line(traceback.walk_tb(error.__traceback__), names)
+
+
+def user_line(frames: Iterable[tuple[FrameType, int]], names: Mapping[int, str]) -> tuple[str, str] | None:
+    """The innermost module of a model that these frames, outermost first, are in, and the line of code outside torch."""
+    torch_folder = Path(torch.__file__).parent
+    module: str | None = None
+    line: str | None = None
+    for frame, number in frames:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in names:
+            module = f"module {names[id(owner)] or '(the model itself)'} ({type(owner).__name__})"
+            line = None
+        file = Path(frame.f_code.co_filename)
+        if module is not None and torch_folder not in file.parents and "adaptra" not in frame.f_globals.get("__name__", ""):
+            line = f"{file}:{number}"
+    return None if module is None else (module, line or "a line of torch's own modules")

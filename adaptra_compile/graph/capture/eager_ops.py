@@ -1,0 +1,145 @@
+"""What eager torch runs for one microbatch: its ops, forward and backward, on fake parameters, so without compute or memory.
+
+The example's inputs are real, so that a model which looks at them takes the way that it takes in eager torch.
+"""
+
+# pyright: reportPrivateUsage=false
+# What puts other tensors in place of a module's state has no public name.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from adaptra.graph.capture.as_eager import as_eager
+from adaptra.graph.capture.op_signature import Signature, is_set_aside, signatures
+from adaptra.graph.ops.fake import fake_like
+from adaptra.graph.ops.ops import memory_of, written_by
+
+
+@dataclass(frozen=True, slots=True)
+class EagerOp:
+    """One op that eager torch runs.
+
+    Attributes:
+        signature: What is compared.
+        where: The module and line of the model that called it; empty in the backward pass.
+    """
+
+    signature: Signature
+    where: str
+
+
+def eager_ops(
+    step: nn.Module, state: Mapping[str, Tensor], trainable: Iterable[str], examples: Any, where: Callable[[], str]
+) -> tuple[EagerOp, ...]:
+    """The ops of one microbatch in their order, without views and without those that no result depends on.
+
+    Args:
+        step: Called with ``examples``; returns the tensors that the backward pass starts from. It is left as it was.
+        state: Its parameters and buffers by name; tensors with several names are the same tensor.
+        trainable: The names of those that get gradients.
+        examples: The arguments, real tensors.
+        where: Names the module and line of the model that are running.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), _attributes_kept(step):
+        made = {id(tensor): fake_like(tensor) for tensor in state.values()}
+        fakes = {name: made[id(tensor)] for name, tensor in state.items()}
+        wanted = list({id(fakes[name]): fakes[name].requires_grad_() for name in trainable}.values())
+        # Libraries ask of the meta device what they ask of a fake tensor.
+        given = pytree.tree_map_only(Tensor, lambda one: fake_like(one, one.requires_grad) if one.is_meta else one, examples)
+        wanted += [one for one in pytree.tree_leaves(given) if isinstance(one, Tensor) and one.requires_grad]
+        record = _Record(where)
+        with _reparametrize_module(step, fakes), as_eager(), record, torch.enable_grad():
+            results = step(*given)
+            record.where = str
+            roots = [one for one in results if one.requires_grad]
+            # Made before it is recorded: of a pipeline this is what the loss's gradient is given as.
+            with record.paused():
+                starts = [torch.ones_like(one) for one in roots]
+            gradients: list[Tensor] = []
+            if roots and wanted:
+                gradients = _tensors(torch.autograd.grad(roots, wanted, starts, allow_unused=True))
+        return record.live([*results, *gradients, *fakes.values()])
+
+
+@dataclass(slots=True)
+class _Run:
+    """One op that was run, the memory that it has read from and written to, and what it holds, so that no number is reused."""
+
+    found: tuple[EagerOp, ...]
+    reads: frozenset[int]
+    writes: frozenset[int]
+    held: list[Tensor] = field(default_factory=list[Tensor])
+
+
+class _Record(TorchDispatchMode):
+    def __init__(self, where: Callable[[], str]) -> None:
+        super().__init__()
+        self.where = where
+        self._runs: list[_Run] = []
+        self._on = True
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        self._on = False
+        try:
+            yield
+        finally:
+            self._on = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        # Before it runs, since an op in place may change what describes its arguments.
+        described = () if not isinstance(func, OpOverload) or is_set_aside(func) else signatures(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if self._on and isinstance(func, OpOverload):
+            given, made = _tensors((args, kwargs)), _tensors(result)
+            written = [*made, *_tensors(written_by(func, args, kwargs))]
+            where = self.where() if described else ""
+            self._runs.append(
+                _Run(tuple(EagerOp(one, where) for one in described), _memory(given), _memory(written), [*given, *made])
+            )
+        return result
+
+    def live(self, results: Sequence[Tensor]) -> tuple[EagerOp, ...]:
+        """What these tensors depend on, in the order in which it was run."""
+        needed = set(_memory(results))
+        found: list[EagerOp] = []
+        for run in reversed(self._runs):
+            if run.writes & needed:
+                needed |= run.reads
+                found += reversed(run.found)
+        return tuple(reversed(found))
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _memory(tensors: Iterable[Tensor]) -> frozenset[int]:
+    return frozenset(memory_of(tensor) for tensor in tensors)
+
+
+@contextmanager
+def _attributes_kept(step: nn.Module) -> Generator[None]:
+    """A model may keep what it has computed; what is fake must not stay there."""
+    before = [(module, dict(vars(module))) for module in step.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)

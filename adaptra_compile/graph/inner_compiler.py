@@ -1,0 +1,129 @@
+"""The inner compiler: another backend of torch.compile runs the graphs of F, I and W.
+
+It is given what lies between random ops, which draw what belongs to their microbatch and stay as they are. Fused kernels may
+round otherwise than op by op, so its numbers are near those of one process; plans run the same kernels and change none of them.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo import lookup_backend
+from torch._dynamo.exc import InvalidBackend
+from torch.fx.passes.split_module import split_module
+
+from adaptra.errors import CaptureError, OptionError
+from adaptra.graph.backward.split import ListCodeGen
+from adaptra.graph.compile import CompiledStages
+from adaptra.graph.ops.random_state import run_seeded
+from adaptra.graph.stages.stage_graphs import EvalGraphs, StageGraphs
+from adaptra.graph.stages.stages import EvalStage, TrainStage
+
+EAGER: Final = "eager"
+"""The inner compiler that compiles nothing: graphs run op by op."""
+
+
+def check_inner(given: object) -> None:
+    """Refuse what is no name of a backend that can run stage graphs.
+
+    Raises:
+        OptionError: Says what was given and what is expected.
+    """
+    try:
+        is_known = isinstance(given, str) and given != "adaptra" and lookup_backend(given) is not None
+    except InvalidBackend:
+        is_known = False
+    if not is_known:
+        raise OptionError(f"inner={given!r}: expected another backend of torch.compile, such as 'eager' or 'inductor'")
+
+
+def compiled_by(inner: str, compiled: CompiledStages) -> CompiledStages:
+    """The same stages, whose graphs ``inner`` compiles when they are first run, or before by :func:`prepare`."""
+    if inner == EAGER:
+        return compiled
+    known: dict[fx.GraphModule, fx.GraphModule] = {}
+
+    def change(graph: fx.GraphModule) -> fx.GraphModule:
+        if graph not in known:
+            known[graph] = _run_by(inner, graph)
+        return known[graph]
+
+    def changed(stage: Any) -> Any:
+        return stage.with_graphs(change) if isinstance(stage, StageGraphs | EvalGraphs) else stage
+
+    return replace(compiled, train=tuple(map(changed, compiled.train)), eval=tuple(map(changed, compiled.eval)))
+
+
+def prepare(stage: TrainStage | EvalStage) -> None:
+    """Compile now what the stage's first run would compile.
+
+    Raises:
+        CaptureError: The inner compiler fails; names the stage and the compiler, with its reason.
+    """
+    for graph in stage.graphs:
+        for part in graph.modules():
+            if isinstance(part, _InnerGraph):
+                try:
+                    part.prepare()
+                except Exception as error:
+                    reason = str(error).strip() or type(error).__name__
+                    raise CaptureError(
+                        f"stage {stage.index}: {part.inner!r} can't compile its graphs: {reason[:300]}: expected an inner "
+                        "backend that takes any graph of ATen ops, as 'inductor' with a C++ compiler does, or 'eager'"
+                    ) from error
+
+
+class _InnerGraph(nn.Module):
+    """A graph of ATen ops without random ones, compiled when it is first run or :meth:`prepare` is called."""
+
+    def __init__(self, graph: fx.GraphModule, inner: str) -> None:
+        super().__init__()
+        self.inner = inner
+        self._graph = graph
+        self._compiled: Any = None
+
+    def prepare(self) -> Callable[..., Sequence[Tensor]]:
+        """What the inner compiler makes of it; it is asked once."""
+        with _COMPILING, torch.no_grad():
+            if self._compiled is None:
+                examples = [node.meta["val"] for node in self._graph.graph.find_nodes(op="placeholder")]
+                self._compiled = lookup_backend(self.inner)(self._graph, examples)
+        return self._compiled
+
+    def forward(self, *values: Tensor) -> Sequence[Tensor]:
+        """Run it."""
+        return (self._compiled or self.prepare())(*values)
+
+
+_COMPILING: Final = threading.Lock()
+# Compilers keep what they are at in globals, and ranks may be threads of one process.
+
+
+def _run_by(inner: str, graph: fx.GraphModule) -> fx.GraphModule:
+    """A graph that is called like this one, and runs what lies between its random ops by the inner compiler."""
+    part_of: dict[fx.Node, int] = {}
+    part = 0
+    for node in graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is run_seeded:
+            part += 2
+        # What an op has several results of is taken out where it runs: only tensors pass between parts.
+        of = part_of.get(node.args[0]) if node.target is operator.getitem else None
+        part_of[node] = of if of is not None else part - 1 if node.target is run_seeded else part
+    if not part_of:
+        return graph
+    made = split_module(graph, graph, part_of.__getitem__, keep_original_order=True, tuple_return=True)
+    for name, one in list(made.named_children()):
+        assert isinstance(one, fx.GraphModule), "parts are graphs"
+        if not any(node.target is run_seeded for node in one.graph.nodes):
+            setattr(made, name, _InnerGraph(one, inner))
+    made.graph.set_codegen(ListCodeGen())
+    made.recompile()
+    return made

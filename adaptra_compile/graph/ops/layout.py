@@ -1,0 +1,101 @@
+"""How tensors travel between stages, so that the receiver can give them the sender's strides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adaptra.graph.ops.specs import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """How many places of the dense tensor lie before and behind a dimension of its part."""
+
+    before: int = 0
+    after: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor travels: contiguous, its dimensions ordered by stride, so that the receiver can give it its strides back.
+
+    Kernels may round differently for other strides, so a stage must see those that one process would see.
+
+    Attributes:
+        order: The tensor's dimensions in the order of the message's.
+        gaps: What lies around each of the message's dimensions, and behind them around a last one of size 1 if elements do not
+            adjoin; empty for a dense tensor.
+    """
+
+    order: tuple[int, ...]
+    gaps: tuple[Gap, ...] = ()
+
+    @staticmethod
+    def with_gaps(tensor: Tensor) -> Layout:
+        """The layout that also keeps what lies between a tensor's elements, where it is part of a dense one."""
+        order = Layout.of(tensor).order
+        shape, strides = ([one[dimension] for dimension in order] for one in (tensor.shape, tensor.stride()))
+        return Layout(order, _gaps(shape, strides, int(tensor.storage_offset())))
+
+    @staticmethod
+    def of(tensor: Tensor) -> Layout:
+        """The layout that keeps a tensor's strides, as far as it is dense."""
+        dimensions = range(tensor.dim())
+        if tensor.is_contiguous():
+            return Layout(tuple(dimensions))
+        return Layout(tuple(sorted(dimensions, key=lambda dimension: (-tensor.stride(dimension), dimension))))
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """The tensor as it is sent."""
+        return self._permute(tensor, self.order).contiguous()
+
+    def unpack(self, message: Tensor) -> Tensor:
+        """The tensor as the sender had it."""
+        if self.gaps:
+            message = self._spread(message)
+        return self._permute(message, tuple(self.order.index(dimension) for dimension in range(len(self.order))))
+
+    def spec(self, tensor: Tensor, requires_grad: bool) -> TensorSpec:
+        """What is sent for a tensor."""
+        return TensorSpec(tuple(tensor.shape[dimension] for dimension in self.order), tensor.dtype, requires_grad)
+
+    def _spread(self, message: Tensor) -> Tensor:
+        shape = message.shape
+        spread = message.unsqueeze(-1) if len(self.gaps) > len(shape) else message
+        padding = [side for gap in reversed(self.gaps) for side in (gap.before, gap.after)]
+        spread = torch.constant_pad_nd(spread, padding)
+        for dimension, size in enumerate(shape):
+            gap = self.gaps[dimension]
+            if gap.before or gap.after:
+                spread = spread.narrow(dimension, gap.before, size)
+        return spread.select(-1, self.gaps[-1].before) if len(self.gaps) > len(shape) else spread
+
+    @staticmethod
+    def _permute(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+        return tensor if order == tuple(range(len(order))) else tensor.permute(order)
+
+
+def _gaps(shape: Sequence[int], strides: Sequence[int], offset: int) -> tuple[Gap, ...]:
+    """The gaps of a part of a dense tensor, its dimensions from the longest stride on; empty if it is dense or no such part."""
+    enclosing = [*shape, 1]
+    inner, step = len(shape), 1  # the next dimension further in, and its stride
+    for dimension in reversed(range(len(shape))):
+        if shape[dimension] == 1:
+            continue
+        enclosing[inner], rest = divmod(strides[dimension], step)
+        if rest or enclosing[inner] < (1 if inner == len(shape) else shape[inner]):
+            return ()
+        inner, step = dimension, strides[dimension]
+    sizes = [*shape, 1]
+    last = next((index for index in reversed(range(len(sizes))) if enclosing[index] > sizes[index]), None)
+    if last is None or 0 in shape:
+        return ()
+    # Where the innermost part begins decides how it is aligned, which kernels may look at as well.
+    before = min(offset % enclosing[last], enclosing[last] - sizes[last])
+    gaps = [Gap(0, whole - size) for whole, size in zip(enclosing, sizes, strict=True)]
+    gaps[last] = Gap(before, gaps[last].after - before)
+    return tuple(gaps if enclosing[-1] > 1 else gaps[:-1])

@@ -1,0 +1,87 @@
+"""How much work an op is: floating-point operations and bytes moved, from shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
+from adaptra.graph.ops.ops import is_random, is_view
+
+FLOPS_PER_BYTE: Final = 16.0
+"""How many floating-point operations a device does in the time it moves one byte. Of the order of a CPU core's; accelerators
+have more, which makes their matrix products cheaper still against everything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Floating-point operations (a multiply-add is two) and bytes read and written."""
+
+    flops: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.bytes + other.bytes)
+
+    @property
+    def cost(self) -> float:
+        """Time in units of one floating-point operation."""
+        return self.flops + FLOPS_PER_BYTE * self.bytes
+
+
+def work_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Work:
+    """The work of one call of an ATen op. Views and allocations are free."""
+    if not isinstance(op, OpOverload) or is_view(op) or op.overloadpacket in _ALLOCATIONS:
+        return Work()
+    formula = _MORE_FORMULAS.get(op.overloadpacket) or flop_registry.get(op.overloadpacket)
+    flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+    return Work(flops, sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+
+
+def flops_of_nodes(nodes: Iterable[fx.Node]) -> int:
+    """The floating-point operations of traced nodes, whose values' shapes are in their ``val``."""
+
+    def value(node: fx.Node) -> Any:
+        return node.meta.get("val")
+
+    total = 0
+    for node in nodes:
+        if node.op == "call_function":
+            args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
+            total += work_of(node.target, args, kwargs, value(node)).flops
+    return total
+
+
+class CountWork(TorchDispatchMode):
+    """Adds up the work of every op dispatched while it is active, and notices random ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = Work()
+        self.random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.random = self.random or is_random(func, args, kwargs)
+        self.total += work_of(func, args, kwargs, result)
+        return result
+
+
+_aten = torch.ops.aten
+_ALLOCATIONS: Final = frozenset(
+    {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.lift_fresh}
+)
+# torch counts attention on accelerators; the CPU's kernel has the same arguments in front and does the same work.
+_MORE_FORMULAS: Final[Mapping[Any, Any]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+}

@@ -1,0 +1,1 @@
+"""Where a flat graph is cut into stages."""

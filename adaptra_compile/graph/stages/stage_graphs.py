@@ -1,0 +1,147 @@
+"""Stage graphs: the stages of a captured model, which run graphs of ops for F, I and W."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor, fx
+
+from adaptra.graph.ops.random_state import RandomKey
+from adaptra.graph.stages.stages import EvalStage, TrainStage, check
+
+NOTHING_RANDOM: Final = RandomKey(0, 0, 0)
+"""For what a model draws in evaluation mode: nearly always nothing."""
+
+
+@dataclass(slots=True)
+class Saved:
+    """What F leaves for I, or I for W. The run that uses it empties it, so that each tensor is freed after its last use."""
+
+    values: list[Tensor]
+
+    def take(self) -> list[Tensor]:
+        """The values; they are then no longer here."""
+        values, self.values = self.values, []
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardGraph:
+    """A forward graph and what it is called with: state and constants by name, then inputs, targets and a RandomKey."""
+
+    module: fx.GraphModule
+    state: tuple[str, ...]
+    constants: tuple[Tensor, ...]
+
+    def run(
+        self, state: Mapping[str, Tensor], inputs: Sequence[Tensor], targets: Sequence[Tensor], random: RandomKey
+    ) -> list[Tensor]:
+        """Run it without autograd. Buffers in ``state`` are changed in place where the model does so."""
+        values: list[Tensor | RandomKey] = [*(state[name] for name in self.state), *self.constants, *inputs, *targets, random]
+        with torch.no_grad():
+            # Not the module's call, which looks for hooks that a traced graph has none of.
+            return self.module.forward(values)
+
+    def with_graph(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> ForwardGraph:
+        """The same, but with what ``change`` makes of its graph."""
+        return replace(self, module=change(self.module))
+
+
+@dataclass(frozen=True, slots=True)
+class StageGraphs(TrainStage):
+    """One stage of a captured model."""
+
+    _forward: ForwardGraph
+    _input_grad: fx.GraphModule
+    _input_grad_takes: tuple[int, ...]
+    _weight_grad: fx.GraphModule
+    _weight_grad_takes: tuple[int, ...]
+    _fresh_gradients: tuple[bool, ...]
+
+    @property
+    def fresh_gradients(self) -> tuple[bool, ...]:
+        """See :attr:`TrainStage.fresh_gradients`."""
+        return self._fresh_gradients
+
+    @property
+    def graphs(self) -> tuple[fx.GraphModule, ...]:
+        """See :attr:`TrainStage.graphs`."""
+        return (self._forward.module, self._input_grad, self._weight_grad)
+
+    def with_graphs(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> StageGraphs:
+        """The same stage, but with what ``change`` makes of each of its graphs, to be called as these are."""
+        return replace(
+            self,
+            _forward=self._forward.with_graph(change),
+            _input_grad=change(self._input_grad),
+            _weight_grad=change(self._weight_grad),
+            # What changes a graph may return one tensor for two results that are equal.
+            _fresh_gradients=(False,) * len(self.contributions),
+        )
+
+    def run_forward(
+        self, state: Mapping[str, Tensor], inputs: Sequence[Tensor], random: RandomKey, targets: Sequence[Tensor] = ()
+    ) -> tuple[tuple[Tensor, ...], Saved]:
+        """See :meth:`TrainStage.run_forward`."""
+        check("inputs", self.index, inputs, self.inputs)
+        check("targets", self.index, targets, self.targets)
+        results = self._forward.run(state, inputs, targets, random)
+        count = len(self.outputs)
+        return tuple(results[:count]), Saved(results[count:])
+
+    def run_input_grad(self, saved: Saved, grad_outputs: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], Saved]:
+        """See :meth:`TrainStage.run_input_grad`."""
+        check("output gradients", self.index, [one for one in grad_outputs if one is not None], self.grad_outputs, grad_outputs)
+        values = saved.take()
+        device = values[0].device if values else None
+        for given, spec in zip(grad_outputs, self.grad_outputs, strict=True):
+            values.append(torch.zeros(spec.shape, dtype=spec.dtype, device=device) if given is None else given)
+        taken = [values[index] for index in self._input_grad_takes]
+        passed = [values[index] for index in self._weight_grad_takes]
+        values.clear()
+        with torch.no_grad():
+            results: list[Tensor] = self._input_grad.forward(taken)
+        count = len(self.grad_inputs)
+        return tuple(results[:count]), Saved(passed + results[count:])
+
+    def run_weight_grad(self, saved: Saved) -> tuple[Tensor, ...]:
+        """See :meth:`TrainStage.run_weight_grad`."""
+        with torch.no_grad():
+            results: list[Tensor] = self._weight_grad.forward(saved.take())
+        return tuple(results)
+
+
+@dataclass(frozen=True, slots=True)
+class EvalGraphs(EvalStage):
+    """One stage of a captured model in evaluation mode."""
+
+    _forward: ForwardGraph
+    _loss: ForwardGraph | None
+
+    @property
+    def graphs(self) -> tuple[fx.GraphModule, ...]:
+        """See :attr:`EvalStage.graphs`."""
+        return tuple(one.module for one in (self._forward, self._loss) if one is not None)
+
+    def with_graphs(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> EvalGraphs:
+        """The same stage, but with what ``change`` makes of each of its graphs, to be called as these are."""
+        loss = None if self._loss is None else self._loss.with_graph(change)
+        return replace(self, _forward=self._forward.with_graph(change), _loss=loss)
+
+    def run_forward(
+        self,
+        state: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor] = (),
+        *,
+        with_loss: bool = True,
+    ) -> tuple[Tensor, ...]:
+        """See :meth:`EvalStage.run_forward`."""
+        check("inputs", self.index, inputs, self.inputs)
+        if self._loss is None or not with_loss:
+            return tuple(self._forward.run(state, inputs, (), NOTHING_RANDOM))
+        check("targets", self.index, targets, self.targets)
+        return tuple(self._loss.run(state, inputs, targets, NOTHING_RANDOM))

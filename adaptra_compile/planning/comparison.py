@@ -1,0 +1,170 @@
+"""Several schedules for one problem side by side, and their step time while the delay of one edge grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from adaptra.errors import PlanError
+from adaptra.passes.adapt_order import ADAPTED
+from adaptra.planning.planner import plan
+from adaptra.planning.published import PAPER, paper_rule
+from adaptra.program import Program
+from adaptra.program.schedules import GENERATORS, PLACED, generate_for
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.simulate import Bound, Simulation, lower_bound, simulate
+
+KEPT: Final = "kept"
+"""In a sweep: the plan for the smallest delay, kept while the delay grows."""
+
+COMPARED: Final = (*GENERATORS, *PLACED, PAPER, ADAPTED)
+"""What :func:`compare` knows by name."""
+
+SWEPT: Final = (*COMPARED, KEPT)
+"""What :func:`sweep_delay` knows by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Schedules for one problem, in the order asked for.
+
+    Attributes:
+        case: The problem.
+        bound: What no schedule beats.
+        runs: One simulation per schedule; a schedule that knows nothing of memory may be over its limit.
+    """
+
+    case: Case
+    bound: Bound
+    runs: tuple[Simulation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Step times while messages of an edge take longer and longer. All tuples run along ``delays``.
+
+    Attributes:
+        case: The problem at no added delay.
+        edges: The directed edges that are delayed.
+        delays: What is added to their latency, ascending.
+        bounds: What no schedule beats at that delay.
+        makespans: Per schedule, its step time at that delay.
+        over_memory: Per schedule, whether it exceeds a memory limit at that delay.
+    """
+
+    case: Case
+    edges: tuple[tuple[int, int], ...]
+    delays: tuple[float, ...]
+    bounds: tuple[float, ...]
+    makespans: Mapping[str, tuple[float, ...]]
+    over_memory: Mapping[str, tuple[bool, ...]]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values, without the case's costs."""
+        return {
+            "case": self.case.name,
+            "edges": [list(edge) for edge in self.edges],
+            "delays": list(self.delays),
+            "bounds": list(self.bounds),
+            "makespans": {name: list(found) for name, found in self.makespans.items()},
+            "over_memory": {name: list(found) for name, found in self.over_memory.items()},
+        }
+
+
+def compare(
+    case: Case, names: Iterable[str], *, memory: int | Sequence[int] | None = None, adapted: Program | None = None
+) -> Comparison:
+    """Simulate schedules by name: those that :func:`adaptra.program.schedules.generate_for` knows, ``paper`` and ``adapted``.
+
+    Args:
+        case: The problem.
+        names: Some of :data:`COMPARED`.
+        memory: The most microbatches in flight per stage, for ``paper`` and ``adapted``, which adapt to it.
+        adapted: The plan to show as ``adapted``; made here when None.
+
+    Raises:
+        PlanError: A name is unknown, or no plan fits.
+        ScheduleError: The schedule places stages otherwise than the case.
+    """
+
+    def run(name: str) -> Simulation:
+        if name == ADAPTED and adapted is not None:
+            return simulate(adapted, case.cost)
+        return simulate(_program(case, name, memory), case.cost)
+
+    names = check_names(names, COMPARED)
+    return Comparison(case, lower_bound(case), tuple(map(run, names)))
+
+
+def sweep_delay(
+    case: Case,
+    edges: Iterable[tuple[int, int]],
+    delays: Iterable[float],
+    names: Iterable[str] = ("1f1b", "zb_h1", "zb_h2", PAPER, KEPT, ADAPTED),
+    *,
+    memory: int | Sequence[int] | None = None,
+    budget: float | None = None,
+) -> Sweep:
+    """Simulate schedules while a delay is added to the latency of some directed edges.
+
+    ``paper`` and ``adapted`` plan anew for every delay, ``kept`` is the plan for the smallest, all others know no delays.
+
+    Args:
+        case: The problem at no added delay.
+        edges: The directed edges to delay, all by as much.
+        delays: What to add.
+        names: Some of :data:`SWEPT`.
+        memory: As for :func:`compare`.
+        budget: As for :func:`adaptra.planning.planner.plan`, for each of the plans.
+
+    Raises:
+        PlanError, ScheduleError: As :func:`compare`, or no delays.
+        CaseError: An edge does not exist, or a delay is negative or not finite.
+    """
+    names, edges, delays = check_names(names, SWEPT), tuple(edges), tuple(sorted(delays))
+    if not delays:
+        raise PlanError("no delays: expected at least one")
+    slowed = [replace(case, cost=_slower(case.cost, edges, delay)) for delay in delays]
+    kept = plan(slowed[0], memory=memory, budget=budget) if KEPT in names else None
+    found: dict[str, list[Simulation]] = {name: [] for name in names}
+    for slow in slowed:
+        for name, runs in found.items():
+            program = kept if name == KEPT and kept is not None else _program(slow, name, memory, budget)
+            runs.append(simulate(program, slow.cost))
+    return Sweep(
+        case,
+        edges,
+        delays,
+        tuple(lower_bound(slow).value for slow in slowed),
+        {name: tuple(run.makespan for run in runs) for name, runs in found.items()},
+        {name: tuple(bool(run.over_memory) for run in runs) for name, runs in found.items()},
+    )
+
+
+def check_names(names: Iterable[str], known: Sequence[str]) -> tuple[str, ...]:
+    """The names, each once.
+
+    Raises:
+        PlanError: One is not known, or there is none.
+    """
+    names = tuple(dict.fromkeys(names))
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        given = f"schedule {unknown[0]!r}" if unknown else "no schedule to compare"
+        raise PlanError(f"{given}: expected some of {', '.join(known)}")
+    return names
+
+
+def _program(case: Case, name: str, memory: int | Sequence[int] | None, budget: float | None = None) -> Program:
+    if name == ADAPTED:
+        return plan(case, memory=memory, budget=budget)
+    if name == PAPER:
+        return paper_rule(case, memory=memory)
+    return generate_for(name, case.placement, case.microbatches)
+
+
+def _slower(cost: CostModel, edges: Iterable[tuple[int, int]], delay: float) -> CostModel:
+    for source, destination in edges:
+        cost = cost.with_latency(source, destination, cost.latency(source, destination) + delay)
+    return cost

@@ -1,0 +1,302 @@
+"""The exact reference: a planning problem as a constraint program, solved to a proven optimum by OR-tools' CP-SAT.
+
+For tests, for small problems and for users who can wait: tens of ops take less than a second, hundreds may take hours. Every op
+is an interval; the ops of a rank do not overlap; messages follow :class:`adaptra.simulation.cost.CostModel`; memory and
+in-flight limits are conditions on the order of a rank's ops. The solver's order is timed by the simulator, never believed.
+Needs the extra ``exact``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from adaptra.equations.warm_up import in_flight_limits
+from adaptra.errors import MissingExtraError, PlanError
+from adaptra.planning.planner import plan
+from adaptra.program import Kind, Op, Program
+from adaptra.simulation.cost import Blocking, Case, CostModel
+from adaptra.simulation.simulate import Simulation, simulate
+
+if TYPE_CHECKING:
+    from ortools.sat.python.cp_model import BoolVarT, CpModel, IntervalVar, IntVar
+
+_LARGEST_EXACT: Final = 1 << 32
+"""Sums of times up to here are represented exactly where one unit divides all of them."""
+
+_ROUNDED: Final = 1 << 30
+"""Where no unit divides all times: the whole step is about this many units long, and every time is rounded down."""
+
+_MEMORY_UNITS: Final = 1 << 30
+_DENOMINATOR: Final = 10**6
+_PHASE: Final = {Kind.F: 0, Kind.I: 1, Kind.W: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """The solver's plan and what it proved. Times are in the case's unit.
+
+    Attributes:
+        program: The shortest program found, of F, I and W.
+        makespan: Its simulated makespan.
+        bound: No order of ops has a shorter makespan.
+    """
+
+    program: Program
+    makespan: float
+    bound: float
+
+    @property
+    def proven(self) -> bool:
+        """Whether no order is shorter, but for what the solver's rounding of times may hide (below one part in 100,000)."""
+        return self.makespan <= self.bound * (1 + 1e-5) + 1e-12
+
+
+class _Activity(NamedTuple):
+    """One op in the model; ``end`` is the expression ``start + length``."""
+
+    start: IntVar
+    length: int
+    interval: IntervalVar
+
+    @property
+    def end(self) -> IntVar:
+        # start + constant is a linear expression, which every constraint takes where it takes a variable.
+        return self.start + self.length  # pyright: ignore[reportReturnType]
+
+
+def solve_exactly(
+    case: Case,
+    *,
+    memory: int | Sequence[int] | None = None,
+    incumbent: Program | None = None,
+    seconds: float = 60.0,
+    workers: int = 0,
+) -> Exact:
+    """The shortest order of ops for a case, and a bound that no order beats.
+
+    With the time it needs, ``proven`` holds and the bound is the optimum. On an edge whose directions share it, messages go in
+    the order of their producers; there the solver may let an op wait on purpose, which programs can't, so that the bound
+    holds but need not be met.
+
+    Args:
+        case: Costs, microbatches and placement; every placement will do.
+        memory: As for :func:`adaptra.planning.planner.plan`.
+        incumbent: The program that runs now, as for :func:`adaptra.planning.planner.plan`, whose plan is where the solver
+            starts.
+        seconds: After this long the best program and bound so far are returned.
+        workers: How many threads search; 0 for as many as there are cores. With 1 and enough seconds the result is the same
+            each time.
+
+    Raises:
+        PlanError: As :func:`adaptra.planning.planner.plan`, or communication blocks the stages, which this model does not know.
+        MissingExtraError: OR-tools is not installed.
+    """
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise MissingExtraError("exact plans need OR-tools: pip install 'adaptra[exact]'") from error
+    if case.cost.blocking is not Blocking.NONE:
+        raise PlanError(f"{case.name}: blocking {case.cost.blocking.value}: expected none for an exact plan")
+    start = simulate(plan(case, memory=memory, incumbent=incumbent), case.cost)
+    units = _Units(case, start.makespan)
+    problem = _Problem(cp_model.CpModel(), case, in_flight_limits(memory, case.cost.stages, case.microbatches), units)
+    problem.hint(start)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = workers
+    status = solver.solve(problem.model)
+    bound = max(0.0, solver.best_objective_bound) / units.per_time
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Exact(start.program, start.makespan, min(bound, start.makespan))
+    found = simulate(problem.program({op: solver.value(activity.start) for op, activity in problem.ops.items()}), case.cost)
+    best = min(start, found, key=lambda simulation: simulation.makespan)
+    return Exact(best.program, best.makespan, min(bound, best.makespan))
+
+
+class _Units:
+    """Times as whole numbers. Exact where one unit divides all times; else rounded down, so that bounds stay bounds."""
+
+    def __init__(self, case: Case, makespan: float) -> None:
+        cost = case.cost
+        times = [
+            time
+            for values in (cost.forward, cost.input_grad, cost.weight_grad, cost.latency_forward, cost.latency_backward,
+                           cost.occupancy_forward, cost.occupancy_backward)
+            for time in values
+        ]  # fmt: skip
+        common = _common_unit(times)
+        self.per_time = common if common * makespan <= _LARGEST_EXACT else _ROUNDED / max(makespan, 1e-300)
+        self.exact = common * makespan <= _LARGEST_EXACT
+
+    def whole(self, time: float) -> int:
+        return round(time * self.per_time) if self.exact else math.floor(time * self.per_time)
+
+
+def _common_unit(values: Iterable[float]) -> float:
+    """How many of the largest unit that divides all values make 1; infinite if there is none that decimals suggest."""
+    fractions = [Fraction(value).limit_denominator(_DENOMINATOR) for value in values]
+    if any(abs(float(fraction) - value) > 1e-12 * value for fraction, value in zip(fractions, values, strict=True)):
+        return math.inf
+    denominator = math.lcm(*(fraction.denominator for fraction in fractions))
+    divisor = math.gcd(*(int(fraction * denominator) for fraction in fractions)) or 1
+    return denominator / divisor if denominator < _LARGEST_EXACT else math.inf
+
+
+class _Problem:
+    """The constraint program of one case."""
+
+    def __init__(self, model: CpModel, case: Case, limits: Sequence[int], units: _Units) -> None:
+        self.model = model
+        self._case = case
+        self._units = units
+        self._horizon = self._longest()
+        self.ops = {
+            Op(stage, kind, microbatch): self._activity(case.cost.duration(stage, kind))
+            for stage in range(case.cost.stages)
+            for kind in _PHASE
+            for microbatch in range(case.microbatches)
+        }
+        self._order_within_stages(limits)
+        for rank in range(max(case.placement) + 1):
+            model.add_no_overlap([a.interval for op, a in self.ops.items() if case.placement[op.stage] == rank])
+        self._messages(case.cost)
+        for rank, limit in enumerate(case.cost.memory_limit or ()):
+            self._memory(rank, limit)
+        makespan = self._time("makespan")
+        for op, activity in self.ops.items():
+            if op.microbatch == case.microbatches - 1:
+                model.add(makespan >= activity.end)
+        model.minimize(makespan)
+
+    def hint(self, simulation: Simulation) -> None:
+        """Tell the solver where to start."""
+        for interval in simulation.timeline:
+            op = interval.op
+            for kind in (Kind.I, Kind.W) if op.kind is Kind.B else (op.kind,):
+                begins = interval.start + (simulation.cost.input_grad[op.stage] if (op.kind, kind) == (Kind.B, Kind.W) else 0.0)
+                self.model.add_hint(self.ops[Op(op.stage, kind, op.microbatch)].start, self._units.whole(begins))
+
+    def program(self, starts: dict[Op, int]) -> Program:
+        """The order in which the ops start; of several ops without length that start at once, by microbatch."""
+        orders: list[list[Op]] = [[] for _ in range(max(self._case.placement) + 1)]
+        for op in sorted(starts, key=lambda op: (starts[op], self.ops[op].length > 0, *_rank_among_equals(op))):
+            orders[self._case.placement[op.stage]].append(op)
+        return Program("exact", self._case.placement, self._case.microbatches, tuple(map(tuple, orders)))
+
+    def _longest(self) -> int:
+        """The length of a step that runs one thing at a time, which no sensible order exceeds."""
+        cost, whole = self._case.cost, self._units.whole
+        stages = sum(map(whole, (*cost.forward, *cost.input_grad, *cost.weight_grad)))
+        edges = (*cost.latency_forward, *cost.latency_backward, *cost.occupancy_forward, *cost.occupancy_backward)
+        return self._case.microbatches * (stages + sum(map(whole, edges))) + 1
+
+    def _time(self, name: str) -> IntVar:
+        return self.model.new_int_var(0, self._horizon, name)
+
+    def _activity(self, duration: float) -> _Activity:
+        start, length = self._time(""), self._units.whole(duration)
+        return _Activity(start, length, self.model.new_fixed_size_interval_var(start, length, ""))
+
+    def _order_within_stages(self, limits: Sequence[int]) -> None:
+        """F before I before W, each kind in microbatch order, and at most so many microbatches between F and I."""
+        ops, add = self.ops, self.model.add
+        for stage, limit in enumerate(limits):
+            for microbatch in range(self._case.microbatches):
+                add(ops[Op(stage, Kind.I, microbatch)].start >= ops[Op(stage, Kind.F, microbatch)].end)
+                add(ops[Op(stage, Kind.W, microbatch)].start >= ops[Op(stage, Kind.I, microbatch)].end)
+                if microbatch > 0:
+                    for kind in _PHASE:
+                        add(ops[Op(stage, kind, microbatch)].start >= ops[Op(stage, kind, microbatch - 1)].end)
+                if microbatch >= limit:
+                    add(ops[Op(stage, Kind.F, microbatch)].start >= ops[Op(stage, Kind.I, microbatch - limit)].end)
+
+    def _messages(self, cost: CostModel) -> None:
+        for edge in range(cost.stages - 1):
+            there = self._send(edge, edge + 1, Kind.F, cost.occupancy_forward[edge], cost.latency_forward[edge])
+            back = self._send(edge + 1, edge, Kind.I, cost.occupancy_backward[edge], cost.latency_backward[edge])
+            if cost.half_duplex:
+                self._share(edge, there, back)
+
+    def _send(self, source: int, destination: int, kind: Kind, occupancy: float, latency: float) -> list[_Activity]:
+        """All messages of a directed edge; their producers end in microbatch order, so that is the order of the messages."""
+        sent: list[_Activity] = []
+        for microbatch in range(self._case.microbatches):
+            message = self._activity(occupancy)
+            self.model.add(message.start >= self.ops[Op(source, kind, microbatch)].end)
+            if sent:
+                self.model.add(message.start >= sent[-1].end)
+            arrived = message.end + self._units.whole(latency)
+            self.model.add(self.ops[Op(destination, kind, microbatch)].start >= arrived)
+            sent.append(message)
+        return sent
+
+    def _share(self, edge: int, there: Sequence[_Activity], back: Sequence[_Activity]) -> None:
+        """Both directions in the order in which producers end; forward first when they end at once."""
+        for forward, message in enumerate(there):
+            posted = self.ops[Op(edge, Kind.F, forward)].end
+            for backward, opposite in enumerate(back):
+                opposite_posted = self.ops[Op(edge + 1, Kind.I, backward)].end
+                first = self._literal()
+                self.model.add(posted <= opposite_posted).only_enforce_if(first)
+                self.model.add(opposite.start >= message.end).only_enforce_if(first)
+                self.model.add(opposite_posted + 1 <= posted).only_enforce_if(~first)
+                self.model.add(message.start >= opposite.end).only_enforce_if(~first)
+
+    def _memory(self, rank: int, limit: float) -> None:
+        """What a rank holds is most where an F starts: there, all that started before and has not been freed must fit."""
+        cost = self._case.cost
+        held = [op for op in self.ops if self._case.placement[op.stage] == rank]
+        forwards = [op for op in held if op.kind is Kind.F]
+        per_size = _common_unit([*cost.memory_forward, *cost.memory_input_grad])
+        if per_size * sum(cost.memory_forward) * self._case.microbatches > _MEMORY_UNITS:
+            per_size = _MEMORY_UNITS / max(limit, 1e-300)
+        room = math.floor((limit + 1e-9) * per_size)
+        taken = [math.ceil(size * per_size - 1e-6) for size in cost.memory_forward]
+        freed = [math.floor(size * per_size + 1e-6) for size in cost.memory_input_grad]
+        for op in forwards:
+            total = [taken[other.stage] * self._before(other, op) for other in forwards if other != op]
+            for other in held:
+                match other.kind:
+                    case Kind.I:
+                        total.append(-freed[other.stage] * self._ended(other, op))
+                    case Kind.W:
+                        total.append((freed[other.stage] - taken[other.stage]) * self._ended(other, op))
+                    case Kind.F | Kind.B | Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B:
+                        pass
+            self.model.add(sum(total) + taken[op.stage] <= room)
+
+    def _before(self, other: Op, op: Op) -> BoolVarT | int:
+        """Whether ``other``, an F, stands before ``op``, another: true unless it provably does not."""
+        if other.stage == op.stage:
+            return int(other.microbatch < op.microbatch)
+        stands = self._literal()
+        later, earlier = self.ops[other], self.ops[op]
+        self.model.add(later.start >= earlier.end + self._apart(op, other)).only_enforce_if(~stands)
+        return stands
+
+    def _ended(self, other: Op, op: Op) -> BoolVarT | int:
+        """Whether ``other``, an I or W, stands before ``op``, an F: false unless it provably does."""
+        if other.stage == op.stage and other.microbatch >= op.microbatch:
+            return 0
+        stands = self._literal()
+        self.model.add(self.ops[op].start >= self.ops[other].end + self._apart(other, op)).only_enforce_if(stands)
+        return stands
+
+    def _apart(self, first: Op, second: Op) -> int:
+        """One unit between ops without length that :meth:`program` would order the other way if they started at once."""
+        if self.ops[first].length > 0 or self.ops[second].length > 0:
+            return 0
+        return int(_rank_among_equals(first) > _rank_among_equals(second))
+
+    def _literal(self) -> BoolVarT:
+        return self.model.new_bool_var("")
+
+
+def _rank_among_equals(op: Op) -> tuple[int, int, int]:
+    """Ops that start at once and take no time: one microbatch after the other, each down the stages and back."""
+    phase = _PHASE[op.kind]
+    return op.microbatch, phase, op.stage if phase == 0 else -op.stage

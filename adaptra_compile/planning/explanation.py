@@ -1,0 +1,300 @@
+"""Why a plan has the warm-up forwards it has: the bubble equations with the plan's numbers filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adaptra.equations.bubble import Equation, equations, legend
+from adaptra.equations.warm_up import WarmUp, edge_times, warm_up
+from adaptra.errors import PlanError
+from adaptra.planning.bandwidth_remedies import Edge, Means, Remedies, find_remedies
+from adaptra.planning.limitation import Limitation, what_limits
+from adaptra.program import Kind, Program
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.simulate import Bound, lower_bound, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One equation at one place of the pipeline.
+
+    Attributes:
+        equation: The equation.
+        where: The stage or edge.
+        values: Its text with numbers in the place of symbols.
+        result: Its value, or whether the relation holds.
+    """
+
+    equation: Equation
+    where: str
+    values: str
+    result: float | bool
+
+    def __str__(self) -> str:
+        if isinstance(self.result, bool):
+            return f"{self.where}: {self.values}  {'holds' if self.result else 'DOES NOT HOLD'}"
+        return f"{self.where}: {self.values} = {self.result:g}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The line as JSON values."""
+        return {
+            "title": self.equation.title,
+            "source": self.equation.source,
+            "equation": self.equation.text,
+            "where": self.where,
+            "values": self.values,
+            "result": self.result,
+        }
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A plan seen through the equations.
+
+    Attributes:
+        name: The program's name.
+        microbatches: N.
+        x: Per stage, the forwards before its first backward in this program.
+        asked: What the equations ask for.
+        makespan: The simulated makespan.
+        bound: What no plan beats, and what binds.
+        lines: Every equation at every place where it says something, equation by equation.
+        limitation: What keeps the plan from being shorter, and what would help.
+        remedies: What would relieve the edges whose bandwidth binds, or None if none does.
+        unit: Of all times, such as ``seconds``; empty for the case's own.
+    """
+
+    name: str
+    microbatches: int
+    x: tuple[int, ...]
+    asked: WarmUp
+    makespan: float
+    bound: Bound
+    lines: tuple[Line, ...]
+    limitation: Limitation
+    remedies: Remedies | None
+    unit: str = ""
+
+    @property
+    def slack(self) -> tuple[int, ...]:
+        """Per edge, the plan's slackness x_i - x_{i+1}."""
+        return tuple(x - following for x, following in zip(self.x, self.x[1:], strict=False))
+
+    @property
+    def gap(self) -> float:
+        """How much longer the plan is than the bound, as a part of the bound; zero for a step that takes no time."""
+        return self.makespan / self.bound.value - 1.0 if self.bound.value > 0 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The explanation as JSON values."""
+        return {
+            "program": self.name,
+            "microbatches": self.microbatches,
+            "stages": len(self.x),
+            "x": list(self.x),
+            "slack": list(self.slack),
+            "asked_x": list(self.asked.x),
+            "asked_slack": list(self.asked.slack),
+            "makespan": self.makespan,
+            "bound": self.bound.value,
+            "binds": f"{self.bound.kind.value}, {self.bound.where}",
+            "gap": self.gap,
+            "limitation": self.limitation.to_json(),
+            "remedies": None if self.remedies is None else self.remedies.to_json(),
+            "unit": self.unit,
+            "symbols": legend(line.equation for line in self.lines),
+            "equations": [line.to_json() for line in self.lines],
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self._text()) + "\n"
+
+    def _text(self) -> Iterator[str]:
+        unit = f"in {self.unit}" if self.unit else "in the unit of the case"
+        gap = f"gap {100 * self.gap:.1f} %"
+        yield f"{self.name}: makespan {self.makespan:g}, no plan beats {self.bound}, {gap}; all times {unit}"
+        yield str(self.limitation)
+        if self.remedies is not None:
+            yield str(self.remedies)
+        yield f"N = {self.microbatches}, S = {len(self.x)}; warm-up forwards per stage, x_i:"
+        yield f"  this plan           {' '.join(map(str, self.x))}"
+        yield f"  the equations alone {' '.join(map(str, self.asked.x))}"
+        title = None
+        for line in self.lines:
+            if line.equation.title != title:
+                title = line.equation.title
+                yield f"\n{title} ({line.equation.source}):\n  {line.equation.text}"
+            yield f"    {line}"
+        yield f"\nsymbols, times {unit}; i numbers stages, and edge i joins stages i and i+1:"
+        meanings = legend(line.equation for line in self.lines)
+        for symbol, meaning in meanings.items():
+            yield f"  {symbol if symbol == 'N' else f'{symbol}_i':<9}{meaning}"
+
+
+def explain(
+    program: Program,
+    cost: CostModel,
+    microbatches: int | None = None,
+    *,
+    means: Means | None = None,
+    spread: Sequence[Edge] = (),
+    rounded: Sequence[Edge] = (),
+    unit: str = "",
+) -> Explanation:
+    """Fill the bubble equations with the numbers of a plan.
+
+    Where "no cascading bubble" does not hold, one microbatch's delay may reach the next. That is no fault in itself: W may fill
+    the bubble, forwards after the warm-up may widen the slackness, or memory may leave no choice. What it costs is the gap
+    between makespan and bound.
+
+    Args:
+        program: The plan; communication ops don't matter.
+        cost: The costs it was made for.
+        microbatches: N, if the caller wants it checked against the program's.
+        means, spread, rounded: What there is against edges whose bandwidth binds; see
+            :func:`adaptra.planning.bandwidth_remedies.find_remedies`.
+        unit: Of the times in ``cost``, such as ``seconds``; empty for the case's own.
+
+    Raises:
+        PlanError: The program has another number of microbatches, or no backward, so no warm-up.
+        CaseError: The cost model has another number of stages.
+    """
+    if microbatches not in (None, program.microbatches):
+        raise PlanError(f"{program.name} has {program.microbatches} microbatches: expected {microbatches}")
+    if program.is_forward_only:
+        raise PlanError(f"{program.name} computes no gradients: there is no warm-up to explain")
+    simulation = simulate(program.compute_only() if program.is_lowered else program, cost)
+    case = Case(cost, program.microbatches, program.placement, program.name)
+    x = _warm_up_of(program)
+    asked = warm_up(cost, program.microbatches, _limits(program, cost))
+    return Explanation(
+        program.name,
+        program.microbatches,
+        x,
+        asked,
+        simulation.makespan,
+        lower_bound(case),
+        (*_edge_lines(cost, program.microbatches, x, asked), *_bound_lines(cost, program.microbatches, asked.limit)),
+        what_limits(simulation),
+        find_remedies(case, simulation.program, spread, rounded, means=means or Means()),
+        unit,
+    )
+
+
+def _warm_up_of(program: Program) -> tuple[int, ...]:
+    """Per stage, the forwards before its first I or B."""
+    counts = [0] * program.stages
+    turned = [False] * program.stages
+    for order in program.orders:
+        for op in order:
+            if op.kind is Kind.F and not turned[op.stage]:
+                counts[op.stage] += 1
+            elif op.kind in (Kind.I, Kind.B):
+                turned[op.stage] = True
+    return tuple(counts)
+
+
+def _limits(program: Program, cost: CostModel) -> tuple[int, ...] | None:
+    """A_i: how many microbatches fit the memory of each stage's rank, were it the only stage there."""
+    if cost.memory_limit is None:
+        return None
+    limits: list[int] = []
+    for stage, rank in enumerate(program.placement):
+        held = cost.memory_forward[stage]
+        fitting = int((cost.memory_limit[rank] + 1e-9) / held) if held > 0 else program.microbatches
+        limits.append(max(1, min(fitting, program.microbatches)))
+    return tuple(limits)
+
+
+def _line(equation: Equation, where: str, *values: float) -> Line:
+    result = equation.evaluate(*values)
+    return Line(equation, where, equation.with_values(*values), bool(result) if equation.is_relation else float(result))
+
+
+def _edge_lines(cost: CostModel, microbatches: int, x: Sequence[int], asked: WarmUp) -> Iterator[Line]:
+    model = equations()
+    edges = range(cost.stages - 1)
+    busy = [edge for edge in edges if cost.forward[edge + 1] + cost.input_grad[edge + 1] > 0]
+
+    def name(edge: int) -> str:
+        return f"edge {edge}-{edge + 1}"
+
+    for edge in edges:
+        yield _line(model.slackness, name(edge), x[edge] - x[edge + 1], x[edge], x[edge + 1])
+    for edge in busy:
+        yield _line(model.needed_slack, name(edge), *edge_times(cost, edge))
+    for edge in busy:
+        yield _line(model.warm_up_slack, name(edge), *edge_times(cost, edge), microbatches)
+    for edge in busy:
+        yield _line(model.no_cascade, name(edge), *edge_times(cost, edge), x[edge] - x[edge + 1])
+    for edge in busy:
+        yield _line(model.steady_slack, name(edge), *edge_times(cost, edge), cost.weight_grad[edge + 1])
+    for stage in range(cost.stages):
+        yield _line(model.budget, f"stage {stage}", x[stage], asked.limit[stage], microbatches)
+
+
+def _bound_lines(cost: CostModel, microbatches: int, limits: Sequence[int]) -> Iterator[Line]:
+    """Each bound at the stage or edge where it is greatest."""
+    model = equations()
+    head, down, tail = _heads_and_tails(cost)
+    forward, input_grad, weight_grad = cost.forward, cost.input_grad, cost.weight_grad
+    stages = range(cost.stages)
+
+    def stage_values(stage: int) -> tuple[float, ...]:
+        return head[stage], forward[stage], down[stage], input_grad[stage], tail[stage], microbatches
+
+    def first(edge: int) -> tuple[float, ...]:
+        return head[edge], forward[edge]
+
+    def second(edge: int) -> tuple[float, ...]:
+        return forward[edge + 1], down[edge + 1], input_grad[edge + 1]
+
+    candidates: list[list[Line]] = [
+        [
+            _line(model.bound_load, f"stage {s}", head[s], forward[s], input_grad[s], weight_grad[s], microbatches)
+            for s in stages
+        ],
+        [_line(model.bound_drain, f"stage {s}", head[s], forward[s], input_grad[s], tail[s], microbatches) for s in stages],
+        [_line(model.bound_chain, f"stage {s}", *stage_values(s)) for s in stages],
+        [_line(model.bound_memory, f"stage {s}", *stage_values(s), limits[s]) for s in stages],
+        [
+            _line(
+                model.bound_link_forward,
+                f"edge {edge}-{edge + 1}",
+                *(*first(edge), cost.occupancy_forward[edge], cost.latency_forward[edge] + cost.occupancy_forward[edge]),
+                *(*second(edge), tail[edge + 1], microbatches),
+            )
+            for edge in stages[:-1]
+            if cost.occupancy_forward[edge] > 0
+        ],
+        [
+            _line(
+                model.bound_link_backward,
+                f"edge {edge}-{edge + 1}",
+                *(*first(edge), cost.latency_forward[edge] + cost.occupancy_forward[edge], *second(edge)),
+                *(cost.occupancy_backward[edge], cost.latency_backward[edge] + cost.occupancy_backward[edge]),
+                *(input_grad[edge], tail[edge], microbatches),
+            )
+            for edge in stages[:-1]
+            if cost.occupancy_backward[edge] > 0
+        ],
+    ]
+    for lines in candidates:
+        if lines:
+            yield max(lines, key=lambda line: line.result)
+
+
+def _heads_and_tails(cost: CostModel) -> tuple[list[float], list[float], list[float]]:
+    """h_i, d_i and r_i of all stages."""
+    stages = cost.stages
+    there = [latency + taken for latency, taken in zip(cost.latency_forward, cost.occupancy_forward, strict=True)]
+    back = [latency + taken for latency, taken in zip(cost.latency_backward, cost.occupancy_backward, strict=True)]
+    head, down, tail = [0.0] * stages, [0.0] * stages, list(cost.weight_grad)
+    for stage in range(1, stages):
+        head[stage] = head[stage - 1] + cost.forward[stage - 1] + there[stage - 1]
+        tail[stage] = max(tail[stage], back[stage - 1] + cost.input_grad[stage - 1] + tail[stage - 1])
+    for stage in reversed(range(stages - 1)):
+        down[stage] = there[stage] + cost.forward[stage + 1] + down[stage + 1] + cost.input_grad[stage + 1] + back[stage]
+    return head, down, tail

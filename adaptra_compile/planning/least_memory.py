@@ -1,0 +1,123 @@
+"""The plan that holds least memory and is hardly longer than the best: what a pipeline starts with.
+
+Measured is what activations hold at a time, in the cost model's unit: first the most of any rank, since the job needs a device
+that large; then the sum over the ranks. Of plans equal in both the shorter one is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from adaptra import _C
+from adaptra.passes.adapt_order import ADAPTED, LEAST_EFFORT, LEAST_ROUNDS, MEMORY_TOLERANCE, search
+from adaptra.planning.planner import plan
+from adaptra.program import Program
+from adaptra.program.dependencies import RULE
+from adaptra.simulation.cost import Case
+from adaptra.simulation.simulate import lower_bound, simulate
+
+WITHIN: Final = 0.01
+"""How much longer than the best plan found one may be that holds less: a hundredth."""
+
+_PRECISION: Final = 0.004
+"""How close a limit that works and one that doesn't are brought together, as a part of the former."""
+
+_SHARE: Final = 3
+"""A limit is tried with so much less effort than a plan is searched with, but for the last one."""
+
+
+def plan_least_memory(
+    case: Case,
+    *,
+    memory: int | Sequence[int] | None = None,
+    incumbent: Program | None = None,
+    within: float = WITHIN,
+) -> Program:
+    """The program of least memory whose makespan is within a part of the best one found.
+
+    The same arguments give the same program on every machine.
+
+    Args:
+        case: Costs, microbatches and placement; its memory limits hold.
+        memory: As for :func:`adaptra.planning.planner.plan`.
+        incumbent: A program to start from, as for :func:`adaptra.planning.planner.plan`.
+        within: How much longer than the best program it may be, as a part of that.
+
+    Raises:
+        PlanError: No program fits the limits; says the smallest that would do.
+    """
+    limits = memory if memory is None or isinstance(memory, int) else tuple(memory)
+    best = plan(case, memory=memory, incumbent=incumbent)
+    return _Descent(case, limits, simulate(best, case.cost).makespan * (1.0 + within)).descend(best)
+
+
+def spare_memory(case: Case, program: Program, at_most: float) -> Program:
+    """The same program with its forwards put off where that takes no longer than ``at_most``: on no rank it holds more.
+
+    Much faster than a search. What can't be improved is returned as it is.
+
+    Args:
+        case: Costs, microbatches and placement.
+        program: Compute ops with I and W, each kind in microbatch order on every stage.
+        at_most: The longest makespan, in the cost model's unit.
+    """
+    effort = max(LEAST_EFFORT, LEAST_ROUNDS * 3 * case.cost.stages * case.microbatches)
+    orders = _C.spare_memory(case, _C.to_orders(program.orders), at_most, effort, RULE)
+    spared = Program(ADAPTED, case.placement, case.microbatches, orders)
+    is_better = spared.orders != program.orders and simulate(spared, case.cost).makespan <= at_most
+    return spared if is_better else program
+
+
+@dataclass(frozen=True, slots=True)
+class _Descent:
+    """The search for the lowest limit of all ranks within which a program takes at most ``at_most``."""
+
+    case: Case
+    memory: int | tuple[int, ...] | None
+    at_most: float
+
+    def descend(self, best: Program) -> Program:
+        """What it leads to from the best program."""
+        found, refused = spare_memory(self.case, best, self.at_most), 0.0
+        effort, limit = self._effort() // _SHARE, max(self._of_one_microbatch())
+        while (most := max(self._held(found))) - refused > _PRECISION * most:
+            other = self._within(limit, effort, found)
+            if other is None:
+                refused = limit
+            else:
+                found = spare_memory(self.case, other, self.at_most)
+            limit = 0.5 * (refused + max(self._held(found)))
+        while (
+            max(self._held(found)) > 0.0
+            and (other := self._within((1.0 - _PRECISION / 2) * max(self._held(found)), self._effort(), found)) is not None
+        ):
+            found = spare_memory(self.case, other, self.at_most)
+        held = replace(self.case, cost=replace(self.case.cost, memory_limit=self._held(found)))
+        return search(held, self.memory, incumbent=found)
+
+    def _within(self, limit: float, effort: int, start: Program) -> Program | None:
+        """A program that is short enough and holds no more than ``limit`` on any rank, if one is found."""
+        limits = self.case.cost.memory_limit or (math.inf,) * len(set(self.case.placement))
+        if any(limit < least * (1.0 - MEMORY_TOLERANCE) for least in self._of_one_microbatch()):
+            return None
+        case = replace(self.case, cost=replace(self.case.cost, memory_limit=tuple(min(limit, own) for own in limits)))
+        if lower_bound(case).value > self.at_most:
+            return None
+        program = search(case, self.memory, effort=effort, enough=self.at_most, start=start)
+        return program if simulate(program, case.cost).makespan <= self.at_most else None
+
+    def _held(self, program: Program) -> tuple[float, ...]:
+        return simulate(program, self.case.cost).peak_memory
+
+    def _of_one_microbatch(self) -> tuple[float, ...]:
+        """Per rank, what a microbatch holds between its last F and its first I, whatever the order."""
+        held = [0.0] * len(set(self.case.placement))
+        for stage, rank in enumerate(self.case.placement):
+            held[rank] += self.case.cost.memory_forward[stage]
+        return tuple(held)
+
+    def _effort(self) -> int:
+        return max(LEAST_EFFORT, LEAST_ROUNDS * 3 * self.case.cost.stages * self.case.microbatches)

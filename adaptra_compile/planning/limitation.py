@@ -1,0 +1,170 @@
+"""What keeps a plan from being shorter, and what would help: found by planning again, not by rules of thumb."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
+
+from adaptra.passes.adapt_order import search
+from adaptra.program import Program
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.simulate import Bound, BoundKind, Simulation, lower_bound, simulate
+from adaptra.simulation.timeline import MessageInterval
+
+EFFORT: Final = 200_000
+"""Effort of each re-plan at least: some 5 ms."""
+
+ROUNDS: Final = 10
+"""How often each re-plan goes over the whole program at least, for large programs."""
+
+Place = TypeVar("Place")
+
+NOTHING: Final = 5e-4
+"""Savings below this part of the makespan are nothing: a search of this effort can't tell them from luck."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relief:
+    """One change of the problem and what re-planning gains by it.
+
+    Attributes:
+        change: What changes, for people.
+        saves: How much shorter the step gets, as a part of the re-planned makespan without the change; never negative.
+    """
+
+    change: str
+    saves: float
+
+    def __str__(self) -> str:
+        return f"{self.change} would save {f'{100 * self.saves:.1f} %' if self.saves >= NOTHING else 'nothing'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Limitation:
+    """What limits a plan, in one sentence with :func:`str`.
+
+    Attributes:
+        cause: What binds: the bound's reason.
+        above: How much longer the plan is than the bound, as a part of the bound.
+        improvable: What a short new search saves without any change of the problem.
+        reliefs: What changes of the problem would save, most first.
+    """
+
+    cause: str
+    above: float
+    improvable: float
+    reliefs: tuple[Relief, ...]
+
+    def __str__(self) -> str:
+        distance = (
+            "and nothing is shorter" if self.above < NOTHING else f"which alone would allow {100 * self.above:.1f} % less"
+        )
+        again = f"; planning again saves {100 * self.improvable:.1f} %" if self.improvable >= NOTHING else ""
+        if not self.reliefs:
+            return f"limited by {self.cause}"
+        return f"limited by {self.cause}, {distance}{again}; {', '.join(map(str, self.reliefs))}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The limitation as JSON values."""
+        return {
+            "cause": self.cause,
+            "above": self.above,
+            "improvable": self.improvable,
+            "reliefs": [{"change": relief.change, "saves": relief.saves} for relief in self.reliefs],
+        }
+
+
+def what_limits(simulation: Simulation) -> Limitation:
+    """What limits a compute-only plan, and what one more microbatch in flight, a faster edge or a faster stage would save.
+
+    Each change is judged by planning again with it, from the best plan without it: the figures are what these plans gain,
+    so a longer search may find more. Planned are at most three changes:
+
+    - where memory is at its limit, room for one more microbatch on the ranks whose limit is reached;
+    - the directed edge on which the critical path spends most, with half its latency and occupancy;
+    - the stage on which the critical path spends most, with all ops a tenth shorter.
+
+    Nothing is planned where not one microbatch fits. The same plan gives the same answer on every machine.
+    """
+    program, cost = simulation.program, simulation.cost
+    case = Case(cost, program.microbatches, program.placement, program.name)
+    bound = lower_bound(case)
+    if math.isinf(bound.value):
+        return Limitation(f"the memory of {bound.where}, where not one microbatch fits", 0.0, 0.0, ())
+    effort = max(EFFORT, ROUNDS * 3 * program.stages * program.microbatches)
+    base = simulate(_again(program, case, effort), cost)
+    reliefs: list[Relief] = []
+    for change, changed in _changes(simulation):
+        found = _again(base.program, replace(case, cost=changed), effort)
+        makespan = simulate(found, changed).makespan
+        reliefs.append(Relief(change, 1.0 - makespan / base.makespan if base.makespan > 0 else 0.0))
+    reliefs.sort(key=lambda relief: -relief.saves)
+    return Limitation(
+        cause_of(bound),
+        simulation.makespan / bound.value - 1.0 if bound.value > 0 else 0.0,
+        1.0 - base.makespan / simulation.makespan if simulation.makespan > 0 else 0.0,
+        tuple(reliefs),
+    )
+
+
+def _again(program: Program, case: Case, effort: int) -> Program:
+    """A plan no longer than ``program``, if that is within memory."""
+    fused = any(op.kind.value == "B" for order in program.orders for op in order)
+    return search(case, None, incumbent=None if fused else program, effort=effort)
+
+
+def cause_of(bound: Bound) -> str:
+    """What a bound comes from, for people."""
+    match bound.kind:
+        case BoundKind.LOAD | BoundKind.ONE_MACHINE:
+            return f"the load of {bound.where}"
+        case BoundKind.DRAIN | BoundKind.CHAIN:
+            return f"the critical path through {bound.where}"
+        case BoundKind.MEMORY | BoundKind.IDLE:
+            return f"the memory of {bound.where} and the way to the last stage and back"
+        case BoundKind.LINK_FORWARD | BoundKind.LINK_BACKWARD:
+            return f"the bandwidth of {bound.where}"
+
+
+def _changes(simulation: Simulation) -> Iterator[tuple[str, CostModel]]:
+    cost, placement = simulation.cost, simulation.program.placement
+    limit = cost.memory_limit
+    if limit is not None:
+        most = [
+            max(held for held, at in zip(cost.memory_forward, placement, strict=True) if at == r) for r in range(len(limit))
+        ]
+        full = [rank for rank, peak in enumerate(simulation.peak_memory) if peak + most[rank] > limit[rank]]
+        if full:
+            more = tuple(room + most[rank] if rank in full else room for rank, room in enumerate(limit))
+            where = f"rank {full[0]}" if len(full) == 1 else f"the {len(full)} ranks that are full"
+            yield f"one more microbatch in flight on {where}", replace(cost, memory_limit=more)
+    on_edge: dict[tuple[int, int], float] = defaultdict(float)
+    on_stage: dict[int, float] = defaultdict(float)
+    for step in simulation.critical_path:
+        if isinstance(step, MessageInterval):
+            on_edge[step.source, step.destination] += step.arrived - step.posted
+        else:
+            on_stage[step.op.stage] += step.end - step.start
+    for source, destination in _longest(on_edge):
+        edge = min(source, destination)
+        latency, occupancy = (
+            (cost.latency_forward, cost.occupancy_forward)
+            if destination > source
+            else (cost.latency_backward, cost.occupancy_backward)
+        )
+        faster = cost.with_latency(source, destination, latency[edge] / 2)
+        yield f"an edge {source}→{destination} twice as fast", faster.with_occupancy(source, destination, occupancy[edge] / 2)
+    for stage in _longest(on_stage):
+        durations = {
+            name: tuple(0.9 * time if at == stage else time for at, time in enumerate(getattr(cost, name)))
+            for name in ("forward", "input_grad", "weight_grad")
+        }
+        yield f"a stage {stage} faster by a tenth", replace(cost, **durations)
+
+
+def _longest(spent: Mapping[Place, float]) -> list[Place]:
+    """The place where most time is spent, the first of several; none where no time is spent."""
+    return [place for place, time in spent.items() if time > 0 and time == max(spent.values())][:1]

@@ -1,0 +1,167 @@
+"""Plans for delays that are not known for certain: good on average or at worst over scenarios, not only for one cost model.
+
+A scenario is a cost model with a weight. The candidates are the plans for each scenario, for blends between the mildest and the
+harshest of them, today's schedules and the paper's uniform slack; each is simulated under every scenario, exactly, and the best
+is chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+from typing import Final
+
+from adaptra.equations.warm_up import in_flight_limits
+from adaptra.errors import PlanError
+from adaptra.planning.planner import plan
+from adaptra.planning.published import paper_rule, uniform_slack
+from adaptra.program import Program
+from adaptra.program.schedules import GENERATORS, generate
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.scenarios import Scenario
+from adaptra.simulation.simulate import lower_bound, simulate
+
+_MOST_PLANNED: Final = 16
+_BLENDS: Final = (0.25, 0.5, 0.75, 1.0)
+
+
+class Objective(Enum):
+    """What a robust plan makes small."""
+
+    EXPECTED = "expected"
+    """The mean step time over the scenarios, by their weights."""
+    WORST = "worst"
+    """The longest step time of any scenario; of plans equal in that, the mean decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class RobustPlan:
+    """A plan and its step time under every scenario. Times are in the scenarios' unit.
+
+    Attributes:
+        program: The plan.
+        makespans: Per scenario, its simulated makespan.
+        bounds: Per scenario, what no plan beats that is made for this scenario alone.
+        expected: The mean of the makespans by weight.
+        worst: The longest of them.
+        candidates: How many different plans were compared.
+    """
+
+    program: Program
+    makespans: tuple[float, ...]
+    bounds: tuple[float, ...]
+    expected: float
+    worst: float
+    candidates: int
+
+
+def robust_plan(
+    case: Case,
+    scenarios: Sequence[Scenario],
+    *,
+    objective: Objective = Objective.EXPECTED,
+    memory: int | Sequence[int] | None = None,
+    incumbent: Program | None = None,
+    effort: int | None = None,
+    budget: float | None = None,
+) -> RobustPlan:
+    """The best plan over scenarios, never worse by the objective than the incumbent or the plan for any of the likeliest 16.
+
+    Args:
+        case: Microbatches, placement and memory limits; its own costs are one more thing that is planned for, and are a
+            scenario only if given as one.
+        scenarios: What may happen.
+        objective: Expected or worst step time.
+        memory: As for :func:`adaptra.planning.planner.plan`.
+        incumbent: The program that runs now; it competes where it is within the limits.
+        effort, budget: As for :func:`adaptra.planning.planner.plan`, for each of the plans, some twenty at most.
+
+    Raises:
+        PlanError: No scenario, a weight that is not a positive number, a scenario of other stages than the case, or as
+            :func:`adaptra.planning.planner.plan`.
+    """
+    _check(case, scenarios)
+    limits = in_flight_limits(memory, case.cost.stages, case.microbatches)
+    sizes = {name: getattr(case.cost, name) for name in ("memory_forward", "memory_input_grad", "memory_limit")}
+    costs = [replace(scenario.cost, **sizes) for scenario in scenarios]
+    weights = [scenario.weight for scenario in scenarios]
+    best: tuple[tuple[float, float], Program, tuple[float, ...]] | None = None
+    search = partial(plan, memory=memory, incumbent=incumbent, effort=effort, budget=budget)
+    programs = dict.fromkeys(_candidates(case, costs, weights, search, memory, incumbent))
+    for program in programs:
+        runs = [simulate(program, cost) for cost in costs]
+        if any(run.over_memory for run in runs) or any(map(int.__gt__, runs[0].peak_in_flight, limits)):
+            continue
+        makespans = tuple(run.makespan for run in runs)
+        expected, worst = _expected(makespans, weights), max(makespans)
+        score = (expected, worst) if objective is Objective.EXPECTED else (worst, expected)
+        if best is None or score < best[0]:
+            best = score, program, makespans
+    assert best is not None, "the plans for the scenarios are within the limits"
+    _, program, makespans = best
+    bounds = tuple(lower_bound(replace(case, cost=cost)).value for cost in costs)
+    return RobustPlan(program, makespans, bounds, _expected(makespans, weights), max(makespans), len(programs))
+
+
+def _check(case: Case, scenarios: Sequence[Scenario]) -> None:
+    if not scenarios:
+        raise PlanError(f"{case.name}: no scenarios: expected at least one")
+    for index, scenario in enumerate(scenarios):
+        if not (math.isfinite(scenario.weight) and scenario.weight > 0):
+            raise PlanError(f"{case.name}: scenario {index} has weight {scenario.weight}: expected a positive number")
+        if scenario.cost.stages != case.cost.stages:
+            raise PlanError(f"{case.name}: scenario {index} has {scenario.cost.stages} stages: expected {case.cost.stages}")
+
+
+def _candidates(
+    case: Case,
+    costs: Sequence[CostModel],
+    weights: Sequence[float],
+    search: Callable[[Case], Program],
+    memory: int | Sequence[int] | None,
+    incumbent: Program | None,
+) -> Iterator[Program]:
+    likeliest = sorted(range(len(costs)), key=lambda index: -weights[index])[:_MOST_PLANNED]
+    mildest, harshest = _extreme(costs, min), _extreme(costs, max)
+    planned_for = [*(costs[index] for index in likeliest), *(_blend(mildest, harshest, share) for share in _BLENDS), case.cost]
+    for cost in dict.fromkeys(planned_for):
+        yield search(replace(case, cost=cost))
+    if incumbent is not None:
+        yield incumbent
+    if len(set(case.placement)) == len(case.placement):
+        yield uniform_slack(case, memory=memory)
+        yield paper_rule(replace(case, cost=harshest), memory=memory)
+    if case.placement == tuple(range(case.cost.stages)):
+        for name in GENERATORS:
+            yield generate(name, case.cost.stages, case.microbatches)
+
+
+def _expected(makespans: Sequence[float], weights: Sequence[float]) -> float:
+    """The weighted mean; fsum, so that scenarios in another order give the same digits."""
+    weighted = (makespan * weight for makespan, weight in zip(makespans, weights, strict=True))
+    return math.fsum(weighted) / math.fsum(weights)
+
+
+_TIMES: Final = (
+    "forward", "input_grad", "weight_grad", "latency_forward", "latency_backward", "occupancy_forward", "occupancy_backward",
+)  # fmt: skip
+
+
+def _extreme(costs: Sequence[CostModel], choose: Callable[[Iterable[float]], float]) -> CostModel:
+    """Every time the longest or shortest of any scenario."""
+    times = {name: tuple(map(choose, zip(*(getattr(cost, name) for cost in costs), strict=True))) for name in _TIMES}
+    return replace(costs[0], **times)
+
+
+def _blend(mildest: CostModel, harshest: CostModel, share: float) -> CostModel:
+    """Between the mildest (share 0) and the harshest (share 1)."""
+    times = {
+        name: tuple(
+            low + share * (high - low) for low, high in zip(getattr(mildest, name), getattr(harshest, name), strict=True)
+        )
+        for name in _TIMES
+    }
+    return replace(mildest, **times)

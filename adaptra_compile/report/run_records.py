@@ -1,0 +1,257 @@
+"""A run read back from the files that its ranks wrote: what ``adaptra trace FOLDER`` prints and draws.
+
+The files are read to their ends whatever ended the run: the last line of a rank that was killed may be cut off, which is noted
+and no error. A folder may hold several starts of a run, one after the other; the last one counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from adaptra.errors import ControlError, ReportError
+from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.telemetry.records import PathsChanged, RunEnded, RunStarted, StepFailed, StepTaken, Told, from_json
+
+_FILES: Final = "rank-*.jsonl"
+_COORDINATOR: Final = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of all ranks.
+
+    Attributes:
+        step: Its number.
+        seconds: Of the rank that took longest.
+        predicted: By simulation, for the plan it ran under; seconds.
+        version: That plan.
+    """
+
+    step: int
+    seconds: float
+    predicted: float
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """Something that happened besides steps: ``kind`` in one word, ``text`` in a line for people."""
+
+    step: int
+    rank: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the ranks of a pipeline told, from its last start on.
+
+    Attributes:
+        folder: Where it was read.
+        started: What rank 0 began with.
+        told: The records of each rank, in the order told; empty for a rank whose file is missing.
+        cut_off: The files whose last line was cut off.
+        earlier: How many starts before this one the folder holds.
+    """
+
+    folder: Path
+    started: RunStarted
+    told: tuple[tuple[Told, ...], ...]
+    cut_off: tuple[Path, ...]
+    earlier: int
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps in their order. What rank 0 predicts counts, since it coordinates."""
+        found: dict[int, list[StepTaken]] = {}
+        for one in self._all():
+            if isinstance(one.record, StepTaken):
+                found.setdefault(one.record.measurement.step, []).append(one.record)
+        return tuple(_step(number, ranks) for number, ranks in sorted(found.items()))
+
+    @cached_property
+    def flights(self) -> dict[tuple[int, int], tuple[tuple[int, float], ...]]:
+        """For every directed edge of stages, (step, seconds that a message took which did not queue)."""
+        found: dict[tuple[int, int], list[tuple[int, float]]] = {}
+        for one in self._all():
+            if isinstance(one.record, StepTaken):
+                for edge in one.record.measurement.edges:
+                    flights = found.setdefault((edge.source, edge.destination), [])
+                    flights.append((one.record.measurement.step, edge.estimate.flight))
+        return {edge: tuple(flights) for edge, flights in sorted(found.items())}
+
+    @cached_property
+    def happenings(self) -> tuple[Happening, ...]:
+        """What the coordinator told, what ranks refused, and what failed or changed anywhere, in the order of the steps."""
+        found = [(one.record.rank, one) for one in self._all()]
+        happenings = [happening for _, one in found if (happening := _happening(one)) is not None]
+        return tuple(sorted(happenings, key=lambda one: one.step))
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that left no records."""
+        return tuple(rank for rank, told in enumerate(self.told) if not told)
+
+    @property
+    def unended(self) -> tuple[int, ...]:
+        """The ranks that neither closed nor failed: they are still running, or were killed."""
+        ends = (RunEnded, StepFailed)
+        return tuple(
+            rank for rank, told in enumerate(self.told) if told and not any(isinstance(one.record, ends) for one in told)
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader should know of the records themselves, one sentence each."""
+        notes = [f"{path.name}: the last line is cut off" for path in self.cut_off]
+        if self.missing:
+            notes.append(f"nothing from rank {_listed(self.missing)}")
+        if self.unended:
+            notes.append(f"rank {_listed(self.unended)} neither closed nor failed: still running, or killed")
+        if self.earlier:
+            notes.append(f"the folder holds {self.earlier} earlier starts, which are left out")
+        return tuple(notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The run as one JSON object; times in seconds."""
+        return {
+            "run": self.started.run,
+            "ranks": self.started.ranks,
+            "microbatches": self.started.microbatches,
+            "notes": list(self.notes),
+            "steps": [
+                {"step": one.step, "seconds": one.seconds, "predicted": one.predicted, "version": one.version}
+                for one in self.steps
+            ],
+            "edges": [
+                {"source": source, "destination": destination, "flights": [list(flight) for flight in flights]}
+                for (source, destination), flights in self.flights.items()
+            ],
+            "happenings": [{"step": one.step, "rank": one.rank, "kind": one.kind, "text": one.text} for one in self.happenings],
+        }
+
+    def _all(self) -> Iterable[Told]:
+        return (one for told in self.told for one in told)
+
+
+def load_run(folder: str | Path) -> Run:
+    """Read the last run in a folder that ``Options(telemetry=...)`` named.
+
+    Raises:
+        ReportError: There are no records there, or a file can't be read, is not adaptra's or of another version, or holds a
+            line that is not as it should be; names the file, the line and what was expected.
+    """
+    folder = Path(folder)
+    paths = sorted(folder.glob(_FILES))
+    if not paths:
+        inner = sorted(path.parent for path in folder.glob(f"*/{_FILES}"))
+        hint = f"; perhaps {inner[0]}" if inner else ""
+        raise ReportError(f"{folder}: no {_FILES}: expected the folder of a run, Telemetry(folder=...){hint}")
+    starts: dict[int, list[list[Told]]] = {}
+    cut_off: list[Path] = []
+    for path in paths:
+        told, is_cut = _read(path)
+        if is_cut:
+            cut_off.append(path)
+        for one in told:
+            of_rank = starts.setdefault(one.record.rank, [])
+            if isinstance(one.record, RunStarted) or not of_rank:
+                of_rank.append([])
+            of_rank[-1].append(one)
+    return _last_run(folder, starts, tuple(cut_off))
+
+
+def _last_run(folder: Path, starts: dict[int, list[list[Told]]], cut_off: tuple[Path, ...]) -> Run:
+    """What belongs to the start that was the last of all."""
+    begun = [(told[0].time, told[0].record) for of_rank in starts.values() for told in of_rank]
+    named = [(moment, record) for moment, record in begun if isinstance(record, RunStarted)]
+    if not named:
+        raise ReportError(f"{folder}: no rank tells of its start: expected records that begin with the event 'started'")
+    _, last = max(named, key=lambda one: one[0])
+    told = tuple(
+        next((tuple(told) for told in starts.get(rank, ()) if _is_of(told, last.run)), ()) for rank in range(last.ranks)
+    )
+    return Run(folder, last, told, cut_off, len({record.run for _, record in named}) - 1)
+
+
+def _is_of(told: list[Told], run: str) -> bool:
+    first = told[0].record
+    return isinstance(first, RunStarted) and first.run == run
+
+
+def _read(path: Path) -> tuple[list[Told], bool]:
+    """A file's records, and whether its last line is cut off. A cut line before another start is left out silently."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise ReportError(f"{path}: {error.strerror}") from error
+    told: list[Told] = []
+    broken: tuple[int, ValueError] | None = None
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            data = json.loads(line)
+        except ValueError as error:
+            if not told:
+                raise ReportError(f"{path}:{number}: not JSON: {error}: expected a line of adaptra's telemetry") from None
+            broken = broken or (number, error)
+            continue
+        try:
+            one = from_json(data, f"{path}:{number}")
+        except ControlError as error:
+            raise ReportError(str(error)) from None
+        if broken is not None and not isinstance(one.record, RunStarted):
+            raise ReportError(f"{path}:{broken[0]}: not JSON: {broken[1]}: only a last line may be cut off")
+        broken = None
+        told.append(one)
+    return told, broken is not None
+
+
+def _step(number: int, ranks: list[StepTaken]) -> Step:
+    first = min(ranks, key=lambda record: record.rank)
+    return Step(number, max(record.measurement.seconds for record in ranks), first.predicted, first.version)
+
+
+def _happening(told: Told) -> Happening | None:
+    record = told.record
+    match record:
+        case ControlEvent(kind=EventKind.CONFIRMED | EventKind.SWITCHED):
+            return None  # of every rank the same: what all agreed on says it once
+        case ControlEvent():
+            return Happening(record.step, record.rank, record.kind.value, f"plan {record.version}: {record.text}")
+        case PathsChanged():
+            return Happening(record.step, record.rank, "path", str(record).partition(": ")[2])
+        case StepFailed():
+            where = "" if record.trace is None else f"; last steps in {record.trace}"
+            return Happening(record.step, record.rank, "failed", f"rank {record.rank}: {record.error}{where}")
+        case RunStarted() | StepTaken() | RunEnded():
+            return None
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def summary(run: Run) -> str:
+    """The run as text: a line per stretch of steps under one plan, and what happened."""
+    lines = [
+        f"run {run.started.run}: {run.started.ranks} ranks, {run.started.microbatches} microbatches, {len(run.steps)} steps"
+    ]
+    lines += [f"note: {note}" for note in run.notes]
+    for version in sorted({step.version for step in run.steps}):
+        steps = [step for step in run.steps if step.version == version]
+        middle, predicted = median(step.seconds for step in steps), steps[-1].predicted
+        lines.append(
+            f"plan {version}: steps {steps[0].step} to {steps[-1].step}, median {1e3 * middle:.1f} ms, "
+            f"predicted at the end {1e3 * predicted:.1f} ms"
+        )
+    lines += [f"step {one.step}: {one.kind} {one.text}" for one in run.happenings]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""What a program costs in time and memory: cost models, the event simulation, timelines. Imports no torch."""

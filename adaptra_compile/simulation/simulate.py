@@ -1,0 +1,219 @@
+"""The simulator: when every op of a program runs under a cost model, exactly; and how short any order of ops could be.
+
+There are no time steps. Each rank executes its ops strictly in order; an op starts as soon as the one before it has ended and
+its inputs are there, as :data:`adaptra.program.dependencies.RULE` says. Messages follow
+:class:`adaptra.simulation.cost.CostModel`. The hot loop is in C++ and adds and compares the same doubles in the same order
+everywhere, so equal inputs give equal digits.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Any, Final
+
+from adaptra import _C
+from adaptra.errors import CaseError
+from adaptra.program import Kind, Program
+from adaptra.program.dependencies import RULE
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.critical_path import Step, critical_path
+from adaptra.simulation.timeline import MessageInterval, OpInterval, Source, Timeline
+
+_MEMORY_TOLERANCE: Final = 1e-9
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What one step of a program costs. Times are in the cost model's unit and start at zero.
+
+    Attributes:
+        program: The program, as given.
+        cost: The cost model, as given.
+        makespan: When the last op ends.
+        peak_in_flight: Per stage, the most microbatches whose F has started and whose I or B has not ended. In a forward-only
+            program, which keeps nothing for gradients, whose F has not ended.
+        peak_memory: Per rank, the most it holds at a time.
+        busy: Per rank, how long its device works.
+        first_start: Per rank, when its first op starts; zero for a rank without ops.
+        last_end: Per rank, when its last op ends; zero for a rank without ops.
+    """
+
+    program: Program
+    cost: CostModel
+    makespan: float
+    peak_in_flight: tuple[int, ...]
+    peak_memory: tuple[float, ...]
+    busy: tuple[float, ...]
+    first_start: tuple[float, ...]
+    last_end: tuple[float, ...]
+    _simulated: _C.Simulated = field(repr=False, compare=False)
+
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """Per rank, how long its device idles within the makespan."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """The part of all ranks' time, from zero to the makespan, in which they idle; zero when the step takes no time."""
+        time = self.makespan * self.program.ranks
+        return (time - sum(self.busy)) / time if time > 0 else 0.0
+
+    @property
+    def over_memory(self) -> tuple[int, ...]:
+        """The ranks that hold more than the cost model's memory limit; none when it has no limit."""
+        limits = self.cost.memory_limit or ()
+        return tuple(
+            rank
+            for rank, (peak, limit) in enumerate(zip(self.peak_memory, limits, strict=False))
+            if peak > limit + _MEMORY_TOLERANCE
+        )
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When every op ran and every message between ranks travelled."""
+        placement = self.program.placement
+        crossing = tuple(message for message in self._messages if placement[message.source] != placement[message.destination])
+        return Timeline(self.program, Source.SIMULATED, self._ops, crossing)
+
+    @cached_property
+    def critical_path(self) -> tuple[Step, ...]:
+        """A chain of ops and messages without a gap from zero to the makespan; see :mod:`adaptra.simulation.critical_path`."""
+        return critical_path(self._ops, self._messages, self.program.placement, self.cost)
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as JSON values, without the times of single ops."""
+        return {
+            "makespan": self.makespan,
+            "peak_in_flight": list(self.peak_in_flight),
+            "peak_memory": list(self.peak_memory),
+            "over_memory": list(self.over_memory),
+            "busy": list(self.busy),
+            "bubble": list(self.bubble),
+            "bubble_ratio": self.bubble_ratio,
+            "first_start": list(self.first_start),
+            "last_end": list(self.last_end),
+        }
+
+    @cached_property
+    def _ops(self) -> tuple[tuple[OpInterval, ...], ...]:
+        return tuple(
+            tuple(
+                OpInterval(rank, op, start, end)
+                for op, (start, end) in zip(
+                    (op for op in order if op.kind.is_compute),
+                    struct.iter_unpack("=2d", self._simulated.intervals(rank)),
+                    strict=True,
+                )
+            )
+            for rank, order in enumerate(self.program.orders)
+        )
+
+    @cached_property
+    def _messages(self) -> tuple[MessageInterval, ...]:
+        found = [
+            MessageInterval(
+                Kind.SEND_F if destination > source else Kind.SEND_B,
+                source,
+                destination,
+                microbatch,
+                posted,
+                departed,
+                arrived,
+            )
+            for source, destination, microbatch, posted, departed, arrived in struct.iter_unpack(
+                "=3i4x3d", self._simulated.messages()
+            )
+        ]
+        return tuple(
+            sorted(found, key=lambda message: (message.posted, message.source, message.destination, message.microbatch))
+        )
+
+
+def simulate(program: Program, cost: CostModel) -> Simulation:
+    """Time one step of ``program`` under ``cost``. Communication ops are skipped: the cost model times messages itself.
+
+    Every placement is accepted. Messages between stages of one rank also take the latency and occupancy of their edge.
+
+    Raises:
+        CaseError: The program and the cost model have different numbers of stages.
+        ScheduleError: The ranks can't execute the program; a deadlock names every waiting rank, its op and what it waits for.
+    """
+    if program.stages != cost.stages:
+        raise CaseError(f"{program.name} has {program.stages} stages, the cost model {cost.stages}: expected as many")
+    simulated = _C.simulate(program, cost, _C.to_orders(program.orders), RULE)
+    if not simulated.complete:
+        from adaptra.program.verify import verify
+
+        verify(program)
+        raise AssertionError(f"{program.name}: the simulator can't execute what the verifier accepts")
+    return Simulation(
+        program,
+        cost,
+        simulated.makespan,
+        simulated.peak_in_flight,
+        simulated.peak_memory,
+        simulated.busy,
+        simulated.first_start,
+        simulated.last_end,
+        simulated,
+    )
+
+
+class BoundKind(Enum):
+    """Why no order of ops can be shorter. The formulas stand in ``csrc/schedule/bounds/bounds.cc``."""
+
+    LOAD = "load"
+    """A rank runs all its ops one after the other."""
+    DRAIN = "drain"
+    """After a stage's forwards and input gradients, its last gradient travels home and a W ends last."""
+    CHAIN = "chain"
+    """A first microbatch goes to the last stage and back, then a stage runs the rest of its input gradients."""
+    MEMORY = "memory"
+    """A stage that may hold A microbatches makes one round trip for every A of them."""
+    LINK_FORWARD = "link forward"
+    """All forward messages of an edge occupy it one after the other."""
+    LINK_BACKWARD = "link backward"
+    """All backward messages of an edge (of a shared edge: all messages) occupy it one after the other."""
+    IDLE = "idle"
+    """A stage's load, and the time it idles before its first input gradients and after its last forwards for want of memory."""
+    ONE_MACHINE = "one machine"
+    """The best schedule of one rank's ops with interruptions, each with the least time that must pass before and after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A makespan that no order of ops beats, and what binds: a rank (load, one machine), an edge (links) or a stage.
+
+    It is a sum of rounded numbers: compare with a relative tolerance of 1e-9.
+    """
+
+    value: float
+    kind: BoundKind
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.value:g} ({self.kind.value}, {self.where})"
+
+
+def lower_bound(case: Case) -> Bound:
+    """The greatest of the bounds of :class:`BoundKind`, the simplest of them when several are equal.
+
+    Holds for every order, every placement and every mode of communication, with I and W or with B. Infinite when a single
+    microbatch exceeds a memory limit, so that no plan exists.
+    """
+    value, name, where = _C.lower_bound(case)
+    kind = BoundKind(name)
+    match kind:
+        case BoundKind.LOAD | BoundKind.ONE_MACHINE:
+            place = f"rank {where}"
+        case BoundKind.DRAIN | BoundKind.CHAIN | BoundKind.MEMORY | BoundKind.IDLE:
+            place = f"stage {where}"
+        case BoundKind.LINK_FORWARD:
+            place = f"edge {where}→{where + 1}"
+        case BoundKind.LINK_BACKWARD:
+            place = f"edge {where + 1}→{where}"
+    return Bound(value, kind, place)

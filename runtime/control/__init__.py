@@ -1,0 +1,1 @@
+"""How the ranks agree on plans: measure, propose, confirm, switch at one step."""

@@ -1,0 +1,184 @@
+"""Whether all ranks call the same methods of a pipeline in the same order, and who did not.
+
+A rank that alone evaluates, saves or clips waits for the others, which wait for it in their next step. So each process counts
+its calls. Once a call has taken a second, which a step may well do, a thread beside it writes down the last calls and reads
+those of the two ranks next to it in the job. Where any two ranks differ some neighbours do, so it is enough to read two.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from itertools import count
+from typing import Final
+
+from torch.distributed import DistError, Store
+
+from adaptra.errors import ControlError, PeerLostError, PipelineError, TransportError
+from adaptra.runtime.control_store.schema import decode, encode
+from adaptra.runtime.control_store.signed_store import under
+from adaptra.runtime.control_store.stores import Connection
+
+PATIENCE: Final = 1.0
+"""Seconds that a call may take before the ranks compare; they compare again after twice as many, and so on."""
+
+_INTERVAL: Final = 0.25
+_KEPT: Final = 64
+_TOLD: Final = 16
+_OTHER_NAMES: Final = {"save_trace": "timeline"}
+"""What the ranks do in one method that another one calls."""
+
+logger = logging.getLogger(__name__)
+
+
+class Calls:
+    """The calls of one process. Starts a thread at once.
+
+    Args:
+        store: Shared by all ranks of the job, with a prefix of this pipeline.
+        rank, ranks: This rank in the job, and how many there are.
+        on_difference: Called once, on the thread, with the error that names the calls; it ends this rank's waits.
+    """
+
+    def __init__(self, store: Store, rank: int, ranks: int, on_difference: Callable[[PipelineError], object]) -> None:
+        self._store = Connection(under("calls", store))
+        self._rank = rank
+        self._neighbours = sorted({(rank - 1) % ranks, (rank + 1) % ranks} - {rank})
+        self._on_difference = on_difference
+        self._lock = threading.Lock()
+        self._names: deque[str] = deque(maxlen=_KEPT)
+        self._number = 0
+        self._compare_at: float | None = None
+        self._depth = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"adaptra-calls-{rank}", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def during(self, name: str) -> Generator[None]:
+        """Around what all ranks call together. Within another call it is part of that."""
+        with self._lock:
+            self._depth += 1
+            if self._depth == 1:
+                self._begin(name)
+                self._compare_at = time.monotonic() + PATIENCE
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._depth -= 1
+                if not self._depth:
+                    self._compare_at = None
+
+    def explain(self, error: Exception) -> Exception:
+        """What a message that could not be exchanged comes of, if that is another call on another rank; else ``error``.
+
+        Waits for the neighbours to tell theirs, a little longer than each of them waits before it does.
+        """
+        if not isinstance(error, TransportError) or isinstance(error, PeerLostError):
+            return error
+        found: list[PipelineError] = []
+
+        def compare() -> None:
+            deadline = time.monotonic() + 2 * PATIENCE
+            try:
+                self._tell()
+                while time.monotonic() < deadline and not self._ended.wait(_INTERVAL):
+                    for neighbour in self._neighbours:
+                        self._compare(neighbour)
+            except PipelineError as difference:
+                found.append(difference)
+
+        self._within(3 * PATIENCE, compare)
+        return found[0] if found else error
+
+    def close(self, *, told: bool = False) -> None:
+        """End the thread. May be called again.
+
+        Args:
+            told: Whether a rank that still waits for this one is to know.
+        """
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        if told:
+            with self._lock:
+                self._begin("close")
+            self._within(PATIENCE, self._tell)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(PATIENCE)
+
+    def _begin(self, name: str) -> None:
+        self._number += 1
+        self._names.append(name)
+
+    def _run(self) -> None:
+        waited = PATIENCE
+        try:
+            while not self._ended.wait(_INTERVAL):
+                now = time.monotonic()
+                with self._lock:
+                    is_due = self._compare_at is not None and now >= self._compare_at
+                    number = self._number
+                if not is_due:
+                    continue
+                self._tell()
+                for neighbour in self._neighbours:
+                    self._compare(neighbour)
+                with self._lock:
+                    if self._compare_at is not None and self._number == number:
+                        self._compare_at = now + waited
+                        waited *= 2
+                    else:
+                        waited = PATIENCE
+        except PipelineError as error:
+            self._on_difference(error)
+        except ControlError as error:
+            logger.warning("rank %d compares calls no more: %s", self._rank, error)
+        except DistError as error:
+            # Who waits for a store that is lost, or for a rank, is told by the membership.
+            logger.debug("rank %d compares calls no more: %s", self._rank, error)
+
+    def _within(self, seconds: float, ask: Callable[[], None]) -> None:
+        """Ask the store, and wait so long at most: one that has stalled never answers."""
+
+        def asking() -> None:
+            try:
+                ask()
+            except (DistError, ControlError) as error:
+                logger.debug("rank %d can't compare calls: %s", self._rank, error)
+
+        thread = threading.Thread(target=asking, name=f"adaptra-calls-{self._rank}-once", daemon=True)
+        thread.start()
+        thread.join(seconds)
+
+    def _tell(self) -> None:
+        with self._lock:
+            told = {"number": self._number, "names": list(self._names)[-_TOLD:]}
+        self._store.set(str(self._rank), encode(told))
+
+    def _compare(self, neighbour: int) -> None:
+        if not self._store.check([str(neighbour)]):
+            return
+        fields = decode(self._store.get(str(neighbour)), f"calls of rank {neighbour}")
+        number = fields.whole("number")
+        names = [str(one) for one in fields.items("names")]
+        fields.end()
+        theirs = dict(zip(count(number - len(names)), names, strict=False))
+        with self._lock:
+            own = dict(zip(count(self._number - len(self._names)), self._names, strict=False))
+        for index in sorted(own.keys() & theirs.keys()):
+            if _kind(own[index]) != _kind(theirs[index]):
+                (first, what), (second, other) = sorted([(self._rank, own[index]), (neighbour, theirs[index])])
+                raise PipelineError(
+                    f"rank {first} called {what}, rank {second} {other}: expected the same calls in the same order on all "
+                    "ranks; call it on all of them, not under 'if rank == 0', and let one use what it returns"
+                )
+
+
+def _kind(name: str) -> str:
+    return _OTHER_NAMES.get(name, name)

@@ -1,0 +1,416 @@
+"""The controller: every rank's end of the control plane, beside training and never inside a step.
+
+Each rank has a control thread that waits for mail and takes this rank's part in the agreement about plans; on one rank it also
+coordinates. A proposed plan is checked and prepared on a thread of its own, so that the log is followed meanwhile. The training
+thread asks :meth:`Controller.plan_for` which plan runs a step, which in steady state has been known for a step or two and costs
+a comparison, and hands over what it measured with :meth:`Controller.report`, which waits for nobody.
+
+What goes wrong in coordinating makes another rank coordinate, and so does a broken connection of the coordinator to the store;
+any rank whose connection breaks makes a new one. Whatever else goes wrong on a control thread ends the control plane on all
+ranks: it is logged, told to ``on_error``, and raised by the next :meth:`Controller.plan_for`. So does a second failure in
+coordinating on one rank, for by then every other rank has failed at it, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Final
+
+from torch.distributed import DistError, DistNetworkError, Store
+
+from adaptra.errors import BatchError, ControlError
+from adaptra.planning.layout_change import RoleChange, SplitChange
+from adaptra.program import Program
+from adaptra.runtime.control.coordinator import ControllerOptions, Coordinator
+from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.control.mail import (
+    Confirmed,
+    Differed,
+    Failed,
+    Given,
+    Joined,
+    LogGrew,
+    Mail,
+    Measured,
+    Proposed,
+    Refused,
+    Term,
+    Wake,
+    Withdrawn,
+)
+from adaptra.runtime.control.mailbox import Mailbox
+from adaptra.runtime.control.participant import Participant, Surroundings
+from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.control.plan_log import Coverage
+from adaptra.runtime.control.preparation import Preparation
+from adaptra.runtime.control.replanning import Planning
+from adaptra.runtime.control.same_rows import SameRows
+from adaptra.runtime.detection.measurement import StepMeasurement
+from adaptra.simulation.cost import CostModel
+from adaptra.simulation.simulate import simulate
+
+KEPT_EVENTS = 4096
+"""How many events are kept."""
+
+CLOSE_SECONDS = 10.0
+"""How long closing waits for the control thread, and for planning that is under way."""
+
+DEAF_WAITS = 8
+"""A control thread that has heard nothing of this rank's training for so many times its patience has lost the store."""
+
+log = logging.getLogger(__name__)
+
+
+_OF_A_PLAN: Final = (EventKind.PROPOSED, EventKind.AGREED, EventKind.SWITCHED)
+
+_WEIGHED: Final = 8
+"""Of how many of the last plans a rank remembers what they hold."""
+
+
+class _PeerFailedError(ControlError):
+    """The control thread of another rank has failed; it has told everyone itself."""
+
+
+class Controller:
+    """One rank's end of the control plane. It starts its thread at once.
+
+    Args:
+        rank: This rank within the pipeline.
+        world_size: Ranks of the pipeline.
+        store: The pipeline's store, with a prefix that no other controller uses or has used. It is cloned.
+        initial: Plan 0; every rank must give the same program.
+        planning: The compiler; used while this rank coordinates.
+        options: How to behave; those of the coordinating rank matter, but for ``plan_seconds`` and ``patience``.
+        prepare: Called with a proposed plan before it is confirmed, on a thread of its own and one at a time, to do beforehand
+            what a switch needs; what it raises refuses the plan.
+        on_event: Called with each event, by the thread that it happens on: the control thread, or for SWITCHED the training
+            thread.
+        on_error: Called on the control thread with the error that ends the control plane.
+        first_step: The first step that will be asked for.
+        job_ranks: The ranks' numbers in the job, if these are others; errors name them so.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Store,
+        initial: Plan,
+        planning: Planning,
+        *,
+        options: ControllerOptions | None = None,
+        prepare: Callable[[Plan], None] | None = None,
+        on_event: Callable[[ControlEvent], None] | None = None,
+        on_error: Callable[[Exception], None] | None = None,
+        first_step: int = 0,
+        job_ranks: Sequence[int] = (),
+    ) -> None:
+        options = options or ControllerOptions()
+        self._rank = rank
+        self._ranks = world_size
+        self._initial = initial
+        self._planning = planning
+        self._options = options
+        self._on_event = on_event
+        self._on_error = on_error
+        self._earlier: tuple[ControlEvent, ...] = ()
+        self._events: deque[ControlEvent] = deque(maxlen=KEPT_EVENTS)
+        self._held: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._running = initial
+        self._step = first_step
+        self._coverage = Coverage(first_step)
+        self._mailbox = Mailbox(store, rank)
+        self._preparation = Preparation(
+            rank,
+            initial.program,
+            prepare,
+            self._is_ready,
+            self._is_refused,
+        )
+        self._participant = Participant(
+            rank,
+            world_size,
+            initial,
+            Surroundings(
+                self._mailbox.store, self._mailbox.send, self._coverage.extend, self._preparation.begin, self._lead, self._emit
+            ),
+            options.ahead,
+            first_step,
+        )
+        self._coordinator: Coordinator | None = None
+        self._has_resigned = False
+        self._rows = SameRows(job_ranks or range(world_size))
+        self._is_told = False
+        self._told: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._is_impatient = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"adaptra-controller-{rank}", daemon=True)
+        self._thread.start()
+
+    @property
+    def events(self) -> tuple[ControlEvent, ...]:
+        """The last events of this rank, oldest first."""
+        return (*self._earlier, *self._events)[-KEPT_EVENTS:]
+
+    def go_on_after(self, earlier: Controller) -> None:
+        """Keep the events of the controller that this one takes the place of."""
+        self._earlier = earlier.events
+
+    def plan_for(self, step: int) -> Plan:
+        """The plan that all ranks run this step under.
+
+        Waits only while the log does not cover the step: at the first step, and when another rank is more than ``ahead`` steps
+        behind.
+
+        Raises:
+            TransportError: :meth:`abort` was given it.
+            ControlError: The control plane has failed or is closed, the store does not answer, or the log does not reach the
+                step within ``plan_seconds``.
+        """
+        self._step = step
+        if not self._coverage.wait_for(step, 0.0):
+            self._wait_for(step)
+        plan = self._coverage.plan_for(step)
+        if plan.version != self._running.version:
+            self._running = plan
+            self._emit(EventKind.SWITCHED, step, plan.version, plan.reason, plan.predicted)
+        return plan
+
+    def report(self, measurement: StepMeasurement) -> None:
+        """Hand over the measurement of a step that this rank has run, each step once. Waits for nobody.
+
+        Raises:
+            ControlError: The store is lost.
+        """
+        try:
+            self._mailbox.post(self._participant.reach(measurement.step), Measured(measurement))
+        except DistError as error:
+            raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
+
+    def tell_rows(self, call: str, number: int, numbers: Mapping[str, int]) -> None:
+        """Have it compared what the ranks are given. Waits for nobody; what differs is raised by a later step on all ranks.
+
+        Args:
+            call: Which of the pipeline's methods.
+            number: The how manieth call of it.
+            numbers: As :func:`adaptra.runtime.control.same_rows.numbers_of` returns them.
+
+        Raises:
+            ControlError: The store is lost.
+        """
+        try:
+            self._mailbox.post(0, Given(self._rank, call, number, numbers))
+        except DistError as error:
+            raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
+
+    def suggest(self, program: Program, reason: str) -> None:
+        """Have a compute-only program of this pipeline proposed in the next round, whatever it gains. Any thread may.
+
+        Only the coordinator's rank can; elsewhere, or if this rank stops coordinating before that round, nothing happens.
+        """
+        self._tell(lambda: None if self._coordinator is None else self._coordinator.suggest(program, reason))
+
+    def tell_link(self, text: str) -> None:
+        """Something has happened to one of this rank's links. Any thread may."""
+        self._emit(EventKind.LINK, self._step, self._running.version, text)
+
+    def tell_change(self, change: RoleChange | SplitChange) -> None:
+        """The ranks have changed roles, or the stages been cut elsewhere, before the next step. Any thread may."""
+        kind = EventKind.ROLES if isinstance(change, RoleChange) else EventKind.SPLIT
+        self._emit(kind, self._step, self._running.version, str(change), change.seconds_after, change.seconds_before)
+
+    @property
+    def measured_cost(self) -> CostModel | None:
+        """The costs as they are known now, also those that no plan follows yet; None unless this rank coordinates."""
+        coordinator = self._coordinator
+        return None if coordinator is None else coordinator.cost
+
+    def abort(self, error: Exception) -> None:
+        """Training has failed elsewhere: whoever waits in :meth:`plan_for`, or asks later, gets ``error``. Any thread may."""
+        self._coverage.fail(error)
+
+    def close(self) -> None:
+        """End the control thread; whoever waits in :meth:`plan_for` gets a ControlError. May be called twice.
+
+        The store must live until every rank has closed.
+        """
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._coverage.fail(ControlError(f"the controller of rank {self._rank} is closed"))
+        self._mailbox.wake()
+        try:
+            self._mailbox.close(CLOSE_SECONDS)
+        except DistError as error:
+            log.warning("rank %d: the store was lost before the controller was closed: %s", self._rank, error)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_SECONDS)
+        self._preparation.close(CLOSE_SECONDS)
+        if (coordinator := self._coordinator) is not None:
+            coordinator.close(CLOSE_SECONDS)
+
+    def _emit(
+        self,
+        kind: EventKind,
+        step: int,
+        version: int,
+        text: str,
+        predicted: float | None = None,
+        predicted_before: float | None = None,
+    ) -> None:
+        held = self._held_by(version) if kind in _OF_A_PLAN else (None, None)
+        event = ControlEvent(kind, self._rank, step, version, text, predicted, predicted_before, *held)
+        self._events.append(event)
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def _held_by(self, version: int) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Per stage what a plan has in flight, per rank what it holds in bytes."""
+        plan = self._participant.known(version) if version not in self._held else None
+        if plan is not None:
+            self._weigh(plan)
+        return self._held.get(version, (None, None))
+
+    def _weigh(self, plan: Plan) -> None:
+        """Find out what a plan holds; the last few are remembered."""
+        if self._planning.holds is not None and plan.version not in self._held:
+            self._held[plan.version] = (
+                simulate(plan.program, plan.case.cost).peak_in_flight,
+                self._planning.holds(plan.program),
+            )
+            for version in sorted(self._held)[:-_WEIGHED]:
+                self._held.pop(version, None)
+
+    def _wait_for(self, step: int) -> None:
+        """Wait until the log covers a step, and ask the coordinator now and then."""
+        waited, unheard, limit = 0.0, 0, self._options.plan_seconds
+        while True:
+            left = self._options.patience if limit is None else min(self._options.patience, limit - waited)
+            started = time.monotonic()
+            if self._coverage.wait_for(step, left):
+                return
+            waited += time.monotonic() - started
+            if limit is not None and waited >= limit:
+                raise ControlError(
+                    f"step {step} has no plan after {limit} s: a rank has not reported its last step, or has not confirmed the "
+                    "first plan"
+                )
+            unheard = unheard + 1 if self._is_impatient.is_set() else 0
+            if unheard == DEAF_WAITS:
+                raise ControlError(
+                    f"step {step} has no plan: rank {self._rank} lost the control channel: the store has not answered for "
+                    f"{unheard * self._options.patience:g} s"
+                )
+            self._is_impatient.set()
+            self._mailbox.wake()
+
+    def _run(self) -> None:
+        try:
+            self._participant.start()
+            while not self._closing.is_set():
+                self._receive()
+        except Exception as error:
+            if not self._closing.is_set():
+                self._fail(error)
+
+    def _receive(self) -> None:
+        try:
+            mail = self._mailbox.receive()
+        except DistNetworkError as error:
+            log.warning("rank %d: the connection to the store broke, making another: %s", self._rank, error)
+            self._mailbox.reconnect()
+            self._participant.rejoin()
+        else:
+            self._handle(mail)
+
+    def _handle(self, mail: Mail | Wake) -> None:
+        match mail:
+            case Given():
+                self._rows.add(mail)
+            case Differed(error):
+                self._is_told = True
+                raise BatchError(error)
+            case Failed(rank, error):
+                raise _PeerFailedError(f"the controller of rank {rank} failed: {error}")
+            case Wake():
+                self._woken()
+            case Measured(measurement):
+                # What the step shows comes first: the entry that it makes room for can then name a plan that stands by.
+                self._coordinate(lambda coordinator: coordinator.measured(measurement))
+                self._participant.handle(mail)
+            case Proposed() | Confirmed() | Refused() | Withdrawn() | Joined() | Term() | LogGrew():
+                self._participant.handle(mail)
+        self._coordinate(Coordinator.begin_round)
+
+    def _woken(self) -> None:
+        while not self._told.empty():
+            self._told.get()()
+        if self._is_impatient.is_set():
+            self._is_impatient.clear()
+            self._participant.impatient()
+        self._coordinate(Coordinator.woken)
+
+    def _lead(self, leads: bool) -> None:
+        """This rank begins or ends to coordinate. Planning that is under way may end; nobody asks for its outcome."""
+        self._coordinator = None
+        agreement = self._participant.agreement
+        if leads and agreement is not None:
+            self._coordinator = Coordinator(
+                self._ranks,
+                self._participant,
+                agreement.current or self._initial,
+                self._planning,
+                self._options,
+                self._emit,
+                self._mailbox.wake,
+            )
+
+    def _coordinate(self, act: Callable[[Coordinator], None]) -> None:
+        """Do the coordinator's part; if that fails, leave it to another rank, but only once."""
+        if self._coordinator is None or self._closing.is_set():
+            return
+        try:
+            act(self._coordinator)
+        except DistError:
+            raise
+        except Exception as error:
+            if self._has_resigned:
+                raise
+            self._has_resigned = True
+            log.exception("rank %d: coordinating failed, another rank takes over", self._rank)
+            self._emit(EventKind.RESIGNED, self._step, self._running.version, f"{type(error).__name__}: {error}")
+            self._participant.resign()
+
+    def _is_ready(self, plan: Plan) -> None:
+        self._weigh(plan)  # here, beside training, as the training thread tells it at the switch
+        self._tell(lambda: self._participant.ready(plan))
+
+    def _is_refused(self, version: int, why: str) -> None:
+        self._tell(lambda: self._participant.refuse(version, why))
+
+    def _tell(self, act: Callable[[], None]) -> None:
+        """Have something done on the control thread. Any thread may."""
+        self._told.put(act)
+        self._mailbox.wake()
+
+    def _fail(self, error: Exception) -> None:
+        mail: Mail = Failed(self._rank, f"{type(error).__name__}: {error}")
+        if isinstance(error, BatchError):  # the control plane is as it should be, and whoever trains is told
+            mail = Differed(str(error))
+        else:
+            log.error("rank %d: the control plane failed", self._rank, exc_info=error)
+        self._coverage.fail(error)
+        if not isinstance(error, _PeerFailedError) and not self._is_told:
+            for rank in range(self._ranks):
+                if rank != self._rank:
+                    try:
+                        self._mailbox.send(rank, mail)
+                    except DistError as lost:
+                        log.warning("rank %d: could not tell rank %d of the failure: %s", self._rank, rank, lost)
+        if self._on_error is not None:
+            self._on_error(error)

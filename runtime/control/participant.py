@@ -1,0 +1,370 @@
+"""A rank's part in the agreement about plans: the protocol itself, without threads, clocks or measurements.
+
+Any rank can coordinate: the coordinator of term t is rank t modulo the number of ranks, and a term begins when a rank turns to
+its coordinator, be it because the one before gave up or because it did not answer. Nobody need agree on the term. A rank tells
+how far it has come to one coordinator only, and the log grows by what all ranks have told, so a new coordinator writes nothing
+before all have turned to it, the former one too. If two wrote all the same it would be one log, as an entry is only appended
+where none is. Versions are drawn from one counter, so no two plans share one, and every rank has confirmed what the log names.
+So a wrong belief about who coordinates costs time and nothing else.
+
+Mail may come late, twice or never. What is lost is made good by the rank that misses it: a rank whose training waits for the
+log asks the coordinator, tells it anew how far it has come, and gets what it has not answered once more.
+
+``tests/test_protocol.py`` steps this very code through all orders of events of a few ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from adaptra.errors import ControlError
+from adaptra.runtime.control.events import EventKind
+from adaptra.runtime.control.mail import Confirmed, Joined, LogGrew, Mail, Measured, Proposed, Refused, Term, Withdrawn
+from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.control.plan_log import Agreement, Entry, Log
+from adaptra.runtime.control.plan_log import Store as LogStore
+
+
+class Store(LogStore, Protocol):
+    """What the protocol needs of a torch.distributed Store."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a counter; its new value."""
+        ...
+
+
+class Emit(Protocol):
+    """How events are told; see :class:`adaptra.runtime.control.events.ControlEvent`."""
+
+    def __call__(
+        self,
+        kind: EventKind,
+        step: int,
+        version: int,
+        text: str,
+        predicted: float | None = None,
+        predicted_before: float | None = None,
+    ) -> None:
+        """Tell an event of this rank."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a participant acts on.
+
+    Attributes:
+        store: The store that all ranks share.
+        send: Sends mail to a rank.
+        cover: Takes the next entry of the log: the steps up to the first argument, which is not included, run the plan.
+        consider: Looks at a proposed plan, however long that takes, and then calls :meth:`Participant.ready` or
+            :meth:`Participant.refuse`.
+        lead: Called with True when this rank becomes the coordinator, and with False when it no longer is.
+        emit: Tells events.
+    """
+
+    store: Store
+    send: Callable[[int, Mail], None]
+    cover: Callable[[int, Plan], None]
+    consider: Callable[[Proposed], None]
+    lead: Callable[[bool], None]
+    emit: Emit
+
+
+class Participant:
+    """One rank's part. All methods but :meth:`reach` are called by one thread.
+
+    Args:
+        rank: This rank.
+        ranks: How many there are.
+        initial: Plan 0, which every rank has from the start and confirms like any other.
+        around: What it acts on.
+        ahead: How many steps beyond the next step of the slowest rank the log covers; at least 1.
+        first_step: The first step that the ranks will run.
+    """
+
+    def __init__(self, rank: int, ranks: int, initial: Plan, around: Surroundings, ahead: int, first_step: int) -> None:
+        self._rank = rank
+        self._ranks = ranks
+        self._initial = initial
+        self._around = around
+        self._ahead = ahead
+        self._first_step = first_step
+        self._term = 0
+        self._reached = first_step - 1
+        self._plans = {initial.version: initial}
+        self._considered: set[int] = set()
+        self._log = Log(around.store, ahead + 2)
+        self._last: Entry | None = None
+        self._agreement: Agreement | None = None
+        self._before: float | None = None
+        self._has_asked = False
+
+    @property
+    def coordinator(self) -> int:
+        """The rank that coordinates, as far as this one knows."""
+        return self._term % self._ranks
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """The agreement that this rank brings about while it coordinates."""
+        return self._agreement
+
+    def known(self, version: int) -> Plan | None:
+        """The plan of a version, if this rank has it or proposes it. Any thread may ask."""
+        agreement = self._agreement
+        proposal = None if agreement is None else agreement.proposal
+        return proposal if proposal is not None and proposal.version == version else self._plans.get(version)
+
+    def start(self) -> None:
+        """Begin: rank 0 coordinates, and everyone confirms plan 0."""
+        if self._rank == self.coordinator:
+            self._lead()
+        self._confirm(self._initial)
+
+    def reach(self, step: int) -> int:
+        """This rank has run a step. Any thread may say so; it then tells the rank that is returned, the coordinator."""
+        # Written before the coordinator is read, while joining another writes that and then reads this: one of both tells it.
+        self._reached = step
+        return self.coordinator
+
+    def handle(self, mail: Proposed | Confirmed | Refused | Withdrawn | Joined | Term | LogGrew | Measured) -> None:
+        """Act on mail.
+
+        Raises:
+            ControlError: What it says can't be, or the ranks start with different plans.
+            torch.distributed.DistError: The store is lost; see :meth:`rejoin`.
+        """
+        match mail:
+            case LogGrew(position, until, version):
+                self._take_all(self._log.hear(position, Entry(until, version)))
+            case Proposed():
+                self._proposed(mail)
+            case Term(term):
+                self._heed(term)
+            case Joined(rank):
+                self._check_rank(rank)
+                self._joined(mail)
+            case Measured(measurement):
+                self._check_rank(measurement.rank)
+                self._measured(measurement.rank, measurement.step)
+            case Confirmed(rank):
+                self._check_rank(rank)
+                self._confirmed(mail)
+            case Refused(rank, version, why):
+                self._check_rank(rank)
+                self.withdraw(version, f"refused by rank {rank}: {why}")
+            case Withdrawn(version):
+                self._forget(version)
+
+    def ready(self, plan: Plan) -> None:
+        """This rank can run a plan that was proposed, unless it has been withdrawn meanwhile."""
+        if plan.version in self._considered and not self._is_past(plan.version):
+            self._plans[plan.version] = plan
+            # Told before it is sent: the switch can then never be told before the confirmation.
+            self._around.emit(EventKind.CONFIRMED, self._reached, plan.version, plan.reason, plan.predicted)
+            self._confirm(plan)
+        self._considered.discard(plan.version)
+
+    def refuse(self, version: int, why: str) -> None:
+        """This rank can't run a plan that was proposed."""
+        self._considered.discard(version)
+        self._around.emit(EventKind.REFUSED, self._reached, version, why)
+        self._around.send(self.coordinator, Refused(self._rank, version, why))
+
+    def propose(self, plan: Plan, before: float | None, text: str, is_held: bool = False) -> None:
+        """Put a plan to the ranks, under a version of its own. Only the coordinator does, while nothing else is proposed.
+
+        Args:
+            plan: The plan; its version does not matter.
+            before: The predicted makespan of the plan that it is to replace, seconds.
+            text: For the event.
+            is_held: Whether the ranks get ready for it and all keep the old plan until :meth:`release`.
+        """
+        assert self._agreement is not None, "only the coordinator proposes"
+        plan = replace(plan, version=self._initial.version + self._around.store.add("versions", 1))
+        self._agreement.propose(plan, is_held)
+        self._before = before
+        self._around.emit(EventKind.PROPOSED, self._agreement.slowest, plan.version, text, plan.predicted, before)
+        mail = Proposed(plan.version, plan.to_json())
+        for rank in range(self._ranks):
+            self._around.send(rank, mail)
+
+    def release(self) -> None:
+        """What was proposed and held is wanted: the log names it next, or as soon as all have confirmed it."""
+        assert self._agreement is not None, "only the coordinator releases"
+        self._agreement.release()
+        self._advance(self._agreement)
+
+    def withdraw(self, version: int, why: str) -> None:
+        """Give a proposal up, if it is still one and not the first; everyone keeps the plan that runs."""
+        agreement = self._agreement
+        if (
+            agreement is None
+            or agreement.proposal is None
+            or agreement.proposal.version != version
+            or agreement.current is None
+        ):
+            return
+        agreement.withdraw()
+        self._around.emit(EventKind.WITHDRAWN, agreement.slowest, version, why)
+        for rank in range(self._ranks):
+            self._around.send(rank, Withdrawn(version))
+
+    def impatient(self) -> None:
+        """Training has waited for the log for a while: ask the coordinator, or if it has not answered before, the next one."""
+        self._follow()
+        self._join(self._term + 1 if self._has_asked else self._term)
+        self._has_asked = True
+
+    def rejoin(self) -> None:
+        """The connection to the store is a new one, and mail may be lost: a coordinator can't go on without it."""
+        self._follow()
+        self._join(self._term if self._agreement is None else self._term + 1)
+
+    def resign(self) -> None:
+        """Leave the coordination to the next rank."""
+        self._join(self._term + 1)
+
+    def _check_rank(self, rank: int) -> None:
+        if rank >= self._ranks:
+            raise ControlError(f"mail of rank {rank}: expected ranks 0..{self._ranks - 1}")
+
+    def _is_past(self, version: int) -> bool:
+        """Whether the log has gone on to a later version, so that no entry can name this one."""
+        return self._last is not None and version < self._last.version
+
+    def _confirm(self, plan: Plan) -> None:
+        self._around.send(self.coordinator, Confirmed(self._rank, plan.version, plan.digest))
+
+    def _proposed(self, mail: Proposed) -> None:
+        plan = self._plans.get(mail.version)
+        if plan is not None:
+            self._confirm(plan)
+        elif self._is_past(mail.version):
+            self.refuse(mail.version, f"plan {mail.version} comes late")
+        else:
+            self._considered.add(mail.version)
+            self._around.consider(mail)
+
+    def _forget(self, version: int) -> None:
+        """Drop a plan that the log will never name: who withdrew it is the only one that could have written it there."""
+        self._considered.discard(version)
+        # The log names neither a plan later than its last entry's nor, once withdrawn, this one.
+        if version > (self._initial if self._last is None else self._last).version:
+            self._plans.pop(version, None)
+
+    def _join(self, term: int) -> None:
+        """Turn to the coordinator of a term."""
+        if term > self._term:
+            self._term = term
+            self._stop_leading()
+        self._has_asked = False
+        self._around.send(self.coordinator, Joined(self._rank, term, self._reached))
+
+    def _heed(self, term: int) -> None:
+        self._follow()
+        if term > self._term:
+            self._join(term)
+        elif term == self._term:
+            self._has_asked = False
+
+    def _joined(self, mail: Joined) -> None:
+        if mail.term > self._term:
+            self._term = mail.term
+            self._stop_leading()
+        takes_over = self._agreement is None and self._rank == self.coordinator
+        if takes_over:
+            self._lead()
+        for rank in range(self._ranks) if takes_over else (mail.rank,):
+            self._around.send(rank, Term(self._term))
+        if self._agreement is not None:
+            self._welcome(self._rank, self._reached)
+            self._welcome(mail.rank, mail.reached)
+
+    def _welcome(self, rank: int, reached: int) -> None:
+        """Take down how far a rank has come, and ask again what it has not answered."""
+        self._measured(rank, reached)
+        assert self._agreement is not None, "only the coordinator welcomes"
+        proposal = self._agreement.proposal
+        if proposal is not None and rank in self._agreement.missing:
+            self._around.send(rank, Proposed(proposal.version, proposal.to_json()))
+
+    def _lead(self) -> None:
+        """Become the coordinator, with what the log says and nothing else: the ranks tell how far they have come."""
+        self._follow()
+        agreement = Agreement(self._ranks, self._first_step, self._ahead)
+        if self._last is None:
+            agreement.propose(self._initial)
+        else:
+            agreement.adopt(self._last.until, self._plans[self._last.version])
+        self._agreement = agreement
+        if self._term > 0:
+            version = self._initial.version if self._last is None else self._last.version
+            self._around.emit(
+                EventKind.COORDINATES, max(self._reached, 0), version, f"in place of rank {(self._term - 1) % self._ranks}"
+            )
+        self._around.lead(True)
+
+    def _stop_leading(self) -> None:
+        if self._agreement is not None:
+            self._agreement = None
+            self._around.lead(False)
+
+    def _measured(self, rank: int, step: int) -> None:
+        # Mail for a coordinator that no longer is one comes late: who sent it will turn to the other one.
+        agreement = self._agreement
+        if agreement is None:
+            return
+        if step >= agreement.until:
+            self._follow()
+        agreement.report(rank, step)
+        self._advance(agreement)
+
+    def _confirmed(self, mail: Confirmed) -> None:
+        agreement = self._agreement
+        if agreement is None:
+            return
+        try:
+            agreement.confirm(mail.rank, mail.version, mail.digest)
+        except ControlError as error:
+            if agreement.current is None:
+                raise ControlError(f"{error}; every rank must compile the same program") from None
+            self.withdraw(mail.version, str(error))
+        self._advance(agreement)
+
+    def _advance(self, agreement: Agreement) -> None:
+        while (entry := agreement.advance()) is not None:
+            before = self._last
+            if not self._log.append(entry):
+                self._follow()  # another coordinator was faster; what it wrote holds
+                continue
+            if before is not None and entry.version != before.version:
+                # Told before training can run it: this rank's switch is then told after the agreement.
+                plan = self._plans[entry.version]
+                self._around.emit(EventKind.AGREED, before.until, plan.version, plan.reason, plan.predicted, self._before)
+            self._take(entry)
+            self._log.forget(agreement.slowest + 1)
+            for rank in range(self._ranks):
+                if rank != self._rank:
+                    self._around.send(rank, LogGrew(self._log.position - 1, entry.until, entry.version))
+
+    def _follow(self) -> None:
+        self._take_all(self._log.read())
+
+    def _take_all(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            self._take(entry)
+
+    def _take(self, entry: Entry) -> None:
+        plan = self._plans.get(entry.version)
+        if plan is None:
+            raise ControlError(f"the log names plan {entry.version}, which rank {self._rank} has not confirmed")
+        self._last = entry
+        self._around.cover(entry.until, plan)
+        for version in [version for version in self._plans if version < entry.version]:
+            del self._plans[version]
+        if self._agreement is not None:
+            self._agreement.adopt(entry.until, plan)

@@ -1,0 +1,110 @@
+"""A plan: a program with what it was made for and what is expected of it. What the ranks of a pipeline agree on."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Final
+
+from adaptra.errors import CaseError, ControlError, ScheduleError
+from adaptra.program import Program
+from adaptra.runtime.control_store.schema import Fields
+from adaptra.simulation.cost import Case
+
+MAX_REASON: Final = 10_000
+"""The longest reason of a plan, in characters."""
+
+Edges = tuple[tuple[int, int], ...]
+"""Directed edges of stages: (the sending one, the receiving one)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A program with what it was made for.
+
+    Attributes:
+        version: Counts the plans of a pipeline from 0; never used twice.
+        program: Compute ops only; every rank lowers it for its own transport.
+        case: The cost model, microbatches and placement that it was planned for; seconds.
+        predicted: Its simulated makespan under that case, seconds.
+        bound: What no program can beat under that case, seconds.
+        reason: Why it was made, for people.
+        delegated: The directed edges of stages whose messages travel by the delegate, in ascending order.
+        rounded: Those whose messages are rounded to bfloat16 while they travel, in ascending order.
+    """
+
+    version: int
+    program: Program
+    case: Case
+    predicted: float
+    bound: float
+    reason: str
+    delegated: Edges = ()
+    rounded: Edges = ()
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of all that a rank runs of the plan: two ranks with the same digest run the same program alike."""
+        return digest_of(self.program, self.delegated, self.rounded)
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object that :meth:`from_json` reads back to an equal plan."""
+        return {
+            "version": self.version,
+            "program": str(self.program),
+            "digest": self.digest,
+            "case": self.case.to_json(),
+            "predicted": self.predicted,
+            "bound": self.bound,
+            "reason": self.reason,
+            "delegated": [list(edge) for edge in self.delegated],
+            "rounded": [list(edge) for edge in self.rounded],
+        }
+
+    @staticmethod
+    def from_json(data: object) -> Plan:
+        """Read a plan.
+
+        Raises:
+            ControlError: A field is missing, unknown or not what it should be, the digest is not that of the program, or the
+                program holds communication ops.
+        """
+        fields = Fields(data, "plan")
+        try:
+            plan = Plan(
+                version=fields.whole("version"),
+                program=Program.parse(fields.text("program")),
+                case=Case.from_json(fields.raw("case")),
+                predicted=fields.number("predicted"),
+                bound=fields.number("bound"),
+                reason=fields.text("reason", at_most=MAX_REASON),
+                delegated=_edges(fields, "delegated"),
+                rounded=_edges(fields, "rounded"),
+            )
+        except (ScheduleError, CaseError) as error:
+            raise ControlError(f"plan: {error}") from None
+        digest = fields.text("digest", at_most=64)
+        fields.end()
+        if digest != plan.digest:
+            raise ControlError(f"plan {plan.version}: the program's digest is {plan.digest[:12]}, the plan says {digest[:12]}")
+        if plan.program.is_lowered:
+            raise ControlError(f"plan {plan.version}: expected compute ops only, got a program with communication ops")
+        return plan
+
+
+def digest_of(program: Program, delegated: Edges = (), rounded: Edges = ()) -> str:
+    """The SHA-256 of a program's text and of the edges that take the delegate or round, in hexadecimal."""
+    marks = [(delegated, "delegate"), (rounded, "bfloat16")]
+    lines = "".join(f"{source}>{destination}@{mark}\n" for edges, mark in marks for source, destination in edges)
+    return hashlib.sha256((str(program) + lines).encode()).hexdigest()
+
+
+def _edges(fields: Fields, name: str) -> Edges:
+    edges: list[tuple[int, int]] = []
+    for item in fields.items(name):
+        match item:
+            case [int(source), int(destination)] if source >= 0 and abs(source - destination) == 1:
+                edges.append((source, destination))
+            case _:
+                raise fields.refuse(name, "pairs of neighbouring stages", item)
+    return tuple(edges)

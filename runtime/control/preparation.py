@@ -1,0 +1,76 @@
+"""Looking at a proposed plan before it is confirmed: whether it is one, and what a switch to it needs beforehand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from adaptra.errors import ControlError
+from adaptra.program import Program
+from adaptra.program.verify import verify
+from adaptra.runtime.control.mail import Proposed
+from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.control.yielding import giving_way
+
+
+class Preparation:
+    """Checks and prepares proposed plans beside training, one at a time, on threads of its own.
+
+    Args:
+        rank: This rank, for the threads' names.
+        running: A program of the pipeline, whose placement and microbatches a plan must have.
+        prepare: What a switch needs beforehand; what it raises refuses the plan.
+        ready: Called with a plan that can be run.
+        refuse: Called with the version of a plan that can't, and why: what is wrong with a plan never ends the one that runs.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        running: Program,
+        prepare: Callable[[Plan], None] | None,
+        ready: Callable[[Plan], None],
+        refuse: Callable[[int, str], None],
+    ) -> None:
+        self._rank = rank
+        self._running = running
+        self._prepare = prepare
+        self._ready = ready
+        self._refuse = refuse
+        self._one_at_a_time = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, proposal: Proposed) -> None:
+        """Look at a proposal. Does not wait for the end of that."""
+        name = f"adaptra-prepare-{self._rank}"
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(threading.Thread(target=self._consider, args=(proposal,), name=name, daemon=True))
+        self._threads[-1].start()
+
+    def close(self, timeout: float) -> None:
+        """Wait for what is being looked at, at most ``timeout`` seconds each: a thread must not outlive the interpreter."""
+        for thread in self._threads:
+            thread.join(timeout)
+
+    def _consider(self, proposal: Proposed) -> None:
+        with self._one_at_a_time, giving_way():
+            try:
+                plan = Plan.from_json(proposal.plan)
+                self._check(plan, proposal.version)
+                if self._prepare is not None:
+                    self._prepare(plan)
+            except Exception as error:
+                self._refuse(proposal.version, str(error))
+            else:
+                self._ready(plan)
+
+    def _check(self, plan: Plan, version: int) -> None:
+        given, expected = plan.program, self._running
+        if plan.version != version:
+            raise ControlError(f"plan {plan.version} proposed as version {version}: expected the plan's own")
+        if (given.placement, given.microbatches) != (expected.placement, expected.microbatches):
+            raise ControlError(
+                f"plan {version} has placement {given.placement} and {given.microbatches} microbatches: "
+                f"expected {expected.placement} and {expected.microbatches}"
+            )
+        verify(given)

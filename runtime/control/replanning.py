@@ -1,0 +1,140 @@
+"""The compiler, as the control plane uses it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Final
+
+from adaptra.passes.insert_comm import Channel
+from adaptra.planning.bandwidth_remedies import BFLOAT16_SHARE, Remedies, Remedy, needed_rounding
+from adaptra.program import Program
+from adaptra.runtime.control.plan import Edges, Plan
+from adaptra.runtime.detection.detector import Detection
+from adaptra.simulation.cost import Case, CostModel
+
+REACTION: Final = 3
+"""Steps that a relapse takes from its onset to the first step under a plan for it."""
+
+
+def nothing_helps(_case: Case, _program: Program, _spread: Edges, _rounded: Edges) -> None:
+    """What is known where nobody looks for remedies."""
+
+
+def nothing_ahead(_program: Program, _cost: CostModel) -> Mapping[Channel, int]:
+    """What is posted ahead where nobody lowers programs."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """The compiler, as the controller uses it.
+
+    Attributes:
+        planner: The best program for a case, given the one that runs now. May raise an AdaptraError: the old plan is then kept.
+        predict: The makespan of a program under a cost model; seconds.
+        bound: What no program can beat in a case; seconds.
+        remedies: What would relieve the edges whose bandwidth binds in a case, given its program and the edges that take the
+            delegate or round already; see :func:`adaptra.planning.bandwidth_remedies.find_remedies`.
+        draft: As ``planner``, but sooner, for what is only suspected; by default the planner itself.
+        ahead_of_need: How many messages ahead of need the receives of each channel are posted when a program is lowered for a
+            cost model; see :meth:`adaptra.passes.insert_comm.InsertComm.ahead_of_need`.
+        holds: The most bytes of activations that each rank holds at a time under a program, where it is known.
+    """
+
+    planner: Callable[[Case, Program], Program]
+    predict: Callable[[Program, CostModel], float]
+    bound: Callable[[Case], float]
+    remedies: Callable[[Case, Program, Edges, Edges], Remedies | None] = nothing_helps
+    draft: Callable[[Case, Program], Program] | None = None
+    ahead_of_need: Callable[[Program, CostModel], Mapping[Channel, int]] = nothing_ahead
+    holds: Callable[[Program], tuple[int, ...]] | None = None
+
+    def plan_for(self, detection: Detection, current: Plan, delegated: Edges, is_draft: bool) -> tuple[Plan, Remedies | None]:
+        """The best plan for what was detected that the time allows, and what would relieve edges whose bandwidth binds.
+
+        Edges that round and would not bind as they are become exact again; where rounding is allowed and wins, it is part of
+        the plan. The plan has the version of the running one.
+
+        Args:
+            detection: What holds now.
+            current: The plan that runs.
+            delegated: The edges that take the delegate under the new plan.
+            is_draft: Whether there is time for a quick search only, and none for remedies.
+        """
+        rounded = needed_rounding(replace(current.case, cost=detection.cost), current.rounded)
+        needless = tuple(edge for edge in current.rounded if edge not in rounded)
+        detection = detection.with_occupancies(needless, 1 / BFLOAT16_SHARE)
+        case, program = self._search(detection, current, is_draft)
+        reason, remedies = detection.reason, None if is_draft else self.remedies(case, program, delegated, rounded)
+        rounding = None if remedies is None else remedies.best(Remedy.ROUNDING)
+        if remedies is not None and rounding is not None:
+            exact = tuple(edge for edge in remedies.edges if edge not in rounded)
+            detection, rounded = detection.with_occupancies(exact, BFLOAT16_SHARE), tuple(sorted({*rounded, *exact}))
+            case, program, reason = replace(case, cost=rounding.cost), rounding.program, f"{reason}; {rounding.change}"
+        predicted, bound = self.expect(program, detection), self.bound(case)
+        return Plan(current.version, program, case, predicted, bound, reason, delegated, rounded), remedies
+
+    def expect(self, program: Program, detection: Detection) -> float:
+        """The makespan of a program under what was detected: with lossy edges the mean over what their messages may meet."""
+        if not detection.scenarios:
+            return self.predict(program, detection.cost)
+        weights = [scenario.weight for scenario in detection.scenarios]
+        return fmean((self.predict(program, scenario.cost) for scenario in detection.scenarios), weights)
+
+    def patience(self, program: Program, running: Program, detection: Detection) -> float:
+        """For how many steps from its detection on a program waits, because what flaps has healed and may turn slow again.
+
+        As with renting or buying: until what flaps has been healthy for so long that waiting has cost as much as a relapse
+        right after the switch would. So whatever comes costs at most twice what it must.
+        """
+        doubt = detection.doubt
+        if doubt is None:
+            return 0.0
+        risked = REACTION * (self.predict(program, doubt.cost) - self.predict(running, doubt.cost))
+        gained = self.expect(running, detection) - self.expect(program, detection)
+        if risked <= 0.0:
+            return 0.0
+        worth = risked / gained if gained > 0.0 else math.inf
+        return max(min(worth, doubt.within) - doubt.since, 0.0)
+
+    def lowered_anew(self, current: Plan, detection: Detection) -> Plan | None:
+        """The running program with its receives posted in time for what was detected; None if they are already."""
+        before = self.ahead_of_need(current.program, current.case.cost)
+        now = self.ahead_of_need(current.program, detection.cost)
+        if all(count <= before[channel] for channel, count in now.items()):
+            return None
+        case = replace(current.case, cost=detection.cost)
+        predicted, reason = self.expect(current.program, detection), f"{detection.reason}; the same order, receives sooner"
+        return replace(current, case=case, predicted=predicted, bound=self.bound(case), reason=reason)
+
+    def meanwhile(self, program: Program, running: Program, case: Case, detection: Detection) -> Program | None:
+        """What can run at once where ``program`` would wait: made as if all that flaps were slow; None if it needn't wait.
+
+        So what has turned slow is planned for, while what has healed together with it is still doubted.
+
+        Args:
+            program: The best program for what was detected.
+            running: The one that runs now.
+            case: The case; its costs don't matter.
+            detection: What was detected.
+        """
+        if detection.doubt is None or self.patience(program, running, detection) == 0.0:
+            return None
+        planner = self.draft or self.planner
+        return planner(replace(case, cost=detection.doubt.cost), running).compute_only()
+
+    def _search(self, detection: Detection, current: Plan, is_draft: bool) -> tuple[Case, Program]:
+        """The case that was planned for, and the best program without messages.
+
+        With lossy edges it is made for a prompt, the mean or a late message, whichever is shortest on average: the case has
+        that one level, so nothing is planned for from message to message. A late message's level mostly wins: the more
+        microbatches are in flight, the more of a stall passes unnoticed. There are several searches, so each is a draft's.
+        """
+        costs = dict.fromkeys((detection.cost, *(scenario.cost for scenario in detection.scenarios)))
+        planner = self.draft if self.draft is not None and (is_draft or len(costs) > 1) else self.planner
+        cases = [replace(current.case, cost=cost) for cost in costs]
+        found = [(case, planner(case, current.program).compute_only()) for case in cases]
+        return min(found, key=lambda pair: self.expect(pair[1], detection))

@@ -1,0 +1,1 @@
+"""Replicas of a pipeline: gradients averaged, buffers kept equal."""

@@ -1,0 +1,190 @@
+"""Data parallelism: the ranks that hold the same stage in other pipelines combine their gradients after every step.
+
+The ranks of one pipeline tell each other of a failure (see :mod:`adaptra.runtime.membership.membership`); between pipelines a
+failure
+travels through the group of each stage: whose pipeline fails writes down why and closes the group's connections, which ends the
+wait of its peers in the other pipelines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store
+
+from adaptra.errors import PeerLostError
+from adaptra.runtime.control_store.stores import clone
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A tensor that the first replica sends.
+
+    Attributes:
+        replicas: The ranks concerned.
+        tensor: Holds the first replica's values once they have been waited for; on that replica it must not change before.
+        work: What is under way.
+    """
+
+    replicas: Replicas
+    tensor: Tensor
+    work: dist.Work
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is there.
+
+        Raises:
+            PeerLostError: The first replica has failed; says why where it could.
+        """
+        self.replicas.wait_for(self.work)
+        return self.tensor
+
+
+class Replicas:
+    """The ranks that hold copies of one stage.
+
+    Args:
+        group: Their process group.
+        aside: Another one of the same ranks, for all but steps: a rank that alone evaluates must not meet a step's gradients.
+        store: Shared by all ranks of the job; with a prefix of these roles.
+        index: Which of the job's pipelines this rank's is, counted from 0.
+        pipeline: The job's ranks that make up this rank's pipeline, by stage.
+
+    Attributes:
+        index: As given.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, aside: dist.ProcessGroup, store: Store, index: int, pipeline: Sequence[int]
+    ) -> None:
+        self.index = index
+        self._group = group
+        self._aside = aside
+        self._count = dist.get_world_size(group)
+        self._store = clone(store)
+        self._pipeline = pipeline
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def combine_gradients(self, parameters: Iterable[Tensor], *, mean: bool = True) -> None:
+        """Replace every gradient by its mean over the replicas, or by their sum.
+
+        Every replica adds in the same order, so the copies stay bitwise equal. Waits for the replicas' ranks of this stage
+        alone: other stages may still compute.
+
+        Raises:
+            PeerLostError: Another replica has failed; says why where it could.
+        """
+        gradients: list[Tensor] = []
+        for parameter in parameters:
+            if parameter.grad is None:  # here; another replica's part of the batch may have reached it
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        self._combine(gradients, mean, self._group)
+
+    def combine_losses(self, losses: Tensor, *, mean: bool = True, aside: bool = False) -> Tensor:
+        """The mean of the replicas' losses, or their sum, ``aside`` from a step or in it; as :meth:`combine_gradients`."""
+        combined = losses.clone()  # the last stage's are on their way to other ranks
+        self._combine([combined], mean, self._aside if aside else self._group)
+        return combined
+
+    @property
+    def pipeline(self) -> Sequence[int]:
+        """The job's ranks that make up this rank's pipeline, by stage."""
+        return self._pipeline
+
+    @property
+    def ranks(self) -> list[int]:
+        """The job's ranks that hold copies of this stage, by replica."""
+        return dist.get_process_group_ranks(self._group)
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers that each replica gives, of 64 bits and equally many, by replica; raises as :meth:`combine_gradients`."""
+        device = torch.device("cuda" if "nccl" in dist.get_backend(self._group) else "cpu")
+        own = torch.tensor(numbers, dtype=torch.int64, device=device)
+        found = [torch.empty_like(own) for _ in range(self._count)]
+        with self._naming_the_lost():
+            dist.all_gather(found, own, group=self._aside)
+        return [one.tolist() for one in found]
+
+    def first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of the first replica's tensors, of any dtype; raises as :meth:`combine_gradients`."""
+        copies = [one.detach().clone(memory_format=torch.contiguous_format) for one in tensors]
+        with self._naming_the_lost():
+            works = [
+                dist.broadcast(one.reshape(-1).view(torch.uint8), group=self._aside, group_src=0, async_op=True)
+                for one in copies
+            ]
+            for work in works:
+                assert work is not None, "this rank is of the group"
+                work.wait()
+        return copies
+
+    def broadcast(self, packed: Tensor, *, aside: bool) -> Arriving:
+        """Begin to replace ``packed`` by the first replica's, which has the same dtype and size. Waits for nobody.
+
+        The ranks that hold copies begin in the same order whatever they ask of each other.
+        """
+        with self._naming_the_lost():
+            work = dist.broadcast(packed, group=self._aside if aside else self._group, group_src=0, async_op=True)
+        assert work is not None, "this rank is of the group"
+        return Arriving(self, packed, work)
+
+    def wait_for(self, work: dist.Work) -> None:
+        """Wait for what was begun; raises as :meth:`combine_gradients`."""
+        with self._naming_the_lost():
+            work.wait()
+
+    def _combine(self, tensors: Sequence[Tensor], mean: bool, group: dist.ProcessGroup) -> None:
+        with self._naming_the_lost():
+            works = [dist.all_reduce(one, group=group, async_op=True) for one in tensors]
+            for tensor, work in zip(tensors, works, strict=True):
+                assert work is not None, "this rank is of the group"
+                work.wait()
+                if mean:
+                    tensor /= self._count
+
+    @contextlib.contextmanager
+    def _naming_the_lost(self) -> Generator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerLostError(f"a data-parallel replica is lost: {self._why() or error}") from error
+
+    def placed(self, error: PeerLostError) -> PeerLostError:
+        """An error of this rank's pipeline, in which ranks count from 0, with the job's number of the lost rank."""
+        if error.rank is None or (lost := self._pipeline[error.rank]) == error.rank:
+            return error
+        message = f"{error} (rank {error.rank} of this pipeline is the job's rank {lost})"
+        return PeerLostError(message, rank=lost, edge=error.edge, op=error.op)
+
+    def abort(self, error: BaseException) -> None:
+        """This rank's pipeline has failed: tell the peers in other pipelines why, and end their waits. Only once."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+        ranks = ", ".join(map(str, self._pipeline))
+        with contextlib.suppress(RuntimeError):
+            # The first text is the cause, later ones are its consequences.
+            text = f"the pipeline of the job's ranks {ranks} failed: {type(error).__name__}: {error}"[:4000]
+            self._store.compare_set("why", "", text)
+        for group in (self._group, self._aside):
+            for peer in range(self._count):
+                if peer != dist.get_rank(group):
+                    # gloo closes all connections of a group when one of its waits times out, which ends the others.
+                    with contextlib.suppress(RuntimeError):
+                        group.recv([torch.empty(1, dtype=torch.uint8)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
+
+    def _why(self) -> str | None:
+        try:
+            return self._store.get("why").decode() if self._store.check(["why"]) else None
+        except RuntimeError:
+            return None

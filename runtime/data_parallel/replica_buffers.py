@@ -1,0 +1,64 @@
+"""Buffers that a model changes, kept equal over data-parallel replicas as DDP keeps them: by the first replica's.
+
+Before each forward pass the first replica's are broadcast, all of a stage in one message per device. The message is under way
+while the step begins, and a stage waits for it before its first F: behind the first stage that costs nothing, since those
+stages wait for their inputs as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from adaptra.runtime.data_parallel.gradient_averaging import Arriving, Replicas
+
+
+class ReplicaBuffers:
+    """The buffers of one rank's stages.
+
+    Args:
+        replicas: The ranks that hold copies of them, or None where each keeps its own.
+        buffers: The same ones, in the same order, on each of these ranks.
+    """
+
+    def __init__(self, replicas: Replicas | None, buffers: Sequence[Tensor]) -> None:
+        self._replicas = replicas if buffers else None
+        self._buffers = tuple(buffers)
+        self._arriving: list[tuple[tuple[Tensor, ...], Arriving]] = []
+
+    def begin(self, *, aside: bool = False) -> None:
+        """Send the first replica's values, or ask for them, ``aside`` from steps or in one. Waits for nobody."""
+        if self._replicas is None:
+            return
+        for device in sorted({one.device for one in self._buffers}, key=str):
+            buffers = tuple(one for one in self._buffers if one.device == device)
+            packed = torch.cat([_bytes_of(one) for one in buffers])
+            self._arriving.append((buffers, self._replicas.broadcast(packed, aside=aside)))
+
+    def wait(self) -> None:
+        """Wait for the first replica's values where they are another's; F reads them next.
+
+        Raises:
+            PeerLostError: The first replica has failed; says why where it could.
+        """
+        if self._arriving and self._replicas is not None and self._replicas.index > 0:
+            self.end()
+
+    def end(self) -> None:
+        """Wait for what is under way; raises as :meth:`wait`."""
+        arriving, self._arriving = self._arriving, []
+        for buffers, message in arriving:
+            packed = message.wait()
+            if self._replicas is None or self._replicas.index == 0:
+                continue
+            parts = packed.split([_bytes_of(one).numel() for one in buffers])
+            with torch.no_grad():
+                for buffer, part in zip(buffers, parts, strict=True):
+                    buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The values of a tensor as bytes, in the order of its dimensions."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

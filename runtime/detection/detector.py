@@ -1,0 +1,325 @@
+"""The detector: measurements of steps in, a new cost model and its reasons out.
+
+Every stage and every directed edge has a level. The first steps are warm-up, the next
+ones calibrate the levels; after that a level moves only if the last ``persist`` steps all lie on the same side of it, further
+away than ``change`` of the op times and than ``noise`` times the scatter of the recent steps, and agree with each other about
+where. So an outlier, a step during which something changed and mere noise move nothing, and slow and healed are found in the
+same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Final
+
+from adaptra.errors import ControlError
+from adaptra.runtime.detection.changes import Change, EdgeChange, LossChange, StageChange
+from adaptra.runtime.detection.clock_drift import ClockDrift
+from adaptra.runtime.detection.flapping import Doubt, Flapping, Relapses
+from adaptra.runtime.detection.level_shift import DetectorOptions, Level
+from adaptra.runtime.detection.measurement import EdgeMeasurement, StageMeasurement, Stalls, StepMeasurement
+from adaptra.runtime.detection.packet_loss import LossyPath
+from adaptra.runtime.detection.step_noise import StepNoise
+from adaptra.simulation.cost import CostModel
+from adaptra.simulation.scenarios import Scenario, delay_scenarios
+
+MOST_LOSSY: Final = 3
+"""Of more lossy edges the worst are planned for in all combinations, the others by their mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """A new cost model and why: ``changes`` are empty for the first one, which calibrates.
+
+    Attributes:
+        cost: What holds from now on; of a lossy edge, what its mean message takes.
+        scenarios: What the messages of lossy edges may meet, if there are such edges.
+        doubt: What may come again, if places that flap have healed.
+        noise: The standard deviation of a step's time, in seconds.
+    """
+
+    step: int
+    changes: tuple[Change, ...]
+    cost: CostModel
+    scenarios: tuple[Scenario, ...] = ()
+    doubt: Doubt | None = None
+    noise: float = 0.0
+
+    @property
+    def reason(self) -> str:
+        """One line for people."""
+        return "; ".join(map(str, self.changes)) or "calibrated by measurement"
+
+    def with_occupancies(self, edges: Sequence[tuple[int, int]], factor: float) -> Detection:
+        """What would hold if each message occupied these edges for ``factor`` times as long."""
+        scenarios = tuple(replace(one, cost=one.cost.with_occupancies(edges, factor)) for one in self.scenarios)
+        doubt = self.doubt and self.doubt._replace(cost=self.doubt.cost.with_occupancies(edges, factor))
+        return replace(self, cost=self.cost.with_occupancies(edges, factor), scenarios=scenarios, doubt=doubt)
+
+
+@dataclass(slots=True)
+class _Calibration:
+    """The measurements of the calibrating steps."""
+
+    stages: dict[int, list[StageMeasurement]] = field(default_factory=dict[int, list[StageMeasurement]])
+    edges: dict[tuple[int, int], list[EdgeMeasurement]] = field(default_factory=dict[tuple[int, int], list[EdgeMeasurement]])
+
+
+class Detector:
+    """Follows a pipeline's measurements.
+
+    Args:
+        cost: The estimated cost model. What is measured replaces it; memory and what is never measured stays.
+        options: What counts as a change.
+    """
+
+    def __init__(self, cost: CostModel, options: DetectorOptions | None = None) -> None:
+        self._options = options or DetectorOptions()
+        self._cost = cost
+        self._seen = 0
+        self._now = self._options
+        self._step_noise = StepNoise(self._options.memory)
+        self._calibration = _Calibration()
+        self._stages: dict[int, Level] = {}
+        self._clocks = ClockDrift()
+        self._flights: dict[tuple[int, int], Level] = {}
+        self._occupancies: dict[tuple[int, int], Level] = {}
+        self._paths: dict[tuple[int, int], LossyPath] = {}
+        self._flapping = Flapping(self._options.relapse)
+
+    @property
+    def cost(self) -> CostModel:
+        """The current cost model, in seconds."""
+        return self._cost
+
+    @property
+    def latest(self) -> CostModel:
+        """The cost model of the recent steps, which are more than those that a change was detected in."""
+        cost = self._cost
+        for stage, level in self._stages.items():
+            if level.level > 0.0:
+                ratio = level.latest / level.level
+                cost = cost.with_stage(
+                    stage, ratio * cost.forward[stage], ratio * cost.input_grad[stage], ratio * cost.weight_grad[stage]
+                )
+        for edge, level in self._flights.items():
+            if self._paths[edge].loss is None:
+                flight = max(level.latest, 0.0)
+                occupancy = min(max(self._occupancies[edge].latest, 0.0), flight)
+                cost = cost.with_occupancy(*edge, occupancy).with_latency(*edge, flight - occupancy)
+        return cost
+
+    @property
+    def slow_edges(self) -> tuple[tuple[int, int], ...]:
+        """The directed edges, as stages, that are slower than they were calibrated."""
+        return tuple(
+            edge
+            for edge, flight in self._flights.items()
+            if self._paths[edge].loss is not None
+            or flight.level - flight.calibrated > flight.limit(self._edge_limit(flight.calibrated), self._options.noise)
+        )
+
+    def observe(self, measurements: Sequence[StepMeasurement]) -> Detection | None:
+        """Take the measurements of all ranks of one step; a detection if they change the cost model.
+
+        Raises:
+            ControlError: A measurement names a stage or edge that the pipeline does not have.
+        """
+        step = max(measurement.step for measurement in measurements)
+        stages = [stage for measurement in measurements for stage in measurement.stages]
+        edges = [edge for measurement in measurements for edge in measurement.edges]
+        self._check(stages, edges)
+        self._seen += 1
+        self._flapping.step()
+        if self._seen <= self._options.warm_up:
+            return None
+        self._step_noise.observe(max(measurement.seconds for measurement in measurements))
+        if self._seen <= self._options.warm_up + self._options.calibration:
+            for stage in stages:
+                self._calibration.stages.setdefault(stage.stage, []).append(stage)
+            for edge in edges:
+                possible = replace(edge.estimate, flight=max(edge.estimate.flight, 0.0))
+                self._calibration.edges.setdefault((edge.source, edge.destination), []).append(replace(edge, estimate=possible))
+            if self._seen < self._options.warm_up + self._options.calibration:
+                return None
+            self._calibrate()
+            return Detection(step, (), self._cost)
+        noise = self._step_noise.deviation
+        persist = max(self._options.persist, self._step_noise.last(self._options.lasting))
+        self._now = replace(self._options, persist=persist)
+        unsteady = {(edge.source, edge.destination) for edge in edges if self._says_nothing(edge)}
+        levels = {edge: flight.level for edge, flight in self._flights.items() if edge not in unsteady}
+        edges = self._clocks.correct(edges, levels, self._least_change)
+        pauses = {stage.stage: one.pause for one in measurements for stage in one.stages}
+        losses = [self._observe_path(edge, max(pauses[edge.source], pauses[edge.destination])) for edge in edges]
+        steady = [edge for edge in edges if (edge.source, edge.destination) not in unsteady]
+        moved = (*map(self._observe_stage, stages), *losses, *map(self._observe_edge, steady))
+        changes = tuple(change for change in moved if change is not None)
+        if not changes:
+            return None
+        return Detection(step, changes, self._cost, self._scenarios(), self._flapping.doubt(self._cost), noise)
+
+    def foresee(self, measurements: Sequence[StepMeasurement]) -> Detection | None:
+        """What would be detected if the next step measured what the latest one did, which has been observed already.
+
+        Where all messages were late by one stall, because their edge turned slow, the next step would not call it that.
+        """
+        levels = (*self._stages.values(), *self._flights.values(), *self._occupancies.values())
+        if not any(level.suspects for level in levels):
+            return None
+        return deepcopy(self).observe([replace(one, edges=tuple(map(self._without_stall, one.edges))) for one in measurements])
+
+    def _without_stall(self, edge: EdgeMeasurement) -> EdgeMeasurement:
+        path = self._paths.get((edge.source, edge.destination))
+        return edge if path is None or path.loss is not None else replace(edge, stalls=Stalls())
+
+    def _check(self, stages: Sequence[StageMeasurement], edges: Sequence[EdgeMeasurement]) -> None:
+        count = self._cost.stages
+        for stage in stages:
+            if stage.stage >= count:
+                raise ControlError(f"measurement of stage {stage.stage}: expected stages 0..{count - 1}")
+        for edge in edges:
+            if abs(edge.source - edge.destination) != 1 or max(edge.source, edge.destination) >= count:
+                raise ControlError(
+                    f"measurement of edge {edge.source}→{edge.destination}: expected neighbours of 0..{count - 1}"
+                )
+
+    def _calibrate(self) -> None:
+        options = self._options
+        for stage, measured in self._calibration.stages.items():
+            ordered = sorted(measured, key=lambda m: _total(m) or 0.0)
+            self._set_stage(ordered[len(ordered) // 2])
+            totals = [total for total in map(_total, measured) if total is not None]
+            if totals:
+                self._stages[stage] = Level.calibrate(totals, options)
+        for edge, measured in self._calibration.edges.items():
+            self._flights[edge] = Level.calibrate([m.estimate.flight for m in measured], options)
+            known = self._cost.occupancy(*edge)
+            self._occupancies[edge] = Level.calibrate([_occupancy(m, known) for m in measured], options)
+            self._paths[edge] = LossyPath(options.stall_window, Relapses(options.relapse))
+            self._set_edge(edge)
+        self._calibration = _Calibration()
+
+    def _observe_stage(self, measured: StageMeasurement) -> StageChange | None:
+        stage, total, level = measured.stage, _total(measured), self._stages.get(measured.stage)
+        if total is None or level is None or not level.moves(total, self._now, self._options.change * level.level):
+            return None
+        near = self._options.change * level.calibrated
+        confidence = level.confidence
+        was, now = level.level, level.settle(self._now.persist)
+        healed = abs(now - level.calibrated) <= level.limit(near, self._options.noise)
+        flapping = self._flapping.changed((stage,), now > was, self._cost)
+        self._set_stage(measured)
+        return StageChange(stage, was, now, level.calibrated, healed, flapping, confidence)
+
+    def _says_nothing(self, measured: EdgeMeasurement) -> bool:
+        """Whether most messages were late by stalls, which are no change of level: on a lossy path, or one after another."""
+        edge, stalls = (measured.source, measured.destination), measured.stalls
+        if edge not in self._paths or 2 * stalls.late <= measured.messages:
+            return False
+        return self._paths[edge].loss is not None or (stalls.count > 0 and bool(self._flights[edge].suspects))
+
+    def _observe_path(self, measured: EdgeMeasurement, pause: float) -> LossChange | None:
+        edge = (measured.source, measured.destination)
+        if edge not in self._paths:
+            return None
+        path, flight = self._paths[edge], self._flights[edge]
+        was = flight.level if path.loss is None else path.loss.mean
+        if not path.changes(measured, pause, self._options, self._edge_limit(flight.level)):
+            return None
+        flapping, confidence = path.relapses.count > 0, path.confidence
+        self._flapping.forget(edge)
+        if path.loss is None:
+            self._set_edge(edge)
+            return LossChange(*edge, was, flight.level, 0.0, 0.0, True, flapping, confidence)
+        # What looked like a slow link until now was the late messages.
+        flight.correct(min(flight.level, path.loss.prompt))
+        self._set_edge(edge)
+        return LossChange(*edge, was, path.loss.mean, path.loss.share, path.loss.extra, False, flapping, confidence)
+
+    def _scenarios(self) -> tuple[Scenario, ...]:
+        """All messages of a lossy edge prompt, or all of them late, each as likely as for one message."""
+        losses = {edge: path.loss for edge, path in self._paths.items() if path.loss is not None}
+        worst = sorted(losses.items(), key=lambda item: item[1].prompt - item[1].mean)[:MOST_LOSSY]
+        prompt = self._cost
+        for edge, loss in worst:
+            prompt = prompt.with_latency(*edge, loss.prompt - min(self._occupancies[edge].level, loss.prompt))
+        delays = {edge: {0.0: 1.0 - loss.share, loss.extra: loss.share} for edge, loss in worst}
+        return delay_scenarios(prompt, delays) if delays else ()
+
+    def _observe_edge(self, measured: EdgeMeasurement) -> EdgeChange | None:
+        edge = (measured.source, measured.destination)
+        if edge not in self._flights:
+            return None
+        change, path = self._moved_edge(measured), self._paths[edge]
+        if change is None:
+            return None
+        if path.loss is None:
+            change = replace(change, is_flapping=self._flapping.changed(edge, change.is_slower, self._cost))
+        else:
+            path.loss = replace(path.loss, prompt=change.now)
+        self._set_edge(edge)
+        return change
+
+    def _moved_edge(self, measured: EdgeMeasurement) -> EdgeChange | None:
+        edge, estimate = (measured.source, measured.destination), measured.estimate
+        flight, occupancy, options = self._flights[edge], self._occupancies[edge], self._now
+        if self._paths[edge].loss is not None:
+            options = replace(options, persist=max(options.persist, options.window))
+        smallest = self._edge_limit(flight.level)
+        flight_moved = flight.moves(estimate.flight, options, smallest)
+        occupancy_moved = occupancy.moves(_occupancy(measured, occupancy.level), options, smallest)
+        if not (flight_moved or occupancy_moved):
+            return None
+        confidence = max(level.confidence for level, moved in ((flight, flight_moved), (occupancy, occupancy_moved)) if moved)
+        was, occupied_was = flight.level, occupancy.level
+        now, occupied = flight.settle(options.persist), occupancy.settle(options.persist)
+        near = self._edge_limit(flight.calibrated)
+        healed = abs(now - flight.calibrated) <= flight.limit(near, options.noise)
+        healed = healed and occupied - occupancy.calibrated <= occupancy.limit(near, options.noise)
+        unseen = now if estimate.spacing is None else min(now, estimate.spacing)
+        occupied, occupied_was = min(occupied, now), min(occupied_was, was)
+        most = unseen if estimate.occupancy is None else occupied
+        found = (was, now, flight.calibrated, occupied_was, occupied, most, healed)
+        return EdgeChange(*edge, *found, confidence=confidence)
+
+    def _least_change(self, edge: tuple[int, int]) -> float:
+        flight = self._flights[edge]
+        return flight.limit(self._edge_limit(flight.level), self._options.noise)
+
+    def _edge_limit(self, flight: float) -> float:
+        return max(self._options.change * fmean(self._cost.forward), self._options.edge_change * flight)
+
+    def _set_edge(self, edge: tuple[int, int]) -> None:
+        loss = self._paths[edge].loss
+        flight = self._flights[edge].level if loss is None else loss.mean
+        # Both are medians of their own, so the part may exceed the whole by a trifle.
+        occupancy = min(self._occupancies[edge].level, flight)
+        self._cost = self._cost.with_occupancy(*edge, occupancy).with_latency(*edge, flight - occupancy)
+
+    def _set_stage(self, measured: StageMeasurement) -> None:
+        """Put a stage's measured durations into the cost model; where only B ran, I and W keep their share of it."""
+        stage, cost = measured.stage, self._cost
+        input_grad, weight_grad = measured.input_grad, measured.weight_grad
+        if (input_grad is None or weight_grad is None) and measured.both is not None:
+            known = cost.input_grad[stage] + cost.weight_grad[stage]
+            share = cost.input_grad[stage] / known if known > 0 else 0.5
+            input_grad, weight_grad = share * measured.both, (1 - share) * measured.both
+        self._cost = cost.with_stage(stage, measured.forward, input_grad, weight_grad)
+
+
+def _total(measured: StageMeasurement) -> float | None:
+    """F, I and W (or B) of one microbatch; None when the stage did not run both directions."""
+    backward = measured.backward
+    return None if measured.forward is None or backward is None else measured.forward + backward
+
+
+def _occupancy(measured: EdgeMeasurement, known: float) -> float:
+    """The occupancy that was seen, or as much of the known one as the flight and the spacing of the arrivals allow."""
+    estimate = measured.estimate
+    if estimate.occupancy is not None:
+        return estimate.occupancy
+    return min(known, estimate.flight, known if estimate.spacing is None else estimate.spacing)

@@ -1,0 +1,303 @@
+"""The monitor: what ran, what travelled and what waited on one rank, recorded at the cost of an append.
+
+The executor records while a step runs; :meth:`Monitor.end_step` condenses the step to the small vector that the detector
+reads and keeps the raw records of the last few steps for traces. Records are plain JSON, so those of all ranks can be gathered
+into one timeline.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+from adaptra.errors import ControlError, ScheduleError
+from adaptra.program import Kind, Op, Program, parse_op
+from adaptra.program.placement import stages_of
+from adaptra.runtime.control_store.schema import Fields
+from adaptra.runtime.detection.measurement import EdgeMeasurement, StageMeasurement, StepMeasurement, estimate_edge
+from adaptra.runtime.detection.stalls import Stalling
+from adaptra.runtime.rdma.watch import RdmaEvent
+from adaptra.simulation.timeline import MessageInterval, OpInterval, Source, Timeline
+
+_KEPT_LINKS: Final = 64
+
+
+class OpRecord(NamedTuple):
+    """A compute op and when it ran, in seconds of the monotonic clock."""
+
+    op: Op
+    start: float
+    end: float
+
+
+class MessageRecord(NamedTuple):
+    """A message that arrived: ``kind`` is SEND_F or SEND_B, ``source`` and ``destination`` are stages, times are seconds.
+
+    Handed over at ``sent_at`` and there at ``arrived_at``, it was used at ``consumed_at``. ``departed_at`` is ``sent_at``, or
+    when its receiver asked for it if it may have waited for that.
+    """
+
+    kind: Kind
+    source: int
+    destination: int
+    microbatch: int
+    nbytes: int
+    sent_at: float
+    departed_at: float
+    arrived_at: float
+    consumed_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecords:
+    """Everything one rank recorded in one step, in the order it happened there."""
+
+    rank: int
+    step: int
+    start: float
+    end: float
+    ops: tuple[OpRecord, ...]
+    messages: tuple[MessageRecord, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object that :meth:`from_json` reads back to equal records."""
+        return {
+            "rank": self.rank,
+            "step": self.step,
+            "start": self.start,
+            "end": self.end,
+            "ops": [{"op": str(op), "start": start, "end": end} for op, start, end in self.ops],
+            "messages": [{**message._asdict(), "kind": message.kind.value} for message in self.messages],
+        }
+
+    @staticmethod
+    def from_json(data: object) -> StepRecords:
+        """Read the records of a step.
+
+        Raises:
+            ControlError: A field is missing, unknown or not what it should be.
+        """
+        fields = Fields(data, "records of a step")
+        records = StepRecords(
+            rank=fields.whole("rank"),
+            step=fields.whole("step"),
+            start=fields.instant("start"),
+            end=fields.instant("end"),
+            ops=tuple(map(_read_op, fields.objects("ops"))),
+            messages=tuple(map(_read_message, fields.objects("messages"))),
+        )
+        fields.end()
+        return records
+
+
+def _read_op(fields: Fields) -> OpRecord:
+    try:
+        op = parse_op(fields.text("op", at_most=64))
+    except ScheduleError as error:
+        raise ControlError(f"records of a step: {error}") from None
+    record = OpRecord(op, fields.instant("start"), fields.instant("end"))
+    fields.end()
+    return record
+
+
+def _read_message(fields: Fields) -> MessageRecord:
+    kind = fields.text("kind", at_most=16)
+    if kind not in (Kind.SEND_F.value, Kind.SEND_B.value):
+        raise ControlError(f"records of a step: message of kind {kind!r}: expected SEND_F or SEND_B")
+    whole = [fields.whole(name) for name in ("source", "destination", "microbatch", "nbytes")]
+    instants = [fields.instant(name) for name in ("sent_at", "departed_at", "arrived_at", "consumed_at")]
+    fields.end()
+    return MessageRecord(Kind(kind), *whole, *instants)
+
+
+class LinkRecord(NamedTuple):
+    """What an RDMA device told, at which second of the monotonic clock, and what its ports were then."""
+
+    at: float
+    event: RdmaEvent
+
+
+class Monitor:
+    """Records of one rank. Used by the thread that runs the steps; only links, :meth:`records` and :meth:`timeline` by any.
+
+    Args:
+        rank: This rank.
+        placement: ``placement[stage]`` is the stage's rank.
+        keep: Of how many steps the raw records are kept.
+        read: The seconds of what :meth:`op` was given, as :meth:`adaptra.runtime.worker.device_clock.OpClock.read`.
+    """
+
+    def __init__(
+        self, rank: int, placement: Sequence[int], keep: int = 8, read: Callable[[Sequence[Any]], list[float]] = list
+    ) -> None:
+        self._read = read
+        self._rank = rank
+        self._own = stages_of(rank, placement)
+        self._kept: deque[StepRecords] = deque(maxlen=keep)
+        self._ops: list[tuple[Op, Any, Any]] = []
+        self._messages: list[tuple[Kind, int, int, int, int, float, float, float, float]] = []
+        self._waits: list[tuple[Op, float]] = []
+        self._probes: dict[tuple[int, int], tuple[float, float]] = {}
+        self._links: deque[LinkRecord] = deque(maxlen=_KEPT_LINKS)
+        self._stalling: defaultdict[tuple[int, int], Stalling] = defaultdict(Stalling)
+
+    @property
+    def links(self) -> tuple[LinkRecord, ...]:
+        """The last things that this rank's RDMA devices told, oldest first."""
+        return tuple(self._links)
+
+    def link(self, event: RdmaEvent, at: float) -> None:
+        """Record what an RDMA device told at a moment of the monotonic clock."""
+        self._links.append(LinkRecord(at, event))
+
+    def begin_step(self) -> None:
+        """Forget what was recorded since the last :meth:`end_step`: a step that failed, or one that only evaluated."""
+        self._ops, self._messages, self._waits, self._probes = [], [], [], {}
+
+    def op(self, op: Op, start: Any, end: Any) -> None:
+        """Record that a compute op ran, between these marks of the rank's clock."""
+        self._ops.append((op, start, end))
+
+    def message(
+        self,
+        kind: Kind,
+        source: int,
+        destination: int,
+        microbatch: int,
+        nbytes: int,
+        sent_at: float,
+        departed_at: float,
+        arrived_at: float,
+        consumed_at: float,
+    ) -> None:
+        """Record that a message arrived; see :class:`MessageRecord`."""
+        instants = (sent_at, departed_at, arrived_at, consumed_at)
+        self._messages.append((kind, source, destination, microbatch, nbytes, *instants))
+
+    def wait(self, op: Op, seconds: float) -> None:
+        """Record how long a compute op waited for its message."""
+        self._waits.append((op, seconds))
+
+    def probe(self, source: int, destination: int, sent_at: float, arrived_at: float) -> None:
+        """Record a message of a few bytes that crossed an edge of stages only to be timed."""
+        self._probes[source, destination] = sent_at, arrived_at
+
+    def end_step(self, step: int, start: float, end: float) -> StepMeasurement:
+        """Condense the step that ran from ``start`` to ``end``, keep its records and begin the next one."""
+        records = self.unfinished(step, start, end)
+        edges = self._measure_edges(records)
+        self.begin_step()
+        self._kept.append(records)
+        durations = _durations(records)
+        pause = max((max(values) - median(values) for values in durations.values()), default=0.0)
+        return StepMeasurement(self._rank, step, records.end - start, self._measure_stages(durations), edges, pause)
+
+    @property
+    def kept(self) -> tuple[StepRecords, ...]:
+        """The records of the last steps, oldest first."""
+        return tuple(self._kept)
+
+    def unfinished(self, step: int, start: float, end: float) -> StepRecords:
+        """What has been recorded since :meth:`begin_step`, as the records of a step that broke off at ``end``."""
+        marks = iter(self._read([mark for _, *marks in self._ops for mark in marks]))
+        ops = tuple(OpRecord(op, next(marks), next(marks)) for op, *_ in self._ops)
+        messages = tuple(map(MessageRecord._make, self._messages))
+        latest = max((op.end for op in ops), default=end)  # which a GPU may come to after the host
+        return StepRecords(self._rank, step, start, max(end, latest), ops, messages)
+
+    def records(self, step: int) -> StepRecords:
+        """What was recorded in a step.
+
+        Raises:
+            KeyError: The step is not among the last ones kept.
+        """
+        kept = self.kept
+        for records in kept:
+            if records.step == step:
+                return records
+        raise KeyError(f"step {step}: the records of rank {self._rank} hold the steps {[records.step for records in kept]}")
+
+    def timeline(self, program: Program, step: int) -> Timeline:
+        """This rank's part of a step's timeline: its own ops and the messages that reached it. The other ranks' are empty.
+
+        Raises:
+            KeyError: The step is not among the last ones kept.
+        """
+        return merge_timelines(program, [self.records(step)])
+
+    def _measure_stages(self, durations: Mapping[tuple[int, Kind], Sequence[float]]) -> tuple[StageMeasurement, ...]:
+        medians = {key: median(values) for key, values in durations.items()}
+        return tuple(
+            StageMeasurement(stage, *(medians.get((stage, kind)) for kind in (Kind.F, Kind.I, Kind.W, Kind.B)))
+            for stage in self._own
+        )
+
+    def _measure_edges(self, records: StepRecords) -> tuple[EdgeMeasurement, ...]:
+        messages: dict[tuple[int, int], list[MessageRecord]] = {}
+        for message in sorted(records.messages, key=lambda message: message.sent_at):
+            messages.setdefault((message.source, message.destination), []).append(message)
+        waiting = dict.fromkeys(messages, 0.0)
+        for op, seconds in self._waits:
+            edge = (op.stage - 1 if op.kind is Kind.F else op.stage + 1, op.stage)
+            waiting[edge] = waiting.get(edge, 0.0) + seconds
+        found: list[EdgeMeasurement] = []
+        for edge, mine in sorted(messages.items()):
+            known: list[tuple[float, float]] = []
+            awaited: list[tuple[float, float]] = []
+            for message in mine:
+                may_have_waited = message.sent_at < max(records.start, message.departed_at)
+                (awaited if may_have_waited else known).append((message.departed_at, message.arrived_at))
+            stalls, prompt = self._stalling[edge].observe(known, awaited)
+            probe = self._probes.get(edge)
+            if probe is not None and any(message.sent_at <= probe[0] < message.arrived_at for message in mine):
+                probe = None  # it may have queued behind that message
+            estimate = estimate_edge(prompt, probe)
+            found.append(EdgeMeasurement(*edge, len(mine), waiting[edge], estimate, stalls))
+        return tuple(found)
+
+
+def _durations(records: StepRecords) -> dict[tuple[int, Kind], list[float]]:
+    """How long ops took, by stage and kind."""
+    durations: dict[tuple[int, Kind], list[float]] = {}
+    for op, start, end in records.ops:
+        durations.setdefault((op.stage, op.kind), []).append(end - start)
+    return durations
+
+
+def merge_timelines(program: Program, records: Iterable[StepRecords]) -> Timeline:
+    """One measured timeline of a step from the records of its ranks. Times are seconds since the first rank's start.
+
+    Args:
+        program: The program that ran.
+        records: Of one step, one per rank; ranks that are missing have no ops.
+
+    Raises:
+        ValueError: The records are of several steps, or name a rank twice or one that the program does not have.
+    """
+    by_rank: dict[int, StepRecords] = {}
+    for one in records:
+        if one.rank in by_rank or not one.rank < program.ranks:
+            raise ValueError(f"records of rank {one.rank}: expected each of the ranks 0..{program.ranks - 1} at most once")
+        by_rank[one.rank] = one
+    steps = sorted({one.step for one in by_rank.values()})
+    if len(steps) != 1:
+        raise ValueError(f"records of the steps {steps}: expected those of one step")
+    zero = min(one.start for one in by_rank.values())
+    ops = tuple(
+        tuple(OpInterval(rank, op, start - zero, end - zero) for op, start, end in by_rank[rank].ops) if rank in by_rank else ()
+        for rank in range(program.ranks)
+    )
+    messages = sorted(
+        (
+            MessageInterval(
+                m.kind, m.source, m.destination, m.microbatch, m.sent_at - zero, m.departed_at - zero, m.arrived_at - zero
+            )
+            for one in by_rank.values()
+            for m in one.messages
+        ),
+        key=lambda message: message.posted,
+    )
+    return Timeline(program, Source.MEASURED, ops, tuple(messages), seconds_per_unit=1.0)

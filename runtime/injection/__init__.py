@@ -1,0 +1,1 @@
+"""Emulated devices, slow links and faults, for tests and benchmarks."""

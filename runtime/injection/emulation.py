@@ -1,0 +1,75 @@
+"""Emulated devices: ops padded by sleeping to stated durations, so that few cores show the timeline of many devices.
+
+Off unless asked for. The numbers of the training are real; only the durations are made up, and whoever uses this says so in
+their output.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from adaptra.errors import OptionError
+from adaptra.program import Kind
+from adaptra.runtime.injection.faults import Fault, compute_extra, compute_factor
+from adaptra.simulation.cost import CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedDevice:
+    """How long F, I and W take on every stage's pretended device, in seconds; each a number or one number per stage."""
+
+    forward: float | Sequence[float]
+    input_grad: float | Sequence[float]
+    weight_grad: float | Sequence[float]
+
+    def apply(self, cost: CostModel) -> CostModel:
+        """The cost model with this device's durations in place of the estimated ones.
+
+        Raises:
+            OptionError: A sequence whose length is not the number of stages, or a duration that is no number or negative.
+        """
+        return replace(
+            cost,
+            forward=_per_stage("forward", self.forward, cost.stages),
+            input_grad=_per_stage("input_grad", self.input_grad, cost.stages),
+            weight_grad=_per_stage("weight_grad", self.weight_grad, cost.stages),
+        )
+
+
+def _per_stage(name: str, given: float | Sequence[float], stages: int) -> tuple[float, ...]:
+    values: list[Any] = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * stages
+    if len(values) != stages:
+        raise OptionError(
+            f"EmulatedDevice: {name} has {len(values)} durations: expected one number for all stages or {stages}, one per stage"
+        )
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
+            raise OptionError(f"EmulatedDevice: {name}={given!r}: expected seconds, finite and not negative")
+    return tuple(map(float, values))
+
+
+@dataclass(frozen=True, slots=True)
+class Pacing:
+    """What lengthens a rank's ops beyond their own computation: an emulated device, injected slow stages, or both.
+
+    Attributes:
+        emulated: A cost model to whose durations every op is padded, or None.
+        faults: Faults to order; only those of stages matter here.
+    """
+
+    emulated: CostModel | None
+    faults: Sequence[Fault]
+
+    def pad(self, stage: int, kind: Kind, step: int, started: float) -> None:
+        """Sleep until the op that started at ``started`` (monotonic seconds) has lasted as long as it should."""
+        if self.emulated is None and not self.faults:
+            return
+        duration = time.monotonic() - started if self.emulated is None else self.emulated.duration(stage, kind)
+        duration = duration * compute_factor(self.faults, stage, step) + compute_extra(self.faults, stage, step)
+        remaining = started + duration - time.monotonic()
+        if remaining > 0:
+            time.sleep(remaining)

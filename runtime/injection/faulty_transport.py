@@ -1,0 +1,199 @@
+"""A transport whose links turn slow to order: what fault injection does to messages.
+
+Each affected message is held back at its sender, several at a time as on a real link, and never its sender itself: messages
+queue for each other's occupancy (bytes / rate), never for their latency, as in :class:`adaptra.simulation.cost.CostModel`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from adaptra.errors import TransportError
+from adaptra.graph.ops.specs import MessageSpec
+from adaptra.program import Program
+from adaptra.runtime.injection.faults import Fault, link_delay, link_occupancy
+from adaptra.runtime.transports.base import Identity, PathCounts, Pending, Transport, now
+from adaptra.runtime.transports.pending import wait_for
+
+
+class _HeldSend(Pending):
+    """A send that is held back first and then its transport's own."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.sent_at = 0.0
+        self.departed_at = 0.0
+        self.arrived_at = 0.0
+        self._handed = threading.Event()
+        self._inner: Pending | None = None
+        self._error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` returns or raises at once."""
+        return self._handed.is_set() and (self._inner is None or self._inner.done)
+
+    def hand(self, inner: Pending) -> None:
+        """The message goes on its way."""
+        self._inner = inner
+        self._handed.set()
+
+    def fail(self, error: Exception) -> None:
+        """The message will never go."""
+        self._error = error
+        self._handed.set()
+
+    def wait(self, timeout: float | None = None) -> tuple[Tensor, ...]:
+        """See :meth:`Pending.wait`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not wait_for(self._handed, timeout):
+            raise TransportError(f"{self.identity}: held by a fault for more than {timeout} s")
+        if self._error is not None:
+            raise self._error
+        assert self._inner is not None
+        return self._inner.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+
+@dataclass(order=True, slots=True)
+class _Held:
+    """A message that waits for its time to go."""
+
+    due: float
+    ordinal: int
+    destination_rank: int = field(compare=False)
+    tensors: Sequence[Tensor] = field(compare=False)
+    posted_at: float = field(compare=False)
+    pending: _HeldSend = field(compare=False)
+
+
+class FaultyTransport(Transport):
+    """Any transport, with faults on its edges.
+
+    A held message keeps its order on its channel and the time at which it was posted, so that the receiver measures the fault
+    as it would measure a slow link. Tensors must not be written to while they are held.
+
+    Args:
+        transport: What carries the messages.
+        faults: Those that slow stages are for the executor, see :func:`compute_factor`, and change nothing here.
+    """
+
+    def __init__(self, transport: Transport, faults: Iterable[Fault]) -> None:
+        self.contract = transport.contract
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self.store = transport.store
+        self.faults = tuple(faults)
+        self._transport = transport
+        self._condition = threading.Condition()
+        self._held: list[_Held] = []
+        self._ordinal = 0
+        self._edge_free: dict[tuple[int, int], float] = {}
+        self._last_due: dict[tuple[int, bool], float] = {}
+        self._held_on: dict[tuple[int, bool], int] = {}
+        self._error: Exception | None = None
+        self._ends = False
+        self._thread = threading.Thread(target=self._release_in_time, name=f"adaptra rank {self.rank} faults", daemon=True)
+        self._thread.start()
+
+    def send(
+        self, destination_rank: int, identity: Identity, tensors: Sequence[Tensor], *, posted_at: float | None = None
+    ) -> Pending:
+        """See :meth:`Transport.send`."""
+        posted_at = now() if posted_at is None else posted_at
+        delay, occupancy = link_delay(self.faults, identity), link_occupancy(self.faults, identity)
+        channel = (destination_rank, identity.is_backward)
+        with self._condition:
+            if self._error is not None:
+                raise self._error
+            if not delay and not occupancy and not self._held_on.get(channel):
+                return self._transport.send(destination_rank, identity, tensors, posted_at=posted_at)
+            departed = posted_at
+            if occupancy:
+                departed = max(posted_at, self._edge_free.get(identity.edge, 0.0)) + occupancy
+                self._edge_free[identity.edge] = departed
+            due = max(departed + delay, self._last_due.get(channel, 0.0))
+            self._last_due[channel] = due
+            self._held_on[channel] = self._held_on.get(channel, 0) + 1
+            self._ordinal += 1
+            pending = _HeldSend(identity)
+            heapq.heappush(self._held, _Held(due, self._ordinal, destination_rank, tuple(tensors), posted_at, pending))
+            self._condition.notify_all()
+        return pending
+
+    def receive(self, source_rank: int, identity: Identity) -> Pending:
+        """See :meth:`Transport.receive`."""
+        return self._transport.receive(source_rank, identity)
+
+    def release(self, pending: Pending) -> None:
+        """See :meth:`Transport.release`."""
+        self._transport.release(pending)
+
+    def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
+        """See :meth:`Transport.reserve`."""
+        self._transport.reserve(counts)
+
+    def stand_by(self, source_rank: int, like: Identity, count: int) -> None:
+        """See :meth:`Transport.stand_by`."""
+        self._transport.stand_by(source_rank, like, count)
+
+    def use_lanes(self, step: int, program: Program) -> None:
+        """See :meth:`Transport.use_lanes`."""
+        self._transport.use_lanes(step, program)
+
+    def waiting_for(self, rank: int) -> Identity | None:
+        """See :meth:`Transport.waiting_for`."""
+        return self._transport.waiting_for(rank)
+
+    def path_counts(self) -> tuple[PathCounts, ...]:
+        """See :meth:`Transport.path_counts`."""
+        return self._transport.path_counts()
+
+    def abort(self, error: Exception) -> None:
+        """See :meth:`Transport.abort`. Held messages are dropped."""
+        self._drop(error)
+        self._transport.abort(error)
+
+    def close(self) -> None:
+        """See :meth:`Transport.close`. Held messages are sent first, each at its time."""
+        with self._condition:
+            self._ends = True
+            self._condition.notify_all()
+        self._thread.join()
+        self._drop(TransportError(f"the transport of rank {self.rank} is closed"))
+        self._transport.close()
+
+    def _drop(self, error: Exception) -> None:
+        with self._condition:
+            if self._error is None:
+                self._error = error
+            held, self._held = self._held, []
+            self._condition.notify_all()
+        for each in held:
+            each.pending.fail(error)
+
+    def _release_in_time(self) -> None:
+        while True:
+            with self._condition:
+                while self._held and (left := self._held[0].due - now()) > 0:
+                    self._condition.wait(left)
+                if not self._held:
+                    if self._ends or self._error is not None:
+                        return
+                    self._condition.wait()
+                    continue
+                # Handed on under the lock: a message behind it on its channel must not overtake it.
+                held = heapq.heappop(self._held)
+                identity = held.pending.identity
+                try:
+                    inner = self._transport.send(held.destination_rank, identity, held.tensors, posted_at=held.posted_at)
+                except Exception as error:
+                    held.pending.fail(error)
+                else:
+                    held.pending.hand(inner)
+                self._held_on[held.destination_rank, identity.is_backward] -= 1

@@ -1,0 +1,104 @@
+"""What memory the devices of a pipeline have free: the limit of later plans where the user gives none."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch.distributed import DistError, DistStoreError, Store
+
+from adaptra.errors import ControlError, LaunchError
+from adaptra.runtime.control_store.signed_store import under
+from adaptra.runtime.launch.launch import Launch
+
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+
+
+def free_memory(launched: Launch, device: torch.device, timeout: float) -> tuple[int, ...]:
+    """The bytes that each rank of a pipeline may take: what its device has free, over the ranks that share the device.
+
+    Under a launcher all ranks of the job call it together and get the same numbers.
+
+    Args:
+        launched: The ranks.
+        device: Where this rank's model is.
+        timeout: Seconds to wait for the other ranks.
+
+    Raises:
+        LaunchError: Ranks have not answered; names them.
+        ControlError: The store is lost.
+    """
+    free = free_on(device)
+    if launched.job is None:
+        return (free // len(launched.transports),) * len(launched.transports)
+    found = _told_by_all(under("free memory", launched.job.store), launched.job.rank, [_place(device), free], timeout)
+    sharing = Counter(place for place, _ in found)
+    shares = [free // sharing[place] for place, free in found]
+    replicas, roles = launched.replicas, launched.roles
+    members = range(len(shares)) if roles is None else roles.pipeline(0 if replicas is None else replicas.index)
+    return tuple(shares[rank] for rank in members)
+
+
+def free_on(device: torch.device) -> int:
+    """The bytes that a device has free; of host memory no more than this process's control group may still take."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:")]
+    groups = Path("/proc/self/cgroup").read_text() if Path("/proc/self/cgroup").exists() else ""
+    return min([1024 * int(line.split()[1]), *left_in_groups(groups, _CGROUPS)])
+
+
+def left_in_groups(groups: str, root: Path) -> list[int]:
+    """What this process's control groups that have a limit may still take, in bytes.
+
+    Args:
+        groups: The text of ``/proc/self/cgroup``.
+        root: Where control groups are mounted.
+    """
+    left: list[int] = []
+    for line in groups.splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            base, limit, used = root, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base, limit, used = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = Path(path.lstrip("/"))
+        for one in (group, *group.parents):
+            try:
+                most, now = ((base / one / name).read_text().strip() for name in (limit, used))
+            except OSError:
+                continue
+            left += [max(0, int(most) - int(now))] if most.isdigit() else []
+    return left
+
+
+def _place(device: torch.device) -> str:
+    """What ranks of one device have in common, and ranks of different ones don't."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _told_by_all(store: Store, rank: int, own: list[str | int], timeout: float) -> list[tuple[str, int]]:
+    """What every rank of the job tells, by rank; collected by the first, so that nobody else reads it from each."""
+    ranks = torch.distributed.get_world_size()
+    keys = [str(one) for one in range(ranks)]
+    try:
+        store.set(str(rank), json.dumps(own))
+        if rank == 0:
+            store.wait(keys, timedelta(seconds=timeout))
+            store.set("all", json.dumps([json.loads(store.get(key)) for key in keys]))
+        store.wait(["all"], timedelta(seconds=timeout))
+        return [(str(place), int(free)) for place, free in json.loads(store.get("all"))]
+    except DistStoreError as error:
+        absent = [key for key in keys if not store.check([key])]
+        raise LaunchError(f"free memory: rank {', '.join(absent)} did not answer within {timeout:g} s") from error
+    except DistError as error:
+        raise ControlError(f"free memory: rank {rank} lost the control store: {error}") from error

@@ -1,0 +1,443 @@
+"""Where the ranks of a pipeline are: threads of this process, or the processes that a launcher such as torchrun started."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed import DistError, DistStoreError, Store
+
+from adaptra.errors import ControlError, LaunchError
+from adaptra.program.roles import Roles
+from adaptra.runtime.control_store.schema import decode
+from adaptra.runtime.control_store.secret import VARIABLE, fingerprint, given_secret
+from adaptra.runtime.control_store.signed_store import new_nonce, signed, under
+from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+from adaptra.runtime.launch.connecting import connect
+from adaptra.runtime.transports.base import Transport
+from adaptra.runtime.transports.lanes import LanedTransport
+from adaptra.runtime.transports.local import LocalHub
+from adaptra.runtime.transports.process_groups import end_group, end_keys, job_store, keys_of, new_group, sweep
+from adaptra.runtime.transports.registry import create_transport
+
+logger = logging.getLogger(__name__)
+
+Check = Callable[[], None]
+Made = TypeVar("Made")
+
+
+def _nothing() -> None:
+    """Where nothing ends a wait but its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The ranks of one pipeline that this process runs.
+
+    Attributes:
+        transports: One per rank run here, by rank: all of them as threads, or the one of this process.
+        replicas: This process's peers in other pipelines, or None without data parallelism.
+        job: Joins the pipeline and the peers of another role; None where all ranks are threads of this process.
+        roles: The roles of all ranks; None without replicas.
+        groups: Made for these ranks.
+    """
+
+    transports: tuple[Transport, ...]
+    replicas: Replicas | None = None
+    job: Job | None = None
+    roles: Roles | None = None
+    groups: tuple[dist.ProcessGroup, ...] = ()
+
+    def end(self) -> None:
+        """Give back the groups that were made for it, once its transports are closed and nothing has failed."""
+        for group in self.groups:
+            end_group(group)
+
+    def again(self) -> Launch:
+        """The same ranks in the same roles, with transports that carry no message of the old ones. All ranks call it."""
+        if self.job is not None:
+            return self.job.join(self.roles)
+        hub = LocalHub(len(self.transports))
+        return Launch(tuple(hub.transport(rank) for rank in range(len(self.transports))))
+
+
+class Job:
+    """This process among those of a job.
+
+    Args:
+        name: The transport's name.
+        call: Counts the job's launches.
+        told: What each rank has told the others in this one, by rank; see :func:`.signed_store.signed`.
+        with_delegate, addresses: As :func:`launch`.
+        changes_roles: Whether there are roles to change.
+
+    Attributes:
+        rank: This process's rank in the job.
+        store: Of all that its ranks do together.
+        ranks: How many the job has.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call: int,
+        told: Sequence[str],
+        with_delegate: bool,
+        addresses: Sequence[str],
+        changes_roles: bool = True,
+    ) -> None:
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_world_size()
+        self._name = name
+        self._keys = _name_of_call(call)
+        self._told = told
+        self.store = signed(keys_of(self._keys), self._keys, told)
+        self._with_delegate = with_delegate
+        self._addresses = addresses
+        self._joined = 0
+        self._met = 0
+        self._everyone: dist.ProcessGroup | None = None
+        if changes_roles:
+            self._make_everyone()
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """All ranks of the job, by rank; without roles to change there once all ranks have met."""
+        assert self._everyone is not None, "the ranks of the job have met"
+        return self._everyone
+
+    def join(self, roles: Roles | None) -> Launch:
+        """Join the pipeline and the replicas of this rank's role. All ranks of the job call it with the same roles, having met.
+
+        Without roles the job's ranks are the stages of one pipeline.
+
+        Raises:
+            PeerLostError: Another rank failed or died before all had joined; names it.
+        """
+        self._joined += 1
+        name = f"{self._keys}/{self._joined}"
+        return self.connect(name, lambda: self._join(roles, name))
+
+    def connect(self, name: str, make: Callable[[], Made]) -> Made:
+        """Make what joins this rank to others; see :func:`.connecting.connect`."""
+        name = f"{name} connecting"
+        return connect(name, signed(keys_of(name), name, self._told), self.rank, self.ranks, make)
+
+    def _join(self, roles: Roles | None, name: str) -> Launch:
+        if roles is None:
+            group = new_group(range(dist.get_world_size()), name, timeout=None)
+            return Launch((self._transport(group),), None, self, groups=(group,))
+        replica, stage = roles.of(self.rank)
+        members = roles.pipeline(replica)
+        # Of their own members only, so that each rank makes the groups it belongs to; in the order of the replicas, so that
+        # gradients are added in one order whichever ranks these are.
+        peers = roles.column(stage)
+        pipeline = new_group(members, f"{name}/replica {replica}", timeout=None)
+        column = new_group(peers, f"{name}/stage {stage}", timeout=None)
+        aside = new_group(peers, f"{name}/stage {stage} aside", timeout=None)
+        replicas = Replicas(column, aside, under(f"replicas/{self._joined}", self.store), replica, members)
+        return Launch((self._transport(pipeline),), replicas, self, roles, (pipeline, column, aside))
+
+    def _transport(self, group: dist.ProcessGroup) -> Transport:
+        return _join(self._name, group, self._with_delegate, self._addresses)
+
+    def _make_everyone(self) -> None:
+        def make() -> dist.ProcessGroup:
+            return new_group(range(self.ranks), f"{self._keys}/all", "gloo", timeout=None)
+
+        self._everyone = self.connect(f"{self._keys}/all", make)
+
+    def close(self) -> None:
+        """Give back what the ranks have made to change roles or cuts. Nothing may have failed."""
+        everyone, self._everyone = self._everyone, None
+        if everyone is not None:
+            end_group(everyone)
+        end_keys(self._keys, self.rank, dist.get_world_size())
+
+    def meet(self, timeout: float, check: Check = _nothing, text: str = "") -> list[str]:
+        """Wait for all ranks of the job, which call it together.
+
+        Args:
+            timeout: Seconds to wait for them.
+            check: As of :func:`gather`.
+            text: What this rank says.
+
+        Returns:
+            What every rank says, by rank.
+
+        Raises:
+            LaunchError: Ranks have not come within ``timeout`` seconds; names them.
+            PeerLostError: A rank failed or died when all had come; names it.
+            ControlError: The store is lost.
+        """
+        self._met += 1
+        said = _exchange(self.store, f"change/{self._met}", self.rank, text, range(dist.get_world_size()), timeout, check)
+        if self._met > 1:  # which all have read, since all are here
+            self.store.delete_key(f"change/{self._met - 1}/{self.rank}")
+        if self.rank == 0:
+            sweep()
+        if self._everyone is None:
+            self._make_everyone()
+        return said
+
+
+def is_launched() -> bool:
+    """Whether this process is one of several that a launcher started or that have joined a process group."""
+    return dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())
+
+
+def world_size() -> int:
+    """How many ranks the job has, also before they have met; 1 without a launcher."""
+    if not is_launched():
+        return 1
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launch(
+    size: int,
+    transport: str | None,
+    arguments: Mapping[str, str],
+    timeout: float,
+    *,
+    roles: Roles | None = None,
+    with_delegate: bool = False,
+    addresses: Sequence[str] = (),
+) -> Launch:
+    """Find the ranks of a pipeline. Under a launcher all ranks call it at the same time.
+
+    Args:
+        size: Ranks of the pipeline.
+        transport: ``"local"``, ``"c10d"``, the name of an installed transport, or None: c10d under a launcher, else local.
+        arguments: What the user asked for, by name: the ranks compare it before anything else.
+        timeout: Seconds to wait for the other ranks.
+        roles: Which stage of which replica each rank of the job holds; None for consecutive ranks.
+        with_delegate: Whether some edges may take the delegate, which is then set up beside the transport.
+        addresses: Of this host, for the delegate; see :class:`adaptra.runtime.options.Options`.
+
+    Raises:
+        LaunchError: The delegate is wanted beside a transport other than c10d; or the number of ranks is not a multiple of
+            ``size``, says what to change; or a rank was given other arguments or has not come here, names it.
+        PeerLostError: A rank failed or died while the ranks connected; names it.
+    """
+    name = transport or ("c10d" if is_launched() else "local")
+    if with_delegate and name != "c10d":
+        raise LaunchError(
+            f"Options(delegate=...) with transport {name!r}: expected c10d, whose slow edges the delegate takes over"
+        )
+    if name == "local":
+        hub = LocalHub(size)
+        return Launch(tuple(hub.transport(rank) for rank in range(size)))
+    if not is_launched():
+        raise LaunchError(
+            f"transport {name!r} needs {size} processes: start this script with torchrun --nproc-per-node={size}, or call "
+            "torch.distributed.init_process_group yourself; without a launcher use transport='local'"
+        )
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    # Making groups waits for all ranks, so whether all ask for the same ones is settled before.
+    call = job_store().add(f"adaptra launches/{rank}", 1)
+    told = _agree_on_arguments(
+        keys_of(_name_of_call(call)), rank, ranks, {**arguments, VARIABLE: fingerprint(given_secret())}, timeout
+    )
+    if rank == 0:
+        sweep()
+    if ranks % size:
+        raise LaunchError(
+            f"{ranks} ranks for a pipeline of {size}: expected a multiple of {size} ranks (more make data-parallel replicas); "
+            f"start {_nearest_multiple(ranks, size)} processes or ask for another number of stages"
+        )
+    usual = Roles.initial(ranks, size)
+    if roles in (None, usual) and ranks == size:
+        job = Job(name, call, told, with_delegate, addresses, changes_roles=False)
+        made = job.connect(_name_of_call(call), lambda: _join(name, None, with_delegate, addresses))
+        return Launch((made,), None, job)
+    return Job(name, call, told, with_delegate, addresses).join(roles or usual)
+
+
+def _join(name: str, group: dist.ProcessGroup | None, with_delegate: bool, addresses: Sequence[str]) -> Transport:
+    if name == "delegate":
+        return create_transport(name, group=group, addresses=addresses)
+    transport = create_transport(name, group=group)
+    if not with_delegate:
+        return transport
+    return LanedTransport(transport, {"delegate": create_transport("delegate", group=group, addresses=addresses)})
+
+
+def _name_of_call(call: int) -> str:
+    """What all ranks' first, second, … call of :func:`launch` share and no two calls do."""
+    return f"adaptra launch {call}"
+
+
+def _agree_on_arguments(store: Store, rank: int, ranks: int, arguments: Mapping[str, str], timeout: float) -> list[str]:
+    """Compare the arguments; what each rank has told, by rank. It isn't signed, and used for nothing but to be compared."""
+    own = json.dumps({"arguments": dict(arguments), "nonce": new_nonce()})
+    found = _exchange(store, "arguments", rank, own, range(ranks), timeout)
+    found[rank] = own
+    given = [_arguments_of(text, other) for other, text in enumerate(found)]
+    for other, theirs in enumerate(given):
+        for name, value in given[0].items():
+            if theirs.get(name) != value:
+                raise LaunchError(
+                    f"adaptra.compile: rank {other} was given {name}={theirs.get(name)}, rank 0 {name}={value}: expected the "
+                    "same arguments on every rank"
+                )
+    return found
+
+
+def _arguments_of(text: str, rank: int) -> dict[str, object]:
+    fields = decode(text.encode(), f"arguments of rank {rank}")
+    given = fields.raw("arguments")
+    fields.raw("nonce")
+    fields.end()
+    if not isinstance(given, dict):
+        raise ControlError(f"arguments of rank {rank}: expected an object")
+    return cast("dict[str, object]", given)
+
+
+def _nearest_multiple(ranks: int, size: int) -> int:
+    return max(1, round(ranks / size)) * size
+
+
+def agree(transport: Transport, what: str, facts: object, timeout: float) -> None:
+    """Make sure that every rank of the pipeline holds the same facts. All ranks call this or :func:`disagree`.
+
+    Args:
+        transport: This rank's transport; its store carries the comparison.
+        what: What the facts are, for the error; each comparison has a name of its own.
+        facts: Anything JSON can hold.
+        timeout: Seconds to wait for the other ranks.
+
+    Raises:
+        LaunchError: Ranks differ, or have failed or not answered; names them.
+        ControlError: The store is lost.
+    """
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    ranks = range(transport.world_size)
+    found = _exchange(transport.store, f"agree/{what}", transport.rank, digest, ranks, timeout)
+    for rank, text in enumerate(found):
+        if text.startswith(_FAILED):
+            raise LaunchError(f"{what}: rank {rank} failed: {text.removeprefix(_FAILED)}")
+    different = [rank for rank, other in enumerate(found) if other != found[0]]
+    if different:
+        raise LaunchError(
+            f"{what}: rank {', '.join(map(str, different))} compiled something else than rank 0: expected every rank to build "
+            "the same model and to call adaptra.compile with the same arguments"
+        )
+
+
+def disagree(transport: Transport, what: str, error: BaseException) -> None:
+    """In place of :func:`agree`: this rank has failed, and the others' :func:`agree` is to say so."""
+    text = f"{_FAILED}{type(error).__name__}: {error}"[:_TEXT_LIMIT]
+    with contextlib.suppress(DistError):  # then the others can't be told, and notice for themselves
+        transport.store.set(f"agree/{what}/{transport.rank}", text)
+
+
+def gather(transport: Transport, what: str, data: object, timeout: float, check: Check = _nothing) -> list[object] | None:
+    """Bring what every rank holds to rank 0. All ranks call it.
+
+    Args:
+        transport: This rank's transport; its store carries the data.
+        what: A name that no other call uses.
+        data: Anything JSON can hold.
+        timeout: Seconds to wait for the other ranks.
+        check: Called each second meanwhile; what it raises ends the wait.
+
+    Returns:
+        The data by rank on rank 0, None elsewhere.
+
+    Raises:
+        LaunchError: Ranks have not answered; names them.
+        ControlError: The store is lost.
+    """
+    wanted = range(transport.world_size) if transport.rank == 0 else range(0)
+    found = _exchange(transport.store, f"gather/{what}", transport.rank, json.dumps(data), wanted, timeout, check)
+    for rank in wanted:  # nobody else reads them
+        transport.store.delete_key(f"gather/{what}/{rank}")
+    return [json.loads(text) for text in found] if transport.rank == 0 else None
+
+
+def tell(
+    transport: Transport, what: str, data: object, wanted: Sequence[int], timeout: float, check: Check = _nothing
+) -> list[object]:
+    """Tell the other ranks something, and read what the wanted ones tell under the same name; they call it too.
+
+    Args:
+        transport, what, data, timeout, check: As of :func:`gather`.
+        wanted: Ranks.
+
+    Returns:
+        The data of the wanted ranks, in their order.
+
+    Raises:
+        LaunchError, ControlError: As :func:`gather`.
+    """
+    found = _exchange(transport.store, f"tell/{what}", transport.rank, json.dumps(data), wanted, timeout, check)
+    return [json.loads(text) for text in found]
+
+
+_FAILED: Final = "failed: "
+_TEXT_LIMIT: Final = 4000
+_LATE_SECONDS: Final = 10.0
+"""After so many seconds a rank that waits says for whom, and again after twice as many."""
+
+
+def _exchange(
+    store: Store, name: str, rank: int, text: str, wanted: Sequence[int], timeout: float, check: Check = _nothing
+) -> list[str]:
+    """Publish this rank's text under a name and read those of the wanted ranks."""
+    keys = {f"{name}/{one}": one for one in wanted}
+
+    def absent() -> str:
+        return ", ".join(str(keys[key]) for key in _not_set(store, list(keys)))
+
+    try:
+        store.set(f"{name}/{rank}", text)
+        if keys:
+            _wait(store, list(keys), timeout, check, lambda seconds: _say_who_is_late(name, absent(), seconds))
+        return [store.get(key).decode() for key in keys]
+    except DistStoreError as error:
+        raise LaunchError(f"{name}: rank {absent()} did not answer within {timeout:g} s") from error
+    except DistError as error:
+        raise ControlError(f"{name}: rank {rank} lost the control store: {error}") from error
+
+
+def _wait(store: Store, keys: list[str], timeout: float, check: Check, on_late: Callable[[float], None]) -> None:
+    began, say_after = time.monotonic(), _LATE_SECONDS
+    while True:
+        waited = time.monotonic() - began
+        try:
+            store.wait(keys, timedelta(seconds=max(0.001, min(1.0, timeout - waited))))
+        except DistStoreError:
+            if timeout - waited <= 1.0:
+                raise
+            check()
+            if waited >= say_after:
+                on_late(waited)
+                say_after *= 2
+        else:
+            return
+
+
+def _say_who_is_late(name: str, absent: str, seconds: float) -> None:
+    if absent:
+        logger.warning("%s: rank %s has not answered for %.0f s; still waiting", name, absent, seconds)
+
+
+def _not_set(store: Store, keys: list[str]) -> list[str]:
+    """Which keys are not set, found by halves: few ranks are late, and each question takes the way to the store."""
+    if store.check(keys):
+        return []
+    if len(keys) == 1:
+        return keys
+    half = len(keys) // 2
+    return _not_set(store, keys[:half]) + _not_set(store, keys[half:])

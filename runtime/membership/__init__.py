@@ -1,0 +1,1 @@
+"""Which ranks of a job live, and what ended those that don't."""

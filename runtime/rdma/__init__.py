@@ -1,0 +1,1 @@
+"""RDMA devices of this host: found, described and watched."""

@@ -1,0 +1,162 @@
+"""Agreeing on roles or on a split between two steps: all ranks measure, one chooses, all do what it chose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+from typing import Final
+
+import torch
+from torch.distributed import ProcessGroup
+
+from adaptra.graph.stages.stages import TrainStage
+from adaptra.planning.choose_roles import JobModel, StageLoad, choose_roles
+from adaptra.planning.layout_change import RoleChange, SplitChange
+from adaptra.program.roles import Roles
+from adaptra.runtime.detection.measurement import StageMeasurement
+from adaptra.runtime.reconfigure.link_probe import measure_links
+from adaptra.runtime.reconfigure.state_transfer import VALUE, Handover
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.cut_points import Place, Places, positions_of
+
+RESTART_SECONDS: Final = 1.0
+"""What a change takes besides moving state: ending the workers and starting others, and calibrating anew."""
+
+
+def agree_on_roles(
+    group: ProcessGroup,
+    roles: Roles,
+    stages: Sequence[TrainStage],
+    case: Case,
+    measured: Sequence[StageMeasurement],
+    held: Handover,
+    horizon: int,
+) -> RoleChange | None:
+    """The change of roles that wins, the same on every rank. All ranks of the job call it.
+
+    Args:
+        group: All ranks of the job, by rank.
+        roles: As they are.
+        stages: The stages' graphs: what a message holds.
+        case: The first plan's: memory, and how a fused backward divides where none was split.
+        measured: This rank's stage in the last steps.
+        held: What this rank would hand over.
+        horizon: Over how many steps a change must pay.
+
+    Raises:
+        RuntimeError: A rank is lost.
+    """
+    rank, stage = group.rank(), roles.of(group.rank())[1]
+    trained = [held.tensors[name, VALUE] for name in held.groups]
+    facts = torch.zeros(group.size(), 6, dtype=torch.float64)
+    sizes = (sum(one.numel() * one.element_size() for one in trained), len(trained), held.nbytes)
+    facts[rank] = torch.tensor([*_durations(case, stage, measured), *sizes])
+    group.allreduce([facts]).wait()
+    links = measure_links(group)
+    chosen = torch.zeros(3 + group.size(), dtype=torch.float64)
+    if rank == 0:
+        by_stage = [facts[list(roles.column(one))].amax(0).tolist() for one in range(roles.stages)]
+        cost = replace(
+            case.cost,
+            forward=tuple(found[0] for found in by_stage),
+            input_grad=tuple(found[1] for found in by_stage),
+            weight_grad=tuple(found[2] for found in by_stage),
+        )
+        messages = [(one.output_bytes, other.grad_input_bytes) for one, other in pairwise(stages)]
+        loads = [StageLoad(*map(int, found[3:])) for found in by_stage]
+        change = choose_roles(JobModel(cost, case.microbatches, messages, loads, links, RESTART_SECONDS), roles, horizon)
+        if change is not None:
+            chosen = torch.tensor([change.seconds_before, change.seconds_after, change.moving, *change.after.ranks])
+            chosen = chosen.to(torch.float64)
+    group.broadcast([chosen]).wait()
+    before, after, moving, *ranks = chosen.tolist()
+    return RoleChange(roles, Roles(roles.stages, tuple(map(int, ranks))), before, after, moving) if before else None
+
+
+def gather_costs(
+    group: ProcessGroup | None, planned: CostModel, measured: CostModel | None, held: Sequence[Handover]
+) -> tuple[CostModel | None, float]:
+    """What is known of costs, the same on every rank. All ranks of the job call it.
+
+    Args:
+        group: All ranks of the job, by rank; None if they are threads of this process.
+        planned: The costs that the running plan is made for: memory, and whether the directions share an edge.
+        measured: What this rank knows, if it coordinates its pipeline.
+        held: What each stage of this process has.
+
+    Returns:
+        The costs, of several replicas the largest, or None if nobody coordinates just now; and how many bytes move with each
+        byte of a parameter, with its gradient and the optimizer's state.
+
+    Raises:
+        RuntimeError: A rank is lost.
+    """
+    known = [] if measured is None else [value for name in _MEASURED for value in getattr(measured, name)]
+    count = sum(len(getattr(planned, name)) for name in _MEASURED)
+    values = sum(
+        one.numel() * one.element_size() for state in held for (_, what), one in state.tensors.items() if what == VALUE
+    )
+    moves = sum(state.nbytes for state in held)
+    row = torch.tensor([measured is not None, moves, values, *(known or [0.0] * count)], dtype=torch.float64)
+    facts = row[None]
+    if group is not None:
+        facts = torch.zeros(group.size(), len(row), dtype=torch.float64)
+        facts[group.rank()] = row
+        group.allreduce([facts]).wait()
+    is_known, moves, has, *_ = facts.sum(0).tolist()
+    ratio = moves / has if has else 1.0
+    if not is_known:
+        return None, ratio
+    largest = iter(facts.amax(0).tolist()[3:])
+    found = {name: tuple(next(largest) for _ in getattr(planned, name)) for name in _MEASURED}
+    return replace(planned, **found), ratio
+
+
+def share_split(
+    group: ProcessGroup | None, decided: tuple[SplitChange, tuple[Place, ...]] | None, places: Places
+) -> tuple[SplitChange, tuple[Place, ...]] | None:
+    """What rank 0 has decided, on every rank. All ranks of the job call it.
+
+    Args:
+        group: All ranks of the job, by rank; None if they are threads of this process.
+        decided: On rank 0, the change and where stages 1, 2, … then begin.
+        places: Where they begin, and where else they could.
+
+    Raises:
+        RuntimeError: A rank is lost.
+    """
+    if group is None:
+        return decided
+    told = torch.zeros(3 + len(places.chosen), dtype=torch.float64)
+    if decided is not None and group.rank() == 0:
+        change, chosen = decided
+        numbers = (change.seconds_before, change.seconds_after, change.moving)
+        told = torch.tensor([*numbers, *positions_of(chosen)], dtype=torch.float64)
+    group.broadcast([told]).wait()
+    before, after, moving, *positions = told.tolist()
+    if not before:
+        return None
+    by_position = {place.position: place for place in (*places.possible, *places.chosen)}
+    chosen = tuple(by_position[int(one)] for one in positions)
+    was, now = (tuple(place.module for place in some) for some in (places.chosen, chosen))
+    return SplitChange(was, now, before, after, moving), chosen
+
+
+_MEASURED: Final = (
+    *("forward", "input_grad", "weight_grad"),
+    *("latency_forward", "latency_backward", "occupancy_forward", "occupancy_backward"),
+)
+
+
+def _durations(case: Case, stage: int, measured: Sequence[StageMeasurement]) -> tuple[float, float, float]:
+    """Seconds of F, I and W, the medians of the last steps."""
+    forward = median(one.forward or 0.0 for one in measured)
+    backward = median(one.backward or 0.0 for one in measured)
+    known = case.cost.input_grad[stage] + case.cost.weight_grad[stage]
+    share = case.cost.input_grad[stage] / known if known > 0 else 0.5
+    split = [one for one in measured if one.input_grad is not None and one.weight_grad is not None]
+    if split:
+        share = median((one.input_grad or 0.0) / (one.backward or 1.0) for one in split)
+    return forward, share * backward, (1 - share) * backward

@@ -1,0 +1,118 @@
+"""What moves when the stages are cut elsewhere: state from the stages that had it to those that need it, and who steps it.
+
+What several stages hold alike, such as a tied parameter, comes from the first of them, and a stage keeps what it has. The
+copies of a tied parameter have the same value, gradient and optimizer state, so it does not matter whose goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from adaptra.graph.stages.stages import TrainStage
+from adaptra.runtime.reconfigure.state_transfer import Handover, receive, send, set_state, take_over
+
+Transfers = Mapping[tuple[int, int], tuple[str, ...]]
+"""By the stage that hands over and the one that takes over, the names of what moves."""
+
+
+def transfers(before: Sequence[TrainStage], after: Sequence[TrainStage]) -> Transfers:
+    """What moves between two ways of cutting the same model."""
+    first: dict[str, int] = {}
+    for stage in reversed(before):
+        first |= dict.fromkeys(stage.state_names, stage.index)
+    found: dict[tuple[int, int], list[str]] = {}
+    for stage in after:
+        had = set(before[stage.index].state_names)
+        for name in stage.state_names:
+            if name not in had:
+                found.setdefault((first[name], stage.index), []).append(name)
+    return {pair: tuple(names) for pair, names in found.items()}
+
+
+def leaving(held: Handover, stage: int, moving: Transfers, ranks: Sequence[int]) -> dict[int, Handover]:
+    """What leaves a stage, by the rank that it goes to."""
+    return {ranks[to]: held.part(names) for (source, to), names in moving.items() if source == stage}
+
+
+def exchange_parts(held: Handover, stage: int, moving: Transfers, ranks: Sequence[int], group: ProcessGroup) -> Handover:
+    """Send what leaves this rank's stage, and receive what comes to it. The ranks of a pipeline call it together.
+
+    Args:
+        held: What the stage has.
+        stage: The stage of this rank.
+        moving: What moves.
+        ranks: In the group, the rank of every stage.
+        group: Carries it.
+
+    Raises:
+        ControlError: What arrived is not a handover.
+        RuntimeError: A rank is lost.
+    """
+    waits = [send(part, rank, group) for rank, part in leaving(held, stage, moving, ranks).items()]
+    arrived = Handover()
+    for source, to in moving:
+        if to == stage:
+            arrived.add(receive(ranks[source], group))
+    for wait in waits:
+        wait()
+    return arrived
+
+
+def move_within(
+    held: Sequence[Handover], states: Sequence[Mapping[str, Tensor]], after: Sequence[TrainStage], moving: Transfers
+) -> tuple[list[Mapping[str, Tensor]], list[Handover]]:
+    """Move state between the stages of one process.
+
+    A tensor that its stage gives away is the same tensor where it goes, so whoever refers to it goes on seeing it trained; it
+    is copied only for a stage besides the first that needs it.
+
+    Returns:
+        Per stage the tensors that it has or is given, and copies for it of others'.
+    """
+    given = [dict(state) for state in states]
+    copies = [Handover() for _ in states]
+    taken: set[str] = set()
+    for (source, to), names in moving.items():
+        whole = [name for name in names if name not in after[source].state_names and name not in taken]
+        taken |= set(whole)
+        given[to] |= {name: states[source][name] for name in whole}
+        copies[to].add(held[source].part([name for name in names if name not in whole]).copy())
+    return list(given), copies
+
+
+def new_state(stage: TrainStage, given: Mapping[str, Tensor], arrived: Handover) -> dict[str, Tensor]:
+    """The state of a stage: the tensors that it is given, and new ones for what has arrived."""
+    made = take_over(arrived, frozenset(stage.trainable), frozenset(stage.parameters))
+    return {name: given[name] if name in given else made[name] for name in stage.state_names}
+
+
+def regroup(
+    optimizer: torch.optim.Optimizer,
+    before: Iterable[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
+    arrived: Sequence[Handover],
+) -> None:
+    """Let the optimizer step the parameters that this process has now, what arrived from where it stopped elsewhere.
+
+    Args:
+        optimizer: Steps the process's parameters.
+        before: The tensors of the process's stages until now.
+        states: Those of its stages now.
+        arrived: Per stage, what it was handed over.
+    """
+    group_of = {id(one): index for index, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    for state, handover in zip(states, arrived, strict=True):
+        group_of |= {id(state[name]): index for name, index in handover.groups.items()}
+    now = list({id(one): one for state in states for one in state.values()}.values())
+    old = {id(one): one for one in before}
+    for index, group in enumerate(optimizer.param_groups):
+        others = [one for one in group["params"] if id(one) not in old]
+        group["params"] = [one for one in now if group_of.get(id(one)) == index] + others
+    for gone in old.keys() - {id(one) for one in now}:
+        optimizer.state.pop(old[gone], None)
+    for state, handover in zip(states, arrived, strict=True):
+        set_state(optimizer, handover, state)

@@ -1,0 +1,67 @@
+"""How fast the links between all ranks of a job are, measured between two steps, when nothing else travels.
+
+In every round each rank talks to one other, so that after one round less than there are ranks each pair has talked. Round trips
+need no common clock; a link is taken to be alike both ways.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Final
+
+import torch
+from torch.distributed import ProcessGroup
+
+from adaptra.simulation.links import Link
+
+ROUND_TRIPS: Final = 3
+"""How often a few bytes go to and fro; the fastest counts."""
+
+BULK_BYTES: Final = 1 << 18
+"""What is sent to see how long bytes occupy a link."""
+
+
+def measure_links(group: ProcessGroup) -> dict[tuple[int, int], Link]:
+    """Measure the link of every pair of ranks. All ranks of the group call it, and get the same.
+
+    Raises:
+        RuntimeError: A rank is lost.
+    """
+    ranks, rank = group.size(), group.rank()
+    found = torch.zeros(ranks, ranks, 2, dtype=torch.float64)
+    for peer in peers(rank, ranks):
+        small, bulk = torch.zeros(1, dtype=torch.uint8), torch.zeros(BULK_BYTES, dtype=torch.uint8)
+        if rank < peer:
+            latency = min(_to_and_fro(group, peer, small) for _ in range(ROUND_TRIPS)) / 2
+            whole = _to_and_fro(group, peer, bulk) / 2
+            found[rank, peer] = torch.tensor([latency, max(0.0, whole - latency) / BULK_BYTES])
+        else:
+            for message in (*(small,) * ROUND_TRIPS, bulk):
+                group.recv([message], peer, 0).wait()
+                group.send([message], peer, 0).wait()
+    group.allreduce([found]).wait()
+    return {(one, other): Link(*found[one, other].tolist()) for one, other in combinations(range(ranks), 2)}
+
+
+def _to_and_fro(group: ProcessGroup, peer: int, message: torch.Tensor) -> float:
+    started = time.monotonic()
+    group.send([message], peer, 0).wait()
+    group.recv([message], peer, 0).wait()
+    return time.monotonic() - started
+
+
+def peers(rank: int, ranks: int) -> Iterator[int]:
+    """Whom a rank talks to, round by round; a rank that has nobody to talk to in a round goes on to the next."""
+    seats = ranks + ranks % 2
+    for turn in range(seats - 1):
+        # All sit round a table but the last; those face each other whose numbers add up to the turn.
+        peer = (
+            (turn - rank) % (seats - 1)
+            if rank < seats - 1
+            else next(seat for seat in range(seats - 1) if (2 * seat - turn) % (seats - 1) == 0)
+        )
+        peer = seats - 1 if peer == rank else peer
+        if peer < ranks:
+            yield peer

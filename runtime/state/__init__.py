@@ -1,0 +1,1 @@
+"""Values that several ranks hold, compared and sent."""

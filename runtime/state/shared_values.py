@@ -1,0 +1,206 @@
+"""Values that several ranks hold: parameters and buffers of replicas, and what several stages of a pipeline use.
+
+Every rank builds the model for itself, so with another seed, or another checkpoint, copies differ from the start, and the sum
+of their gradients trains none of them. They are compared by a number for each tensor, and where they differ the first holder's
+are taken, as DDP takes those of its first rank. First among the replicas of each stage, then among the stages of each pipeline.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from adaptra.errors import ControlError
+from adaptra.graph.stages.stages import TrainStage
+from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+from adaptra.runtime.launch.launch import Check, gather, tell
+from adaptra.runtime.state.checksum import checksums
+from adaptra.runtime.state.state_stream import StateStream
+from adaptra.runtime.transports.base import Transport
+
+NAMED: Final = 6
+"""So many values are named where copies differ; the others are counted."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A value whose copies differed.
+
+    Attributes:
+        name: Of the parameter or buffer in the user's model.
+        first: The rank whose copy was taken, by its number in the job.
+        others: The ranks that had another.
+    """
+
+    name: str
+    first: int
+    others: tuple[int, ...]
+
+
+class SharedValues:
+    """What one rank of a pipeline holds that others hold too. Used by the thread that runs the steps, between two of them.
+
+    Args:
+        state: This rank's parameters and buffers by name.
+        stages: The pipeline's.
+        placement: Which rank holds each.
+        transport: This rank's.
+        replicas: The ranks that hold copies of all of them, or None.
+        timeout: Seconds to wait for another rank.
+        check: As of :func:`adaptra.runtime.launch.launch.gather`.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, Tensor],
+        stages: Sequence[TrainStage],
+        placement: Sequence[int],
+        transport: Transport,
+        replicas: Replicas | None,
+        timeout: float,
+        check: Check,
+    ) -> None:
+        self._state = state
+        self._transport = transport
+        self._rank = transport.rank
+        self._replicas = replicas
+        self._timeout = timeout
+        self._check = check
+        holders: dict[str, set[int]] = {}
+        for stage in stages:
+            for name in stage.state_names:
+                holders.setdefault(name, set()).add(placement[stage.index])
+        self._holders = {name: sorted(ranks) for name, ranks in holders.items() if len(ranks) > 1}
+        self._own = {name: ranks for name, ranks in sorted(self._holders.items()) if self._rank in ranks}
+        self._calls = 0
+
+    @property
+    def exist(self) -> bool:
+        """Whether any rank of the pipeline holds what another one holds."""
+        return self._replicas is not None or bool(self._holders)
+
+    def align(self, stream: StateStream, receive: Callable[[StateStream, int], Mapping[str, Tensor]]) -> None:
+        """Take the first holder's values where copies differ, and say so in one line on the job's first rank.
+
+        All ranks of the job call it.
+
+        Args:
+            stream: Carries values between the stages of a pipeline.
+            receive: Receives from it what a rank sends, with room for that.
+
+        Raises:
+            LaunchError: A rank has not answered; names it.
+            PeerLostError, TransportError: A rank is lost.
+        """
+        self._calls += 1
+        found = [*self._among_replicas(), *self._among_stages(stream, receive)]
+        if self._replicas is not None and self._replicas.index > 0:
+            return
+        told = [[one.name, one.first, list(one.others)] for one in found]
+        gathered = gather(self._transport, f"shared differences/{self._calls}", told, self._timeout, self._check)
+        differences = [_difference(one) for of_rank in gathered or () if isinstance(of_rank, list) for one in of_rank]
+        if differences:
+            logger.warning("%s", _sentence(differences))
+
+    def _among_replicas(self) -> list[Difference]:
+        if self._replicas is None:
+            return []
+        names = sorted(self._state)
+        columns = self._replicas.gather(checksums([self._state[name] for name in names]))
+        ranks = self._replicas.ranks
+        found: list[Difference] = []
+        for index, name in enumerate(names):
+            others = [rank for rank, column in zip(ranks, columns, strict=True) if column[index] != columns[0][index]]
+            if others:
+                (value,) = self._replicas.first([self._state[name]])
+                self._take(name, value)
+                found.append(Difference(name, ranks[0], tuple(others)))
+        return found
+
+    def _among_stages(
+        self, stream: StateStream, receive: Callable[[StateStream, int], Mapping[str, Tensor]]
+    ) -> list[Difference]:
+        """Who holds a value reads the first holder's number, and the first holder all others'; so both know what is sent."""
+        if not self._holders:
+            return []
+        own = dict(zip(self._own, checksums([self._state[name] for name in self._own]), strict=True))
+        firsts = {ranks[0] for ranks in self._own.values()}
+        followers = {rank for ranks in self._own.values() if ranks[0] == self._rank for rank in ranks}
+        peers = sorted((firsts | followers) - {self._rank})
+        texts = tell(self._transport, f"shared values/{self._calls}", own, peers, self._timeout, self._check)
+        numbers = {rank: _numbers(text, rank) for rank, text in zip(peers, texts, strict=True)}
+        found: dict[str, list[int]] = {}
+        # By the sending rank, in ascending order on every rank, and a first holder is lower than those that it sends to.
+        for source in sorted(firsts):
+            if source != self._rank:
+                wanted = [
+                    name for name, ranks in self._own.items() if ranks[0] == source and numbers[source][name] != own[name]
+                ]
+                if wanted:
+                    for name, value in receive(stream, source).items():
+                        self._take(name, value)
+                continue
+            for rank in sorted(followers - {self._rank}):
+                mine = [name for name, ranks in self._own.items() if ranks[0] == self._rank and rank in ranks]
+                sent = {name: self._state[name].detach() for name in mine if numbers[rank][name] != own[name]}
+                for name in sent:
+                    found.setdefault(name, []).append(rank)
+                if sent:
+                    stream.send(rank, sent, self._timeout)
+        return [
+            Difference(name, self._job_rank(self._rank), tuple(self._job_rank(rank) for rank in ranks))
+            for name, ranks in found.items()
+        ]
+
+    def _job_rank(self, rank: int) -> int:
+        return rank if self._replicas is None else self._replicas.pipeline[rank]
+
+    def _take(self, name: str, value: Tensor) -> None:
+        with torch.no_grad():
+            self._state[name].copy_(value)
+
+
+def _numbers(data: object, rank: int) -> dict[str, int]:
+    if not isinstance(data, dict) or not all(isinstance(one, int) for one in data.values()):
+        raise ControlError(f"shared values of rank {rank}: expected a number for each name, got {data!r:.80}")
+    return data
+
+
+def _difference(data: object) -> Difference:
+    match data:
+        case [str(name), int(first), [*others]]:
+            return Difference(name, first, tuple(one for one in others if isinstance(one, int)))
+        case _:
+            raise ControlError(f"shared values: expected a name and its ranks, got {data!r:.80}")
+
+
+def _sentence(differences: Sequence[Difference]) -> str:
+    """All differences in one line: values by the ranks that they were different on."""
+    groups: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    for one in differences:
+        groups.setdefault((one.first, one.others), []).append(one.name)
+    parts = [
+        f"{_listed(names)} of rank{_plural(others)} {', '.join(map(str, others))} by those of rank {first}"
+        for (first, others), names in groups.items()
+    ]
+    return (
+        f"copies on several ranks differed, as if each rank had drawn its own values: replaced {'; '.join(parts)}; "
+        "expected the same seed, or the same checkpoint, on every rank"
+    )
+
+
+def _plural(of: Sequence[object]) -> str:
+    return "s" if len(of) > 1 else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown: Iterable[str] = names[:NAMED]
+    more = len(names) - NAMED
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,200 @@
+"""A rank's parameters and buffers on their way to another rank: one stream of bytes, whatever the size of the state.
+
+The stream is the length of a JSON object, the object, which says what there is, and the bytes of all tensors in that order. It
+travels in messages of one size, a few at a time, so neither side needs room for more than these beside the state itself. The
+object is checked field by field, and nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from adaptra.errors import ControlError
+from adaptra.graph.ops.layout import Layout
+from adaptra.graph.ops.specs import MessageSpec, TensorSpec, dtype_name
+from adaptra.program import Kind
+from adaptra.runtime.control_store.schema import MAX_BYTES, Fields, decode
+from adaptra.runtime.transports.base import Identity, Pending, Transport
+
+MESSAGE_BYTES: Final = 4 * 1024 * 1024
+"""Small beside a stage, and large enough that a message's own cost does not count."""
+
+UNDER_WAY: Final = 4
+"""How many messages are under way at a time; on a link of 1 Gb/s they fill a round trip of 130 ms."""
+
+SPEC: Final[MessageSpec] = (TensorSpec((MESSAGE_BYTES,), torch.uint8),)
+
+_DTYPES: Final = {dtype_name(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+_LENGTH_BYTES: Final = 8
+
+
+class StateStream:
+    """One rank's end of a stream. Used by the thread that runs the steps, between two of them.
+
+    Args:
+        transport: Carries it.
+        step: The step that was run last; with ``number`` it names the messages.
+        number: The first number of a message; no message of a step has it or one above.
+        timeout: Seconds a message may take.
+    """
+
+    def __init__(self, transport: Transport, step: int, number: int, timeout: float) -> None:
+        self._transport = transport
+        self._step = step
+        self._number = number
+        self._timeout = timeout
+
+    def send(self, destination: int, state: Mapping[str, Tensor], patience: float) -> None:
+        """Send a state to a rank, and return when it has left.
+
+        Args:
+            destination: Calls :meth:`receive`.
+            state: Tensors by name.
+            patience: Seconds until the first message may have been taken, for as long as the other rank receives from others.
+
+        Raises:
+            TransportError: It could not be sent.
+        """
+        under_way: deque[Pending] = deque()
+        for index, message in enumerate(_messages(state)):
+            if len(under_way) == UNDER_WAY:
+                under_way.popleft().wait(patience if index == UNDER_WAY else self._timeout)
+            identity = self._identity(self._transport.rank, destination, index)
+            under_way.append(self._transport.send(destination, identity, (message,)))
+        for pending in under_way:
+            pending.wait(patience)
+
+    def receive(self, source: int) -> dict[str, Tensor]:
+        """What a rank sends, in memory of the CPU. The transport has :data:`UNDER_WAY` buffers of :data:`SPEC` reserved.
+
+        Raises:
+            ControlError: What was sent is no state.
+            TransportError: It did not arrive.
+        """
+        incoming = _Incoming(
+            self._transport, source, lambda index: self._identity(source, self._transport.rank, index), self._timeout
+        )
+        incoming.expect(_LENGTH_BYTES)
+        length = int.from_bytes(incoming.take(_LENGTH_BYTES), "little")
+        where = f"state of rank {source}"
+        if length > MAX_BYTES:
+            raise ControlError(f"{where}: described by {length} bytes: expected at most {MAX_BYTES}")
+        incoming.expect(length)
+        fields = decode(incoming.take(length), where)
+        packed = [_described(fields, item) for item in fields.items("tensors")]
+        fields.end()
+        incoming.expect(sum(tensor.nbytes for _, tensor, _ in packed))
+        for _, tensor, _ in packed:
+            incoming.fill(_bytes_of(tensor))
+        incoming.end()
+        return {name: layout.unpack(tensor) for name, tensor, layout in packed}
+
+    def _identity(self, source: int, destination: int, index: int) -> Identity:
+        return Identity(self._step, Kind.W, source, destination, self._number + index, SPEC, "model state")
+
+
+class _Incoming:
+    """The bytes of a stream, in the order in which they were sent."""
+
+    def __init__(self, transport: Transport, source: int, identity: Callable[[int], Identity], timeout: float) -> None:
+        self._transport = transport
+        self._source = source
+        self._identity = identity
+        self._timeout = timeout
+        self._posted: deque[Pending] = deque()
+        self._count = 0
+        self._expected = 0
+        self._held: Pending | None = None
+        self._message = torch.empty(0, dtype=torch.uint8)
+
+    def expect(self, count: int) -> None:
+        """So many more bytes will come."""
+        self._expected += count
+        self._post()
+
+    def take(self, count: int) -> bytes:
+        """The next bytes."""
+        found = torch.empty(count, dtype=torch.uint8)
+        self.fill(found)
+        return found.numpy().tobytes()
+
+    def fill(self, wanted: Tensor) -> None:
+        """Put the next bytes where they are wanted."""
+        done = 0
+        while done < len(wanted):
+            if not len(self._message):
+                self._next()
+            part = self._message[: len(wanted) - done]
+            wanted[done : done + len(part)] = part
+            self._message = self._message[len(part) :]
+            done += len(part)
+
+    def end(self) -> None:
+        """What has been taken so far is all of its message."""
+        if self._held is not None:
+            self._transport.release(self._held)
+            self._held = None
+
+    def _next(self) -> None:
+        self.end()
+        self._post()
+        self._held = self._posted.popleft()
+        self._message = self._held.wait(self._timeout)[0].cpu()
+
+    def _post(self) -> None:
+        while len(self._posted) + (self._held is not None) < UNDER_WAY and self._count * MESSAGE_BYTES < self._expected:
+            self._posted.append(self._transport.receive(self._source, self._identity(self._count)))
+            self._count += 1
+
+
+def _messages(state: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """The stream of a state, cut into messages; the last one is filled up."""
+    layouts = {name: Layout.of(tensor) for name, tensor in state.items()}
+    described = [
+        [name, dtype_name(tensor.dtype), [tensor.shape[one] for one in layouts[name].order], list(layouts[name].order)]
+        for name, tensor in state.items()
+    ]
+    head = json.dumps({"tensors": described}, allow_nan=False).encode()
+
+    def parts() -> Iterator[Tensor]:
+        yield torch.frombuffer(bytearray(len(head).to_bytes(_LENGTH_BYTES, "little") + head), dtype=torch.uint8)
+        for name, tensor in state.items():
+            yield _bytes_of(layouts[name].pack(tensor.detach()).cpu())
+
+    message, filled = torch.empty(MESSAGE_BYTES, dtype=torch.uint8), 0
+    for part in parts():
+        done = 0
+        while done < len(part):
+            taken = part[done : done + MESSAGE_BYTES - filled]
+            message[filled : filled + len(taken)] = taken
+            done += len(taken)
+            filled += len(taken)
+            if filled == MESSAGE_BYTES:
+                yield message
+                message, filled = torch.empty(MESSAGE_BYTES, dtype=torch.uint8), 0
+    if filled:
+        yield message
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _described(fields: Fields, item: object) -> tuple[str, Tensor, Layout]:
+    """The name of a tensor, room for what comes of it, and how it lies."""
+    match item:
+        case [str(name), str(dtype), [*sizes], [*order]] if dtype in _DTYPES and sorted(map(str, order)) == sorted(
+            map(str, range(len(sizes)))
+        ):
+            shape = [size for size in sizes if isinstance(size, int) and size >= 0]
+            if len(shape) == len(sizes):
+                return name, torch.empty(shape, dtype=_DTYPES[dtype]), Layout(tuple(int(str(one)) for one in order))
+        case _:
+            pass
+    raise fields.refuse("tensors", "a name, a dtype, a shape and an order of its dimensions", item)

@@ -1,0 +1,1 @@
+"""What travels in a step beside activations: shared gradients, losses, gradient norms and probes."""

@@ -1,0 +1,83 @@
+"""What one rank computes of every microbatch and all ranks want: outputs, and gradients of inputs.
+
+Each is told as soon as it is there, so most have arrived when the last one is computed, however slow the way is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from adaptra.graph.ops.specs import MessageSpec
+from adaptra.program import Kind
+from adaptra.runtime.transports.base import Identity, Pending, Transport
+
+
+class Told:
+    """One rank's end, in a pipeline with one stage per rank. Used by the thread that runs the steps.
+
+    Args:
+        source: The rank that computes, and its stage.
+        kind: Which op of it computes: F or I.
+        microbatches: Microbatches per step.
+        specs: What there is of each microbatch; nothing is told if this is empty.
+        transport: Carries it.
+    """
+
+    def __init__(self, source: int, kind: Kind, microbatches: int, specs: MessageSpec, transport: Transport) -> None:
+        self._source = source
+        self._kind = kind
+        self._microbatches = microbatches
+        self._specs = specs
+        self._transport = transport
+        self._others = [rank for rank in range(transport.world_size) if rank != source] if specs else []
+        self._step = 0
+        self._pending: list[Pending] = []
+        self._own: list[tuple[Tensor, ...]] = []
+
+    def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
+        """How many receive buffers this takes at a time, per source rank and message."""
+        return {(self._source, self._specs): self._microbatches} if self._transport.rank in self._others else {}
+
+    def begin_step(self, step: int) -> None:
+        """Expect what belongs to a step."""
+        self._step = step
+        if not self._transport.contract.in_order:  # else they would hold up what this rank sends to the source
+            self._pending = self._receive()
+
+    def tell(self, microbatch: int, results: tuple[Tensor, ...]) -> None:
+        """The source has computed a microbatch, the next one in their order."""
+        self._own.append(results)
+        for other in self._others:
+            self._transport.send(other, self._identity(other, microbatch), results)
+
+    def end_step(self, timeout: float) -> tuple[Tensor, ...]:
+        """Each of the tensors for the whole batch, the same on every rank: those of the microbatches, one behind the other.
+
+        Args:
+            timeout: Seconds to wait for each microbatch.
+
+        Raises:
+            TransportError: They could not be exchanged.
+        """
+        pending, self._pending = self._pending or self._receive(), []
+        own, self._own = self._own, []
+        whole = tuple(map(_joined, zip(*([one.wait(timeout) for one in pending] or own), strict=True)))
+        for one in pending:
+            self._transport.release(one)
+        return whole
+
+    def _receive(self) -> list[Pending]:
+        rank = self._transport.rank
+        count = self._microbatches if rank in self._others else 0
+        return [self._transport.receive(self._source, self._identity(rank, microbatch)) for microbatch in range(count)]
+
+    def _identity(self, destination: int, microbatch: int) -> Identity:
+        return Identity(self._step, self._kind, self._source, destination, microbatch, self._specs)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """A tensor of its own; that of a single microbatch may be without dimensions."""
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0].clone()

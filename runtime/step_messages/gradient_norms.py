@@ -1,0 +1,125 @@
+"""The norm of all gradients of a model whose stages lie on several ranks, bitwise that of one process.
+
+torch takes the norm of each parameter's gradient and then the norm of those norms, in the order of the parameters. Ranks
+therefore exchange the norms themselves, each sending its own to every other at once, so that a slow link delays this by
+its latency alone; then every rank puts them in the model's order and comes to the same number. Whether any rank has found a
+gradient that is not finite is exchanged likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from adaptra.graph import CompiledStages
+from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.program import Kind
+from adaptra.runtime.transports.base import Identity, Transport
+
+_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ABSENT: Final = -1.0
+"""In place of the norm of a parameter without gradient: norms are never below zero."""
+_FLAG: Final = (TensorSpec((1,), torch.float32),)
+
+
+class GradientNorms:
+    """One rank's part. Used by the thread that runs the steps, between two of them.
+
+    Args:
+        rank: This rank; messages name it by its first stage, which has the same number.
+        trainable: The trainable parameters of its stages by name.
+        compiled: All stages; a parameter that several use counts at its owner.
+        placement: ``placement[stage]`` is the stage's rank.
+        microbatches: Microbatches per step; the number after that of probes names these messages.
+        transport: Carries them.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        trainable: Mapping[str, Tensor],
+        compiled: CompiledStages,
+        placement: Sequence[int],
+        microbatches: int,
+        transport: Transport,
+    ) -> None:
+        self._rank = rank
+        self._trainable = trainable
+        owners = {one.name: one.owner for one in compiled.tied}
+        counted = [[name for name in one.trainable if owners.get(name, one.index) == one.index] for one in compiled.train]
+        self._counted = [
+            tuple(name for stage, names in enumerate(counted) if placement[stage] == each for name in names)
+            for each in range(len(set(placement)))
+        ]
+        self._order = tuple(dict.fromkeys(compiled.aliases.values()))
+        self._microbatch = microbatches + 2
+        self._transport = transport
+
+    def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
+        """How many receive buffers this takes at a time, per source rank and message."""
+        return {(other, spec): 1 for other in self._others() for spec in (self._spec(other), _FLAG)}
+
+    def total(self, step: int, norm_type: float, timeout: float) -> Tensor:
+        """The norm of the gradients as they are, a scalar; every rank calls it after the same step.
+
+        Args:
+            step: The step that was run last.
+            norm_type: Which p-norm; ``inf`` for the largest absolute value.
+            timeout: Seconds to wait for the other ranks.
+
+        Raises:
+            TransportError: Norms could not be exchanged.
+        """
+        gradients = [self._trainable[name].grad for name in self._counted[self._rank]]
+        own = [None if one is None else torch.linalg.vector_norm(one.detach(), norm_type) for one in gradients]
+        rows = [(_ABSENT, 0.0) if one is None else (one.item(), float(_DTYPES.index(one.dtype))) for one in own]
+        table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 2)
+        norms = _named(self._counted[self._rank], table)
+        for other, arrived in self._exchange(step, table, self._spec, timeout).items():
+            norms |= _named(self._counted[other], arrived)
+        ordered = [norms[name] for name in self._order if name in norms]
+        return torch.linalg.vector_norm(torch.stack(ordered), norm_type) if ordered else torch.tensor(0.0)
+
+    def found_anywhere(self, step: int, found: bool, timeout: float) -> bool:
+        """Whether any rank has ``found`` what it looked for in its gradients; every rank calls it after the same step.
+
+        Args:
+            step: The step that was run last.
+            found: Whether this rank has.
+            timeout: Seconds to wait for the other ranks.
+
+        Raises:
+            TransportError: The answers could not be exchanged.
+        """
+        answers = self._exchange(step, torch.tensor([float(found)]), lambda _: _FLAG, timeout)
+        return found or any(bool(one) for one in answers.values())
+
+    def _exchange(self, step: int, own: Tensor, spec_of: Callable[[int], MessageSpec], timeout: float) -> dict[int, Tensor]:
+        """Send this rank's tensor to every other and return theirs; ``spec_of`` says what each rank's looks like."""
+
+        def identity(source: int, destination: int) -> Identity:
+            return Identity(step, Kind.W, source, destination, self._microbatch, spec_of(source), "gradient norms")
+
+        awaited = {other: self._transport.receive(other, identity(other, self._rank)) for other in self._others()}
+        for other in awaited:
+            self._transport.send(other, identity(self._rank, other), (own,))
+        arrived: dict[int, Tensor] = {}
+        for other, pending in awaited.items():
+            arrived[other] = pending.wait(timeout)[0].clone()
+            self._transport.release(pending)
+        return arrived
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(len(self._counted)) if rank != self._rank]
+
+    def _spec(self, rank: int) -> MessageSpec:
+        return (TensorSpec((len(self._counted[rank]), 2), torch.float64),)
+
+
+def _named(names: Sequence[str], table: Tensor) -> dict[str, Tensor]:
+    """The norms of those parameters that have gradients, each in its parameter's precision."""
+    rows = zip(names, table.tolist(), strict=True)
+    return {name: torch.tensor(norm, dtype=_DTYPES[int(index)]) for name, (norm, index) in rows if norm != _ABSENT}

@@ -1,0 +1,86 @@
+"""Probes: over every edge a few bytes per step, whose flight is the edge's latency and hardly anything else.
+
+Where no message queues for another, a slow edge's messages can't tell a longer latency from a lower rate, as all are of one
+size. The flight of a message of a few bytes can. A rank sends one to a neighbour as soon as it has that neighbour's first
+message of the step: the neighbour has begun the step by then and has posted the receive, so a transport that makes sends wait
+for receives starts it at once. It takes the channel of the gradients of shared parameters, before any of them, so that it is in
+line with no activation. The end of a step waits for its probes, and no op for that: what a neighbour sends in the next step
+leaves it later. There are no probes where they would be in line with other messages: where two ranks have one queue for
+everything, and where several edges lie between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.program import Kind
+from adaptra.runtime.detection.monitor import Monitor
+from adaptra.runtime.transports.base import Identity, Pending, Transport
+
+SPEC: Final[MessageSpec] = (TensorSpec((1,), torch.uint8),)
+
+
+class Probes:
+    """One rank's probes. Used by the thread that runs the steps.
+
+    Args:
+        rank: This rank, and its stage if there are probes.
+        placement: ``placement[stage]`` is the stage's rank.
+        microbatches: Microbatches per step. The number behind the last one names sums of shared gradients, the next one probes.
+        transport: Carries them.
+        monitor: Is told how long they took.
+    """
+
+    def __init__(self, rank: int, placement: Sequence[int], microbatches: int, transport: Transport, monitor: Monitor) -> None:
+        self._rank = rank
+        stages = len(placement)
+        is_in_line = transport.contract.in_order or stages > len(set(placement))
+        neighbours = () if is_in_line else (rank - 1, rank + 1)
+        self._neighbours = tuple(stage for stage in neighbours if 0 <= stage < stages)
+        self._microbatch = microbatches + 1
+        self._transport = transport
+        self._monitor = monitor
+        self._content = (torch.zeros(1, dtype=torch.uint8),)
+        self._step = 0
+        self._unanswered: set[int] = set()
+        self._pending: list[tuple[int, Pending]] = []
+
+    def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
+        """How many receive buffers probes take at a time, per source rank and message."""
+        return {(stage, SPEC): 1 for stage in self._neighbours}
+
+    def begin_step(self, step: int) -> None:
+        """Expect this step's probes."""
+        self._step = step
+        self._unanswered = set(self._neighbours)
+        self._pending = [
+            (stage, self._transport.receive(stage, self._identity(stage, self._rank))) for stage in self._neighbours
+        ]
+
+    def answer(self, stage: int) -> None:
+        """A message of this step has come from a neighbouring stage."""
+        if stage in self._unanswered:
+            self._unanswered.discard(stage)
+            self._transport.send(stage, self._identity(self._rank, stage), self._content)
+
+    def end_step(self, timeout: float) -> None:
+        """Tell the monitor of the probes.
+
+        Args:
+            timeout: Seconds to wait for one that is still under way.
+
+        Raises:
+            TransportError: A probe could not be exchanged.
+        """
+        for stage, pending in self._pending:
+            pending.wait(timeout)
+            self._monitor.probe(stage, self._rank, pending.sent_at, pending.arrived_at)
+            self._transport.release(pending)
+        self._pending = []
+
+    def _identity(self, source: int, destination: int) -> Identity:
+        return Identity(self._step, Kind.W, source, destination, self._microbatch, SPEC, "probe")

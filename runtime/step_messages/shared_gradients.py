@@ -1,0 +1,221 @@
+"""Gradients of one rank's parameters: accumulated per microbatch, and combined where stages share a parameter.
+
+W ops run in microbatch order on every stage whatever the plan, so the sums are taken in one order and come out bitwise the
+same (rule 1).
+
+A parameter used by stages of several ranks has a copy on each rank. Autograd first adds what the uses of one microbatch
+contribute, the latest use first, and then adds the microbatches up. Floating-point sums depend on that order, so the
+contributions travel to the stage that owns the parameter, in one message per microbatch and each as a tensor of its own, and
+the owner adds them in autograd's order as soon as all are there; those of stages on its own rank wait there. Nothing else waits
+for them before the end of the step. Then the owner sends the sum back, so that every copy takes the same optimizer step and all
+copies stay equal.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.program import Kind
+from adaptra.program.placement import stages_of
+from adaptra.runtime.transports.base import Identity, Pending, Transport
+
+Edge = tuple[int, int]
+"""Two stages, the sending one first."""
+
+POSTED_AHEAD: Final = 2
+"""For how many microbatches the owner holds receive buffers at a time: one being added, one arriving."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedParameter:
+    """A parameter that several stages use.
+
+    Attributes:
+        name: Its name in the user's model; every copy goes by it.
+        stages: The stages that use it; their ranks have a copy each.
+        owner: The one of them that adds.
+        order: The stage of each contribution, in the order autograd adds them in: latest use first. Without any, there is
+            nothing to add and the parameter must not be among the trainable ones.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    owner: int
+    order: tuple[int, ...]
+
+
+class Gradients:
+    """Accumulates the gradients of one rank's parameters into ``parameter.grad``.
+
+    Args:
+        rank: This rank.
+        parameters: The trainable parameters of its stages by name.
+        shared: All parameters of the pipeline that several stages use, the same on every rank.
+        placement: ``placement[stage]`` is the stage's rank.
+        microbatches: How many microbatches a step has.
+        transport: Carries the contributions of shared parameters.
+        timeout: Seconds the end of a step waits for other stages' contributions.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        parameters: Mapping[str, Tensor],
+        shared: Sequence[SharedParameter],
+        placement: Sequence[int],
+        microbatches: int,
+        transport: Transport,
+        timeout: float,
+    ) -> None:
+        self._here = frozenset(stages_of(rank, placement))
+        self._parameters = parameters
+        self._placement = placement
+        self._microbatches = microbatches
+        self._transport = transport
+        self._timeout = timeout
+        self._step = -1
+        self._shared = [one for one in shared if one.name in parameters]
+        self._owned = [one for one in self._shared if one.owner in self._here]
+        borrowed = [one for one in self._shared if one.owner not in self._here]
+        # Names by the stages at both ends, source first: what one message between the two holds. A name stands in messages to
+        # the owner once for each contribution, in messages from the owner once for each copy.
+        self._given = _by_edge(((user, one.owner), one.name) for one in borrowed for user in one.order if user in self._here)
+        self._taken = _by_edge(
+            ((user, one.owner), one.name) for one in self._owned for user in one.order if user not in self._here
+        )
+        self._sums_from = _by_edge((self._copy_of(one, rank), one.name) for one in borrowed)
+        self._sums_to = _by_edge(
+            (self._copy_of(one, other), one.name)
+            for one in self._owned
+            for other in sorted({placement[user] for user in one.stages} - {rank})
+        )
+        self._own: dict[int, dict[tuple[int, str], list[Tensor]]] = {}
+        self._awaited = {user for one in self._owned for user in one.stages if user in self._here}
+        self._ended: dict[int, set[int]] = {}
+        self._arriving: dict[int, dict[Edge, Pending]] = {}
+        self._next = self._posted = 0
+        self._is_shared = {one.name for one in self._shared}
+
+    def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
+        """How many receive buffers this takes at a time, per source rank and message."""
+        counts: Counter[tuple[int, MessageSpec]] = Counter()
+        for incoming, count in ((self._taken, POSTED_AHEAD), (self._sums_from, 1)):
+            for (source, _), names in incoming.items():
+                counts[self._placement[source], self._spec(names)] += count
+        return counts
+
+    def begin_step(self, step: int) -> None:
+        """Start a step; what an interrupted one left behind is forgotten."""
+        self._step = step
+        self._next = self._posted = 0
+        self._own.clear()
+        self._ended.clear()
+        self._arriving.clear()
+
+    def add(self, stage: int, name: str, microbatch: int, gradient: Tensor | None, *, fresh: bool = False) -> None:
+        """Take a stage's gradient of a parameter of one microbatch; of a shared one, one contribution, in autograd's order.
+
+        Nothing else refers to a ``fresh`` one: it may become the parameter's ``grad``.
+        """
+        if name in self._is_shared:
+            gradient = torch.zeros_like(self._parameters[name]) if gradient is None else gradient
+            # Kept or sent beyond the end of W, when the buffers it may be a view of are reused.
+            self._own.setdefault(microbatch, {}).setdefault((stage, name), []).append(gradient.clone())
+        elif gradient is not None:
+            _accumulate(self._parameters[name], gradient, fresh=fresh)
+
+    def end_microbatch(self, stage: int, microbatch: int) -> None:
+        """A stage's W of a microbatch has ended: pass on what belongs elsewhere, add up what has come."""
+        if not self._shared:
+            return
+        own = self._own.setdefault(microbatch, {})
+        for edge, names in self._given.items():
+            if edge[0] == stage:
+                gradients = [gradient for name in dict.fromkeys(names) for gradient in own.pop((stage, name))]
+                self._send(edge, microbatch, names, gradients)
+        if not own:
+            del self._own[microbatch]
+        self._ended.setdefault(microbatch, set()).add(stage)
+        self._add_up(wait=False)
+
+    def end_step(self) -> None:
+        """Finish the step: after this every copy of a shared parameter has the same gradient."""
+        self._add_up(wait=True)
+        total = self._microbatches
+        for edge, names in self._sums_to.items():
+            self._send(edge, total, names, [_gradient(self._parameters[name]) for name in names])
+        returning = {edge: self._receive(edge, total, names) for edge, names in self._sums_from.items()}
+        for edge, pending in returning.items():
+            for name, gradient in zip(self._sums_from[edge], pending.wait(self._timeout), strict=True):
+                self._parameters[name].grad = torch.empty_like(self._parameters[name]).copy_(gradient)
+            self._transport.release(pending)
+
+    def _add_up(self, wait: bool) -> None:
+        while self._owned:
+            while len(self._arriving) < POSTED_AHEAD and self._awaited <= self._ended.get(self._posted, set()):
+                self._arriving[self._posted] = {
+                    edge: self._receive(edge, self._posted, names) for edge, names in self._taken.items()
+                }
+                self._posted += 1
+            arriving = self._arriving.get(self._next)
+            if arriving is None:
+                return
+            if not wait and not all(pending.done for pending in arriving.values()):
+                return
+            contributions = self._own.pop(self._next, {})
+            for edge, pending in arriving.items():
+                for name, gradient in zip(self._taken[edge], pending.wait(self._timeout), strict=True):
+                    contributions.setdefault((edge[0], name), []).append(gradient)
+            for one in self._owned:
+                total, *others = (contributions[user, one.name].pop(0) for user in one.order)
+                for other in others:
+                    total = total + other
+                _accumulate(self._parameters[one.name], total)
+            for pending in arriving.values():
+                self._transport.release(pending)
+            del self._arriving[self._next]
+            self._next += 1
+
+    def _spec(self, names: Sequence[str]) -> MessageSpec:
+        parameters = (self._parameters[name] for name in names)
+        return tuple(TensorSpec(tuple(one.shape), one.dtype) for one in parameters)
+
+    def _copy_of(self, one: SharedParameter, rank: int) -> Edge:
+        """From the owner of a parameter to the first stage of a rank that uses it."""
+        return one.owner, next(user for user in one.stages if self._placement[user] == rank)
+
+    def _send(self, edge: Edge, microbatch: int, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        identity = Identity(self._step, Kind.W, *edge, microbatch, self._spec(names))
+        self._transport.send(self._placement[edge[1]], identity, tensors)
+
+    def _receive(self, edge: Edge, microbatch: int, names: Sequence[str]) -> Pending:
+        identity = Identity(self._step, Kind.W, *edge, microbatch, self._spec(names))
+        return self._transport.receive(self._placement[edge[0]], identity)
+
+
+def _by_edge(pairs: Iterable[tuple[Edge, str]]) -> dict[Edge, list[str]]:
+    found: dict[Edge, list[str]] = {}
+    for edge, name in pairs:
+        found.setdefault(edge, []).append(name)
+    return found
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor, *, fresh: bool = False) -> None:
+    """Add as autograd does. The first gradient is copied unless it is fresh and laid out as its parameter."""
+    if parameter.grad is None:
+        may_stay = fresh and (gradient.stride(), gradient.dtype) == (parameter.stride(), parameter.dtype)
+        parameter.grad = gradient if may_stay else torch.empty_like(parameter).copy_(gradient)
+    else:
+        parameter.grad += gradient
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "the owner of a shared parameter has added its gradients"
+    return parameter.grad

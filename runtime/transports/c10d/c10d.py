@@ -1,0 +1,326 @@
+"""Messages over torch.distributed: gloo between hosts without GPUs, NCCL between GPUs.
+
+Each direction (forward, backward) has communicators of its own; NCCL, whose communicators run one thing at a time, has one per
+direction and pair of ranks. A message is one operation, or two if it is large, see
+:mod:`adaptra.runtime.transports.message_format`; gloo matches the second by a tag made of its size, because gloo ends the
+process that receives more than it expects.
+
+A thread per incoming channel waits for messages, so that an arrival is stamped when it happens, whatever the rank computes at
+that time; a thread per outgoing channel holds the buffers of messages until they are sent. gloo can't take back a wait: an
+abort lets an operation of no importance run into its timeout, upon which gloo closes all connections of the group and every
+wait ends.
+
+One lost rank ends the job's step, so the first failure of a channel fails everything of this rank's transport.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import PrefixStore, ProcessGroup, Work
+
+from adaptra.errors import LaunchError, TransportError
+from adaptra.graph.ops.specs import MessageSpec
+from adaptra.program.transport_contract import Contract
+from adaptra.runtime.control_store.signed_store import signed_together, under
+from adaptra.runtime.control_store.stores import clone
+from adaptra.runtime.transports import clock_offset as clock
+from adaptra.runtime.transports.base import Identity, Layout, Pending, Transport, check_tensors, layout_of, now
+from adaptra.runtime.transports.c10d.preposted import FIRST_TAG, Standing
+from adaptra.runtime.transports.message_format import MessageBuffer
+from adaptra.runtime.transports.pending import Completion, Guard, peer_lost
+from adaptra.runtime.transports.pool import Pool
+from adaptra.runtime.transports.process_groups import end_group, end_keys, initialise, keys_of, make_groups, next_name
+
+logger = logging.getLogger(__name__)
+
+CONTRACTS: Final = {
+    "gloo": Contract(send_waits_for_receiver=True, in_order=False, buffered=False),
+    # The directions have communicators of their own here too, but a posted receive holds a part of the device until its
+    # message comes, so receives belong as late as in one shared queue.
+    "nccl": Contract(send_waits_for_receiver=True, in_order=True, buffered=False),
+}
+_CLOSE_SECONDS: Final = 5.0
+
+
+class _Channel(NamedTuple):
+    peer: int
+    is_backward: bool
+    is_receive: bool
+
+
+class _Posted(NamedTuple):
+    pending: Completion
+    buffer: MessageBuffer
+    works: tuple[Work, ...]
+    landing: Tensor | None = None
+    asked_at: float = -math.inf
+
+
+class C10dTransport(Transport):
+    """One rank's end of torch.distributed.
+
+    All ranks of the group create it at the same time; creating it makes communicators and compares clocks.
+
+    Args:
+        group: The ranks to join; None for the default group, which is set up from the launcher's environment if nobody did.
+        device: Where tensors are sent from and wanted.
+        backend: ``gloo`` or ``nccl``; None for NCCL if the device is a GPU, else gloo, which carries tensors of a GPU by
+            way of the CPU.
+
+    Attributes:
+        clock_offsets: For every rank how far its clock is ahead of this one's, with the uncertainty.
+
+    Raises:
+        LaunchError: There is no such backend, or no group and no launcher.
+    """
+
+    def __init__(
+        self, group: ProcessGroup | None = None, device: torch.device | str = "cpu", backend: str | None = None
+    ) -> None:
+        self._device = torch.device(device)
+        backend = backend or ("nccl" if self._device.type == "cuda" else "gloo")
+        if backend not in CONTRACTS or not distributed.is_backend_available(backend):
+            raise LaunchError(f"backend {backend!r}: expected one of {', '.join(CONTRACTS)} that this torch was built with")
+        self._owns_default = group is None and initialise(backend)
+        ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
+        self.contract = CONTRACTS[backend]
+        self.rank = distributed.get_rank(group)
+        self.world_size = len(ranks)
+        self._wire_device = torch.device("cpu") if backend == "gloo" else self._device
+        self._name = next_name(group)
+        self._groups = make_groups(ranks, self.rank, backend, self._name)
+        self._stream = torch.cuda.Stream(self._wire_device) if self._wire_device.type == "cuda" else None
+        self._guard = Guard(self.rank, self.world_size)
+        self._pool = Pool(self._allocate)
+        self._standing: dict[_Channel, Standing] = {}
+        self._held: dict[Pending, tuple[_Channel, MessageBuffer]] = {}
+        self._sent: dict[Layout, list[MessageBuffer]] = {}
+        self._lock = threading.Lock()
+        self._channels: dict[_Channel, queue.SimpleQueue[_Posted | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+        # A connection of its own: who waits on the control plane holds up nobody else.
+        self.store = signed_together(PrefixStore("adaptra", clone(keys_of(self._name))), self._name, self.rank, self.world_size)
+        self.clock_offsets = self._compare_clocks()
+
+    def send(
+        self, destination_rank: int, identity: Identity, tensors: Sequence[Tensor], *, posted_at: float | None = None
+    ) -> Pending:
+        """See :meth:`Transport.send`."""
+        posted_at = now() if posted_at is None else posted_at
+        check_tensors(identity, tensors)
+        pending = self._guard.post(destination_rank, identity, is_receive=False)
+        free = self._sent.setdefault(layout_of(identity.specs), [])
+        try:
+            buffer = free.pop()
+        except IndexError:
+            buffer = self._allocate(identity.specs)
+        buffer.pack(identity, tensors, posted_at)
+        channel = _Channel(destination_rank, identity.is_backward, False)
+        group, peer = self._group_of(channel)
+
+        def post() -> _Posted:
+            first = group.send([buffer.first], peer, FIRST_TAG)
+            rest = () if buffer.rest is None else (group.send([buffer.rest], peer, buffer.tag),)
+            return _Posted(pending, buffer, (first, *rest))
+
+        self._start(channel, pending, post)
+        return pending
+
+    def receive(self, source_rank: int, identity: Identity) -> Pending:
+        """See :meth:`Transport.receive`."""
+        pending = self._guard.post(source_rank, identity, is_receive=True)
+        channel = _Channel(source_rank, identity.is_backward, True)
+        # In order a receive is posted where its op needs it, and what is sent before need not wait for that.
+        asked_at = -math.inf if self.contract.in_order else now()
+
+        def post() -> _Posted:
+            receives = self._standing_on(channel).receive(identity)
+            self._held[pending] = (channel, receives.buffer)
+            return _Posted(pending, *receives, asked_at)
+
+        self._start(channel, pending, post)
+        return pending
+
+    def release(self, pending: Pending) -> None:
+        """See :meth:`Transport.release`."""
+        channel, buffer = self._held.pop(pending)
+        self._pool.give(channel.peer, pending.identity, buffer)
+        if channel in self._standing:
+            self._stand(channel, Standing.top_up)
+
+    def stand_by(self, source_rank: int, like: Identity, count: int) -> None:
+        """See :meth:`Transport.stand_by`."""
+        if not self.contract.in_order:
+            self._stand(_Channel(source_rank, like.is_backward, True), lambda standing: standing.stand(like, count))
+
+    def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
+        """See :meth:`Transport.reserve`."""
+        self._pool.reserve(counts)
+
+    def waiting_for(self, rank: int) -> Identity | None:
+        """See :meth:`Transport.waiting_for`."""
+        return self._guard.waiting_for(rank)
+
+    def abort(self, error: Exception) -> None:
+        """See :meth:`Transport.abort`. Also closes the connections, so the ranks at their other ends notice."""
+        if self._guard.end(error):
+            self._end_waits()
+
+    def close(self) -> None:
+        """See :meth:`Transport.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        deadline = now() + _CLOSE_SECONDS
+        with contextlib.suppress(Exception):
+            for pending in self._guard.sends():
+                pending.wait(max(0.0, deadline - now()))
+        unfinished = self._guard.has_pending()
+        is_whole = self._guard.end(TransportError(f"the transport of rank {self.rank} is closed"))
+        if is_whole and unfinished:
+            self._end_waits()
+        for channel in self._channels.values():
+            channel.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_CLOSE_SECONDS)
+                if thread.is_alive():
+                    logger.warning("rank %d: %s still waits for its last message", self.rank, thread.name)
+        self._standing.clear()
+        self._give_back(is_whole and not unfinished)
+        if self._owns_default:
+            distributed.destroy_process_group()
+
+    def _give_back(self, is_idle: bool) -> None:
+        groups, self._groups = self._groups, {}
+        # Ending a group waits for what it still has to do, which may never end once a rank is lost.
+        if is_idle and not any(thread.is_alive() for thread in self._threads):
+            for group in groups.values():
+                end_group(group)
+            end_keys(self._name, self.rank, self.world_size)
+
+    def _start(self, channel: _Channel, pending: Completion, post: Callable[[], _Posted]) -> None:
+        try:
+            # One message at a time: its parts are not to be parted by another thread's.
+            with self._lock:
+                if channel not in self._channels:
+                    self._open(channel)
+                self._channels[channel].put(post())
+        except RuntimeError as error:
+            lost = peer_lost(channel.peer, pending.identity, str(error))
+            self.abort(lost)
+            pending.wait()
+
+    def _stand(self, channel: _Channel, change: Callable[[Standing], None]) -> None:
+        # A peer that is gone is told of by whoever wants a message of it.
+        with self._lock, contextlib.suppress(RuntimeError):
+            change(self._standing_on(channel))
+
+    def _standing_on(self, channel: _Channel) -> Standing:
+        if channel not in self._standing:
+            group, peer = self._group_of(channel)
+            self._standing[channel] = Standing(lambda memory, tag: group.recv([memory], peer, tag), self._pool, channel.peer)
+        return self._standing[channel]
+
+    def _open(self, channel: _Channel) -> None:
+        self._channels[channel] = posted = queue.SimpleQueue()
+        direction = f"{'backward' if channel.is_backward else 'forward'} {'from' if channel.is_receive else 'to'}"
+        name = f"adaptra rank {self.rank} {direction} {channel.peer}"
+        thread = threading.Thread(target=self._serve, args=(channel, posted), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _serve(self, channel: _Channel, queued: queue.SimpleQueue[_Posted | None]) -> None:
+        """Wait for the messages of one channel, one after the other."""
+        while (posted := queued.get()) is not None:
+            try:
+                first, *rest = posted.works
+                self._await(first)
+                if posted.landing is not None:
+                    with self._lock:
+                        self._standing[channel].land(posted.landing, posted.buffer)
+                sent_at = posted.buffer.check(posted.pending.identity) if channel.is_receive else 0.0
+                for work in rest:
+                    self._await(work)
+            except TransportError as error:
+                # The messages behind it are not those that their receives expect either.
+                self.abort(error)
+                continue
+            except RuntimeError as error:
+                self.abort(peer_lost(channel.peer, posted.pending.identity, str(error)))
+                continue
+            if channel.is_receive:
+                arrived_at = now()
+                sent_at -= self.clock_offsets[channel.peer].ahead
+                tensors = posted.buffer.tensors(self._device)
+                posted.pending.complete(tensors, sent_at, arrived_at, asked_at=posted.asked_at)
+            else:
+                posted.pending.complete()
+                self._sent[layout_of(posted.pending.identity.specs)].append(posted.buffer)
+            self._guard.settle(posted.pending)
+
+    def _await(self, work: Work) -> None:
+        if self._stream is None:
+            work.wait()
+            return
+        with torch.cuda.stream(self._stream):
+            work.wait()
+            self._stream.synchronize()
+
+    def _end_waits(self) -> None:
+        for group in self._groups.values():
+            if self._stream is not None:
+                group.abort()
+                continue
+            for peer in range(group.size()):
+                if peer != group.rank():
+                    # Expected to fail: its timeout is what ends the others' waits.
+                    with contextlib.suppress(RuntimeError):
+                        group.recv([torch.empty(1, dtype=torch.uint8)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
+
+    def _allocate(self, specs: MessageSpec) -> MessageBuffer:
+        return MessageBuffer(specs, self._wire_device)
+
+    def _group_of(self, channel: _Channel) -> tuple[ProcessGroup, int]:
+        """The communicator of a channel and the peer's rank within it."""
+        group = self._groups.get((channel.is_backward, None))
+        if group is not None:
+            return group, channel.peer
+        pair = (min(self.rank, channel.peer), max(self.rank, channel.peer))
+        return self._groups[channel.is_backward, pair], pair.index(channel.peer)
+
+    def _compare_clocks(self) -> tuple[clock.Offset, ...]:
+        cell = torch.zeros(1, dtype=torch.float64, device=self._wire_device)
+        to_next: clock.Offset | None = None
+        # From rank to rank, each pair over both communicators: NCCL sets them up on first use.
+        for lower in (self.rank - 1, self.rank):
+            if lower < 0 or lower + 1 >= self.world_size:
+                continue
+            is_initiator = lower == self.rank
+            peer = lower + 1 if is_initiator else lower
+            out, out_peer = self._group_of(_Channel(peer, not is_initiator, False))
+            back, back_peer = self._group_of(_Channel(peer, is_initiator, True))
+
+            def send(value: float, out: ProcessGroup = out, peer: int = out_peer) -> None:
+                out.send([torch.full_like(cell, value)], peer, FIRST_TAG).wait()
+
+            def receive(back: ProcessGroup = back, peer: int = back_peer) -> float:
+                back.recv([cell], peer, FIRST_TAG).wait()
+                return float(cell.item())
+
+            if is_initiator:
+                to_next = clock.initiate(send, receive)
+            else:
+                clock.answer(send, receive)
+        return clock.share(under("clock", self.store), self.rank, self.world_size, to_next)

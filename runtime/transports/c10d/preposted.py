@@ -1,0 +1,99 @@
+"""Receives that stand ready for the next step, so that its first messages need not wait for word that they are awaited.
+
+Where a send waits for its receiver, a receive posted when a step begins makes the step's first message late by the link's way
+back, and with it all that follows. A rank has had all that comes over a channel long before its step ends, though: from then on
+receives can stand there for whatever comes next. The first part of a message has one size for all, so it has memory of its own
+here; the second goes into a buffer of the pool, which a message of the same layout then takes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from adaptra.runtime.transports.base import Identity, Layout, layout_of
+from adaptra.runtime.transports.message_format import HEADER_BYTES, INLINE_BYTES, MessageBuffer, flat_bytes
+from adaptra.runtime.transports.pool import Pool
+
+FIRST_TAG: Final = 0
+"""The tag of every message's first part; :attr:`.wire.MessageBuffer.tag` is that of its second."""
+
+
+class Receives(NamedTuple):
+    """The receives of one message.
+
+    Attributes:
+        buffer: Where the message belongs.
+        works: One per part.
+        landing: Where the first part arrives, if not in the buffer.
+    """
+
+    buffer: MessageBuffer
+    works: tuple[Work, ...]
+    landing: Tensor | None
+
+
+class Standing:
+    """The receives of one channel. To be used under the transport's lock.
+
+    Args:
+        post: Posts a receive into memory under a tag.
+        pool: Has the buffers.
+        rank: Where messages come from.
+    """
+
+    def __init__(self, post: Callable[[Tensor, int], Work], pool: Pool[MessageBuffer], rank: int) -> None:
+        self._post = post
+        self._pool = pool
+        self._rank = rank
+        self._wanted: tuple[Identity, int] | None = None
+        self._spare: list[Tensor] = []
+        self._firsts: deque[tuple[Work, Tensor]] = deque()
+        self._seconds: dict[Layout, deque[tuple[Work, MessageBuffer]]] = {}
+
+    def stand(self, like: Identity, count: int) -> None:
+        """Let so many receives stand for messages of one layout: as many as there are buffers for, more by :meth:`top_up`."""
+        self._wanted = (like, count)
+        self.top_up()
+
+    def top_up(self) -> None:
+        """A buffer is free: a receive may stand that wanted one, unless a message has been asked for since."""
+        if self._wanted is None:
+            return
+        like, count = self._wanted
+        while len(self._firsts) < count:
+            memory = self._spare.pop() if self._spare else torch.empty(HEADER_BYTES + INLINE_BYTES, dtype=torch.uint8)
+            self._firsts.append((self._post(memory, FIRST_TAG), memory))
+        if flat_bytes(like.specs) > INLINE_BYTES:
+            seconds = self._seconds.setdefault(layout_of(like.specs), deque())
+            while len(seconds) < count and self._pool.has_free(self._rank, like):
+                buffer = self._pool.take(self._rank, like)
+                seconds.append((self._post_second(buffer), buffer))
+
+    def receive(self, identity: Identity) -> Receives:
+        """The receives of the channel's next message: those that stand, and others where none does.
+
+        Raises:
+            AssertionError: No buffer is left.
+        """
+        self._wanted = None
+        standing = self._seconds.get(layout_of(identity.specs))
+        second, buffer = standing.popleft() if standing else (None, self._pool.take(self._rank, identity))
+        first, landing = self._firsts.popleft() if self._firsts else (self._post(buffer.first, FIRST_TAG), None)
+        if buffer.rest is None:
+            return Receives(buffer, (first,), landing)
+        return Receives(buffer, (first, second or self._post_second(buffer)), landing)
+
+    def land(self, landing: Tensor, buffer: MessageBuffer) -> None:
+        """The first part of a message has arrived there: put it where it belongs."""
+        buffer.first.copy_(landing)
+        self._spare.append(landing)
+
+    def _post_second(self, buffer: MessageBuffer) -> Work:
+        assert buffer.rest is not None, "a message of two parts"
+        return self._post(buffer.rest, buffer.tag)

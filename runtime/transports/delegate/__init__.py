@@ -1,0 +1,1 @@
+"""Messages from host memory by an engine in C++, over TCP or RDMA."""

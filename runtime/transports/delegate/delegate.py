@@ -1,0 +1,248 @@
+"""Messages by way of the delegate: an engine in C++ that moves them from host memory, beside whatever the rank computes.
+
+A sent message is packed once, into page-aligned memory that the engine sends from; a received one lies in a slot that the
+engine received it into, and its tensors are views of that. All connections of a rank are served by the engine's one thread, and
+a thread of Python waits only for the message that it needs. The engine fails over between paths by itself; see
+``csrc/delegate/``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from adaptra import _C
+from adaptra.errors import TransportError
+from adaptra.graph.ops.specs import MessageSpec
+from adaptra.program.transport_contract import Contract
+from adaptra.runtime.transports.base import Identity, Layout, PathCounts, Pending, Transport, check_tensors, layout_of, now
+from adaptra.runtime.transports.delegate.engine import StartedEngine
+from adaptra.runtime.transports.delegate.engine_memory import EngineMessage
+from adaptra.runtime.transports.delegate.engine_pending import Travelling
+from adaptra.runtime.transports.delegate.rejected import Refusals
+from adaptra.runtime.transports.message_format import HEADER_BYTES, Header, flat_bytes
+from adaptra.runtime.transports.pending import Guard, peer_lost
+from adaptra.runtime.transports.pool import Pool
+
+# Slots are granted when the program reserves them, so a message travels whether its receive is posted or not; a sent tensor is
+# copied before send() returns.
+CONTRACT: Final = Contract(send_waits_for_receiver=False, in_order=False, buffered=True)
+_CLOSE_SECONDS: Final = 5.0
+_LINGER_SECONDS: Final = 0.5
+
+
+class DelegateTransport(Transport):
+    """One rank's end of the delegate, see :func:`.delegate_join.join`.
+
+    Args:
+        started: The rank's engine, which this transport closes.
+        on_close: Is called once it is closed.
+
+    Attributes:
+        clock_offsets: For every rank how far its clock is ahead of this one's, with the uncertainty.
+    """
+
+    def __init__(self, started: StartedEngine, on_close: Callable[[], None] | None = None) -> None:
+        self.contract = CONTRACT
+        self.rank = started.rank
+        self.world_size = started.world_size
+        self.store = started.store
+        self.rdma_devices = started.rdma_devices
+        self.clock_offsets = started.clock_offsets
+        self._engine = started.engine
+        self._guard = Guard(self.rank, self.world_size)
+        self._pool: Pool[None] = Pool(lambda _: None)
+        self._lock = threading.Lock()
+        self._held: dict[Pending, int] = {}
+        self._sent: deque[Travelling] = deque()
+        self._free: dict[Layout, list[EngineMessage]] = {}
+        self._slots: dict[tuple[int, Layout], EngineMessage] = {}
+        self._refusals = Refusals(self._engine, self.rank)
+        self._is_closed = False
+        self._on_close = on_close
+
+    def send(
+        self, destination_rank: int, identity: Identity, tensors: Sequence[Tensor], *, posted_at: float | None = None
+    ) -> Pending:
+        """See :meth:`Transport.send`."""
+        posted_at = now() if posted_at is None else posted_at
+        check_tensors(identity, tensors)
+        self._sweep()
+        pending = self._guard.post(destination_rank, identity, is_receive=False, make=Travelling)
+        pending.message = message = self._outgoing(identity.specs)
+        message.rule.pack_into(message.header, identity, posted_at)
+        self._fill(message, tensors, lambda: self._start(pending, destination_rank, message, posted_at))
+        return pending
+
+    def receive(self, source_rank: int, identity: Identity) -> Pending:
+        """See :meth:`Transport.receive`."""
+        self._refusals.look(now())
+        pending = self._guard.post(source_rank, identity, is_receive=True, make=self._arriving)
+        self._pool.take(source_rank, identity)
+        self._held[pending] = source_rank
+        request = self._engine.receive(source_rank, identity.is_backward, HEADER_BYTES + flat_bytes(identity.specs))
+        pending.begin(self.settle, request)
+        self._expect(pending, source_rank)
+        return pending
+
+    def release(self, pending: Pending) -> None:
+        """See :meth:`Transport.release`."""
+        assert isinstance(pending, Travelling), "every pending of this transport is one"
+        self._pool.give(self._held.pop(pending), pending.identity, None)
+        self._give_back(pending)
+
+    def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
+        """See :meth:`Transport.reserve`. Connects to the ranks that messages will come from, if that was not done before."""
+        self._pool.reserve(counts)
+        sizes: dict[tuple[int, int], int] = {}
+        for (rank, specs), count in counts.items():
+            key = (rank, HEADER_BYTES + flat_bytes(specs))
+            sizes[key] = sizes.get(key, 0) + count
+        for (rank, size), count in sizes.items():
+            self._engine.reserve(rank, size, count)
+
+    def waiting_for(self, rank: int) -> Identity | None:
+        """See :meth:`Transport.waiting_for`."""
+        return self._guard.waiting_for(rank)
+
+    def abort(self, error: Exception) -> None:
+        """See :meth:`Transport.abort`. Also ends the connections, so the ranks at their other ends notice."""
+        self._guard.end(error)
+        self._engine.close(str(error), 0.0)
+
+    def close(self) -> None:
+        """See :meth:`Transport.close`."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        deadline = now() + _CLOSE_SECONDS
+        with contextlib.suppress(Exception):
+            for pending in self._guard.sends():
+                pending.wait(max(0.0, deadline - now()))
+        reason = TransportError(f"the transport of rank {self.rank} is closed")
+        self._guard.end(reason)
+        self._engine.close(str(reason), _LINGER_SECONDS)
+        self._refusals.close()
+        # Views of the engine's memory: torch can't let go of them any more once the interpreter ends.
+        with self._lock:
+            self._sent.clear()
+            self._free.clear()
+            self._slots.clear()
+        if self._on_close is not None:
+            self._on_close()
+
+    def statistics(self) -> list[tuple[int, int, bool, bool, dict[str, int]]]:
+        """What each channel counted: source and destination rank, whether it is backward, whether this rank sends, counters.
+
+        Counters are those of ``csrc/delegate/channel/stats.h``; reading them holds up nobody.
+        """
+        return self._engine.statistics()
+
+    def path_counts(self) -> tuple[PathCounts, ...]:
+        """See :meth:`Transport.path_counts`."""
+        found: dict[tuple[int, int], PathCounts] = {}
+        for source, destination, _, _, counters in self.statistics():
+            before = found.get((source, destination), PathCounts(source, destination, 0, 0))
+            failures, changes = counters["path_failures"], counters["path_changes"]
+            found[source, destination] = before._replace(failures=before.failures + failures, changes=before.changes + changes)
+        return tuple(found.values())
+
+    def settle(self, pending: Travelling) -> None:
+        """Take over what the engine did with a message: complete the pending, or fail it and with it everything else."""
+        request = pending.request
+        assert request is not None and request.done, "the engine is done with it"
+        try:
+            tensors, sent_at = self._taken(pending, request)
+        except TransportError as error:
+            # Messages behind one that was not exchanged are not those that their receives expect either. The connections stay:
+            # whoever learns of the end by theirs has less to tell than this rank, which is about to.
+            self._guard.end(error)
+            pending.fail(error)
+        else:
+            pending.complete(tensors, sent_at, request.moment)
+        self._guard.settle(pending)
+
+    def _taken(self, pending: Travelling, request: _C.Request) -> tuple[tuple[Tensor, ...], float]:
+        identity = pending.identity
+        source = self._held.get(pending)
+        if (reason := request.error) is not None:
+            raise peer_lost(identity.destination if source is None else source, identity, reason)
+        if source is None:
+            return (), 0.0
+        if (other := request.other) is not None:
+            Header(identity.specs).check(other.ljust(HEADER_BYTES, b"\0"), identity)
+            raise TransportError(f"receive of {identity}: got a message of another size under the same header")
+        memory = request.memory
+        assert memory is not None, "an arrived message lies somewhere"
+        message = self._slot(memory, identity.specs)
+        sent_at = message.rule.check(message.header, identity) - self.clock_offsets[source].ahead
+        return self._deliver(pending, message), sent_at
+
+    # What follows is what a transport to and from a GPU does otherwise.
+
+    _arriving: type[Travelling] = Travelling
+
+    def _fill(self, message: EngineMessage, tensors: Sequence[Tensor], start: Callable[[], None]) -> None:
+        """Copy the tensors of a message into its memory, then ``start`` it."""
+        with torch.no_grad():
+            for view, tensor in zip(message.views, tensors, strict=True):
+                view.copy_(tensor)
+        start()
+
+    def _expect(self, pending: Travelling, source_rank: int) -> None:
+        """A receive was posted."""
+
+    def _deliver(self, pending: Travelling, message: EngineMessage) -> tuple[Tensor, ...]:
+        """The tensors of a message that arrived."""
+        return tuple(view.detach().to(spec.dtype) for view, spec in zip(message.views, message.specs, strict=True))
+
+    def _give_back(self, pending: Travelling) -> None:
+        """Let the engine fill the slot of a message that is no longer needed."""
+        if pending.request is not None:
+            self._engine.release(pending.request)
+
+    def _make_message(self, memory: _C.Memory, specs: MessageSpec) -> EngineMessage:
+        return EngineMessage(memory, specs)
+
+    def _start(self, pending: Travelling, destination_rank: int, message: EngineMessage, posted_at: float) -> None:
+        # Messages of one channel are matched by their order, so the queue's order has to be the engine's.
+        with self._lock:
+            memory, is_backward = message.memory, pending.identity.is_backward
+            request = self._engine.send(destination_rank, is_backward, memory, len(memory), posted_at)
+            self._sent.append(pending)
+        pending.begin(self.settle, request)
+
+    def _slot(self, memory: _C.Memory, specs: MessageSpec) -> EngineMessage:
+        key = (memory.address, layout_of(specs))
+        message = self._slots.get(key)
+        if message is None:
+            message = self._slots[key] = self._make_message(memory, specs)
+        return message
+
+    def _outgoing(self, specs: MessageSpec) -> EngineMessage:
+        with self._lock:
+            free = self._free.get(layout_of(specs))
+            if free:
+                return free.pop()
+        return self._make_message(self._engine.allocate(HEADER_BYTES + flat_bytes(specs)), specs)
+
+    def _sweep(self) -> None:
+        """Take back the memory of messages that were sent; nobody waits for a send."""
+        self._refusals.look(now())
+        finished: list[Travelling] = []
+        with self._lock:
+            while self._sent and self._sent[0].done:
+                finished.append(self._sent.popleft())
+        for pending in finished:
+            self.settle(pending)
+            if pending.request is not None and pending.request.error is None and pending.message is not None:
+                with self._lock:
+                    self._free.setdefault(layout_of(pending.identity.specs), []).append(pending.message)
+            pending.message = None

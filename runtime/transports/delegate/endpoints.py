@@ -1,0 +1,120 @@
+"""On which of this host's addresses a rank listens, and how the ranks of a job learn of each other's."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torch.distributed import Store
+
+from adaptra.errors import ControlError, LaunchError
+from adaptra.runtime.control_store.schema import decode, encode
+from adaptra.runtime.control_store.secret import VARIABLE, derive, given_secret
+
+SECRET_BYTES: Final = 32
+_MAX_PATHS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One end of a path: the kind of wire, a numeric address of this rank's host, and the port it listens on there."""
+
+    wire: str
+    host: str
+    port: int
+
+
+def address_towards(store: Store) -> str:
+    """The address of this host that others reach it by, judged from the way to the store's host; loopback if that is here.
+
+    Raises:
+        LaunchError: The store has no host, so addresses have to be given.
+    """
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack it
+    host = getattr(store, "host", None)
+    if not isinstance(host, str):
+        raise LaunchError(f"the job's {type(store).__name__} has no host: expected addresses=[...] of this host to listen on")
+    family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    # Connecting a datagram socket sends nothing: it only looks up the route.
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def share_secret(store: Store, rank: int) -> bytes:
+    """The key of the data links, the same on all ranks and another one for each engine.
+
+    Where the launcher gave a secret the key is derived from it, and the store holds but a salt. Else rank 0 makes the key and
+    tells it through the store to whoever may use that.
+
+    Raises:
+        LaunchError: This rank was given a secret and rank 0 not, or the other way round.
+        ControlError: The store holds something else.
+    """
+    given = given_secret()
+    if rank == 0:
+        store.set("secret", encode({"given": given is not None, "value": secrets.token_hex(SECRET_BYTES)}))
+    fields = decode(store.get("secret"), "the job's secret")
+    is_given, text = fields.flag("given"), fields.text("value", 2 * SECRET_BYTES)
+    fields.end()
+    if is_given != (given is not None):
+        who, other = ("rank 0", f"rank {rank}") if is_given else (f"rank {rank}", "rank 0")
+        raise LaunchError(
+            f"{who} was given a secret ({VARIABLE}), {other} was not: expected the same one on all ranks, or none"
+        )
+    try:
+        value = bytes.fromhex(text)
+    except ValueError as error:
+        raise ControlError(f"the job's secret: expected {SECRET_BYTES} bytes in hexadecimal: {error}") from None
+    if len(value) != SECRET_BYTES:
+        raise ControlError(f"the job's secret: expected {SECRET_BYTES} bytes, got {len(value)}")
+    return value if given is None else derive(given, "data links", value)
+
+
+def share_session(store: Store, rank: int) -> bytes:
+    """What tells these ranks' connections from all others that the same secret opens: made by rank 0, no secret itself."""
+    if rank == 0:
+        store.set("session", secrets.token_hex(SECRET_BYTES))
+    return store.get("session")
+
+
+def share_endpoints(store: Store, rank: int, world_size: int, mine: Sequence[Endpoint]) -> list[list[Endpoint]]:
+    """Tell all ranks where this one listens, path by path, and learn the same of all.
+
+    Raises:
+        LaunchError: Ranks have different numbers or kinds of paths.
+        ControlError: A rank told something else.
+    """
+    told = [{"wire": endpoint.wire, "host": endpoint.host, "port": endpoint.port} for endpoint in mine]
+    store.set(f"endpoints/{rank}", encode({"paths": told}))
+    found = [_read(store.get(f"endpoints/{other}"), other) for other in range(world_size)]
+    for other, theirs in enumerate(found):
+        if [endpoint.wire for endpoint in theirs] != [endpoint.wire for endpoint in mine]:
+            raise LaunchError(
+                f"rank {rank} has paths over {_describe(mine)}, rank {other} over {_describe(theirs)}: expected as many of the "
+                "same kinds, since the paths of an edge join them in order"
+            )
+    return found
+
+
+def _read(payload: bytes, rank: int) -> list[Endpoint]:
+    fields = decode(payload, f"endpoints of rank {rank}")
+    read: list[Endpoint] = []
+    for path in fields.objects("paths"):
+        endpoint = Endpoint(path.text("wire", 16), path.text("host", 64), path.whole("port", 1))
+        path.end()
+        if endpoint.port > 0xFFFF:
+            raise ControlError(f"endpoints of rank {rank}: port {endpoint.port}: expected at most 65535")
+        read.append(endpoint)
+    fields.end()
+    if not 1 <= len(read) <= _MAX_PATHS:
+        raise ControlError(f"endpoints of rank {rank}: {len(read)} paths: expected 1..{_MAX_PATHS}")
+    return read
+
+
+def _describe(endpoints: Sequence[Endpoint]) -> str:
+    return " ".join(endpoint.wire for endpoint in endpoints)

@@ -1,0 +1,91 @@
+"""The engine's memory as Python sees it, and what two ranks tell each other through it before any message."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Final
+
+import torch
+from torch.distributed import Store
+
+from adaptra import _C
+from adaptra.errors import LaunchError, TransportError
+from adaptra.graph.ops.specs import MessageSpec
+from adaptra.runtime.transports import clock_offset as clock
+from adaptra.runtime.transports.base import now
+from adaptra.runtime.transports.message_format import HEADER_BYTES, Header, flat_bytes, views_of
+
+_READING: Final = struct.Struct("<d")
+_SECONDS: Final = 30.0
+
+
+class EngineMessage:
+    """Memory of the engine's seen as a message of given specs: a header, then the tensors in one flat buffer.
+
+    Attributes:
+        memory: As long as the message.
+        specs: One per tensor.
+        rule: Writes and checks the header.
+        header: The memory as bytes.
+        flat: All tensors, (bytes,) uint8, a view of the memory, which it keeps alive.
+        views: The tensors as they travel, views of ``flat``.
+    """
+
+    def __init__(self, memory: _C.Memory, specs: MessageSpec) -> None:
+        self.memory = memory
+        self.specs = specs
+        self.rule = Header(specs)
+        array = (ctypes.c_ubyte * len(memory)).from_address(memory.address)
+        # The tensors keep the array alive, and the array the memory.
+        array.owner = memory  # pyright: ignore[reportAttributeAccessIssue] - any attribute may be set
+        self.header = memoryview(array).cast("B")
+        self.flat = torch.frombuffer(array, dtype=torch.uint8)[HEADER_BYTES : HEADER_BYTES + flat_bytes(specs)]
+        self.views = views_of(self.flat, specs)
+
+
+class _Pair:
+    """Exchanges readings of a clock with one other rank, one at a time."""
+
+    def __init__(self, engine: _C.Engine, peer: int, is_backward: bool) -> None:
+        self._engine = engine
+        self._peer = peer
+        self._is_backward = is_backward
+        self._memory = engine.allocate(_READING.size)
+        self._cell = (ctypes.c_ubyte * _READING.size).from_address(self._memory.address)
+        engine.reserve(peer, _READING.size, 1)
+
+    def send(self, value: float) -> None:
+        _READING.pack_into(self._cell, 0, value)
+        self._await(self._engine.send(self._peer, self._is_backward, self._memory, _READING.size, now()))
+
+    def receive(self) -> float:
+        request = self._engine.receive(self._peer, not self._is_backward, _READING.size)
+        self._await(request)
+        memory = request.memory
+        assert memory is not None, "an arrived message lies somewhere"
+        (value,) = _READING.unpack(ctypes.string_at(memory.address, _READING.size))
+        self._engine.release(request)
+        return float(value)
+
+    def _await(self, request: _C.Request) -> None:
+        if not request.wait(_SECONDS) or request.error is not None:
+            reason = request.error or f"nothing came within {_SECONDS:g} s"
+            text = f"can't compare clocks with rank {self._peer} over the delegate: {reason}"
+            raise LaunchError(text) from TransportError(reason)
+
+
+def compare_clocks(engine: _C.Engine, rank: int, world_size: int, store: Store) -> tuple[clock.Offset, ...]:
+    """How far the clock of every rank is ahead of this one's, measured over the engine from neighbour to neighbour.
+
+    Raises:
+        LaunchError: A neighbour can't be reached.
+    """
+    if rank > 0:
+        lower = _Pair(engine, rank - 1, is_backward=True)
+        clock.answer(lower.send, lower.receive)
+    to_next: clock.Offset | None = None
+    if rank + 1 < world_size:
+        upper = _Pair(engine, rank + 1, is_backward=False)
+        to_next = clock.initiate(upper.send, upper.receive)
+    return clock.share(store, rank, world_size, to_next)

@@ -1,0 +1,106 @@
+"""The delegate for tensors on a GPU: its messages are copied to the host and back on a stream of their own.
+
+A sent message is handed to the engine once its copy to the host has ended; a received one is copied to the GPU as soon as it is
+there, by a thread per channel, whatever the rank computes at that time. The compute stream waits for a copy's event, the host
+for none.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from adaptra import _C
+from adaptra.graph.ops.specs import MessageSpec
+from adaptra.runtime.transports.base import Identity
+from adaptra.runtime.transports.delegate.delegate import DelegateTransport
+from adaptra.runtime.transports.delegate.engine import StartedEngine
+from adaptra.runtime.transports.delegate.engine_memory import EngineMessage
+from adaptra.runtime.transports.delegate.engine_pending import Travelling
+from adaptra.runtime.transports.delegate.staging import Staging
+from adaptra.runtime.transports.pending import Completion
+
+_JOIN_SECONDS: Final = 5.0
+
+
+class _Arriving(Travelling):
+    """A receive whose tensors are on their way to the GPU before anyone asks for them."""
+
+    def __init__(self, identity: Identity) -> None:
+        super().__init__(identity)
+        self.copied: torch.cuda.Event | None = None
+        self.staging: Staging | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` returns or raises at once."""
+        return self._event.is_set()
+
+    def wait(self, timeout: float | None = None) -> tuple[Tensor, ...]:
+        """See :meth:`Pending.wait`. The present stream waits for the copy, the host doesn't."""
+        tensors = Completion.wait(self, timeout)
+        assert self.copied is not None and self.staging is not None, "what has arrived is being copied"
+        self.staging.hand_over(tensors, self.copied)
+        return tensors
+
+
+class GpuDelegateTransport(DelegateTransport):
+    """One rank's end of the delegate, for tensors on ``device``; see :class:`.delegate.DelegateTransport`."""
+
+    _arriving = _Arriving
+
+    def __init__(self, started: StartedEngine, on_close: Callable[[], None], device: torch.device) -> None:
+        super().__init__(started, on_close)
+        self._staging = Staging(device, f"adaptra rank {self.rank}")
+        self._prefetched: dict[tuple[int, bool], queue.SimpleQueue[Travelling | None]] = {}
+        self._prefetchers: list[threading.Thread] = []
+
+    def close(self) -> None:
+        """See :meth:`Transport.close`."""
+        super().close()
+        for prefetched in self._prefetched.values():
+            prefetched.put(None)
+        for thread in self._prefetchers:
+            thread.join(_JOIN_SECONDS)
+        self._staging.close()
+
+    def _make_message(self, memory: _C.Memory, specs: MessageSpec) -> EngineMessage:
+        self._staging.pin(memory)
+        return super()._make_message(memory, specs)
+
+    def _fill(self, message: EngineMessage, tensors: Sequence[Tensor], start: Callable[[], None]) -> None:
+        self._staging.then(self._staging.to_host(message, tensors), start)
+
+    def _expect(self, pending: Travelling, source_rank: int) -> None:
+        channel = (source_rank, pending.identity.is_backward)
+        with self._lock:
+            prefetched = self._prefetched.get(channel)
+            if prefetched is None:
+                prefetched = self._prefetched[channel] = queue.SimpleQueue()
+                name = f"adaptra rank {self.rank} prefetch from {source_rank}"
+                thread = threading.Thread(target=self._prefetch, args=(prefetched,), name=name, daemon=True)
+                self._prefetchers.append(thread)
+                thread.start()
+        prefetched.put(pending)
+
+    def _prefetch(self, prefetched: queue.SimpleQueue[Travelling | None]) -> None:
+        while (pending := prefetched.get()) is not None:
+            assert pending.request is not None, "it was posted"
+            pending.request.wait(None)
+            self.settle(pending)
+
+    def _deliver(self, pending: Travelling, message: EngineMessage) -> tuple[Tensor, ...]:
+        assert isinstance(pending, _Arriving), "every receive of this transport is one"
+        pending.staging = self._staging
+        tensors, pending.copied = self._staging.to_device(message)
+        return tensors
+
+    def _give_back(self, pending: Travelling) -> None:
+        assert isinstance(pending, _Arriving), "every receive of this transport is one"
+        if pending.copied is not None:
+            self._staging.then(pending.copied, lambda: DelegateTransport._give_back(self, pending))

@@ -1,0 +1,58 @@
+"""The delegate as the transport of a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import distributed
+from torch.distributed import PrefixStore, ProcessGroup
+
+from adaptra.runtime.control_store.signed_store import signed_together
+from adaptra.runtime.control_store.stores import clone
+from adaptra.runtime.transports.delegate import rdma_paths
+from adaptra.runtime.transports.delegate.delegate import DelegateTransport
+from adaptra.runtime.transports.delegate.endpoints import address_towards
+from adaptra.runtime.transports.delegate.engine import Listen, Timing, listen, start_engine
+from adaptra.runtime.transports.delegate.gpu import GpuDelegateTransport
+from adaptra.runtime.transports.process_groups import end_keys, initialise, keys_of, next_name
+
+
+def join(
+    group: ProcessGroup | None = None,
+    addresses: Sequence[str] = (),
+    timing: Timing | None = None,
+    device: torch.device | str = "cpu",
+    listen: Listen = listen,
+) -> DelegateTransport:
+    """The delegate of this rank; all ranks of the group call it at the same time.
+
+    Args:
+        group: The ranks to join; None for the default group, which is set up from the launcher's environment if nobody did.
+        addresses: One per path, see :func:`.delegate_engine.start_engine`; () for the usable RDMA ports of this host, followed
+            by the address by which it reaches the store.
+        timing: How soon failures are noticed.
+        device: Where tensors are sent from and wanted: the host, or a GPU.
+        listen: See :func:`.delegate_engine.start_engine`.
+
+    Raises:
+        LaunchError: There is no group and no launcher, or see :func:`.delegate_engine.start_engine`.
+    """
+    owns_default = group is None and initialise("gloo")
+    ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
+    name = next_name(group)
+    control = keys_of(name)
+    # A connection of its own: who waits on the control plane holds up nobody else.
+    rank, place = distributed.get_rank(group), torch.device(device)
+    store = signed_together(PrefixStore("adaptra", clone(control)), name, rank, len(ranks))
+    found = addresses or [*rdma_paths.agree_on_ports(store, rank, len(ranks)), address_towards(control)]
+    started = start_engine(rank, len(ranks), store, found, timing or Timing(), listen)
+
+    def end() -> None:
+        end_keys(name, rank, len(ranks))
+        if owns_default:
+            distributed.destroy_process_group()
+
+    if place.type == "cuda":
+        return GpuDelegateTransport(started, end, place)
+    return DelegateTransport(started, end)

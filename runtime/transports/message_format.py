@@ -1,0 +1,176 @@
+"""How a message lies in memory and on the wire: a header that says what it is, then its tensors in one flat buffer.
+
+A message travels in one or two parts. The first has the same size for all messages: the header, and room for tensors that fit
+into :data:`INLINE_BYTES`. Tensors that don't are the second part. So a small message is one operation of the transport, and a
+receiver that finds another message than it expects never has to read that message's tensors, which may be larger than its
+buffer. Every tensor begins at a multiple of :data:`ALIGNMENT` bytes. Nothing in a message is executed or unpickled.
+
+The header is :data:`HEADER_BYTES` long, little-endian:
+
+==========  =====  ================================================================
+field       bytes  meaning
+==========  =====  ================================================================
+magic       4      ``adpt``
+version     1      1
+kind        1      the sending op's kind, by its place in :class:`adaptra.program.Kind`
+            2      zero
+step        8      signed
+source      4      sending stage
+destination 4      receiving stage
+microbatch  4
+sent at     8      double, the sender's ``time.monotonic`` seconds
+digest      16     of shapes and dtypes
+length      2      of the text
+text        138    shapes and dtypes for people, cut to fit
+==========  =====  ================================================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from adaptra.errors import TransportError
+from adaptra.graph.ops.specs import MessageSpec
+from adaptra.program import Kind
+from adaptra.runtime.transports.base import Identity, describe_layout, layout_of
+
+ALIGNMENT: Final = 64
+HEADER_BYTES: Final = 192
+INLINE_BYTES: Final = 4096
+VERSION: Final = 1
+_MAGIC: Final = b"adpt"
+_FORMAT: Final = struct.Struct("<4sBBxxqiiId16sH138s")
+_KINDS: Final = tuple(Kind)
+_CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
+_TEXT_BYTES: Final = 138
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _shared_memory(size: int) -> tuple[memoryview, Tensor]:
+    """Aligned host memory, once as bytes and once as a uint8 tensor."""
+    memory = bytearray(size + ALIGNMENT)
+    skipped = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % ALIGNMENT
+    return memoryview(memory)[skipped : skipped + size], torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=skipped)
+
+
+class Header:
+    """The header of messages of given specs: writes it, and compares what arrives with what is expected."""
+
+    def __init__(self, specs: MessageSpec) -> None:
+        described = describe_layout(layout_of(specs)).encode()
+        self._digest = hashlib.blake2b(described, digest_size=16).digest()
+        self._text = described[:_TEXT_BYTES]
+        self.tag = 1 + int.from_bytes(self._digest[:4], "little") % (2**31 - 2)
+
+    def pack_into(self, memory: memoryview, identity: Identity, sent_at: float) -> None:
+        """Write the header of a message to the first :data:`HEADER_BYTES` of ``memory``."""
+        step, kind, source, destination, microbatch = identity.key
+        _FORMAT.pack_into(
+            memory,
+            0,
+            _MAGIC,
+            VERSION,
+            _CODES[kind],
+            step,
+            source,
+            destination,
+            microbatch,
+            sent_at,
+            self._digest,
+            len(self._text),
+            self._text,
+        )
+
+    def check(self, memory: memoryview | bytes, expected: Identity) -> float:
+        """Read the header that ``memory`` begins with.
+
+        Returns:
+            When the message was sent, on the sender's clock.
+
+        Raises:
+            TransportError: It is another message; names the edge, what was expected and what came.
+        """
+        magic, version, code, step, source, destination, microbatch, sent_at, digest, length, text = _FORMAT.unpack_from(memory)
+        if magic != _MAGIC or version != VERSION or code >= len(_KINDS) or not math.isfinite(sent_at):
+            raise TransportError(f"receive of {expected}: got bytes that are no message of version {VERSION}: {magic!r}")
+        kind = _KINDS[code]
+        if (step, kind, source, destination, microbatch) != expected.key or digest != self._digest:
+            got = f"{source}{kind.value}{microbatch} of step {step} on edge {source}→{destination}"
+            raise TransportError(f"receive of {expected}: got {got} with {text[:length].decode(errors='replace')}")
+        return sent_at
+
+
+def flat_bytes(specs: MessageSpec) -> int:
+    """How many bytes the tensors of a message take in one flat buffer."""
+    return sum(_aligned(spec.travelling_bytes) for spec in specs)
+
+
+def views_of(flat: Tensor, specs: MessageSpec) -> list[Tensor]:
+    """The tensors of a message as they travel, which lie in ``flat``, (at least :func:`flat_bytes`,) uint8, without a copy."""
+    views: list[Tensor] = []
+    offset = 0
+    for spec in specs:
+        size = spec.travelling_bytes
+        views.append(flat[offset : offset + size].view(spec.travels_as).view(spec.shape))
+        offset += _aligned(size)
+    return views
+
+
+class MessageBuffer:
+    """The memory of one message of given specs, with the views of its tensors.
+
+    Attributes:
+        first: What travels first, (HEADER_BYTES + INLINE_BYTES,) uint8 on the wire's device: the header, and small tensors.
+        rest: The tensors, uint8 on the wire's device, if they are too large for that; else None.
+    """
+
+    def __init__(self, specs: MessageSpec, device: torch.device) -> None:
+        self._specs = specs
+        self._rule = Header(specs)
+        self._header, self._header_tensor = _shared_memory(HEADER_BYTES + INLINE_BYTES)
+        is_host = device.type == "cpu"
+        self.first = self._header_tensor if is_host else torch.empty_like(self._header_tensor, device=device)
+        total = flat_bytes(specs)
+        self.rest = torch.empty(total, dtype=torch.uint8, device=device) if total > INLINE_BYTES else None
+        self._views = views_of(self.first[HEADER_BYTES:] if self.rest is None else self.rest, specs)
+
+    @property
+    def tag(self) -> int:
+        """A tag for the second part that only messages of the same layout share; never 0, the first part's."""
+        return self._rule.tag
+
+    def pack(self, identity: Identity, tensors: Sequence[Tensor], sent_at: float) -> None:
+        """Fill the buffer with a message."""
+        self._rule.pack_into(self._header, identity, sent_at)
+        if self.first is not self._header_tensor:
+            self.first[:HEADER_BYTES].copy_(self._header_tensor[:HEADER_BYTES])
+        with torch.no_grad():
+            for view, tensor in zip(self._views, tensors, strict=True):
+                view.copy_(tensor)
+
+    def check(self, expected: Identity) -> float:
+        """Read the received header.
+
+        Returns:
+            When the message was sent, on the sender's clock.
+
+        Raises:
+            TransportError: It is another message; names the edge, what was expected and what came.
+        """
+        if self.first is not self._header_tensor:
+            self._header_tensor[:HEADER_BYTES].copy_(self.first[:HEADER_BYTES])
+        return self._rule.check(self._header, expected)
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, ...]:
+        """The tensors of a received message on ``device``: views of this buffer if it lies there and holds them as they are."""
+        return tuple(view.detach().to(device).to(spec.dtype) for view, spec in zip(self._views, self._specs, strict=True))

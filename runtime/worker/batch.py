@@ -1,0 +1,99 @@
+"""From a batch to microbatches, with everything wrong about a batch said at the door.
+
+Tensors are split along their first dimension; a tensor without dimensions is given to every microbatch as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from adaptra.errors import BatchError
+from adaptra.graph.ops.specs import MessageSpec
+
+
+def example_microbatch(batch: Any, microbatches: int, what: str) -> Any:
+    """The first microbatch of a batch: any nest of tuples, lists and dicts with tensors in it.
+
+    Raises:
+        BatchError: The tensors' first dimensions differ, or don't divide by the number of microbatches.
+    """
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    if not leaves:
+        return batch
+    rows = leaves[0].shape[0]
+    for leaf in leaves:
+        if leaf.shape[0] != rows:
+            raise BatchError(
+                f"{what}: one tensor has {rows} rows, another has shape {tuple(leaf.shape)}: expected all tensors of a batch "
+                "to have the same first dimension; keep a tensor without a batch dimension as a buffer of the model"
+            )
+    if rows == 0:
+        raise BatchError(f"{what}: a batch of 0 rows: expected at least one row for each of {microbatches} microbatches")
+    if rows % microbatches:
+        raise BatchError(
+            f"{what}: a batch of {rows} rows does not divide into {microbatches} microbatches: use a batch of "
+            f"{_nearest_multiple(rows, microbatches)} rows or another number of microbatches"
+        )
+    size = rows // microbatches
+
+    def first(leaf: Any) -> Any:
+        return leaf[:size] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
+
+    return pytree.tree_map(first, batch)
+
+
+def rows_of(batch: Any) -> int:
+    """The rows of a batch: any nest of tuples, lists and dicts with tensors in it. 1 if none has a first dimension."""
+    return next((leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+
+
+def split_batch(tensors: Sequence[Tensor], specs: MessageSpec, microbatches: int, what: str) -> list[tuple[Tensor, ...]]:
+    """Split a flat batch into microbatches of exactly the shapes that were compiled.
+
+    Args:
+        tensors: The batch's tensors; like their specs in everything but the first dimension.
+        specs: The tensors of one microbatch.
+        microbatches: How many there are.
+        what: ``inputs`` or ``targets``, for the error.
+
+    Raises:
+        BatchError: The batch has another number of rows than the pipeline was compiled for.
+    """
+    columns: list[Sequence[Tensor]] = []
+    for tensor, spec in zip(tensors, specs, strict=True):
+        if spec.shape and tensor.shape[0] != spec.shape[0] * microbatches:
+            raise BatchError(
+                f"{what}: a batch of {tensor.shape[0]} rows: expected {spec.shape[0] * microbatches}, {microbatches} "
+                f"microbatches of the {spec.shape[0]} rows the pipeline was compiled for; drop or pad a smaller last batch, or "
+                "compile another pipeline for it"
+            )
+        columns.append(tensor.chunk(microbatches) if spec.shape else [tensor] * microbatches)
+    return [tuple(column[microbatch] for column in columns) for microbatch in range(microbatches)]
+
+
+def require_no_gradient(batch: Sequence[Sequence[Tensor]], labels: Sequence[str], what: str) -> None:
+    """Refuse a batch for a step if a tensor of it waits for a gradient: it would get none.
+
+    Args:
+        batch: The tensors per microbatch; empty on ranks that don't need them.
+        labels: What each tensor is called.
+        what: ``inputs`` or ``targets``.
+
+    Raises:
+        BatchError: Names the tensor.
+    """
+    for tensors in batch[:1]:
+        for label, tensor in zip(labels, tensors, strict=True):
+            if tensor.requires_grad:
+                raise BatchError(
+                    f"{what}: {label} requires a gradient, which a step gives to parameters alone: expected an input without; "
+                    "give its detach(), or make it a parameter of the model"
+                )
+
+
+def _nearest_multiple(rows: int, microbatches: int) -> int:
+    return max(1, round(rows / microbatches)) * microbatches

@@ -1,0 +1,207 @@
+"""One stage on its rank: runs its F, I and W and keeps what F leaves for I, and I for W."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from adaptra.graph.ops.random_state import RandomKey
+from adaptra.graph.stages.stages import EvalStage, TrainStage
+from adaptra.runtime.step_messages.shared_gradients import Gradients
+from adaptra.runtime.worker.loss_reduction import Reduction
+
+
+class Stage(Protocol):
+    """What the executor needs of a stage, whether it trains or only evaluates."""
+
+    def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run F and return the tensors for the next stage; on the last stage, the results."""
+        ...
+
+    def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run I and return the gradients for the previous stage."""
+        ...
+
+    def weight_grad(self, microbatch: int) -> None:
+        """Run W and accumulate the parameters' gradients."""
+        ...
+
+
+class TrainingStage:
+    """F, I and W of one stage.
+
+    Args:
+        stage: What it runs.
+        state: The stage's own parameters and buffers by their names in the user's model.
+        seed: Seed of the job's random numbers.
+        microbatches: How many microbatches a step has.
+        replica: Which replica this is of; random numbers go by the number of the microbatch among those of all replicas.
+        is_last: Whether this is the last stage, whose only output is the loss.
+        gradients: Takes each parameter's gradient of each microbatch.
+        await_buffers: Called before each F: waits until the state is there that the replicas share.
+        reduction: How the step's loss comes from theirs.
+    """
+
+    def __init__(
+        self,
+        stage: TrainStage,
+        state: Mapping[str, Tensor],
+        *,
+        seed: int,
+        microbatches: int,
+        replica: int,
+        is_last: bool,
+        gradients: Gradients,
+        await_buffers: Callable[[], None],
+        reduction: Reduction = Reduction.MEAN,
+    ) -> None:
+        self._stage = stage
+        self._state = state
+        self._seed = seed
+        self._gradients = gradients
+        self._saved: dict[int, Any] = {}
+        self._microbatches = microbatches
+        self._first_microbatch = replica * microbatches
+        self._await_buffers = await_buffers
+        self._is_last = is_last
+        self._reduction = reduction
+        self._root_gradients: Sequence[Tensor] = ()
+        self._steps_before = 0
+
+    def begin_step(self, loss_scale: float, steps_before: int = 0) -> None:
+        """Start a step.
+
+        Args:
+            loss_scale: Gradients are those of the loss times this.
+            steps_before: How many steps of the training came before this pipeline's; random numbers go by their sum.
+        """
+        self._steps_before = steps_before
+        if self._is_last:
+            # There is none if the loss depends on nothing that is trained.
+            self._root_gradients = tuple(
+                self._reduction.start(loss_scale, one, self._microbatches) for one in self._stage.grad_outputs
+            )
+
+    def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run F; what I and W need stays here until they run."""
+        self._await_buffers()
+        key = RandomKey(self._seed, self._steps_before + step, self._first_microbatch + microbatch)
+        outputs, self._saved[microbatch] = self._stage.run_forward(self._state, inputs, key, targets)
+        return outputs
+
+    def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run I. The last stage is given no ``grad_outputs``: there the gradient starts."""
+        if self._is_last:
+            grad_outputs = self._root_gradients
+        grad_inputs, self._saved[microbatch] = self._stage.run_input_grad(self._saved.pop(microbatch), grad_outputs)
+        return grad_inputs
+
+    def weight_grad(self, microbatch: int) -> None:
+        """Run W and hand each gradient on."""
+        gradients = self._stage.run_weight_grad(self._saved.pop(microbatch))
+        for name, gradient, fresh in zip(self._stage.contributions, gradients, self._stage.fresh_gradients, strict=True):
+            self._gradients.add(self._stage.index, name, microbatch, gradient, fresh=fresh)
+        self._gradients.end_microbatch(self._stage.index, microbatch)
+
+
+class PhasedStage(TrainingStage):
+    """A stage whose forwards and backwards are two programs, with anything between them: other forwards too.
+
+    Args:
+        tell_outputs: Told the number of a microbatch and its outputs on the last stage.
+        tell_input_gradients: Told the number of a microbatch and the gradients of its inputs on the first stage.
+        Others: as of :class:`TrainingStage`.
+    """
+
+    def __init__(
+        self,
+        stage: TrainStage,
+        state: Mapping[str, Tensor],
+        *,
+        seed: int,
+        microbatches: int,
+        replica: int,
+        is_last: bool,
+        gradients: Gradients,
+        await_buffers: Callable[[], None],
+        tell_outputs: Callable[[int, tuple[Tensor, ...]], None],
+        tell_input_gradients: Callable[[int, tuple[Tensor, ...]], None],
+    ) -> None:
+        super().__init__(
+            stage,
+            state,
+            seed=seed,
+            microbatches=microbatches,
+            replica=replica,
+            is_last=is_last,
+            gradients=gradients,
+            await_buffers=await_buffers,
+        )
+        self._tell_outputs = tell_outputs
+        self._tell_input_gradients = tell_input_gradients
+        self._tangents: Sequence[Sequence[Tensor]] = ()
+
+    def take_saved(self) -> dict[int, Any]:
+        """What the forwards have left for the backwards; it is then no longer here."""
+        saved, self._saved = self._saved, {}
+        return saved
+
+    def begin_backward(self, saved: dict[int, Any], tangents: Sequence[Sequence[Tensor]]) -> None:
+        """Go on with what was taken.
+
+        Args:
+            saved: What :meth:`take_saved` returned.
+            tangents: On the last stage, per microbatch the gradient of each output that has one.
+        """
+        self._saved, self._tangents = saved, tangents
+
+    def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run F. What was received is copied: its backward may come after any number of other messages in the same buffers."""
+        given = inputs if self._stage.index == 0 else [one.clone() for one in inputs]
+        outputs = super().forward(step, microbatch, given, targets)
+        if self._is_last:
+            self._tell_outputs(microbatch, outputs)
+        return outputs
+
+    def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run I."""
+        if self._is_last:
+            self._root_gradients = self._tangents[microbatch]
+        grad_inputs = super().input_grad(microbatch, grad_outputs)
+        if self._stage.index == 0:
+            self._tell_input_gradients(microbatch, grad_inputs)
+        return grad_inputs
+
+
+class EvaluationStage:
+    """The forward pass of one stage in evaluation mode, as eager evaluation runs it; nothing is kept for a backward pass.
+
+    Args:
+        evaluation: The stage's evaluation graph.
+        state: The stage's own parameters and buffers by their names in the user's model.
+        with_loss: Whether the last stage returns the loss (and wants targets) or the model's outputs.
+        await_buffers: As of :class:`TrainingStage`.
+    """
+
+    def __init__(
+        self, evaluation: EvalStage, state: Mapping[str, Tensor], *, with_loss: bool, await_buffers: Callable[[], None]
+    ) -> None:
+        self._evaluation = evaluation
+        self._state = state
+        self._with_loss = with_loss
+        self._await_buffers = await_buffers
+
+    def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run F; ``step`` and ``microbatch`` don't matter, since nothing is random."""
+        self._await_buffers()
+        return self._evaluation.run_forward(self._state, inputs, targets, with_loss=self._with_loss)
+
+    def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Never called: an evaluation program is forward-only."""
+        raise AssertionError(f"I of microbatch {microbatch} in an evaluation")
+
+    def weight_grad(self, microbatch: int) -> None:
+        """Never called: an evaluation program is forward-only."""
+        raise AssertionError(f"W of microbatch {microbatch} in an evaluation")

@@ -1,0 +1,133 @@
+"""A step in two phases: the forward pass of all microbatches, and later, when gradients come from outside, the backward pass.
+
+So runs a function that returns no loss. Between the two anything may happen, also other forwards: what a forward pass keeps
+for its backward pass is handed to the caller, who gives it back or forgets it.
+
+Both phases are halves of one program (:func:`adaptra.program.schedules.two_phases`). A delay costs each of them its latency
+once, whatever the order, so nothing is planned anew when delays change.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import Tensor
+
+from adaptra.graph import CompiledStages
+from adaptra.graph.ops.specs import MessageSpec
+from adaptra.program import Kind, Program
+from adaptra.runtime.options import Options
+from adaptra.runtime.step_messages.broadcast import Told
+from adaptra.runtime.step_messages.shared_gradients import Gradients
+from adaptra.runtime.transports.base import Transport
+from adaptra.runtime.worker.executor import Executor
+from adaptra.runtime.worker.stage import PhasedStage, Stage
+
+_FORWARD: Final = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
+_BACKWARD: Final = frozenset(Kind) - _FORWARD
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a forward pass leaves on one rank for its backward pass.
+
+    Attributes:
+        step: The number of the call; random numbers are a function of it.
+        saved: Per microbatch, what I needs.
+    """
+
+    step: int
+    saved: dict[int, Any]
+
+
+class Phases:
+    """One rank's part of both phases.
+
+    Args:
+        program: The lowered program of both.
+        compiled: The stages.
+        state: The parameters and buffers of this rank's stage by name.
+        transport: This rank's.
+        gradients: Takes each parameter's gradient of each microbatch.
+        replica, await_buffers: As of :class:`adaptra.runtime.worker.stage.TrainingStage`.
+        executor: Makes the executor of a program that runs this stage.
+        options: Seed and timeout.
+
+    Attributes:
+        receive_counts: How many receive buffers this takes at a time, per source rank and message.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        compiled: CompiledStages,
+        state: Mapping[str, Tensor],
+        transport: Transport,
+        gradients: Gradients,
+        replica: int,
+        await_buffers: Callable[[], None],
+        executor: Callable[[Program, Stage], Executor],
+        options: Options,
+    ) -> None:
+        first, last, microbatches = compiled.train[0], compiled.train[-1], program.microbatches
+        self._timeout = options.timeout
+        self._gradients = gradients
+        self._outputs = Told(last.index, Kind.F, microbatches, last.outputs, transport)
+        self._input_gradients = Told(0, Kind.I, microbatches, first.grad_inputs, transport)
+        self._stage = PhasedStage(
+            compiled.train[transport.rank],
+            state,
+            seed=options.seed,
+            microbatches=microbatches,
+            replica=replica,
+            is_last=transport.rank == last.index,
+            gradients=gradients,
+            await_buffers=await_buffers,
+            tell_outputs=self._outputs.tell,
+            tell_input_gradients=self._input_gradients.tell,
+        )
+        self._forward = executor(program.only(_FORWARD), self._stage)
+        self._backward = executor(program.only(_BACKWARD), self._stage)
+        # Added up, as receives of one phase may stand ready while the other runs.
+        self.receive_counts: Counter[tuple[int, MessageSpec]] = _counts(self._forward, self._outputs) + _counts(
+            self._backward, self._input_gradients
+        )
+
+    def forward(self, step: int, inputs: Sequence[Sequence[Tensor]]) -> tuple[tuple[Tensor, ...], Kept]:
+        """Run F of all microbatches.
+
+        Args:
+            step: The number of this call.
+            inputs: The model's inputs per microbatch; only looked at on the first stage's rank.
+
+        Returns:
+            The model's outputs for the whole batch, on every rank, and what :meth:`backward` needs.
+        """
+        self._outputs.begin_step(step)
+        self._forward.run(step, inputs, [()] * self._forward.program.microbatches)
+        return self._outputs.end_step(self._timeout), Kept(step, self._stage.take_saved())
+
+    def backward(self, kept: Kept, tangents: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+        """Run I and W of all microbatches, and add their gradients to each parameter's ``grad``.
+
+        Args:
+            kept: What :meth:`forward` left; it is empty afterwards.
+            tangents: Per microbatch, the gradients of the outputs that have one; only looked at on the last stage's rank.
+
+        Returns:
+            The gradients of the inputs that have one, for the whole batch, on every rank.
+        """
+        self._input_gradients.begin_step(kept.step)
+        self._gradients.begin_step(kept.step)
+        self._stage.begin_backward(kept.saved, tangents)
+        self._backward.run(kept.step, (), ())
+        found = self._input_gradients.end_step(self._timeout)
+        self._gradients.end_step()  # behind them, as sums of shared parameters follow on the same channels
+        return found
+
+
+def _counts(executor: Executor, told: Told) -> Counter[tuple[int, MessageSpec]]:
+    return Counter(executor.receive_counts) + Counter(told.receive_counts())

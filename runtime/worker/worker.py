@@ -1,0 +1,610 @@
+"""One rank at work: follows the plan log from step to step, runs its stage, measures and reports.
+
+A worker owns everything of one rank: its stage's state, its transport, its monitor and its end of the controller. Under
+torchrun a process has one worker; without a launcher a process has one per rank, each on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Final
+
+from torch import Tensor
+
+from adaptra.errors import AdaptraError, PeerLostError, PlanError
+from adaptra.graph import CompiledStages
+from adaptra.graph.inner_compiler import prepare
+from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.graph.round_messages import round_edges
+from adaptra.passes.insert_comm import InsertComm
+from adaptra.passes.lower_comm import LowerComm
+from adaptra.program import Program
+from adaptra.program.placement import stages_of
+from adaptra.program.schedules import forward_only
+from adaptra.program.verify import verify
+from adaptra.runtime.control.controller import Controller
+from adaptra.runtime.control.coordinator import ControllerOptions
+from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.control.replanning import Planning
+from adaptra.runtime.control.same_rows import is_due, numbers_of
+from adaptra.runtime.control_store.signed_store import under
+from adaptra.runtime.control_store.stores import Connection
+from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+from adaptra.runtime.data_parallel.replica_buffers import ReplicaBuffers
+from adaptra.runtime.detection.measurement import StageMeasurement
+from adaptra.runtime.detection.monitor import Monitor, StepRecords, merge_timelines
+from adaptra.runtime.injection.emulation import Pacing
+from adaptra.runtime.launch.launch import gather
+from adaptra.runtime.membership.membership import Membership
+from adaptra.runtime.options import Options
+from adaptra.runtime.rdma.watch import RdmaEvent, watch
+from adaptra.runtime.state.shared_values import SharedValues
+from adaptra.runtime.state.state_stream import SPEC, UNDER_WAY, StateStream
+from adaptra.runtime.step_messages.gradient_norms import GradientNorms
+from adaptra.runtime.step_messages.loss_broadcast import Losses
+from adaptra.runtime.step_messages.probes import Probes
+from adaptra.runtime.step_messages.shared_gradients import Gradients, SharedParameter
+from adaptra.runtime.telemetry.rank import RankTelemetry
+from adaptra.runtime.telemetry.start import agree_on_run
+from adaptra.runtime.transports.base import Transport
+from adaptra.runtime.worker.device_clock import OpClock
+from adaptra.runtime.worker.executor import Executor, MessageShapes
+from adaptra.runtime.worker.gradient_hooks import GradientHooks
+from adaptra.runtime.worker.loss_reduction import Reduction, total_weight
+from adaptra.runtime.worker.stage import EvaluationStage, Stage, TrainingStage
+from adaptra.runtime.worker.step_gradients import StepGradients
+from adaptra.runtime.worker.two_pass import Kept, Phases
+from adaptra.simulation.cost import CostModel
+from adaptra.simulation.simulate import simulate
+from adaptra.simulation.timeline import Timeline
+
+Batch = Sequence[Sequence[Tensor]]
+"""The tensors of a step, per microbatch."""
+
+KEPT_MEASUREMENTS: Final = 5
+"""Of how many steps a worker keeps what it measured of its stage."""
+
+MOST_PREPARED: Final = 4
+"""How many of the plans proposed last are kept ready. Of those before them hardly any but the running one can be named by the
+log; one that is, is lowered again."""
+
+
+class Worker:
+    """Runs the steps of one rank.
+
+    Args:
+        compiled: The model's stages.
+        state: The parameters and buffers of this rank's stages by their names in the user's model.
+        microbatches: Microbatches per step.
+        transport: This rank's transport.
+        initial: The plan of the first step, the same on every rank; it says which stages run here.
+        planning: The compiler, as the controller uses it.
+        replicas: The ranks that hold copies of these stages, or None without data parallelism.
+        pacing: Lengthens ops on emulated devices and slowed stages.
+        telemetry: Told what happens here.
+        options: Seed and timeout.
+        first_step: The number of the first step.
+        reduction: How the losses of microbatches and replicas become that of the batch.
+
+    Attributes:
+        initial: As given.
+        plan: The plan of the last step, or of the first one.
+        measured: This rank's stages in the last steps, oldest first.
+        steps_before: How many steps of the training came before this worker's first one; random numbers go by their sum.
+        explain: What an error comes of, for the user and the other ranks to be told.
+    """
+
+    def __init__(
+        self,
+        compiled: CompiledStages,
+        state: Mapping[str, Tensor],
+        microbatches: int,
+        transport: Transport,
+        initial: Plan,
+        planning: Planning,
+        replicas: Replicas | None,
+        pacing: Pacing,
+        telemetry: RankTelemetry,
+        options: Options,
+        first_step: int = 0,
+        reduction: Reduction = Reduction.MEAN,
+    ) -> None:
+        self.rank = transport.rank
+        self.state = state
+        self._compiled = compiled
+        self._microbatches = microbatches
+        self._transport = transport
+        self._replicas = replicas
+        self._pacing = pacing
+        self._telemetry = telemetry
+        self._options = options
+        self._reduction = reduction
+        self._placement = initial.case.placement
+        self._ranks = len(set(self._placement))
+        self._own = stages_of(self.rank, self._placement)
+        self._clock = OpClock.of(state.values())
+        self.monitor = Monitor(self.rank, self._placement, read=self._clock.read)
+        self._parameters = {name for stage in self._own for name in compiled.train[stage].parameters}
+        self.trainable = {name: state[name] for stage in self._own for name in compiled.train[stage].trainable}
+        self._gradients = Gradients(
+            self.rank,
+            self.trainable,
+            [SharedParameter(one.name, one.stages, one.owner, one.order) for one in compiled.tied],
+            self._placement,
+            microbatches,
+            transport,
+            options.timeout,
+        )
+        self._hooks = GradientHooks(self.trainable, compiled.copied(self._placement))
+        self._step_gradients = None if reduction is Reduction.MEAN else StepGradients(self.trainable)
+        self._norms = GradientNorms(self.rank, self.trainable, compiled, self._placement, microbatches, transport)
+        last = compiled.train[-1]
+        loss = last.outputs[0] if compiled.with_loss else TensorSpec((), last.outputs[0].dtype)  # else none are told
+        sharing = {self._placement[stage] for one in compiled.tied if last.index in one.stages for stage in one.stages}
+        self._losses = Losses(self.rank, self._placement, microbatches, loss, sharing, transport)
+        self._probes = Probes(self.rank, self._placement, microbatches, transport, self.monitor)
+        self._replica = 0 if replicas is None else replicas.index
+        self._buffers = ReplicaBuffers(replicas if options.broadcast_buffers else None, self._own_buffers())
+        self._training = {
+            stage: TrainingStage(
+                compiled.train[stage],
+                state,
+                seed=options.seed,
+                microbatches=microbatches,
+                replica=self._replica,
+                is_last=stage == last.index,
+                gradients=self._gradients,
+                reduction=reduction,
+                await_buffers=self._buffers.wait,
+            )
+            for stage in self._own
+        }
+        self._step = first_step
+        self.steps_before = self._evaluations = self._gathered = 0
+        self._calls: Counter[str] = Counter()
+        self._aborted_by: Exception | None = None
+        self.explain: Callable[[Exception], Exception] = _as_it_is
+        self._shared = SharedValues(state, compiled.train, self._placement, transport, replicas, options.timeout, self.check)
+        self.measured: deque[StageMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
+        self.initial = self.plan = initial
+        self._executor: Executor | None = None
+        own_messages = (self._gradients, self._losses, self._probes, self._norms)
+        self._always = sum((Counter(each.receive_counts()) for each in own_messages), Counter())
+        self._by_program: Counter[tuple[int, MessageSpec]] = Counter()
+        self._reserve({})  # where ranks have changed places, gradients may be looked at before a first step
+        self._cost = initial.case.cost
+        first = self._training_executor(initial)
+        verify(first.program)
+        self._prepared = {initial.version: first}
+        self.controller = Controller(
+            self.rank,
+            self._ranks,
+            under("controller", transport.store),
+            initial,
+            replace(planning, ahead_of_need=InsertComm.for_contract(transport.contract).ahead_of_need),
+            options=ControllerOptions(adapt=options.adapt, delegate=options.uses_delegate, plan_seconds=options.timeout),
+            prepare=self._prepare,
+            on_event=telemetry.event,
+            on_error=self._abort_by_control,
+            first_step=first_step,
+            job_ranks=() if replicas is None else replicas.pipeline,
+        )
+        self._membership = Membership(
+            Connection(under("membership", transport.store)),
+            self.rank,
+            self._ranks,
+            self.abort,
+            waiting_for=transport.waiting_for,
+        )
+        self._watcher = watch(transport.rdma_devices, self._link_told)
+        telemetry.started(agree_on_run(transport.store), initial)
+
+    def step(self, inputs: Batch, targets: Batch, loss_scale: float = 1.0) -> Tensor:
+        """Run one training step and accumulate gradients.
+
+        Args:
+            inputs: The model's inputs per microbatch; only looked at on the first stage's rank.
+            targets: The loss's targets per microbatch; only looked at on the last stage's rank.
+            loss_scale: Gradients are those of the loss times this. Losses are returned without it.
+
+        Returns:
+            The loss of every microbatch, (microbatches,), in microbatch order, on every rank; if weighted (microbatches, 2),
+            each a sum and its weight.
+
+        Raises:
+            PeerLostError: Another rank failed; names it, and the edge and op where known.
+            TransportError: A message could not be exchanged.
+        """
+        step = self._step
+        with self._telling_the_others():
+            executor = self._executor_of(self.controller.plan_for(step))
+            self._telemetry.begin_step(step, self.plan)
+            self.monitor.begin_step()
+            started = time.monotonic()
+            self._probes.begin_step(step)
+            self._losses.begin_step(step)
+            self._gradients.begin_step(step)
+            self._hooks.begin_step()
+            if self._step_gradients is not None:
+                self._step_gradients.begin_step()
+            self._buffers.begin()
+            for stage in self._training.values():
+                stage.begin_step(loss_scale, self.steps_before)
+            executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=self._losses.tell)
+            self._gradients.end_step()
+            mean = self._reduction is Reduction.MEAN
+            self._buffers.end()
+            if self._replicas is not None:  # while the stages that end later still compute
+                self._replicas.combine_gradients(self.trainable.values(), mean=mean)
+            losses = self._losses.end_step(self._options.timeout)
+            if self._replicas is not None:
+                losses = self._replicas.combine_losses(losses, mean=mean)
+            if self._step_gradients is not None:
+                weighted = self._reduction is Reduction.WEIGHTED
+                self._step_gradients.end_step(total_weight(losses) if weighted else None)
+            self._hooks.end_step()
+            self._probes.end_step(self._options.timeout)
+            measurement = self.monitor.end_step(step, started, time.monotonic())
+            self.measured.extend(measurement.stages)
+            self.controller.report(measurement)
+            self._telemetry.end_step(measurement, self.monitor.kept[-1])
+        self._step += 1
+        return losses
+
+    def compare_rows(self, call: str, given: Mapping[str, Any]) -> None:
+        """Have what this rank is given compared with what others are, now and then.
+
+        See :mod:`adaptra.runtime.control.same_rows`.
+        """
+        number = self._calls[call]
+        self._calls[call] += 1
+        if self._ranks > 1 and is_due(number):
+            self.controller.tell_rows(call, number, numbers_of(given))
+
+    def forward(self, inputs: Batch) -> tuple[tuple[Tensor, ...], Kept]:
+        """Run the forward pass of all microbatches of a pipeline without a loss.
+
+        Args:
+            inputs: As in :meth:`step`.
+
+        Returns:
+            The model's outputs for the whole batch, on every rank, and what :meth:`backward` needs.
+
+        Raises:
+            As :meth:`step`.
+        """
+        with self._telling_the_others():
+            self._buffers.begin()
+            outputs, kept = self._phases.forward(self._step, inputs)
+            self._buffers.end()
+        self.monitor.begin_step()
+        self._step += 1
+        return outputs, kept
+
+    def backward(self, kept: Kept, tangents: Batch) -> tuple[Tensor, ...]:
+        """Run the backward pass of all microbatches and accumulate gradients.
+
+        Args:
+            kept: What :meth:`forward` left; it is empty afterwards.
+            tangents: Per microbatch, the gradients of the outputs that have one; only looked at on the last stage's rank.
+
+        Returns:
+            The gradients of the inputs that have one, for the whole batch, on every rank.
+
+        Raises:
+            As :meth:`step`.
+        """
+        with self._telling_the_others():
+            found = self._phases.backward(kept, tangents)
+            if self._replicas is not None:
+                self._replicas.combine_gradients(self.trainable.values())
+        self.monitor.begin_step()
+        return found
+
+    @cached_property
+    def _phases(self) -> Phases:
+        program = self._prepared[self.initial.version].program
+        self._transport.use_lanes(self._step, program)
+        phases = Phases(
+            program,
+            self._compiled,
+            self.state,
+            self._transport,
+            self._gradients,
+            self._replica,
+            self._buffers.wait,
+            lambda part, stage: self._executor_for(part, {self.rank: stage}, self._shapes(self.initial)),
+            self._options,
+        )
+        self._reserve(phases.receive_counts)
+        return phases
+
+    def gradient_norm(self, norm_type: float) -> Tensor:
+        """The norm of all stages' gradients after the last step, the same on every rank, all of which call it."""
+        with self._telling_the_others():
+            return self._norms.total(self._step - 1, norm_type, self._options.timeout)
+
+    def found_anywhere(self, found: bool) -> bool:
+        """Whether any rank has ``found`` what it looked for after the last step; all ranks call it."""
+        with self._telling_the_others():
+            return self._norms.found_anywhere(self._step - 1, found, self._options.timeout)
+
+    def evaluate(self, inputs: Batch, targets: Batch | None) -> dict[int, tuple[Tensor, ...]]:
+        """Run the model forward in evaluation mode.
+
+        Args:
+            inputs: As in :meth:`step`.
+            targets: As in :meth:`step`, or None for the model's outputs instead of the loss.
+
+        Returns:
+            With targets the loss of every microbatch, the mean over the replicas, on every rank. Without, the outputs per
+            microbatch on the last stage's rank, and nothing elsewhere.
+        """
+        self._evaluations += 1
+        # Evaluations count backwards, so that their messages are never taken for those of a training step.
+        step = -self._evaluations
+        forwards = forward_only(self._placement, self._microbatches)
+        program = InsertComm.for_contract(self._transport.contract).apply(forwards, self.plan.case.cost)
+        verify(program)
+        graphs = {stage: self._compiled.eval[stage] for stage in self._own}
+        evaluation = {
+            stage: EvaluationStage(one, self.state, with_loss=targets is not None, await_buffers=self._buffers.wait)
+            for stage, one in graphs.items()
+        }
+        shapes = [MessageShapes(stage.outputs, ()) for stage in self._compiled.eval]
+        with self._telling_the_others():
+            for one in graphs.values():
+                prepare(one)
+            executor = self._executor_for(program, evaluation, shapes)
+            self._reserve(executor.receive_counts)
+            self._buffers.begin(aside=True)
+            if targets is None:
+                results = executor.run(step, inputs, [()] * self._microbatches)
+            else:
+                self._losses.begin_step(step)
+                executor.run(step, inputs, targets, on_results=self._losses.tell)
+                losses = self._losses.end_step(self._options.timeout)
+                if self._replicas is not None:
+                    losses = self._replicas.combine_losses(losses, mean=self._reduction is Reduction.MEAN, aside=True)
+                results = {microbatch: (loss,) for microbatch, loss in enumerate(losses.unbind())}
+            self._buffers.end()
+        self.monitor.begin_step()
+        return results
+
+    def timeline(self) -> Timeline | None:
+        """The measured timeline of the last step, gathered from all ranks, on rank 0; None elsewhere. All ranks call it.
+
+        A step must have run.
+        """
+        step = self._step - 1
+        self._gathered += 1
+        with self._telling_the_others():
+            records = gather(
+                self._transport,
+                f"records/{self._gathered}",
+                self.monitor.records(step).to_json(),
+                self._options.timeout,
+                self.check,
+            )
+        if records is None:
+            return None
+        return merge_timelines(self.plan.program, map(StepRecords.from_json, records))
+
+    def align_copies(self) -> None:
+        """Give what several ranks hold the first holder's values, and say so if that changes any; all ranks call it."""
+        with self._telling_the_others():
+            self._shared.align(self._stream(), self._receive_state)
+            self._reserve({})
+
+    @property
+    def shares_values(self) -> bool:
+        """Whether ranks of this job hold copies of the same values."""
+        return self._shared.exist
+
+    def full_state(self, collector: int, takes_part: bool, from_first: bool) -> dict[str, Tensor]:
+        """The model's parameters and persistent buffers by name, on one rank of a pipeline; nothing elsewhere.
+
+        All ranks call it; their states are sent one after the other.
+
+        Args:
+            collector: The rank of the pipeline that gets them, in memory of the CPU that nothing else holds.
+            takes_part: Whether the pipeline is that of the collector.
+            from_first: Whether that is not the first replica, whose buffers these are.
+        """
+        with self._telling_the_others():
+            buffers = self.buffers_of_first_replica() if from_first else {}
+            if not takes_part:
+                return {}
+            stream = self._stream()
+            names = [name for name in self._saved_here() if self._placement[self._compiled.names[name][0]] == self.rank]
+            own = {name: buffers.get(name, self.state[name]).detach() for name in names}
+            if self.rank != collector:
+                stream.send(collector, own, self._options.timeout * self._ranks)
+                return {}
+            found = {name: tensor.cpu().clone() for name, tensor in own.items()}
+            for source in range(self._ranks):
+                if source != collector:
+                    found |= self._receive_state(stream, source)
+            self._reserve({})
+        return found
+
+    def _stream(self) -> StateStream:
+        return StateStream(self._transport, max(self._step - 1, 0), self._microbatches + 3, self._options.timeout)
+
+    def _receive_state(self, stream: StateStream, source: int) -> dict[str, Tensor]:
+        self._transport.reserve(self._always + self._by_program + Counter({(source, SPEC): UNDER_WAY}))
+        return stream.receive(source)
+
+    def buffers_of_first_replica(self) -> dict[str, Tensor]:
+        """Copies of the first replica's persistent buffers of these stages; nothing without replicas, all of which call it."""
+        buffers = {name: self.state[name] for name in self._saved_here() if name not in self._parameters}
+        if self._replicas is None or not buffers:
+            return {}
+        return dict(zip(buffers, self._replicas.first(list(buffers.values())), strict=True))
+
+    def _own_buffers(self) -> list[Tensor]:
+        names = {name for stage in self._own for name in self._compiled.train[stage].buffers} & self._compiled.changing
+        return [self.state[name] for name in sorted(names)]
+
+    def _saved_here(self) -> list[str]:
+        return [name for name in self.state if name not in self._compiled.non_persistent]
+
+    @property
+    def training_step(self) -> int:
+        """The number of the next step in the whole training, of which other pipelines may have run the first ones."""
+        return self.steps_before + self._step
+
+    @property
+    def next_step(self) -> int:
+        """The number of the next step."""
+        return self._step
+
+    def leave(self) -> None:
+        """Tell the others that this rank will close; ranks of one process do so before one of them waits for the others."""
+        self._membership.leave()
+
+    def close(self) -> None:
+        """End this rank's threads and connections."""
+        if self._watcher is not None:
+            self._watcher.close()
+        self.controller.close()
+        self._membership.close()
+        self._transport.close()
+        self._telemetry.ended(self._step)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank waits for this one's messages or gradients."""
+        return self._ranks == 1 and self._replicas is None
+
+    def fail(self, error: Exception) -> Exception:
+        """This rank can't go on: tell all ranks. What caused it, wherever that was, to be raised in place of ``error``."""
+        cause = self._membership.fail(error)
+        cause = cause if isinstance(cause, Exception) else error
+        if self._replicas is not None and isinstance(cause, PeerLostError):
+            cause = self._replicas.placed(cause)
+        self.abort(cause)
+        self._telemetry.failed(self._step, cause, self.monitor)
+        return cause
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank's waits have been ended by an error."""
+        return self._aborted_by is not None
+
+    def abort(self, error: Exception) -> None:
+        """End all waits of this rank, now and later, with this error. Any thread may."""
+        if self._aborted_by is None:
+            self._aborted_by = error
+        self._transport.abort(error)
+        self.controller.abort(error)
+        if self._replicas is not None:
+            self._replicas.abort(error)
+
+    def check(self) -> None:
+        """Raise what has ended this rank's waits, if anything has."""
+        if self._aborted_by is not None:
+            raise self._aborted_by
+
+    @contextmanager
+    def _telling_the_others(self) -> Generator[None]:
+        """What fails here reaches all ranks; what is raised here is what failed first, wherever that was."""
+        try:
+            yield
+        except Exception as error:
+            cause = self.fail(self.explain(error))
+            if cause is error:
+                raise
+            raise cause from error
+
+    def _link_told(self, event: RdmaEvent) -> None:
+        """The transport goes on by itself, on another path; this is for who looks."""
+        self.monitor.link(event, time.monotonic())
+        self.controller.tell_link(str(event))
+
+    def _abort_by_control(self, error: BaseException) -> None:
+        """The control plane failed, and tells the others itself: whoever waits for a message here is told."""
+        self._transport.abort(error if isinstance(error, Exception) else AdaptraError(str(error)))
+
+    def _prepare(self, plan: Plan) -> None:
+        """Check and lower a proposed plan before the step that switches to it; runs beside training.
+
+        The controller has verified it, and passes keep a valid program valid: proving that again would be half of all that a
+        switch takes of the interpreter.
+
+        Raises:
+            PlanError: The plan holds more than this job allows.
+        """
+        check_memory(f"plan {plan.version}", plan.program, self._cost)
+        self._prepared[plan.version] = self._training_executor(plan)
+        for version in sorted(self._prepared)[:-MOST_PREPARED]:
+            self._prepared.pop(version, None)
+
+    def _training_executor(self, plan: Plan) -> Executor:
+        return self._executor_for(self._lower(plan), self._training, self._shapes(plan))
+
+    def _shapes(self, plan: Plan) -> list[MessageShapes]:
+        stages = round_edges(self._compiled.train, plan.rounded)
+        return [MessageShapes(graphs.outputs, graphs.grad_inputs) for graphs in stages]
+
+    def _executor_of(self, plan: Plan) -> Executor:
+        if self._executor is None or plan.version != self.plan.version:
+            self._executor = self._prepared.get(plan.version) or self._training_executor(plan)
+            self._transport.use_lanes(self._step, self._executor.program)
+            self._reserve(self._executor.receive_counts)
+            self.plan = plan
+            for version in [version for version in list(self._prepared) if version < plan.version]:
+                self._prepared.pop(version, None)
+        return self._executor
+
+    def _lower(self, plan: Plan) -> Program:
+        """Put SEND and RECV where this transport wants them, those of delegated edges on their lane.
+
+        Without a loss nothing is measured and planned anew, so receives are posted early enough for any delay.
+        """
+        ahead = None if self._compiled.with_loss else self._microbatches
+        lowered = InsertComm.for_contract(self._transport.contract, ahead).apply(plan.program, plan.case.cost)
+        return LowerComm(slow=plan.delegated).apply(lowered, plan.case.cost)
+
+    def _executor_for(self, lowered: Program, stages: Mapping[int, Stage], shapes: Sequence[MessageShapes]) -> Executor:
+        return Executor(
+            lowered,
+            self.rank,
+            stages,
+            shapes,
+            self._transport,
+            self._pacing,
+            self.monitor,
+            self._clock.mark,
+            self._options.timeout,
+        )
+
+    def _reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
+        """Let the pool grow to what programs need besides the messages that no program holds."""
+        self._by_program |= Counter(counts)
+        self._transport.reserve(self._always + self._by_program)
+
+
+def _as_it_is(error: Exception) -> Exception:
+    """What an error comes of where nobody knows more."""
+    return error
+
+
+def check_memory(what: str, program: Program, cost: CostModel) -> None:
+    """Refuse a program that holds more activations than the job allows, counting what W still needs.
+
+    Raises:
+        PlanError: Names the rank, what it would hold and what it may.
+    """
+    found = simulate(program, cost)
+    for rank in found.over_memory:
+        assert cost.memory_limit is not None, "only a limit can be exceeded"
+        raise PlanError(
+            f"{what}: rank {rank} holds {found.peak_memory[rank]:g} of activations: expected at most "
+            f"{cost.memory_limit[rank]:g}, in the unit of memory= (microbatches, or bytes)"
+        )

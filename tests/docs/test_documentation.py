@@ -1,0 +1,61 @@
+"""Every program, file and command that the documentation shows, run as it stands there, in an empty folder.
+
+``docs/command-line.md`` is run by ``tests/cli/test_cli.py``, the README by ``test_readme.py``; ``docs/plans.md`` is generated.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from documented import Page
+from installed import install_transport
+from paths import DOCS, ROOT
+
+ELSEWHERE = {"command-line.md"}
+PAGES = {path.name: page for path in sorted(DOCS.glob("*.md")) if (page := Page.read(path)).program or page.files}
+
+
+def run(command: list[str], folder: Path) -> str:
+    """What a command prints, run as somebody would who has adaptra installed."""
+    places = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, env=os.environ | places, timeout=150
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", PAGES)
+def test_what_a_page_shows_runs(name: str, tmp_path: Path) -> None:
+    page = PAGES[name]
+    for title, text in page.files.items():
+        (tmp_path / title).write_text(text)
+    if "pyproject.toml" in page.files:
+        points = tomllib.loads(page.files["pyproject.toml"])["project"]["entry-points"]["adaptra.transports"]
+        for transport, factory in points.items():
+            install_transport(tmp_path, transport, factory)
+    if page.program:
+        (tmp_path / "page.py").write_text(page.program)
+        run([sys.executable, "page.py"], tmp_path)
+    for example in page.examples:
+        printed = run(shlex.split(example.command), tmp_path)
+        assert example.matches(printed), f"{example.command}\n{printed}"
+
+
+def test_every_command_shown_is_run_by_some_test() -> None:
+    assert {path.name for path in DOCS.glob("*.md") if Page.read(path).examples} == ELSEWHERE | {
+        name for name, page in PAGES.items() if page.examples
+    }
+
+
+def test_every_page_is_in_the_site() -> None:
+    listed = (ROOT / "mkdocs.yml").read_text()
+    assert [path.name for path in DOCS.glob("*.md") if f": {path.name}" not in listed] == []

@@ -1,0 +1,231 @@
+"""Two stages on each rank, there and back: bitwise one process, adapted like any plan, and what it can't do is told."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from errors_table import check_documented
+from models import EXAMPLES, Example, begin_blocks, tied_blocks
+from torch import nn
+from training import MIXED, Step, adam, call, compiled, differences, run_step, train, train_alone
+
+import adaptra
+from adaptra.errors import AdaptraError
+from adaptra.program.placement import v_shaped
+from adaptra.runtime.transports import local
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STAGES, ROWS = 4, 24
+
+DOCUMENTED = {
+    "placement": "placement=…: expected 'straight' or 'v'",
+    "odd": "placement=… with stages=…: expected an even number, two stages for each rank",
+    "edge": "…: stages … and … are both on rank …: expected an edge between ranks",
+    "shared": (
+        "…: ranks … share it, and each has several stages: expected placement='straight', or split= with its uses on one rank"
+    ),
+    "change": "…: each rank has several stages: expected a pipeline with one stage on each rank",
+    "nccl": (
+        "placement=… over NCCL: both ways between two ranks would be in one queue: expected 'straight', or edges over gloo or "
+        "the delegate"
+    ),
+    "memory": (
+        "memory=…: rank … with its … stages needs … for one microbatch, and keeps … of it from F to I: expected at least what "
+        "it needs; half the rows per microbatch or twice the stages need about …, activation checkpointing keeps … or more"
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", [None, "zbv"])
+@pytest.mark.parametrize("name", ["gpt_tied", "gpt_dropout", "skip_mlp", "resnet", "mixed", "frozen_upstream"])
+def test_a_pipeline_placed_as_a_v_trains_bitwise_as_one_process(name: str, schedule: str | None) -> None:
+    """Also parameters that the first and the last stage share, which are one on their rank."""
+    example = (EXAMPLES | {"mixed": MIXED})[name]
+    batches = [example.rows(ROWS, seed) for seed in range(3)]
+    options = adaptra.Options(schedule=schedule)
+    with compiled(example, batches[0], stages=STAGES, microbatches=6, placement="v", options=options) as pipe:
+        assert differences(train(pipe, batches), train_alone(example, batches, 6)) == []
+        assert pipe.plan.program.placement == v_shaped(2)
+
+
+def test_three_uses_of_a_parameter_on_one_rank_add_up_as_autograd_adds_them() -> None:
+    """Of three contributions of each microbatch two are on the last stage and one on the first."""
+    example = tied_blocks(2, 14)
+    batches = [example.rows(ROWS, seed) for seed in range(2)]
+    with compiled(example, batches[0], stages=2, microbatches=6, placement="v", split=["blocks.1"]) as pipe:
+        assert differences(train(pipe, batches), train_alone(example, batches, 6)) == []
+        assert len(list(pipe.parameters())) == len(list(example.make().parameters()))
+
+
+def test_evaluation_state_and_norms_are_those_of_one_process() -> None:
+    """Evaluation runs each microbatch through both stages of every rank; results are where the last stage is."""
+    example = EXAMPLES["gpt_tied"]
+    batches = [example.rows(ROWS, seed) for seed in range(2)]
+    model = example.make()
+    alone = copy.deepcopy(model)
+    args, *_ = batches[0]
+    with compiled(example, batches[0], model=model, stages=STAGES, microbatches=6, placement="v") as pipe:
+        outputs = pipe.eval_step(*args)
+        with torch.no_grad():
+            expected = torch.cat([alone.eval()(*(one[k : k + 4] for one in args)) for k in range(0, ROWS, 4)])
+        assert torch.equal(outputs, expected)
+        assert pipe.eval_step(*call(batches[0])[0]).isfinite()
+        alone.train()
+        train_alone(example, batches[:1], 6, model=alone)
+        pipe.step(*call(batches[0])[0])
+        norm = pipe.clip_grad_norm_(0.1)
+        assert norm > 0.1 and set(pipe.state_dict()) == set(alone.state_dict())
+        report, timeline = pipe.report(), pipe.timeline()
+        assert report.count("│") > 5 * STAGES and timeline is not None and timeline.program.ranks == 2
+        assert "makespan" in pipe.explain()
+
+
+def test_norms_count_every_parameter_once() -> None:
+    example = EXAMPLES["gpt_tied"]
+    batch = example.rows(ROWS, 0)
+    norms: list[torch.Tensor] = []
+    for placement, stages in (("straight", 2), ("v", STAGES)):
+        with compiled(example, batch, stages=stages, microbatches=6, placement=placement) as pipe:
+            args, kwargs = call(batch)
+            pipe.step(*args, **kwargs)
+            norms.append(pipe.clip_grad_norm_(1.0))
+    assert torch.equal(*norms)
+
+
+def test_a_slow_link_is_slow_on_both_of_its_edges_and_the_plan_adapts() -> None:
+    """The link between two ranks carries two edges each way; numbers stay those of one process, before and after."""
+    example = EXAMPLES["skip_mlp"]
+    batches = [example.rows(ROWS, seed) for seed in range(30)]
+    options = adaptra.Options(
+        emulate=adaptra.EmulatedDevice(0.004, 0.004, 0.004), faults=["delay 0-1 20ms @6", "delay 2-3 20ms @6"]
+    )
+    edges = ((0, 1), (1, 0), (2, 3), (3, 2))
+    with compiled(example, batches[0], stages=STAGES, microbatches=6, placement="v", memory=4, options=options) as pipe:
+        before, optimizer, steps, flights = pipe.plan, adam(pipe.parameters()), list[Step](), list[float]()
+        for batch in batches:
+            steps.append(run_step(pipe, optimizer, batch))
+            built: Any = pipe._built  # pyright: ignore[reportPrivateUsage]
+            cost = built.workers[0].controller.measured_cost
+            flights = [cost.latency(*edge) + cost.occupancy(*edge) for edge in edges]
+            if pipe.plan.version > before.version and min(flights) > 0.015:
+                break
+        else:
+            pytest.fail(f"after {len(steps)} steps: plan {pipe.plan.version}, messages take {flights}")
+        assert pipe.plan.case.cost.latency(1, 2) == pipe.plan.case.cost.latency(2, 1) == 0.0
+        assert differences(steps, train_alone(example, batches[: len(steps)], 6)) == []
+
+
+def test_memory_counts_both_stages_of_a_rank() -> None:
+    """In microbatches, each held for half of a rank's layers by either stage; in bytes, what both keep."""
+    example = EXAMPLES["skip_mlp"]
+    batch = example.rows(ROWS, 0)
+    with compiled(example, batch, stages=STAGES, microbatches=12, placement="v", memory=2) as pipe:
+        cost = pipe.plan.case.cost
+        assert cost.memory_limit == (2.0, 2.0) and cost.memory_forward == (0.5,) * STAGES
+        for order in pipe.plan.program.orders:
+            held = most = 0
+            for op in order:
+                held += {"F": 1, "W": -1}.get(op.kind.value, 0)
+                most = max(most, held)
+            assert 2 < most <= 6  # halves; what I frees makes room for more
+    with compiled(example, batch, stages=STAGES, microbatches=12, placement="v", memory="64 KiB") as pipe:
+        cost = pipe.plan.case.cost
+        assert cost.memory_limit is not None and len(cost.memory_limit) == 2
+        args, kwargs = call(batch)
+        pipe.step(*args, **kwargs)
+
+
+def test_a_checkpoint_of_either_placement_is_one_of_the_other() -> None:
+    example = EXAMPLES["gpt_tied"]
+    batches = [example.rows(ROWS, seed) for seed in range(3)]
+    expected = train_alone(example, batches, 6)
+    with compiled(example, batches[0], stages=STAGES, microbatches=6, placement="v") as pipe:
+        optimizer = adam(pipe.parameters())
+        run_step(pipe, optimizer, batches[0])
+        state = copy.deepcopy(adaptra.TrainingState(pipe, optimizer).state_dict())
+    with compiled(example, batches[0], stages=2, microbatches=6) as pipe:
+        optimizer = adam(pipe.parameters())
+        adaptra.TrainingState(pipe, optimizer).load_state_dict(state)
+        steps = [run_step(pipe, optimizer, batch) for batch in batches[1:]]
+        assert differences(steps, expected[1:]) == []
+
+
+def nothing(_: adaptra.Pipeline) -> object:
+    return None
+
+
+def step_and(change: Callable[[adaptra.Pipeline], object]) -> Callable[[adaptra.Pipeline], object]:
+    """Change something after a step."""
+
+    def run(pipe: adaptra.Pipeline) -> object:
+        args, kwargs = call(EXAMPLES["skip_mlp"].rows(ROWS, 0))
+        pipe.step(*args, **kwargs)
+        return change(pipe)
+
+    return run
+
+
+def optimizer_of(pipe: adaptra.Pipeline) -> torch.optim.Optimizer:
+    return adam(pipe.parameters())
+
+
+MISTAKES: list[tuple[str, dict[str, Any], Callable[[adaptra.Pipeline], object]]] = [
+    *(("placement", {"placement": given}, nothing) for given in ("w", None, [0, 1, 1, 0], 3)),
+    ("odd", {"stages": 3}, nothing),
+    ("edge", {"options": adaptra.Options(faults=["delay 1-2 5ms"])}, nothing),
+    ("edge", {"options": adaptra.Options(delegate=[(2, 1)])}, nothing),
+    ("memory", {"memory": "1 KiB"}, nothing),
+    ("change", {}, step_and(lambda pipe: pipe.settle_split(optimizer_of(pipe)))),
+    ("change", {}, step_and(lambda pipe: pipe.take_split(["layers.1"], optimizer_of(pipe)))),
+    ("change", {}, step_and(lambda pipe: pipe.settle_roles(optimizer_of(pipe)))),
+]
+
+
+@pytest.mark.parametrize(("row", "given", "run"), MISTAKES)
+def test_mistakes_have_their_documented_message(
+    row: str, given: dict[str, Any], run: Callable[[adaptra.Pipeline], object]
+) -> None:
+    arguments: dict[str, Any] = {"stages": STAGES, "microbatches": 6, "placement": "v"} | given
+    example = EXAMPLES["skip_mlp"]
+    with pytest.raises(AdaptraError) as caught, compiled(example, example.rows(ROWS, 0), **arguments) as pipe:
+        run(pipe)
+    check_documented(type(caught.value).__name__, str(caught.value), DOCUMENTED[row])
+
+
+def test_a_parameter_that_several_ranks_share_is_refused() -> None:
+    example = tied_blocks(4, 14)
+    with (
+        pytest.raises(AdaptraError) as caught,
+        compiled(example, example.rows(ROWS, 0), stages=4, microbatches=6, placement="v", split=begin_blocks(4)),
+    ):
+        pass
+    check_documented(type(caught.value).__name__, str(caught.value), DOCUMENTED["shared"])
+
+
+def test_one_queue_between_two_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL's is; its place is taken by the threads' transport, told to be like that."""
+    monkeypatch.setattr(local, "CONTRACT", replace(local.CONTRACT, in_order=True))
+    example = EXAMPLES["skip_mlp"]
+    with (
+        pytest.raises(AdaptraError) as caught,
+        compiled(example, example.rows(ROWS, 0), stages=STAGES, microbatches=6, placement="v"),
+    ):
+        pass
+    check_documented(type(caught.value).__name__, str(caught.value), DOCUMENTED["nccl"])
+
+
+def test_a_list_of_modules_can_be_placed_too() -> None:
+    def stages() -> list[nn.Module]:
+        return [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(STAGES)]
+
+    example = Example("stages", lambda: nn.Sequential(*stages()), MIXED.batch, MIXED.loss)
+    batches = [example.rows(ROWS, seed) for seed in range(2)]
+    model: Any = nn.ModuleList(example.make().children())
+    with compiled(example, batches[0], model=model, stages=STAGES, microbatches=6, placement="v") as pipe:
+        assert differences(train(pipe, batches), train_alone(example, batches, 6)) == []

@@ -1,0 +1,126 @@
+"""The house: imports go down its floors, no two rooms import each other, no folder is crowded, some rooms never load torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from paths import ROOT
+
+FLOORS = """
+    errors sizes progress moved
+    program simulation equations
+    graph.ops graph.capture graph.partition graph.stages graph.backward graph
+    passes planning
+    runtime.control_store runtime.transports runtime.transports.c10d runtime.transports.delegate
+    runtime.rdma runtime.injection runtime.detection runtime.data_parallel
+    runtime.membership runtime.launch runtime.state runtime.control runtime.telemetry runtime
+    runtime.step_messages runtime.reconfigure runtime.worker
+    report frontend.arguments frontend cli
+""".split()
+"""The rooms from the ground up, and the files that stand in no room. A room imports from those before it only."""
+
+WITHOUT_TORCH = """
+    program simulation equations passes planning
+    runtime.rdma runtime.detection runtime.membership runtime.telemetry
+    report cli
+""".split()
+"""Rooms that never load torch."""
+
+MODULES_WITHOUT_TORCH = [
+    f"runtime.control.{name}"
+    for name in ("coordinator", "events", "mail", "participant", "plan", "plan_log", "preparation", "replanning", "yielding")
+]
+"""The part of the control plane that the model checker steps; its threads and stores are in the room's other modules."""
+
+MOST_FILES = 16
+"""More modules in one folder, and somebody new has to read a list instead of a plan."""
+
+SOURCES = {"adaptra": ROOT / "adaptra_compile", "adaptra.passes": ROOT / "passes", "adaptra.runtime": ROOT / "runtime"}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the product by its full name; of a folder's ``__init__`` the folder's name."""
+    found: dict[str, Path] = {}
+    for package, folder in SOURCES.items():
+        for path in sorted(folder.rglob("*.py")):
+            if any(parent.is_symlink() for parent in path.relative_to(ROOT).parents if str(parent) != "."):
+                continue  # the links that make three folders one package
+            parts = [part for part in path.relative_to(folder).with_suffix("").parts if part != "__init__"]
+            found[".".join([package, *parts])] = path
+    return found
+
+
+MODULES = modules()
+
+
+def room_of(module: str) -> str:
+    """The room that a module stands in, without the package's name; of a file that stands in none, the file's."""
+    path = MODULES[module]
+    room = module if path.name == "__init__.py" or path.parent == SOURCES["adaptra"] else module.rpartition(".")[0]
+    return room.removeprefix("adaptra").removeprefix(".")
+
+
+def imported_by(module: str) -> Iterator[str]:
+    """The modules of the product that a module imports anywhere in it, types included."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [f"{node.module}.{alias.name}" for alias in node.names if alias.name != "_C"]  # the extension
+            yield from (name if name in MODULES else node.module for name in names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+ARROWS = {
+    (module, imported)
+    for module in MODULES
+    for imported in imported_by(module)
+    if imported in MODULES and room_of(imported) != room_of(module)
+}
+
+
+def test_every_room_has_a_floor_and_every_floor_a_room() -> None:
+    assert {room_of(module) for module in MODULES} == {*FLOORS, ""}, "the empty name is the package's face"
+
+
+def test_imports_go_down_only() -> None:
+    floor = {room: number for number, room in enumerate(FLOORS)}
+    up = [
+        f"{module} imports {imported}"
+        for module, imported in sorted(ARROWS)
+        if module != "adaptra" and imported != "adaptra" and floor[room_of(imported)] > floor[room_of(module)]
+    ]
+    assert not up, "\n".join(up)
+
+
+def test_nothing_imports_the_face_but_for_its_version() -> None:
+    assert {module for module, imported in ARROWS if imported == "adaptra"} <= {"adaptra.cli", "adaptra.cli.doctor"}
+
+
+def test_no_two_rooms_import_each_other() -> None:
+    pairs = {(room_of(module), room_of(imported)) for module, imported in ARROWS if "adaptra" not in (module, imported)}
+    assert not [pair for pair in pairs if pair[::-1] in pairs]
+
+
+def test_no_folder_is_crowded() -> None:
+    sources = [*(path for path in MODULES.values() if path.name != "__init__.py"), *(ROOT / "csrc").rglob("*.cc")]
+    counts = Counter(str(path.parent.relative_to(ROOT)) for path in sources)
+    assert not {folder: count for folder, count in counts.items() if count > MOST_FILES}
+
+
+def test_these_rooms_never_load_torch() -> None:
+    named = {f"adaptra.{name}" for name in MODULES_WITHOUT_TORCH}
+    assert named <= set(MODULES)
+    named |= {module for module in MODULES if room_of(module) in WITHOUT_TORCH and not module.endswith("__main__")}
+    script = f"""
+import importlib, sys
+for name in {sorted(named)!r}:
+    importlib.import_module(name)
+    assert "torch" not in sys.modules, name
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,198 @@
+"""A run read back from its files, whatever ended it, and its page."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from run_files import records_of, slow_from, step_taken, whole_run, write
+
+from adaptra.cli import main
+from adaptra.errors import ReportError
+from adaptra.report.run_page import draw_run
+from adaptra.report.run_records import load_run, summary
+from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.telemetry.records import Record, RunEnded, RunStarted, StepFailed
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_a_run_is_read_back(tmp_path: Path):
+    whole_run(tmp_path)
+    run = load_run(tmp_path)
+    assert [(one.step, one.version) for one in run.steps] == [(step, 1 if step >= 6 else 0) for step in range(8)]
+    assert run.steps[4].seconds == pytest.approx(0.16), "of the slower rank"
+    assert run.flights[0, 1] == tuple((step, slow_from(step)) for step in range(8))
+    assert [(one.step, one.rank, one.kind) for one in run.happenings] == [
+        (5, 0, "detected"), (5, 0, "path"), (5, 1, "path"), (6, 0, "agreed"),
+    ]  # fmt: skip
+    assert run.notes == ()
+
+
+def test_a_run_as_text(tmp_path: Path):
+    whole_run(tmp_path)
+    assert summary(load_run(tmp_path)) == (
+        "run run one: 2 ranks, 4 microbatches, 8 steps\n"
+        "plan 0: steps 0 to 5, median 111.0 ms, predicted at the end 100.0 ms\n"
+        "plan 1: steps 6 to 7, median 135.0 ms, predicted at the end 100.0 ms\n"
+        "step 5: detected plan 0: edge 0→1 slow: 50.0 ms (was 1.0 ms)\n"
+        "step 5: path edge 0→1: paths failed: 1, moves to another path: 1\n"
+        "step 5: path edge 0→1: paths failed: 1, moves to another path: 0\n"
+        "step 6: agreed plan 1: edge 0→1 slow\n"
+    )
+
+
+@pytest.mark.parametrize("cut", [1, 40, -3])
+def test_a_killed_run_is_drawn_and_said(tmp_path: Path, cut: int):
+    for rank in range(2):
+        write(tmp_path, rank, records_of(rank))
+    file = tmp_path / "rank-1.jsonl"
+    *whole, last = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(whole) + last[:cut])
+    run = load_run(tmp_path)
+    assert [one.step for one in run.steps] == list(range(8))
+    assert run.notes == (
+        "rank-1.jsonl: the last line is cut off",
+        "rank 0, 1 neither closed nor failed: still running, or killed",
+    )
+    draw_run(run, tmp_path / "page.svg")
+    assert "the last line is cut off" in (tmp_path / "page.svg").read_text()
+
+
+def test_a_rank_without_records_is_named(tmp_path: Path):
+    write(tmp_path, 0, [*records_of(0), StepFailed(0, 8, "PeerLostError: rank 1 is lost", None)])
+    run = load_run(tmp_path)
+    assert run.notes == ("nothing from rank 1",)
+    assert run.happenings[-1].text == "rank 0: PeerLostError: rank 1 is lost"
+
+
+def test_the_last_start_counts_whatever_stands_before_it(tmp_path: Path):
+    """The first start was killed in the middle of a line, of three ranks; the second has two."""
+    for rank in range(3):
+        write(tmp_path, rank, records_of(rank, "run one", ranks=3)[:-1])
+    with (tmp_path / "rank-0.jsonl").open("a") as file:
+        file.write('{"adaptra": 2, "time": 5')
+    for rank in range(2):
+        write(tmp_path, rank, [*records_of(rank, "run two", steps=3), RunEnded(rank, 3)], begin=1000.0)
+    run = load_run(tmp_path)
+    assert (run.started.run, len(run.steps), run.missing) == ("run two", 3, ())
+    assert run.notes == ("the folder holds 1 earlier starts, which are left out",)
+
+
+def test_a_start_that_only_one_rank_reached_is_the_last(tmp_path: Path):
+    whole_run(tmp_path)
+    write(tmp_path, 0, [RunStarted(0, "run two", 2, 4, 0, "1f1b", 0.1, 0.1)], begin=1000.0)
+    run = load_run(tmp_path)
+    assert (run.started.run, run.steps, run.missing) == ("run two", (), (1,))
+    with pytest.raises(ReportError, match="no step was run: expected at least one to draw"):
+        draw_run(run, tmp_path / "page.svg")
+
+
+@pytest.mark.parametrize(
+    ("line", "content", "message"),
+    [
+        (1, "GET / HTTP/1.1", "not JSON: .*: expected a line of adaptra's telemetry"),
+        (1, '{"event": "step"}', "not adaptra's: expected a JSON object with a field 'adaptra'"),
+        (1, "[]", "not adaptra's"),
+        (1, '{"adaptra": 1, "time": 1.0, "event": "started"}', "version 1: this adaptra reads version 2"),
+        (3, '{"adaptra": 2, "ti', "not JSON: .*: only a last line may be cut off"),
+        (3, '{"adaptra": 2, "time": 1.0, "event": "lunch", "rank": 0}', "field 'event': expected one of started, step"),
+        (3, '{"adaptra": 2, "time": 1.0, "event": "ended", "rank": 0}', "missing field 'steps'"),
+        (3, '{"adaptra": 2, "time": 1.0, "event": "step", "rank": -1}', "missing field 'step'"),
+        (3, '{"adaptra": 2, "time": 1.0, "event": "ended", "rank": 0, "steps": 1, "x": 1}', "unknown field 'x'"),
+    ],
+)
+def test_a_line_that_is_not_of_a_run_is_told_with_its_place(tmp_path: Path, line: int, content: str, message: str):
+    whole_run(tmp_path)
+    file = tmp_path / "rank-1.jsonl"
+    lines = file.read_text().splitlines()
+    lines[line - 1] = content
+    file.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ReportError, match=rf"rank-1\.jsonl:{line}: {message}"):
+        load_run(tmp_path)
+
+
+def test_a_folder_without_a_run_is_told(tmp_path: Path):
+    with pytest.raises(ReportError, match=r"no rank-\*\.jsonl: expected the folder of a run, Telemetry\(folder=\.\.\.\)$"):
+        load_run(tmp_path)
+    whole_run(tmp_path / "replica-1")
+    with pytest.raises(ReportError, match=r"; perhaps .*replica-1$"):
+        load_run(tmp_path)
+    write(tmp_path, 0, [RunEnded(0, 0)])
+    with pytest.raises(ReportError, match="no rank tells of its start"):
+        load_run(tmp_path)
+
+
+# The page
+
+
+def texts(path: Path) -> list[str]:
+    return ["".join(element.itertext()) for element in ET.parse(path).iter(f"{SVG}text")]
+
+
+def test_the_page_shows_times_plans_delays_and_what_happened(tmp_path: Path):
+    whole_run(tmp_path)
+    run = load_run(tmp_path)
+    draw_run(run, tmp_path / "page.svg")
+    found = texts(tmp_path / "page.svg")
+    assert {"run run one", "2 ranks, 4 microbatches, 8 steps", "plan 0", "plan 1", "measured", "predicted"} <= set(found)
+    assert {"0→1", "1→0", "1", "2"} <= set(found), "the edges that stand out, and the circles"
+    assert any("detected  plan 0: edge 0→1 slow: 50.0 ms (was 1.0 ms)" in text for text in found)
+    assert any("agreed    plan 1" in text for text in found)
+    draw_run(run, tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_bytes() == (tmp_path / "page.svg").read_bytes()
+
+
+def test_what_is_long_goes_on_below_itself(tmp_path: Path):
+    """Nothing runs past the right edge, and nothing is left out."""
+    reason = " ".join(f"edge {edge}→{edge + 1} slow: 126.8 ms (was 1.5 ms);" for edge in range(9))
+    write(tmp_path, 0, [*records_of(0), StepFailed(0, 8, reason, None)])
+    draw_run(load_run(tmp_path), tmp_path / "page.svg")
+    found = texts(tmp_path / "page.svg")
+    first = next(index for index, text in enumerate(found) if "edge 0→1 slow: 126.8 ms" in text)
+    listed = " ".join(" ".join(found[first:]).split())
+    assert reason in listed and max(len(text) for text in found[first:]) <= 130
+
+
+def test_the_page_of_a_long_run_stays_a_page(tmp_path: Path):
+    """A thousand steps with something at every tenth."""
+    records: list[Record] = [RunStarted(0, "long", 1, 4, 0, "1f1b", 0.1, 0.1)]
+    for step in range(1000):
+        records.append(step_taken(0, step, 0.1, 0.001))
+        if step % 10 == 0:
+            records.append(ControlEvent(EventKind.KEPT, 0, step, 0, "the best plan found is the running one", 0.1, 0.1))
+    write(tmp_path, 0, records)
+    draw_run(load_run(tmp_path), tmp_path / "page.svg")
+    assert any("and 76 more, which adaptra trace prints without -o" in text for text in texts(tmp_path / "page.svg"))
+    assert (tmp_path / "page.svg").stat().st_size < 200_000
+
+
+def test_one_step_is_enough_for_a_page(tmp_path: Path):
+    write(tmp_path, 0, [RunStarted(0, "short", 1, 4, 0, "1f1b", 0.1, 0.1), step_taken(0, 0, 0.1, 0.001)])
+    draw_run(load_run(tmp_path), tmp_path / "page.png", title="One step")
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+
+
+# The command
+
+
+def test_trace_of_a_run_prints_draws_and_gives_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    whole_run(tmp_path)
+    page = tmp_path / "page.svg"
+    assert main(["trace", str(tmp_path), "-o", str(page), "--title", "A slow link"]) == 0
+    assert capsys.readouterr().out == ""
+    assert "A slow link" in texts(page)
+    assert main(["trace", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == summary(load_run(tmp_path))
+    assert main(["trace", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads(json.dumps(load_run(tmp_path).to_json()))
+    assert found["steps"][6] == {"step": 6, "seconds": pytest.approx(0.135), "predicted": 0.1, "version": 1}
+    assert main(["trace", str(tmp_path), str(page)]) == 2
+    assert "expected traces only, or one folder of a run" in capsys.readouterr().err
+    assert main(["trace", str(tmp_path / "rank-0.jsonl")]) == 2
+    assert "give the folder" in capsys.readouterr().err
+    assert main(["trace", "step.json", "--json"]) == 2
+    assert "trace --json: expected the folder of a run" in capsys.readouterr().err

@@ -1,0 +1,232 @@
+"""The control plane over processes: a killed coordinator, a paused rank, a cut connection; never two plans, never a hang.
+
+The control store lives in the test's own process, so that it outlives every rank. Plans are proposed on request, and every
+rank keeps its events in a file.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from datetime import timedelta
+
+import pytest
+from event_log import EventFile, check_events, read_events
+from processes import run_processes
+
+from adaptra.runtime.control.events import EventKind
+
+pytestmark = pytest.mark.processes
+
+RANKS, MICROBATCHES, ROWS = 3, 4, 12
+LIMIT = 1000
+"""Far more steps than any of these runs takes."""
+
+
+@pytest.fixture
+def store():
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class Training:
+    """One rank: trains an example, and compares it bit for bit with plain torch."""
+
+    def __init__(self, rank, port, folder, *, op_seconds=0.004, on_event=None):
+        import torch.distributed as dist
+        from training import MIXED
+
+        import adaptra
+
+        self.rank = rank
+        self.seconds = []
+        self._steps = []
+        self._file = EventFile(folder, rank)
+        self._on_event = on_event
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+        device = adaptra.EmulatedDevice(op_seconds, op_seconds, op_seconds)
+        self.options = adaptra.Options(schedule="1f1b", adapt=False, emulate=device, on_event=self._told, timeout=60.0)
+        self._example = MIXED
+
+    def run(self, until, at):
+        """Train until ``until(step, plan)`` holds, which must come at the same step on all ranks.
+
+        Args:
+            until: Says when to stop, before each step.
+            at: Called with the step and the pipeline before each step.
+
+        Returns:
+            What differs from plain torch.
+        """
+        from training import adam, compiled, differences, run_step, train_alone
+
+        batches = []
+        given = {"stages": RANKS, "microbatches": MICROBATCHES, "options": self.options}
+        with compiled(self._example, self._example.rows(ROWS, 0), **given) as pipe:
+            optimizer = adam(pipe.parameters())
+            while not until(len(batches), pipe.plan):
+                assert len(batches) < LIMIT
+                at(len(batches), pipe)
+                batches.append(self._example.rows(ROWS, len(batches)))
+                started = time.monotonic()
+                try:
+                    self._steps.append(run_step(pipe, optimizer, batches[-1]))
+                finally:
+                    self.seconds.append(time.monotonic() - started)
+        return differences(self._steps, train_alone(self._example, batches, MICROBATCHES), whole=False)
+
+    def _told(self, event):
+        self._file(event)
+        if self._on_event is not None:
+            self._on_event(event)
+
+
+def suggest(pipe, schedule, reason):
+    """Have a schedule proposed, if this rank coordinates."""
+    import adaptra
+
+    pipe._built.workers[0].controller.suggest(adaptra.generate(schedule, RANKS, MICROBATCHES), reason)
+
+
+def fail_in(training, until, at):
+    """Train, and return what ends it, as a tuple that can be pickled: kind, text, rank, and the seconds the last step took."""
+    try:
+        training.run(until, at)
+    except Exception as error:
+        return type(error).__name__, str(error), getattr(error, "rank", None), training.seconds[-1]
+    return None
+
+
+def die_in_a_proposal(rank, port, folder, kind):
+    """Rank 0 proposes a plan and is killed as soon as it tells an event of this kind."""
+
+    def die(event):
+        if rank == 0 and event.kind is kind:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def propose(step, pipe):
+        if step == 3:
+            suggest(pipe, "gpipe", "another order")
+
+    return fail_in(Training(rank, port, folder, on_event=die), lambda step, plan: step == LIMIT, propose)
+
+
+@pytest.mark.parametrize("kind", [EventKind.PROPOSED, EventKind.CONFIRMED, EventKind.AGREED])
+def test_a_coordinator_killed_in_a_proposal_ends_the_others_under_one_plan(kind, store, tmp_path):
+    """Before any rank has got the proposal, before the coordinator has confirmed it, and when all had just agreed."""
+    results = run_processes(die_in_a_proposal, RANKS, store.port, str(tmp_path), kind, may_die=(0,))
+    for error, text, lost, seconds in results[1:]:
+        assert (error, lost) == ("PeerLostError", 0), text
+        assert seconds < 30
+    events = read_events(tmp_path)
+    assert events[0][-1].kind is kind
+    switches = check_events(events, {})
+    assert switches == {} or kind is EventKind.AGREED
+
+
+def pause(rank, port, folder, victim):
+    """The victim stops for 5 s as a plan is proposed; training ends three steps after the switch."""
+    training = Training(rank, port, folder, op_seconds=0.02)
+    paused_at, switched = 4, []
+
+    def act(step, pipe):
+        if step == paused_at and rank == victim:
+            me = os.getpid()
+            subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -STOP {me}; sleep 5; kill -CONT {me}"])
+        if step == paused_at:
+            suggest(pipe, "gpipe", "another order")
+
+    def until(step, plan):
+        switched.extend([step] if plan.version else [])
+        return len(switched) == 3
+
+    differences = training.run(until, act)
+    return differences, training.seconds
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_training_goes_on_after_a_rank_was_paused_for_five_seconds(victim, store, tmp_path):
+    """Five seconds are less than a lost rank's ten. The pause costs its five seconds, once, and the plan still comes."""
+    results = run_processes(pause, RANKS, store.port, str(tmp_path), victim)
+    assert [differences for differences, _ in results] == [[]] * RANKS
+    steps = len(results[0][1])
+    for _, seconds in results:
+        assert len(seconds) == steps
+        assert 4.5 < max(seconds) < 30
+    assert set(check_events(read_events(tmp_path), dict.fromkeys(range(RANKS), steps))) == {1}
+
+
+def cut(rank, port, folder, victim):
+    """The victim's connections to the store are cut while a plan is under way; a second one is proposed until it is agreed."""
+    from proxy import Proxy
+
+    proxy = Proxy(port)
+    training = Training(rank, proxy.port if rank == victim else port, folder)
+    switched = []
+
+    def act(step, pipe):
+        if step == 3:
+            suggest(pipe, "gpipe", "the first")
+        if step == 4 and rank == victim:
+            proxy.cut()
+        if step >= 10 and pipe.plan.reason != "the second":
+            suggest(pipe, "1f1b", "the second")
+
+    def until(step, plan):
+        switched.extend([step] if plan.reason == "the second" else [])
+        return len(switched) == 3
+
+    differences = training.run(until, act)
+    return differences, len(training.seconds), max(training.seconds)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_cut_connection_to_the_store_is_made_anew_and_another_rank_coordinates(victim, store, tmp_path):
+    results = run_processes(cut, RANKS, store.port, str(tmp_path), victim)
+    assert [differences for differences, *_ in results] == [[]] * RANKS
+    steps = results[0][1]
+    assert {count for _, count, _ in results} == {steps}
+    assert all(longest < 30 for *_, longest in results)
+    events = read_events(tmp_path)
+    assert check_events(events, dict.fromkeys(range(RANKS), steps))
+    took_over = [event.rank for told in events.values() for event in told if event.kind is EventKind.COORDINATES]
+    assert took_over[:1] == ([1] if victim == 0 else [])
+
+
+def lose(rank, port, folder, victim, how):
+    """The victim's connections to the store end for good, by a refusal or without a word, while a plan is under way."""
+    from proxy import Proxy
+
+    proxy = Proxy(port)
+    training = Training(rank, proxy.port if rank == victim else port, folder)
+
+    def act(step, pipe):
+        if step == 3:
+            suggest(pipe, "gpipe", "another order")
+        if step == 4 and rank == victim:
+            getattr(proxy, how)()
+
+    begun = time.monotonic()
+    # Steps take about 0.1 s; what ends training is the loss.
+    found = fail_in(training, lambda step, plan: time.monotonic() - begun > 60, act)
+    return found, time.monotonic() - begun
+
+
+@pytest.mark.parametrize(("victim", "how"), [(0, "stall"), (1, "refuse")])
+def test_a_control_store_out_of_reach_ends_training_everywhere(victim, how, store, tmp_path):
+    results = run_processes(lose, RANKS, store.port, str(tmp_path), victim, how)
+    for rank, (found, seconds) in enumerate(results):
+        assert found is not None, f"rank {rank} went on for {seconds} s"
+        error, text, lost, last_step = found
+        assert last_step < 30, text
+        if rank == victim:
+            # Whichever of its threads first needs the store says so.
+            assert error in {"PeerLostError", "ControlError"} and "store" in text, text
+        else:
+            # By its silence, or by the connections that it ends.
+            assert (error, lost) == ("PeerLostError", victim), text
+    check_events(read_events(tmp_path), {})

@@ -1,0 +1,246 @@
+"""Faults: their text, what they do to messages on a link, and to stages."""
+
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transport_bodies import LARGE, SMALL, backward, forward, make
+
+from adaptra.errors import CaseError, TransportError
+from adaptra.runtime.injection.faults import Effect, Fault, compute_extra, compute_factor, link_delay
+from adaptra.runtime.injection.faulty_transport import FaultyTransport
+from adaptra.runtime.transports.local import LocalHub
+
+# Generous for a busy machine, and far from what the fault under test would add.
+SLACK = 0.06
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("delay 1-2 60ms @8", Fault(Effect.DELAY, 0.06, 1, 2, both_ways=True, from_step=8)),
+        ("delay 1>2 60ms @8..20", Fault(Effect.DELAY, 0.06, 1, 2, from_step=8, until_step=20)),
+        ("delay 2>1 250us", Fault(Effect.DELAY, 0.00025, 2, 1)),
+        ("rate 1>2 50MB @8", Fault(Effect.RATE, 50e6, 1, 2, from_step=8)),
+        ("rate 0-1 1.5GB", Fault(Effect.RATE, 1.5e9, 0, 1, both_ways=True)),
+        ("lossy 1-2 5% 60ms @8", Fault(Effect.LOSS, 0.06, 1, 2, both_ways=True, from_step=8, share=0.05)),
+        ("lossy 2>1 0.7% 1.5s", Fault(Effect.LOSS, 1.5, 2, 1, share=0.007)),
+        ("slow 2 1.5x @8", Fault(Effect.FACTOR, 1.5, 2, from_step=8)),
+        ("slow 2 5ms", Fault(Effect.EXTRA, 0.005, 2)),
+    ],
+)
+def test_text_form(text, fault):
+    assert Fault.parse(text) == fault
+    assert str(fault) == text
+
+
+AMOUNTS = st.floats(1e-9, 1e12, allow_nan=False)
+
+
+@given(
+    effect=st.sampled_from(Effect),
+    amount=AMOUNTS,
+    stage=st.integers(0, 9),
+    away=st.integers(1, 9),
+    both_ways=st.booleans(),
+    first=st.integers(0, 99),
+    steps=st.none() | st.integers(1, 99),
+    share=st.floats(1e-9, 1.0),
+)
+def test_text_form_round_trips(effect, amount, stage, away, both_ways, first, steps, share):
+    is_edge = effect in {Effect.DELAY, Effect.RATE, Effect.LOSS}
+    fault = Fault(
+        effect,
+        amount + 1 if effect is Effect.FACTOR else amount,
+        stage,
+        stage + away if is_edge else None,
+        both_ways and is_edge,
+        first,
+        None if steps is None else first + steps,
+        share if effect is Effect.LOSS else 1.0,
+    )
+    assert Fault.parse(str(fault)) == fault
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "delay 1-2 60",
+        "delay 1-2 60ms@8",
+        "delay 1-2 60ms @8 ",
+        "delay 1-2 60ms @8..",
+        "delay 1-2 -60ms",
+        "delay 1-2 60ms @-8",
+        "delay 01-2 60ms",
+        "delay 1→2 60ms",
+        "delay 1-2 6e1ms",
+        "delay 1-1 60ms",
+        "rate 1>2 50MB/s",
+        "rate 1>2 0MB",
+        "rate 1>2 60ms",
+        "lossy 1-2 200ms",
+        "lossy 1-2 5 200ms",
+        "lossy 1-2 5% 20MB",
+        "lossy 1-2 0% 200ms",
+        "lossy 1-2 101% 200ms",
+        "lossy 1 5% 200ms",
+        "slow 2 50MB",
+        "slow 2-3 1.5x",
+        "slow 2 0.5x",
+        "delay 1-2 60ms @8..8",
+        "delay 1-2 60ms; rate 1>2 5MB",
+    ],
+)
+def test_other_text_is_refused(text):
+    with pytest.raises(CaseError, match="fault"):
+        Fault.parse(text)
+
+
+def test_a_refusal_shows_the_text_and_the_forms():
+    with pytest.raises(CaseError, match=r"fault 'delay 1-2 soon': expected such as 'delay 1-2 60ms @8'"):
+        Fault.parse("delay 1-2 soon")
+
+
+def test_only_a_lossy_edge_has_a_share():
+    with pytest.raises(CaseError, match=r"fault delay 50%: expected above 0% and at most 100%, and of a lossy edge alone"):
+        Fault(Effect.DELAY, 0.06, 1, 2, share=0.5)
+
+
+def test_which_messages_are_lost_is_the_same_in_every_run_and_as_many_as_ordered():
+    faults = [Fault.parse("lossy 0>1 5% 200ms @3")]
+    delays = [link_delay(faults, forward(k, step=step)) for step in range(3, 203) for k in range(10)]
+    assert delays == [link_delay(faults, forward(k, step=step)) for step in range(3, 203) for k in range(10)]
+    assert set(delays) == {0, 0.2}
+    assert 60 < delays.count(0.2) < 140
+    assert [link_delay(faults, forward(k, step=2)) for k in range(100)] == [0] * 100
+    assert [link_delay(faults, backward(k, step=3)) for k in range(100)] == [0] * 100
+
+
+def test_what_is_sent_behind_a_lost_message_arrives_behind_it():
+    """The channel stays in order, as TCP's does; before the lost one all are as fast as ever."""
+    faults = [Fault.parse("lossy 0>1 25% 150ms")]
+    lost = {step: [k for k in range(8) if link_delay(faults, forward(k, step=step))] for step in range(20)}
+    step, first = next((step, ks[0]) for step, ks in lost.items() if ks and 0 < ks[0] < 6)
+    with Pair("lossy 0>1 25% 150ms") as pair:
+        latencies = pair.latencies([forward(k, step=step) for k in range(8)])
+    assert max(latencies[:first]) < 0.1
+    assert min(latencies[first:]) >= 0.1
+
+
+def test_slow_stages():
+    faults = [Fault.parse(text) for text in ("slow 2 1.5x @8", "slow 2 2x @10..12", "slow 1 5ms", "slow 1 1ms", "delay 1-2 1s")]
+    assert [compute_factor(faults, 2, step) for step in (7, 8, 10, 11, 12)] == [1.0, 1.5, 3.0, 3.0, 1.5]
+    assert compute_factor(faults, 1, 9) == 1.0
+    assert compute_extra(faults, 1, 0) == pytest.approx(0.006)
+    assert compute_extra(faults, 2, 9) == 0
+
+
+class Pair:
+    """Two ranks with a stage each, and faults on what rank 0 and rank 1 send."""
+
+    def __init__(self, *texts):
+        hub = LocalHub(2)
+        faults = [Fault.parse(text) for text in texts]
+        self.ends = [FaultyTransport(hub.transport(rank), faults) for rank in range(2)]
+        for rank, end in enumerate(self.ends):
+            end.reserve({(1 - rank, SMALL): 50, (1 - rank, LARGE): 50})
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for end in self.ends:
+            end.close()
+
+    def latencies(self, identities, sender=0):
+        """How long each message took, all posted at once and in this order."""
+        for identity in identities:
+            self.ends[sender].send(1 - sender, identity, make(identity))
+        pending = [self.ends[1 - sender].receive(sender, identity) for identity in identities]
+        for each in pending:
+            each.wait(100)
+        return [each.arrived_at - each.sent_at for each in pending]
+
+
+def test_delayed_messages_travel_side_by_side():
+    """Each takes the delay and no more, however many there are, and the sender goes on at once."""
+    with Pair("delay 0>1 150ms") as pair:
+        started = time.monotonic()
+        latencies = pair.latencies([forward(k) for k in range(10)])
+        assert all(0.15 <= latency < 0.15 + SLACK for latency in latencies)
+        assert time.monotonic() - started < 0.3
+
+
+def test_messages_queue_for_a_rate():
+    """The k-th message waits for the k before it to leave. All are posted within 10 ms."""
+    with Pair("rate 0>1 500kB", "delay 0>1 50ms") as pair:
+        latencies = pair.latencies([forward(k, specs=LARGE) for k in range(4)])
+        for k, latency in enumerate(latencies):
+            assert 0.04 + 0.04 * (k + 1) < latency < 0.05 + 0.04 * (k + 1) + SLACK
+
+
+def test_only_the_named_direction_and_steps_are_affected():
+    with Pair("delay 0>1 150ms @3..5") as pair:
+        assert max(pair.latencies([forward(0, step=2)])) < 0.1
+        assert min(pair.latencies([forward(0, step=3)])) >= 0.15
+        assert max(pair.latencies([backward(0, step=3)], sender=1)) < 0.1
+        assert min(pair.latencies([forward(0, step=4)])) >= 0.15
+        assert max(pair.latencies([forward(0, step=5)])) < 0.1
+        # Stages 3 and 4 lie on the same ranks, but not on this edge.
+        assert max(pair.latencies([forward(0, 3, 4, step=4)])) < 0.1
+
+
+def test_both_directions():
+    with Pair("delay 0-1 150ms") as pair:
+        assert min(pair.latencies([forward(0)])) >= 0.15
+        assert min(pair.latencies([backward(0)], sender=1)) >= 0.15
+
+
+def test_a_channel_stays_in_order_when_a_fault_ends():
+    """What is sent after the last slow step does not overtake what is still held."""
+    with Pair("delay 0>1 150ms @0..1") as pair:
+        held, later, other = forward(0, step=0), forward(0, step=1), backward(0, 0, 1, step=1)
+        sends = [pair.ends[0].send(1, identity, make(identity)) for identity in (held, later, other)]
+        received = [pair.ends[1].receive(0, identity) for identity in (held, later, other)]
+        for pending in received:
+            pending.wait(100)
+        assert received[0].arrived_at <= received[1].arrived_at
+        # The other channel is free.
+        assert received[2].arrived_at - received[2].sent_at < 0.1
+        assert all(pending.wait(100) == () and pending.done for pending in sends)
+
+
+def test_closing_sends_what_is_held_and_an_abort_drops_it():
+    hub = LocalHub(2)
+    faults = [Fault.parse("delay 0>1 100ms")]
+    receiver = hub.transport(1)
+    receiver.reserve({(0, SMALL): 2})
+    closed = FaultyTransport(hub.transport(0), faults)
+    pending = closed.send(1, forward(0), make(forward(0)))
+    assert not pending.done
+    with pytest.raises(TransportError, match=r"0SEND_F0 .*held by a fault for more than 0.001 s"):
+        pending.wait(0.001)
+    closed.close()
+    assert receiver.receive(0, forward(0)).done
+
+    aborted = FaultyTransport(hub.transport(0), faults)
+    pending = aborted.send(1, forward(1), make(forward(1)))
+    reason = RuntimeError("the reason")
+    aborted.abort(reason)
+    with pytest.raises(RuntimeError, match="the reason"):
+        pending.wait(100)
+    with pytest.raises(RuntimeError, match="the reason"):
+        aborted.send(1, forward(2), make(forward(2)))
+    aborted.close()
+    assert not receiver.receive(0, forward(1)).done
+    assert not [thread.name for thread in threading.enumerate() if thread.name.endswith("faults")]
+
+
+def test_an_error_of_a_held_send_reaches_its_waiter():
+    with Pair("delay 0>1 20ms") as pair:
+        pending = pair.ends[0].send(1, forward(0), make(forward(1, specs=LARGE)))
+        with pytest.raises(TransportError, match=r"send of 0SEND_F0 .*got float32\[5000\]"):
+            pending.wait(100)

@@ -1,0 +1,127 @@
+"""A rank that dies or stops while the ranks connect is named to the others, whatever these wait for in C++."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from errors_table import check_documented
+from processes import run_processes
+from training import MIXED
+
+import adaptra
+
+ROWS, MICROBATCHES, LOST = 12, 4, 1
+SECONDS = 15.0
+FAILED = "rank … failed: …"
+
+
+def ended_by(how, rank, note):
+    """What this process does where a test has it end, once it has noted when; others go on."""
+
+    def end(*_arguments, **_options):
+        note.write_text(str(time.monotonic()))
+        if how == "raise":
+            raise ValueError("a network card that is not there")
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+
+    return end if rank == LOST else None
+
+
+def raised(act):
+    """The error's class and text, and when it came."""
+    try:
+        act()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic()
+    return None
+
+
+def compiled(stages, **options):
+    inputs, _, targets = MIXED.rows(ROWS, seed=0)
+    return adaptra.compile(
+        MIXED.make(), stages=stages, microbatches=MICROBATCHES, example_inputs=(inputs, targets), loss=MIXED.loss,
+        split=["middle.1", "middle.4"][: stages - 1], options=adaptra.Options(timeout=120.0, **options),
+    )  # fmt: skip
+
+
+def join(rank, how, where, note):
+    """What a rank raises when another one ends right before it makes its groups, or tells where it listens."""
+    import torch.distributed as dist
+
+    from adaptra.runtime.transports import process_groups as groups
+    from adaptra.runtime.transports.c10d import c10d
+    from adaptra.runtime.transports.delegate import engine as delegate_engine
+
+    # The store is a rank's that lives.
+    dist.init_process_group("gloo")
+    end = ended_by(how, rank, note)
+    if end is not None and where == "groups":
+        c10d.make_groups = end
+    elif end is not None and where == "group of replicas":
+        groups.distributed_c10d._new_process_group_helper = end
+    elif end is not None:
+        delegate_engine.share_endpoints = end
+    with_delegate = {"delegate": True, "addresses": ["127.0.0.1"]} if where == "endpoints" else {}
+    stages = 2 if where == "group of replicas" else dist.get_world_size()
+    return raised(lambda: compiled(stages, **with_delegate))
+
+
+def change(rank, how, note):
+    """What a rank raises when another one ends while new groups are made for a cut that moves."""
+    import torch
+    import torch.distributed as dist
+
+    from adaptra.runtime.transports.c10d import c10d
+
+    dist.init_process_group("gloo")
+    inputs, _, targets = MIXED.rows(ROWS, seed=0)
+    with compiled(3) as pipe:
+        pipe.step(inputs[0], targets)
+        end = ended_by(how, rank, note)
+        if end is not None:
+            c10d.make_groups = end
+        return raised(lambda: pipe.take_split(["middle.3", "middle.5"], torch.optim.SGD(pipe.parameters())))
+
+
+def check_named(results, note, seconds=SECONDS):
+    """Make sure that the others name the lost rank, so many seconds after its end at most; what they say."""
+    ended_at = float(note.read_text())
+    others = [one for rank, one in enumerate(results) if rank != LOST]
+    for one in others:
+        assert one is not None
+        kind, message, at = one
+        assert kind == "PeerLostError" and f"rank {LOST} " in message, message
+        assert at - ended_at < seconds, (message, at - ended_at)
+    return others
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("how", "where", "count"),
+    [("kill", "groups", 3), ("stop", "groups", 2), ("kill", "group of replicas", 4), ("kill", "endpoints", 3)],
+)
+def test_a_rank_that_ends_while_ranks_connect_is_named(how, where, count, tmp_path):
+    note = tmp_path / "ended at"
+    check_named(run_processes(join, count, how, where, note, timeout=150.0, may_die=(LOST,)), note)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(200)
+def test_a_rank_that_ends_while_a_cut_makes_new_groups_is_named(tmp_path):
+    note = tmp_path / "ended at"
+    check_named(run_processes(change, 3, "kill", note, timeout=150.0, may_die=(LOST,)), note)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(200)
+def test_why_a_rank_could_not_connect_is_told_to_the_others_at_once(tmp_path):
+    note = tmp_path / "ended at"
+    results = run_processes(join, 3, "raise", "groups", note, timeout=150.0)
+    for kind, message, _ in check_named(results, note, seconds=8.0):
+        check_documented(kind, message, FAILED)
+        assert message.endswith("ValueError: a network card that is not there")
+    assert results[LOST][:2] == ("ValueError", "a network card that is not there")

@@ -1,0 +1,60 @@
+"""Agreeing on roles: four ranks on threads over gloo measure links, one of them slower by sleeping, and all do the same."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from training import MIXED
+
+from adaptra.graph import compile_stages
+from adaptra.graph.estimated_cost import estimated_cost
+from adaptra.program.roles import Roles
+from adaptra.runtime.detection.measurement import StageMeasurement
+from adaptra.runtime.reconfigure.agreement import agree_on_roles
+from adaptra.runtime.reconfigure.state_transfer import gather_state
+from adaptra.simulation.cost import Case
+
+RANKS, ROWS = 4, 4
+
+
+class Slow:
+    """A process group whose messages between some ranks leave later."""
+
+    def __init__(self, group, pairs):
+        self._group, self._pairs = group, pairs
+
+    def __getattr__(self, name):
+        return getattr(self._group, name)
+
+    def send(self, tensors, destination, tag):
+        if {self._group.rank(), destination} in self._pairs:
+            time.sleep(0.05)
+        return self._group.send(tensors, destination, tag)
+
+
+@pytest.mark.parametrize("pairs", [[], [{0, 2}, {0, 3}, {1, 2}, {1, 3}]], ids=["equal", "slow between replicas"])
+def test_all_ranks_make_the_change_that_wins(pairs):
+    inputs, _, targets = MIXED.rows(ROWS, seed=0)
+    compiled = compile_stages(MIXED.make(), inputs, {}, stages=2, loss=MIXED.loss, targets=targets)
+    case = Case(estimated_cost(compiled, (0, 1)), 4, (0, 1))
+    store = dist.HashStore()
+
+    def agree(rank):
+        group = Slow(dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=30)), pairs)
+        state = {"weight": nn.Parameter(torch.ones(8, 8))}
+        held = gather_state(state, torch.optim.SGD(state.values()))
+        measured = [StageMeasurement(rank % 2, 0.02, 0.02, 0.02, None)]
+        return agree_on_roles(group, Roles.initial(RANKS, 2), compiled.train, case, measured, held, 1000)
+
+    with ThreadPoolExecutor(RANKS) as threads:
+        changes = list(threads.map(agree, range(RANKS)))
+    assert changes == [changes[0]] * RANKS
+    if not pairs:
+        assert changes[0] is None
+    else:
+        assert {frozenset(changes[0].after.column(stage)) for stage in range(2)} == {frozenset({0, 1}), frozenset({2, 3})}
+        assert changes[0].seconds_after < changes[0].seconds_before

@@ -1,0 +1,265 @@
+"""Gradients add up as autograd adds them, also where several stages share a parameter, and nobody waits before the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adaptra.errors import TransportError
+from adaptra.runtime.step_messages.shared_gradients import POSTED_AHEAD, Gradients, SharedParameter
+from adaptra.runtime.transports.local import LocalHub, LocalTransport
+
+TIED = SharedParameter("tied", stages=(0, 1, 2), owner=0, order=(2, 1, 0))
+
+
+def parameter(size: int = 1) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(size))
+
+
+class Job:
+    """Stages 0, 1, … on ranks of the same number, each with the gradients of its parameters."""
+
+    def __init__(
+        self, names: Sequence[Sequence[str]], shared: Sequence[SharedParameter], microbatches: int, timeout: float = 5.0
+    ) -> None:
+        hub = LocalHub(len(names))
+        self.transports: list[LocalTransport] = [hub.transport(rank) for rank in range(len(names))]
+        self.parameters = [{name: parameter() for name in of_stage} for of_stage in names]
+        self.stages = [
+            Gradients(stage, self.parameters[stage], shared, range(len(names)), microbatches, transport, timeout)
+            for stage, transport in enumerate(self.transports)
+        ]
+        for gradients, transport in zip(self.stages, self.transports, strict=True):
+            transport.reserve(gradients.receive_counts())
+
+    def begin(self, step: int) -> None:
+        for gradients in self.stages:
+            gradients.begin_step(step)
+
+    def weight_grad(self, stage: int, microbatch: int, **values: float | Sequence[float]) -> None:
+        """What W of a stage does, given the gradients of its parameters, of some several."""
+        for name, given in values.items():
+            for value in [given] if isinstance(given, float) else given:
+                self.stages[stage].add(stage, name, microbatch, torch.tensor([value]))
+        self.stages[stage].end_microbatch(stage, microbatch)
+
+    def end(self) -> None:
+        """The owner's end first: the others wait for it, and here all are one thread."""
+        for gradients in self.stages:
+            gradients.end_step()
+
+    def gradients(self, name: str) -> list[float]:
+        """Of every copy."""
+        found = [of_stage[name].grad for of_stage in self.parameters if name in of_stage]
+        return [gradient.item() for gradient in found if gradient is not None]
+
+
+def total(*values: float) -> float:
+    """The sum from left to right, rounded to fp32 after each."""
+    result = torch.tensor(values[0])
+    for value in values[1:]:
+        result = result + torch.tensor(value)
+    return result.item()
+
+
+def test_gradients_add_up_in_microbatch_order_as_autograd_adds_them() -> None:
+    values = [1e8, 1.0, -1e8, 1.0]
+    weight = parameter()
+    for value in values:
+        (weight * value).sum().backward()
+    job = Job([["weight"]], [], 4)
+    job.begin(0)
+    for microbatch, value in enumerate(values):
+        job.weight_grad(0, microbatch, weight=value)
+    job.end()
+    assert weight.grad is not None
+    assert job.gradients("weight") == [weight.grad.item()] == [1.0]
+
+
+def test_the_first_gradient_is_copied_and_later_ones_are_added_to_it_in_place() -> None:
+    """It may be a view of a message whose buffer is used again; and users may hold on to ``grad``."""
+    job = Job([["weight"]], [], 2)
+    job.begin(0)
+    gradient = torch.ones(1)
+    job.stages[0].add(0, "weight", 0, gradient)
+    held = job.parameters[0]["weight"].grad
+    gradient.fill_(7.0)
+    job.stages[0].add(0, "weight", 1, torch.ones(1))
+    assert held is not None and held is job.parameters[0]["weight"].grad
+    assert held.item() == 2.0
+
+
+def test_a_shared_parameter_adds_its_uses_latest_first_and_then_the_microbatches() -> None:
+    """Each order gives another sum in fp32, and autograd's is the one; it is on every copy."""
+    uses = [(1.0, 1e8, -1e8), (0.25, 0.5, 2.0)]  # per microbatch, of stages 0, 1, 2
+    weight = parameter()
+    for first, second, third in uses:
+        used = (weight * first, weight * second, weight * third)
+        sum(one.sum() for one in used).backward()  # type: ignore[union-attr]  # a sum of tensors is a tensor
+    job = Job([["tied"]] * 3, [TIED], 2)
+    job.begin(0)
+    for microbatch, values in enumerate(uses):
+        for stage in (2, 1, 0):
+            job.weight_grad(stage, microbatch, tied=values[stage])
+    job.end()
+    expected = total(total(-1e8, 1e8, 1.0), total(2.0, 0.5, 0.25))
+    assert weight.grad is not None
+    assert job.gradients("tied") == [expected] * 3 == [weight.grad.item()] * 3
+    assert expected != total(total(1.0, 1e8, -1e8), total(0.25, 0.5, 2.0))
+
+
+def test_a_stage_may_use_a_shared_parameter_several_times_or_not_at_all() -> None:
+    """Each use is added to the sum of all later ones, on whichever stage they are; a copy without a use gets the sum too."""
+    uses = [(1.0, 1e8, 0.25, -1e8, 0.5), (1e8, 1.0, -1e8, 3.0, 0.1)]  # per microbatch, in the order of execution
+    weight, other = parameter(), parameter()
+    for of_microbatch in uses:
+        used = [weight * value for value in of_microbatch]
+        (sum(one.sum() for one in used) + (other * 2.0).sum()).backward()  # type: ignore[union-attr]  # as above
+    tied = SharedParameter("tied", (0, 1, 2, 3), 0, (3, 2, 2, 0, 0))
+    job = Job([["tied"], ["tied"], ["tied", "other"], ["other", "tied"]], [tied, SharedParameter("other", (2, 3), 2, (3,))], 2)
+    job.begin(0)
+    for microbatch, (first, second, third, fourth, fifth) in enumerate(uses):
+        job.weight_grad(3, microbatch, other=2.0, tied=fifth)
+        job.weight_grad(2, microbatch, tied=(fourth, third))
+        job.weight_grad(1, microbatch)
+        job.weight_grad(0, microbatch, tied=(second, first))
+    job.end()
+    assert weight.grad is not None and other.grad is not None
+    assert job.gradients("tied") == [weight.grad.item()] * 4
+    assert job.gradients("other") == [other.grad.item()] * 2
+    assert weight.grad.item() != total(*(total(fifth, total(d, c), total(b, a)) for a, b, c, d, fifth in uses))
+
+
+def test_contributions_may_come_in_any_order_of_the_stages() -> None:
+    """The sum does not depend on who is first."""
+    found = []
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0], [0, 2, 1]):
+        job = Job([["tied"]] * 3, [TIED], 3)
+        job.begin(0)
+        for stage in order:
+            for microbatch in range(3):
+                job.weight_grad(stage, microbatch, tied=[0.1, 1e7, 0.3][stage] * (microbatch + 1))
+        job.end()
+        found.append(job.gradients("tied"))
+    assert len({tuple(one) for one in found}) == 1
+
+
+def test_the_owner_waits_for_nobody_before_the_end_and_posts_few_receives() -> None:
+    """No other stage has run W; the owner runs all of its own, and holds buffers of so many microbatches only."""
+    job = Job([["tied"], ["tied"]], [SharedParameter("tied", (0, 1), 0, (1, 0))], 6)
+    ((_, buffers),) = job.stages[0].receive_counts().items()
+    assert buffers == POSTED_AHEAD < 6
+    job.begin(0)
+    for microbatch in range(6):
+        job.weight_grad(0, microbatch, tied=1.0)
+    assert job.parameters[0]["tied"].grad is None
+    for microbatch in range(6):
+        job.weight_grad(1, microbatch, tied=10.0)
+    job.end()
+    assert job.gradients("tied") == [66.0, 66.0]
+
+
+def test_sums_are_taken_as_contributions_come() -> None:
+    """So that the end of the step has little left to do."""
+    job = Job([["tied"], ["tied"]], [SharedParameter("tied", (0, 1), 0, (1, 0))], 3)
+    job.begin(0)
+    for microbatch in range(3):
+        job.weight_grad(1, microbatch, tied=10.0)
+        job.weight_grad(0, microbatch, tied=1.0)
+        assert job.gradients("tied") == [11.0 * (microbatch + 1)]
+
+
+def test_shared_gradients_add_up_over_steps_until_they_are_zeroed() -> None:
+    job = Job([["tied"], ["tied"]], [SharedParameter("tied", (0, 1), 0, (1, 0))], 1)
+    for step, expected in enumerate([3.0, 6.0]):
+        job.begin(step)
+        job.weight_grad(0, 0, tied=1.0)
+        job.weight_grad(1, 0, tied=2.0)
+        job.end()
+        assert job.gradients("tied") == [expected] * 2
+    for of_stage in job.parameters:
+        of_stage["tied"].grad = None
+    job.begin(2)
+    job.weight_grad(0, 0, tied=1.0)
+    job.weight_grad(1, 0, tied=2.0)
+    job.end()
+    assert job.gradients("tied") == [3.0] * 2
+
+
+def test_a_contribution_is_the_value_at_the_end_of_its_w() -> None:
+    """W's buffers are used again before the end of the step, on the owner and on the others."""
+    job = Job([["tied"], ["tied"]], [SharedParameter("tied", (0, 1), 0, (1, 0))], 1)
+    job.begin(0)
+    buffers = [torch.ones(1), torch.ones(1)]
+    for stage in (0, 1):
+        job.stages[stage].add(stage, "tied", 0, buffers[stage])
+        job.stages[stage].end_microbatch(stage, 0)
+    for buffer in buffers:
+        buffer.fill_(100.0)
+    job.end()
+    assert job.gradients("tied") == [2.0, 2.0]
+
+
+def test_several_shared_parameters_of_two_stages_travel_together_and_own_ones_stay() -> None:
+    """One message per pair of stages and microbatch, and a parameter of two stages goes to those two only."""
+    shared = [
+        SharedParameter("a", (0, 2), 0, (2, 0)),
+        SharedParameter("b", (0, 2), 0, (2, 0)),
+        SharedParameter("c", (1, 2), 1, (2, 1)),
+    ]
+    job = Job([["a", "b", "own"], ["c"], ["a", "b", "c"]], shared, 2)
+    assert [len(counts) for counts in (one.receive_counts() for one in job.stages)] == [1, 1, 2]
+    ((source, specs),) = job.stages[0].receive_counts()
+    assert (source, len(specs)) == (2, 2)
+    job.begin(0)
+    for microbatch in range(2):
+        job.weight_grad(2, microbatch, a=1.0, b=2.0, c=3.0)
+        job.weight_grad(1, microbatch, c=30.0)
+        job.weight_grad(0, microbatch, a=10.0, b=20.0, own=5.0)
+    job.end()
+    assert (job.gradients("a"), job.gradients("b"), job.gradients("c")) == ([22.0] * 2, [44.0] * 2, [66.0] * 2)
+    assert job.gradients("own") == [10.0]
+
+
+def test_an_interrupted_step_leaves_nothing_behind() -> None:
+    job = Job([["tied"], ["tied"]], [SharedParameter("tied", (0, 1), 0, (1, 0))], 2)
+    job.begin(0)
+    job.weight_grad(1, 0, tied=50.0)
+    job.stages[0].add(0, "tied", 0, torch.tensor([100.0]))
+    job.begin(1)
+    for microbatch in range(2):
+        job.weight_grad(1, microbatch, tied=2.0)
+        job.weight_grad(0, microbatch, tied=1.0)
+    job.end()
+    assert job.gradients("tied") == [6.0, 6.0]
+
+
+def test_a_contribution_that_never_comes_is_named() -> None:
+    job = Job([["tied"], ["tied"]], [SharedParameter("tied", (0, 1), 0, (1, 0))], 2, timeout=0.01)
+    job.begin(4)
+    for microbatch in range(2):
+        job.weight_grad(0, microbatch, tied=1.0)
+    job.weight_grad(1, 0, tied=1.0)
+    with pytest.raises(TransportError, match=r"1W1 of step 4 on edge 1→0 with float32\[1\]: not exchanged within 0.01 s"):
+        job.end()
+
+
+def test_bf16_sums_are_rounded_as_autograd_rounds_them() -> None:
+    """After every addition, not once at the end."""
+    values = [1.0] + [1 / 256] * 8
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    for value in values:
+        (weight * value).sum().backward()
+    mine = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    gradients = Gradients(0, {"weight": mine}, [], (0,), len(values), LocalHub(1).transport(0), 1.0)
+    gradients.begin_step(0)
+    for microbatch, value in enumerate(values):
+        gradients.add(0, "weight", microbatch, torch.tensor([value], dtype=torch.bfloat16))
+        gradients.end_microbatch(0, microbatch)
+    gradients.end_step()
+    found: Tensor | None = mine.grad
+    assert found is not None and weight.grad is not None
+    assert torch.equal(found, weight.grad) and found.item() == 1.0

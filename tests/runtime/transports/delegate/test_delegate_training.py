@@ -1,0 +1,113 @@
+"""Training over the delegate while its paths fail every few steps: no bit changes, no message is lost or repeated."""
+
+import os
+import time
+
+import linked_delegate
+import pytest
+from delegate_model import MICROBATCHES, ROWS, example, sum_over_ranks
+from processes import run_processes
+
+pytestmark = pytest.mark.processes
+
+FAILURES, MOST_STEPS = 200, 2000
+
+
+def train_on_a_host(rank, folder):
+    """As :func:`train_while_links_fail`, where rank 0 disturbs the network and rank 1 itself and what it sends."""
+    import torch
+
+    torch.set_num_threads(1)
+    linked_delegate.HOSTS = tuple(f"10.77.{rail}.{rank + 1}" for rail in (1, 2))
+    if rank == 0:
+        return train_while_links_fail(rank, 2, folder, linked_delegate.NetworkDisturber)
+    # What lasts until it is noticed could leave no path, together with what rank 0 does.
+    return train_while_links_fail(
+        rank, 2, folder, lambda transport: linked_delegate.Disturber(transport, kinds=("corruption", "stop", "reset"))
+    )
+
+
+def train_while_links_fail(rank, stages, folder, make_disturber):
+    """What differs from c10d, how often each kind of failure happened, what each channel counted in training, and the steps."""
+    import torch.distributed as dist
+    from training import adam, compiled, differences, run_step, train
+
+    linked_delegate.find_in(folder)
+    dist.init_process_group("gloo")
+    model = example(stages)
+    batches = [model.rows(ROWS, seed) for seed in range(8)]
+    given = {"stages": stages, "microbatches": MICROBATCHES, "split": [str(stage) for stage in range(1, stages)]}
+    with compiled(model, batches[0], transport="linked", **given) as pipe:
+        transport = pipe._built.workers[0]._transport
+        before = by_channel(transport)
+        disturber = make_disturber(transport)
+        optimizer, found, made = adam(pipe.parameters()), [], 0
+        while made < FAILURES:
+            disturber.disturb()
+            found.append(run_step(pipe, optimizer, batches[len(found) % len(batches)]))
+            # All ranks stop at the same step.
+            made = sum_over_ranks(sum(disturber.counts.values()))
+            assert len(found) < MOST_STEPS, f"only {made} failures"
+        disturber.end()
+        settle(transport)
+        dist.barrier()
+        counted = [
+            (*channel, {name: value - before.get(channel, {}).get(name, 0) for name, value in counters.items()})
+            for channel, counters in by_channel(transport).items()
+        ]
+        dist.barrier()
+    for link in transport.links:
+        link.close()
+    with compiled(model, batches[0], transport="c10d", **given) as pipe:
+        expected = train(pipe, [batches[step % len(batches)] for step in range(len(found))])
+    return differences(found, expected), disturber.counts, counted, len(found)
+
+
+def by_channel(transport):
+    return {tuple(channel): counters for *channel, counters in transport.statistics()}
+
+
+def settle(transport):
+    """Wait until the last acknowledgements have come."""
+    deadline = time.monotonic() + 100
+    while any(sent["posted"] != sent["acknowledged"] for (*_, is_sender), sent in by_channel(transport).items() if is_sender):
+        assert time.monotonic() < deadline, "messages are not acknowledged"
+        os.sched_yield()
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_two_hundred_failures_change_no_bit_and_lose_or_repeat_no_message(tmp_path, stages):
+    linked_delegate.install(tmp_path)
+    check(run_processes(train_while_links_fail, stages, stages, str(tmp_path), linked_delegate.Disturber, timeout=170))
+
+
+@pytest.mark.root
+def test_two_hundred_failures_between_hosts_change_no_bit_and_lose_or_repeat_no_message(tmp_path, linked_hosts):
+    linked_delegate.install(tmp_path)
+    with linked_hosts(2, "all delay=500us", rails=3) as hosts:
+        check(hosts.call(train_on_a_host, str(tmp_path), timeout=170))
+
+
+def check(results):
+    stages = len(results)
+    assert [found for found, *_ in results] == [[]] * stages
+    made = {kind: sum(counts.get(kind, 0) for _, counts, _, _ in results) for kind in linked_delegate.KINDS}
+    assert sum(made.values()) >= FAILURES and min(made.values()) >= 10, made
+    steps = results[0][-1]
+    sent, received = ({}, {})
+    for _, _, counted, _ in results:
+        for *channel, is_sender, counters in counted:
+            (sent if is_sender else received)[tuple(channel)] = counters
+    assert sum(counters["path_failures"] for counters in sent.values()) >= FAILURES
+    assert sum(counters["corrupted"] for counters in received.values()) > 0
+    expected = dict.fromkeys(((stage, stage + 1, False) for stage in range(stages - 1)), steps * MICROBATCHES)
+    expected |= dict.fromkeys(((stage + 1, stage, True) for stage in range(stages - 1)), steps * MICROBATCHES)
+    # The last stage tells the losses of each step, and neighbours probe each other's edge.
+    expected |= dict.fromkeys(((stages - 1, stage, False) for stage in range(stages - 1)), steps)
+    for stage in range(stages - 1):
+        for probe in ((stage, stage + 1, True), (stage + 1, stage, False)):
+            expected[probe] = expected.get(probe, 0) + steps
+    for name in ("posted", "acknowledged"):
+        assert {channel: counters[name] for channel, counters in sent.items() if counters[name]} == expected
+    assert {channel: got["acknowledged"] for channel, got in received.items() if got["acknowledged"]} == expected
+    assert all(sent[channel]["bytes"] == received[channel]["bytes"] for channel in expected)

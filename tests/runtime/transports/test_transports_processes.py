@@ -1,0 +1,238 @@
+"""Transports and failures between real processes."""
+
+import os
+import signal
+import threading
+import time
+import traceback
+
+import pytest
+import torch.distributed as dist
+import transport_bodies as bodies
+from processes import run_processes
+from transport_bodies import SMALL, backward, forward, make
+
+from adaptra.errors import LaunchError, PeerLostError
+from adaptra.runtime.injection.faults import Fault
+from adaptra.runtime.injection.faulty_transport import FaultyTransport
+from adaptra.runtime.membership.membership import Membership
+from adaptra.runtime.transports.c10d.c10d import C10dTransport
+from adaptra.runtime.transports.registry import create_transport
+
+pytestmark = pytest.mark.processes
+
+MATRIX = (*bodies.ALL, *bodies.IN_ORDER)
+
+
+def run_matrix(rank, name):
+    """Every body on a transport of its own; what went wrong, by the name of the body."""
+    dist.init_process_group("gloo")
+    failures = {}
+    for body in MATRIX:
+        transport = create_transport(name)
+        try:
+            body(transport)
+        except BaseException:
+            failures[body.__name__] = traceback.format_exc()
+        transport.close()
+    assert dist.is_initialized()
+    return failures
+
+
+@pytest.fixture(scope="module", params=["c10d", "delegate"])
+def matrix(request):
+    return run_processes(run_matrix, 3, request.param)
+
+
+@pytest.mark.parametrize("body", MATRIX, ids=lambda body: body.__name__)
+def test_matrix(matrix, body):
+    assert not [failures[body.__name__] for failures in matrix if body.__name__ in failures]
+
+
+def join_half(rank):
+    dist.init_process_group("gloo")
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    transport = C10dTransport(halves[rank % 2])
+    assert (transport.rank, transport.world_size) == (rank // 2, 2)
+    bodies.many_in_flight_both_ways(transport)
+    # Each half has a control plane of its own.
+    transport.store.set("parity", str(rank % 2))
+    assert int(transport.store.get("parity")) == rank % 2
+    transport.close()
+
+
+def test_c10d_joins_a_sub_group_only():
+    run_processes(join_half, 4)
+
+
+def join_without_group(rank):
+    transport = C10dTransport()
+    assert all(0 <= abs(offset.ahead) <= offset.uncertainty + 1e-3 < 5 for offset in transport.clock_offsets)
+    bodies.carries_every_dtype(transport)
+    transport.close()
+    return dist.is_initialized()
+
+
+def test_c10d_sets_up_and_takes_down_a_default_group_of_its_own():
+    """Processes of one host share a clock, so the offset measured is smaller than its stated uncertainty."""
+    assert run_processes(join_without_group, 2) == [False, False]
+
+
+def test_c10d_without_a_launcher_says_so(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(LaunchError, match=r"no process group and no launcher such as torchrun: .*RANK"):
+        C10dTransport()
+    with pytest.raises(LaunchError, match="backend 'pigeon': expected one of gloo, nccl"):
+        C10dTransport(backend="pigeon")
+
+
+def measure_delay(rank):
+    transport = FaultyTransport(C10dTransport(), (Fault.parse("delay 0>1 200ms @1"),))
+    found = []
+    if rank == 0:
+        for step in range(2):
+            started = time.monotonic()
+            sends = [transport.send(1, forward(k, step=step), make(forward(k))) for k in range(4)]
+            found.append(time.monotonic() - started)
+            for pending in sends:
+                pending.wait(100)
+            transport.store.wait([f"received {step}"])
+    else:
+        transport.reserve({(0, SMALL): 4})
+        for step in range(2):
+            receives = [transport.receive(0, forward(k, step=step)) for k in range(4)]
+            for k, pending in enumerate(receives):
+                assert bodies.same(pending.wait(100), make(forward(k)))
+                transport.release(pending)
+            found.append([pending.arrived_at - pending.sent_at for pending in receives])
+            transport.store.set(f"received {step}", "")
+    transport.close()
+    return found
+
+
+def test_an_injected_delay_is_measured_by_the_receiver_over_gloo():
+    posting, (healthy, slow) = run_processes(measure_delay, 2)
+    assert all(latency < 0.2 for latency in healthy)
+    assert all(latency >= 0.195 for latency in slow)
+    # The four are under way at the same time, and the sender is not held up.
+    assert max(slow) < 0.6
+    assert max(posting) < 0.2
+
+
+class Rank:
+    """A rank that waits for a message, as an executor does, with the membership beside it."""
+
+    def __init__(self, lost_after=6.0, name="c10d"):
+        self.on_lost = lambda: None
+        self.transport = create_transport(name)
+        self.membership = Membership(
+            self.transport.store,
+            self.transport.rank,
+            self.transport.world_size,
+            self.lose,
+            waiting_for=self.transport.waiting_for,
+            lost_after=lost_after,
+        )
+
+    def lose(self, error):
+        self.transport.abort(error)
+        self.on_lost()
+
+    def wait_in_vain(self, source, identity):
+        """The error that ends the wait, and how long that took."""
+        started = time.monotonic()
+        self.transport.reserve({(source, SMALL): 1})
+        with pytest.raises(RuntimeError) as caught:
+            self.transport.receive(source, identity).wait(100)
+        error = self.membership.fail(caught.value)
+        assert isinstance(error, PeerLostError), error
+        took = time.monotonic() - started
+        self.membership.close()
+        self.transport.close()
+        return str(error), error.rank, error.edge, error.op, took
+
+
+def lose_rank_2(rank, how, name="c10d"):
+    """A pipeline of four; rank 2 dies while the others wait for what would come from it, directly or not."""
+    mine = Rank(name=name)
+    if rank == 2:
+        # All wait now, or will in a moment: either way they must learn of it.
+        mine.transport.store.wait(["waiting 0", "waiting 1", "waiting 3"])
+        match how:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "raise":
+                mine.membership.fail(ZeroDivisionError("division by zero in the user's model"), edge=(1, 2), op="2F5")
+                mine.membership.close()
+                mine.transport.close()
+                return None
+    mine.transport.store.set(f"waiting {rank}", "")
+    source = 2 if rank == 3 else rank + 1
+    return mine.wait_in_vain(source, forward(5, 2, 3) if rank == 3 else backward(5, source, rank))
+
+
+@pytest.mark.parametrize("name", ["c10d", "delegate"])
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_killed_or_stopped_rank_ends_the_others_with_its_name_and_edge(how, name):
+    outcomes = run_processes(lose_rank_2, 4, how, name, may_die=(2,))
+    for rank in (0, 1, 3):
+        message, lost, edge, op, took = outcomes[rank]
+        assert lost == 2, message
+        assert "rank 2" in message
+        assert took < 30
+        # Neighbours name the edge at which they wait; the others the edge at which a neighbour noticed.
+        assert edge in {(2, 1), (2, 3), (1, 0)}, message
+        assert op in {"2SEND_B5", "2SEND_F5", "1SEND_B5"}, message
+
+
+def test_an_exception_on_one_rank_reaches_all_others():
+    outcomes = run_processes(lose_rank_2, 4, "raise")
+    for rank in (0, 1, 3):
+        message, lost, edge, op, took = outcomes[rank]
+        assert message == "rank 2 failed at 2F5 on edge 1→2: ZeroDivisionError: division by zero in the user's model"
+        assert (lost, edge, op) == (2, (1, 2), "2F5")
+        assert took < 30
+
+
+def lose_the_store(rank, how):
+    """Rank 0, host of the store, ends while ranks 1 and 2 wait for each other and not for rank 0."""
+    mine = Rank()
+    if rank == 0:
+        mine.transport.store.wait(["waiting 1", "waiting 2"])
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+    mine.transport.store.set(f"waiting {rank}", "")
+    return mine.wait_in_vain(3 - rank, backward(0, 2, 1) if rank == 1 else forward(0, 1, 2))
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_lost_store_is_named(how):
+    outcomes = run_processes(lose_the_store, 3, how, may_die=(0,))
+    for rank in (1, 2):
+        message, lost, edge, _, took = outcomes[rank]
+        assert "control store is lost" in message or lost in {0, 1, 2}
+        assert edge in {(1, 2), (2, 1)}
+        assert took < 30
+    assert any("control store is lost" in outcomes[rank][0] for rank in (1, 2))
+
+
+def leave(rank):
+    """The rank that hosts the store leaves first and its process ends; the others stay for a while."""
+    mine, told = Rank(lost_after=1.5), threading.Event()
+    mine.on_lost = told.set
+    if rank > 0:
+        mine.transport.store.wait(["left"])
+        # Longer than a loss takes to be noticed, if it were one.
+        assert not told.wait(2.5)
+    else:
+        mine.transport.store.set("left", "")
+    mine.membership.close()
+    lost = mine.membership.lost
+    mine.transport.close()
+    return None if lost is None else str(lost)
+
+
+def test_leaving_is_no_loss():
+    assert run_processes(leave, 3) == [None, None, None]

@@ -1,0 +1,334 @@
+"""Training without devices: what the monitors of all ranks would record, step by step, on noisy machines that now and then
+fail.
+
+A step is simulated under the costs of its moment, and every record of it is disturbed as on real machines: ops scatter and
+drift, one now and then holds a pause of the garbage collector, messages have a long tail, clocks run apart, the first steps
+warm up. Monitor, detector, planner and the cost test are the real ones; hours pass in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from adaptra.planning.planner import plan
+from adaptra.program import Program
+from adaptra.runtime.control.coordinator import ControllerOptions
+from adaptra.runtime.control.replanning import Planning
+from adaptra.runtime.detection.changes import Change, ChangeKind
+from adaptra.runtime.detection.detector import Detection, Detector
+from adaptra.runtime.detection.measurement import StepMeasurement
+from adaptra.runtime.detection.monitor import Monitor
+from adaptra.runtime.detection.step_noise import steps_until_sure
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.simulate import lower_bound, simulate
+from adaptra.simulation.timeline import MessageInterval
+
+CASE = Case(CostModel.uniform(4, 0.02, 0.02, 0.02, latency=2e-4), 16, (0, 1, 2, 3))
+"""Four healthy stages."""
+
+EFFORT = 30_000
+"""Of the planner, about a millisecond: the same plans everywhere."""
+
+PLANNING = Planning(
+    planner=lambda case, incumbent: plan(case, incumbent=incumbent, effort=EFFORT),
+    predict=lambda program, cost: simulate(program, cost).makespan,
+    bound=lambda case: lower_bound(case).value,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """How records scatter; shares of durations, or seconds.
+
+    Attributes:
+        ops: Standard deviation of an op's duration, as a share of it.
+        drift: The amplitude of a stage's slow drift, as a share of its durations; its period is ``drift_steps``.
+        pause: How often a rank's step holds a pause, which lengthens one op by 50 to 300 ms.
+        jitter: The mean of what a message takes more, exponentially distributed.
+        tail: How often a message takes up to ``tail_seconds`` more, as when a packet is sent again.
+        clocks: How far a rank's clock may run fast or slow, as a share of the time.
+    """
+
+    ops: float = 0.02
+    drift: float = 0.03
+    drift_steps: int = 1500
+    pause: float = 0.03
+    jitter: float = 3e-4
+    tail: float = 0.01
+    tail_seconds: float = 0.03
+    clocks: float = 5e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something slow in the steps ``first`` to ``last``.
+
+    Attributes:
+        kind: Of what.
+        places: Directed edges, or the stage alone.
+        size: Seconds that are added to a latency or an occupancy, or to late messages, or the factor of a stage's durations.
+        share: Of the messages of a lossy edge, how many are lost at first; what is sent behind them waits for them.
+    """
+
+    kind: ChangeKind
+    places: tuple[tuple[int, ...], ...]
+    size: float
+    first: int
+    last: int
+    share: float = 0.0
+
+    def apply(self, cost: CostModel) -> CostModel:
+        """The costs while it lasts."""
+        for place in self.places:
+            match self.kind, place:
+                case ChangeKind.COMPUTE, (stage,):
+                    cost = slower(cost, stage, self.size)
+                case ChangeKind.LATENCY, (source, destination):
+                    cost = cost.with_latency(source, destination, cost.latency(source, destination) + self.size)
+                case ChangeKind.BANDWIDTH, (source, destination):
+                    cost = cost.with_occupancy(source, destination, self.size)
+                case ChangeKind.LOSS, _:
+                    pass  # No cost says what happens to single messages.
+                case _:
+                    raise AssertionError(f"{self.kind} at {place}")
+        return cost
+
+
+def slower(cost: CostModel, stage: int, factor: float) -> CostModel:
+    """The costs when a stage's ops take so many times as long."""
+
+    def changed(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(value * (factor if index == stage else 1.0) for index, value in enumerate(values))
+
+    return replace(
+        cost,
+        forward=changed(cost.forward),
+        input_grad=changed(cost.input_grad),
+        weight_grad=changed(cost.weight_grad),
+    )
+
+
+@dataclass
+class NoisySteps:
+    """A run. :meth:`step` makes the next step and lets the control loop see it.
+
+    Attributes:
+        case: The healthy pipeline, in seconds.
+        seed: Of all noise.
+        faults: What is slow and when.
+        detections: All that were made, calibration included.
+        switches: The first steps under another plan.
+    """
+
+    case: Case
+    seed: int
+    noise: Noise = field(default_factory=Noise)
+    faults: Sequence[Fault] = ()
+    detections: list[Detection] = field(default_factory=list[Detection])
+    switches: list[int] = field(default_factory=list[int])
+
+    def __post_init__(self) -> None:
+        self._dice = random.Random(self.seed)
+        self._phases = [self._dice.uniform(0, 2 * math.pi) for _ in self.case.placement]
+        self._clocks = [self._dice.uniform(-self.noise.clocks, self.noise.clocks) for _ in set(self.case.placement)]
+        self._monitors = [Monitor(rank, self.case.placement) for rank in sorted(set(self.case.placement))]
+        self._detector = Detector(self.case.cost)
+        self._options = ControllerOptions()
+        self._steps = count()
+        self._waiting: tuple[Program, int] | None = None
+        self.program = plan(self.case, effort=EFFORT)
+        self.seconds = 0.0
+
+    def cost_at(self, step: int) -> CostModel:
+        """What really holds in a step."""
+        cost = self.case.cost
+        for fault in self.faults:
+            if fault.first <= step <= fault.last:
+                cost = fault.apply(cost)
+        for stage, phase in enumerate(self._phases):
+            cost = slower(cost, stage, 1 + self.noise.drift * math.sin(phase + 2 * math.pi * step / self.noise.drift_steps))
+        return cost
+
+    def step(self) -> Detection | None:
+        """Make a step, detect, and switch to a better plan where it wins by enough."""
+        step = next(self._steps)
+        detection = self._observe(step)
+        if self._waiting is not None and self._waiting[1] <= step:
+            self.program, self._waiting = self._waiting[0], None
+            self.switches.append(step + 1)
+        return detection
+
+    def _observe(self, step: int) -> Detection | None:
+        detection = self._detector.observe(self._measured(step))
+        if detection is None:
+            return None
+        self.detections.append(detection)
+        self._waiting = None
+        before = PLANNING.predict(self.program, detection.cost)
+        better, after = best_plan(self.case, detection.cost, self.program)
+        meanwhile = PLANNING.meanwhile(better, self.program, self.case, detection)
+        least = 1 - self._options.switch_gain
+        if meanwhile is not None and (at_once := PLANNING.predict(meanwhile, detection.cost)) < least * before:
+            self.program, before = meanwhile, at_once
+            self.switches.append(step + 1)
+        if after < least * before:
+            patience = math.ceil(PLANNING.patience(better, self.program, detection))
+            self._waiting = better, step + max(patience, steps_until_sure(before - after, detection.noise))
+        return detection
+
+    def _measured(self, step: int) -> list[StepMeasurement]:
+        noise, dice = self.noise, self._dice
+        timeline = simulate(self.program, self.cost_at(step)).timeline
+        length = max(op.end for ops in timeline.ops for op in ops)
+        self.seconds += length
+        warming = 1 + 2.0 * (step == 0) + 0.2 * (step == 1)
+        for monitor, ops in zip(self._monitors, timeline.ops, strict=True):
+            paused = dice.randrange(len(ops)) if dice.random() < noise.pause else None
+            for index, op in enumerate(ops):
+                duration = (op.end - op.start) * warming * max(0.5, dice.gauss(1.0, noise.ops))
+                pause = dice.uniform(0.05, 0.3) if index == paused else 0.0
+                monitor.op(op.op, op.start, op.start + duration + pause)
+        arrivals: dict[tuple[int, int], float] = {}
+        for message in timeline.messages:
+            edge = message.source, message.destination
+            late = self._late()
+            sender, receiver = self.case.placement[message.source], self.case.placement[message.destination]
+            # Read from the receiver's clock, which agreed with the sender's at the start.
+            arrived = message.arrived + late * warming + (self._clocks[receiver] - self._clocks[sender]) * self.seconds
+            for fault in self._losses(step, edge):
+                lost = dice.random() < fault.share
+                arrived = arrivals[edge] = max(arrived + lost * fault.size, arrivals.get(edge, 0.0))
+            monitor = self._monitors[receiver]
+            monitor.message(
+                message.kind,
+                message.source,
+                message.destination,
+                message.microbatch,
+                1 << 20,
+                message.posted,
+                message.posted,
+                arrived,
+                arrived,
+            )
+        self._probe(timeline.messages, self.cost_at(step), warming)
+        return [monitor.end_step(step, 0.0, length) for monitor in self._monitors]
+
+    def _losses(self, step: int, edge: tuple[int, int]) -> list[Fault]:
+        """What makes an edge lossy in a step."""
+        lossy = (fault for fault in self.faults if fault.kind is ChangeKind.LOSS and edge in fault.places)
+        return [fault for fault in lossy if fault.first <= step <= fault.last]
+
+    def _probe(self, messages: Sequence[MessageInterval], cost: CostModel, warming: float) -> None:
+        """Over every edge a few bytes, as soon as its source has the first message from its destination."""
+        firsts: dict[tuple[int, int], float] = {}
+        for message in messages:
+            edge = message.destination, message.source
+            firsts[edge] = min(firsts.get(edge, math.inf), message.arrived)
+        for (source, destination), sent in firsts.items():
+            sender, receiver = self.case.placement[source], self.case.placement[destination]
+            before = [m for m in messages if (m.source, m.destination) == (source, destination) and m.posted <= sent]
+            departed = max([sent, *(m.departed + cost.occupancy(source, destination) for m in before)])
+            arrived = departed + cost.latency(source, destination) + self._late() * warming
+            drifted = (self._clocks[receiver] - self._clocks[sender]) * self.seconds
+            self._monitors[receiver].probe(source, destination, sent, arrived + drifted)
+
+    def _late(self) -> float:
+        """How much longer than the costs say a message takes."""
+        noise, dice = self.noise, self._dice
+        return dice.expovariate(1 / noise.jitter) + (dice.random() < noise.tail) * dice.uniform(0, noise.tail_seconds)
+
+
+def best_plan(case: Case, cost: CostModel, incumbent: Program) -> tuple[Program, float]:
+    """The planner's program under these costs, and its makespan."""
+    found = PLANNING.planner(replace(case, cost=cost), incumbent).compute_only()
+    return found, PLANNING.predict(found, cost)
+
+
+def random_episode(case: Case, seed: int) -> list[Fault]:
+    """One or two faults of random kind, place, size and length, which may overlap. The first begins when all is calibrated."""
+    dice = random.Random(seed)
+    stages, forward = case.cost.stages, case.cost.forward[0]
+    faults: list[Fault] = []
+    first = dice.randint(8, 12)
+    taken: set[int] = set()
+    for _ in range(dice.choice((1, 1, 2))):
+        kind = dice.choice((ChangeKind.COMPUTE, ChangeKind.LATENCY, ChangeKind.BANDWIDTH, ChangeKind.LOSS))
+        free = [where for where in range(stages - (kind is not ChangeKind.COMPUTE)) if where not in taken]
+        where = dice.choice(free)
+        taken |= {where - 1, where, where + 1}
+        if len(taken) >= stages:
+            taken = set(range(stages))
+        both, length, share = ((where, where + 1), (where + 1, where)), dice.randint(8, 20), 0.0
+        match kind:
+            case ChangeKind.COMPUTE:
+                places, size = ((where,),), dice.uniform(1.2, 2.5)
+            case ChangeKind.LATENCY:
+                places, size = dice.choice((both, both[:1], both[1:])), dice.uniform(0.5, 5.0) * forward
+            case ChangeKind.BANDWIDTH:
+                places, size = dice.choice((both, both[:1], both[1:])), dice.uniform(1.3, 3.0) * forward
+            case _:
+                # The least timeout of TCP and, where that is lost as well, the next one.
+                places, size = dice.choice((both[:1], both[1:])), dice.choice((0.2, 0.4))
+                length, share = length + 12, dice.uniform(0.05, 0.2)
+        faults.append(Fault(kind, places, size, first, first + length, share))
+        first += dice.randint(4, 12)
+        if not set(range(stages - 1)) - taken:
+            break
+    return faults
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one fault.
+
+    Attributes:
+        matters: Whether another plan would win by enough while it lasts: such a fault must be detected.
+        detected: Whether it was, while it lasted.
+        named: Whether only places were named at which something was slow.
+        kind: Whether its kind was said rightly; None where it could not be told.
+        steps: From its first step to the detection; None when it was not detected.
+    """
+
+    fault: Fault
+    matters: bool
+    detected: bool
+    named: bool
+    kind: bool | None
+    steps: int | None
+
+
+AFTER = 8
+"""Steps beyond the last fault of an episode, but for those of a lossy path, which is believed to have healed more slowly."""
+
+AFTER_LOSS = 30
+
+
+def judge(run: NoisySteps, faults: Sequence[Fault]) -> list[Verdict]:
+    """Run an episode to some steps beyond its last fault, and say of each fault what was made of it."""
+    matters: dict[Fault, bool] = {}
+    said: list[tuple[int, Change]] = []
+    for step in range(max(fault.last + (AFTER_LOSS if fault.kind is ChangeKind.LOSS else AFTER) for fault in faults)):
+        for fault in faults:
+            if fault.first == step:
+                cost = run.cost_at(step)
+                _, best = best_plan(run.case, cost, run.program)
+                # Its share and size are such that it always does.
+                matters[fault] = fault.kind is ChangeKind.LOSS or best < (
+                    1 - ControllerOptions().switch_gain
+                ) * PLANNING.predict(run.program, cost)
+        detection = run.step()
+        said += [(step, change) for change in detection.changes if not change.is_healed] if detection else []
+    verdicts: list[Verdict] = []
+    for fault in faults:
+        during = [(step, change) for step, change in said if fault.first <= step <= fault.last]
+        mine = [(step, change) for step, change in during if change.where in fault.places]
+        others = {place for other in faults if other is not fault for place in other.places}
+        named = all(change.where in (*fault.places, *others) for _, change in during)
+        told = [change.kind is fault.kind for _, change in mine if change.kind is not ChangeKind.FLIGHT]
+        steps = mine[0][0] - fault.first if mine else None
+        verdicts.append(Verdict(fault, matters[fault], bool(mine), named, all(told) if told else None, steps))
+    return verdicts

@@ -1,0 +1,101 @@
+"""Stages that double numbers, two of them in a program, and an executor for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from adaptra.graph.ops.specs import TensorSpec
+from adaptra.program import Program
+from adaptra.program.verify import verify
+from adaptra.runtime.detection.monitor import Monitor
+from adaptra.runtime.injection.emulation import Pacing
+from adaptra.runtime.transports.base import Transport
+from adaptra.runtime.worker.executor import Executor, MessageShapes
+
+SPEC = (TensorSpec((1,), torch.float32),)
+SHAPES = MessageShapes(SPEC, SPEC)
+SOON = 20.0
+"""Seconds that something which must happen may take."""
+
+PAIR = """
+schedule pair placement=0,1 microbatches=2
+0: 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0I0 0W0 0I1 0W1
+1: 1RECV_F0 1F0 1I0 1SEND_B0 1W0 1RECV_F1 1F1 1I1 1SEND_B1 1W1
+"""
+
+
+class Doubling:
+    """A stage that doubles: F its input, I its gradient; W takes input × gradient, as the stage's weight is a factor of 2."""
+
+    def __init__(self, last: bool = False, fail_at: str = "") -> None:
+        self.ran: list[str] = []
+        self.weight_gradients: list[float] = []
+        self._last = last
+        self._fail_at = fail_at
+        self._saved: dict[int, tuple[Tensor, ...]] = {}
+        self._changed = threading.Condition()
+
+    def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        self._run(f"F{microbatch}")
+        self._saved[microbatch] = tuple(inputs)
+        return tuple(2 * one + sum(targets) for one in inputs)
+
+    def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        self._run(f"I{microbatch}")
+        gradients = tuple(grad_outputs) if not self._last else (torch.ones(1),)
+        (given,), (gradient,) = self._saved[microbatch], gradients
+        self._saved[microbatch] = (given, gradient)
+        return (2 * gradient,)
+
+    def weight_grad(self, microbatch: int) -> None:
+        self._run(f"W{microbatch}")
+        given, gradient = self._saved.pop(microbatch)
+        self.weight_gradients.append((given * gradient).item())
+
+    def has_run(self, op: str) -> bool:
+        """Wait until it has."""
+        with self._changed:
+            return self._changed.wait_for(lambda: op in self.ran, SOON)
+
+    def _run(self, op: str) -> None:
+        if op == self._fail_at:
+            raise ZeroDivisionError("division by zero in the user's model")
+        with self._changed:
+            self.ran.append(op)
+            self._changed.notify_all()
+
+
+def executor_of(
+    program: Program, rank: int, transport: Transport, stages: dict[int, Doubling], timeout: float = SOON
+) -> Executor:
+    """A rank's executor, with its transport's buffers reserved."""
+    executor = Executor(
+        program,
+        rank,
+        stages,
+        [SHAPES] * program.stages,
+        transport,
+        Pacing(None, ()),
+        Monitor(rank, program.placement),
+        time.monotonic,
+        timeout,
+    )
+    transport.reserve(executor.receive_counts)
+    return executor
+
+
+def lowered(text: str) -> Program:
+    """A verified program that has its communication already."""
+    program = Program.parse(text)
+    verify(program, ordered_channels=False)
+    return program
+
+
+def batch(count: int) -> list[tuple[Tensor]]:
+    """1, 2, 3 … as the microbatches' inputs."""
+    return [(torch.tensor([float(microbatch + 1)]),) for microbatch in range(count)]

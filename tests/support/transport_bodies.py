@@ -1,0 +1,307 @@
+"""What must hold on every transport: each body runs on all ranks of one, as threads or as processes."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from adaptra.errors import TransportError
+from adaptra.graph.ops.specs import TensorSpec
+from adaptra.program import Kind
+from adaptra.runtime.transports.base import Identity, Transport
+
+SPECS = (
+    TensorSpec((2, 3), torch.float32),
+    TensorSpec((5,), torch.int64),
+    TensorSpec((), torch.bool),
+    TensorSpec((0, 4), torch.float64),
+    TensorSpec((3, 3), torch.bfloat16),
+)
+SMALL = (TensorSpec((4,), torch.float32),)
+LARGE = (TensorSpec((5000,), torch.float32),)
+
+
+def forward(microbatch, source=0, destination=1, specs=SMALL, step=0):
+    return Identity(step, Kind.SEND_F, source, destination, microbatch, specs)
+
+
+def backward(microbatch, source=1, destination=0, specs=SMALL, step=0):
+    return Identity(step, Kind.SEND_B, source, destination, microbatch, specs)
+
+
+def make(identity):
+    """Tensors that no other microbatch has."""
+    generator = torch.Generator().manual_seed(identity.microbatch)
+    return tuple(
+        torch.randint(0, 2 if spec.dtype == torch.bool else 100, spec.shape, generator=generator).to(spec.dtype)
+        for spec in identity.specs
+    )
+
+
+def same(got, expected):
+    return len(got) == len(expected) and all(
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in zip(got, expected, strict=True)
+    )
+
+
+def carries_every_dtype(transport: Transport):
+    """Values, shapes and dtypes arrive as they were sent, at an address that kernels like."""
+    identity = forward(0, specs=SPECS, step=-3)
+    if transport.rank == 0:
+        transport.send(1, identity, make(identity)).wait(100)
+    elif transport.rank == 1:
+        transport.reserve({(0, SPECS): 1})
+        pending = transport.receive(0, identity)
+        got = pending.wait(100)
+        assert same(got, make(identity))
+        assert all(tensor.data_ptr() % 16 == 0 for tensor in got)
+        assert not any(tensor.requires_grad for tensor in got)
+        transport.release(pending)
+
+
+def rounds_what_is_lossy(transport: Transport):
+    """A tensor whose spec says so arrives as torch's rounding to bfloat16 leaves it, of its own dtype; others as they are."""
+    identity = forward(0, specs=(TensorSpec((4, 700), torch.float32, lossy_bf16=True), TensorSpec((2,), torch.float32)))
+    tensors = tuple(torch.randn(spec.shape, generator=torch.Generator().manual_seed(1)) for spec in identity.specs)
+    if transport.rank == 0:
+        transport.send(1, identity, tensors).wait(100)
+    elif transport.rank == 1:
+        transport.reserve({(0, identity.specs): 1})
+        got = transport.receive(0, identity).wait(100)
+        expected = (tensors[0].to(torch.bfloat16).to(torch.float32), tensors[1])
+        assert same(got, expected) and not torch.equal(got[0], tensors[0])
+
+
+def refuses_what_is_rounded_elsewhere(transport: Transport):
+    """Both sides must agree on whether a message is rounded."""
+    specs = (TensorSpec((4,), torch.float32, lossy_bf16=True),)
+    if transport.rank == 0:
+        transport.send(1, forward(2, specs=specs), make(forward(2)))
+        transport.store.wait(["refused"])
+    elif transport.rank == 1:
+        transport.reserve({(0, SMALL): 1})
+        with pytest.raises(TransportError, match=r"with float32\[4\]: got .*float32→bfloat16\[4\]"):
+            transport.receive(0, forward(2)).wait(100)
+        transport.store.set("refused", "")
+
+
+def sends_what_requires_grad(transport: Transport):
+    """A tensor with a graph arrives without it, and a strided one with its values."""
+    identity = forward(0, specs=(TensorSpec((3, 2), torch.float32, requires_grad=True),))
+    tensor = torch.arange(6.0).reshape(2, 3).requires_grad_().t()
+    if transport.rank == 0:
+        transport.send(1, identity, (tensor,)).wait(100)
+    elif transport.rank == 1:
+        transport.reserve({(0, identity.specs): 1})
+        (got,) = transport.receive(0, identity).wait(100)
+        assert got.is_leaf and not got.requires_grad and torch.equal(got, tensor)
+
+
+def many_in_flight_both_ways(transport: Transport):
+    """Sends never wait, receives may all be posted ahead, buffers are used again, and the directions don't mix."""
+    count, rounds = 8, 3
+    if transport.rank > 1:
+        return
+    peer = 1 - transport.rank
+    transport.reserve({(peer, SMALL): count})
+    mine, theirs = (forward, backward) if transport.rank == 0 else (backward, forward)
+    for step in range(rounds):
+        receives = [transport.receive(peer, theirs(k, step=step)) for k in range(count)]
+        sends = [transport.send(peer, mine(k, step=step), make(mine(k))) for k in range(count)]
+        for k, pending in enumerate(receives):
+            assert same(pending.wait(100), make(theirs(k)))
+            assert pending.done
+            transport.release(pending)
+        for pending in sends:
+            assert pending.wait(100) == ()
+
+
+def backward_overtakes_forward(transport: Transport):
+    """A forward message that nobody receives yet holds up no backward message of the same pair, nor the other way round."""
+    if transport.rank == 0:
+        transport.reserve({(1, SMALL): 1})
+        stuck = transport.send(1, forward(0), make(forward(0)))
+        assert same(transport.receive(1, backward(0)).wait(100), make(backward(0)))
+        transport.send(1, forward(1, specs=LARGE), make(forward(1, specs=LARGE)))
+        stuck.wait(100)
+    elif transport.rank == 1:
+        transport.reserve({(0, SMALL): 1, (0, LARGE): 1})
+        transport.send(0, backward(0), make(backward(0))).wait(100)
+        assert same(transport.receive(0, forward(0)).wait(100), make(forward(0)))
+        transport.receive(0, forward(1, specs=LARGE)).wait(100)
+
+
+def refuses_other_shapes(transport: Transport):
+    """A message of other shapes than expected, even a larger one, is an error that names edge, expectation and arrival."""
+    if transport.rank == 0:
+        transport.send(1, forward(2, specs=LARGE), make(forward(2, specs=LARGE)))
+        transport.store.wait(["refused"])
+    elif transport.rank == 1:
+        transport.reserve({(0, SMALL): 1})
+        with pytest.raises(TransportError, match=r"0SEND_F2 of step 0 on edge 0→1 with float32\[4\]: got .*float32\[5000\]"):
+            transport.receive(0, forward(2)).wait(100)
+        transport.store.set("refused", "")
+
+
+def refuses_another_message(transport: Transport):
+    """Where messages are matched by order, one out of order is an error and never another message's data."""
+    if transport.rank == 0:
+        transport.send(1, forward(1), make(forward(1)))
+        transport.store.wait(["refused"])
+    elif transport.rank == 1:
+        transport.reserve({(0, SMALL): 1})
+        with pytest.raises(TransportError, match=r"receive of 0SEND_F0 of step 0 on edge 0→1.*got 0SEND_F1 of step 0"):
+            transport.receive(0, forward(0)).wait(100)
+        transport.store.set("refused", "")
+
+
+def times_messages_when_they_arrive(transport: Transport):
+    """Posting and arrival times are those of the message, not of the rank that gets round to waiting."""
+    if transport.rank == 0:
+        transport.store.wait(["posted"])
+        before = time.monotonic()
+        for k in range(2):
+            transport.send(1, forward(k), make(forward(k))).wait(100)
+        transport.store.set("sent", repr(before))
+        transport.store.wait(["checked"])
+    elif transport.rank == 1:
+        transport.reserve({(0, SMALL): 2})
+        first, second = (transport.receive(0, forward(k)) for k in range(2))
+        transport.store.set("posted", "")
+        second.wait(100)
+        asked = time.monotonic()
+        first.wait(100)
+        assert first.arrived_at <= second.arrived_at <= asked
+        # Both ranks are on one host here, so their clocks are one; what remains is the estimate's uncertainty.
+        assert float(transport.store.get("sent")) - 0.02 <= first.sent_at <= first.arrived_at + 0.02
+        transport.store.set("checked", "")
+
+
+def tells_how_long_a_send_waited_for_its_receive(transport: Transport):
+    """What waits for its receiver is not under way yet: a late receive must not look like a slow link."""
+    if transport.rank == 0:
+        sent = transport.send(1, forward(0), make(forward(0)))
+        transport.store.set("under way", "")
+        sent.wait(100)
+    elif transport.rank == 1:
+        transport.reserve({(0, SMALL): 1})
+        transport.store.wait(["under way"])
+        asked = time.monotonic()
+        late = transport.receive(0, forward(0))
+        late.wait(100)
+        if transport.contract.send_waits_for_receiver and not transport.contract.in_order:
+            assert asked <= late.departed_at <= late.arrived_at
+        else:
+            assert late.departed_at == late.sent_at
+
+
+def pool_is_bounded(transport: Transport):
+    """A receive beyond the reservation is refused, one after a release is not."""
+    if transport.rank == 0:
+        for k in range(2):
+            transport.send(1, forward(k), make(forward(k)))
+        transport.store.wait(["bounded"])
+    elif transport.rank == 1:
+        with pytest.raises(AssertionError, match=r"all 0 buffers reserved for float32\[4\]"):
+            transport.receive(0, forward(0))
+        transport.reserve({(0, SMALL): 1})
+        pending = transport.receive(0, forward(0))
+        with pytest.raises(AssertionError, match=r"receive of 0SEND_F1 .* from rank 0: all 1 buffers"):
+            transport.receive(0, forward(1))
+        pending.wait(100)
+        transport.release(pending)
+        transport.receive(0, forward(1)).wait(100)
+        transport.store.set("bounded", "")
+
+
+def abort_ends_every_wait(transport: Transport):
+    """An abort ends a wait that is under way, once, and everything after it raises the same error."""
+    if transport.rank != 1:
+        transport.store.wait(["aborted"])
+        return
+    transport.reserve({(0, SMALL): 2})
+    pending = transport.receive(0, forward(0))
+    assert transport.waiting_for(0) == forward(0)
+    with pytest.raises(TransportError, match=r"0SEND_F0 .*not exchanged within 0.01 s"):
+        pending.wait(0.01)
+    caught = []
+
+    def wait():
+        try:
+            pending.wait(100)
+        except RuntimeError as error:
+            caught.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    reason = RuntimeError("the reason")
+    transport.abort(reason)
+    transport.abort(RuntimeError("a later reason"))
+    waiter.join(100)
+    assert caught == [reason]
+    for operation in (
+        lambda: transport.receive(0, forward(1)),
+        lambda: transport.send(0, backward(0), make(backward(0))),
+    ):
+        with pytest.raises(RuntimeError, match="the reason"):
+            operation()
+    transport.store.set("aborted", "")
+
+
+def refuses_misuse(transport: Transport):
+    """Tensors that don't fit their identity, ranks that don't exist and a closed transport are told apart."""
+    if transport.rank != 0:
+        return
+    with pytest.raises(TransportError, match=r"send of 0SEND_F0 .*float32\[4\]: got float32\[5\]"):
+        transport.send(1, forward(0), (torch.zeros(5),))
+    for rank in (0, -1, transport.world_size):
+        with pytest.raises(TransportError, match=rf"rank {rank}: .*expected another rank of 0\.\."):
+            transport.send(rank, forward(0), make(forward(0)))
+    transport.close()
+    with pytest.raises(TransportError, match="the transport of rank 0 is closed"):
+        transport.send(1, forward(0), make(forward(0)))
+    transport.close()
+
+
+def stands_by_for_whatever_comes_next(transport: Transport):
+    """Once a step's messages have come, the next ones travel before they are asked for, one of another shape among them."""
+    announced = [forward(0, step=-1), forward(1, specs=LARGE, step=1), forward(2, specs=LARGE, step=1)]
+    if transport.rank == 0:
+        transport.send(1, forward(0, specs=LARGE), make(forward(0, specs=LARGE))).wait(100)
+        transport.store.wait(["standing"])
+        for pending in [transport.send(1, identity, make(identity)) for identity in announced]:
+            if transport.contract.send_waits_for_receiver:
+                pending.wait(100)
+        transport.store.set("travelled", "")
+        transport.send(1, forward(3, specs=LARGE, step=1), make(forward(3, specs=LARGE))).wait(100)
+    elif transport.rank == 1:
+        transport.reserve({(0, LARGE): 2, (0, SMALL): 1})
+        held = transport.receive(0, forward(0, specs=LARGE))
+        held.wait(100)
+        transport.stand_by(0, forward(0, specs=LARGE), 3)
+        transport.release(held)
+        transport.store.set("standing", "")
+        transport.store.wait(["travelled"])
+        for identity in (*announced, forward(3, specs=LARGE, step=1)):
+            pending = transport.receive(0, identity)
+            assert same(pending.wait(100), make(identity))
+            transport.release(pending)
+
+
+ALL = (
+    stands_by_for_whatever_comes_next,
+    carries_every_dtype,
+    rounds_what_is_lossy,
+    refuses_what_is_rounded_elsewhere,
+    sends_what_requires_grad,
+    many_in_flight_both_ways,
+    backward_overtakes_forward,
+    refuses_other_shapes,
+    times_messages_when_they_arrive,
+    tells_how_long_a_send_waited_for_its_receive,
+    pool_is_bounded,
+    abort_ends_every_wait,
+    refuses_misuse,
+)
+IN_ORDER = (refuses_another_message,)
