@@ -3,10 +3,10 @@
 Episodes of one fault or two that overlap, of random kind, place, size and length (``tests/support/fault_episodes.py``):
 messages are held back and ops lengthened. Devices are emulated, planning, detection and switching are not. At the end every
 parameter must be bitwise that of plain torch in one process that met no fault. A fault matters when another plan than the one
-that ran when it began gains more than a switch is worth. Switches are counted for faults that are alone and for which the cost test found a
-better plan; the way back only where another plan is better once the fault has ended. Places that flap, because an earlier
-episode there had healed shortly before, are to be doubted for longer, and so have rows of their own: plans that wait because
-something else flaps, and the way back where the fault itself does.
+that ran when it began gains more than a switch is worth. Switches are counted for faults that are alone and for which the cost
+test found a better plan; the way back only where another plan is better once the fault has ended. Places that flap, because an
+earlier episode there had healed shortly before, are to be doubted for longer, and so have rows of their own: plans that wait
+because something else flaps, and the way back where the fault itself does.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Rows named "whole call" are adaptra.simulation.simulate.simulate, from a Python program to its figures; "converted" and
 "simulated" are the two parts of it. The baseline is an event-driven simulation in plain Python (in this file; the same
-makespan, checked), and in the rows named "torch" it is torch.distributed.pipelining's own simulator of a quarter of the microbatches,
-which counts steps and knows no times.
+makespan, checked), and in the rows named "torch" it is torch.distributed.pipelining's own simulator of a quarter of the
+microbatches, which counts steps and knows no times.
 """
 
 from __future__ import annotations

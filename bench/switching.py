@@ -25,7 +25,7 @@ from _table import Row, parser, print_rows
 import adaptra
 from adaptra.planning.planner import plan
 from adaptra.program import Program
-from adaptra.runtime.control.yielding import giving_way
+from adaptra.runtime.control.yielding import yielding_gil
 from adaptra.simulation.cost import Case, CostModel
 
 BLOCK = 40
@@ -51,7 +51,7 @@ def planning(rank: int, case: Case) -> Iterator[None]:
 
     def work() -> None:
         while not ended.is_set():
-            with giving_way():
+            with yielding_gil():
                 plan(case)
 
     thread = threading.Thread(target=work)

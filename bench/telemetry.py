@@ -21,7 +21,7 @@ from _table import Row, parser, print_rows
 import adaptra
 from adaptra.report import perfetto
 from adaptra.runtime.telemetry.rank import RankTelemetry
-from adaptra.runtime.telemetry.records import Told
+from adaptra.runtime.telemetry.records import TimestampedRecord
 from adaptra.runtime.telemetry.start import start_recorder
 
 PORT = 9400
@@ -32,7 +32,7 @@ def everything(folder: Path) -> adaptra.Telemetry:
     return adaptra.Telemetry(folder=folder, metrics_port=PORT, tensorboard=folder / "scalars", on_record=ignore)
 
 
-def ignore(told: Told) -> None:
+def ignore(told: TimestampedRecord) -> None:
     """A user's function that does nothing."""
 
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Final
 
 from adaptra.passes.adapt_order import AdaptOrder
-from adaptra.passes.base import Pass, Pipeline
+from adaptra.passes.base import Pass, PassPipeline
 from adaptra.passes.fuse_backward import FuseBackward
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.passes.lower_comm import LowerComm
@@ -23,7 +23,7 @@ __all__ = [
     "InsertComm",
     "LowerComm",
     "Pass",
-    "Pipeline",
+    "PassPipeline",
     "SplitBackward",
     "parse_pipeline",
 ]
@@ -34,10 +34,10 @@ PASSES: Final[Mapping[str, type[Pass]]] = MappingProxyType(
 """adaptra's passes by name."""
 
 
-def parse_pipeline(text: str) -> Pipeline:
+def parse_pipeline(text: str) -> PassPipeline:
     """Read a pipeline of adaptra's passes, such as ``split-backward,adapt-order{memory=12}``.
 
     Raises:
         PassError: Names the token, its column and the form expected.
     """
-    return Pipeline.parse(text, PASSES)
+    return PassPipeline.parse(text, PASSES)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -137,7 +138,7 @@ class Word(OptionForm):
         return text
 
 
-class Edges(OptionForm):
+class EdgeSet(OptionForm):
     """Directed edges between stages such as ``1>2+2>1``."""
 
     expected = "SOURCE>DESTINATION, several joined by +, such as 1>2+2>1"
@@ -156,7 +157,7 @@ class Edges(OptionForm):
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PassPipeline:
     """Passes in a row.
 
     Attributes:
@@ -194,7 +195,7 @@ class Pipeline:
         return ",".join(map(str, self.passes))
 
     @staticmethod
-    def parse(text: str, known: Mapping[str, type[Pass]]) -> Pipeline:
+    def parse(text: str, known: Mapping[str, type[Pass]]) -> PassPipeline:
         """Read the text form.
 
         Args:
@@ -220,7 +221,7 @@ class Pipeline:
                 raise PassError(f"pipeline {text!r}: column {position + 1}: {error}") from None
             position = match.end()
             if position == len(text):
-                return Pipeline(tuple(passes))
+                return PassPipeline(tuple(passes))
             if text[position] != ",":
                 raise PassError(f"pipeline {text!r}: column {position + 1}: {text[position:]!r}: expected ',' or the end")
             position += 1
@@ -250,3 +251,11 @@ def _count(text: str, least: int) -> int:
 
 def _one_of(names: Mapping[str, Any]) -> str:
     return f"one of {', '.join(sorted(names))}" if names else "no options"
+
+
+def __getattr__(name: str) -> object:
+    """The name that :class:`PassPipeline` had in version 0.1."""
+    if name == "Pipeline":
+        warnings.warn("adaptra.passes.base.Pipeline is now adaptra.passes.base.PassPipeline", DeprecationWarning, stacklevel=2)
+        return PassPipeline
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

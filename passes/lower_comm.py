@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from adaptra.errors import PassError
-from adaptra.passes.base import Edges, Pass, Word, option
+from adaptra.passes.base import EdgeSet, Pass, Word, option
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import peer_stage
 from adaptra.simulation.cost import CostModel
@@ -29,7 +29,7 @@ class LowerComm(Pass):
     """
 
     name: ClassVar[str] = "lower-comm"
-    slow: tuple[tuple[int, int], ...] = option((), Edges())
+    slow: tuple[tuple[int, int], ...] = option((), EdgeSet())
     lane: str = option("delegate", Word(r"[a-z][a-z0-9_.-]*", "a lower-case word such as delegate"))
 
     def apply(self, program: Program, cost: CostModel) -> Program:

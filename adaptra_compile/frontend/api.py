@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from adaptra.errors import BatchError, OptionError, PipelineError, StateError
 from adaptra.frontend.activation_memory import predicted_peaks
-from adaptra.frontend.arguments.arguments import STRAIGHT, Request, check_split
+from adaptra.frontend.arguments.arguments import STRAIGHT, CompileArguments, check_split
 from adaptra.frontend.builder import build
 from adaptra.frontend.grad_scaler import GradScaler
 from adaptra.frontend.not_a_module import NotAModule
-from adaptra.frontend.session import Built
+from adaptra.frontend.session import Session
 from adaptra.planning.explanation import explain
 from adaptra.planning.layout_change import RoleChange, SplitChange
 from adaptra.program.roles import Roles
@@ -103,7 +103,7 @@ def compile(
         ScheduleError, PlanError: ``options.schedule`` is unknown, of another pipeline, or does not fit the memory; or one
             microbatch does not.
     """
-    request = Request(
+    request = CompileArguments(
         model, stages, microbatches, loss, memory, split, mesh, transport, options or Options(), placement, reduction=reduction
     )
     pipeline = Pipeline(request)
@@ -127,10 +127,10 @@ class Pipeline(NotAModule):
     Made by :func:`compile`. Usable as a context manager; :meth:`close` ends its threads.
     """
 
-    def __init__(self, request: Request) -> None:
-        self._request: Request | None = request
+    def __init__(self, request: CompileArguments) -> None:
+        self._request: CompileArguments | None = request
         self._returns_loss = request.loss is None and request.with_loss
-        self._built: Built | None = None
+        self._built: Session | None = None
         self._losses: Tensor | None = None
         self._scaler: GradScaler | None = None
         self._is_closed = False
@@ -596,11 +596,11 @@ class Pipeline(NotAModule):
         return args, targets
 
     @property
-    def built(self) -> Built:
+    def built(self) -> Session:
         """The workers and what they run, for adaptra's own modules; it changes from version to version."""
         return self._require()
 
-    def _require(self) -> Built:
+    def _require(self) -> Session:
         if self._built is None:
             raise PipelineError("this pipeline is not compiled yet: give adaptra.compile example_inputs=, or run a first step")
         return self._built

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from adaptra.errors import BatchError, CaptureError, LaunchError, OptionError
-from adaptra.frontend.arguments.arguments import STRAIGHT, Request
+from adaptra.frontend.arguments.arguments import STRAIGHT, CompileArguments
 from adaptra.frontend.arguments.shared_models import Sharing
-from adaptra.frontend.session import Built
-from adaptra.frontend.stage_planning import Prepared, Recipe
+from adaptra.frontend.session import Session
+from adaptra.frontend.stage_planning import PipelineSpec, PlannedPipeline
 from adaptra.frontend.worker_factory import open_recorder
 from adaptra.graph import compile_stages
 from adaptra.graph.compile_modules import compile_modules
@@ -36,7 +36,7 @@ from adaptra.runtime.worker.loss_reduction import Reduction, refuse_number_of_it
 logger = logging.getLogger(__name__)
 
 
-def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any]) -> Built:
+def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any]) -> Session:
     """Compile a model for batches like this one and start its workers.
 
     Args:
@@ -64,7 +64,7 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
             opened.callback(transport.close)
         _check_contract(request, launched)
         free = free_memory(launched, _device(request.whole_model), options.timeout) if request.memory is None else None
-        recipe = Recipe(
+        recipe = PipelineSpec(
             request.placed, request.microbatches, request.memory, request.with_loss, request.faults, options, reduction, free
         )
         try:
@@ -95,7 +95,7 @@ def build(request: Request, args: tuple[Any, ...], targets: Any, kwargs: Mapping
         states = sharing.states(model, prepared.compiled, request.placed, ranks)
         workers = prepared.starter.workers(launched, recorder, states, prepared.initial)
         opened.pop_all()
-    built = Built(recipe, prepared, launched, workers, recorder, sharing)
+    built = Session(recipe, prepared, launched, workers, recorder, sharing)
     try:
         built.align_copies()
     except BaseException:
@@ -114,8 +114,13 @@ def _is_first(launched: Launch) -> bool:
 
 
 def _compile(
-    request: Request, recipe: Recipe, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any], progress: Progress
-) -> Prepared:
+    request: CompileArguments,
+    recipe: PipelineSpec,
+    args: tuple[Any, ...],
+    targets: Any,
+    kwargs: Mapping[str, Any],
+    progress: Progress,
+) -> PlannedPipeline:
     """The stages, the first plan, how to make later ones and what helps them: all that every rank comes to for itself."""
     if request.loss is not None and targets is None:
         raise BatchError(
@@ -149,7 +154,7 @@ def _compile(
     return prepared
 
 
-def _is_one(request: Request, launched: Launch) -> bool:
+def _is_one(request: CompileArguments, launched: Launch) -> bool:
     """Whether the batch is one microbatch, whose loss is that of the batch whatever it is."""
     return request.microbatches == 1 and launched.replicas is None
 
@@ -177,7 +182,7 @@ def _device(model: nn.Module) -> torch.device:
     return torch.device("cpu") if found.type == "meta" else found
 
 
-def _check_contract(request: Request, launched: Launch) -> None:
+def _check_contract(request: CompileArguments, launched: Launch) -> None:
     """Refuse what messages of several stages on a rank would wait for for ever, on every rank alike.
 
     Raises:

@@ -34,10 +34,10 @@ from torch.func import functional_call
 
 from adaptra.errors import CaptureError, OptionError, PartitionError
 from adaptra.frontend.api import Pipeline
-from adaptra.frontend.arguments.arguments import Request
+from adaptra.frontend.arguments.arguments import CompileArguments
 from adaptra.frontend.arguments.wrapped_models import refuse_wrapped_callers
 from adaptra.frontend.gradients_everywhere import Everywhere
-from adaptra.frontend.two_pass import Call, PhasedPipeline
+from adaptra.frontend.two_pass import Call, TwoPassPipeline
 from adaptra.graph.capture.dynamo_batch import require_any_batch, require_rows, rows_of
 from adaptra.graph.capture.dynamo_graph import GraphModel, is_state, source_of
 from adaptra.graph.inner_compiler import check_inner
@@ -47,7 +47,7 @@ from adaptra.runtime.launch.launch import world_size
 from adaptra.runtime.options import Options, is_whole
 from adaptra.runtime.worker.loss_reduction import looks_like_sum
 
-Made = TypeVar("Made", bound=Pipeline)
+T = TypeVar("T", bound=Pipeline)
 EVERYWHERE: Final = "everywhere"
 STAGE: Final = "stage"
 MICROBATCHES_PER_STAGE: Final = 4
@@ -203,20 +203,20 @@ def adaptra_backend(
         return _pipelined(graph, examples, results, chosen)
 
 
-def _pipelined(graph: fx.GraphModule, examples: Sequence[Any], results: Sequence[Any], chosen: Settled) -> _Step | _Phases:
+def _pipelined(graph: fx.GraphModule, examples: Sequence[Any], results: Sequence[Any], chosen: Settled) -> _OnePass | _TwoPass:
     if chosen.microbatches > 1:
         require_any_batch(graph, examples, chosen.microbatches)
     if len(results) > 1 or not isinstance(results[0], Tensor) or results[0].dim() > 0:
         if chosen.microbatches > 1:
             require_rows(graph, examples, results)
-        return _Phases(graph, examples, chosen)
+        return _TwoPass(graph, examples, chosen)
     for node, example in zip(graph.graph.find_nodes(op="placeholder"), examples, strict=True):
         if isinstance(example, Tensor) and example.requires_grad and not is_state(node, example):
             raise CaptureError(
                 f"{source_of(node).name}: an input that requires a gradient, of a function that returns its loss: expected "
                 "none, as a step is of parameters alone; compile what comes before together with it, or return no loss"
             )
-    return _Step(graph, examples, chosen)
+    return _OnePass(graph, examples, chosen)
 
 
 class _Pipelined:
@@ -257,7 +257,7 @@ class _Pipelined:
         if everywhere is not None:
             everywhere.take_buffers(self._model)
 
-    def _pipeline_for(self, inputs: Sequence[Tensor], make: Callable[[Request], Made]) -> tuple[Made, bool]:
+    def _pipeline_for(self, inputs: Sequence[Tensor], make: Callable[[CompileArguments], T]) -> tuple[T, bool]:
         """The pipeline of batches of this shape, and whether it is the first one; each shape has one of its own."""
         shapes = tuple(one.shape for one in inputs)
         is_first, options = not self._made, self._options
@@ -269,7 +269,7 @@ class _Pipelined:
             microbatches = divisor(rows, microbatches)
         is_everywhere = options.ranks > 1 and options.gradients == EVERYWHERE
         pipeline = make(
-            Request(
+            CompileArguments(
                 self._model,
                 options.stages,
                 microbatches,
@@ -293,7 +293,7 @@ class _Pipelined:
         return pipeline, is_first
 
 
-class _Step(_Pipelined):
+class _OnePass(_Pipelined):
     """A function that returns its loss: each call is a step."""
 
     _steps = 0
@@ -344,7 +344,7 @@ class _Deliver(torch.autograd.Function):
         return None, None, *(gradient * above for gradient in ctx.gradients)
 
 
-class _Phases(_Pipelined):
+class _TwoPass(_Pipelined):
     """A function that returns no loss: each call is a forward pass, whose backward pass comes when autograd asks for it."""
 
     _with_loss = False
@@ -354,13 +354,13 @@ class _Phases(_Pipelined):
         inputs = self._inputs(given)
         parameters = [given[self._model.state[name]] for name, _ in self._model.named_parameters()]
         with without_autocast():  # around the call it is the model's, which enters it
-            pipeline, _ = self._pipeline_for(inputs, partial(PhasedPipeline))
+            pipeline, _ = self._pipeline_for(inputs, partial(TwoPassPipeline))
             self._pass_on_state(pipeline, given)
             outputs, call = pipeline.forward([one.detach() for one in inputs], [*parameters, *inputs])
             self._take_buffers(pipeline)
         return _Later.apply(self, pipeline, call, outputs, *parameters, *inputs)  # pyright: ignore[reportReturnType]
 
-    def backward(self, pipeline: PhasedPipeline, call: Call, tangents: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    def backward(self, pipeline: TwoPassPipeline, call: Call, tangents: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """The gradients of the function's parameters, None of those of other ranks, and of its inputs."""
         wanted = [one for one, has_gradient in zip(tangents, pipeline.differentiable, strict=True) if has_gradient]
         with without_autocast():  # a backward pass runs in what its forward pass ran in
@@ -377,7 +377,7 @@ class _Later(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, phases: _Phases, pipeline: PhasedPipeline, call: Call, outputs: tuple[Tensor, ...], *_: Tensor
+        ctx: Any, phases: _TwoPass, pipeline: TwoPassPipeline, call: Call, outputs: tuple[Tensor, ...], *_: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.run = partial(phases.backward, pipeline, call)
         constant = (one for one, has_gradient in zip(outputs, pipeline.differentiable, strict=True) if not has_gradient)

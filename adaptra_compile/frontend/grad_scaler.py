@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from adaptra.errors import PipelineError
-from adaptra.frontend.session import Built
+from adaptra.frontend.session import Session
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -27,7 +27,7 @@ class GradScaler(torch.amp.GradScaler):
         settings: As torch's take them.
     """
 
-    def __init__(self, built: Built, **settings: Any) -> None:
+    def __init__(self, built: Session, **settings: Any) -> None:
         devices = [parameter.device for worker in built.workers for parameter in worker.trainable.values()]
         device = devices[0] if devices else torch.device("cpu")
         super().__init__(device.type, **settings)

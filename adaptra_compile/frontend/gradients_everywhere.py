@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from adaptra.errors import PeerLostError
-from adaptra.frontend.session import Built
+from adaptra.frontend.session import Session
 
 
 class Everywhere:
@@ -21,7 +21,7 @@ class Everywhere:
         timeout: Seconds to wait for the other ranks to come, the first time.
     """
 
-    def __init__(self, built: Built, timeout: float) -> None:
+    def __init__(self, built: Session, timeout: float) -> None:
         job, roles = built.launched.job, built.launched.roles
         assert job is not None, "a pipeline whose ranks are in one process has everything"
         job.meet(timeout)

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from adaptra.errors import AdaptraError, OptionError, PeerLostError, PipelineError
 from adaptra.frontend.arguments.shared_models import Sharing
-from adaptra.frontend.stage_planning import Prepared, Recipe
+from adaptra.frontend.stage_planning import PipelineSpec, PlannedPipeline
 from adaptra.frontend.worker_factory import open_recorder
 from adaptra.graph import CompiledStages
 from adaptra.graph.compile import Captured
 from adaptra.graph.inner_compiler import prepare
 from adaptra.graph.ops.autocast import refuse_autocast
-from adaptra.planning.bandwidth_remedies import Means, choose_split
+from adaptra.planning.bandwidth_remedies import BandwidthOptions, choose_split
 from adaptra.planning.layout_change import RoleChange, SplitChange
 from adaptra.program.placement import is_straight
 from adaptra.program.roles import Roles
@@ -36,12 +36,12 @@ from adaptra.runtime.telemetry.recorder import Recorder
 from adaptra.runtime.worker.batch import split_batch
 from adaptra.runtime.worker.gradient_hooks import is_hooked
 from adaptra.runtime.worker.worker import Batch, Worker
-from adaptra.simulation.cut_points import Place, positions_of
+from adaptra.simulation.cut_points import CutPoint, positions_of
 
 Result = TypeVar("Result")
 
 
-class Built:
+class Session:
     """A compiled pipeline: its stages and the workers of this process.
 
     Args:
@@ -55,8 +55,8 @@ class Built:
 
     def __init__(
         self,
-        recipe: Recipe,
-        prepared: Prepared,
+        recipe: PipelineSpec,
+        prepared: PlannedPipeline,
         launched: Launch,
         workers: Sequence[Worker],
         recorder: Recorder,
@@ -80,7 +80,7 @@ class Built:
         for worker in self.workers:
             worker.abort(error)
 
-    def _run_by(self, prepared: Prepared, launched: Launch, workers: Sequence[Worker], recorder: Recorder) -> None:
+    def _run_by(self, prepared: PlannedPipeline, launched: Launch, workers: Sequence[Worker], recorder: Recorder) -> None:
         self._prepared = prepared
         self._threads = ThreadPoolExecutor(len(workers), "adaptra-rank") if len(workers) > 1 else None
         self.launched = launched
@@ -98,7 +98,7 @@ class Built:
         return self._prepared.compiled
 
     @property
-    def means(self) -> Means:
+    def means(self) -> BandwidthOptions:
         """What there is against edges whose bandwidth binds."""
         return self._prepared.means
 
@@ -163,7 +163,7 @@ class Built:
             group = None if job is None else job.everyone
             known, bytes_per_byte = gather_costs(group, plan.case.cost, worker.controller.measured_cost, held)
 
-            def moving(places: Sequence[Place]) -> tuple[float, float] | None:
+            def moving(places: Sequence[CutPoint]) -> tuple[float, float] | None:
                 began = time.monotonic()
                 try:
                     stages = cut(positions_of(places)).compiled.train
@@ -173,7 +173,7 @@ class Built:
                 moved = bytes_per_byte * sum(captured.sizes[name] for name in names)
                 return RESTART_SECONDS + time.monotonic() - began, moved
 
-            decided: tuple[SplitChange, tuple[Place, ...]] | None = None
+            decided: tuple[SplitChange, tuple[CutPoint, ...]] | None = None
             if known is not None and (job is None or job.rank == 0):
                 case = replace(plan.case, cost=known)
                 decided = choose_split(case, plan.program, plan.delegated, plan.rounded, self.means, horizon, moving)
@@ -197,10 +197,10 @@ class Built:
             )
         return captured
 
-    def _cut(self, captured: Captured, positions: tuple[int, ...]) -> Prepared:
+    def _cut(self, captured: Captured, positions: tuple[int, ...]) -> PlannedPipeline:
         return self._recipe.prepare(captured.cut(positions))
 
-    def _take_cut(self, after: Prepared, optimizer: torch.optim.Optimizer) -> None:
+    def _take_cut(self, after: PlannedPipeline, optimizer: torch.optim.Optimizer) -> None:
         """Go on with other stages: all that may be refused by then is refused before anything ends."""
         stages_before, stages = self.compiled.train, after.compiled.train
         if after.compiled.places.chosen == self.compiled.places.chosen:
@@ -235,7 +235,9 @@ class Built:
             regroup(optimizer, before, made, arrived)
             self._start(after, launched, made, opened)
 
-    def _start(self, prepared: Prepared, launched: Launch, states: Sequence[Mapping[str, Tensor]], opened: ExitStack) -> None:
+    def _start(
+        self, prepared: PlannedPipeline, launched: Launch, states: Sequence[Mapping[str, Tensor]], opened: ExitStack
+    ) -> None:
         """Go on with new workers at the step at which the old ones ended; ``opened`` then closes nothing any more."""
         recorder = open_recorder(self._recipe.options, launched)
         opened.callback(recorder.close)

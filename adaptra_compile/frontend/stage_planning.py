@@ -10,12 +10,12 @@ from typing import Final
 from adaptra.errors import OptionError
 from adaptra.frontend.activation_memory import in_bytes, limits_free, limits_within, predicted_peaks
 from adaptra.frontend.first_plan import first_plan, two_phase_plan
-from adaptra.frontend.worker_factory import Starter
+from adaptra.frontend.worker_factory import WorkerFactory
 from adaptra.graph import CompiledStages
 from adaptra.graph.estimated_cost import estimated_cost
 from adaptra.graph.inner_compiler import compiled_by
 from adaptra.graph.round_messages import round_messages
-from adaptra.planning.bandwidth_remedies import Means, find_remedies
+from adaptra.planning.bandwidth_remedies import BandwidthOptions, find_remedies
 from adaptra.planning.planner import plan
 from adaptra.program import Program
 from adaptra.program.placement import is_straight
@@ -36,7 +36,7 @@ DRAFT_SHARE: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PlannedPipeline:
     """What every rank comes to for itself before its worker starts.
 
     Attributes:
@@ -45,9 +45,9 @@ class Prepared:
         means: What there is against edges whose bandwidth binds.
     """
 
-    starter: Starter
+    starter: WorkerFactory
     initial: Plan
-    means: Means
+    means: BandwidthOptions
 
     @property
     def compiled(self) -> CompiledStages:
@@ -61,12 +61,12 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class PipelineSpec:
     """How stages become a pipeline; it holds no model, so it can be kept.
 
     Attributes:
         placement, microbatches, memory, with_loss, faults, options, reduction: As of
-            :class:`adaptra.frontend.arguments.arguments.Request`.
+            :class:`adaptra.frontend.arguments.arguments.CompileArguments`.
         free: Per rank, the bytes that its device has free: the limit of plans where ``memory`` is None.
     """
 
@@ -79,7 +79,7 @@ class Recipe:
     reduction: Reduction
     free: tuple[int, ...] | None = None
 
-    def prepare(self, compiled: CompiledStages) -> Prepared:
+    def prepare(self, compiled: CompiledStages) -> PlannedPipeline:
         """Plan for these stages.
 
         Raises:
@@ -108,14 +108,14 @@ class Recipe:
             room = limits_free(self.free, compiled.train, self.placement)
         case = Case(cost, self.microbatches, self.placement, name="compiled")
         places = compiled.places if is_straight(self.placement) else None  # else they are not cut again
-        means = Means(options.uses_delegate, options.lossy_bf16 == "slow", places)
+        means = BandwidthOptions(options.uses_delegate, options.lossy_bf16 == "slow", places)
         planner, draft = (partial(_better_plan, options.planning_seconds, share) for share in (PLANNER_SHARE, DRAFT_SHARE))
         remedies = partial(find_remedies, means=means)
         holds = partial(predicted_peaks, stages=compiled.train)
         planning = Planning(planner, _makespan, lambda costs: lower_bound(costs).value, remedies, draft, holds=holds)
         initial = first_plan(options, case, room) if self.with_loss else two_phase_plan(options, case)
-        starter = Starter(compiled, self.microbatches, planning, self.faults, options, self.reduction)
-        return Prepared(starter, initial, means)
+        starter = WorkerFactory(compiled, self.microbatches, planning, self.faults, options, self.reduction)
+        return PlannedPipeline(starter, initial, means)
 
     def _check_shared(self, compiled: CompiledStages) -> None:
         """Refuse gradients that would be in line with activations: where ranks have several stages both take one channel."""

@@ -17,7 +17,7 @@ from adaptra.frontend.activation_memory import predicted_peaks
 from adaptra.frontend.api import Pipeline
 from adaptra.planning.planner import plan
 from adaptra.program.schedules import one_f_one_b
-from adaptra.runtime.worker.two_pass import Kept
+from adaptra.runtime.worker.two_pass import PendingBackward
 from adaptra.sizes import size_text
 
 
@@ -30,11 +30,11 @@ class Call:
         watched: Tensors that the backward pass reads, or the copies of which it reads, and their versions in the forward pass.
     """
 
-    kept: tuple[Kept, ...] | None
+    kept: tuple[PendingBackward, ...] | None
     watched: tuple[tuple[Tensor, int], ...]
 
 
-class PhasedPipeline(Pipeline):
+class TwoPassPipeline(Pipeline):
     """A pipeline without a loss, of a request with ``with_loss=False``; of :meth:`Pipeline.step` the two halves.
 
     All ranks call :meth:`forward` and :meth:`backward` in the same order.

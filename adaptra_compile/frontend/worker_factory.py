@@ -27,7 +27,7 @@ from adaptra.runtime.worker.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)
-class Starter:
+class WorkerFactory:
     """What workers are started with, whatever their role.
 
     Attributes:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaptra.errors import CaptureError, PartitionError
 from adaptra.graph.backward.differentiate import differentiate, evaluate
-from adaptra.graph.capture.batch import InputFormat, Loss, OutputFormat, TargetFormat
+from adaptra.graph.capture.batch import InputFormat, LossFunction, OutputFormat, TargetFormat
 from adaptra.graph.capture.capture import FlatGraph, StateNames, capture, list_eager_ops, state_names
 from adaptra.graph.capture.eager_ops import EagerOp
 from adaptra.graph.capture.op_signature import Signature, sum_of
@@ -24,7 +24,7 @@ from adaptra.graph.partition.balance import Cuts, balance
 from adaptra.graph.partition.partition import Piece, align, cut_before, find_cuts, pieces, places_of, state_uses
 from adaptra.graph.stages.stages import EvalStage, TrainStage
 from adaptra.progress import Progress, log_progress
-from adaptra.simulation.cut_points import Places
+from adaptra.simulation.cut_points import CutPoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class CompiledStages:
     inputs: InputFormat
     targets: TargetFormat
     outputs: OutputFormat
-    places: Places
+    places: CutPoints
     captured: Captured | None = None
 
     @property
@@ -100,7 +100,7 @@ class CompiledStages:
         train: tuple[TrainStage, ...],
         evaluation: tuple[EvalStage, ...],
         formats: tuple[InputFormat, TargetFormat, OutputFormat],
-        places: Places,
+        places: CutPoints,
         captured: Captured | None = None,
     ) -> CompiledStages:
         """The pipeline of these stages, which hold the model's state as ``holders`` says.
@@ -197,7 +197,7 @@ def compile_stages(
     kwargs: Mapping[str, Any],
     *,
     stages: int,
-    loss: Loss | None = None,
+    loss: LossFunction | None = None,
     targets: Any = None,
     split: Sequence[str] | None = None,
     with_loss: bool = True,

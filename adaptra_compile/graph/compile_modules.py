@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from adaptra.errors import AdaptraError, CaptureError, PartitionError
-from adaptra.graph.capture.batch import InputFormat, Loss, OutputFormat, TargetFormat
+from adaptra.graph.capture.batch import InputFormat, LossFunction, OutputFormat, TargetFormat
 from adaptra.graph.capture.capture import StateNames, state_names
 from adaptra.graph.compile import CompiledStages
 from adaptra.graph.ops.layout import Layout
@@ -22,11 +22,16 @@ from adaptra.graph.ops.work import CountWork
 from adaptra.graph.stages.stage_graphs import NOTHING_RANDOM
 from adaptra.graph.stages.stage_modules import Boundary, Differentiable, EvalModule, ModuleCall, StageModule
 from adaptra.graph.stages.stages import Flops, Peaks
-from adaptra.simulation.cut_points import Place, Places
+from adaptra.simulation.cut_points import CutPoint, CutPoints
 
 
 def compile_modules(
-    modules: nn.ModuleList, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, loss: Loss | None = None, targets: Any = None
+    modules: nn.ModuleList,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    loss: LossFunction | None = None,
+    targets: Any = None,
 ) -> CompiledStages:
     """Make a pipeline of modules, one per stage. No reference to their parameters and buffers is kept.
 
@@ -56,9 +61,9 @@ def compile_modules(
     holders = example.holders()
     train, work = example.train(holders)
     evaluation, outputs = example.evaluate()
-    places = tuple(Place(str(stage.index), stage.input_bytes, sum(work[: stage.index])) for stage in train[1:])
+    places = tuple(CutPoint(str(stage.index), stage.input_bytes, sum(work[: stage.index])) for stage in train[1:])
     formats = (inputs, target_format, outputs)
-    return CompiledStages.of(example.names, holders, train, evaluation, formats, Places(places, (), sum(work)))
+    return CompiledStages.of(example.names, holders, train, evaluation, formats, CutPoints(places, (), sum(work)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,7 @@ class _Example:
 
     modules: nn.ModuleList
     names: StateNames
-    loss: Loss | None
+    loss: LossFunction | None
     inputs: InputFormat
     targets: TargetFormat
     flat_inputs: tuple[Tensor, ...]
@@ -98,7 +103,7 @@ class _Example:
             with _naming(index):
                 call, targets = self._call(index, takes, training=True), self._targets_of(index)
                 stage, returns = self._stage(call, state, travelling, specs, holders)
-                kept = _Kept(state.values())
+                kept = _SavedBytes(state.values())
                 with kept.counted(), CountWork() as counted:
                     travelling, saved = stage.run_forward(state, travelling, NOTHING_RANDOM, targets)
             flops = Flops(counted.total.flops, 0, 0)
@@ -230,7 +235,7 @@ class _Example:
         return self.flat_targets if index == len(self.modules) - 1 else ()
 
 
-class _Kept:
+class _SavedBytes:
     """Counts the bytes that autograd keeps, those of the given state not."""
 
     def __init__(self, state: Iterable[Tensor]) -> None:

@@ -18,8 +18,9 @@ from adaptra.planning.layout_change import SplitChange
 from adaptra.planning.limitation import EFFORT, cause_of
 from adaptra.planning.planner import plan
 from adaptra.program import Program
+from adaptra.program.placement import Edge
 from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.cut_points import MovedCut, Place, Places
+from adaptra.simulation.cut_points import CutPoint, CutPoints, MovedCut
 from adaptra.simulation.simulate import Bound, lower_bound, simulate
 
 MOST_CUTS: Final = 4
@@ -30,9 +31,6 @@ MOST_CONNECTIONS: Final = 16
 
 BFLOAT16_SHARE: Final = 0.5
 """The part of a float32 message that is left of it as bfloat16."""
-
-Edge = tuple[int, int]
-"""A directed edge: the sending stage and the receiving one."""
 
 
 class Remedy(Enum):
@@ -47,7 +45,7 @@ class Remedy(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class BandwidthOptions:
     """What a pipeline has against an edge whose bandwidth binds.
 
     Attributes:
@@ -58,11 +56,11 @@ class Means:
 
     spreads: bool = False
     rounds: bool = False
-    places: Places | None = None
+    places: CutPoints | None = None
 
 
 @dataclass(frozen=True)
-class Choice:
+class RemedyPlan:
     """One remedy, planned for.
 
     Attributes:
@@ -104,9 +102,9 @@ class Remedies:
     load: float
     makespan: float
     bound: Bound
-    choices: tuple[Choice, ...]
+    choices: tuple[RemedyPlan, ...]
 
-    def best(self, remedy: Remedy) -> Choice | None:
+    def best(self, remedy: Remedy) -> RemedyPlan | None:
         """The best choice of this kind that can be part of a plan as things are and shortens the step."""
         fitting = (one for one in self.choices if one.remedy is remedy and one.wanted is None)
         return next((one for one in fitting if one.makespan < self.makespan), None)
@@ -153,7 +151,7 @@ class Remedies:
 
 
 def find_remedies(
-    case: Case, program: Program, spread: Sequence[Edge] = (), rounded: Sequence[Edge] = (), *, means: Means
+    case: Case, program: Program, spread: Sequence[Edge] = (), rounded: Sequence[Edge] = (), *, means: BandwidthOptions
 ) -> Remedies | None:
     """What would relieve the edges whose bandwidth binds in a case.
 
@@ -182,10 +180,10 @@ def choose_split(
     program: Program,
     spread: Sequence[Edge],
     rounded: Sequence[Edge],
-    means: Means,
+    means: BandwidthOptions,
     horizon: int,
-    moving: Callable[[Sequence[Place]], tuple[float, float] | None],
-) -> tuple[SplitChange, tuple[Place, ...]] | None:
+    moving: Callable[[Sequence[CutPoint]], tuple[float, float] | None],
+) -> tuple[SplitChange, tuple[CutPoint, ...]] | None:
     """The moved cut with the shortest simulated step that saves more over ``horizon`` steps than moving costs, if there is one.
 
     Args:
@@ -244,7 +242,7 @@ def _occupied(cost: CostModel, edge: Edge) -> float:
 
 
 def _candidates(
-    case: Case, edges: Sequence[Edge], means: Means, spread: Sequence[Edge], rounded: Sequence[Edge]
+    case: Case, edges: Sequence[Edge], means: BandwidthOptions, spread: Sequence[Edge], rounded: Sequence[Edge]
 ) -> Iterator[tuple[Remedy, str, CostModel, str | None, MovedCut | None]]:
     """Kind, what changes, the costs with it, what the user would have to do for it, and the cut that moves, if one does."""
     cost = case.cost
@@ -277,7 +275,7 @@ def _split(move: MovedCut) -> str:
 
 def _choice(
     case: Case, program: Program, remedy: Remedy, change: str, cost: CostModel, wanted: str | None, cut: MovedCut | None
-) -> Choice:
+) -> RemedyPlan:
     changed = replace(case, cost=cost)
     found = plan(changed, incumbent=program, effort=EFFORT).compute_only()
-    return Choice(remedy, change, found, cost, simulate(found, cost).makespan, lower_bound(changed), wanted, cut)
+    return RemedyPlan(remedy, change, found, cost, simulate(found, cost).makespan, lower_bound(changed), wanted, cut)

@@ -9,7 +9,7 @@ from typing import Any
 from adaptra.equations.bubble import Equation, equations, legend
 from adaptra.equations.warm_up import WarmUp, edge_times, warm_up
 from adaptra.errors import PlanError
-from adaptra.planning.bandwidth_remedies import Edge, Means, Remedies, find_remedies
+from adaptra.planning.bandwidth_remedies import BandwidthOptions, Edge, Remedies, find_remedies
 from adaptra.planning.limitation import Limitation, what_limits
 from adaptra.program import Kind, Program
 from adaptra.simulation.cost import Case, CostModel
@@ -138,7 +138,7 @@ def explain(
     cost: CostModel,
     microbatches: int | None = None,
     *,
-    means: Means | None = None,
+    means: BandwidthOptions | None = None,
     spread: Sequence[Edge] = (),
     rounded: Sequence[Edge] = (),
     unit: str = "",
@@ -178,7 +178,7 @@ def explain(
         lower_bound(case),
         (*_edge_lines(cost, program.microbatches, x, asked), *_bound_lines(cost, program.microbatches, asked.limit)),
         what_limits(simulation),
-        find_remedies(case, simulation.program, spread, rounded, means=means or Means()),
+        find_remedies(case, simulation.program, spread, rounded, means=means or BandwidthOptions()),
         unit,
     )
 

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class PaidChange(Generic[T]):
+class LayoutChange(Generic[T]):
     """A change that wins, or may.
 
     Attributes:
@@ -43,7 +43,7 @@ class PaidChange(Generic[T]):
         )
 
 
-class RoleChange(PaidChange[Roles]):
+class RoleChange(LayoutChange[Roles]):
     """Of which rank holds which stage of which replica."""
 
     __slots__ = ()
@@ -57,7 +57,7 @@ class RoleChange(PaidChange[Roles]):
         )
 
 
-class SplitChange(PaidChange[tuple[str | None, ...]]):
+class SplitChange(LayoutChange[tuple[str | None, ...]]):
     """Of the modules at which stages 1, 2, … begin; None where a stage begins at none."""
 
     __slots__ = ()

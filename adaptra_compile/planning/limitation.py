@@ -20,14 +20,14 @@ EFFORT: Final = 200_000
 ROUNDS: Final = 10
 """How often each re-plan goes over the whole program at least, for large programs."""
 
-Place = TypeVar("Place")
+T = TypeVar("T")
 
 NOTHING: Final = 5e-4
 """Savings below this part of the makespan are nothing: a search of this effort can't tell them from luck."""
 
 
 @dataclass(frozen=True, slots=True)
-class Relief:
+class WhatIf:
     """One change of the problem and what re-planning gains by it.
 
     Attributes:
@@ -56,7 +56,7 @@ class Limitation:
     cause: str
     above: float
     improvable: float
-    reliefs: tuple[Relief, ...]
+    reliefs: tuple[WhatIf, ...]
 
     def __str__(self) -> str:
         distance = (
@@ -96,11 +96,11 @@ def what_limits(simulation: Simulation) -> Limitation:
         return Limitation(f"the memory of {bound.where}, where not one microbatch fits", 0.0, 0.0, ())
     effort = max(EFFORT, ROUNDS * 3 * program.stages * program.microbatches)
     base = simulate(_again(program, case, effort), cost)
-    reliefs: list[Relief] = []
+    reliefs: list[WhatIf] = []
     for change, changed in _changes(simulation):
         found = _again(base.program, replace(case, cost=changed), effort)
         makespan = simulate(found, changed).makespan
-        reliefs.append(Relief(change, 1.0 - makespan / base.makespan if base.makespan > 0 else 0.0))
+        reliefs.append(WhatIf(change, 1.0 - makespan / base.makespan if base.makespan > 0 else 0.0))
     reliefs.sort(key=lambda relief: -relief.saves)
     return Limitation(
         cause_of(bound),
@@ -165,6 +165,6 @@ def _changes(simulation: Simulation) -> Iterator[tuple[str, CostModel]]:
         yield f"a stage {stage} faster by a tenth", replace(cost, **durations)
 
 
-def _longest(spent: Mapping[Place, float]) -> list[Place]:
+def _longest(spent: Mapping[T, float]) -> list[T]:
     """The place where most time is spent, the first of several; none where no time is spent."""
     return [place for place, time in spent.items() if time > 0 and time == max(spent.values())][:1]

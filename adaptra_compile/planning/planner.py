@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from adaptra.errors import PlanError
 from adaptra.passes.adapt_order import search
-from adaptra.passes.base import Pipeline
+from adaptra.passes.base import PassPipeline
 from adaptra.passes.split_backward import SplitBackward
 from adaptra.program import Program
 from adaptra.simulation.cost import Case
@@ -56,5 +56,5 @@ def plan(
                 f"{incumbent.microbatches} microbatches: expected those of {case.name}, "
                 f"{','.join(map(str, case.placement))} and {case.microbatches}"
             )
-        incumbent = Pipeline((SplitBackward(),)).apply(incumbent, case.cost)
+        incumbent = PassPipeline((SplitBackward(),)).apply(incumbent, case.cost)
     return search(case, limits, incumbent=incumbent, effort=effort, seed=seed, budget=budget, should_stop=should_stop)

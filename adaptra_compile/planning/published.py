@@ -55,7 +55,7 @@ def uniform_slack(case: Case, *, memory: int | Sequence[int] | None = None) -> P
 def _greedy(case: Case, name: str, memory: int | Sequence[int] | None, counts: Sequence[int]) -> Program:
     reachable, limits = _reachable(case, memory), in_flight_limits(memory, case.cost.stages, case.microbatches)
     stages = [
-        _Stage(case.cost, stage, limits[stage], min(counts[stage], reachable[stage]), _room(case, stage) + _TOLERANCE)
+        _GreedyStage(case.cost, stage, limits[stage], min(counts[stage], reachable[stage]), _room(case, stage) + _TOLERANCE)
         for stage in range(case.cost.stages)
     ]
     _play(stages, case)
@@ -87,7 +87,7 @@ def _reachable(case: Case, memory: int | Sequence[int] | None) -> list[int]:
 
 
 @dataclass
-class _Stage:
+class _GreedyStage:
     """One stage while the greedy rule runs."""
 
     cost: CostModel
@@ -132,7 +132,7 @@ class _Stage:
             self.held -= self.cost.memory_forward[self.index] - freed
 
 
-def _play(stages: Sequence[_Stage], case: Case) -> None:
+def _play(stages: Sequence[_GreedyStage], case: Case) -> None:
     """Run the rule in time. An event is (time, whether an op ends, stage, kind): an op that ends or an input that arrives."""
     cost, last = case.cost, case.cost.stages - 1
     free = {True: [0.0] * last, False: [0.0] * last}

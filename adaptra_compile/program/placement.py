@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+Edge = tuple[int, int]
+"""A directed edge of stages: (the sending one, the receiving one)."""
+
 
 def in_turn(ranks: int, chunks: int = 1) -> tuple[int, ...]:
     """Stages on ranks 0, 1, … R-1, 0, 1, …: one stage each with one chunk, else as interleaved 1F1B places them."""

@@ -24,7 +24,7 @@ from adaptra.program.dependencies import SENT_BY, needs, peer_stage
 from adaptra.program.lockstep import run_in_lockstep
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where an op stands: the op number ``number`` of its rank, counted from zero."""
 
     rank: int
@@ -46,7 +46,7 @@ class Facts:
     """
 
     program: Program
-    places: Mapping[Op, Place]
+    places: Mapping[Op, Position]
     lowered: bool
     forward_only: bool
 
@@ -85,7 +85,7 @@ def verify(program: Program, *, ordered_channels: bool = True) -> None:
             for check in OP_RULES:
                 problem = check(program, rank, op)
                 if problem is not None:
-                    raise ScheduleError(f"{program.name}: {op}, {Place(rank, number)}: {problem}")
+                    raise ScheduleError(f"{program.name}: {op}, {Position(rank, number)}: {problem}")
     facts = Facts(program, _places(program), program.is_lowered, program.is_forward_only)
     for rule in PROGRAM_RULES:
         rule(facts)
@@ -129,12 +129,12 @@ def _message_crosses_ranks(program: Program, rank: int, op: Op) -> str | None:
     return None
 
 
-def _places(program: Program) -> Mapping[Op, Place]:
+def _places(program: Program) -> Mapping[Op, Position]:
     """Where every op stands; refuses an op that stands twice."""
-    places: dict[Op, Place] = {}
+    places: dict[Op, Position] = {}
     for rank, order in enumerate(program.orders):
         for number, op in enumerate(order):
-            place = Place(rank, number)
+            place = Position(rank, number)
             first = places.setdefault(op, place)
             if first is not place:
                 raise ScheduleError(f"{program.name}: {op} stands twice: {first} and {place}")

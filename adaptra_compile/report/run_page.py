@@ -49,7 +49,7 @@ _MOST_DOTS: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
+class _EventMark:
     """What happened at one step, its number on the page, and the row of its circle."""
 
     number: int
@@ -145,21 +145,21 @@ def _weightiest(happenings: Sequence[Happening]) -> list[Happening]:
     return [happenings[index] for index in sorted(kept)]
 
 
-def _marks(happenings: Sequence[Happening], steps: int) -> list[_Mark]:
+def _marks(happenings: Sequence[Happening], steps: int) -> list[_EventMark]:
     """One per step at which something happened; circles that would touch stand in different rows."""
     apart = steps * 0.3 / (_WIDTH - _LEFT - _RIGHT)
     free: list[float] = []
-    marks: list[_Mark] = []
+    marks: list[_EventMark] = []
     for number, (step, group) in enumerate(groupby(happenings, key=lambda one: one.step), 1):
         row = next((row for row, until in enumerate(free) if until <= step), len(free))
         if row == len(free):
             free.append(step)
         free[row] = step + apart
-        marks.append(_Mark(number, step, row, tuple(group)))
+        marks.append(_EventMark(number, step, row, tuple(group)))
     return marks
 
 
-def _list_of(marks: Sequence[_Mark]) -> list[tuple[str, str]]:
+def _list_of(marks: Sequence[_EventMark]) -> list[tuple[str, str]]:
     """The lines below the panels, with their colours; what is long goes on below itself."""
     lines: list[tuple[str, str]] = []
     for mark in marks:
@@ -173,7 +173,7 @@ def _list_of(marks: Sequence[_Mark]) -> list[tuple[str, str]]:
     return lines
 
 
-def _strip(axes: Axes, marks: Sequence[_Mark]) -> None:
+def _strip(axes: Axes, marks: Sequence[_EventMark]) -> None:
     axes.set_axis_off()
     axes.set_ylim(-0.5, max((mark.row for mark in marks), default=0) + 0.5)
     for mark in marks:

@@ -16,14 +16,22 @@ from typing import Any, Final
 
 from adaptra.errors import ControlError, ReportError
 from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.telemetry.records import PathsChanged, RunEnded, RunStarted, StepFailed, StepTaken, Told, from_json
+from adaptra.runtime.telemetry.records import (
+    PathsChanged,
+    RunEnded,
+    RunStarted,
+    StepFailed,
+    StepTaken,
+    TimestampedRecord,
+    from_json,
+)
 
 _FILES: Final = "rank-*.jsonl"
 _COORDINATOR: Final = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RecordedStep:
     """One step of all ranks.
 
     Attributes:
@@ -63,12 +71,12 @@ class Run:
 
     folder: Path
     started: RunStarted
-    told: tuple[tuple[Told, ...], ...]
+    told: tuple[tuple[TimestampedRecord, ...], ...]
     cut_off: tuple[Path, ...]
     earlier: int
 
     @cached_property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[RecordedStep, ...]:
         """The steps in their order. What rank 0 predicts counts, since it coordinates."""
         found: dict[int, list[StepTaken]] = {}
         for one in self._all():
@@ -137,7 +145,7 @@ class Run:
             "happenings": [{"step": one.step, "rank": one.rank, "kind": one.kind, "text": one.text} for one in self.happenings],
         }
 
-    def _all(self) -> Iterable[Told]:
+    def _all(self) -> Iterable[TimestampedRecord]:
         return (one for told in self.told for one in told)
 
 
@@ -154,7 +162,7 @@ def load_run(folder: str | Path) -> Run:
         inner = sorted(path.parent for path in folder.glob(f"*/{_FILES}"))
         hint = f"; perhaps {inner[0]}" if inner else ""
         raise ReportError(f"{folder}: no {_FILES}: expected the folder of a run, Telemetry(folder=...){hint}")
-    starts: dict[int, list[list[Told]]] = {}
+    starts: dict[int, list[list[TimestampedRecord]]] = {}
     cut_off: list[Path] = []
     for path in paths:
         told, is_cut = _read(path)
@@ -168,7 +176,7 @@ def load_run(folder: str | Path) -> Run:
     return _last_run(folder, starts, tuple(cut_off))
 
 
-def _last_run(folder: Path, starts: dict[int, list[list[Told]]], cut_off: tuple[Path, ...]) -> Run:
+def _last_run(folder: Path, starts: dict[int, list[list[TimestampedRecord]]], cut_off: tuple[Path, ...]) -> Run:
     """What belongs to the start that was the last of all."""
     begun = [(told[0].time, told[0].record) for of_rank in starts.values() for told in of_rank]
     named = [(moment, record) for moment, record in begun if isinstance(record, RunStarted)]
@@ -181,18 +189,18 @@ def _last_run(folder: Path, starts: dict[int, list[list[Told]]], cut_off: tuple[
     return Run(folder, last, told, cut_off, len({record.run for _, record in named}) - 1)
 
 
-def _is_of(told: list[Told], run: str) -> bool:
+def _is_of(told: list[TimestampedRecord], run: str) -> bool:
     first = told[0].record
     return isinstance(first, RunStarted) and first.run == run
 
 
-def _read(path: Path) -> tuple[list[Told], bool]:
+def _read(path: Path) -> tuple[list[TimestampedRecord], bool]:
     """A file's records, and whether its last line is cut off. A cut line before another start is left out silently."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
         raise ReportError(f"{path}: {error.strerror}") from error
-    told: list[Told] = []
+    told: list[TimestampedRecord] = []
     broken: tuple[int, ValueError] | None = None
     for number, line in enumerate(lines, 1):
         if not line:
@@ -215,12 +223,12 @@ def _read(path: Path) -> tuple[list[Told], bool]:
     return told, broken is not None
 
 
-def _step(number: int, ranks: list[StepTaken]) -> Step:
+def _step(number: int, ranks: list[StepTaken]) -> RecordedStep:
     first = min(ranks, key=lambda record: record.rank)
-    return Step(number, max(record.measurement.seconds for record in ranks), first.predicted, first.version)
+    return RecordedStep(number, max(record.measurement.seconds for record in ranks), first.predicted, first.version)
 
 
-def _happening(told: Told) -> Happening | None:
+def _happening(told: TimestampedRecord) -> Happening | None:
     record = told.record
     match record:
         case ControlEvent(kind=EventKind.CONFIRMED | EventKind.SWITCHED):

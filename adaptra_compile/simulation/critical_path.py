@@ -11,12 +11,12 @@ from adaptra.program.dependencies import RECEIVED_BY, RULE, SENT_BY
 from adaptra.simulation.cost import Blocking, CostModel
 from adaptra.simulation.timeline import MessageInterval, OpInterval
 
-Step = OpInterval | MessageInterval
+Interval = OpInterval | MessageInterval
 
 
 def critical_path(
     ops: Sequence[Sequence[OpInterval]], messages: Iterable[MessageInterval], placement: Sequence[int], cost: CostModel
-) -> tuple[Step, ...]:
+) -> tuple[Interval, ...]:
     """A chain of ops and messages without a gap, from time zero to the end of the op that ends last.
 
     Each op starts exactly when the step before it in the chain ends: the op before it on its rank, the message that brings its
@@ -33,8 +33,8 @@ def critical_path(
     if not any(ops):
         return ()
     causes = _Causes(ops, messages, placement, cost)
-    step: Step | None = max((order[-1] for order in ops if order), key=lambda interval: interval.end)
-    path: list[Step] = []
+    step: Interval | None = max((order[-1] for order in ops if order), key=lambda interval: interval.end)
+    path: list[Interval] = []
     while step is not None:
         path.append(step)
         match step:
@@ -71,7 +71,7 @@ class _Causes:
             for held in self._held_ranks(message):
                 self._holding[held, message.arrived].append(message)
 
-    def of_op(self, interval: OpInterval) -> Step | None:
+    def of_op(self, interval: OpInterval) -> Interval | None:
         if interval.start == 0.0:
             return None
         index = self._index[interval.op]
@@ -80,7 +80,7 @@ class _Causes:
         candidates = [*self._inputs(interval.op), *self._holding.get((interval.rank, interval.start), ())]
         return next(message for message in candidates if message.arrived == interval.start)
 
-    def of_message(self, message: MessageInterval) -> Step | None:
+    def of_message(self, message: MessageInterval) -> Interval | None:
         if message.departed > message.posted:
             freeing = self._freeing[self._link(message), message.departed]
             return next(other for other in freeing if other.departed < message.departed)

@@ -9,7 +9,7 @@ from adaptra.simulation.cost import CostModel
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CutPoint:
     """Where a stage may begin.
 
     Attributes:
@@ -38,9 +38,9 @@ class MovedCut:
     """
 
     stage: int
-    was: Place
-    to: Place
-    places: tuple[Place, ...]
+    was: CutPoint
+    to: CutPoint
+    places: tuple[CutPoint, ...]
     cost: CostModel
 
     @property
@@ -50,17 +50,17 @@ class MovedCut:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class CutPoints:
     """The cuts of a pipeline and their alternatives.
 
     Attributes:
         chosen: Where stages 1, 2, … begin, in the order of execution.
         possible: Where a stage could begin too, at a module, in the order of execution.
-        work: The cost of the whole model, in the unit of :attr:`Place.work`.
+        work: The cost of the whole model, in the unit of :attr:`CutPoint.work`.
     """
 
-    chosen: tuple[Place, ...]
-    possible: tuple[Place, ...]
+    chosen: tuple[CutPoint, ...]
+    possible: tuple[CutPoint, ...]
     work: float
 
     def moves(self, cost: CostModel, stage: int) -> Iterator[MovedCut]:
@@ -78,12 +78,12 @@ class Places:
                 yield MovedCut(stage, was, to, places, _moved(cost, stage, (begin, was.work, end), to, to.bytes / was.bytes))
 
 
-def positions_of(places: Sequence[Place]) -> tuple[int, ...]:
+def positions_of(places: Sequence[CutPoint]) -> tuple[int, ...]:
     """Where stages begin in a captured model."""
     return tuple(place.position for place in places if place.position is not None)
 
 
-def _moved(cost: CostModel, stage: int, bounds: tuple[float, float, float], to: Place, bytes_ratio: float) -> CostModel:
+def _moved(cost: CostModel, stage: int, bounds: tuple[float, float, float], to: CutPoint, bytes_ratio: float) -> CostModel:
     begin, was, end = bounds
     shrinks, share = (stage - 1, (was - to.work) / (was - begin)) if to.work < was else (stage, (to.work - was) / (end - was))
     grows = stage - 1 if shrinks == stage else stage

@@ -19,7 +19,7 @@ from adaptra.errors import CaseError
 from adaptra.program import Kind, Program
 from adaptra.program.dependencies import RULE
 from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.critical_path import Step, critical_path
+from adaptra.simulation.critical_path import Interval, critical_path
 from adaptra.simulation.timeline import MessageInterval, OpInterval, Source, Timeline
 
 _MEMORY_TOLERANCE: Final = 1e-9
@@ -80,7 +80,7 @@ class Simulation:
         return Timeline(self.program, Source.SIMULATED, self._ops, crossing)
 
     @cached_property
-    def critical_path(self) -> tuple[Step, ...]:
+    def critical_path(self) -> tuple[Interval, ...]:
         """A chain of ops and messages without a gap from zero to the makespan; see :mod:`adaptra.simulation.critical_path`."""
         return critical_path(self._ops, self._messages, self.program.placement, self.cost)
 

@@ -31,12 +31,12 @@ from adaptra.runtime.control.participant import Emit, Participant
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.control.plan_log import Agreement
 from adaptra.runtime.control.replanning import Planning
-from adaptra.runtime.control.yielding import giving_way
+from adaptra.runtime.control.yielding import yielding_gil
 from adaptra.runtime.detection.changes import EdgeChange, LossChange, StageChange
 from adaptra.runtime.detection.detector import Detection, Detector
 from adaptra.runtime.detection.level_shift import DetectorOptions
 from adaptra.runtime.detection.measurement import StepMeasurement
-from adaptra.runtime.detection.speculation import Foresight
+from adaptra.runtime.detection.speculation import Speculation
 from adaptra.runtime.detection.step_noise import steps_until_sure
 from adaptra.simulation.cost import CostModel
 
@@ -145,7 +145,7 @@ class Coordinator:
         self._detector = Detector(current.case.cost, options.detector)
         self._gathered: dict[int, dict[int, StepMeasurement]] = {}
         self._wanted: Detection | None = None
-        self._foresight = Foresight()
+        self._foresight = Speculation()
         self._foreseen: Detection | None = None
         self._waiting: _Waiting | None = None
         self._observed = -1
@@ -231,7 +231,7 @@ class Coordinator:
             self._wanted, self._waiting = detection, None
             self._foresight.confirm()
         if self._options.adapt:
-            with giving_way():
+            with yielding_gil():
                 self._foresight.suspect(step, self._detector.foresee(measurements))
         if agreement.is_held and self._foresight.suspicion is not self._foreseen:
             self._settle_held(agreement, agreement.current)
@@ -285,7 +285,7 @@ class Coordinator:
     def _plan(self, detection: Detection, current: Plan, is_draft: bool) -> None:
         """On the planning thread: the outcome goes to the control thread, whatever it is."""
         try:
-            with giving_way():
+            with yielding_gil():
                 outcome = self._compare(detection, current, is_draft)
         except Exception as error:
             outcome = _Outcome(detection, error=error)

@@ -23,11 +23,10 @@ from adaptra.errors import ControlError
 from adaptra.runtime.control.events import EventKind
 from adaptra.runtime.control.mail import Confirmed, Joined, LogGrew, Mail, Measured, Proposed, Refused, Term, Withdrawn
 from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.control.plan_log import Agreement, Entry, Log
-from adaptra.runtime.control.plan_log import Store as LogStore
+from adaptra.runtime.control.plan_log import Agreement, Entry, Log, LogStore
 
 
-class Store(LogStore, Protocol):
+class ProtocolStore(LogStore, Protocol):
     """What the protocol needs of a torch.distributed Store."""
 
     def add(self, key: str, amount: int, /) -> int:
@@ -65,7 +64,7 @@ class Surroundings:
         emit: Tells events.
     """
 
-    store: Store
+    store: ProtocolStore
     send: Callable[[int, Mail], None]
     cover: Callable[[int, Plan], None]
     consider: Callable[[Proposed], None]

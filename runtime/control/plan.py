@@ -8,13 +8,14 @@ from typing import Any, Final
 
 from adaptra.errors import CaseError, ControlError, ScheduleError
 from adaptra.program import Program
+from adaptra.program.placement import Edge
 from adaptra.runtime.control_store.schema import Fields
 from adaptra.simulation.cost import Case
 
 MAX_REASON: Final = 10_000
 """The longest reason of a plan, in characters."""
 
-Edges = tuple[tuple[int, int], ...]
+Edges = tuple[Edge, ...]
 """Directed edges of stages: (the sending one, the receiving one)."""
 
 

@@ -32,7 +32,7 @@ class Entry:
     version: int
 
 
-class Store(Protocol):
+class LogStore(Protocol):
     """What the log needs of a torch.distributed Store."""
 
     def get(self, key: str, /) -> bytes:
@@ -60,7 +60,7 @@ class Log:
         kept: How many entries there are at most that a rank may not have read yet.
     """
 
-    def __init__(self, store: Store, kept: int) -> None:
+    def __init__(self, store: LogStore, kept: int) -> None:
         self._store = store
         self._position = 0
         self._latest: deque[tuple[int, int]] = deque(maxlen=kept)

@@ -17,7 +17,7 @@ REST_SECONDS: Final = 50e-6
 
 
 @contextmanager
-def giving_way() -> Generator[None]:
+def yielding_gil() -> Generator[None]:
     """Around what a background thread computes: give the interpreter away every few hundred microseconds.
 
     By itself Python takes it from a thread only after 5 ms, so that an op of the training thread that has just ended would wait

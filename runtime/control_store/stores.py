@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 from torch.distributed import DistError, DistNetworkError, Store
 
-Answer = TypeVar("Answer")
+T = TypeVar("T")
 
 RECONNECT: Final = timedelta(seconds=2)
 """How long a client whose connection broke tries to reach the store again; it takes up to twice as long."""
@@ -84,7 +84,7 @@ class Connection:
         """Append to a queue."""
         self._request(lambda client: client.queue_push(queue, value))
 
-    def _request(self, make: Callable[[Store], Answer]) -> Answer:
+    def _request(self, make: Callable[[Store], T]) -> T:
         client = self._client
         try:
             return make(client)

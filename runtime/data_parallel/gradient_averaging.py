@@ -24,7 +24,7 @@ from adaptra.runtime.control_store.stores import clone
 
 
 @dataclass(frozen=True, slots=True)
-class Arriving:
+class PendingBroadcast:
     """A tensor that the first replica sends.
 
     Attributes:
@@ -127,7 +127,7 @@ class Replicas:
                 work.wait()
         return copies
 
-    def broadcast(self, packed: Tensor, *, aside: bool) -> Arriving:
+    def broadcast(self, packed: Tensor, *, aside: bool) -> PendingBroadcast:
         """Begin to replace ``packed`` by the first replica's, which has the same dtype and size. Waits for nobody.
 
         The ranks that hold copies begin in the same order whatever they ask of each other.
@@ -135,7 +135,7 @@ class Replicas:
         with self._naming_the_lost():
             work = dist.broadcast(packed, group=self._aside if aside else self._group, group_src=0, async_op=True)
         assert work is not None, "this rank is of the group"
-        return Arriving(self, packed, work)
+        return PendingBroadcast(self, packed, work)
 
     def wait_for(self, work: dist.Work) -> None:
         """Wait for what was begun; raises as :meth:`combine_gradients`."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adaptra.runtime.data_parallel.gradient_averaging import Arriving, Replicas
+from adaptra.runtime.data_parallel.gradient_averaging import PendingBroadcast, Replicas
 
 
 class ReplicaBuffers:
@@ -26,7 +26,7 @@ class ReplicaBuffers:
     def __init__(self, replicas: Replicas | None, buffers: Sequence[Tensor]) -> None:
         self._replicas = replicas if buffers else None
         self._buffers = tuple(buffers)
-        self._arriving: list[tuple[tuple[Tensor, ...], Arriving]] = []
+        self._arriving: list[tuple[tuple[Tensor, ...], PendingBroadcast]] = []
 
     def begin(self, *, aside: bool = False) -> None:
         """Send the first replica's values, or ask for them, ``aside`` from steps or in one. Waits for nobody."""

@@ -18,7 +18,7 @@ from typing import Final
 from adaptra.errors import ControlError
 from adaptra.runtime.detection.changes import Change, EdgeChange, LossChange, StageChange
 from adaptra.runtime.detection.clock_drift import ClockDrift
-from adaptra.runtime.detection.flapping import Doubt, Flapping, Relapses
+from adaptra.runtime.detection.flapping import FlapDamping, PendingRecovery, Relapses
 from adaptra.runtime.detection.level_shift import DetectorOptions, Level
 from adaptra.runtime.detection.measurement import EdgeMeasurement, StageMeasurement, Stalls, StepMeasurement
 from adaptra.runtime.detection.packet_loss import LossyPath
@@ -45,7 +45,7 @@ class Detection:
     changes: tuple[Change, ...]
     cost: CostModel
     scenarios: tuple[Scenario, ...] = ()
-    doubt: Doubt | None = None
+    doubt: PendingRecovery | None = None
     noise: float = 0.0
 
     @property
@@ -88,7 +88,7 @@ class Detector:
         self._flights: dict[tuple[int, int], Level] = {}
         self._occupancies: dict[tuple[int, int], Level] = {}
         self._paths: dict[tuple[int, int], LossyPath] = {}
-        self._flapping = Flapping(self._options.relapse)
+        self._flapping = FlapDamping(self._options.relapse)
 
     @property
     def cost(self) -> CostModel:

@@ -47,7 +47,7 @@ class Relapses:
             self.count, self._since_healed = min(self.count + 1, MOST_RELAPSES), None
 
 
-class Doubt(NamedTuple):
+class PendingRecovery(NamedTuple):
     """What may come again of what has healed.
 
     Attributes:
@@ -62,12 +62,12 @@ class Doubt(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Place:
+class _History:
     relapses: Relapses
     slow: CostModel
 
 
-class Flapping:
+class FlapDamping:
     """Follows which places flap.
 
     Args:
@@ -76,7 +76,7 @@ class Flapping:
 
     def __init__(self, within: int) -> None:
         self._within = within
-        self._places: dict[Where, _Place] = {}
+        self._places: dict[Where, _History] = {}
 
     def step(self) -> None:
         """A step has passed."""
@@ -85,7 +85,7 @@ class Flapping:
 
     def changed(self, where: Where, is_slower: bool, before: CostModel) -> bool:
         """A place has turned slower or less slow than ``before``; whether it flaps."""
-        place = self._places.setdefault(where, _Place(Relapses(self._within), before))
+        place = self._places.setdefault(where, _History(Relapses(self._within), before))
         if is_slower:
             place.relapses.turned_slow()
         else:
@@ -97,7 +97,7 @@ class Flapping:
         """Something else is known of a place now."""
         self._places.pop(where, None)
 
-    def doubt(self, cost: CostModel) -> Doubt | None:
+    def doubt(self, cost: CostModel) -> PendingRecovery | None:
         """What may come again, given what holds now; None where nothing that flaps has healed."""
         doubted = {where: place for where, place in self._places.items() if place.relapses.count > 0}
         since = [place.relapses.since_healed for place in doubted.values()]
@@ -107,7 +107,7 @@ class Flapping:
         for where, place in doubted.items():
             if place.relapses.since_healed is not None:
                 cost = _as_slow_as(cost, where, place.slow)
-        return Doubt(min(healthy), self._within, cost)
+        return PendingRecovery(min(healthy), self._within, cost)
 
 
 def _as_slow_as(cost: CostModel, where: Where, slow: CostModel) -> CostModel:

@@ -18,7 +18,7 @@ from adaptra.program import Kind, Op, Program, parse_op
 from adaptra.program.placement import stages_of
 from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.detection.measurement import EdgeMeasurement, StageMeasurement, StepMeasurement, estimate_edge
-from adaptra.runtime.detection.stalls import Stalling
+from adaptra.runtime.detection.stalls import StallTracker
 from adaptra.runtime.rdma.watch import RdmaEvent
 from adaptra.simulation.timeline import MessageInterval, OpInterval, Source, Timeline
 
@@ -142,7 +142,7 @@ class Monitor:
         self._waits: list[tuple[Op, float]] = []
         self._probes: dict[tuple[int, int], tuple[float, float]] = {}
         self._links: deque[LinkRecord] = deque(maxlen=_KEPT_LINKS)
-        self._stalling: defaultdict[tuple[int, int], Stalling] = defaultdict(Stalling)
+        self._stalling: defaultdict[tuple[int, int], StallTracker] = defaultdict(StallTracker)
 
     @property
     def links(self) -> tuple[LinkRecord, ...]:

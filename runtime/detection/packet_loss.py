@@ -23,7 +23,7 @@ DOUBT: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class PacketLoss:
     """How a lossy edge behaves.
 
     Attributes:
@@ -55,7 +55,7 @@ class LossyPath:
 
     window: int
     relapses: Relapses
-    loss: Loss | None = None
+    loss: PacketLoss | None = None
     _recent: deque[tuple[int, float, Stalls]] = field(init=False)
     confidence: float = 1.0
     _quiet: int = 0
@@ -97,7 +97,7 @@ class LossyPath:
         late = sum(seen.late for _, _, seen in self._recent)
         prompt = [flight for messages, flight, seen in self._recent if 2 * seen.late <= messages]
         fastest = min(flight for _, flight, _ in self._recent)
-        self.loss = Loss(median(prompt) if prompt else fastest, late / messages, lateness / late)
+        self.loss = PacketLoss(median(prompt) if prompt else fastest, late / messages, lateness / late)
         self.relapses.turned_slow()
 
     def _wait_longer(self, stalled: int, least: int) -> None:

@@ -27,7 +27,7 @@ class _Pause(NamedTuple):
     following: int
 
 
-class Foresight:
+class Speculation:
     """Follows suspicions from step to step."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ LEAST_STALL: Final = 0.1
 """Seconds: what TCP has lost it sends again after 200 ms or more on most systems; busy machines mostly pause for less."""
 
 
-class Stalling:
+class StallTracker:
     """Follows the messages of one directed edge from step to step."""
 
     def __init__(self) -> None:

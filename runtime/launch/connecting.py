@@ -22,7 +22,7 @@ from adaptra.runtime.control_store.stores import Connection
 from adaptra.runtime.membership.membership import Membership
 from adaptra.runtime.transports.process_groups import end_keys
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 INTERVAL: Final = 0.5
 """Seconds between two heartbeats of a rank that connects."""
@@ -31,7 +31,7 @@ LOST_AFTER: Final = 10.0
 _CLOSE_SECONDS: Final = 2.0
 
 
-def connect(name: str, store: Store, rank: int, ranks: int, make: Callable[[], Made]) -> Made:
+def connect(name: str, store: Store, rank: int, ranks: int, make: Callable[[], T]) -> T:
     """Make what joins this rank to others. All ranks of the job call it at about the same time: they have just met.
 
     Args:
@@ -49,7 +49,7 @@ def connect(name: str, store: Store, rank: int, ranks: int, make: Callable[[], M
     """
     if ranks == 1:
         return make()
-    happened: SimpleQueue[_Done[Made] | BaseException] = SimpleQueue()
+    happened: SimpleQueue[_Done[T] | BaseException] = SimpleQueue()
     membership = Membership(Connection(store), rank, ranks, happened.put, interval=INTERVAL, lost_after=LOST_AFTER)
     before = connections_to(store)
     thread = threading.Thread(target=_run, args=(make, happened, _device()), name=f"adaptra rank {rank} connects", daemon=True)
@@ -79,14 +79,14 @@ def connect(name: str, store: Store, rank: int, ranks: int, make: Callable[[], M
         membership.close()
 
 
-class _Done(Generic[Made]):
+class _Done(Generic[T]):
     """What was made, as opposed to what was raised."""
 
-    def __init__(self, made: Made) -> None:
+    def __init__(self, made: T) -> None:
         self.made = made
 
 
-def _run(make: Callable[[], Made], happened: SimpleQueue[_Done[Made] | BaseException], device: int | None) -> None:
+def _run(make: Callable[[], T], happened: SimpleQueue[_Done[T] | BaseException], device: int | None) -> None:
     try:
         if device is not None:  # each thread has one of its own
             torch.cuda.set_device(device)
@@ -107,7 +107,7 @@ def _may_come_of_a_loss(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not is_known and not isinstance(error, PeerLostError)
 
 
-def _cause_of(error: BaseException, happened: SimpleQueue[_Done[Made] | BaseException]) -> BaseException | _Done[Made]:
+def _cause_of(error: BaseException, happened: SimpleQueue[_Done[T] | BaseException]) -> BaseException | _Done[T]:
     """The loss that an error comes of, once it is noticed; else the error."""
     try:
         return happened.get(timeout=LOST_AFTER + 2 * INTERVAL)

@@ -32,7 +32,7 @@ from adaptra.runtime.transports.registry import create_transport
 logger = logging.getLogger(__name__)
 
 Check = Callable[[], None]
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
 def _nothing() -> None:
@@ -127,7 +127,7 @@ class Job:
         name = f"{self._keys}/{self._joined}"
         return self.connect(name, lambda: self._join(roles, name))
 
-    def connect(self, name: str, make: Callable[[], Made]) -> Made:
+    def connect(self, name: str, make: Callable[[], T]) -> T:
         """Make what joins this rank to others; see :func:`.connecting.connect`."""
         name = f"{name} connecting"
         return connect(name, signed(keys_of(name), name, self._told), self.rank, self.ranks, make)

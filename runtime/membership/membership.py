@@ -29,7 +29,7 @@ from adaptra.runtime.membership.board import LEADER, Board
 from adaptra.runtime.membership.record import (
     TEXT_LIMIT,
     Failure,
-    Record,
+    RankRecord,
     State,
     cause_of,
     failure_error,
@@ -62,7 +62,7 @@ class _Peer:
     """What this rank knows of another: its last record, and when that last changed."""
 
     changed_at: float
-    record: Record | None = None
+    record: RankRecord | None = None
 
 
 class Membership:
@@ -243,14 +243,14 @@ class Membership:
         """The ranks whose failing or leaving this rank has read."""
         return tuple(rank for rank, peer in self._peers.items() if peer.record and peer.record.state is not State.RUNNING)
 
-    def _publish(self) -> Record:
+    def _publish(self) -> RankRecord:
         """Write this rank's record; what it now says."""
         with self._condition:
             failure, state, is_settled, seen = self._failure, self._state, self._is_settled, self._seen()
         if failure is not None and failure.ordinal == 0:
             failure = Failure(int(self._store.add("failures", 1)), failure.message, failure.lost, failure.edge, failure.op)
         self._beat += 1
-        record = Record(self._beat, state, failure, seen, is_settled)
+        record = RankRecord(self._beat, state, failure, seen, is_settled)
         calls = state is not State.RUNNING and not self._is_known
         self._reads_all = self._reads_all or calls
         self._board.write(write_record(record), calls, self._reads_all)
@@ -350,7 +350,7 @@ class Membership:
             for peer in self._peers.values()
         )
 
-    def _is_known_to(self, record: Record) -> bool:
+    def _is_known_to(self, record: RankRecord) -> bool:
         if record.state is State.RUNNING:
             return record.is_settled and self._rank in record.seen
         return record.is_settled or record.state is State.LEFT

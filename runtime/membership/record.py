@@ -48,7 +48,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RankRecord:
     """What a rank keeps in the store.
 
     Attributes:
@@ -112,7 +112,7 @@ def key_of(rank: int) -> str:
     return f"rank {rank}"
 
 
-def write_record(record: Record) -> str:
+def write_record(record: RankRecord) -> str:
     """A record as it is stored."""
     failure = None if record.failure is None else asdict(record.failure)
     return encode(
@@ -127,7 +127,7 @@ def write_record(record: Record) -> str:
     )
 
 
-def parse_record(payload: bytes, rank: int) -> Record:
+def parse_record(payload: bytes, rank: int) -> RankRecord:
     """Read a rank's record.
 
     Raises:
@@ -141,7 +141,7 @@ def parse_record(payload: bytes, rank: int) -> Record:
     if state not in {each.value for each in State}:
         raise ControlError(f"{where}: field 'state': expected running, failed or left, got {state!r}")
     failure = fields.raw("failure")
-    record = Record(
+    record = RankRecord(
         beat=fields.whole("beat"),
         state=State(state),
         failure=None if failure is None else _parse_failure(failure, f"{where}: failure"),

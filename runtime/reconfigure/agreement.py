@@ -19,7 +19,7 @@ from adaptra.runtime.detection.measurement import StageMeasurement
 from adaptra.runtime.reconfigure.link_probe import measure_links
 from adaptra.runtime.reconfigure.state_transfer import VALUE, Handover
 from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.cut_points import Place, Places, positions_of
+from adaptra.simulation.cut_points import CutPoint, CutPoints, positions_of
 
 RESTART_SECONDS: Final = 1.0
 """What a change takes besides moving state: ending the workers and starting others, and calibrating anew."""
@@ -115,8 +115,8 @@ def gather_costs(
 
 
 def share_split(
-    group: ProcessGroup | None, decided: tuple[SplitChange, tuple[Place, ...]] | None, places: Places
-) -> tuple[SplitChange, tuple[Place, ...]] | None:
+    group: ProcessGroup | None, decided: tuple[SplitChange, tuple[CutPoint, ...]] | None, places: CutPoints
+) -> tuple[SplitChange, tuple[CutPoint, ...]] | None:
     """What rank 0 has decided, on every rank. All ranks of the job call it.
 
     Args:

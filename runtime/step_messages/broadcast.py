@@ -15,7 +15,7 @@ from adaptra.program import Kind
 from adaptra.runtime.transports.base import Identity, Pending, Transport
 
 
-class Told:
+class Broadcast:
     """One rank's end, in a pipeline with one stage per rank. Used by the thread that runs the steps.
 
     Args:

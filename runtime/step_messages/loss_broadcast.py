@@ -19,7 +19,7 @@ from adaptra.program import Kind
 from adaptra.runtime.transports.base import Identity, Pending, Transport
 
 
-class Losses:
+class LossBroadcast:
     """One rank's end. Used by the thread that runs the steps.
 
     Args:

@@ -23,11 +23,8 @@ from torch import Tensor
 
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Kind
-from adaptra.program.placement import stages_of
+from adaptra.program.placement import Edge, stages_of
 from adaptra.runtime.transports.base import Identity, Pending, Transport
-
-Edge = tuple[int, int]
-"""Two stages, the sending one first."""
 
 POSTED_AHEAD: Final = 2
 """For how many microbatches the owner holds receive buffers at a time: one being added, one arriving."""

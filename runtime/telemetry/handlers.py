@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from adaptra.runtime.control.events import ControlEvent
-from adaptra.runtime.telemetry.records import Told
+from adaptra.runtime.telemetry.records import TimestampedRecord
 
 
 class RecordHandler:
@@ -13,10 +13,10 @@ class RecordHandler:
 
     follows_steps = True
 
-    def __init__(self, function: Callable[[Told], object]) -> None:
+    def __init__(self, function: Callable[[TimestampedRecord], object]) -> None:
         self._function = function
 
-    def take(self, told: Told) -> None:
+    def take(self, told: TimestampedRecord) -> None:
         """See :meth:`.recorder.Sink.take`."""
         self._function(told)
 
@@ -35,7 +35,7 @@ class EventHandler:
     def __init__(self, function: Callable[[ControlEvent], object]) -> None:
         self._function = function
 
-    def take(self, told: Told) -> None:
+    def take(self, told: TimestampedRecord) -> None:
         """See :meth:`.recorder.Sink.take`."""
         if isinstance(told.record, ControlEvent):
             self._function(told.record)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from adaptra.errors import OptionError
-from adaptra.runtime.telemetry.records import MARK, VERSION, StepTaken, Told, to_line
+from adaptra.runtime.telemetry.records import MARK, VERSION, StepTaken, TimestampedRecord, to_line
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """One line of JSON, without its end."""
         told = getattr(record, _ATTRIBUTE, None)
-        if isinstance(told, Told):
+        if isinstance(told, TimestampedRecord):
             return to_line(told)
         text = record.getMessage()
         if record.exc_info:
@@ -44,7 +44,7 @@ class LogSink:
         """Whether anybody looks at records of steps."""
         return logger.isEnabledFor(logging.DEBUG)
 
-    def take(self, told: Told) -> None:
+    def take(self, told: TimestampedRecord) -> None:
         """See :meth:`.recorder.Sink.take`."""
         level = logging.DEBUG if isinstance(told.record, StepTaken) else logging.INFO
         logger.log(level, "rank %d: %s", told.record.rank, told.record, extra={_ATTRIBUTE: told})
@@ -85,7 +85,7 @@ class FileSink:
             self.close()
             raise OptionError(f"Telemetry: folder {folder}: {error.strerror}: expected one that can be written") from error
 
-    def take(self, told: Told) -> None:
+    def take(self, told: TimestampedRecord) -> None:
         """See :meth:`.recorder.Sink.take`.
 
         Raises:

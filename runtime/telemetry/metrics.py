@@ -65,7 +65,7 @@ class Sample(NamedTuple):
     value: float
 
 
-class Board:
+class MetricValues:
     """The present value of every metric. Any thread may read it."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptra.errors import OptionError
-from adaptra.runtime.telemetry.records import Told
+from adaptra.runtime.telemetry.records import TimestampedRecord
 from adaptra.runtime.telemetry.tensorboard import ScalarWriter
 
 
@@ -33,7 +33,7 @@ class Telemetry:
     metrics_port: int | None = None
     metrics_address: str = "127.0.0.1"
     tensorboard: ScalarWriter | str | Path | None = None
-    on_record: Callable[[Told], object] | None = None
+    on_record: Callable[[TimestampedRecord], object] | None = None
 
     def __post_init__(self) -> None:
         given: Any = self.folder

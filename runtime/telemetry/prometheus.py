@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from adaptra.errors import MissingExtraError, OptionError
-from adaptra.runtime.telemetry.metrics import METRICS, Board
-from adaptra.runtime.telemetry.records import Told
+from adaptra.runtime.telemetry.metrics import METRICS, MetricValues
+from adaptra.runtime.telemetry.records import TimestampedRecord
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -33,7 +33,7 @@ class PrometheusSink:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError as error:
             raise MissingExtraError("metrics need prometheus_client: pip install 'adaptra[metrics]'") from error
-        self._board = Board()
+        self._board = MetricValues()
         # A registry of its own: two pipelines of one process don't mix, nor with metrics of the user's.
         self.registry: CollectorRegistry = CollectorRegistry()
         self.registry.register(self)
@@ -59,7 +59,7 @@ class PrometheusSink:
                     family.add_metric(sample.labels, sample.value)
             yield family
 
-    def take(self, told: Told) -> None:
+    def take(self, told: TimestampedRecord) -> None:
         """See :meth:`.recorder.Sink.take`."""
         self._board.update(told.record)
 

@@ -15,7 +15,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Final, Protocol
 
-from adaptra.runtime.telemetry.records import Record, Told
+from adaptra.runtime.telemetry.records import Record, TimestampedRecord
 
 MOST_WAITING: Final = 10_000
 """How many records wait for the sinks at most."""
@@ -38,7 +38,7 @@ class Sink(Protocol):
         """See above."""
         ...
 
-    def take(self, told: Told) -> None:
+    def take(self, told: TimestampedRecord) -> None:
         """Take the next record."""
         ...
 
@@ -89,7 +89,7 @@ class Recorder:
             try:
                 for record in make():
                     for sink in self._sinks:
-                        self._guarded(sink, partial(sink.take, Told(moment, record)))
+                        self._guarded(sink, partial(sink.take, TimestampedRecord(moment, record)))
             except Exception:
                 logger.exception("telemetry: a record could not be made")
         for sink in self._sinks:

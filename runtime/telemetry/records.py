@@ -136,20 +136,20 @@ Record = RunStarted | StepTaken | ControlEvent | PathsChanged | StepFailed | Run
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class TimestampedRecord:
     """A record and when it was told, in seconds since 1970 by the clock of its rank's host."""
 
     time: float
     record: Record
 
 
-def to_line(told: Told) -> str:
+def to_line(told: TimestampedRecord) -> str:
     """The line of JSON, without its end; :func:`from_json` reads back an equal record."""
     event, fields = _to_json(told.record)
     return json.dumps({MARK: VERSION, "time": told.time, "event": event, **fields}, allow_nan=False)
 
 
-def from_json(data: object, where: str) -> Told:
+def from_json(data: object, where: str) -> TimestampedRecord:
     """Read a line that was decoded from JSON.
 
     Args:
@@ -165,7 +165,7 @@ def from_json(data: object, where: str) -> Told:
     version = fields.raw(MARK)
     if version != VERSION:
         raise ControlError(f"{where}: version {version!r}: this adaptra reads version {VERSION}")
-    told = Told(fields.instant("time"), _read(fields, fields.text("event", at_most=32), where))
+    told = TimestampedRecord(fields.instant("time"), _read(fields, fields.text("event", at_most=32), where))
     fields.end()
     return told
 

@@ -8,8 +8,16 @@ from typing import Protocol
 
 from adaptra.errors import MissingExtraError
 from adaptra.runtime.control.events import ControlEvent
-from adaptra.runtime.telemetry.metrics import Board, Sample
-from adaptra.runtime.telemetry.records import PathsChanged, Record, RunEnded, RunStarted, StepFailed, StepTaken, Told
+from adaptra.runtime.telemetry.metrics import MetricValues, Sample
+from adaptra.runtime.telemetry.records import (
+    PathsChanged,
+    Record,
+    RunEnded,
+    RunStarted,
+    StepFailed,
+    StepTaken,
+    TimestampedRecord,
+)
 
 
 class ScalarWriter(Protocol):
@@ -38,7 +46,7 @@ class TensorBoardSink:
     follows_steps = True
 
     def __init__(self, writer: ScalarWriter | str | Path, ranks: Sequence[int]) -> None:
-        self._board = Board()
+        self._board = MetricValues()
         self._owned = None
         if isinstance(writer, str | Path):
             try:
@@ -49,7 +57,7 @@ class TensorBoardSink:
             self._owned = writer = SummaryWriter(str(Path(writer) / f"rank-{name}"))
         self._writer: ScalarWriter = writer
 
-    def take(self, told: Told) -> None:
+    def take(self, told: TimestampedRecord) -> None:
         """See :meth:`.recorder.Sink.take`."""
         step = _step_of(told.record)
         for sample in self._board.update(told.record):

@@ -25,11 +25,11 @@ from adaptra.program.transport_contract import Contract
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-Layout = tuple[tuple[tuple[int, ...], str], ...]
+MessageLayout = tuple[tuple[tuple[int, ...], str], ...]
 """Shape and dtype of every tensor of a message: all of a :data:`MessageSpec` that a message must agree on."""
 
 
-def layout_of(specs: MessageSpec) -> Layout:
+def layout_of(specs: MessageSpec) -> MessageLayout:
     """What of ``specs`` a message must agree on. Whether a tensor requires a gradient is each side's own business."""
     return tuple((tuple(spec.shape), _dtype_text(spec)) for spec in specs)
 
@@ -96,7 +96,7 @@ class Identity:
         return f"{self.op} of step {self.step} on {edge} with {describe_layout(layout_of(self.specs))}"
 
 
-def describe_layout(layout: Layout) -> str:
+def describe_layout(layout: MessageLayout) -> str:
     """The layout for people: ``float32[2,3] int64[]``."""
     return " ".join(f"{dtype}[{','.join(map(str, shape))}]" for shape, dtype in layout) or "no tensors"
 

@@ -17,9 +17,8 @@ from adaptra.errors import TransportError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program import Kind, Program
 from adaptra.program.dependencies import peer_stage
+from adaptra.program.placement import Edge
 from adaptra.runtime.transports.base import Identity, PathCounts, Pending, Transport
-
-_Edge = tuple[int, int]
 
 
 class LanedTransport(Transport):
@@ -43,12 +42,12 @@ class LanedTransport(Transport):
         self._lanes = dict(lanes)
         self._all = (default, *self._lanes.values())
         self._lock = threading.Lock()
-        self._lane_of: list[tuple[int, dict[_Edge, str]]] = []
+        self._lane_of: list[tuple[int, dict[Edge, str]]] = []
         self._carrier: dict[Pending, Transport] = {}
 
     def use_lanes(self, step: int, program: Program) -> None:
         """See :meth:`Transport.use_lanes`."""
-        lane_of: dict[_Edge, str] = {}
+        lane_of: dict[Edge, str] = {}
         for order in program.orders:
             for op in order:
                 if op.lane is None or op.kind.is_compute:

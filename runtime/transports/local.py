@@ -16,7 +16,7 @@ from adaptra.errors import LaunchError, TransportError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program.transport_contract import Contract
 from adaptra.runtime.transports.base import Identity, Pending, Transport, check_tensors, describe_layout, layout_of, now
-from adaptra.runtime.transports.pending import Completion, Guard
+from adaptra.runtime.transports.pending import Completion, PendingOperations
 from adaptra.runtime.transports.pool import Pool
 
 CONTRACT: Final = Contract(send_waits_for_receiver=False, in_order=False, buffered=False)
@@ -25,7 +25,7 @@ CONTRACT: Final = Contract(send_waits_for_receiver=False, in_order=False, buffer
 _Address = tuple[int, int, tuple[object, ...]]
 
 
-class _Message:
+class _LocalMessage:
     """A message on its way: its tensors and when it was posted and arrived."""
 
     __slots__ = ("arrived_at", "identity", "sent_at", "tensors")
@@ -55,7 +55,7 @@ class LocalHub:
         self.world_size = world_size
         self.store = distributed.HashStore()
         self._lock = threading.Lock()
-        self._arrived: dict[_Address, _Message] = {}
+        self._arrived: dict[_Address, _LocalMessage] = {}
         self._posted: dict[_Address, tuple[LocalTransport, Completion]] = {}
 
     def transport(self, rank: int) -> LocalTransport:
@@ -68,7 +68,7 @@ class LocalHub:
             raise LaunchError(f"rank {rank}: expected a rank of 0..{self.world_size - 1}")
         return LocalTransport(self, rank)
 
-    def deliver(self, source: int, destination: int, message: _Message) -> None:
+    def deliver(self, source: int, destination: int, message: _LocalMessage) -> None:
         """Hand a message to the receive that waits for it, or keep it for the one to come."""
         address = (source, destination, message.identity.key)
         with self._lock:
@@ -102,7 +102,7 @@ class LocalTransport(Transport):
         self.world_size = hub.world_size
         self.store = hub.store
         self._hub = hub
-        self._guard = Guard(rank, hub.world_size)
+        self._guard = PendingOperations(rank, hub.world_size)
         # The pool holds no memory here, it counts: a program that breaks its reservation does so on every transport.
         self._pool: Pool[None] = Pool(lambda _: None)
         self._held: dict[Pending, int] = {}
@@ -114,7 +114,7 @@ class LocalTransport(Transport):
         check_tensors(identity, tensors)
         pending = self._guard.post(destination_rank, identity, is_receive=False)
         sent = tuple(spec.arriving(tensor) for tensor, spec in zip(tensors, identity.specs, strict=True))
-        message = _Message(identity, sent, now() if posted_at is None else posted_at)
+        message = _LocalMessage(identity, sent, now() if posted_at is None else posted_at)
         self._hub.deliver(self.rank, destination_rank, message)
         pending.complete()
         self._guard.settle(pending)
@@ -128,7 +128,7 @@ class LocalTransport(Transport):
         self._hub.expect(source_rank, self, pending)
         return pending
 
-    def arrive(self, pending: Completion, message: _Message) -> None:
+    def arrive(self, pending: Completion, message: _LocalMessage) -> None:
         """The message that ``pending`` waits for is there."""
         expected, given = layout_of(pending.identity.specs), layout_of(message.identity.specs)
         if given == expected:

@@ -64,10 +64,10 @@ class Completion(Pending):
         return self._tensors
 
 
-_Made = TypeVar("_Made", bound=Completion)
+T = TypeVar("T", bound=Completion)
 
 
-class Guard:
+class PendingOperations:
     """The state that all transports share: the receives posted per rank, what is pending, and why it all ended.
 
     Args:
@@ -82,7 +82,7 @@ class Guard:
         self._lock = threading.Lock()
         self._pending: dict[Completion, int | None] = {}
 
-    def post(self, peer: int, identity: Identity, is_receive: bool, make: Callable[[Identity], _Made] = Completion) -> _Made:
+    def post(self, peer: int, identity: Identity, is_receive: bool, make: Callable[[Identity], T] = Completion) -> T:
         """A new pending operation with ``peer``, as ``make`` makes it.
 
         Raises:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 from adaptra.graph.ops.specs import MessageSpec
-from adaptra.runtime.transports.base import Identity, Layout, describe_layout, layout_of
+from adaptra.runtime.transports.base import Identity, MessageLayout, describe_layout, layout_of
 
 Buffer = TypeVar("Buffer")
-_Key = tuple[int, Layout]
+_Key = tuple[int, MessageLayout]
 
 
 class Pool(Generic[Buffer]):

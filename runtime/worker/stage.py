@@ -106,7 +106,7 @@ class TrainingStage:
         self._gradients.end_microbatch(self._stage.index, microbatch)
 
 
-class PhasedStage(TrainingStage):
+class TwoPassStage(TrainingStage):
     """A stage whose forwards and backwards are two programs, with anything between them: other forwards too.
 
     Args:

@@ -20,18 +20,18 @@ from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program import Kind, Program
 from adaptra.runtime.options import Options
-from adaptra.runtime.step_messages.broadcast import Told
+from adaptra.runtime.step_messages.broadcast import Broadcast
 from adaptra.runtime.step_messages.shared_gradients import Gradients
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.worker.executor import Executor
-from adaptra.runtime.worker.stage import PhasedStage, Stage
+from adaptra.runtime.worker.stage import Stage, TwoPassStage
 
 _FORWARD: Final = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
 _BACKWARD: Final = frozenset(Kind) - _FORWARD
 
 
 @dataclass(slots=True)
-class Kept:
+class PendingBackward:
     """What a forward pass leaves on one rank for its backward pass.
 
     Attributes:
@@ -43,7 +43,7 @@ class Kept:
     saved: dict[int, Any]
 
 
-class Phases:
+class TwoPassStep:
     """One rank's part of both phases.
 
     Args:
@@ -75,9 +75,9 @@ class Phases:
         first, last, microbatches = compiled.train[0], compiled.train[-1], program.microbatches
         self._timeout = options.timeout
         self._gradients = gradients
-        self._outputs = Told(last.index, Kind.F, microbatches, last.outputs, transport)
-        self._input_gradients = Told(0, Kind.I, microbatches, first.grad_inputs, transport)
-        self._stage = PhasedStage(
+        self._outputs = Broadcast(last.index, Kind.F, microbatches, last.outputs, transport)
+        self._input_gradients = Broadcast(0, Kind.I, microbatches, first.grad_inputs, transport)
+        self._stage = TwoPassStage(
             compiled.train[transport.rank],
             state,
             seed=options.seed,
@@ -96,7 +96,7 @@ class Phases:
             self._backward, self._input_gradients
         )
 
-    def forward(self, step: int, inputs: Sequence[Sequence[Tensor]]) -> tuple[tuple[Tensor, ...], Kept]:
+    def forward(self, step: int, inputs: Sequence[Sequence[Tensor]]) -> tuple[tuple[Tensor, ...], PendingBackward]:
         """Run F of all microbatches.
 
         Args:
@@ -108,9 +108,9 @@ class Phases:
         """
         self._outputs.begin_step(step)
         self._forward.run(step, inputs, [()] * self._forward.program.microbatches)
-        return self._outputs.end_step(self._timeout), Kept(step, self._stage.take_saved())
+        return self._outputs.end_step(self._timeout), PendingBackward(step, self._stage.take_saved())
 
-    def backward(self, kept: Kept, tangents: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    def backward(self, kept: PendingBackward, tangents: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
         """Run I and W of all microbatches, and add their gradients to each parameter's ``grad``.
 
         Args:
@@ -129,5 +129,5 @@ class Phases:
         return found
 
 
-def _counts(executor: Executor, told: Told) -> Counter[tuple[int, MessageSpec]]:
+def _counts(executor: Executor, told: Broadcast) -> Counter[tuple[int, MessageSpec]]:
     return Counter(executor.receive_counts) + Counter(told.receive_counts())

@@ -46,7 +46,7 @@ from adaptra.runtime.rdma.watch import RdmaEvent, watch
 from adaptra.runtime.state.shared_values import SharedValues
 from adaptra.runtime.state.state_stream import SPEC, UNDER_WAY, StateStream
 from adaptra.runtime.step_messages.gradient_norms import GradientNorms
-from adaptra.runtime.step_messages.loss_broadcast import Losses
+from adaptra.runtime.step_messages.loss_broadcast import LossBroadcast
 from adaptra.runtime.step_messages.probes import Probes
 from adaptra.runtime.step_messages.shared_gradients import Gradients, SharedParameter
 from adaptra.runtime.telemetry.rank import RankTelemetry
@@ -58,7 +58,7 @@ from adaptra.runtime.worker.gradient_hooks import GradientHooks
 from adaptra.runtime.worker.loss_reduction import Reduction, total_weight
 from adaptra.runtime.worker.stage import EvaluationStage, Stage, TrainingStage
 from adaptra.runtime.worker.step_gradients import StepGradients
-from adaptra.runtime.worker.two_pass import Kept, Phases
+from adaptra.runtime.worker.two_pass import PendingBackward, TwoPassStep
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import simulate
 from adaptra.simulation.timeline import Timeline
@@ -146,7 +146,7 @@ class Worker:
         last = compiled.train[-1]
         loss = last.outputs[0] if compiled.with_loss else TensorSpec((), last.outputs[0].dtype)  # else none are told
         sharing = {self._placement[stage] for one in compiled.tied if last.index in one.stages for stage in one.stages}
-        self._losses = Losses(self.rank, self._placement, microbatches, loss, sharing, transport)
+        self._losses = LossBroadcast(self.rank, self._placement, microbatches, loss, sharing, transport)
         self._probes = Probes(self.rank, self._placement, microbatches, transport, self.monitor)
         self._replica = 0 if replicas is None else replicas.index
         self._buffers = ReplicaBuffers(replicas if options.broadcast_buffers else None, self._own_buffers())
@@ -266,7 +266,7 @@ class Worker:
         if self._ranks > 1 and is_due(number):
             self.controller.tell_rows(call, number, numbers_of(given))
 
-    def forward(self, inputs: Batch) -> tuple[tuple[Tensor, ...], Kept]:
+    def forward(self, inputs: Batch) -> tuple[tuple[Tensor, ...], PendingBackward]:
         """Run the forward pass of all microbatches of a pipeline without a loss.
 
         Args:
@@ -286,7 +286,7 @@ class Worker:
         self._step += 1
         return outputs, kept
 
-    def backward(self, kept: Kept, tangents: Batch) -> tuple[Tensor, ...]:
+    def backward(self, kept: PendingBackward, tangents: Batch) -> tuple[Tensor, ...]:
         """Run the backward pass of all microbatches and accumulate gradients.
 
         Args:
@@ -307,10 +307,10 @@ class Worker:
         return found
 
     @cached_property
-    def _phases(self) -> Phases:
+    def _phases(self) -> TwoPassStep:
         program = self._prepared[self.initial.version].program
         self._transport.use_lanes(self._step, program)
-        phases = Phases(
+        phases = TwoPassStep(
             program,
             self._compiled,
             self.state,

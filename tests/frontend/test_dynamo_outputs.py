@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from training import MIXED, adam, microbatches_of
 
 from adaptra.graph.ops.random_state import RandomKey, reference_randomness
-from adaptra.runtime.worker.two_pass import Kept
+from adaptra.runtime.worker.two_pass import PendingBackward
 
 LAYERS = EXAMPLES["skip_mlp"]
 (X,), _, Y = LAYERS.rows(ROWS, 0)
@@ -191,7 +191,7 @@ def test_what_a_call_keeps_is_freed_after_its_backward_or_with_its_outputs() -> 
     """At once: no reference leads round in a circle."""
 
     def held() -> int:
-        return sum(type(one) is Kept and len(one.saved) > 0 for one in gc.get_objects())
+        return sum(type(one) is PendingBackward and len(one.saved) > 0 for one in gc.get_objects())
 
     run = compiled(Branches())
     gc.disable()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,3 +124,12 @@ for name in {sorted(named)!r}:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_class_name_has_one_meaning() -> None:
+    places = defaultdict[str, list[str]](list)
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.strip("_")].append(module)
+    assert not {name: found for name, found in places.items() if len(found) > 1}

@@ -8,8 +8,8 @@ from typing import ClassVar
 import pytest
 
 from adaptra.errors import PassError, ScheduleError
-from adaptra.passes import PASSES, AdaptOrder, InsertComm, LowerComm, Pass, Pipeline, SplitBackward, parse_pipeline
-from adaptra.passes.base import Count, Edges, Word
+from adaptra.passes import PASSES, AdaptOrder, InsertComm, LowerComm, Pass, PassPipeline, SplitBackward, parse_pipeline
+from adaptra.passes.base import Count, EdgeSet, Word
 from adaptra.program import Program
 from adaptra.program.schedules import one_f_one_b
 from adaptra.simulation.cost import CostModel
@@ -36,12 +36,12 @@ COST = CostModel.uniform(2, 10, 10, 10)
     ],
 )
 def test_text_form_parses_and_prints(text: str, passes: tuple[Pass, ...]) -> None:
-    assert parse_pipeline(text) == Pipeline(passes)
-    assert str(Pipeline(passes)) == text
+    assert parse_pipeline(text) == PassPipeline(passes)
+    assert str(PassPipeline(passes)) == text
 
 
 def test_options_at_their_default_may_be_written() -> None:
-    assert parse_pipeline("insert-comm{receives=ahead},lower-comm{lane=delegate}") == Pipeline((InsertComm(), LowerComm()))
+    assert parse_pipeline("insert-comm{receives=ahead},lower-comm{lane=delegate}") == PassPipeline((InsertComm(), LowerComm()))
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_every_pass_is_named_as_its_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "text"), [(Count(0), "0"), (Count(3), "12"), (Edges(), "0>1+12>11"), (Word("a|b", "a or b"), "a")]
+    ("form", "text"), [(Count(0), "0"), (Count(3), "12"), (EdgeSet(), "0>1+12>11"), (Word("a|b", "a or b"), "a")]
 )
-def test_option_forms_print_what_they_parse(form: Count | Edges | Word, text: str) -> None:
+def test_option_forms_print_what_they_parse(form: Count | EdgeSet | Word, text: str) -> None:
     assert form.print(form.parse(text)) == text
 
 
@@ -124,10 +124,10 @@ class LoseLastOp(Pass):
 
 def test_the_runner_names_the_pass_that_broke_the_program() -> None:
     with pytest.raises(AssertionError, match=r"bug in pass lose-last-op: its result does not verify: .*0W3"):
-        Pipeline((SplitBackward(), LoseLastOp())).apply(one_f_one_b(2, 4), COST)
+        PassPipeline((SplitBackward(), LoseLastOp())).apply(one_f_one_b(2, 4), COST)
 
 
 def test_the_runner_refuses_an_invalid_program() -> None:
     program = LoseLastOp().apply(one_f_one_b(2, 4), COST)
     with pytest.raises(ScheduleError):
-        Pipeline((SplitBackward(),)).apply(program, COST)
+        PassPipeline((SplitBackward(),)).apply(program, COST)

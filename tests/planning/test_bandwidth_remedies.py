@@ -14,19 +14,32 @@ from strategies import cases
 from torch import nn
 
 from adaptra.graph import compile_stages
-from adaptra.planning.bandwidth_remedies import Means, Remedy, bound_edges, choose_split, find_remedies, needed_rounding
+from adaptra.planning.bandwidth_remedies import (
+    BandwidthOptions,
+    Remedy,
+    bound_edges,
+    choose_split,
+    find_remedies,
+    needed_rounding,
+)
 from adaptra.planning.explanation import explain
 from adaptra.planning.planner import plan
 from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.cut_points import Place, Places, positions_of
+from adaptra.simulation.cut_points import CutPoint, CutPoints, positions_of
 from adaptra.simulation.simulate import simulate
 
 TEN = CostModel.uniform(4, 10, 10, 10)
 FULL = TEN.with_occupancy(1, 2, 50)
 ALONE = (0, 1, 2, 3)
-PLACES = Places(
-    (Place("b", 600, 100.0), Place("d", 600, 200.0), Place("f", 600, 300.0)),
-    (Place("a", 60, 50.0), Place("b", 600, 100.0), Place("c", 150, 180.0), Place("e", 900, 250.0), Place("g", 60, 390.0)),
+PLACES = CutPoints(
+    (CutPoint("b", 600, 100.0), CutPoint("d", 600, 200.0), CutPoint("f", 600, 300.0)),
+    (
+        CutPoint("a", 60, 50.0),
+        CutPoint("b", 600, 100.0),
+        CutPoint("c", 150, 180.0),
+        CutPoint("e", 900, 250.0),
+        CutPoint("g", 60, 390.0),
+    ),
     400.0,
 )
 
@@ -35,8 +48,8 @@ def case(cost: CostModel, microbatches: int = 12) -> Case:
     return Case(cost, microbatches, ALONE)
 
 
-def remedies(cost: CostModel, means: Means | None = None, **used: tuple[tuple[int, int], ...]):
-    return find_remedies(case(cost), plan(case(cost)), means=means or Means(), **used)
+def remedies(cost: CostModel, means: BandwidthOptions | None = None, **used: tuple[tuple[int, int], ...]):
+    return find_remedies(case(cost), plan(case(cost)), means=means or BandwidthOptions(), **used)
 
 
 @pytest.mark.parametrize("cost", [TEN, TEN.with_latency(1, 2, 600), TEN.with_occupancy(1, 2, 30)])
@@ -55,7 +68,7 @@ def test_one_microbatch_is_followed_by_none() -> None:
 
 
 def test_rounding_is_planned_for_with_half_the_occupancy() -> None:
-    found = remedies(FULL, Means(rounds=True))
+    found = remedies(FULL, BandwidthOptions(rounds=True))
     assert found is not None and found.edges == ((1, 2),) and (found.occupancy, found.load) == (50, 30)
     chosen = found.best(Remedy.ROUNDING)
     assert chosen is not None and chosen.cost == TEN.with_occupancy(1, 2, 25)
@@ -70,13 +83,13 @@ def test_what_users_have_not_allowed_is_told_and_not_taken() -> None:
 
 
 def test_what_is_used_already_is_no_remedy() -> None:
-    found = remedies(FULL, Means(spreads=True, rounds=True), spread=((1, 2),), rounded=((1, 2),))
+    found = remedies(FULL, BandwidthOptions(spreads=True, rounds=True), spread=((1, 2),), rounded=((1, 2),))
     assert found is not None and found.choices == ()
     assert "nothing known would help" in str(found)
 
 
 def test_a_cut_where_less_is_sent_is_worth_some_imbalance() -> None:
-    found = remedies(FULL, Means(places=PLACES))
+    found = remedies(FULL, BandwidthOptions(places=PLACES))
     assert found is not None
     cuts = [choice for choice in found.choices if choice.remedy is Remedy.CUT]
     assert [choice.wanted for choice in cuts] == ["pipe.take_split(['b', 'c', 'f'], optimizer) moves it"]
@@ -85,15 +98,15 @@ def test_a_cut_where_less_is_sent_is_worth_some_imbalance() -> None:
     assert cuts[0].cost.forward == pytest.approx((10, 8, 12, 10)) and cuts[0].makespan < 0.75 * found.makespan
 
 
-def known(places: Places) -> Places:
+def known(places: CutPoints) -> CutPoints:
     """The same in a captured model, in which stages can begin there."""
     chosen, possible = ([replace(one, position=int(one.work)) for one in some] for some in (places.chosen, places.possible))
     return replace(places, chosen=tuple(chosen), possible=tuple(possible))
 
 
 def test_a_cut_that_wins_more_than_it_costs_is_chosen() -> None:
-    def choose(places: Places, moving: tuple[float, float] | None, horizon: int = 100, cost: CostModel = FULL):
-        means = Means(places=places)
+    def choose(places: CutPoints, moving: tuple[float, float] | None, horizon: int = 100, cost: CostModel = FULL):
+        means = BandwidthOptions(places=places)
         return choose_split(case(cost), plan(case(cost)), (), (), means, horizon, lambda _: moving)
 
     chosen = choose(known(PLACES), (1000.0, 6000.0))
@@ -129,7 +142,7 @@ def test_an_edge_rounds_no_longer_than_it_would_bind_as_it_is(rounded_time: floa
 @given(cases())
 def test_no_remedy_promises_more_than_its_bound(found: Case) -> None:
     program = plan(found)
-    remedies = find_remedies(found, program, means=Means(spreads=True, rounds=True))
+    remedies = find_remedies(found, program, means=BandwidthOptions(spreads=True, rounds=True))
     assert (remedies is None) == (not bound_edges(found)[0])
     if remedies is not None:
         assert list(remedies.choices) == sorted(remedies.choices, key=lambda choice: choice.makespan)

@@ -7,7 +7,7 @@ from pathlib import Path
 from adaptra.runtime.control.events import ControlEvent, EventKind
 from adaptra.runtime.detection.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
 from adaptra.runtime.telemetry.log import FileSink
-from adaptra.runtime.telemetry.records import PathsChanged, Record, RunEnded, RunStarted, StepTaken, Told
+from adaptra.runtime.telemetry.records import PathsChanged, Record, RunEnded, RunStarted, StepTaken, TimestampedRecord
 
 
 def step_taken(rank: int, step: int, seconds: float, flight: float, version: int = 0, predicted: float = 0.1) -> StepTaken:
@@ -40,7 +40,7 @@ def write(folder: Path, rank: int, records: list[Record], begin: float = 100.0) 
     """Records as a rank writes them, a second apart; the file."""
     sink = FileSink(folder, [rank])
     for number, record in enumerate(records):
-        sink.take(Told(begin + number, record))
+        sink.take(TimestampedRecord(begin + number, record))
     sink.close()
     return folder / f"rank-{rank}.jsonl"
 

@@ -30,7 +30,7 @@ V: Final = "v"
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CompileArguments:
     """The arguments of :func:`adaptra.frontend.api.compile`, which describes them; ``with_loss`` is of
     :mod:`adaptra.frontend.two_pass`, ``keeps_whole`` of :mod:`adaptra.frontend.dynamo`: whether every rank's model is kept
     whole and true by the caller.

@@ -100,7 +100,7 @@ class Sharing:
         return found
 
     def begin(self, built: Any) -> None:
-        """The pipeline, a :class:`adaptra.frontend.session.Built`, runs from now on."""
+        """The pipeline, a :class:`adaptra.frontend.session.Session`, runs from now on."""
         self._built = weakref.ref(built)
         for tensor, hold in self._own.items():
             others = [one for one in _HELD.get(tensor, ()) if one.sharing.is_open or one.version is not None]

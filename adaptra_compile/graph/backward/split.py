@@ -23,7 +23,7 @@ from adaptra.graph.ops.fake import fake_like
 from adaptra.graph.ops.ops import arguments_of, call, changes_in_place, changes_unsaid, is_random, is_view_node, results_of
 from adaptra.graph.ops.random_state import run_seeded
 
-Kept = tuple[fx.Node, ...]
+SavedNodes = tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ class SplitPiece:
     """
 
     forward: tuple[fx.Node, ...]
-    kept: Kept
-    backward_inputs: Kept
+    kept: SavedNodes
+    backward_inputs: SavedNodes
     input_grad: tuple[fx.Node, ...]
-    grad_inputs: Kept
-    kept_by_input_grad: Kept
+    grad_inputs: SavedNodes
+    kept_by_input_grad: SavedNodes
     weight_grad: tuple[fx.Node, ...]
-    grad_weights: Kept
+    grad_weights: SavedNodes
 
 
 def split(traced: TracedPiece) -> SplitPiece:
@@ -157,7 +157,7 @@ def _forward_part(traced: TracedPiece, kept: Sequence[fx.Node]) -> tuple[fx.Node
     return forward_part(traced, [*traced.outputs, *kept])
 
 
-def _backward_part(traced: TracedPiece, results: Sequence[fx.Node]) -> tuple[list[fx.Node], Kept]:
+def _backward_part(traced: TracedPiece, results: Sequence[fx.Node]) -> tuple[list[fx.Node], SavedNodes]:
     """The nodes of the backward pass with those of the forward pass that are made again for it, and what else it needs of it.
 
     Views are made again, and what lies inside checkpointed regions.
@@ -222,7 +222,9 @@ def _in_order(chosen: set[fx.Node], order: Iterable[fx.Node]) -> tuple[fx.Node, 
     return tuple(node for node in order if node in chosen)
 
 
-def _functional(backward: Sequence[fx.Node], inputs: Kept, results: Kept) -> tuple[list[fx.Node], Kept, Kept]:
+def _functional(
+    backward: Sequence[fx.Node], inputs: SavedNodes, results: SavedNodes
+) -> tuple[list[fx.Node], SavedNodes, SavedNodes]:
     """The same computation without changes in place, so that it can be taken apart."""
 
     def run(*values: Tensor) -> list[Any]:

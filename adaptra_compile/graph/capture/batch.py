@@ -16,7 +16,7 @@ from adaptra.errors import BatchError, CaptureError
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec, dtype_name
 from adaptra.graph.ops.weighted_loss import WeightedLoss
 
-Loss = Callable[[Any, Any], Any]
+LossFunction = Callable[[Any, Any], Any]
 """``loss(outputs, targets)`` returns a scalar tensor."""
 
 
@@ -219,7 +219,7 @@ class OutputFormat:
         return {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
 
 
-def loss_of(outputs: Any, loss: Loss | None, form: TargetFormat, targets: Sequence[Tensor]) -> Tensor:
+def loss_of(outputs: Any, loss: LossFunction | None, form: TargetFormat, targets: Sequence[Tensor]) -> Tensor:
     """The scalar loss of what a model returns; of a weighted loss its sum and weight, (2,).
 
     Raises:

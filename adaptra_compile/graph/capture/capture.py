@@ -23,7 +23,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from adaptra.errors import CaptureError
 from adaptra.graph.capture.as_eager import as_eager
-from adaptra.graph.capture.batch import InputFormat, Loss, OutputFormat, TargetFormat, loss_of
+from adaptra.graph.capture.batch import InputFormat, LossFunction, OutputFormat, TargetFormat, loss_of
 from adaptra.graph.capture.eager_ops import EagerOp, eager_ops
 from adaptra.graph.capture.hooks import refusing_tensor_hooks
 from adaptra.graph.ops.autocast import noting_autocast
@@ -104,7 +104,7 @@ def capture(
     input_format: InputFormat,
     targets: tuple[Tensor, ...],
     target_format: TargetFormat,
-    loss: Loss | None,
+    loss: LossFunction | None,
     *,
     names: StateNames,
     evaluation: bool,
@@ -129,7 +129,7 @@ def capture(
         CaptureError: Names the module and the line of the user's model, with torch's reason; torch's own error is chained.
     """
     formats: list[OutputFormat] = []
-    step = _Step(model, input_format, target_format, loss, evaluation, with_loss, formats)
+    step = _ModelWithLoss(model, input_format, target_format, loss, evaluation, with_loss, formats)
     examples = (tuple(tensor.detach() for tensor in inputs), tuple(tensor.detach() for tensor in targets))
     with _mode(model, evaluation), numbering_checkpoints(), noting_autocast(), refusing_tensor_hooks():
         try:
@@ -147,13 +147,13 @@ def list_eager_ops(
     input_format: InputFormat,
     targets: tuple[Tensor, ...],
     target_format: TargetFormat,
-    loss: Loss | None,
+    loss: LossFunction | None,
     *,
     names: StateNames,
     with_loss: bool = True,
 ) -> tuple[EagerOp, ...]:
     """The ops that eager torch runs for what :func:`capture` captures for training; checkpointed regions once."""
-    step = _Step(model, input_format, target_format, loss, False, with_loss, [])
+    step = _ModelWithLoss(model, input_format, target_format, loss, False, with_loss, [])
     state = dict(step.named_parameters(remove_duplicate=False)) | dict(step.named_buffers(remove_duplicate=False))
     named = {id(module): name for name, module in model.named_modules()}
 
@@ -171,7 +171,7 @@ def list_eager_ops(
         return eager_ops(step, state, [_MODEL + name for name in names.trainable], examples, where)
 
 
-class _Step(nn.Module):
+class _ModelWithLoss(nn.Module):
     """The model followed by its loss, called with flat tensors only."""
 
     def __init__(
@@ -179,7 +179,7 @@ class _Step(nn.Module):
         model: nn.Module,
         inputs: InputFormat,
         targets: TargetFormat,
-        loss: Loss | None,
+        loss: LossFunction | None,
         evaluation: bool,
         with_loss: bool,
         formats: list[OutputFormat],

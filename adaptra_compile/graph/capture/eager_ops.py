@@ -59,7 +59,7 @@ def eager_ops(
         # Libraries ask of the meta device what they ask of a fake tensor.
         given = pytree.tree_map_only(Tensor, lambda one: fake_like(one, one.requires_grad) if one.is_meta else one, examples)
         wanted += [one for one in pytree.tree_leaves(given) if isinstance(one, Tensor) and one.requires_grad]
-        record = _Record(where)
+        record = _RecordOps(where)
         with _reparametrize_module(step, fakes), as_eager(), record, torch.enable_grad():
             results = step(*given)
             record.where = str
@@ -74,7 +74,7 @@ def eager_ops(
 
 
 @dataclass(slots=True)
-class _Run:
+class _RanOp:
     """One op that was run, the memory that it has read from and written to, and what it holds, so that no number is reused."""
 
     found: tuple[EagerOp, ...]
@@ -83,11 +83,11 @@ class _Run:
     held: list[Tensor] = field(default_factory=list[Tensor])
 
 
-class _Record(TorchDispatchMode):
+class _RecordOps(TorchDispatchMode):
     def __init__(self, where: Callable[[], str]) -> None:
         super().__init__()
         self.where = where
-        self._runs: list[_Run] = []
+        self._runs: list[_RanOp] = []
         self._on = True
 
     @contextmanager
@@ -110,7 +110,7 @@ class _Record(TorchDispatchMode):
             written = [*made, *_tensors(written_by(func, args, kwargs))]
             where = self.where() if described else ""
             self._runs.append(
-                _Run(tuple(EagerOp(one, where) for one in described), _memory(given), _memory(written), [*given, *made])
+                _RanOp(tuple(EagerOp(one, where) for one in described), _memory(given), _memory(written), [*given, *made])
             )
         return result
 

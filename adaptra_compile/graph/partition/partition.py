@@ -17,7 +17,7 @@ from adaptra.errors import PartitionError
 from adaptra.graph.capture.capture import FlatGraph
 from adaptra.graph.partition.analyze import Analysis
 from adaptra.graph.partition.balance import Cuts
-from adaptra.simulation.cut_points import Place, Places
+from adaptra.simulation.cut_points import CutPoint, CutPoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def cut_before(flat: FlatGraph, analysis: Analysis, cuts: Cuts, split: Sequence[
     return tuple(found)
 
 
-def places_of(flat: FlatGraph, analysis: Analysis, cuts: Cuts, positions: Sequence[int]) -> Places:
+def places_of(flat: FlatGraph, analysis: Analysis, cuts: Cuts, positions: Sequence[int]) -> CutPoints:
     """The cuts at these positions, and all that could begin a stage at a module instead."""
     named: dict[int, str] = {}
     for name, position in _first_node_of_module(flat, analysis).items():
@@ -108,11 +108,11 @@ def places_of(flat: FlatGraph, analysis: Analysis, cuts: Cuts, positions: Sequen
         if position not in named or name.count(".") < named[position].count("."):
             named[position] = name
 
-    def place(position: int) -> Place:
-        return Place(named.get(position), cuts.bytes[position], cuts.work[position], position)
+    def place(position: int) -> CutPoint:
+        return CutPoint(named.get(position), cuts.bytes[position], cuts.work[position], position)
 
     possible = [one for one in sorted(named) if cuts.crossing[one] is not None and 0 < cuts.work[one] < cuts.work[-1]]
-    return Places(tuple(map(place, positions)), tuple(map(place, possible)), cuts.work[-1])
+    return CutPoints(tuple(map(place, positions)), tuple(map(place, possible)), cuts.work[-1])
 
 
 def align(

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from adaptra.errors import BatchError, CaptureError
-from adaptra.graph.capture.batch import InputFormat, Loss, TargetFormat, loss_of
+from adaptra.graph.capture.batch import InputFormat, LossFunction, TargetFormat, loss_of
 from adaptra.graph.ops.layout import Layout
 from adaptra.graph.ops.random_state import RandomKey, default_generator_seeded
 from adaptra.graph.ops.specs import MessageSpec
@@ -125,7 +125,7 @@ class ModuleCall:
     module: nn.Module
     state: Mapping[str, str]
     takes: InputFormat | Boundary
-    loss: Loss | None
+    loss: LossFunction | None
     targets: TargetFormat
 
     def run(self, state: Mapping[str, Tensor], inputs: Sequence[Tensor], random: RandomKey) -> Any:
@@ -139,7 +139,7 @@ class ModuleCall:
         before = dict(given)
         device = next(iter(given.values()), torch.empty(0)).device
         with default_generator_seeded(device, random.of_op(self.index)):
-            result = functional_call(_Bound(self.module), given, (code,))
+            result = functional_call(_CodeOnModule(self.module), given, (code,))
         with torch.no_grad():
             for name, value in before.items():
                 if given[name] is not value:
@@ -180,7 +180,7 @@ class ModuleCall:
         return loss_of(returned, self.loss, self.targets, targets)
 
 
-class _Bound(nn.Module):
+class _CodeOnModule(nn.Module):
     """Any code, called as a module that holds another, so that what is given for that one's state is there meanwhile."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -34,10 +34,10 @@ from adaptra.program.transport_contract import Contract
 from adaptra.runtime.control_store.signed_store import signed_together, under
 from adaptra.runtime.control_store.stores import clone
 from adaptra.runtime.transports import clock_offset as clock
-from adaptra.runtime.transports.base import Identity, Layout, Pending, Transport, check_tensors, layout_of, now
-from adaptra.runtime.transports.c10d.preposted import FIRST_TAG, Standing
+from adaptra.runtime.transports.base import Identity, MessageLayout, Pending, Transport, check_tensors, layout_of, now
+from adaptra.runtime.transports.c10d.preposted import FIRST_TAG, PrepostedReceives
 from adaptra.runtime.transports.message_format import MessageBuffer
-from adaptra.runtime.transports.pending import Completion, Guard, peer_lost
+from adaptra.runtime.transports.pending import Completion, PendingOperations, peer_lost
 from adaptra.runtime.transports.pool import Pool
 from adaptra.runtime.transports.process_groups import end_group, end_keys, initialise, keys_of, make_groups, next_name
 
@@ -52,7 +52,7 @@ CONTRACTS: Final = {
 _CLOSE_SECONDS: Final = 5.0
 
 
-class _Channel(NamedTuple):
+class _Direction(NamedTuple):
     peer: int
     is_backward: bool
     is_receive: bool
@@ -100,13 +100,13 @@ class C10dTransport(Transport):
         self._name = next_name(group)
         self._groups = make_groups(ranks, self.rank, backend, self._name)
         self._stream = torch.cuda.Stream(self._wire_device) if self._wire_device.type == "cuda" else None
-        self._guard = Guard(self.rank, self.world_size)
+        self._guard = PendingOperations(self.rank, self.world_size)
         self._pool = Pool(self._allocate)
-        self._standing: dict[_Channel, Standing] = {}
-        self._held: dict[Pending, tuple[_Channel, MessageBuffer]] = {}
-        self._sent: dict[Layout, list[MessageBuffer]] = {}
+        self._standing: dict[_Direction, PrepostedReceives] = {}
+        self._held: dict[Pending, tuple[_Direction, MessageBuffer]] = {}
+        self._sent: dict[MessageLayout, list[MessageBuffer]] = {}
         self._lock = threading.Lock()
-        self._channels: dict[_Channel, queue.SimpleQueue[_Posted | None]] = {}
+        self._channels: dict[_Direction, queue.SimpleQueue[_Posted | None]] = {}
         self._threads: list[threading.Thread] = []
         self._closed = False
         # A connection of its own: who waits on the control plane holds up nobody else.
@@ -126,7 +126,7 @@ class C10dTransport(Transport):
         except IndexError:
             buffer = self._allocate(identity.specs)
         buffer.pack(identity, tensors, posted_at)
-        channel = _Channel(destination_rank, identity.is_backward, False)
+        channel = _Direction(destination_rank, identity.is_backward, False)
         group, peer = self._group_of(channel)
 
         def post() -> _Posted:
@@ -140,7 +140,7 @@ class C10dTransport(Transport):
     def receive(self, source_rank: int, identity: Identity) -> Pending:
         """See :meth:`Transport.receive`."""
         pending = self._guard.post(source_rank, identity, is_receive=True)
-        channel = _Channel(source_rank, identity.is_backward, True)
+        channel = _Direction(source_rank, identity.is_backward, True)
         # In order a receive is posted where its op needs it, and what is sent before need not wait for that.
         asked_at = -math.inf if self.contract.in_order else now()
 
@@ -157,12 +157,12 @@ class C10dTransport(Transport):
         channel, buffer = self._held.pop(pending)
         self._pool.give(channel.peer, pending.identity, buffer)
         if channel in self._standing:
-            self._stand(channel, Standing.top_up)
+            self._stand(channel, PrepostedReceives.top_up)
 
     def stand_by(self, source_rank: int, like: Identity, count: int) -> None:
         """See :meth:`Transport.stand_by`."""
         if not self.contract.in_order:
-            self._stand(_Channel(source_rank, like.is_backward, True), lambda standing: standing.stand(like, count))
+            self._stand(_Direction(source_rank, like.is_backward, True), lambda standing: standing.stand(like, count))
 
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
         """See :meth:`Transport.reserve`."""
@@ -210,7 +210,7 @@ class C10dTransport(Transport):
                 end_group(group)
             end_keys(self._name, self.rank, self.world_size)
 
-    def _start(self, channel: _Channel, pending: Completion, post: Callable[[], _Posted]) -> None:
+    def _start(self, channel: _Direction, pending: Completion, post: Callable[[], _Posted]) -> None:
         try:
             # One message at a time: its parts are not to be parted by another thread's.
             with self._lock:
@@ -222,18 +222,20 @@ class C10dTransport(Transport):
             self.abort(lost)
             pending.wait()
 
-    def _stand(self, channel: _Channel, change: Callable[[Standing], None]) -> None:
+    def _stand(self, channel: _Direction, change: Callable[[PrepostedReceives], None]) -> None:
         # A peer that is gone is told of by whoever wants a message of it.
         with self._lock, contextlib.suppress(RuntimeError):
             change(self._standing_on(channel))
 
-    def _standing_on(self, channel: _Channel) -> Standing:
+    def _standing_on(self, channel: _Direction) -> PrepostedReceives:
         if channel not in self._standing:
             group, peer = self._group_of(channel)
-            self._standing[channel] = Standing(lambda memory, tag: group.recv([memory], peer, tag), self._pool, channel.peer)
+            self._standing[channel] = PrepostedReceives(
+                lambda memory, tag: group.recv([memory], peer, tag), self._pool, channel.peer
+            )
         return self._standing[channel]
 
-    def _open(self, channel: _Channel) -> None:
+    def _open(self, channel: _Direction) -> None:
         self._channels[channel] = posted = queue.SimpleQueue()
         direction = f"{'backward' if channel.is_backward else 'forward'} {'from' if channel.is_receive else 'to'}"
         name = f"adaptra rank {self.rank} {direction} {channel.peer}"
@@ -241,7 +243,7 @@ class C10dTransport(Transport):
         self._threads.append(thread)
         thread.start()
 
-    def _serve(self, channel: _Channel, queued: queue.SimpleQueue[_Posted | None]) -> None:
+    def _serve(self, channel: _Direction, queued: queue.SimpleQueue[_Posted | None]) -> None:
         """Wait for the messages of one channel, one after the other."""
         while (posted := queued.get()) is not None:
             try:
@@ -292,7 +294,7 @@ class C10dTransport(Transport):
     def _allocate(self, specs: MessageSpec) -> MessageBuffer:
         return MessageBuffer(specs, self._wire_device)
 
-    def _group_of(self, channel: _Channel) -> tuple[ProcessGroup, int]:
+    def _group_of(self, channel: _Direction) -> tuple[ProcessGroup, int]:
         """The communicator of a channel and the peer's rank within it."""
         group = self._groups.get((channel.is_backward, None))
         if group is not None:
@@ -309,8 +311,8 @@ class C10dTransport(Transport):
                 continue
             is_initiator = lower == self.rank
             peer = lower + 1 if is_initiator else lower
-            out, out_peer = self._group_of(_Channel(peer, not is_initiator, False))
-            back, back_peer = self._group_of(_Channel(peer, is_initiator, True))
+            out, out_peer = self._group_of(_Direction(peer, not is_initiator, False))
+            back, back_peer = self._group_of(_Direction(peer, is_initiator, True))
 
             def send(value: float, out: ProcessGroup = out, peer: int = out_peer) -> None:
                 out.send([torch.full_like(cell, value)], peer, FIRST_TAG).wait()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from adaptra.runtime.transports.base import Identity, Layout, layout_of
+from adaptra.runtime.transports.base import Identity, MessageLayout, layout_of
 from adaptra.runtime.transports.message_format import HEADER_BYTES, INLINE_BYTES, MessageBuffer, flat_bytes
 from adaptra.runtime.transports.pool import Pool
 
@@ -38,7 +38,7 @@ class Receives(NamedTuple):
     landing: Tensor | None
 
 
-class Standing:
+class PrepostedReceives:
     """The receives of one channel. To be used under the transport's lock.
 
     Args:
@@ -54,7 +54,7 @@ class Standing:
         self._wanted: tuple[Identity, int] | None = None
         self._spare: list[Tensor] = []
         self._firsts: deque[tuple[Work, Tensor]] = deque()
-        self._seconds: dict[Layout, deque[tuple[Work, MessageBuffer]]] = {}
+        self._seconds: dict[MessageLayout, deque[tuple[Work, MessageBuffer]]] = {}
 
     def stand(self, like: Identity, count: int) -> None:
         """Let so many receives stand for messages of one layout: as many as there are buffers for, more by :meth:`top_up`."""

@@ -21,13 +21,22 @@ from adaptra import _C
 from adaptra.errors import TransportError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program.transport_contract import Contract
-from adaptra.runtime.transports.base import Identity, Layout, PathCounts, Pending, Transport, check_tensors, layout_of, now
+from adaptra.runtime.transports.base import (
+    Identity,
+    MessageLayout,
+    PathCounts,
+    Pending,
+    Transport,
+    check_tensors,
+    layout_of,
+    now,
+)
 from adaptra.runtime.transports.delegate.engine import StartedEngine
 from adaptra.runtime.transports.delegate.engine_memory import EngineMessage
-from adaptra.runtime.transports.delegate.engine_pending import Travelling
-from adaptra.runtime.transports.delegate.rejected import Refusals
+from adaptra.runtime.transports.delegate.engine_pending import EnginePending
+from adaptra.runtime.transports.delegate.rejected import RejectedConnections
 from adaptra.runtime.transports.message_format import HEADER_BYTES, Header, flat_bytes
-from adaptra.runtime.transports.pending import Guard, peer_lost
+from adaptra.runtime.transports.pending import PendingOperations, peer_lost
 from adaptra.runtime.transports.pool import Pool
 
 # Slots are granted when the program reserves them, so a message travels whether its receive is posted or not; a sent tensor is
@@ -56,14 +65,14 @@ class DelegateTransport(Transport):
         self.rdma_devices = started.rdma_devices
         self.clock_offsets = started.clock_offsets
         self._engine = started.engine
-        self._guard = Guard(self.rank, self.world_size)
+        self._guard = PendingOperations(self.rank, self.world_size)
         self._pool: Pool[None] = Pool(lambda _: None)
         self._lock = threading.Lock()
         self._held: dict[Pending, int] = {}
-        self._sent: deque[Travelling] = deque()
-        self._free: dict[Layout, list[EngineMessage]] = {}
-        self._slots: dict[tuple[int, Layout], EngineMessage] = {}
-        self._refusals = Refusals(self._engine, self.rank)
+        self._sent: deque[EnginePending] = deque()
+        self._free: dict[MessageLayout, list[EngineMessage]] = {}
+        self._slots: dict[tuple[int, MessageLayout], EngineMessage] = {}
+        self._refusals = RejectedConnections(self._engine, self.rank)
         self._is_closed = False
         self._on_close = on_close
 
@@ -74,7 +83,7 @@ class DelegateTransport(Transport):
         posted_at = now() if posted_at is None else posted_at
         check_tensors(identity, tensors)
         self._sweep()
-        pending = self._guard.post(destination_rank, identity, is_receive=False, make=Travelling)
+        pending = self._guard.post(destination_rank, identity, is_receive=False, make=EnginePending)
         pending.message = message = self._outgoing(identity.specs)
         message.rule.pack_into(message.header, identity, posted_at)
         self._fill(message, tensors, lambda: self._start(pending, destination_rank, message, posted_at))
@@ -93,7 +102,7 @@ class DelegateTransport(Transport):
 
     def release(self, pending: Pending) -> None:
         """See :meth:`Transport.release`."""
-        assert isinstance(pending, Travelling), "every pending of this transport is one"
+        assert isinstance(pending, EnginePending), "every pending of this transport is one"
         self._pool.give(self._held.pop(pending), pending.identity, None)
         self._give_back(pending)
 
@@ -154,7 +163,7 @@ class DelegateTransport(Transport):
             found[source, destination] = before._replace(failures=before.failures + failures, changes=before.changes + changes)
         return tuple(found.values())
 
-    def settle(self, pending: Travelling) -> None:
+    def settle(self, pending: EnginePending) -> None:
         """Take over what the engine did with a message: complete the pending, or fail it and with it everything else."""
         request = pending.request
         assert request is not None and request.done, "the engine is done with it"
@@ -169,7 +178,7 @@ class DelegateTransport(Transport):
             pending.complete(tensors, sent_at, request.moment)
         self._guard.settle(pending)
 
-    def _taken(self, pending: Travelling, request: _C.Request) -> tuple[tuple[Tensor, ...], float]:
+    def _taken(self, pending: EnginePending, request: _C.Request) -> tuple[tuple[Tensor, ...], float]:
         identity = pending.identity
         source = self._held.get(pending)
         if (reason := request.error) is not None:
@@ -187,7 +196,7 @@ class DelegateTransport(Transport):
 
     # What follows is what a transport to and from a GPU does otherwise.
 
-    _arriving: type[Travelling] = Travelling
+    _arriving: type[EnginePending] = EnginePending
 
     def _fill(self, message: EngineMessage, tensors: Sequence[Tensor], start: Callable[[], None]) -> None:
         """Copy the tensors of a message into its memory, then ``start`` it."""
@@ -196,14 +205,14 @@ class DelegateTransport(Transport):
                 view.copy_(tensor)
         start()
 
-    def _expect(self, pending: Travelling, source_rank: int) -> None:
+    def _expect(self, pending: EnginePending, source_rank: int) -> None:
         """A receive was posted."""
 
-    def _deliver(self, pending: Travelling, message: EngineMessage) -> tuple[Tensor, ...]:
+    def _deliver(self, pending: EnginePending, message: EngineMessage) -> tuple[Tensor, ...]:
         """The tensors of a message that arrived."""
         return tuple(view.detach().to(spec.dtype) for view, spec in zip(message.views, message.specs, strict=True))
 
-    def _give_back(self, pending: Travelling) -> None:
+    def _give_back(self, pending: EnginePending) -> None:
         """Let the engine fill the slot of a message that is no longer needed."""
         if pending.request is not None:
             self._engine.release(pending.request)
@@ -211,7 +220,7 @@ class DelegateTransport(Transport):
     def _make_message(self, memory: _C.Memory, specs: MessageSpec) -> EngineMessage:
         return EngineMessage(memory, specs)
 
-    def _start(self, pending: Travelling, destination_rank: int, message: EngineMessage, posted_at: float) -> None:
+    def _start(self, pending: EnginePending, destination_rank: int, message: EngineMessage, posted_at: float) -> None:
         # Messages of one channel are matched by their order, so the queue's order has to be the engine's.
         with self._lock:
             memory, is_backward = message.memory, pending.identity.is_backward
@@ -236,7 +245,7 @@ class DelegateTransport(Transport):
     def _sweep(self) -> None:
         """Take back the memory of messages that were sent; nobody waits for a send."""
         self._refusals.look(now())
-        finished: list[Travelling] = []
+        finished: list[EnginePending] = []
         with self._lock:
             while self._sent and self._sent[0].done:
                 finished.append(self._sent.popleft())

@@ -14,17 +14,17 @@ from adaptra.runtime.transports.delegate.engine_memory import EngineMessage
 from adaptra.runtime.transports.pending import Completion, wait_for
 
 
-class Travelling(Completion):
+class EnginePending(Completion):
     """A message that the engine sends or receives."""
 
     def __init__(self, identity: Identity) -> None:
         super().__init__(identity)
         self.request: _C.Request | None = None
-        self._settle: Callable[[Travelling], None] | None = None
+        self._settle: Callable[[EnginePending], None] | None = None
         self.message: EngineMessage | None = None
         self._begun = threading.Event()
 
-    def begin(self, settle: Callable[[Travelling], None], request: _C.Request) -> None:
+    def begin(self, settle: Callable[[EnginePending], None], request: _C.Request) -> None:
         """The engine has it; ``settle`` completes or fails this once the request is done."""
         self._settle, self.request = settle, request
         if super().done:  # the transport ended in between

@@ -21,14 +21,14 @@ from adaptra.runtime.transports.base import Identity
 from adaptra.runtime.transports.delegate.delegate import DelegateTransport
 from adaptra.runtime.transports.delegate.engine import StartedEngine
 from adaptra.runtime.transports.delegate.engine_memory import EngineMessage
-from adaptra.runtime.transports.delegate.engine_pending import Travelling
+from adaptra.runtime.transports.delegate.engine_pending import EnginePending
 from adaptra.runtime.transports.delegate.staging import Staging
 from adaptra.runtime.transports.pending import Completion
 
 _JOIN_SECONDS: Final = 5.0
 
 
-class _Arriving(Travelling):
+class _ReceiveToGpu(EnginePending):
     """A receive whose tensors are on their way to the GPU before anyone asks for them."""
 
     def __init__(self, identity: Identity) -> None:
@@ -52,12 +52,12 @@ class _Arriving(Travelling):
 class GpuDelegateTransport(DelegateTransport):
     """One rank's end of the delegate, for tensors on ``device``; see :class:`.delegate.DelegateTransport`."""
 
-    _arriving = _Arriving
+    _arriving = _ReceiveToGpu
 
     def __init__(self, started: StartedEngine, on_close: Callable[[], None], device: torch.device) -> None:
         super().__init__(started, on_close)
         self._staging = Staging(device, f"adaptra rank {self.rank}")
-        self._prefetched: dict[tuple[int, bool], queue.SimpleQueue[Travelling | None]] = {}
+        self._prefetched: dict[tuple[int, bool], queue.SimpleQueue[EnginePending | None]] = {}
         self._prefetchers: list[threading.Thread] = []
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class GpuDelegateTransport(DelegateTransport):
     def _fill(self, message: EngineMessage, tensors: Sequence[Tensor], start: Callable[[], None]) -> None:
         self._staging.then(self._staging.to_host(message, tensors), start)
 
-    def _expect(self, pending: Travelling, source_rank: int) -> None:
+    def _expect(self, pending: EnginePending, source_rank: int) -> None:
         channel = (source_rank, pending.identity.is_backward)
         with self._lock:
             prefetched = self._prefetched.get(channel)
@@ -88,19 +88,19 @@ class GpuDelegateTransport(DelegateTransport):
                 thread.start()
         prefetched.put(pending)
 
-    def _prefetch(self, prefetched: queue.SimpleQueue[Travelling | None]) -> None:
+    def _prefetch(self, prefetched: queue.SimpleQueue[EnginePending | None]) -> None:
         while (pending := prefetched.get()) is not None:
             assert pending.request is not None, "it was posted"
             pending.request.wait(None)
             self.settle(pending)
 
-    def _deliver(self, pending: Travelling, message: EngineMessage) -> tuple[Tensor, ...]:
-        assert isinstance(pending, _Arriving), "every receive of this transport is one"
+    def _deliver(self, pending: EnginePending, message: EngineMessage) -> tuple[Tensor, ...]:
+        assert isinstance(pending, _ReceiveToGpu), "every receive of this transport is one"
         pending.staging = self._staging
         tensors, pending.copied = self._staging.to_device(message)
         return tensors
 
-    def _give_back(self, pending: Travelling) -> None:
-        assert isinstance(pending, _Arriving), "every receive of this transport is one"
+    def _give_back(self, pending: EnginePending) -> None:
+        assert isinstance(pending, _ReceiveToGpu), "every receive of this transport is one"
         if pending.copied is not None:
             self._staging.then(pending.copied, lambda: DelegateTransport._give_back(self, pending))

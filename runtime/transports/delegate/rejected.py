@@ -14,7 +14,7 @@ _QUIET_SECONDS: Final = 1.0
 _PATIENCE_SECONDS: Final = 10.0
 
 
-class Refusals:
+class RejectedConnections:
     """Logs each address once, with how often it was turned away: when it has been quiet for a second, or goes on for ten.
 
     Args:

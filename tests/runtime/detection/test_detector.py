@@ -11,7 +11,7 @@ from measurements import ESTIMATED, HEALTHY, SLOW, STAGES, calibrated, measured,
 from adaptra.errors import ControlError
 from adaptra.runtime.detection.changes import EdgeChange, StageChange
 from adaptra.runtime.detection.detector import Detector
-from adaptra.runtime.detection.flapping import Doubt
+from adaptra.runtime.detection.flapping import PendingRecovery
 from adaptra.runtime.detection.level_shift import DetectorOptions, Level
 from adaptra.runtime.detection.measurement import EdgeEstimate, EdgeMeasurement, Stalls, StepMeasurement
 from adaptra.simulation.cost import CostModel
@@ -180,7 +180,7 @@ def test_the_healing_of_what_flaps_is_found_as_soon_as_any_and_said_to_be_doubtf
     assert healed.step == first + 1
     assert healed.reason == "edge 1→2 healed (flapping): 0.2 ms (was 60.0 ms)"
     assert healed.cost == HEALTHY
-    assert healed.doubt == Doubt(0, 40, SLOW)
+    assert healed.doubt == PendingRecovery(0, 40, SLOW)
 
 
 def test_what_has_never_relapsed_is_not_doubted() -> None:
@@ -199,7 +199,7 @@ def test_doubt_goes_on_while_something_else_changes() -> None:
     other = HEALTHY.with_latency(3, 2, 0.04)
     *_, found = run(detector, [HEALTHY] * 6 + [other] * 2, first)
     assert found.reason == "edge 3→2 slow: 40.0 ms (was 0.3 ms)"
-    assert found.doubt == Doubt(6, 40, other.with_latency(1, 2, SLOW.latency(1, 2)))
+    assert found.doubt == PendingRecovery(6, 40, other.with_latency(1, 2, SLOW.latency(1, 2)))
 
 
 @pytest.mark.parametrize("latency", [0.02, 0.09])
@@ -217,7 +217,7 @@ def test_a_stage_that_flaps_is_doubted_in_the_same_way() -> None:
     slow = HEALTHY.with_stage(2, forward=0.05)
     assert len(run(detector, [slow] * 3 + [HEALTHY] * 3 + [slow] * 3, first=4)) == 3
     (healed,) = run(detector, [HEALTHY] * 3, first=13)
-    assert (healed.step, healed.cost, healed.doubt) == (14, HEALTHY, Doubt(0, 40, slow))
+    assert (healed.step, healed.cost, healed.doubt) == (14, HEALTHY, PendingRecovery(0, 40, slow))
 
 
 def test_relapses_are_forgotten_after_a_healthy_while() -> None:
@@ -246,7 +246,7 @@ def test_what_may_change_next_is_foreseen_with_its_doubt() -> None:
     assert run(detector, [HEALTHY], first) == []
     foreseen = detector.foresee(measured(first, HEALTHY))
     assert foreseen is not None
-    assert (foreseen.cost, foreseen.doubt) == (HEALTHY, Doubt(0, 40, SLOW))
+    assert (foreseen.cost, foreseen.doubt) == (HEALTHY, PendingRecovery(0, 40, SLOW))
     assert detector.cost == SLOW
 
 

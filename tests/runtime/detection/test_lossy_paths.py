@@ -8,7 +8,7 @@ import pytest
 from measurements import HEALTHY, calibrated, measured
 from noisy_steps import CASE, Fault, NoisySteps
 
-from adaptra.planning.bandwidth_remedies import Means, Remedies, find_remedies
+from adaptra.planning.bandwidth_remedies import BandwidthOptions, Remedies, find_remedies
 from adaptra.planning.planner import plan
 from adaptra.program import Program
 from adaptra.runtime.control.plan import Edges, Plan
@@ -183,7 +183,7 @@ def test_an_edge_whose_bandwidth_binds_is_relieved_while_another_is_lossy_and_ex
     )
 
     def remedies(case: Case, program: Program, spread: Edges, rounded: Edges) -> Remedies | None:
-        return find_remedies(case, program, spread, rounded, means=Means(rounds=True))
+        return find_remedies(case, program, spread, rounded, means=BandwidthOptions(rounds=True))
 
     planning = replace(PLANNING, remedies=remedies)
     found, told = planning.plan_for(full, current, (), is_draft=False)

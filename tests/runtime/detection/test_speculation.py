@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from adaptra.runtime.detection.changes import EdgeChange, StageChange
 from adaptra.runtime.detection.detector import Detection
-from adaptra.runtime.detection.speculation import FIRST_PAUSE, MOST_PAUSE, Foresight
+from adaptra.runtime.detection.speculation import FIRST_PAUSE, MOST_PAUSE, Speculation
 from adaptra.simulation.cost import CostModel
 
 COST = CostModel.uniform(3, 0.02, 0.02, 0.02)
@@ -18,7 +18,7 @@ def slow_edge(seconds: float, source: int = 0) -> Detection:
 
 
 def test_a_suspicion_stays_the_same_while_it_says_about_the_same() -> None:
-    foresight, first, other = Foresight(), slow_edge(0.05), slow_edge(0.052)
+    foresight, first, other = Speculation(), slow_edge(0.05), slow_edge(0.052)
     foresight.suspect(5, first)
     foresight.suspect(6, other)
     assert foresight.suspicion is first
@@ -34,7 +34,7 @@ def test_a_suspicion_stays_the_same_while_it_says_about_the_same() -> None:
 
 
 def test_each_false_suspicion_doubles_the_pause_and_a_true_one_ends_it() -> None:
-    foresight, step = Foresight(), 5
+    foresight, step = Speculation(), 5
     for pause in (FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE):
         foresight.suspect(step, slow_edge(0.05))
         assert foresight.suspicion is not None
@@ -50,7 +50,7 @@ def test_each_false_suspicion_doubles_the_pause_and_a_true_one_ends_it() -> None
 
 
 def test_what_came_to_nothing_makes_only_its_own_places_wait() -> None:
-    foresight = Foresight()
+    foresight = Speculation()
     foresight.suspect(5, slow_edge(0.05))
     foresight.suspect(6, None)
     elsewhere = slow_edge(0.05, source=1)
@@ -63,7 +63,7 @@ def test_what_came_to_nothing_makes_only_its_own_places_wait() -> None:
 
 def test_the_pause_stays_within_a_few_steps_however_many_suspicions_were_false() -> None:
     """A machine that is always noisy must not switch planning ahead off for good."""
-    foresight, planned, step = Foresight(), list[int](), 5
+    foresight, planned, step = Speculation(), list[int](), 5
     for _ in range(200):
         foresight.suspect(step, slow_edge(0.05))
         if foresight.suspicion is not None:

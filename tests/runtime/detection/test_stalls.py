@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from adaptra.runtime.detection.measurement import Stalls
-from adaptra.runtime.detection.stalls import Stalling
+from adaptra.runtime.detection.stalls import StallTracker
 
 Flights = list[tuple[float, float]]
 
@@ -26,14 +26,14 @@ FAST = [0.001] * 16
 
 
 def observe(steps: Iterable[Flights]) -> list[Stalls]:
-    stalling = Stalling()
+    stalling = StallTracker()
     return [stalling.observe(flights)[0] for flights in steps]
 
 
 def test_a_lost_message_stalls_and_those_behind_it_are_late() -> None:
     """200 ms hold up five messages sent 40 ms apart; the others say how fast the path is."""
     lost = step([*FAST[:3], 0.2, *FAST[4:]], apart=0.04)
-    stalls, prompt = Stalling().observe(lost)
+    stalls, prompt = StallTracker().observe(lost)
     assert (stalls.count, stalls.late) == (1, 5)
     assert stalls.lateness == pytest.approx(sum(0.199 - 0.04 * k for k in range(5)))
     assert prompt == [*lost[:3], *lost[8:]]
@@ -41,7 +41,7 @@ def test_a_lost_message_stalls_and_those_behind_it_are_late() -> None:
 
 def test_if_most_are_late_the_step_is_judged_by_all() -> None:
     lost = step([0.001, 0.3, *FAST[2:]])
-    stalls, prompt = Stalling().observe(lost)
+    stalls, prompt = StallTracker().observe(lost)
     assert (stalls.count, stalls.late, prompt) == (1, 15, lost)
 
 
@@ -76,10 +76,10 @@ def test_messages_that_queue_for_a_rate_do_not_stall(seed: int) -> None:
 def test_what_was_sent_before_its_receiver_began_the_step_says_nothing() -> None:
     """As when that rank's data loader was slow: the first messages waited for it, some for its whole step."""
     begins_late = [(sent, max(arrived, 0.15)) for sent, arrived in step(FAST)]
-    stalling = Stalling()
+    stalling = StallTracker()
     stalling.observe(step(FAST))
     waited = [flight for flight in begins_late if flight[0] < 0.15]
     assert stalling.observe(begins_late[len(waited) :], waited)[0] == Stalls()
-    assert Stalling().observe(begins_late)[0] == Stalls()
+    assert StallTracker().observe(begins_late)[0] == Stalls()
     assert stalling.observe([], [(0.0, 5.0)])[0] == Stalls()
     assert stalling.observe(begins_late)[0].count == 1

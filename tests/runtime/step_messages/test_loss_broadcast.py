@@ -9,20 +9,20 @@ import torch
 
 from adaptra.errors import TransportError
 from adaptra.graph.ops.specs import TensorSpec
-from adaptra.runtime.step_messages.loss_broadcast import Losses
+from adaptra.runtime.step_messages.loss_broadcast import LossBroadcast
 from adaptra.runtime.transports.local import LocalHub
 
 STAGES, MICROBATCHES = 3, 4
 
 
-def job(*sharing: int, in_order: bool = False) -> list[Losses]:
+def job(*sharing: int, in_order: bool = False) -> list[LossBroadcast]:
     """Every rank's end; these ranks share parameters with the last stage."""
     hub = LocalHub(STAGES)
     transports = [hub.transport(rank) for rank in range(STAGES)]
     for transport in transports:
         transport.contract = replace(transport.contract, in_order=in_order)
     losses = [
-        Losses(rank, range(STAGES), MICROBATCHES, TensorSpec((), torch.float32), sharing, transport)
+        LossBroadcast(rank, range(STAGES), MICROBATCHES, TensorSpec((), torch.float32), sharing, transport)
         for rank, transport in enumerate(transports)
     ]
     for one, transport in zip(losses, transports, strict=True):

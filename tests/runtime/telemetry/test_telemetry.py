@@ -33,7 +33,7 @@ from adaptra.runtime.telemetry.records import (
     RunStarted,
     StepFailed,
     StepTaken,
-    Told,
+    TimestampedRecord,
     from_json,
     to_line,
 )
@@ -67,8 +67,8 @@ def records() -> list[Record]:
     ]
 
 
-def told() -> list[Told]:
-    return [Told(1_700_000_000.5 + number, record) for number, record in enumerate(records())]
+def told() -> list[TimestampedRecord]:
+    return [TimestampedRecord(1_700_000_000.5 + number, record) for number, record in enumerate(records())]
 
 
 # Lines
@@ -94,7 +94,7 @@ def test_every_event_and_field_of_a_line_is_documented():
 
 def test_every_kind_of_event_is_read_back():
     for kind in EventKind:
-        one = Told(1.0, ControlEvent(kind, 0, 3, 1, "text", 0.5, None))
+        one = TimestampedRecord(1.0, ControlEvent(kind, 0, 3, 1, "text", 0.5, None))
         assert from_json(json.loads(to_line(one)), "here") == one
 
 
@@ -130,14 +130,17 @@ def test_a_file_takes_no_second_run_at_a_time_and_any_later_one(tmp_path: Path):
     first = FileSink(tmp_path, [0])
     with pytest.raises(OptionError, match="another run is writing there"):
         FileSink(tmp_path, [0])
-    first.take(Told(1.0, RunEnded(0, 0)))
+    first.take(TimestampedRecord(1.0, RunEnded(0, 0)))
     first.close()
     (tmp_path / "rank-0.jsonl").open("a").write('{"adaptra": 2, "ti')
     second = FileSink(tmp_path, [0])
-    second.take(Told(2.0, RunEnded(0, 0)))
+    second.take(TimestampedRecord(2.0, RunEnded(0, 0)))
     second.close()
     lines = (tmp_path / "rank-0.jsonl").read_text().splitlines()
-    assert [lines[0], lines[2]] == [to_line(Told(1.0, RunEnded(0, 0))), to_line(Told(2.0, RunEnded(0, 0)))]
+    assert [lines[0], lines[2]] == [
+        to_line(TimestampedRecord(1.0, RunEnded(0, 0))),
+        to_line(TimestampedRecord(2.0, RunEnded(0, 0))),
+    ]
 
 
 # Prometheus
@@ -197,7 +200,7 @@ def test_a_writer_of_the_users_is_written_to_and_stays_open():
             calls.append(("flush",))
 
     sink = TensorBoardSink(Writer(), [1])
-    sink.take(Told(7.0, step_taken(3)))
+    sink.take(TimestampedRecord(7.0, step_taken(3)))
     sink.close()
     assert ("step_seconds/rank 1", 0.5, 3, 7.0) in calls
     assert calls[-1] == ("flush",)
@@ -212,10 +215,10 @@ class Collected:
     follows_steps = True
 
     def __init__(self) -> None:
-        self.told: list[Told] = []
+        self.told: list[TimestampedRecord] = []
         self.may = threading.Event()
 
-    def take(self, told: Told) -> None:
+    def take(self, told: TimestampedRecord) -> None:
         self.may.wait(100)
         self.told.append(told)
 
@@ -258,7 +261,7 @@ def test_what_a_users_function_raises_is_logged_once_and_ends_nothing(caplog: py
         raise KeyError("a mistake of the user's")
 
     train(6, on_event=broken, telemetry=adaptra.Telemetry(on_record=broken))
-    kinds = {type(one.record) for one in seen if isinstance(one, Told)}
+    kinds = {type(one.record) for one in seen if isinstance(one, TimestampedRecord)}
     assert {RunStarted, StepTaken, ControlEvent, RunEnded} <= kinds
     assert any(isinstance(one, ControlEvent) for one in seen)
     logged = [record.getMessage() for record in caplog.records if "failed; training goes on" in record.getMessage()]
@@ -336,7 +339,7 @@ def scraped_run(rank: int, folder: str, port: int) -> dict[str, Any]:
     seen = threading.Condition()
     steps: list[int] = []
 
-    def on_record(one: Told) -> None:
+    def on_record(one: TimestampedRecord) -> None:
         if isinstance(one.record, StepTaken):
             with seen:
                 steps.append(one.record.measurement.step)

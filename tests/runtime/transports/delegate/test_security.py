@@ -14,7 +14,7 @@ from stranger import STRANGER, frame, hello, proof, prove, read
 from adaptra import _C
 from adaptra.runtime.control_store.secret import derive
 from adaptra.runtime.transports.delegate.endpoints import share_secret
-from adaptra.runtime.transports.delegate.rejected import Refusals
+from adaptra.runtime.transports.delegate.rejected import RejectedConnections
 
 SIZE = 100_000
 
@@ -73,7 +73,7 @@ def test_a_port_scanner_learns_nothing(pair):
 
 
 def test_a_scanner_that_comes_a_hundred_times_is_one_line_of_the_log(pair, caplog):
-    log = Refusals(pair.sender, rank=0)
+    log = RejectedConnections(pair.sender, rank=0)
     for number in range(100):
         call(pair).close()
         refusals(pair, number + 1)
@@ -96,7 +96,7 @@ def test_a_scanner_that_comes_a_hundred_times_is_one_line_of_the_log(pair, caplo
 
 
 def test_a_scanner_that_never_rests_is_told_of_while_it_goes_on(pair, caplog):
-    log = Refusals(pair.sender, rank=0)
+    log = RejectedConnections(pair.sender, rank=0)
     for number in range(15):
         call(pair).close()
         refusals(pair, number + 1)
