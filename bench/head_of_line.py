@@ -23,8 +23,7 @@ from _table import Row, parser, print_rows
 from torch import Tensor
 
 from adaptra.graph.ops.specs import TensorSpec
-from adaptra.program import Kind
-from adaptra.runtime.transports.base import Identity, Transport
+from adaptra.runtime.transports.base import Identity, Purpose, Transport
 from adaptra.runtime.transports.registry import create_transport
 
 WIDTH = 2048
@@ -49,7 +48,7 @@ class Size:
     def identity(self, step: int, op: int) -> Identity:
         """Of the message that an op sends."""
         specs = (TensorSpec((self.rows, WIDTH), torch.float32), TensorSpec((WIDTH, self.rows), torch.float32))
-        return Identity(step, Kind.SEND_F, 0, 1, op, specs)
+        return Identity(step, Purpose.ACTIVATION, 0, 1, op, specs)
 
 
 class Device:

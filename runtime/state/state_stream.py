@@ -18,9 +18,8 @@ from torch import Tensor
 from adaptra.errors import ControlError
 from adaptra.graph.ops.layout import Layout
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec, dtype_name
-from adaptra.program import Kind
 from adaptra.runtime.control_store.schema import MAX_BYTES, Fields, decode
-from adaptra.runtime.transports.base import Identity, Pending, Transport
+from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 
 MESSAGE_BYTES: Final = 4 * 1024 * 1024
 """Small beside a stage, and large enough that a message's own cost does not count."""
@@ -39,15 +38,13 @@ class StateStream:
 
     Args:
         transport: Carries it.
-        step: The step that was run last; with ``number`` it names the messages.
-        number: The first number of a message; no message of a step has it or one above.
+        step: The step that was run last; it names the messages.
         timeout: Seconds a message may take.
     """
 
-    def __init__(self, transport: Transport, step: int, number: int, timeout: float) -> None:
+    def __init__(self, transport: Transport, step: int, timeout: float) -> None:
         self._transport = transport
         self._step = step
-        self._number = number
         self._timeout = timeout
 
     def send(self, destination: int, state: Mapping[str, Tensor], patience: float) -> None:
@@ -96,7 +93,7 @@ class StateStream:
         return {name: layout.unpack(tensor) for name, tensor, layout in packed}
 
     def _identity(self, source: int, destination: int, index: int) -> Identity:
-        return Identity(self._step, Kind.W, source, destination, self._number + index, SPEC, "model state")
+        return Identity(self._step, Purpose.MODEL_STATE, source, destination, index, SPEC)
 
 
 class _Incoming:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from adaptra.graph.ops.specs import MessageSpec
-from adaptra.program import Kind
-from adaptra.runtime.transports.base import Identity, Pending, Transport
+from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 
 
 class Broadcast:
@@ -20,15 +19,15 @@ class Broadcast:
 
     Args:
         source: The rank that computes, and its stage.
-        kind: Which op of it computes: F or I.
+        purpose: What is sent: outputs, or gradients of inputs.
         microbatches: Microbatches per step.
         specs: What there is of each microbatch; nothing is told if this is empty.
         transport: Carries it.
     """
 
-    def __init__(self, source: int, kind: Kind, microbatches: int, specs: MessageSpec, transport: Transport) -> None:
+    def __init__(self, source: int, purpose: Purpose, microbatches: int, specs: MessageSpec, transport: Transport) -> None:
         self._source = source
-        self._kind = kind
+        self._purpose = purpose
         self._microbatches = microbatches
         self._specs = specs
         self._transport = transport
@@ -75,7 +74,7 @@ class Broadcast:
         return [self._transport.receive(self._source, self._identity(rank, microbatch)) for microbatch in range(count)]
 
     def _identity(self, destination: int, microbatch: int) -> Identity:
-        return Identity(self._step, self._kind, self._source, destination, microbatch, self._specs)
+        return Identity(self._step, self._purpose, self._source, destination, microbatch, self._specs)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

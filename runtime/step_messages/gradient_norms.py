@@ -16,8 +16,7 @@ from torch import Tensor
 
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
-from adaptra.program import Kind
-from adaptra.runtime.transports.base import Identity, Transport
+from adaptra.runtime.transports.base import Identity, Purpose, Transport
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ABSENT: Final = -1.0
@@ -43,7 +42,6 @@ class GradientNorms:
         trainable: Mapping[str, Tensor],
         compiled: CompiledStages,
         placement: Sequence[int],
-        microbatches: int,
         transport: Transport,
     ) -> None:
         self._rank = rank
@@ -55,7 +53,6 @@ class GradientNorms:
             for each in range(len(set(placement)))
         ]
         self._order = tuple(dict.fromkeys(compiled.aliases.values()))
-        self._microbatch = microbatches + 2
         self._transport = transport
 
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
@@ -101,7 +98,7 @@ class GradientNorms:
         """Send this rank's tensor to every other and return theirs; ``spec_of`` says what each rank's looks like."""
 
         def identity(source: int, destination: int) -> Identity:
-            return Identity(step, Kind.W, source, destination, self._microbatch, spec_of(source), "gradient norms")
+            return Identity(step, Purpose.GRADIENT_NORM, source, destination, 0, spec_of(source))
 
         awaited = {other: self._transport.receive(other, identity(other, self._rank)) for other in self._others()}
         for other in awaited:

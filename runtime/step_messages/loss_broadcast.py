@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
-from adaptra.program import Kind
-from adaptra.runtime.transports.base import Identity, Pending, Transport
+from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 
 
 class LossBroadcast:
@@ -95,4 +94,4 @@ class LossBroadcast:
         return self._transport.receive(self._source, self._identity(self._rank))
 
     def _identity(self, destination: int) -> Identity:
-        return Identity(self._step, Kind.F, self._last, destination, 0, self._spec, "losses")
+        return Identity(self._step, Purpose.LOSS, self._last, destination, 0, self._spec)

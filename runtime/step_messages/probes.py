@@ -17,9 +17,8 @@ from typing import Final
 import torch
 
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
-from adaptra.program import Kind
 from adaptra.runtime.detection.monitor import Monitor
-from adaptra.runtime.transports.base import Identity, Pending, Transport
+from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 
 SPEC: Final[MessageSpec] = (TensorSpec((1,), torch.uint8),)
 
@@ -30,18 +29,16 @@ class Probes:
     Args:
         rank: This rank, and its stage if there are probes.
         placement: ``placement[stage]`` is the stage's rank.
-        microbatches: Microbatches per step. The number behind the last one names sums of shared gradients, the next one probes.
         transport: Carries them.
         monitor: Is told how long they took.
     """
 
-    def __init__(self, rank: int, placement: Sequence[int], microbatches: int, transport: Transport, monitor: Monitor) -> None:
+    def __init__(self, rank: int, placement: Sequence[int], transport: Transport, monitor: Monitor) -> None:
         self._rank = rank
         stages = len(placement)
         is_in_line = transport.contract.in_order or stages > len(set(placement))
         neighbours = () if is_in_line else (rank - 1, rank + 1)
         self._neighbours = tuple(stage for stage in neighbours if 0 <= stage < stages)
-        self._microbatch = microbatches + 1
         self._transport = transport
         self._monitor = monitor
         self._content = (torch.zeros(1, dtype=torch.uint8),)
@@ -83,4 +80,4 @@ class Probes:
         self._pending = []
 
     def _identity(self, source: int, destination: int) -> Identity:
-        return Identity(self._step, Kind.W, source, destination, self._microbatch, SPEC, "probe")
+        return Identity(self._step, Purpose.PROBE, source, destination, 0, SPEC)

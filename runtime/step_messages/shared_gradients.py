@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
-from adaptra.program import Kind
 from adaptra.program.placement import Edge, stages_of
-from adaptra.runtime.transports.base import Identity, Pending, Transport
+from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 
 POSTED_AHEAD: Final = 2
 """For how many microbatches the owner holds receive buffers at a time: one being added, one arriving."""
@@ -56,7 +55,6 @@ class Gradients:
         parameters: The trainable parameters of its stages by name.
         shared: All parameters of the pipeline that several stages use, the same on every rank.
         placement: ``placement[stage]`` is the stage's rank.
-        microbatches: How many microbatches a step has.
         transport: Carries the contributions of shared parameters.
         timeout: Seconds the end of a step waits for other stages' contributions.
     """
@@ -67,14 +65,12 @@ class Gradients:
         parameters: Mapping[str, Tensor],
         shared: Sequence[SharedParameter],
         placement: Sequence[int],
-        microbatches: int,
         transport: Transport,
         timeout: float,
     ) -> None:
         self._here = frozenset(stages_of(rank, placement))
         self._parameters = parameters
         self._placement = placement
-        self._microbatches = microbatches
         self._transport = transport
         self._timeout = timeout
         self._step = -1
@@ -136,7 +132,7 @@ class Gradients:
         for edge, names in self._given.items():
             if edge[0] == stage:
                 gradients = [gradient for name in dict.fromkeys(names) for gradient in own.pop((stage, name))]
-                self._send(edge, microbatch, names, gradients)
+                self._send(Purpose.SHARED_GRADIENT, edge, microbatch, names, gradients)
         if not own:
             del self._own[microbatch]
         self._ended.setdefault(microbatch, set()).add(stage)
@@ -145,10 +141,9 @@ class Gradients:
     def end_step(self) -> None:
         """Finish the step: after this every copy of a shared parameter has the same gradient."""
         self._add_up(wait=True)
-        total = self._microbatches
         for edge, names in self._sums_to.items():
-            self._send(edge, total, names, [_gradient(self._parameters[name]) for name in names])
-        returning = {edge: self._receive(edge, total, names) for edge, names in self._sums_from.items()}
+            self._send(Purpose.SHARED_SUM, edge, 0, names, [_gradient(self._parameters[name]) for name in names])
+        returning = {edge: self._receive(Purpose.SHARED_SUM, edge, 0, names) for edge, names in self._sums_from.items()}
         for edge, pending in returning.items():
             for name, gradient in zip(self._sums_from[edge], pending.wait(self._timeout), strict=True):
                 self._parameters[name].grad = torch.empty_like(self._parameters[name]).copy_(gradient)
@@ -158,7 +153,8 @@ class Gradients:
         while self._owned:
             while len(self._arriving) < POSTED_AHEAD and self._awaited <= self._ended.get(self._posted, set()):
                 self._arriving[self._posted] = {
-                    edge: self._receive(edge, self._posted, names) for edge, names in self._taken.items()
+                    edge: self._receive(Purpose.SHARED_GRADIENT, edge, self._posted, names)
+                    for edge, names in self._taken.items()
                 }
                 self._posted += 1
             arriving = self._arriving.get(self._next)
@@ -188,12 +184,12 @@ class Gradients:
         """From the owner of a parameter to the first stage of a rank that uses it."""
         return one.owner, next(user for user in one.stages if self._placement[user] == rank)
 
-    def _send(self, edge: Edge, microbatch: int, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-        identity = Identity(self._step, Kind.W, *edge, microbatch, self._spec(names))
+    def _send(self, purpose: Purpose, edge: Edge, microbatch: int, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        identity = Identity(self._step, purpose, *edge, microbatch, self._spec(names))
         self._transport.send(self._placement[edge[1]], identity, tensors)
 
-    def _receive(self, edge: Edge, microbatch: int, names: Sequence[str]) -> Pending:
-        identity = Identity(self._step, Kind.W, *edge, microbatch, self._spec(names))
+    def _receive(self, purpose: Purpose, edge: Edge, microbatch: int, names: Sequence[str]) -> Pending:
+        identity = Identity(self._step, purpose, *edge, microbatch, self._spec(names))
         return self._transport.receive(self._placement[edge[0]], identity)
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from torch import Tensor
 
@@ -39,52 +40,79 @@ def _dtype_text(spec: TensorSpec) -> str:
     return f"{text}→bfloat16" if spec.lossy_bf16 else text
 
 
+class Purpose(Enum):
+    """What a message is for. The value is its name in errors."""
+
+    ACTIVATION = "activation"
+    """What F returns, sent by a SEND_F."""
+    GRADIENT = "gradient"
+    """What I returns, sent by a SEND_B."""
+    OUTPUT = "output"
+    """What the last stage returns, for all ranks."""
+    INPUT_GRADIENT = "input gradient"
+    """The gradient of the model's inputs, for all ranks."""
+    LOSS = "losses"
+    """The losses of all microbatches, for all ranks."""
+    SHARED_GRADIENT = "shared gradient"
+    """A stage's contribution to the gradient of a parameter that several stages use, for its owner."""
+    SHARED_SUM = "shared gradients' sum"
+    """The sum of such contributions, for every stage that has a copy."""
+    PROBE = "probe"
+    """A few bytes whose flight is measured."""
+    GRADIENT_NORM = "gradient norms"
+    """The norms of a rank's gradients, for all ranks."""
+    MODEL_STATE = "model state"
+    """A part of a rank's parameters and buffers."""
+
+
+_SENT_BY: Final = {Purpose.ACTIVATION: Kind.SEND_F, Purpose.GRADIENT: Kind.SEND_B}
+_OF_EACH_MICROBATCH: Final = frozenset({Purpose.OUTPUT, Purpose.INPUT_GRADIENT, Purpose.SHARED_GRADIENT})
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """Which message this is: the same on both sides.
 
     Attributes:
         step: The training step; negative steps are evaluations.
-        kind: What was sent; decides the channel, see :attr:`is_backward`.
-        source: The sending stage.
+        purpose: What it is for; decides the channel, see :attr:`is_backward`.
+        source: The sending stage. Of what ranks send each other, a rank's first stage, which has the rank's number.
         destination: The receiving stage.
-        microbatch: The microbatch within the step.
+        microbatch: The microbatch within the step, or the number of several messages of one purpose.
         specs: One per tensor.
-        content: What it carries, such as ``losses``, where that is no result of an op; for people only.
     """
 
     step: int
-    kind: Kind
+    purpose: Purpose
     source: int
     destination: int
     microbatch: int
     specs: MessageSpec
-    content: str = field(default="", compare=False)
 
     @property
-    def key(self) -> tuple[int, Kind, int, int, int]:
+    def key(self) -> tuple[int, Purpose, int, int, int]:
         """Everything but the specs."""
-        return (self.step, self.kind, self.source, self.destination, self.microbatch)
+        return (self.step, self.purpose, self.source, self.destination, self.microbatch)
 
     @property
     def is_backward(self) -> bool:
         """Whether the message travels on the backward channel of its pair of ranks.
 
-        Weight gradients of shared parameters take the channel on which activations and their gradients travel the other way, so
-        they are never in line with them.
+        What is no activation and no gradient of one takes the channel on which these travel the other way, so that it is never
+        in line with them.
         """
-        match self.kind:
-            case Kind.I | Kind.B | Kind.SEND_B | Kind.RECV_B:
+        match self.purpose:
+            case Purpose.GRADIENT | Purpose.INPUT_GRADIENT:
                 return True
-            case Kind.W:
-                return self.source < self.destination
-            case Kind.F | Kind.SEND_F | Kind.RECV_F:
+            case Purpose.ACTIVATION | Purpose.OUTPUT | Purpose.LOSS:
                 return False
+            case Purpose.SHARED_GRADIENT | Purpose.SHARED_SUM | Purpose.PROBE | Purpose.GRADIENT_NORM | Purpose.MODEL_STATE:
+                return self.source < self.destination
 
     @property
     def op(self) -> str:
-        """The op that sends the message, such as ``1SEND_F3``; what it carries where none does."""
-        return self.content or f"{self.source}{self.kind.value}{self.microbatch}"
+        """The op that sends the message, such as ``1SEND_F3``; what it is for where none does."""
+        return name_of(self.purpose, self.source, self.microbatch)
 
     @property
     def edge(self) -> tuple[int, int]:
@@ -94,6 +122,13 @@ class Identity:
     def __str__(self) -> str:
         edge = f"edge {self.source}→{self.destination}"
         return f"{self.op} of step {self.step} on {edge} with {describe_layout(layout_of(self.specs))}"
+
+
+def name_of(purpose: Purpose, source: int, microbatch: int) -> str:
+    """A message in an error: the op that sends it, or what it is for."""
+    if purpose in _SENT_BY:
+        return f"{source}{_SENT_BY[purpose].value}{microbatch}"
+    return f"{purpose.value} of microbatch {microbatch}" if purpose in _OF_EACH_MICROBATCH else purpose.value
 
 
 def describe_layout(layout: MessageLayout) -> str:

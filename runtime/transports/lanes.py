@@ -18,7 +18,7 @@ from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program import Kind, Program
 from adaptra.program.dependencies import peer_stage
 from adaptra.program.placement import Edge
-from adaptra.runtime.transports.base import Identity, PathCounts, Pending, Transport
+from adaptra.runtime.transports.base import Identity, PathCounts, Pending, Purpose, Transport
 
 
 class LanedTransport(Transport):
@@ -62,13 +62,11 @@ class LanedTransport(Transport):
 
     def lane_of(self, identity: Identity) -> str | None:
         """The lane of a message; None for messages of no program and for evaluations."""
-        match identity.kind:
-            case Kind.SEND_F | Kind.SEND_B:
-                with self._lock:
-                    tables = [lanes for step, lanes in self._lane_of if step <= identity.step]
-                return tables[-1].get(identity.edge) if tables and identity.step >= 0 else None
-            case Kind.F | Kind.I | Kind.W | Kind.B | Kind.RECV_F | Kind.RECV_B:
-                return None
+        if identity.purpose not in (Purpose.ACTIVATION, Purpose.GRADIENT):
+            return None
+        with self._lock:
+            tables = [lanes for step, lanes in self._lane_of if step <= identity.step]
+        return tables[-1].get(identity.edge) if tables and identity.step >= 0 else None
 
     def send(
         self, destination_rank: int, identity: Identity, tensors: Sequence[Tensor], *, posted_at: float | None = None

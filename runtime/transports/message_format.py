@@ -11,8 +11,8 @@ The header is :data:`HEADER_BYTES` long, little-endian:
 field       bytes  meaning
 ==========  =====  ================================================================
 magic       4      ``adpt``
-version     1      1
-kind        1      the sending op's kind, by its place in :class:`adaptra.program.Kind`
+version     1      2
+purpose     1      what it is for, by its place in :class:`adaptra.runtime.transports.base.Purpose`
             2      zero
 step        8      signed
 source      4      sending stage
@@ -38,17 +38,16 @@ from torch import Tensor
 
 from adaptra.errors import TransportError
 from adaptra.graph.ops.specs import MessageSpec
-from adaptra.program import Kind
-from adaptra.runtime.transports.base import Identity, describe_layout, layout_of
+from adaptra.runtime.transports.base import Identity, Purpose, describe_layout, layout_of, name_of
 
 ALIGNMENT: Final = 64
 HEADER_BYTES: Final = 192
 INLINE_BYTES: Final = 4096
-VERSION: Final = 1
+VERSION: Final = 2
 _MAGIC: Final = b"adpt"
 _FORMAT: Final = struct.Struct("<4sBBxxqiiId16sH138s")
-_KINDS: Final = tuple(Kind)
-_CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
+_PURPOSES: Final = tuple(Purpose)
+_CODES: Final = {purpose: code for code, purpose in enumerate(_PURPOSES)}
 _TEXT_BYTES: Final = 138
 
 
@@ -74,13 +73,13 @@ class Header:
 
     def pack_into(self, memory: memoryview, identity: Identity, sent_at: float) -> None:
         """Write the header of a message to the first :data:`HEADER_BYTES` of ``memory``."""
-        step, kind, source, destination, microbatch = identity.key
+        step, purpose, source, destination, microbatch = identity.key
         _FORMAT.pack_into(
             memory,
             0,
             _MAGIC,
             VERSION,
-            _CODES[kind],
+            _CODES[purpose],
             step,
             source,
             destination,
@@ -101,11 +100,11 @@ class Header:
             TransportError: It is another message; names the edge, what was expected and what came.
         """
         magic, version, code, step, source, destination, microbatch, sent_at, digest, length, text = _FORMAT.unpack_from(memory)
-        if magic != _MAGIC or version != VERSION or code >= len(_KINDS) or not math.isfinite(sent_at):
+        if magic != _MAGIC or version != VERSION or code >= len(_PURPOSES) or not math.isfinite(sent_at):
             raise TransportError(f"receive of {expected}: got bytes that are no message of version {VERSION}: {magic!r}")
-        kind = _KINDS[code]
-        if (step, kind, source, destination, microbatch) != expected.key or digest != self._digest:
-            got = f"{source}{kind.value}{microbatch} of step {step} on edge {source}→{destination}"
+        purpose = _PURPOSES[code]
+        if (step, purpose, source, destination, microbatch) != expected.key or digest != self._digest:
+            got = f"{name_of(purpose, source, microbatch)} of step {step} on edge {source}→{destination}"
             raise TransportError(f"receive of {expected}: got {got} with {text[:length].decode(errors='replace')}")
         return sent_at
 

@@ -22,7 +22,7 @@ from adaptra.program import Kind, Program
 from adaptra.runtime.options import Options
 from adaptra.runtime.step_messages.broadcast import Broadcast
 from adaptra.runtime.step_messages.shared_gradients import Gradients
-from adaptra.runtime.transports.base import Transport
+from adaptra.runtime.transports.base import Purpose, Transport
 from adaptra.runtime.worker.executor import Executor
 from adaptra.runtime.worker.stage import Stage, TwoPassStage
 
@@ -75,8 +75,8 @@ class TwoPassStep:
         first, last, microbatches = compiled.train[0], compiled.train[-1], program.microbatches
         self._timeout = options.timeout
         self._gradients = gradients
-        self._outputs = Broadcast(last.index, Kind.F, microbatches, last.outputs, transport)
-        self._input_gradients = Broadcast(0, Kind.I, microbatches, first.grad_inputs, transport)
+        self._outputs = Broadcast(last.index, Purpose.OUTPUT, microbatches, last.outputs, transport)
+        self._input_gradients = Broadcast(0, Purpose.INPUT_GRADIENT, microbatches, first.grad_inputs, transport)
         self._stage = TwoPassStage(
             compiled.train[transport.rank],
             state,

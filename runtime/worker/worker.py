@@ -136,18 +136,17 @@ class Worker:
             self.trainable,
             [SharedParameter(one.name, one.stages, one.owner, one.order) for one in compiled.tied],
             self._placement,
-            microbatches,
             transport,
             options.timeout,
         )
         self._hooks = GradientHooks(self.trainable, compiled.copied(self._placement))
         self._step_gradients = None if reduction is Reduction.MEAN else StepGradients(self.trainable)
-        self._norms = GradientNorms(self.rank, self.trainable, compiled, self._placement, microbatches, transport)
+        self._norms = GradientNorms(self.rank, self.trainable, compiled, self._placement, transport)
         last = compiled.train[-1]
         loss = last.outputs[0] if compiled.with_loss else TensorSpec((), last.outputs[0].dtype)  # else none are told
         sharing = {self._placement[stage] for one in compiled.tied if last.index in one.stages for stage in one.stages}
         self._losses = LossBroadcast(self.rank, self._placement, microbatches, loss, sharing, transport)
-        self._probes = Probes(self.rank, self._placement, microbatches, transport, self.monitor)
+        self._probes = Probes(self.rank, self._placement, transport, self.monitor)
         self._replica = 0 if replicas is None else replicas.index
         self._buffers = ReplicaBuffers(replicas if options.broadcast_buffers else None, self._own_buffers())
         self._training = {
@@ -434,7 +433,7 @@ class Worker:
         return found
 
     def _stream(self) -> StateStream:
-        return StateStream(self._transport, max(self._step - 1, 0), self._microbatches + 3, self._options.timeout)
+        return StateStream(self._transport, max(self._step - 1, 0), self._options.timeout)
 
     def _receive_state(self, stream: StateStream, source: int) -> dict[str, Tensor]:
         self._transport.reserve(self._always + self._by_program + Counter({(source, SPEC): UNDER_WAY}))

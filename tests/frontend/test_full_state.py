@@ -156,9 +156,9 @@ def test_a_stream_has_few_messages_under_way(bytes_of_state: int) -> None:
     }
     hub = LocalHub(2)
     sender, receiver = hub.transport(1), hub.transport(0)
-    StateStream(sender, 3, 9, 5.0).send(0, state, 5.0)
+    StateStream(sender, 3, 5.0).send(0, state, 5.0)
     receiver.reserve({(1, SPEC): UNDER_WAY})  # more at a time are refused
-    arrived = StateStream(receiver, 3, 9, 5.0).receive(1)
+    arrived = StateStream(receiver, 3, 5.0).receive(1)
     assert arrived.keys() == state.keys()
     for name, one in state.items():
         assert (arrived[name].dtype, arrived[name].stride()) == (one.dtype, one.stride()), name
@@ -177,7 +177,7 @@ def test_a_stream_has_few_messages_under_way(bytes_of_state: int) -> None:
 )
 def test_what_is_no_stream_is_refused(head: bytes) -> None:
     hub = LocalHub(2)
-    stream = StateStream(hub.transport(0), 0, 0, 5.0)
+    stream = StateStream(hub.transport(0), 0, 5.0)
     hub_sender = hub.transport(1)
     message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
     content = len(head).to_bytes(8, "little") + head

@@ -8,8 +8,7 @@ import torch
 
 from adaptra.errors import TransportError
 from adaptra.graph.ops.specs import TensorSpec
-from adaptra.program import Kind
-from adaptra.runtime.transports.base import Identity, Transport
+from adaptra.runtime.transports.base import Identity, Purpose, Transport
 
 SPECS = (
     TensorSpec((2, 3), torch.float32),
@@ -23,11 +22,11 @@ LARGE = (TensorSpec((5000,), torch.float32),)
 
 
 def forward(microbatch, source=0, destination=1, specs=SMALL, step=0):
-    return Identity(step, Kind.SEND_F, source, destination, microbatch, specs)
+    return Identity(step, Purpose.ACTIVATION, source, destination, microbatch, specs)
 
 
 def backward(microbatch, source=1, destination=0, specs=SMALL, step=0):
-    return Identity(step, Kind.SEND_B, source, destination, microbatch, specs)
+    return Identity(step, Purpose.GRADIENT, source, destination, microbatch, specs)
 
 
 def make(identity):

@@ -58,7 +58,7 @@ def test_there_are_no_probes_where_ranks_have_one_queue_for_everything(in_order:
     monitors = [Monitor(rank, (0, 1)) for rank in range(2)]
     for transport in transports:
         transport.contract = replace(transport.contract, in_order=in_order)
-    ends = [Probes(rank, range(2), 4, transport, monitors[rank]) for rank, transport in enumerate(transports)]
+    ends = [Probes(rank, range(2), transport, monitors[rank]) for rank, transport in enumerate(transports)]
     for end, transport in zip(ends, transports, strict=True):
         transport.reserve(end.receive_counts())
         end.begin_step(0)

@@ -6,7 +6,6 @@ from transport_bodies import SMALL, forward, make, same
 from adaptra.errors import ControlError, LaunchError, OptionError, TransportError
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.passes.lower_comm import LowerComm
-from adaptra.program import Kind
 from adaptra.program.schedules import gpipe
 from adaptra.runtime.control.coordinator import _delegated
 from adaptra.runtime.control.plan import Plan
@@ -14,7 +13,7 @@ from adaptra.runtime.detection.changes import EdgeChange
 from adaptra.runtime.detection.detector import Detection
 from adaptra.runtime.launch.launch import launch
 from adaptra.runtime.options import Options
-from adaptra.runtime.transports.base import Identity
+from adaptra.runtime.transports.base import Identity, Purpose
 from adaptra.runtime.transports.lanes import LanedTransport
 from adaptra.runtime.transports.local import LocalHub
 from adaptra.simulation.cost import Case, CostModel
@@ -60,9 +59,9 @@ def test_only_messages_of_the_program_take_a_lane():
     sender.use_lanes(0, lowered((0, 1)))
     assert sender.lane_of(forward(0)) == "delegate"
     assert sender.lane_of(forward(0, step=-1)) is None, "an evaluation"
-    assert sender.lane_of(Identity(0, Kind.F, 0, 1, 0, SMALL)) is None, "losses"
-    assert sender.lane_of(Identity(0, Kind.W, 0, 1, 0, SMALL)) is None, "gradients of shared parameters"
-    assert sender.lane_of(Identity(0, Kind.SEND_B, 1, 0, 0, SMALL)) is None, "the other direction"
+    assert sender.lane_of(Identity(0, Purpose.LOSS, 0, 1, 0, SMALL)) is None, "losses"
+    assert sender.lane_of(Identity(0, Purpose.SHARED_GRADIENT, 0, 1, 0, SMALL)) is None, "gradients of shared parameters"
+    assert sender.lane_of(Identity(0, Purpose.GRADIENT, 1, 0, 0, SMALL)) is None, "the other direction"
 
 
 def test_a_lane_that_is_not_there_is_refused():

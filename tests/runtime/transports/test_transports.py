@@ -115,7 +115,7 @@ class TestWire:
             forward(1, destination=2),
             forward(1, specs=LARGE),
             forward(1, specs=(TensorSpec((4,), torch.int32),)),
-            Identity(0, bodies.backward(1).kind, 0, 1, 1, SMALL),
+            Identity(0, bodies.backward(1).purpose, 0, 1, 1, SMALL),
         ],
     )
     def test_any_difference_is_refused_and_shown(self, other):
@@ -136,7 +136,7 @@ class TestWire:
     def test_bytes_that_are_no_message_are_refused(self, position):
         buffer = self.buffer()
         buffer.first[position] = 255
-        with pytest.raises(TransportError, match="no message of version 1"):
+        with pytest.raises(TransportError, match="no message of version 2"):
             buffer.check(forward(1))
 
 

@@ -14,19 +14,19 @@ from torch import Tensor
 
 from adaptra.errors import TransportError
 from adaptra.passes.insert_comm import InsertComm
-from adaptra.program import Kind, Program
+from adaptra.program import Program
 from adaptra.program.schedules import forward_only
-from adaptra.runtime.transports.base import Identity, Transport
+from adaptra.runtime.transports.base import Identity, Purpose, Transport
 from adaptra.runtime.transports.local import LocalHub, LocalTransport
 from adaptra.simulation.cost import CostModel
 
 
 def forward(microbatch: int, source: int, step: int = 0) -> Identity:
-    return Identity(step, Kind.SEND_F, source, source + 1, microbatch, SPEC)
+    return Identity(step, Purpose.ACTIVATION, source, source + 1, microbatch, SPEC)
 
 
 def backward(microbatch: int, source: int, step: int = 0) -> Identity:
-    return Identity(step, Kind.SEND_B, source, source - 1, microbatch, SPEC)
+    return Identity(step, Purpose.GRADIENT, source, source - 1, microbatch, SPEC)
 
 
 class Beside:
