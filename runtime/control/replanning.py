@@ -13,6 +13,7 @@ from adaptra.planning.bandwidth_remedies import BFLOAT16_SHARE, Remedies, Remedy
 from adaptra.program import Program
 from adaptra.runtime.control.plan import Edges, Plan
 from adaptra.runtime.detection.detector import Detection
+from adaptra.runtime.detection.step_noise import steps_until_sure
 from adaptra.simulation.cost import Case, CostModel
 
 REACTION: Final = 3
@@ -20,11 +21,11 @@ REACTION: Final = 3
 
 
 def nothing_helps(_case: Case, _program: Program, _spread: Edges, _rounded: Edges) -> None:
-    """What is known where nobody looks for remedies."""
+    """No remedies, where nobody looks for them."""
 
 
 def nothing_ahead(_program: Program, _cost: CostModel) -> Mapping[Channel, int]:
-    """What is posted ahead where nobody lowers programs."""
+    """No receives posted ahead, where nobody lowers programs."""
     return {}
 
 
@@ -78,17 +79,17 @@ class Planning:
         return Plan(current.version, program, case, predicted, bound, reason, delegated, rounded), remedies
 
     def expect(self, program: Program, detection: Detection) -> float:
-        """The makespan of a program under what was detected: with lossy edges the mean over what their messages may meet."""
+        """The makespan of a program under the detected costs; with lossy edges the mean over their scenarios."""
         if not detection.scenarios:
             return self.predict(program, detection.cost)
         weights = [scenario.weight for scenario in detection.scenarios]
         return fmean((self.predict(program, scenario.cost) for scenario in detection.scenarios), weights)
 
     def patience(self, program: Program, running: Program, detection: Detection) -> float:
-        """For how many steps from its detection on a program waits, because what flaps has healed and may turn slow again.
+        """Steps, counted from the detection, to hold off a switch back after a flapping edge or stage has recovered.
 
-        As with renting or buying: until what flaps has been healthy for so long that waiting has cost as much as a relapse
-        right after the switch would. So whatever comes costs at most twice what it must.
+        The rule of ski rental: wait until the time lost by waiting equals the cost of one relapse right after the switch. The
+        total cost is then at most twice the optimum.
         """
         doubt = detection.doubt
         if doubt is None:
@@ -101,19 +102,27 @@ class Planning:
         return max(min(worth, doubt.within) - doubt.since, 0.0)
 
     def lowered_anew(self, current: Plan, detection: Detection) -> Plan | None:
-        """The running program with its receives posted in time for what was detected; None if they are already."""
+        """The running program with its receives posted in time for the detected costs.
+
+        None if they are posted in time already. None, too, if late receives cost no more than steps scatter by themselves: a
+        late receive delays its message by a latency at most, and all of them by what the step has become longer.
+        """
         before = self.ahead_of_need(current.program, current.case.cost)
         now = self.ahead_of_need(current.program, detection.cost)
         if all(count <= before[channel] for channel, count in now.items()):
+            return None
+        longer = self.expect(current.program, detection) - self.predict(current.program, current.case.cost)
+        if steps_until_sure(max(longer, _added_latency(current.case.cost, detection.cost)), detection.noise) > 0:
             return None
         case = replace(current.case, cost=detection.cost)
         predicted, reason = self.expect(current.program, detection), f"{detection.reason}; the same order, receives sooner"
         return replace(current, case=case, predicted=predicted, bound=self.bound(case), reason=reason)
 
     def meanwhile(self, program: Program, running: Program, case: Case, detection: Detection) -> Program | None:
-        """What can run at once where ``program`` would wait: made as if all that flaps were slow; None if it needn't wait.
+        """The program to run while ``program`` waits for flap damping; None if ``program`` need not wait.
 
-        So what has turned slow is planned for, while what has healed together with it is still doubted.
+        It is made for the costs in which everything that flaps is slow. So a new slowdown is planned for at once, while a
+        recovery at the same time is still in doubt.
 
         Args:
             program: The best program for what was detected.
@@ -127,14 +136,20 @@ class Planning:
         return planner(replace(case, cost=detection.doubt.cost), running).compute_only()
 
     def _search(self, detection: Detection, current: Plan, is_draft: bool) -> tuple[Case, Program]:
-        """The case that was planned for, and the best program without messages.
+        """Return the case that was planned for, and the best program without messages.
 
-        With lossy edges it is made for a prompt, the mean or a late message, whichever is shortest on average: the case has
-        that one level, so nothing is planned for from message to message. A late message's level mostly wins: the more
-        microbatches are in flight, the more of a stall passes unnoticed. There are several searches, so each is a draft's.
+        With lossy edges there is a search for each scenario and one for the mean, and the program with the shortest mean step
+        wins. Mostly that is the one for late messages: more microbatches in flight hide more of a stall. Each of these searches
+        is as short as a draft's.
         """
         costs = dict.fromkeys((detection.cost, *(scenario.cost for scenario in detection.scenarios)))
         planner = self.draft if self.draft is not None and (is_draft or len(costs) > 1) else self.planner
         cases = [replace(current.case, cost=cost) for cost in costs]
         found = [(case, planner(case, current.program).compute_only()) for case in cases]
         return min(found, key=lambda pair: self.expect(pair[1], detection))
+
+
+def _added_latency(before: CostModel, now: CostModel) -> float:
+    """The largest growth of an edge's latency, in the unit of the cost models."""
+    pairs = zip((*before.latency_forward, *before.latency_backward), (*now.latency_forward, *now.latency_backward), strict=True)
+    return max((later - earlier for earlier, later in pairs), default=0.0)
