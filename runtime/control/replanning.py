@@ -37,8 +37,8 @@ class Planning:
         planner: The best program for a case, given the one that runs now. May raise an AdaptraError: the old plan is then kept.
         predict: The makespan of a program under a cost model; seconds.
         bound: What no program can beat in a case; seconds.
-        remedies: What would relieve the edges whose bandwidth binds in a case, given its program and the edges that take the
-            delegate or round already; see :func:`adaptra.planning.bandwidth_remedies.find_remedies`.
+        remedies: Relief for the edges whose bandwidth binds in a case, given its program and the edges that already take the
+            delegate or round; see :func:`adaptra.planning.bandwidth_remedies.find_remedies`.
         draft: As ``planner``, but sooner, for what is only suspected; by default the planner itself.
         ahead_of_need: How many messages ahead of need the receives of each channel are posted when a program is lowered for a
             cost model; see :meth:`adaptra.passes.insert_comm.InsertComm.ahead_of_need`.
@@ -104,8 +104,8 @@ class Planning:
     def lowered_anew(self, current: Plan, detection: Detection) -> Plan | None:
         """The running program with its receives posted in time for the detected costs.
 
-        None if they are posted in time already. None, too, if late receives cost no more than steps scatter by themselves: a
-        late receive delays its message by a latency at most, and all of them by what the step has become longer.
+        None if they are posted in time already, and if late receives may cost less than steps scatter by themselves. A late
+        receive delays its message by a latency at most. All of them cost no more than the step has become longer.
         """
         before = self.ahead_of_need(current.program, current.case.cost)
         now = self.ahead_of_need(current.program, detection.cost)
