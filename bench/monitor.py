@@ -54,8 +54,8 @@ def blind(pipe: adaptra.Pipeline) -> None:
         pass
 
     for worker in built.workers:
-        for unused in (worker._probes, worker.monitor):
-            for name in ("begin_step", "answer", "end_step") if unused is worker._probes else ("op", "message", "wait"):
+        for unused in (worker._parts._probes, worker.monitor):
+            for name in ("begin_step", "answer", "end_step") if unused is worker._parts._probes else ("op", "message", "wait"):
                 setattr(unused, name, ignore)
 
 

@@ -17,7 +17,7 @@ from adaptra.program.placement import is_straight
 from adaptra.program.schedules import generate_for, two_phases
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.options import Options
-from adaptra.runtime.worker.worker import check_memory
+from adaptra.runtime.worker.rank_programs import check_memory
 from adaptra.simulation.cost import Case
 from adaptra.simulation.scenarios import delay_scenarios
 from adaptra.simulation.simulate import lower_bound, simulate

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -16,17 +16,10 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from adaptra.errors import AdaptraError, PeerLostError, PlanError
+from adaptra.errors import AdaptraError, PeerLostError
 from adaptra.graph import CompiledStages
 from adaptra.graph.inner_compiler import prepare
-from adaptra.graph.ops.specs import MessageSpec, TensorSpec
-from adaptra.graph.round_messages import round_edges
 from adaptra.passes.insert_comm import InsertComm
-from adaptra.passes.lower_comm import LowerComm
-from adaptra.program import Program
-from adaptra.program.placement import stages_of
-from adaptra.program.schedules import forward_only
-from adaptra.program.verify import verify
 from adaptra.runtime.control.controller import Controller
 from adaptra.runtime.control.coordinator import ControllerOptions
 from adaptra.runtime.control.plan import Plan
@@ -35,7 +28,6 @@ from adaptra.runtime.control.same_rows import is_due, numbers_of
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.control_store.stores import Connection
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
-from adaptra.runtime.data_parallel.replica_buffers import ReplicaBuffers
 from adaptra.runtime.detection.measurement import StageMeasurement
 from adaptra.runtime.detection.monitor import Monitor, StepRecords, merge_timelines
 from adaptra.runtime.injection.emulation import Pacing
@@ -45,33 +37,18 @@ from adaptra.runtime.options import Options
 from adaptra.runtime.rdma.watch import RdmaEvent, watch
 from adaptra.runtime.state.shared_values import SharedValues
 from adaptra.runtime.state.state_stream import SPEC, UNDER_WAY, StateStream
-from adaptra.runtime.step_messages.gradient_norms import GradientNorms
-from adaptra.runtime.step_messages.loss_broadcast import LossBroadcast
-from adaptra.runtime.step_messages.probes import Probes
-from adaptra.runtime.step_messages.shared_gradients import Gradients, SharedParameter
 from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.telemetry.start import agree_on_run
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.worker.device_clock import OpClock
-from adaptra.runtime.worker.executor import Executor, MessageShapes
-from adaptra.runtime.worker.gradient_hooks import GradientHooks
-from adaptra.runtime.worker.loss_reduction import Reduction, total_weight
-from adaptra.runtime.worker.stage import EvaluationStage, Stage, TrainingStage
-from adaptra.runtime.worker.step_gradients import StepGradients
+from adaptra.runtime.worker.loss_reduction import Reduction
+from adaptra.runtime.worker.rank_programs import RankPrograms
+from adaptra.runtime.worker.step_parts import Batch, StepParts
 from adaptra.runtime.worker.two_pass import PendingBackward, TwoPassStep
-from adaptra.simulation.cost import CostModel
-from adaptra.simulation.simulate import simulate
 from adaptra.simulation.timeline import Timeline
-
-Batch = Sequence[Sequence[Tensor]]
-"""The tensors of a step, per microbatch."""
 
 KEPT_MEASUREMENTS: Final = 5
 """Of how many steps a worker keeps what it measured of its stage."""
-
-MOST_PREPARED: Final = 4
-"""How many of the plans proposed last are kept ready. Of those before them hardly any but the running one can be named by the
-log; one that is, is lowered again."""
 
 
 class Worker:
@@ -93,7 +70,6 @@ class Worker:
 
     Attributes:
         initial: As given.
-        plan: The plan of the last step, or of the first one.
         measured: This rank's stages in the last steps, oldest first.
         steps_before: How many steps of the training came before this worker's first one; random numbers go by their sum.
         explain: What an error comes of, for the user and the other ranks to be told.
@@ -120,49 +96,15 @@ class Worker:
         self._microbatches = microbatches
         self._transport = transport
         self._replicas = replicas
-        self._pacing = pacing
         self._telemetry = telemetry
         self._options = options
-        self._reduction = reduction
         self._placement = initial.case.placement
         self._ranks = len(set(self._placement))
-        self._own = stages_of(self.rank, self._placement)
-        self._clock = OpClock.of(state.values())
-        self.monitor = Monitor(self.rank, self._placement, read=self._clock.read)
-        self._parameters = {name for stage in self._own for name in compiled.train[stage].parameters}
-        self.trainable = {name: state[name] for stage in self._own for name in compiled.train[stage].trainable}
-        self._gradients = Gradients(
-            self.rank,
-            self.trainable,
-            [SharedParameter(one.name, one.stages, one.owner, one.order) for one in compiled.tied],
-            self._placement,
-            transport,
-            options.timeout,
+        clock = OpClock.of(state.values())
+        self.monitor = Monitor(self.rank, self._placement, read=clock.read)
+        self._parts = StepParts(
+            compiled, state, self._placement, microbatches, transport, replicas, self.monitor, options, reduction
         )
-        self._hooks = GradientHooks(self.trainable, compiled.copied(self._placement))
-        self._step_gradients = None if reduction is Reduction.MEAN else StepGradients(self.trainable)
-        self._norms = GradientNorms(self.rank, self.trainable, compiled, self._placement, transport)
-        last = compiled.train[-1]
-        loss = last.outputs[0] if compiled.with_loss else TensorSpec((), last.outputs[0].dtype)  # else none are told
-        sharing = {self._placement[stage] for one in compiled.tied if last.index in one.stages for stage in one.stages}
-        self._losses = LossBroadcast(self.rank, self._placement, microbatches, loss, sharing, transport)
-        self._probes = Probes(self.rank, self._placement, transport, self.monitor)
-        self._replica = 0 if replicas is None else replicas.index
-        self._buffers = ReplicaBuffers(replicas if options.broadcast_buffers else None, self._own_buffers())
-        self._training = {
-            stage: TrainingStage(
-                compiled.train[stage],
-                state,
-                seed=options.seed,
-                microbatches=microbatches,
-                replica=self._replica,
-                is_last=stage == last.index,
-                gradients=self._gradients,
-                reduction=reduction,
-                await_buffers=self._buffers.wait,
-            )
-            for stage in self._own
-        }
         self._step = first_step
         self.steps_before = self._evaluations = self._gathered = 0
         self._calls: Counter[str] = Counter()
@@ -170,16 +112,18 @@ class Worker:
         self.explain: Callable[[Exception], Exception] = _as_it_is
         self._shared = SharedValues(state, compiled.train, self._placement, transport, replicas, options.timeout, self.check)
         self.measured: deque[StageMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
-        self.initial = self.plan = initial
-        self._executor: Executor | None = None
-        own_messages = (self._gradients, self._losses, self._probes, self._norms)
-        self._always = sum((Counter(each.receive_counts()) for each in own_messages), Counter())
-        self._by_program: Counter[tuple[int, MessageSpec]] = Counter()
-        self._reserve({})  # where ranks have changed places, gradients may be looked at before a first step
-        self._cost = initial.case.cost
-        first = self._training_executor(initial)
-        verify(first.program)
-        self._prepared = {initial.version: first}
+        self.initial = initial
+        self._programs = RankPrograms(
+            compiled,
+            self._parts.stages,
+            transport,
+            initial,
+            pacing,
+            self.monitor,
+            clock,
+            options.timeout,
+            self._parts.receive_counts(),
+        )
         self.controller = Controller(
             self.rank,
             self._ranks,
@@ -187,7 +131,7 @@ class Worker:
             initial,
             replace(planning, ahead_of_need=InsertComm.for_contract(transport.contract).ahead_of_need),
             options=ControllerOptions(adapt=options.adapt, delegate=options.uses_delegate, plan_seconds=options.timeout),
-            prepare=self._prepare,
+            prepare=self._programs.prepare,
             on_event=telemetry.event,
             on_error=self._abort_by_control,
             first_step=first_step,
@@ -221,33 +165,11 @@ class Worker:
         """
         step = self._step
         with self._telling_the_others():
-            executor = self._executor_of(self.controller.plan_for(step))
+            executor = self._programs.switch_to(self.controller.plan_for(step), step)
             self._telemetry.begin_step(step, self.plan)
             self.monitor.begin_step()
             started = time.monotonic()
-            self._probes.begin_step(step)
-            self._losses.begin_step(step)
-            self._gradients.begin_step(step)
-            self._hooks.begin_step()
-            if self._step_gradients is not None:
-                self._step_gradients.begin_step()
-            self._buffers.begin()
-            for stage in self._training.values():
-                stage.begin_step(loss_scale, self.steps_before)
-            executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=self._losses.tell)
-            self._gradients.end_step()
-            mean = self._reduction is Reduction.MEAN
-            self._buffers.end()
-            if self._replicas is not None:  # while the stages that end later still compute
-                self._replicas.combine_gradients(self.trainable.values(), mean=mean)
-            losses = self._losses.end_step(self._options.timeout)
-            if self._replicas is not None:
-                losses = self._replicas.combine_losses(losses, mean=mean)
-            if self._step_gradients is not None:
-                weighted = self._reduction is Reduction.WEIGHTED
-                self._step_gradients.end_step(total_weight(losses) if weighted else None)
-            self._hooks.end_step()
-            self._probes.end_step(self._options.timeout)
+            losses = self._parts.run(executor, step, inputs, targets, loss_scale, self.steps_before)
             measurement = self.monitor.end_step(step, started, time.monotonic())
             self.measured.extend(measurement.stages)
             self.controller.report(measurement)
@@ -278,9 +200,9 @@ class Worker:
             As :meth:`step`.
         """
         with self._telling_the_others():
-            self._buffers.begin()
+            self._parts.buffers.begin()
             outputs, kept = self._phases.forward(self._step, inputs)
-            self._buffers.end()
+            self._parts.buffers.end()
         self.monitor.begin_step()
         self._step += 1
         return outputs, kept
@@ -301,37 +223,37 @@ class Worker:
         with self._telling_the_others():
             found = self._phases.backward(kept, tangents)
             if self._replicas is not None:
-                self._replicas.combine_gradients(self.trainable.values())
+                self._replicas.combine_gradients(self._parts.trainable.values())
         self.monitor.begin_step()
         return found
 
     @cached_property
     def _phases(self) -> TwoPassStep:
-        program = self._prepared[self.initial.version].program
+        program = self._programs.first()
         self._transport.use_lanes(self._step, program)
         phases = TwoPassStep(
             program,
             self._compiled,
             self.state,
             self._transport,
-            self._gradients,
-            self._replica,
-            self._buffers.wait,
-            lambda part, stage: self._executor_for(part, {self.rank: stage}, self._shapes(self.initial)),
+            self._parts.gradients,
+            self._parts.replica,
+            self._parts.buffers.wait,
+            lambda part, stage: self._programs.executor(part, {self.rank: stage}),
             self._options,
         )
-        self._reserve(phases.receive_counts)
+        self._programs.reserve(phases.receive_counts)
         return phases
 
     def gradient_norm(self, norm_type: float) -> Tensor:
         """The norm of all stages' gradients after the last step, the same on every rank, all of which call it."""
         with self._telling_the_others():
-            return self._norms.total(self._step - 1, norm_type, self._options.timeout)
+            return self._parts.norms.total(self._step - 1, norm_type, self._options.timeout)
 
     def found_anywhere(self, found: bool) -> bool:
         """Whether any rank has ``found`` what it looked for after the last step; all ranks call it."""
         with self._telling_the_others():
-            return self._norms.found_anywhere(self._step - 1, found, self._options.timeout)
+            return self._parts.norms.found_anywhere(self._step - 1, found, self._options.timeout)
 
     def evaluate(self, inputs: Batch, targets: Batch | None) -> dict[int, tuple[Tensor, ...]]:
         """Run the model forward in evaluation mode.
@@ -347,31 +269,12 @@ class Worker:
         self._evaluations += 1
         # Evaluations count backwards, so that their messages are never taken for those of a training step.
         step = -self._evaluations
-        forwards = forward_only(self._placement, self._microbatches)
-        program = InsertComm.for_contract(self._transport.contract).apply(forwards, self.plan.case.cost)
-        verify(program)
-        graphs = {stage: self._compiled.eval[stage] for stage in self._own}
-        evaluation = {
-            stage: EvaluationStage(one, self.state, with_loss=targets is not None, await_buffers=self._buffers.wait)
-            for stage, one in graphs.items()
-        }
-        shapes = [MessageShapes(stage.outputs, ()) for stage in self._compiled.eval]
+        stages = self._parts.evaluation_stages(self._compiled, self.state, with_loss=targets is not None)
         with self._telling_the_others():
-            for one in graphs.values():
-                prepare(one)
-            executor = self._executor_for(program, evaluation, shapes)
-            self._reserve(executor.receive_counts)
-            self._buffers.begin(aside=True)
-            if targets is None:
-                results = executor.run(step, inputs, [()] * self._microbatches)
-            else:
-                self._losses.begin_step(step)
-                executor.run(step, inputs, targets, on_results=self._losses.tell)
-                losses = self._losses.end_step(self._options.timeout)
-                if self._replicas is not None:
-                    losses = self._replicas.combine_losses(losses, mean=self._reduction is Reduction.MEAN, aside=True)
-                results = {microbatch: (loss,) for microbatch, loss in enumerate(losses.unbind())}
-            self._buffers.end()
+            for stage in stages:
+                prepare(self._compiled.eval[stage])
+            executor = self._programs.evaluation(stages, self._microbatches)
+            results = self._parts.run_evaluation(executor, step, inputs, targets, self._microbatches)
         self.monitor.begin_step()
         return results
 
@@ -398,7 +301,7 @@ class Worker:
         """Give what several ranks hold the first holder's values, and say so if that changes any; all ranks call it."""
         with self._telling_the_others():
             self._shared.align(self._stream(), self._receive_state)
-            self._reserve({})
+            self._programs.reserve({})
 
     @property
     def shares_values(self) -> bool:
@@ -429,29 +332,37 @@ class Worker:
             for source in range(self._ranks):
                 if source != collector:
                     found |= self._receive_state(stream, source)
-            self._reserve({})
+            self._programs.reserve({})
         return found
 
     def _stream(self) -> StateStream:
         return StateStream(self._transport, max(self._step - 1, 0), self._options.timeout)
 
     def _receive_state(self, stream: StateStream, source: int) -> dict[str, Tensor]:
-        self._transport.reserve(self._always + self._by_program + Counter({(source, SPEC): UNDER_WAY}))
+        self._programs.reserve_once({(source, SPEC): UNDER_WAY})
         return stream.receive(source)
 
     def buffers_of_first_replica(self) -> dict[str, Tensor]:
         """Copies of the first replica's persistent buffers of these stages; nothing without replicas, all of which call it."""
-        buffers = {name: self.state[name] for name in self._saved_here() if name not in self._parameters}
+        stages = [self._compiled.train[stage] for stage in self._parts.stages]
+        parameters = {name for stage in stages for name in stage.parameters}
+        buffers = {name: self.state[name] for name in self._saved_here() if name not in parameters}
         if self._replicas is None or not buffers:
             return {}
         return dict(zip(buffers, self._replicas.first(list(buffers.values())), strict=True))
 
-    def _own_buffers(self) -> list[Tensor]:
-        names = {name for stage in self._own for name in self._compiled.train[stage].buffers} & self._compiled.changing
-        return [self.state[name] for name in sorted(names)]
-
     def _saved_here(self) -> list[str]:
         return [name for name in self.state if name not in self._compiled.non_persistent]
+
+    @property
+    def trainable(self) -> Mapping[str, Tensor]:
+        """The trainable parameters of this rank's stages by name."""
+        return self._parts.trainable
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last step, or of the first one."""
+        return self._programs.plan
 
     @property
     def training_step(self) -> int:
@@ -530,80 +441,7 @@ class Worker:
         """The control plane failed, and tells the others itself: whoever waits for a message here is told."""
         self._transport.abort(error if isinstance(error, Exception) else AdaptraError(str(error)))
 
-    def _prepare(self, plan: Plan) -> None:
-        """Check and lower a proposed plan before the step that switches to it; runs beside training.
-
-        The controller has verified it, and passes keep a valid program valid: proving that again would be half of all that a
-        switch takes of the interpreter.
-
-        Raises:
-            PlanError: The plan holds more than this job allows.
-        """
-        check_memory(f"plan {plan.version}", plan.program, self._cost)
-        self._prepared[plan.version] = self._training_executor(plan)
-        for version in sorted(self._prepared)[:-MOST_PREPARED]:
-            self._prepared.pop(version, None)
-
-    def _training_executor(self, plan: Plan) -> Executor:
-        return self._executor_for(self._lower(plan), self._training, self._shapes(plan))
-
-    def _shapes(self, plan: Plan) -> list[MessageShapes]:
-        stages = round_edges(self._compiled.train, plan.rounded)
-        return [MessageShapes(graphs.outputs, graphs.grad_inputs) for graphs in stages]
-
-    def _executor_of(self, plan: Plan) -> Executor:
-        if self._executor is None or plan.version != self.plan.version:
-            self._executor = self._prepared.get(plan.version) or self._training_executor(plan)
-            self._transport.use_lanes(self._step, self._executor.program)
-            self._reserve(self._executor.receive_counts)
-            self.plan = plan
-            for version in [version for version in list(self._prepared) if version < plan.version]:
-                self._prepared.pop(version, None)
-        return self._executor
-
-    def _lower(self, plan: Plan) -> Program:
-        """Put SEND and RECV where this transport wants them, those of delegated edges on their lane.
-
-        Without a loss nothing is measured and planned anew, so receives are posted early enough for any delay.
-        """
-        ahead = None if self._compiled.with_loss else self._microbatches
-        lowered = InsertComm.for_contract(self._transport.contract, ahead).apply(plan.program, plan.case.cost)
-        return LowerComm(slow=plan.delegated).apply(lowered, plan.case.cost)
-
-    def _executor_for(self, lowered: Program, stages: Mapping[int, Stage], shapes: Sequence[MessageShapes]) -> Executor:
-        return Executor(
-            lowered,
-            self.rank,
-            stages,
-            shapes,
-            self._transport,
-            self._pacing,
-            self.monitor,
-            self._clock.mark,
-            self._options.timeout,
-        )
-
-    def _reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
-        """Let the pool grow to what programs need besides the messages that no program holds."""
-        self._by_program |= Counter(counts)
-        self._transport.reserve(self._always + self._by_program)
-
 
 def _as_it_is(error: Exception) -> Exception:
     """What an error comes of where nobody knows more."""
     return error
-
-
-def check_memory(what: str, program: Program, cost: CostModel) -> None:
-    """Refuse a program that holds more activations than the job allows, counting what W still needs.
-
-    Raises:
-        PlanError: Names the rank, what it would hold and what it may.
-    """
-    found = simulate(program, cost)
-    for rank in found.over_memory:
-        assert cost.memory_limit is not None, "only a limit can be exceeded"
-        raise PlanError(
-            f"{what}: rank {rank} holds {found.peak_memory[rank]:g} of activations: expected at most "
-            f"{cost.memory_limit[rank]:g}, in the unit of memory= (microbatches, or bytes)"
-        )

@@ -15,7 +15,7 @@ import adaptra
 from adaptra.frontend import stage_planning as recipe
 from adaptra.runtime.control.events import EventKind
 from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.worker.worker import MOST_PREPARED, Worker
+from adaptra.runtime.worker.rank_programs import MOST_PREPARED, RankPrograms
 
 STEPS = 40
 """Far more than calibration, detection and a proposal take."""
@@ -56,15 +56,15 @@ def test_a_plan_beyond_the_memory_is_refused_and_nobody_switches(monkeypatch: py
 
 def test_few_plans_are_kept_ready_and_any_other_is_lowered_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when many suspicions came to nothing: here every rank forgets at once what it has prepared."""
-    prepare, kept = Worker._prepare, list[int]()
+    prepare, kept = RankPrograms.prepare, list[int]()
 
-    def forgetful(worker: Worker, plan: Plan) -> None:
+    def forgetful(programs: RankPrograms, plan: Plan) -> None:
         for version in range(plan.version + 1, plan.version + 10):
-            prepare(worker, replace(plan, version=version))
-        kept.append(len(worker._prepared))
-        worker._prepared.clear()
+            prepare(programs, replace(plan, version=version))
+        kept.append(len(programs._prepared))
+        programs._prepared.clear()
 
-    monkeypatch.setattr(Worker, "_prepare", forgetful)
+    monkeypatch.setattr(RankPrograms, "prepare", forgetful)
     options = adaptra.Options(emulate=adaptra.EmulatedDevice(0.003, 0.003, 0.003), faults=["delay 1-2 40ms @5"])
     batches = [MIXED.rows(16, step) for step in range(STEPS)]
     with compiled(MIXED, batches[0], stages=3, microbatches=8, options=options) as pipe:

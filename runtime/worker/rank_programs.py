@@ -1,0 +1,183 @@
+"""Programs of one rank, lowered for its transport: the one that runs, and those that may run next."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from adaptra.errors import PlanError
+from adaptra.graph import CompiledStages
+from adaptra.graph.ops.specs import MessageSpec
+from adaptra.graph.round_messages import round_edges
+from adaptra.passes.insert_comm import InsertComm
+from adaptra.passes.lower_comm import LowerComm
+from adaptra.program import Program
+from adaptra.program.schedules import forward_only
+from adaptra.program.verify import verify
+from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.detection.monitor import Monitor
+from adaptra.runtime.injection.emulation import Pacing
+from adaptra.runtime.transports.base import Transport
+from adaptra.runtime.worker.device_clock import OpClock
+from adaptra.runtime.worker.executor import Executor, MessageShapes
+from adaptra.runtime.worker.stage import Stage
+from adaptra.simulation.cost import CostModel
+from adaptra.simulation.simulate import simulate
+
+MOST_PREPARED: Final = 4
+"""Executors of proposed plans kept. A plan that was evicted is lowered again when it runs."""
+
+
+class RankPrograms:
+    """Lowers plans to executors, and reserves the receive buffers that they take.
+
+    Args:
+        compiled: The model's stages.
+        stages: This rank's stages in training.
+        transport: This rank's transport.
+        initial: The plan of the first step.
+        pacing: Lengthens ops on emulated devices and slowed stages.
+        monitor: Records ops and messages.
+        clock: Marks when ops begin and end on this rank's device.
+        timeout: Seconds an op waits for a message.
+        always: Receive buffers of the messages that no program holds, per source rank and message.
+
+    Attributes:
+        plan: The plan of the last step, or of the first one.
+    """
+
+    def __init__(
+        self,
+        compiled: CompiledStages,
+        stages: Mapping[int, Stage],
+        transport: Transport,
+        initial: Plan,
+        pacing: Pacing,
+        monitor: Monitor,
+        clock: OpClock,
+        timeout: float,
+        always: Mapping[tuple[int, MessageSpec], int],
+    ) -> None:
+        self.plan = initial
+        self._compiled = compiled
+        self._stages = stages
+        self._transport = transport
+        self._pacing = pacing
+        self._monitor = monitor
+        self._clock = clock
+        self._timeout = timeout
+        self._always = Counter(always)
+        self._by_program: Counter[tuple[int, MessageSpec]] = Counter()
+        self._cost = initial.case.cost
+        self._running: Executor | None = None
+        self.reserve({})  # after a change of roles, gradients may be read before the first step
+        first = self._executor_of(initial)
+        verify(first.program)
+        self._prepared = {initial.version: first}
+
+    def prepare(self, plan: Plan) -> None:
+        """Check and lower a proposed plan before the step that switches to it; runs beside training.
+
+        The controller has verified the plan, and passes keep a valid program valid. To prove that again would be half of all
+        that a switch takes of the interpreter.
+
+        Raises:
+            PlanError: The plan holds more activations than this job allows.
+        """
+        check_memory(f"plan {plan.version}", plan.program, self._cost)
+        self._prepared[plan.version] = self._executor_of(plan)
+        for version in sorted(self._prepared)[:-MOST_PREPARED]:
+            self._prepared.pop(version, None)
+
+    def switch_to(self, plan: Plan, step: int) -> Executor:
+        """Return the executor of the plan that runs ``step``; lanes and buffers follow where the plan is another one."""
+        if self._running is None or plan.version != self.plan.version:
+            self._running = self._prepared.get(plan.version) or self._executor_of(plan)
+            self._transport.use_lanes(step, self._running.program)
+            self.reserve(self._running.receive_counts)
+            self.plan = plan
+            for version in [version for version in list(self._prepared) if version < plan.version]:
+                self._prepared.pop(version, None)
+        return self._running
+
+    def first(self) -> Program:
+        """The lowered program of the first plan, before any other has run."""
+        return self._prepared[self.plan.version].program
+
+    def evaluation(self, stages: Mapping[int, Stage], microbatches: int) -> Executor:
+        """Return an executor that runs the forwards of stages in evaluation mode."""
+        forwards = forward_only(self.plan.case.placement, microbatches)
+        program = InsertComm.for_contract(self._transport.contract).apply(forwards, self.plan.case.cost)
+        verify(program)
+        shapes = [MessageShapes(stage.outputs, ()) for stage in self._compiled.eval]
+        executor = self.executor(program, stages, shapes)
+        self.reserve(executor.receive_counts)
+        return executor
+
+    def executor(
+        self, lowered: Program, stages: Mapping[int, Stage], shapes: Sequence[MessageShapes] | None = None
+    ) -> Executor:
+        """Return an executor of a lowered program.
+
+        Args:
+            lowered: The program, with SEND and RECV.
+            stages: This rank's stages.
+            shapes: What the messages of every stage hold; by default those of training under the current plan.
+        """
+        return Executor(
+            lowered,
+            self._transport.rank,
+            stages,
+            self._shapes(self.plan) if shapes is None else shapes,
+            self._transport,
+            self._pacing,
+            self._monitor,
+            self._clock.mark,
+            self._timeout,
+        )
+
+    def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
+        """Let the pool of receive buffers grow to what programs need besides the messages that no program holds."""
+        self._by_program |= Counter(counts)
+        self._transport.reserve(self._always + self._by_program)
+
+    def reserve_once(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
+        """Add these receive buffers to the pool until the next :meth:`reserve`."""
+        self._transport.reserve(self._always + self._by_program + Counter(counts))
+
+    def _executor_of(self, plan: Plan) -> Executor:
+        return self.executor(self._lower(plan), self._stages, self._shapes(plan))
+
+    def _shapes(self, plan: Plan) -> list[MessageShapes]:
+        stages = round_edges(self._compiled.train, plan.rounded)
+        return [MessageShapes(graphs.outputs, graphs.grad_inputs) for graphs in stages]
+
+    def _lower(self, plan: Plan) -> Program:
+        """Put SEND and RECV where this transport wants them, those of delegated edges on their lane.
+
+        Without a loss nothing is measured and planned anew, so receives are posted early enough for any delay.
+        """
+        ahead = None if self._compiled.with_loss else plan.program.microbatches
+        lowered = InsertComm.for_contract(self._transport.contract, ahead).apply(plan.program, plan.case.cost)
+        return LowerComm(slow=plan.delegated).apply(lowered, plan.case.cost)
+
+
+def check_memory(what: str, program: Program, cost: CostModel) -> None:
+    """Refuse a program that holds more activations than the job allows, counting what W still needs.
+
+    Args:
+        what: The program's name in the error.
+        program: Without or with messages.
+        cost: Gives the memory of microbatches and its limits, in microbatches or bytes.
+
+    Raises:
+        PlanError: Names the rank, what it would hold and what it may.
+    """
+    found = simulate(program, cost)
+    for rank in found.over_memory:
+        assert cost.memory_limit is not None, "only a limit can be exceeded"
+        raise PlanError(
+            f"{what}: rank {rank} holds {found.peak_memory[rank]:g} of activations: expected at most "
+            f"{cost.memory_limit[rank]:g}, in the unit of memory= (microbatches, or bytes)"
+        )

@@ -1,0 +1,182 @@
+"""A training step beside its program: what begins before the program runs, and what ends behind it, in this order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from torch import Tensor
+
+from adaptra.graph import CompiledStages
+from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.program.placement import stages_of
+from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+from adaptra.runtime.data_parallel.replica_buffers import ReplicaBuffers
+from adaptra.runtime.detection.monitor import Monitor
+from adaptra.runtime.options import Options
+from adaptra.runtime.step_messages.gradient_norms import GradientNorms
+from adaptra.runtime.step_messages.loss_broadcast import LossBroadcast
+from adaptra.runtime.step_messages.probes import Probes
+from adaptra.runtime.step_messages.shared_gradients import Gradients, SharedParameter
+from adaptra.runtime.transports.base import Transport
+from adaptra.runtime.worker.executor import Executor
+from adaptra.runtime.worker.gradient_hooks import GradientHooks
+from adaptra.runtime.worker.loss_reduction import Reduction, total_weight
+from adaptra.runtime.worker.stage import EvaluationStage, TrainingStage
+from adaptra.runtime.worker.step_gradients import StepGradients
+
+Batch = Sequence[Sequence[Tensor]]
+"""The tensors of a step, per microbatch."""
+
+
+class StepParts:
+    """One rank's stages with their gradients, losses, probes, buffers and hooks. Used by the thread that runs the steps.
+
+    Args:
+        compiled: The model's stages.
+        state: The parameters and buffers of this rank's stages by their names in the user's model.
+        placement: ``placement[stage]`` is the stage's rank.
+        microbatches: Microbatches per step.
+        transport: This rank's transport.
+        replicas: The ranks that hold copies of these stages, or None without data parallelism.
+        monitor: Records the flights of probes.
+        options: Seed, timeout, and whether buffers are broadcast.
+        reduction: How the losses of microbatches and replicas become that of the batch.
+
+    Attributes:
+        trainable: The trainable parameters of this rank's stages by name.
+        gradients: Adds up their gradients.
+        norms: The norm of all ranks' gradients.
+        buffers: Keeps the buffers of replicas equal.
+        stages: This rank's stages in training, by number.
+        replica: This pipeline's number among the replicas.
+    """
+
+    def __init__(
+        self,
+        compiled: CompiledStages,
+        state: Mapping[str, Tensor],
+        placement: Sequence[int],
+        microbatches: int,
+        transport: Transport,
+        replicas: Replicas | None,
+        monitor: Monitor,
+        options: Options,
+        reduction: Reduction,
+    ) -> None:
+        rank, last = transport.rank, compiled.train[-1]
+        own = stages_of(rank, placement)
+        self.trainable: Final = {name: state[name] for stage in own for name in compiled.train[stage].trainable}
+        shared = [SharedParameter(one.name, one.stages, one.owner, one.order) for one in compiled.tied]
+        self.gradients: Final = Gradients(rank, self.trainable, shared, placement, transport, options.timeout)
+        self.norms: Final = GradientNorms(rank, self.trainable, compiled, placement, transport)
+        self._hooks = GradientHooks(self.trainable, compiled.copied(placement))
+        self._step_gradients = None if reduction is Reduction.MEAN else StepGradients(self.trainable)
+        # A pipeline without a loss broadcasts none, and a scalar stands for it.
+        loss = last.outputs[0] if compiled.with_loss else TensorSpec((), last.outputs[0].dtype)
+        sharing = {placement[stage] for one in compiled.tied if last.index in one.stages for stage in one.stages}
+        self._losses = LossBroadcast(rank, placement, microbatches, loss, sharing, transport)
+        self._probes = Probes(rank, placement, transport, monitor)
+        self.replica: Final = 0 if replicas is None else replicas.index
+        changing = {name for stage in own for name in compiled.train[stage].buffers} & compiled.changing
+        broadcast = replicas if options.broadcast_buffers else None
+        self.buffers: Final = ReplicaBuffers(broadcast, [state[name] for name in sorted(changing)])
+        self.stages: Final = {
+            stage: TrainingStage(
+                compiled.train[stage],
+                state,
+                seed=options.seed,
+                microbatches=microbatches,
+                replica=self.replica,
+                is_last=stage == last.index,
+                gradients=self.gradients,
+                reduction=reduction,
+                await_buffers=self.buffers.wait,
+            )
+            for stage in own
+        }
+        self._replicas = replicas
+        self._reduction = reduction
+        self._timeout = options.timeout
+
+    def receive_counts(self) -> Counter[tuple[int, MessageSpec]]:
+        """Return how many receive buffers the messages of no program take at a time, per source rank and message."""
+        senders = (self.gradients, self._losses, self._probes, self.norms)
+        return sum((Counter(each.receive_counts()) for each in senders), Counter())
+
+    def run(self, executor: Executor, step: int, inputs: Batch, targets: Batch, loss_scale: float, steps_before: int) -> Tensor:
+        """Run a training step and accumulate gradients.
+
+        Args:
+            executor: Runs the step's program.
+            step: The step's number in this pipeline.
+            inputs, targets: Per microbatch, as the executor takes them.
+            loss_scale: Gradients are those of the loss times this.
+            steps_before: Steps of the training before this pipeline's first one; random numbers go by their sum.
+
+        Returns:
+            The loss of every microbatch, (microbatches,), on every rank; if weighted (microbatches, 2), each a sum and its
+            weight.
+        """
+        self._probes.begin_step(step)
+        self._losses.begin_step(step)
+        self.gradients.begin_step(step)
+        self._hooks.begin_step()
+        if self._step_gradients is not None:
+            self._step_gradients.begin_step()
+        self.buffers.begin()
+        for stage in self.stages.values():
+            stage.begin_step(loss_scale, steps_before)
+        executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=self._losses.tell)
+        self.gradients.end_step()
+        self.buffers.end()
+        if self._replicas is not None:  # while the stages that end later still compute
+            self._replicas.combine_gradients(self.trainable.values(), mean=self._reduction is Reduction.MEAN)
+        losses = self._end_losses()
+        if self._step_gradients is not None:
+            weighted = self._reduction is Reduction.WEIGHTED
+            self._step_gradients.end_step(total_weight(losses) if weighted else None)
+        self._hooks.end_step()
+        self._probes.end_step(self._timeout)
+        return losses
+
+    def run_evaluation(
+        self, executor: Executor, step: int, inputs: Batch, targets: Batch | None, microbatches: int
+    ) -> dict[int, tuple[Tensor, ...]]:
+        """Run the forwards of an evaluation.
+
+        Args:
+            executor: Runs the program of forwards.
+            step: The evaluation's number, negative.
+            inputs, targets: Per microbatch; without targets the outputs are returned instead of losses.
+            microbatches: Microbatches per step.
+
+        Returns:
+            With targets the loss of every microbatch, the mean over the replicas, on every rank. Without, the outputs per
+            microbatch on the last stage's rank.
+        """
+        self.buffers.begin(aside=True)
+        if targets is None:
+            results = executor.run(step, inputs, [()] * microbatches)
+        else:
+            self._losses.begin_step(step)
+            executor.run(step, inputs, targets, on_results=self._losses.tell)
+            results = {microbatch: (loss,) for microbatch, loss in enumerate(self._end_losses(aside=True).unbind())}
+        self.buffers.end()
+        return results
+
+    def evaluation_stages(
+        self, compiled: CompiledStages, state: Mapping[str, Tensor], *, with_loss: bool
+    ) -> dict[int, EvaluationStage]:
+        """Return this rank's stages in evaluation mode, by number."""
+        return {
+            stage: EvaluationStage(compiled.eval[stage], state, with_loss=with_loss, await_buffers=self.buffers.wait)
+            for stage in self.stages
+        }
+
+    def _end_losses(self, *, aside: bool = False) -> Tensor:
+        losses = self._losses.end_step(self._timeout)
+        if self._replicas is None:
+            return losses
+        return self._replicas.combine_losses(losses, mean=self._reduction is Reduction.MEAN, aside=aside)
