@@ -1,4 +1,4 @@
-"""How the runtime of a pipeline behaves: what few users change, kept out of compile()'s own arguments."""
+"""Options of a pipeline's runtime that few users change, kept out of compile()'s own arguments."""
 
 from __future__ import annotations
 
@@ -19,41 +19,44 @@ class Options:
 
     Attributes:
         adapt: Re-plan when a link or a stage turns slow. False measures and reports, and never switches.
-        schedule: The program to start with: a generator's name such as ``"1f1b"``, a compute-only Program, or None for the
-            plan adapted to the estimated costs. That holds least of those at most a hundredth longer than the best one; where
-            ``memory`` is given, what it has to spare is spread evenly over the edges as slack.
-        expected_delays: What delays a link may get, if that is known beforehand: per directed edge of neighbouring stages the
-            seconds added to each message, and how likely they are relative to each other, such as
-            ``{(1, 2): {0.0: 0.9, 0.06: 0.1}}``. The first plan is then good on average over all combinations.
-        planning_seconds: How long the search for another plan takes at most, beside training and on one rank alone; it never
-            takes more than half a step, for what is only suspected a tenth. The first plan is searched by effort instead, as
-            every rank finds it for itself.
-        seed: Seed of the random numbers of dropout and its like; they depend on it, the step and the number of the microbatch
-            alone, which counts on through the replicas: two of M microbatches draw what one process draws for 2·M.
+        schedule: The program to start with: a generator's name such as ``"1f1b"``, a compute-only Program, or None for the plan
+            adapted to the estimated costs. Of the plans within one per cent of the best makespan, that is the one with the
+            least memory. If ``memory`` is given, spare memory is spread evenly over the edges as slack.
+        expected_delays: Delays that a link may get, if they are known beforehand. Per directed edge of neighbouring stages: the
+            seconds added to each message, and their relative weights, such as ``{(1, 2): {0.0: 0.9, 0.06: 0.1}}``. The first
+            plan is then good on average over all combinations.
+        planning_seconds: The longest search for another plan, in seconds, beside training and on one rank alone. It never takes
+            more than half a step, or a tenth of a step for a speculative plan. The search for the first plan is limited by
+            effort instead, so that every rank finds the same one.
+        seed: Seed of random numbers such as those of dropout. They depend only on the seed, the step and the number of the
+            microbatch, which counts on through the replicas. So two replicas of M microbatches draw the same numbers as one
+            process with 2·M.
         timeout: Seconds an op waits for a message, and a step for its plan, before the step fails.
         faults: Faults to inject, such as ``"delay 1-2 60ms @8"``: see :mod:`adaptra.runtime.injection.faults`.
-        emulate: Pad every op to a stated duration by sleeping, to see the timeline of devices this machine doesn't have.
+        emulate: Pad every op to a stated duration by sleeping, to see the timeline of devices that this machine doesn't have.
         delegate: Set up the delegate beside c10d. True: edges that turn slow take it. Directed edges such as ``[(1, 2)]``:
-            these do from the start, too.
-        addresses: The delegate's paths, the best first: numeric addresses of this rank's host to listen on and connect from,
-            and RDMA ports such as ``rdma:mlx5_0/1``; equally many of the same kinds on every rank. () for the usable RDMA ports
-            of the host, followed by the address by which it reaches the job's store.
-        lossy_bf16: Round what stages send each other from float32 to bfloat16 while it travels: half the bytes, but activations
-            and their gradients lose precision, so training is no longer bitwise that of one process. All of it must be float32.
-            ``"slow"``: only over edges whose bandwidth limits the step, and for as long as it does, as part of a plan.
-        inner: The backend of torch.compile that compiles the graphs of F, I and W, such as ``"inductor"``; ``"eager"`` runs
-            them op by op, which is bitwise one process. Graphs of evaluation are compiled by the first evaluation.
-        captured: What to do where the captured stages run other ops than eager torch does for the same microbatch, which may
-            round otherwise or take longer: ``"warn"`` of the first such op with its module and line, ``"error"``, or
+            these take it from the start, too.
+        addresses: The delegate's paths, the best first: numeric addresses of this rank's host, and RDMA ports such as
+            ``rdma:mlx5_0/1``. Every rank gives equally many of the same kinds. () for the usable RDMA ports of the host,
+            followed by the address by which it reaches the job's store.
+        lossy_bf16: Round messages between stages from float32 to bfloat16 while they travel. That halves the bytes, but
+            activations and their gradients lose precision, so training is no longer bitwise that of one process. All messages
+            must be float32. ``"slow"``: as part of a plan, only over edges whose bandwidth limits the step, for as long as it
+            does.
+        inner: The backend of torch.compile that compiles the graphs of F, I and W, such as ``"inductor"``. ``"eager"`` runs
+            them op by op, bitwise equal to one process. Evaluation graphs are compiled by the first evaluation.
+        captured: The reaction if captured stages run other ops than eager torch does for the same microbatch. Such ops may
+            round differently or take longer. ``"warn"`` of the first such op with its module and line, ``"error"``, or
             ``"accept"``.
-        broadcast_buffers: With several replicas, give all of them the first one's buffers before each forward pass, as DDP
-            does: those that the model changes, such as the statistics of BatchNorm. False: each replica has its own.
+        broadcast_buffers: With several replicas, broadcast the first one's buffers to all before each forward pass, as DDP
+            does. These are the buffers that the model changes, such as the statistics of BatchNorm. False: each replica has its
+            own.
         on_event: Called with each event of the controller, such as a detected slow edge or a switch of plans, on a thread of
-            telemetry's own. What it raises is logged, once.
-        telemetry: Who else is told what, see :class:`adaptra.runtime.telemetry.options.Telemetry`.
+            telemetry's own. The first exception that it raises is logged.
+        telemetry: Receivers of the run's records, see :class:`adaptra.runtime.telemetry.options.Telemetry`.
 
     Raises:
-        OptionError: An option is not what it should be; names it, what was given and what is expected.
+        OptionError: An option is invalid; names it, the given value and the expected one.
     """
 
     adapt: bool = True
@@ -80,7 +83,7 @@ class Options:
 
     @property
     def uses_delegate(self) -> bool:
-        """Whether any edge may ever take the delegate."""
+        """True if any edge may ever take the delegate."""
         return self.delegate is not False
 
     def __post_init__(self) -> None:
@@ -170,5 +173,5 @@ def _are_weighted(given: Mapping[object, object]) -> bool:
 
 
 def is_whole(given: object) -> bool:
-    """Whether this is a whole number; True and False are none."""
+    """Return True if this is a whole number; True and False are none."""
     return isinstance(given, int) and not isinstance(given, bool)

@@ -1,4 +1,4 @@
-"""From a model to stage graphs: capture, partition, differentiate. Imports torch."""
+"""The compiler from a model to stage graphs: capture, partition, differentiation. Imports torch."""
 
 from adaptra.graph.compile import CompiledStages, TiedParameter, compile_stages
 from adaptra.graph.ops.random_state import RandomKey, reference_randomness

@@ -1,4 +1,4 @@
-"""From a model to compiled stages: capture, partition and differentiate in one call."""
+"""Compilation of a model into stages: capture, partition and differentiation in one call."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class TiedParameter:
     """A trainable parameter that several stages use: each has a copy, and W on each returns its own contributions.
 
     Attributes:
-        name: The name it goes by; every stage's copy has it.
+        name: Its name in all stages.
         aliases: Its other names in the user's model.
-        stages: The stages that hold a copy, ascending.
-        owner: The stage whose copy counts for the model's state: the first.
-        order: The stage of each contribution, in the order in which those of one microbatch must be added: the latest use
-            first, each use to the sum so far. That is autograd's own order, so the sum is bitwise autograd's. Empty if no use
-            reaches the loss: the parameter has no gradient then.
+        stages: The stages that have a copy, ascending.
+        owner: The stage whose copy counts as the model's state: the first.
+        order: The stage of each contribution of one microbatch, in the order of addition: the latest use first, each use added
+            to the sum so far. This is autograd's own order, so the sum is bitwise autograd's. It is empty if no use reaches
+            the loss, since the parameter then has no gradient.
     """
 
     name: str
@@ -56,14 +56,14 @@ class CompiledStages:
         train: The training stages.
         eval: The same stages in evaluation mode, forward only.
         tied: The trainable parameters that several stages use.
-        names: Every name of the model's state, aliases included, to the stages that hold it.
-        aliases: Every name of the model's state to the one it goes by in stages.
-        non_persistent: The buffers that the model's state_dict leaves out.
-        changing: The buffers that training or evaluation changes; of stages that were given as modules, all.
-        inputs, targets: Flatten and check what a user gives.
-        outputs: Puts together what the model returns in evaluation mode.
-        places: Where the stages begin, and where else they could.
-        captured: What they were cut from; None for stages that were given as modules.
+        names: Every name of the model's state, aliases included, to the stages that have it.
+        aliases: Every name of the model's state to its name in stages.
+        non_persistent: The buffers that are not in the model's state_dict.
+        changing: The buffers that training or evaluation changes; all buffers if the stages are modules.
+        inputs, targets: The formats that flatten and check the user's inputs and targets.
+        outputs: The format that assembles the model's outputs in evaluation mode.
+        places: The cut points of the stages, and the other possible cut points.
+        captured: The captured model from which they were cut, or None if the stages are modules.
     """
 
     train: tuple[TrainStage, ...]
@@ -81,16 +81,16 @@ class CompiledStages:
 
     @property
     def difference(self) -> OpsDifference | None:
-        """Where the training stages run other ops than eager torch; None if nowhere, or if it was not compared."""
+        """The difference between the training stages' ops and eager torch's; None if there is none or it was not compared."""
         return None if self.captured is None else self.captured.difference
 
     def copied(self, placement: Sequence[int]) -> frozenset[str]:
-        """The trainable parameters that stages of several ranks use, each rank with a copy."""
+        """Return the trainable parameters that stages on several ranks use. Each of these ranks has a copy."""
         return frozenset(one.name for one in self.tied if len({placement[stage] for stage in one.stages}) > 1)
 
     @property
     def with_loss(self) -> bool:
-        """Whether the last stage returns a loss; else it returns what the model returns."""
+        """Whether the last stage returns a loss and not the model's outputs."""
         return bool(self.eval[-1].loss)
 
     @staticmethod
@@ -103,10 +103,10 @@ class CompiledStages:
         places: CutPoints,
         captured: Captured | None = None,
     ) -> CompiledStages:
-        """The pipeline of these stages, which hold the model's state as ``holders`` says.
+        """Return the pipeline of these stages. ``holders`` gives the stages of each parameter and buffer.
 
         Raises:
-            CaptureError: A stage that holds a shared trainable parameter does not train it.
+            CaptureError: A stage that has a shared trainable parameter does not train it.
         """
         inputs, targets, outputs = formats
         return CompiledStages(
@@ -127,17 +127,17 @@ class CompiledStages:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A captured model, which can be cut again: graphs and fake tensors, so that it needs next to no memory.
+    """A captured model, which can be cut again. It has graphs and fake tensors only, so it needs next to no memory.
 
     Attributes:
-        stages: Into how many stages it is cut.
-        names: Of the model's state.
-        flat, analysis, cuts: The training graph, what it does, and where it could be cut.
-        eval_flat, eval_analysis, eval_cuts: The same of the evaluation graph.
-        formats: What flattens and checks inputs, targets and outputs.
+        stages: The number of stages.
+        names: The names of the model's state.
+        flat, analysis, cuts: The training graph, its analysis and its possible cut points.
+        eval_flat, eval_analysis, eval_cuts: The same for the evaluation graph.
+        formats: The formats of inputs, targets and outputs.
         sizes: The bytes of each parameter and buffer.
         mode: The fake mode of both analyses.
-        difference: Where the stages that it was first cut into run other ops than eager torch, if that was compared.
+        difference: The difference between eager torch's ops and those of the stages of the first cut, if compared.
     """
 
     stages: int
@@ -159,18 +159,18 @@ class Captured:
         return self.analysis.changed_state | self.eval_analysis.changed_state
 
     def positions(self, split: Sequence[str]) -> tuple[int, ...]:
-        """Where stages begin that begin with these modules.
+        """Return the positions of the stages that begin with these modules.
 
         Raises:
-            PartitionError: It can't be cut like that; says what to change.
+            PartitionError: The model can't be cut like this. The text says what to change.
         """
         return cut_before(self.flat, self.analysis, self.cuts, split, self.stages)
 
     def cut(self, positions: Sequence[int], progress: Progress = log_progress) -> CompiledStages:
-        """The stages that begin at these ops of the training graph; the same for the same positions in every process.
+        """Return the stages that begin at these ops of the training graph. The result is the same in every process.
 
         Raises:
-            CaptureError, PartitionError: It can't be cut like that; says what to change.
+            CaptureError, PartitionError: The model can't be cut like this. The text says what to change.
         """
         flat, analysis, names = self.flat, self.analysis, self.names
         parts = pieces(flat, analysis, self.cuts, positions, flat.results)
@@ -210,23 +210,23 @@ def compile_stages(
     by its ``requires_grad`` now.
 
     Args:
-        model: The model. If it is in training mode its modules' own modes are kept for training, so that a part that was set to
-            evaluation mode stays frozen; else the training stages are captured in training mode.
+        model: The model. In training mode its modules keep their own modes, so that a part in evaluation mode stays frozen.
+            Otherwise the training stages are captured in training mode.
         args, kwargs: One microbatch of the model's inputs. Values that are not tensors become constants.
-        stages: How many stages.
-        loss: Called as ``loss(outputs, targets)``, returns a scalar. None when the model returns the loss itself: a scalar,
-            or a dict, tuple or dataclass whose ``.loss`` or first element it is.
-        targets: One microbatch of targets; they enter at the last stage.
+        stages: The number of stages.
+        loss: Called as ``loss(outputs, targets)``; returns a scalar. None if the model returns the loss itself: a scalar, or a
+            dict, tuple or dataclass with the loss as ``.loss`` or first element.
+        targets: One microbatch of targets. They enter at the last stage.
         split: Names of the modules that begin stages 1, 2, …; None balances by estimated cost.
-        with_loss: False when there is no loss: then the last stage returns all that the model returns, I starts from a gradient
-            for each of these tensors that requires one, and the first stage's I returns gradients of inputs that require them.
-        compare: Whether to compare the ops that the training stages run with those that eager torch runs.
-        progress: Told of every part that is done.
+        with_loss: Whether there is a loss. Without one the last stage returns all of the model's outputs, and I starts from
+            their gradients. The first stage's I then returns the gradients of inputs that require them.
+        compare: Whether to compare the training stages' ops with those of eager torch.
+        progress: Called after every part.
 
     Raises:
-        CaptureError: The model can't become one graph; names its module and line.
-        PartitionError: It can't be cut like that; says what to change.
-        BatchError: The example is not a call the model takes.
+        CaptureError: The model can't become one graph. The text names its module and line.
+        PartitionError: The model can't be cut like this. The text says what to change.
+        BatchError: The example is not a call that the model accepts.
     """
     if stages < 1:
         raise PartitionError(f"stages={stages}: expected at least 1")
@@ -287,7 +287,7 @@ def compile_stages(
         eager = list_eager_ops(model, flat_inputs, inputs, flat_targets, target_format, loss, names=names, with_loss=with_loss)
         difference = _difference(made, compiled, eager)
     except Exception as error:
-        # What can be captured can be trained; that it could not be compared is said.
+        # A captured model can be trained even if the comparison fails. The failure is recorded.
         failed = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')[:300]}"
         difference = OpsDifference("", "", "", 0, 0, failed)
     return replace(compiled, captured=replace(made, difference=difference))
@@ -297,7 +297,7 @@ def _difference(made: Captured, compiled: CompiledStages, eager: Sequence[EagerO
     parameters = {name: made.analysis.values[node] for node, name in made.flat.state.items()}
     sums: Counter[Signature] = Counter()
     for tied in compiled.tied:
-        # Each stage gives what it has of the gradient, and the runtime adds it up in autograd's order.
+        # Each stage returns its contributions to the gradient, and the runtime adds them up in autograd's order.
         sums[sum_of(parameters[tied.name])] += max(0, len(tied.order) - 1)
     again = made.stages > 1 or any(region_of(node) is not None for node in made.analysis.nodes)
     graphs = [graph for stage in compiled.train for graph in stage.graphs]
@@ -316,7 +316,7 @@ def _example(
 
 
 def _holders(names: StateNames, graphs: Sequence[tuple[FlatGraph, Sequence[Piece]]], stages: int) -> dict[str, tuple[int, ...]]:
-    """Which stages hold each parameter and buffer. State that no graph uses lies with the state named before it."""
+    """Return the stages of each parameter and buffer. State that no graph uses goes with the state named before it."""
     found: dict[str, set[int]] = {}
     for flat, parts in graphs:
         for piece in parts:

@@ -1,4 +1,4 @@
-"""From a list of modules to stages that run them, without a capture: a run of the example says what crosses the stages."""
+"""Compilation of a list of modules into stages that run them, without capture. A run of the example shows the messages."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ def compile_modules(
 ) -> CompiledStages:
     """Make a pipeline of modules, one per stage. No reference to their parameters and buffers is kept.
 
-    The example runs with copies of the buffers: nothing of the modules is changed.
+    The example runs with copies of the buffers, so the modules do not change.
 
     Args:
-        modules: The stages. Each is called with what the one before returned: a tuple is its arguments.
+        modules: The stages. Each is called with the result of the one before; a tuple gives several arguments.
         args, kwargs: One microbatch of the first module's inputs.
-        loss: Called as ``loss(outputs, targets)`` with what the last module returns; None when that is or holds the loss.
+        loss: Called as ``loss(outputs, targets)`` with the last module's result; None if that is or contains the loss.
         targets: One microbatch of targets.
 
     Raises:
-        CaptureError: A module fails with the example, returns what can't travel, or can't be copied; names the stage.
+        CaptureError: A module fails with the example, returns a value that can't be sent, or can't be copied. The text names
+            the stage.
         PartitionError: Two stages share a buffer.
-        BatchError: The example is not a call that the first module takes.
+        BatchError: The example is not a call that the first module accepts.
     """
     inputs, target_format = InputFormat(modules[0], args, kwargs), TargetFormat(targets)
     example = _Example(
@@ -68,7 +69,7 @@ def compile_modules(
 
 @dataclass(frozen=True, slots=True)
 class _Example:
-    """The modules, and one microbatch to learn from."""
+    """The modules, and the example microbatch that they run."""
 
     modules: nn.ModuleList
     names: StateNames
@@ -79,7 +80,7 @@ class _Example:
     flat_targets: tuple[Tensor, ...]
 
     def holders(self) -> dict[str, tuple[int, ...]]:
-        """Which stages hold each parameter and buffer."""
+        """Return the stages of each parameter and buffer."""
         found: dict[str, set[int]] = {}
         for alias, name in self.names.aliases.items():
             found.setdefault(name, set()).add(int(alias.split(".")[0]))
@@ -92,7 +93,7 @@ class _Example:
         return {name: tuple(sorted(stages)) for name, stages in found.items()}
 
     def train(self, holders: Mapping[str, tuple[int, ...]]) -> tuple[tuple[StageModule, ...], list[float]]:
-        """The training stages, and what F takes on each, as :mod:`adaptra.graph.ops.work` counts it."""
+        """Return the training stages, and the work of F on each, as counted by :mod:`adaptra.graph.ops.work`."""
         state = self._state()
         stages: list[StageModule] = []
         left: list[Differentiable] = []
@@ -121,7 +122,7 @@ class _Example:
     def _with_gradients(
         self, stages: Sequence[StageModule], left: Sequence[Differentiable], gradients: Sequence[Tensor]
     ) -> tuple[StageModule, ...]:
-        """The stages with what a backward pass shows of them, from the last to the first."""
+        """Return the stages completed by the results of a backward pass, which runs from the last stage to the first."""
         found: list[StageModule] = []
         layouts, specs = _travelling(gradients)
         for stage, saved in reversed(list(zip(stages, left, strict=True))):
@@ -132,7 +133,7 @@ class _Example:
             received, specs_received = layouts, specs
             layouts, specs = _travelling(gradients)
             kept = sum(one.nbytes for one in of_parameters.values())
-            # Autograd says nothing of what its ops hold meanwhile.
+            # The temporary memory of autograd's ops is not known.
             peaks = Peaks(stage.kept_after_forward, stage.kept_after_forward + kept, kept)
             found.append(
                 replace(
@@ -149,7 +150,7 @@ class _Example:
         return tuple(reversed(found))
 
     def evaluate(self) -> tuple[tuple[EvalModule, ...], OutputFormat]:
-        """The evaluation stages, and what the last module returns."""
+        """Return the evaluation stages, and the format of the last module's result."""
         state = self._state()
         stages: list[EvalModule] = []
         takes: InputFormat | Boundary = self.inputs
@@ -179,7 +180,7 @@ class _Example:
         specs: MessageSpec,
         holders: Mapping[str, tuple[int, ...]],
     ) -> tuple[StageModule, Boundary | None]:
-        """A training stage as far as one run shows it."""
+        """Return a training stage, as far as a forward run determines it, and the boundary after it."""
         index, names = call.index, self.names
         parameters = tuple(name for name in names.parameters if index in holders[name])
         with torch.enable_grad():
@@ -216,7 +217,7 @@ class _Example:
 
     def _call(self, index: int, takes: InputFormat | Boundary, *, training: bool) -> ModuleCall:
         module = _without_tensors(self.modules[index])
-        # As for a model that is captured: what was set to evaluation mode in a model that trains stays so.
+        # As for a captured model: a part in evaluation mode of a model in training mode stays in evaluation mode.
         if not training:
             module.eval()
         elif not module.training:
@@ -227,7 +228,7 @@ class _Example:
         return ModuleCall(index, module, state, takes, self.loss, self.targets)
 
     def _state(self) -> dict[str, Tensor]:
-        """The parameters, and copies of the buffers."""
+        """Return the parameters and copies of the buffers."""
         parameters = dict(self.modules.named_parameters())
         return parameters | {name: buffer.detach().clone() for name, buffer in self.modules.named_buffers()}
 
@@ -236,7 +237,7 @@ class _Example:
 
 
 class _SavedBytes:
-    """Counts the bytes that autograd keeps, those of the given state not."""
+    """Counts the bytes that autograd saves, without those of the given state."""
 
     def __init__(self, state: Iterable[Tensor]) -> None:
         self._known = {tensor.untyped_storage().data_ptr() for tensor in state}
@@ -259,7 +260,7 @@ class _SavedBytes:
 
 
 def _without_tensors(module: nn.Module) -> nn.Module:
-    """A copy of a module with tensors of the meta device in place of its parameters and buffers."""
+    """Return a copy of a module with tensors of the meta device instead of its parameters and buffers."""
     copied: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         empty = torch.empty_like(tensor, device="meta")
@@ -270,7 +271,7 @@ def _without_tensors(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def _naming(index: int) -> Generator[None]:
-    """Say of any error which stage it is of."""
+    """Add the stage's index to any error."""
     try:
         yield
     except CaptureError as error:
@@ -285,7 +286,7 @@ def _naming(index: int) -> Generator[None]:
 
 
 def _travelling(gradients: Sequence[Tensor]) -> tuple[tuple[Layout, ...], MessageSpec]:
-    """How gradients travel."""
+    """Return the layouts and specs of gradients in messages."""
     layouts = tuple(map(Layout.with_gaps, gradients))
     return layouts, tuple(layout.spec(one, False) for layout, one in zip(layouts, gradients, strict=True))
 

@@ -1,6 +1,6 @@
-"""The first cost model, before anything was measured: from the FLOPs and bytes of the stage graphs.
+"""The first cost model, estimated from the FLOPs and bytes of the stage graphs before anything is measured.
 
-Only the ratios between stages and kinds matter at this point; the first measured steps replace the numbers.
+Only the ratios between stages and kinds matter at this point. The first measured steps replace the numbers.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from adaptra.program.placement import stages_of
 from adaptra.simulation.cost import CostModel
 
 FLOPS_PER_SECOND: Final = 1e11
-"""A nominal device; of the order of one CPU core with vector units."""
+"""Speed of a nominal device, of the order of one CPU core with vector units."""
 
 
 def estimated_cost(compiled: CompiledStages, placement: Sequence[int]) -> CostModel:
-    """Durations in seconds on a nominal device, free links, memory in units of one microbatch's activations on a rank."""
+    """Return the estimated cost model.
+
+    Durations are in seconds on a nominal device, and edges take no time. Memory is in units of one microbatch's activations on
+    a rank.
+    """
     held = [1.0 / len(stages_of(rank, placement)) for rank in placement]
     flops = [stage.flops for stage in compiled.train]
     kept = [(stage.kept_after_forward, stage.kept_after_input_grad) for stage in compiled.train]
@@ -38,5 +42,5 @@ def estimated_cost(compiled: CompiledStages, placement: Sequence[int]) -> CostMo
 
 
 def _freed_by_input_grad(after_forward: int, after_input_grad: int) -> float:
-    """The share of a microbatch's memory that I gives back. I may keep more than F left; then nothing is freed early."""
+    """Return the share of a microbatch's memory that I frees. It is zero if I keeps more than F saved."""
     return max(0.0, 1.0 - after_input_grad / after_forward) if after_forward else 0.0

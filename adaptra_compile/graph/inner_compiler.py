@@ -1,7 +1,8 @@
-"""The inner compiler: another backend of torch.compile runs the graphs of F, I and W.
+"""The inner compiler: another backend of torch.compile compiles the graphs of F, I and W.
 
-It is given what lies between random ops, which draw what belongs to their microbatch and stay as they are. Fused kernels may
-round otherwise than op by op, so its numbers are near those of one process; plans run the same kernels and change none of them.
+It compiles the parts between random ops. Random ops stay unchanged, so that they draw the numbers of their microbatch. Fused
+kernels may round differently, so results are only close to those of one process. All plans run the same kernels, so the plan
+does not change the numbers.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ EAGER: Final = "eager"
 
 
 def check_inner(given: object) -> None:
-    """Refuse what is no name of a backend that can run stage graphs.
+    """Refuse a value that is not the name of a backend that can compile stage graphs.
 
     Raises:
-        OptionError: Says what was given and what is expected.
+        OptionError: The value is refused. The text says what is expected.
     """
     try:
         is_known = isinstance(given, str) and given != "adaptra" and lookup_backend(given) is not None
@@ -44,7 +45,7 @@ def check_inner(given: object) -> None:
 
 
 def compiled_by(inner: str, compiled: CompiledStages) -> CompiledStages:
-    """The same stages, whose graphs ``inner`` compiles when they are first run, or before by :func:`prepare`."""
+    """Return the same stages, with graphs compiled by ``inner`` at their first run, or earlier by :func:`prepare`."""
     if inner == EAGER:
         return compiled
     known: dict[fx.GraphModule, fx.GraphModule] = {}
@@ -61,10 +62,10 @@ def compiled_by(inner: str, compiled: CompiledStages) -> CompiledStages:
 
 
 def prepare(stage: TrainStage | EvalStage) -> None:
-    """Compile now what the stage's first run would compile.
+    """Compile the stage's graphs now instead of at their first run.
 
     Raises:
-        CaptureError: The inner compiler fails; names the stage and the compiler, with its reason.
+        CaptureError: The inner compiler fails. The text names the stage and the compiler, with its reason.
     """
     for graph in stage.graphs:
         for part in graph.modules():
@@ -80,7 +81,7 @@ def prepare(stage: TrainStage | EvalStage) -> None:
 
 
 class _InnerGraph(nn.Module):
-    """A graph of ATen ops without random ones, compiled when it is first run or :meth:`prepare` is called."""
+    """A graph of ATen ops without random ones, compiled at its first run or by :meth:`prepare`."""
 
     def __init__(self, graph: fx.GraphModule, inner: str) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ class _InnerGraph(nn.Module):
         self._compiled: Any = None
 
     def prepare(self) -> Callable[..., Sequence[Tensor]]:
-        """What the inner compiler makes of it; it is asked once."""
+        """Return the compiled graph. It is compiled only once."""
         with _COMPILING, torch.no_grad():
             if self._compiled is None:
                 examples = [node.meta["val"] for node in self._graph.graph.find_nodes(op="placeholder")]
@@ -102,11 +103,11 @@ class _InnerGraph(nn.Module):
 
 
 _COMPILING: Final = threading.Lock()
-# Compilers keep what they are at in globals, and ranks may be threads of one process.
+# Compilers keep their state in globals, and ranks may be threads of one process.
 
 
 def _run_by(inner: str, graph: fx.GraphModule) -> fx.GraphModule:
-    """A graph that is called like this one, and runs what lies between its random ops by the inner compiler."""
+    """Return a graph with the same call, in which the inner compiler compiles the parts between random ops."""
     part_of: dict[fx.Node, int] = {}
     part = 0
     for node in graph.graph.nodes:
@@ -114,7 +115,7 @@ def _run_by(inner: str, graph: fx.GraphModule) -> fx.GraphModule:
             continue
         if node.target is run_seeded:
             part += 2
-        # What an op has several results of is taken out where it runs: only tensors pass between parts.
+        # An op's results are extracted in its own part, since only tensors pass between parts.
         of = part_of.get(node.args[0]) if node.target is operator.getitem else None
         part_of[node] = of if of is not None else part - 1 if node.target is run_seeded else part
     if not part_of:

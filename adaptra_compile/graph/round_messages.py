@@ -1,4 +1,4 @@
-"""What ``Options(lossy_bf16=...)`` asks for: messages between stages travel as bfloat16."""
+"""Messages between stages rounded to bfloat16, for ``Options(lossy_bf16=...)``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from adaptra.graph.stages.stages import TrainStage
 
 
 def round_messages(compiled: CompiledStages) -> CompiledStages:
-    """The same stages, but what they send each other, activations and gradients, is rounded to bfloat16 while it travels.
+    """Return the same stages with activations and gradients sent as bfloat16.
 
     Losses and the gradients of shared parameters stay exact.
 
     Raises:
-        OptionError: A message holds something else than float32; names the edge and what it holds.
+        OptionError: A message contains another dtype than float32. The text names the edge and the dtype.
     """
     last = len(compiled.train) - 1
     evaluated = tuple(
@@ -31,7 +31,7 @@ def round_messages(compiled: CompiledStages) -> CompiledStages:
 
 
 def round_edges(train: tuple[TrainStage, ...], edges: Collection[tuple[int, int]]) -> tuple[TrainStage, ...]:
-    """Training stages whose messages over these directed edges are rounded to bfloat16 while they travel.
+    """Return the training stages with messages over these directed edges sent as bfloat16.
 
     Raises:
         OptionError: As :func:`round_messages`.

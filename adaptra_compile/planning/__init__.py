@@ -1,1 +1,1 @@
-"""From a planning problem to a plan, how far that is from the best, and what else would help. Imports no torch."""
+"""Planning: the search for a plan, its distance from the bound, and the changes that would shorten it. Imports no torch."""

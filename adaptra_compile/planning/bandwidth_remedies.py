@@ -1,8 +1,8 @@
-"""What helps an edge whose bandwidth binds, which no order of ops hides: each remedy is judged by planning with it.
+"""Remedies for an edge whose bandwidth limits the step. No order of ops hides such an edge.
 
-Where a message occupies a directed edge for longer than the busiest rank computes for a microbatch, every plan waits for that
-edge. Then something else than the order must change: the messages get more paths, each number gets fewer bytes, or the model is
-cut where less is sent. Each of these is planned for, and the simulated steps say which helps most and what bound then remains.
+An edge limits every plan if a message occupies it for longer than the busiest rank computes for a microbatch. There are three
+remedies: spread the messages over more connections, send fewer bytes per number, or cut the model where less is sent. We plan
+again with each remedy. The simulated makespans show which remedy helps most and which bound remains.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from adaptra.simulation.cut_points import CutPoint, CutPoints, MovedCut
 from adaptra.simulation.simulate import Bound, lower_bound, simulate
 
 MOST_CUTS: Final = 4
-"""How many moved cuts are planned for at most, the ones whose bounds promise most."""
+"""The most moved cut points to plan for: those with the lowest makespan bounds."""
 
 MOST_CONNECTIONS: Final = 16
-"""Over how many connections the delegate spreads the messages of one path at most."""
+"""The most connections over which the delegate spreads the messages of one path."""
 
 BFLOAT16_SHARE: Final = 0.5
-"""The part of a float32 message that is left of it as bfloat16."""
+"""Size of a bfloat16 message as a fraction of the float32 message."""
 
 
 class Remedy(Enum):
@@ -46,12 +46,12 @@ class Remedy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BandwidthOptions:
-    """What a pipeline has against an edge whose bandwidth binds.
+    """Remedies available to a pipeline against an edge whose bandwidth limits the step.
 
     Attributes:
-        spreads: Whether an edge that turns slow gets more connections.
-        rounds: Whether the user has opted in to rounding what binds.
-        places: Where else the model could be cut, or None if that is not known.
+        spreads: Whether an edge that becomes slow gets more connections.
+        rounds: Whether the user allows messages on limiting edges to be rounded to bfloat16.
+        places: The other possible cut points of the model, or None if they are not known.
     """
 
     spreads: bool = False
@@ -61,17 +61,17 @@ class BandwidthOptions:
 
 @dataclass(frozen=True)
 class RemedyPlan:
-    """One remedy, planned for.
+    """One remedy and the plan made with it.
 
     Attributes:
-        remedy: Which.
-        change: What would change, for people.
-        program: The plan for it.
-        cost: The costs with it.
-        makespan: The simulated step.
-        bound: What no plan with this remedy beats.
-        wanted: What the user would have to do to get it, or None if it can be part of a plan as things are.
-        cut: The cut that moves, if one does.
+        remedy: The kind of remedy.
+        change: A description of the change, for people.
+        program: The plan with the remedy.
+        cost: The cost model with the remedy.
+        makespan: The simulated makespan of the plan.
+        bound: The makespan bound with this remedy.
+        wanted: The action that the user must take to get it, or None if a plan can include it already.
+        cut: The cut point that moves, or None.
     """
 
     remedy: Remedy
@@ -86,15 +86,15 @@ class RemedyPlan:
 
 @dataclass(frozen=True)
 class Remedies:
-    """The edges whose bandwidth binds a plan, and what would help; text with :func:`str`.
+    """The edges whose bandwidth limits a plan, and the remedies for them. :func:`str` gives a text.
 
     Attributes:
         edges: The directed edges, in ascending order.
         occupancy: The longest time that a message occupies one of them.
-        load: The longest time that a rank computes for a microbatch; an edge occupied no longer binds nothing.
-        makespan: The simulated step without a remedy.
-        bound: What no plan without a remedy beats.
-        choices: All remedies, the one with the shortest step first.
+        load: The longest time that a rank computes for a microbatch. An edge limits the step if its occupancy is longer.
+        makespan: The simulated makespan without a remedy.
+        bound: The makespan bound without a remedy.
+        choices: All remedies, shortest makespan first.
     """
 
     edges: tuple[Edge, ...]
@@ -105,12 +105,12 @@ class Remedies:
     choices: tuple[RemedyPlan, ...]
 
     def best(self, remedy: Remedy) -> RemedyPlan | None:
-        """The best choice of this kind that can be part of a plan as things are and shortens the step."""
+        """Return the best remedy of this kind that shortens the step and needs no action of the user, or None."""
         fitting = (one for one in self.choices if one.remedy is remedy and one.wanted is None)
         return next((one for one in fitting if one.makespan < self.makespan), None)
 
     def to_json(self) -> dict[str, Any]:
-        """The remedies as JSON values."""
+        """Return the remedies as JSON values."""
         return {
             "edges": [list(edge) for edge in self.edges],
             "occupancy": self.occupancy,
@@ -153,17 +153,17 @@ class Remedies:
 def find_remedies(
     case: Case, program: Program, spread: Sequence[Edge] = (), rounded: Sequence[Edge] = (), *, means: BandwidthOptions
 ) -> Remedies | None:
-    """What would relieve the edges whose bandwidth binds in a case.
+    """Find the remedies for the edges whose bandwidth limits a case.
 
     Args:
-        case: The costs as they are.
+        case: The planning problem without a further remedy.
         program: The plan for it, compute ops only.
-        spread: The edges whose messages are spread over connections already.
+        spread: The edges whose messages are spread over several connections already.
         rounded: The edges whose messages are rounded already.
-        means: What there is.
+        means: The available remedies.
 
     Returns:
-        None if no edge's bandwidth binds, or if there is no plan at all.
+        The remedies, or None if no edge's bandwidth limits the case or if no plan fits it.
     """
     edges, load = bound_edges(case)
     bound = lower_bound(case)
@@ -184,15 +184,15 @@ def choose_split(
     horizon: int,
     moving: Callable[[Sequence[CutPoint]], tuple[float, float] | None],
 ) -> tuple[SplitChange, tuple[CutPoint, ...]] | None:
-    """The moved cut with the shortest simulated step that saves more over ``horizon`` steps than moving costs, if there is one.
+    """Choose the moved cut point with the shortest simulated step, if it saves more than the move costs.
 
     Args:
-        case, program, spread, rounded, means: As of :func:`find_remedies`; the program is first adapted to the case.
-        horizon: A number of steps.
-        moving: The seconds and the bytes that it takes to begin the stages at these places, or None if they can't.
+        case, program, spread, rounded, means: As in :func:`find_remedies`. The program is first adapted to the case.
+        horizon: The number of steps over which the change must pay for itself.
+        moving: Returns the seconds and bytes that a move to these cut points takes, or None if it is not possible.
 
     Returns:
-        The change, and where stages 1, 2, … then begin.
+        The change and the cut points at which stages 1, 2, … then begin; None if no move pays.
     """
     adapted = plan(case, incumbent=program, effort=EFFORT).compute_only()
     found = find_remedies(case, adapted, spread, rounded, means=means)
@@ -204,7 +204,7 @@ def choose_split(
             continue
         seconds, state_bytes = needed
         lower, upper = cut.stage - 1, cut.stage
-        # What a message takes there says what a byte does.
+        # The time per byte follows from the occupancy and the size of a message there.
         occupancy = max(case.cost.occupancy(lower, upper), case.cost.occupancy(upper, lower))
         seconds += state_bytes * occupancy / cut.was.bytes
         before = (*cut.split[: cut.stage - 1], cut.was.module, *cut.split[cut.stage :])
@@ -215,9 +215,12 @@ def choose_split(
 
 
 def bound_edges(case: Case) -> tuple[tuple[Edge, ...], float]:
-    """The directed edges that a message occupies for longer than any rank computes for a microbatch, and that time.
+    """Find the directed edges that a message occupies for longer than any rank computes for a microbatch.
 
-    With one microbatch nothing follows a message that it could hold up.
+    With one microbatch there is none, since a message can only delay later messages.
+
+    Returns:
+        The edges, and the longest time that a rank computes for a microbatch.
     """
     cost = case.cost
     loads = [0.0] * (max(case.placement) + 1)
@@ -231,24 +234,24 @@ def bound_edges(case: Case) -> tuple[tuple[Edge, ...], float]:
 
 
 def needed_rounding(case: Case, rounded: Sequence[Edge]) -> tuple[Edge, ...]:
-    """Those of the edges that round which would bind as they are."""
+    """Return the rounded edges whose bandwidth would limit the case without rounding."""
     exact = replace(case, cost=case.cost.with_occupancies(rounded, 1 / BFLOAT16_SHARE))
     return tuple(edge for edge in bound_edges(exact)[0] if edge in rounded)
 
 
 def _occupied(cost: CostModel, edge: Edge) -> float:
-    """For how long a microbatch keeps an edge from others: both of its messages if its directions share it."""
+    """Return the time that a microbatch occupies an edge. If the edge's directions share it, both messages count."""
     return cost.occupancy(*edge) + (cost.occupancy(edge[1], edge[0]) if cost.half_duplex else 0.0)
 
 
 def _candidates(
     case: Case, edges: Sequence[Edge], means: BandwidthOptions, spread: Sequence[Edge], rounded: Sequence[Edge]
 ) -> Iterator[tuple[Remedy, str, CostModel, str | None, MovedCut | None]]:
-    """Kind, what changes, the costs with it, what the user would have to do for it, and the cut that moves, if one does."""
+    """Yield candidates as (kind, description, cost model, action that the user must take, moved cut point)."""
     cost = case.cost
     single = [edge for edge in edges if edge not in spread]
     if single:
-        # What they bring is known once they carry messages: their number if a window limits each, nothing if the line is full.
+        # An upper bound: throughput scales with the connections if a window limits each; a saturated link gains nothing.
         change = f"at best, up to {MOST_CONNECTIONS} connections"
         wanted = None if means.spreads else "Options(delegate=True) tries them"
         yield Remedy.PATHS, change, cost.with_occupancies(single, 1 / MOST_CONNECTIONS), wanted, None
@@ -269,7 +272,7 @@ def _describe(move: MovedCut) -> str:
 
 
 def _split(move: MovedCut) -> str:
-    """The list to cut with; an ellipsis where a stage begins at no module."""
+    """Return the list of cut points as text, with an ellipsis where a stage begins at no module."""
     return f"[{', '.join('…' if name is None else repr(name) for name in move.split)}]"
 
 

@@ -1,7 +1,7 @@
-"""Which rank holds which stages: one stage each, several in turn, or there and back, and which of these is best.
+"""The choice of a placement of stages on ranks: straight, interleaved, or V.
 
-Several stages on a rank fill the pipeline sooner, and cross every link more often: where links are slow, fewer chunks win. What
-decides is the plan for each placement, simulated.
+With several stages per rank the pipeline fills sooner, but messages cross every link more often. On slow links fewer stages per
+rank are better. We plan for each placement and compare the simulated makespans.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from adaptra.simulation.simulate import Bound, Simulation, lower_bound, simulate
 
 @dataclass(frozen=True)
 class Links:
-    """What messages between ranks take. Stages of one rank hand over at no cost.
+    """Latency and occupancy of messages between ranks. Messages between stages of one rank cost nothing.
 
     Attributes:
-        latency: Per (sending rank, receiving rank); ``usual_latency`` where not given.
-        occupancy: The same for how long one message occupies the link.
-        usual_latency, usual_occupancy: Those of all other pairs.
+        latency: Latency per (sending rank, receiving rank).
+        occupancy: Time that a message occupies the link, per (sending rank, receiving rank).
+        usual_latency, usual_occupancy: Values for all pairs that the mappings do not have.
     """
 
     latency: Mapping[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
@@ -36,7 +36,7 @@ class Links:
     usual_occupancy: float = 0.0
 
     def between(self, source: int, destination: int) -> tuple[float, float]:
-        """Latency and occupancy of a message between stages on these ranks."""
+        """Return latency and occupancy of a message between stages on these ranks."""
         if source == destination:
             return 0.0, 0.0
         pair = source, destination
@@ -49,9 +49,9 @@ class PlacedPlan:
 
     Attributes:
         name: ``straight``, ``interleaved-2``, ``interleaved-3``, …, or ``v``.
-        case: The planning problem that the placement makes of the pieces.
-        simulation: The plan's, with step time and memory per rank.
-        bound: What no plan for this placement beats.
+        case: The planning problem: the model's pieces merged into the stages of the placement.
+        simulation: The simulation of the plan, with its makespan and the memory per rank.
+        bound: The makespan bound for this placement.
     """
 
     name: str
@@ -66,18 +66,18 @@ class PlacedPlan:
 
 
 def placed_case(pieces: CostModel, microbatches: int, placement: tuple[int, ...], links: Links, name: str) -> Case:
-    """The planning problem of pieces merged evenly into the stages of a placement.
+    """Return the planning problem of pieces merged evenly into the stages of a placement.
 
-    Where several edges between stages cross one link, each has the link to itself in the cost model; the simulated step is then
-    too short by what their messages wait for each other.
+    In the cost model every edge between stages has its link to itself. If several edges cross one link, the simulated step is
+    too short by the time that their messages wait for each other.
 
     Args:
-        pieces: Times and memory of consecutive pieces of the model, as of so many stages; memory limits are per rank. Its edges
-            are not looked at.
-        microbatches: Per step.
-        placement: Whose number of stages divides the number of pieces.
-        links: What messages between ranks take.
-        name: The case's.
+        pieces: Times and memory of consecutive pieces of the model, one stage per piece. Memory limits are per rank. Its edges
+            are not used.
+        microbatches: Microbatches per step.
+        placement: The rank of each stage. The number of stages must divide the number of pieces.
+        links: Latency and occupancy of messages between ranks.
+        name: Name of the case.
 
     Raises:
         CaseError: The pieces can't be merged evenly, or the memory limits are of another number of ranks.
@@ -111,17 +111,18 @@ def placed_case(pieces: CostModel, microbatches: int, placement: tuple[int, ...]
 def choose_placement(
     pieces: CostModel, microbatches: int, ranks: int, links: Links, *, effort: int | None = None
 ) -> tuple[PlacedPlan, ...]:
-    """Plans for all placements that fit, the one with the shortest step first, and of equal steps the one with less memory.
+    """Plan for every placement that fits and sort the plans by makespan, then by memory.
 
-    One stage per rank, interleaved with every number of chunks that divides the pieces of a rank, and V-shaped where each rank
-    can hold two stages. Each plan is at least as short as the schedule of the literature for its placement, where that fits.
+    The placements are straight with one stage per rank; interleaved, for every number of stages per rank that divides the
+    pieces per rank; and V, if each rank can have two stages. No plan is longer than the literature's schedule for its
+    placement, if that schedule fits.
 
     Args:
         pieces: Times and memory of consecutive pieces of the model; see :func:`placed_case`. Their number is a multiple of
             ``ranks``.
-        microbatches: Per step.
-        ranks: How many ranks there are.
-        links: What messages between ranks take.
+        microbatches: Microbatches per step.
+        ranks: The number of ranks.
+        links: Latency and occupancy of messages between ranks.
         effort: As for :func:`adaptra.planning.planner.plan`.
 
     Raises:
@@ -152,7 +153,7 @@ _LITERATURE: Final = {"straight": ("1f1b", "zb_h2"), "v": ("zbv",)}
 
 
 def _planned(name: str, case: Case, effort: int | None) -> PlacedPlan:
-    """The best of the plans found from every schedule of the literature that is placed so."""
+    """Return the best plan found when the search starts from each schedule of the literature with this placement."""
     incumbents = [
         generate_for(schedule, case.placement, case.microbatches) for schedule in _LITERATURE.get(name, ("interleaved",))
     ]

@@ -1,8 +1,8 @@
-"""Which ranks should change roles, when some links between them are slower than others.
+"""The choice of roles for ranks, when some links between ranks are slower than others.
 
-A step takes as long as the slowest replica's pipeline and then the slowest averaging of a stage's gradients. A slow link costs
-least where it carries least, or between two stages, where a plan hides its latency; averaging hides nothing. So assignments of
-ranks to roles are compared by planning for each of their pipelines, and by what averaging takes on a ring of a stage's ranks.
+A step lasts as long as the slowest replica's pipeline plus the slowest averaging of a stage's gradients. A slow link hurts the
+averaging in full; between two stages a schedule hides its latency. To compare assignments of ranks to roles, we plan for each
+of their pipelines. Then we add the time of the averaging on a ring of each stage's ranks.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from adaptra.simulation.links import Link
 from adaptra.simulation.simulate import lower_bound, simulate
 
 LEAST_GAIN: Final = 0.03
-"""The part of a step that a change must save to be worth a thought; the simulator is not better than that."""
+"""Fraction of a step that a change must save to be considered. The simulator is not more accurate than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """What a stage brings to its rank.
+    """Gradients and state of a stage.
 
     Attributes:
-        gradient_bytes: Averaged with the other replicas after every step.
-        gradients: In so many tensors.
-        state_bytes: What moves with the stage: parameters, buffers and the optimizer's state.
+        gradient_bytes: Bytes of gradients averaged with the other replicas after every step.
+        gradients: The number of gradient tensors.
+        state_bytes: Bytes that move with the stage: parameters, buffers and the optimizer's state.
     """
 
     gradient_bytes: int
@@ -42,15 +42,15 @@ class StageLoad:
 
 @dataclass(frozen=True)
 class JobModel:
-    """What an assignment is judged by.
+    """The costs by which assignments of ranks to roles are compared.
 
     Attributes:
-        cost: Durations and memory of the stages; its links don't matter.
+        cost: Durations and memory of the stages. Its edges are not used.
         microbatches: Microbatches per step.
-        message_bytes: Per edge between two stages, what a microbatch sends forward and backward.
-        loads: One per stage.
-        links: By pair of ranks, the smaller first; of every pair.
-        restart: What a change costs besides moving state, seconds.
+        message_bytes: Per edge between two stages, the bytes that a microbatch sends forward and backward.
+        loads: Gradients and state per stage.
+        links: The link of every pair of ranks. A pair's smaller rank comes first.
+        restart: Seconds that a change costs in addition to moving state.
     """
 
     cost: CostModel
@@ -61,10 +61,10 @@ class JobModel:
     restart: float = 0.0
 
     def link(self, one: int, other: int) -> Link:
-        """The link between two ranks.
+        """Return the link between two ranks.
 
         Raises:
-            CaseError: It is not known.
+            CaseError: The link is not known.
         """
         pair = (min(one, other), max(one, other))
         if pair not in self.links:
@@ -72,7 +72,7 @@ class JobModel:
         return self.links[pair]
 
     def pipeline(self, ranks: Sequence[int]) -> Case:
-        """The planning problem of a pipeline on these ranks, by stage."""
+        """Return the planning problem of a pipeline whose stages are on these ranks, in order of stages."""
         links = [self.link(*pair) for pair in pairwise(ranks)]
         latency = tuple(link.latency for link in links)
         forward = tuple(sent * link.per_byte for (sent, _), link in zip(self.message_bytes, links, strict=True))
@@ -87,10 +87,10 @@ class JobModel:
         return Case(cost, self.microbatches, tuple(range(cost.stages)), "roles")
 
     def averaging(self, stage: int, ranks: Sequence[int]) -> float:
-        """Seconds that averaging the stage's gradients takes on a ring of these ranks.
+        """Return the seconds that averaging the stage's gradients takes on a ring of these ranks.
 
-        Each tensor goes round twice, once to be summed and once to be told, a part of it on every link at a time; a round is as
-        fast as its slowest link.
+        Each tensor is reduced and then gathered, in one pass around the ring each. Every link carries one part of the tensor
+        at a time. The slowest link sets the time of a round.
         """
         count, load = len(ranks), self.loads[stage]
         ring = [self.link(*pair) for pair in zip(ranks, (*ranks[1:], ranks[0]), strict=True)] if count > 1 else []
@@ -98,7 +98,7 @@ class JobModel:
         return 2 * (count - 1) * max(rounds, default=0.0)
 
     def moving(self, before: Roles, after: Roles) -> float:
-        """Seconds that a change of roles takes: the slowest handover, and the new pipelines' start."""
+        """Return the seconds that a change of roles takes: the slowest transfer of state plus the restart."""
         if before == after:
             return 0.0
         links = {rank: self.link(rank, before.successor(rank, after)) for rank in moved(before, after)}
@@ -107,9 +107,12 @@ class JobModel:
 
 
 def choose_roles(job: JobModel, before: Roles, horizon: int) -> RoleChange | None:
-    """The change of roles that saves most over ``horizon`` steps, what moving costs taken off; None if none does.
+    """Find the change of roles with the largest net saving over ``horizon`` steps, the cost of the move subtracted.
 
-    From the roles as they are, the best swap of two ranks is taken, and again from there, until no swap saves more.
+    The search begins with the current roles and applies the best swap of two ranks until no swap saves more.
+
+    Returns:
+        The change, or None if no change saves time.
     """
     seconds = _step_seconds(job, before)
     best = RoleChange(before, before, seconds, seconds, 0.0)
@@ -119,12 +122,12 @@ def choose_roles(job: JobModel, before: Roles, horizon: int) -> RoleChange | Non
 
 
 def _better_swap(job: JobModel, best: RoleChange, horizon: int) -> RoleChange | None:
-    """Of all swaps of two more ranks the one that saves most, if that is more than without it."""
+    """Return ``best`` with the further swap of two ranks that saves most, or None if no swap increases the saving."""
     found, saved, before = None, best.saved(horizon), best.seconds_before
     for one, other in combinations(range(len(best.after.ranks)), 2):
         candidate = best.after.swapped(one, other)
         moving = job.moving(best.before, candidate)
-        # What the bounds promise is too little already for most swaps, and bounds cost next to nothing.
+        # Bounds cost next to nothing, and for most swaps even the saving by the bound is too small.
         if RoleChange(best.before, candidate, before, _least_seconds(job, candidate), moving).saved(horizon) <= saved:
             continue
         change = RoleChange(best.before, candidate, before, _step_seconds(job, candidate), moving)
@@ -138,7 +141,7 @@ def _averaging(job: JobModel, roles: Roles) -> float:
 
 
 def _least_seconds(job: JobModel, roles: Roles) -> float:
-    """What no plans beat."""
+    """Return a lower bound of the step's seconds with these roles."""
     pipelines = [job.pipeline(roles.pipeline(replica)) for replica in range(roles.replicas)]
     return max(lower_bound(case).value for case in pipelines) + _averaging(job, roles)
 

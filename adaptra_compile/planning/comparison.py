@@ -1,4 +1,4 @@
-"""Several schedules for one problem side by side, and their step time while the delay of one edge grows."""
+"""Comparison of several schedules for one planning problem, and their makespans as the delay of an edge grows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ KEPT: Final = "kept"
 """In a sweep: the plan for the smallest delay, kept while the delay grows."""
 
 COMPARED: Final = (*GENERATORS, *PLACED, PAPER, ADAPTED)
-"""What :func:`compare` knows by name."""
+"""Schedule names that :func:`compare` accepts."""
 
 SWEPT: Final = (*COMPARED, KEPT)
-"""What :func:`sweep_delay` knows by name."""
+"""Schedule names that :func:`sweep_delay` accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class Comparison:
     """Schedules for one problem, in the order asked for.
 
     Attributes:
-        case: The problem.
-        bound: What no schedule beats.
-        runs: One simulation per schedule; a schedule that knows nothing of memory may be over its limit.
+        case: The planning problem.
+        bound: The makespan bound.
+        runs: One simulation per schedule. A fixed schedule ignores memory limits and may exceed them.
     """
 
     case: Case
@@ -42,15 +42,15 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Step times while messages of an edge take longer and longer. All tuples run along ``delays``.
+    """Makespans of schedules at growing delays of some edges. Each tuple has one value per delay.
 
     Attributes:
-        case: The problem at no added delay.
+        case: The planning problem without added delay.
         edges: The directed edges that are delayed.
-        delays: What is added to their latency, ascending.
-        bounds: What no schedule beats at that delay.
-        makespans: Per schedule, its step time at that delay.
-        over_memory: Per schedule, whether it exceeds a memory limit at that delay.
+        delays: Delays added to the latency of these edges, ascending.
+        bounds: The makespan bound at each delay.
+        makespans: Per schedule, its makespan at each delay.
+        over_memory: Per schedule, whether it exceeds a memory limit at each delay.
     """
 
     case: Case
@@ -61,7 +61,7 @@ class Sweep:
     over_memory: Mapping[str, tuple[bool, ...]]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values, without the case's costs."""
+        """Return the sweep as JSON values, without the case's costs."""
         return {
             "case": self.case.name,
             "edges": [list(edge) for edge in self.edges],
@@ -80,8 +80,8 @@ def compare(
     Args:
         case: The problem.
         names: Some of :data:`COMPARED`.
-        memory: The most microbatches in flight per stage, for ``paper`` and ``adapted``, which adapt to it.
-        adapted: The plan to show as ``adapted``; made here when None.
+        memory: The most microbatches in flight per stage. Only ``paper`` and ``adapted`` observe it.
+        adapted: The plan to show as ``adapted``, or None to plan here.
 
     Raises:
         PlanError: A name is unknown, or no plan fits.
@@ -108,12 +108,13 @@ def sweep_delay(
 ) -> Sweep:
     """Simulate schedules while a delay is added to the latency of some directed edges.
 
-    ``paper`` and ``adapted`` plan anew for every delay, ``kept`` is the plan for the smallest, all others know no delays.
+    ``paper`` and ``adapted`` are planned again for every delay. ``kept`` is the plan for the smallest delay. All others do not
+    depend on delays.
 
     Args:
-        case: The problem at no added delay.
-        edges: The directed edges to delay, all by as much.
-        delays: What to add.
+        case: The planning problem without added delay.
+        edges: The directed edges to delay, all by the same amount.
+        delays: The delays to add, in the case's unit of time.
         names: Some of :data:`SWEPT`.
         memory: As for :func:`compare`.
         budget: As for :func:`adaptra.planning.planner.plan`, for each of the plans.
@@ -143,10 +144,10 @@ def sweep_delay(
 
 
 def check_names(names: Iterable[str], known: Sequence[str]) -> tuple[str, ...]:
-    """The names, each once.
+    """Return the names without duplicates.
 
     Raises:
-        PlanError: One is not known, or there is none.
+        PlanError: A name is unknown, or there are no names.
     """
     names = tuple(dict.fromkeys(names))
     unknown = [name for name in names if name not in known]

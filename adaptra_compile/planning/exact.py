@@ -1,9 +1,9 @@
 """The exact reference: a planning problem as a constraint program, solved to a proven optimum by OR-tools' CP-SAT.
 
-For tests, for small problems and for users who can wait: tens of ops take less than a second, hundreds may take hours. Every op
-is an interval; the ops of a rank do not overlap; messages follow :class:`adaptra.simulation.cost.CostModel`; memory and
-in-flight limits are conditions on the order of a rank's ops. The solver's order is timed by the simulator, never believed.
-Needs the extra ``exact``.
+It is meant for tests and small problems: tens of ops take less than a second, hundreds may take hours. Every op is an interval,
+and the ops of a rank do not overlap. Messages follow :class:`adaptra.simulation.cost.CostModel`. Memory and in-flight limits
+are conditions on the order of a rank's ops. The simulator, not the solver, computes the makespan of the order found. Needs the
+extra ``exact``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from ortools.sat.python.cp_model import BoolVarT, CpModel, IntervalVar, IntVar
 
 _LARGEST_EXACT: Final = 1 << 32
-"""Sums of times up to here are represented exactly where one unit divides all of them."""
+"""Largest sum of times, in units, that is represented exactly. This needs one unit that divides all times."""
 
 _ROUNDED: Final = 1 << 30
-"""Where no unit divides all times: the whole step is about this many units long, and every time is rounded down."""
+"""Approximate length of the step in units if no unit divides all times. Then every time is rounded down."""
 
 _MEMORY_UNITS: Final = 1 << 30
 _DENOMINATOR: Final = 10**6
@@ -37,12 +37,12 @@ _PHASE: Final = {Kind.F: 0, Kind.I: 1, Kind.W: 2}
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """The solver's plan and what it proved. Times are in the case's unit.
+    """The solver's plan and its proven bound. Times are in the case's unit.
 
     Attributes:
         program: The shortest program found, of F, I and W.
         makespan: Its simulated makespan.
-        bound: No order of ops has a shorter makespan.
+        bound: The proven bound: no order of ops has a shorter makespan.
     """
 
     program: Program
@@ -51,7 +51,7 @@ class Exact:
 
     @property
     def proven(self) -> bool:
-        """Whether no order is shorter, but for what the solver's rounding of times may hide (below one part in 100,000)."""
+        """Whether the plan is proven optimal, up to the rounding of times (below one part in 100,000)."""
         return self.makespan <= self.bound * (1 + 1e-5) + 1e-12
 
 
@@ -76,20 +76,19 @@ def solve_exactly(
     seconds: float = 60.0,
     workers: int = 0,
 ) -> Exact:
-    """The shortest order of ops for a case, and a bound that no order beats.
+    """Find the shortest order of ops for a case, and a bound on the makespan of all orders.
 
-    With the time it needs, ``proven`` holds and the bound is the optimum. On an edge whose directions share it, messages go in
-    the order of their producers; there the solver may let an op wait on purpose, which programs can't, so that the bound
-    holds but need not be met.
+    Given enough time, ``proven`` is true and the bound is the optimum. There is one exception: an edge that both directions
+    share. Its messages go in the order of their producers, and the solver may delay an op on purpose, which no program can do.
+    The bound is still valid there, but may not be reachable.
 
     Args:
-        case: Costs, microbatches and placement; every placement will do.
+        case: Costs, microbatches and placement. Every placement is allowed.
         memory: As for :func:`adaptra.planning.planner.plan`.
-        incumbent: The program that runs now, as for :func:`adaptra.planning.planner.plan`, whose plan is where the solver
-            starts.
-        seconds: After this long the best program and bound so far are returned.
-        workers: How many threads search; 0 for as many as there are cores. With 1 and enough seconds the result is the same
-            each time.
+        incumbent: The program that runs now, as for :func:`adaptra.planning.planner.plan`. The solver starts from the plan
+            that this function makes of it.
+        seconds: Time limit, after which the best program and bound so far are returned.
+        workers: The number of search threads, or 0 for one per core. With 1 and enough seconds the result is reproducible.
 
     Raises:
         PlanError: As :func:`adaptra.planning.planner.plan`, or communication blocks the stages, which this model does not know.
@@ -118,7 +117,7 @@ def solve_exactly(
 
 
 class _Units:
-    """Times as whole numbers. Exact where one unit divides all times; else rounded down, so that bounds stay bounds."""
+    """Conversion of times to whole numbers. If no unit divides all times, it rounds down, so that bounds stay valid."""
 
     def __init__(self, case: Case, makespan: float) -> None:
         cost = case.cost
@@ -137,7 +136,7 @@ class _Units:
 
 
 def _common_unit(values: Iterable[float]) -> float:
-    """How many of the largest unit that divides all values make 1; infinite if there is none that decimals suggest."""
+    """Return the reciprocal of the largest unit that divides all values, or infinity if decimals suggest no such unit."""
     fractions = [Fraction(value).limit_denominator(_DENOMINATOR) for value in values]
     if any(abs(float(fraction) - value) > 1e-12 * value for fraction, value in zip(fractions, values, strict=True)):
         return math.inf
@@ -173,7 +172,7 @@ class _Problem:
         model.minimize(makespan)
 
     def hint(self, simulation: Simulation) -> None:
-        """Tell the solver where to start."""
+        """Give the solver a solution to start from."""
         for interval in simulation.timeline:
             op = interval.op
             for kind in (Kind.I, Kind.W) if op.kind is Kind.B else (op.kind,):
@@ -181,14 +180,14 @@ class _Problem:
                 self.model.add_hint(self.ops[Op(op.stage, kind, op.microbatch)].start, self._units.whole(begins))
 
     def program(self, starts: dict[Op, int]) -> Program:
-        """The order in which the ops start; of several ops without length that start at once, by microbatch."""
+        """Return the program that runs ops in order of their starts. Ops of no duration that start at once go by microbatch."""
         orders: list[list[Op]] = [[] for _ in range(max(self._case.placement) + 1)]
         for op in sorted(starts, key=lambda op: (starts[op], self.ops[op].length > 0, *_rank_among_equals(op))):
             orders[self._case.placement[op.stage]].append(op)
         return Program("exact", self._case.placement, self._case.microbatches, tuple(map(tuple, orders)))
 
     def _longest(self) -> int:
-        """The length of a step that runs one thing at a time, which no sensible order exceeds."""
+        """Return the length of a step that runs one op or message at a time, an upper bound of all sensible orders."""
         cost, whole = self._case.cost, self._units.whole
         stages = sum(map(whole, (*cost.forward, *cost.input_grad, *cost.weight_grad)))
         edges = (*cost.latency_forward, *cost.latency_backward, *cost.occupancy_forward, *cost.occupancy_backward)
@@ -202,7 +201,7 @@ class _Problem:
         return _Activity(start, length, self.model.new_fixed_size_interval_var(start, length, ""))
 
     def _order_within_stages(self, limits: Sequence[int]) -> None:
-        """F before I before W, each kind in microbatch order, and at most so many microbatches between F and I."""
+        """Require F before I before W, microbatch order within each kind, and the limits on microbatches in flight."""
         ops, add = self.ops, self.model.add
         for stage, limit in enumerate(limits):
             for microbatch in range(self._case.microbatches):
@@ -222,7 +221,7 @@ class _Problem:
                 self._share(edge, there, back)
 
     def _send(self, source: int, destination: int, kind: Kind, occupancy: float, latency: float) -> list[_Activity]:
-        """All messages of a directed edge; their producers end in microbatch order, so that is the order of the messages."""
+        """Return all messages of a directed edge, in microbatch order, since their producers end in that order."""
         sent: list[_Activity] = []
         for microbatch in range(self._case.microbatches):
             message = self._activity(occupancy)
@@ -235,7 +234,7 @@ class _Problem:
         return sent
 
     def _share(self, edge: int, there: Sequence[_Activity], back: Sequence[_Activity]) -> None:
-        """Both directions in the order in which producers end; forward first when they end at once."""
+        """Order the messages of both directions by the ends of their producers. At equal ends, forward goes first."""
         for forward, message in enumerate(there):
             posted = self.ops[Op(edge, Kind.F, forward)].end
             for backward, opposite in enumerate(back):
@@ -247,7 +246,7 @@ class _Problem:
                 self.model.add(message.start >= opposite.end).only_enforce_if(~first)
 
     def _memory(self, rank: int, limit: float) -> None:
-        """What a rank holds is most where an F starts: there, all that started before and has not been freed must fit."""
+        """Require that a rank's memory is within its limit at the start of every F, where its maxima are."""
         cost = self._case.cost
         held = [op for op in self.ops if self._case.placement[op.stage] == rank]
         forwards = [op for op in held if op.kind is Kind.F]
@@ -270,7 +269,7 @@ class _Problem:
             self.model.add(sum(total) + taken[op.stage] <= room)
 
     def _before(self, other: Op, op: Op) -> BoolVarT | int:
-        """Whether ``other``, an F, stands before ``op``, another: true unless it provably does not."""
+        """Return whether ``other``, an F, comes before ``op``, another F: true unless it provably does not."""
         if other.stage == op.stage:
             return int(other.microbatch < op.microbatch)
         stands = self._literal()
@@ -279,7 +278,7 @@ class _Problem:
         return stands
 
     def _ended(self, other: Op, op: Op) -> BoolVarT | int:
-        """Whether ``other``, an I or W, stands before ``op``, an F: false unless it provably does."""
+        """Return whether ``other``, an I or W, comes before ``op``, an F: false unless it provably does."""
         if other.stage == op.stage and other.microbatch >= op.microbatch:
             return 0
         stands = self._literal()
@@ -287,7 +286,10 @@ class _Problem:
         return stands
 
     def _apart(self, first: Op, second: Op) -> int:
-        """One unit between ops without length that :meth:`program` would order the other way if they started at once."""
+        """Return the gap in units that keeps two ops in order.
+
+        It is 1 if both have no duration and :meth:`program` would reverse them when they start at once, else 0.
+        """
         if self.ops[first].length > 0 or self.ops[second].length > 0:
             return 0
         return int(_rank_among_equals(first) > _rank_among_equals(second))
@@ -297,6 +299,6 @@ class _Problem:
 
 
 def _rank_among_equals(op: Op) -> tuple[int, int, int]:
-    """Ops that start at once and take no time: one microbatch after the other, each down the stages and back."""
+    """Return the sort key of ops that start at once and take no time: by microbatch, then down the stages and back."""
     phase = _PHASE[op.kind]
     return op.microbatch, phase, op.stage if phase == 0 else -op.stage

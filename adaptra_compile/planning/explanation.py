@@ -1,4 +1,4 @@
-"""Why a plan has the warm-up forwards it has: the bubble equations with the plan's numbers filled in."""
+"""Explanation of a plan's warm-up forwards: the bubble equations with the plan's numbers filled in."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from adaptra.simulation.simulate import Bound, lower_bound, simulate
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One equation at one place of the pipeline.
+    """One equation at one stage or edge.
 
     Attributes:
         equation: The equation.
         where: The stage or edge.
-        values: Its text with numbers in the place of symbols.
-        result: Its value, or whether the relation holds.
+        values: Its text with numbers instead of symbols.
+        result: Its value, or for a relation whether it is satisfied.
     """
 
     equation: Equation
@@ -38,7 +38,7 @@ class Line:
         return f"{self.where}: {self.values} = {self.result:g}"
 
     def to_json(self) -> dict[str, Any]:
-        """The line as JSON values."""
+        """Return the line as JSON values."""
         return {
             "title": self.equation.title,
             "source": self.equation.source,
@@ -51,19 +51,19 @@ class Line:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A plan seen through the equations.
+    """A plan with its equations.
 
     Attributes:
         name: The program's name.
         microbatches: N.
         x: Per stage, the forwards before its first backward in this program.
-        asked: What the equations ask for.
+        asked: The warm-up forwards that the equations require.
         makespan: The simulated makespan.
-        bound: What no plan beats, and what binds.
-        lines: Every equation at every place where it says something, equation by equation.
-        limitation: What keeps the plan from being shorter, and what would help.
-        remedies: What would relieve the edges whose bandwidth binds, or None if none does.
-        unit: Of all times, such as ``seconds``; empty for the case's own.
+        bound: The makespan bound and its cause.
+        lines: Every equation at every stage or edge where it applies, sorted by equation.
+        limitation: The limit of the plan's makespan, and the changes that would help.
+        remedies: The remedies for edges whose bandwidth limits the plan, or None if there is no such edge.
+        unit: Unit of all times, such as ``seconds``; empty for the case's own.
     """
 
     name: str
@@ -79,16 +79,16 @@ class Explanation:
 
     @property
     def slack(self) -> tuple[int, ...]:
-        """Per edge, the plan's slackness x_i - x_{i+1}."""
+        """The plan's slackness x_i - x_{i+1} of each edge."""
         return tuple(x - following for x, following in zip(self.x, self.x[1:], strict=False))
 
     @property
     def gap(self) -> float:
-        """How much longer the plan is than the bound, as a part of the bound; zero for a step that takes no time."""
+        """Excess of the makespan over the bound, as a fraction of the bound. Zero for a step that takes no time."""
         return self.makespan / self.bound.value - 1.0 if self.bound.value > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The explanation as JSON values."""
+        """Return the explanation as JSON values."""
         return {
             "program": self.name,
             "microbatches": self.microbatches,
@@ -145,20 +145,20 @@ def explain(
 ) -> Explanation:
     """Fill the bubble equations with the numbers of a plan.
 
-    Where "no cascading bubble" does not hold, one microbatch's delay may reach the next. That is no fault in itself: W may fill
-    the bubble, forwards after the warm-up may widen the slackness, or memory may leave no choice. What it costs is the gap
+    If "no cascading bubble" is not satisfied, the delay of one microbatch may reach the next. The plan may still be optimal: W
+    may fill the bubble, forwards after the warm-up may widen the slackness, or memory may leave no choice. Its cost is the gap
     between makespan and bound.
 
     Args:
-        program: The plan; communication ops don't matter.
-        cost: The costs it was made for.
-        microbatches: N, if the caller wants it checked against the program's.
-        means, spread, rounded: What there is against edges whose bandwidth binds; see
+        program: The plan. Communication ops are ignored.
+        cost: The cost model for which it was made.
+        microbatches: N, to be checked against the program's number, or None.
+        means, spread, rounded: Remedies for edges whose bandwidth limits the plan, available and in use; see
             :func:`adaptra.planning.bandwidth_remedies.find_remedies`.
-        unit: Of the times in ``cost``, such as ``seconds``; empty for the case's own.
+        unit: Unit of the times in ``cost``, such as ``seconds``; empty for the case's own.
 
     Raises:
-        PlanError: The program has another number of microbatches, or no backward, so no warm-up.
+        PlanError: The program has another number of microbatches, or no backward and therefore no warm-up.
         CaseError: The cost model has another number of stages.
     """
     if microbatches not in (None, program.microbatches):
@@ -184,7 +184,7 @@ def explain(
 
 
 def _warm_up_of(program: Program) -> tuple[int, ...]:
-    """Per stage, the forwards before its first I or B."""
+    """Return the forwards before the first I or B of each stage."""
     counts = [0] * program.stages
     turned = [False] * program.stages
     for order in program.orders:
@@ -197,7 +197,7 @@ def _warm_up_of(program: Program) -> tuple[int, ...]:
 
 
 def _limits(program: Program, cost: CostModel) -> tuple[int, ...] | None:
-    """A_i: how many microbatches fit the memory of each stage's rank, were it the only stage there."""
+    """Return A_i: the number of microbatches that fit the memory of each stage's rank, if the rank had no other stage."""
     if cost.memory_limit is None:
         return None
     limits: list[int] = []
@@ -236,7 +236,7 @@ def _edge_lines(cost: CostModel, microbatches: int, x: Sequence[int], asked: War
 
 
 def _bound_lines(cost: CostModel, microbatches: int, limits: Sequence[int]) -> Iterator[Line]:
-    """Each bound at the stage or edge where it is greatest."""
+    """Yield each bound at the stage or edge where it is greatest."""
     model = equations()
     head, down, tail = _heads_and_tails(cost)
     forward, input_grad, weight_grad = cost.forward, cost.input_grad, cost.weight_grad
@@ -287,7 +287,7 @@ def _bound_lines(cost: CostModel, microbatches: int, limits: Sequence[int]) -> I
 
 
 def _heads_and_tails(cost: CostModel) -> tuple[list[float], list[float], list[float]]:
-    """h_i, d_i and r_i of all stages."""
+    """Return h_i, d_i and r_i of all stages."""
     stages = cost.stages
     there = [latency + taken for latency, taken in zip(cost.latency_forward, cost.occupancy_forward, strict=True)]
     back = [latency + taken for latency, taken in zip(cost.latency_backward, cost.occupancy_backward, strict=True)]

@@ -1,4 +1,4 @@
-"""Changes that cost something once and save something with every step after them."""
+"""Changes of roles or of cut points, with their one-time cost and their saving per step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LayoutChange(Generic[T]):
-    """A change that wins, or may.
+    """A change of the layout, with its cost and its saving.
 
     Attributes:
-        before, after: What changes.
-        seconds_before, seconds_after: What a step takes, by simulation.
-        moving: What the change takes once, seconds.
+        before, after: The layouts.
+        seconds_before, seconds_after: Simulated seconds of a step.
+        moving: One-time cost of the change, in seconds.
     """
 
     before: T
@@ -29,10 +29,10 @@ class LayoutChange(Generic[T]):
 
     @abstractmethod
     def what(self) -> str:
-        """What changes, for people."""
+        """Return a description of the change, for people."""
 
     def saved(self, horizon: int) -> float:
-        """Seconds that so many steps are shorter together, what moving takes off."""
+        """Return the net seconds saved over ``horizon`` steps, one-time cost subtracted."""
         return horizon * (self.seconds_before - self.seconds_after) - self.moving
 
     def __str__(self) -> str:
@@ -44,12 +44,12 @@ class LayoutChange(Generic[T]):
 
 
 class RoleChange(LayoutChange[Roles]):
-    """Of which rank holds which stage of which replica."""
+    """A change of the rank that each stage of each replica is on."""
 
     __slots__ = ()
 
     def what(self) -> str:
-        """The ranks that take another role."""
+        """Return a description of the ranks that change roles."""
         return ", ".join(
             f"rank {rank} from stage {self.before.of(rank)[1]} of replica {self.before.of(rank)[0]} to stage "
             f"{self.after.of(rank)[1]} of {self.after.of(rank)[0]}"
@@ -58,12 +58,12 @@ class RoleChange(LayoutChange[Roles]):
 
 
 class SplitChange(LayoutChange[tuple[str | None, ...]]):
-    """Of the modules at which stages 1, 2, … begin; None where a stage begins at none."""
+    """A change of the modules at which stages 1, 2, … begin. None stands for a stage that begins at no module."""
 
     __slots__ = ()
 
     def what(self) -> str:
-        """The stages that begin elsewhere."""
+        """Return a description of the stages whose cut points move."""
         return ", ".join(
             f"stage {stage} beginning at {now!r} instead of {_named(was)}"
             for stage, (was, now) in enumerate(zip(self.before, self.after, strict=True), 1)

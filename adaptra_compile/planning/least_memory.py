@@ -1,7 +1,7 @@
-"""The plan that holds least memory and is hardly longer than the best: what a pipeline starts with.
+"""The plan that a pipeline starts with: least memory, hardly longer than the best plan.
 
-Measured is what activations hold at a time, in the cost model's unit: first the most of any rank, since the job needs a device
-that large; then the sum over the ranks. Of plans equal in both the shorter one is taken.
+Plans are compared by the peak memory of their activations, in the cost model's unit. First comes the largest peak of any rank,
+since the job needs devices of that size; then the sum over the ranks. Of plans equal in both, the shorter one is taken.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from adaptra.simulation.cost import Case
 from adaptra.simulation.simulate import lower_bound, simulate
 
 WITHIN: Final = 0.01
-"""How much longer than the best plan found one may be that holds less: a hundredth."""
+"""Tolerated excess of the makespan over the best plan found, as a fraction of it."""
 
 _PRECISION: Final = 0.004
-"""How close a limit that works and one that doesn't are brought together, as a part of the former."""
+"""Precision of the search for the lowest memory limit, as a fraction of that limit."""
 
 _SHARE: Final = 3
-"""A limit is tried with so much less effort than a plan is searched with, but for the last one."""
+"""Divisor of the search effort for all limits that are tried but the last."""
 
 
 def plan_least_memory(
@@ -36,18 +36,18 @@ def plan_least_memory(
     incumbent: Program | None = None,
     within: float = WITHIN,
 ) -> Program:
-    """The program of least memory whose makespan is within a part of the best one found.
+    """Find the program of least memory among those hardly longer than the best one found.
 
     The same arguments give the same program on every machine.
 
     Args:
-        case: Costs, microbatches and placement; its memory limits hold.
+        case: Costs, microbatches, placement and memory limits.
         memory: As for :func:`adaptra.planning.planner.plan`.
         incumbent: A program to start from, as for :func:`adaptra.planning.planner.plan`.
-        within: How much longer than the best program it may be, as a part of that.
+        within: Tolerated excess of the makespan over the best program's, as a fraction of it.
 
     Raises:
-        PlanError: No program fits the limits; says the smallest that would do.
+        PlanError: No program fits the limits. The text names the smallest limit that works.
     """
     limits = memory if memory is None or isinstance(memory, int) else tuple(memory)
     best = plan(case, memory=memory, incumbent=incumbent)
@@ -55,14 +55,17 @@ def plan_least_memory(
 
 
 def spare_memory(case: Case, program: Program, at_most: float) -> Program:
-    """The same program with its forwards put off where that takes no longer than ``at_most``: on no rank it holds more.
+    """Save memory by starting forwards later, as far as the makespan stays within ``at_most``.
 
-    Much faster than a search. What can't be improved is returned as it is.
+    This is much faster than a search. No rank needs more memory than before.
 
     Args:
         case: Costs, microbatches and placement.
         program: Compute ops with I and W, each kind in microbatch order on every stage.
         at_most: The longest makespan, in the cost model's unit.
+
+    Returns:
+        The program with later forwards, or ``program`` itself if nothing can be saved.
     """
     effort = max(LEAST_EFFORT, LEAST_ROUNDS * 3 * case.cost.stages * case.microbatches)
     orders = _C.spare_memory(case, _C.to_orders(program.orders), at_most, effort, RULE)
@@ -73,14 +76,14 @@ def spare_memory(case: Case, program: Program, at_most: float) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class _Descent:
-    """The search for the lowest limit of all ranks within which a program takes at most ``at_most``."""
+    """Search for the lowest memory limit of all ranks that a program of makespan ``at_most`` fits."""
 
     case: Case
     memory: int | tuple[int, ...] | None
     at_most: float
 
     def descend(self, best: Program) -> Program:
-        """What it leads to from the best program."""
+        """Return the program of lowest memory that the search finds from the best program."""
         found, refused = spare_memory(self.case, best, self.at_most), 0.0
         effort, limit = self._effort() // _SHARE, max(self._of_one_microbatch())
         while (most := max(self._held(found))) - refused > _PRECISION * most:
@@ -99,7 +102,7 @@ class _Descent:
         return search(held, self.memory, incumbent=found)
 
     def _within(self, limit: float, effort: int, start: Program) -> Program | None:
-        """A program that is short enough and holds no more than ``limit`` on any rank, if one is found."""
+        """Return a program that is short enough and within ``limit`` on every rank, or None if none is found."""
         limits = self.case.cost.memory_limit or (math.inf,) * len(set(self.case.placement))
         if any(limit < least * (1.0 - MEMORY_TOLERANCE) for least in self._of_one_microbatch()):
             return None
@@ -113,7 +116,7 @@ class _Descent:
         return simulate(program, self.case.cost).peak_memory
 
     def _of_one_microbatch(self) -> tuple[float, ...]:
-        """Per rank, what a microbatch holds between its last F and its first I, whatever the order."""
+        """Return the memory per rank of a microbatch between its last F and its first I, which no order avoids."""
         held = [0.0] * len(set(self.case.placement))
         for stage, rank in enumerate(self.case.placement):
             held[rank] += self.case.cost.memory_forward[stage]

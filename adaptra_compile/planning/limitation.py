@@ -1,4 +1,4 @@
-"""What keeps a plan from being shorter, and what would help: found by planning again, not by rules of thumb."""
+"""The limit of a plan's makespan, and the changes that would help. Both are found by planning again."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from adaptra.simulation.simulate import Bound, BoundKind, Simulation, lower_boun
 from adaptra.simulation.timeline import MessageInterval
 
 EFFORT: Final = 200_000
-"""Effort of each re-plan at least: some 5 ms."""
+"""Least effort of each re-plan, about 5 ms."""
 
 ROUNDS: Final = 10
-"""How often each re-plan goes over the whole program at least, for large programs."""
+"""Least number of passes over the whole program in each re-plan, for large programs."""
 
 T = TypeVar("T")
 
 NOTHING: Final = 5e-4
-"""Savings below this part of the makespan are nothing: a search of this effort can't tell them from luck."""
+"""Fraction of the makespan below which a saving is ignored, since a search of this effort varies by that much."""
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """One change of the problem and what re-planning gains by it.
+    """One change of the problem and the time that re-planning saves with it.
 
     Attributes:
-        change: What changes, for people.
-        saves: How much shorter the step gets, as a part of the re-planned makespan without the change; never negative.
+        change: A description of the change, for people.
+        saves: Saving as a fraction of the re-planned makespan without the change; never negative.
     """
 
     change: str
@@ -44,13 +44,13 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True)
 class Limitation:
-    """What limits a plan, in one sentence with :func:`str`.
+    """The limit of a plan's makespan. :func:`str` gives it as one sentence.
 
     Attributes:
-        cause: What binds: the bound's reason.
-        above: How much longer the plan is than the bound, as a part of the bound.
-        improvable: What a short new search saves without any change of the problem.
-        reliefs: What changes of the problem would save, most first.
+        cause: The cause of the makespan bound.
+        above: Excess of the makespan over the bound, as a fraction of the bound.
+        improvable: Saving of a short new search without any change of the problem, as a fraction of the makespan.
+        reliefs: Changes of the problem and their savings, largest first.
     """
 
     cause: str
@@ -68,7 +68,7 @@ class Limitation:
         return f"limited by {self.cause}, {distance}{again}; {', '.join(map(str, self.reliefs))}"
 
     def to_json(self) -> dict[str, Any]:
-        """The limitation as JSON values."""
+        """Return the limitation as JSON values."""
         return {
             "cause": self.cause,
             "above": self.above,
@@ -78,16 +78,16 @@ class Limitation:
 
 
 def what_limits(simulation: Simulation) -> Limitation:
-    """What limits a compute-only plan, and what one more microbatch in flight, a faster edge or a faster stage would save.
+    """Find the limit of a compute-only plan, and the savings by more memory, a faster edge or a faster stage.
 
-    Each change is judged by planning again with it, from the best plan without it: the figures are what these plans gain,
-    so a longer search may find more. Planned are at most three changes:
+    Each change is planned for, from the best plan without it. The savings are those of the plans found, so a longer search may
+    find more. At most three changes are planned for:
 
-    - where memory is at its limit, room for one more microbatch on the ranks whose limit is reached;
+    - if memory is at its limit, room for one more microbatch on the ranks whose limit is reached;
     - the directed edge on which the critical path spends most, with half its latency and occupancy;
     - the stage on which the critical path spends most, with all ops a tenth shorter.
 
-    Nothing is planned where not one microbatch fits. The same plan gives the same answer on every machine.
+    If not even one microbatch fits, nothing is planned. The same plan gives the same answer on every machine.
     """
     program, cost = simulation.program, simulation.cost
     case = Case(cost, program.microbatches, program.placement, program.name)
@@ -111,13 +111,13 @@ def what_limits(simulation: Simulation) -> Limitation:
 
 
 def _again(program: Program, case: Case, effort: int) -> Program:
-    """A plan no longer than ``program``, if that is within memory."""
+    """Return a plan that is no longer than ``program``, if ``program`` is within the memory limits."""
     fused = any(op.kind.value == "B" for order in program.orders for op in order)
     return search(case, None, incumbent=None if fused else program, effort=effort)
 
 
 def cause_of(bound: Bound) -> str:
-    """What a bound comes from, for people."""
+    """Return a description of the cause of a bound, for people."""
     match bound.kind:
         case BoundKind.LOAD | BoundKind.ONE_MACHINE:
             return f"the load of {bound.where}"
@@ -166,5 +166,5 @@ def _changes(simulation: Simulation) -> Iterator[tuple[str, CostModel]]:
 
 
 def _longest(spent: Mapping[T, float]) -> list[T]:
-    """The place where most time is spent, the first of several; none where no time is spent."""
+    """Return the stage or edge where most time is spent, the first of several; nothing if no time is spent."""
     return [place for place, time in spent.items() if time > 0 and time == max(spent.values())][:1]

@@ -1,4 +1,4 @@
-"""From a planning problem to a plan: the one call that the command line, the API and the controller share."""
+"""The planner: one function for the command line, the API and the controller."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ def plan(
     seed: int = 0,
     should_stop: Callable[[], bool] | None = None,
 ) -> Program:
-    """The best compute-only program found for a case: ``split-backward,adapt-order``.
+    """Find the best compute-only program for a case, by the passes ``split-backward,adapt-order``.
 
-    Without a budget the same arguments give the same program on every machine, so ranks that plan for themselves agree. With
-    one, the program is the best found in that time, on this machine, today. The interpreter lock is free during the search.
+    Without a budget the same arguments give the same program on every machine, so ranks that plan on their own agree. With a
+    budget the program is the best found in that time, so it may differ between runs. The search releases the interpreter lock.
 
     Args:
         case: Costs, microbatches and placement.
-        memory: The most microbatches in flight per stage, one number for all stages or one each; the case's own memory limits
-            hold as well.
-        incumbent: The program that runs now. If it is within the limits, the plan is not worse; it must be of the same
-            placement and number of microbatches.
-        effort: See :class:`adaptra.passes.adapt_order.AdaptOrder`. With a budget, whichever ends first.
-        budget: Seconds to search. Converting the result to Python takes some microseconds per op more; a first valid plan is
-            found however short the budget.
-        seed: Of all random choices of the search.
-        should_stop: Called every few milliseconds, from the calling thread; once it returns true, the search ends with the best
-            plan found so far. What it raises ends the search and reaches the caller.
+        memory: The most microbatches in flight per stage, one number for all stages or one each. The case's own memory limits
+            apply as well.
+        incumbent: The program that runs now, of the same placement and number of microbatches. If it is within the limits, the
+            plan is not longer.
+        effort: See :class:`adaptra.passes.adapt_order.AdaptOrder`. With a budget too, the search ends at whichever is reached
+            first.
+        budget: Seconds to search. Conversion of the result to Python takes a few more microseconds per op. A first valid plan
+            is found even with the shortest budget.
+        seed: Seed of all random choices of the search.
+        should_stop: Called every few milliseconds, from the calling thread. Once it returns true, the search ends with the best
+            plan found so far. An exception from it ends the search and is raised to the caller.
 
     Raises:
-        PlanError: No program fits the limits (says the smallest that would do), the incumbent is of another pipeline, or the
-            budget is not a positive number of seconds.
+        PlanError: No program fits the limits, the incumbent is of another pipeline, or the budget is not a positive number of
+            seconds. If no program fits, the text names the smallest limit that works.
         PassError: The incumbent holds communication ops.
         ScheduleError: The incumbent is not valid.
     """

@@ -18,33 +18,33 @@ from adaptra.program import Kind, Op, Program
 from adaptra.simulation.cost import Case, CostModel
 
 PAPER: Final = "paper"
-"""The name of its programs."""
+"""Name of the programs of the paper's rule."""
 
 UNIFORM_SLACK: Final = "uniform_slack"
-"""The name of the program for unknown delays."""
+"""Name of the program for unknown delays."""
 
 _TOLERANCE: Final = 1e-9
 
 
 def paper_rule(case: Case, *, memory: int | Sequence[int] | None = None) -> Program:
-    """The program of the paper's rule for a case with one stage per rank, re-planned for the case's delays.
+    """Plan by the paper's rule for a case with one stage per rank, with the case's delays.
 
     Args:
-        case: Costs and microbatches. Communication that blocks and edges shared by both directions are planned for as if they
-            did not and were not, as the paper does.
-        memory: The most microbatches in flight per stage; the case's own memory limits hold as well.
+        case: Costs and microbatches. As in the paper, the rule assumes that communication does not block and that the
+            directions of an edge do not share it.
+        memory: The most microbatches in flight per stage. The case's own memory limits apply as well.
 
     Raises:
-        PlanError: A rank holds several stages, which the rule does not know, or a limit leaves no room for one microbatch.
+        PlanError: A rank has several stages, which the rule does not support, or a limit leaves no room for one microbatch.
     """
     return _greedy(case, PAPER, memory, warm_up(case.cost, case.microbatches).x)
 
 
 def uniform_slack(case: Case, *, memory: int | Sequence[int] | None = None) -> Program:
-    """The paper's program for when nothing is known of the delays: all memory is slack, spread evenly over the edges.
+    """Plan as the paper does for unknown delays: all memory becomes slackness, spread evenly over the edges.
 
-    Stage 0 runs as many forwards ahead as fit, the last stage 1, those between evenly fewer; no stage exceeds its number later.
-    Arguments and errors are those of :func:`paper_rule`.
+    Stage 0 runs as many warm-up forwards as fit, the last stage one; in between the number falls evenly. No stage exceeds its
+    number later. Arguments and errors are those of :func:`paper_rule`.
     """
     most, last = _reachable(case, memory)[0], case.cost.stages - 1
     counts = [1 + (most - 1) * (last - stage) // last if last else most for stage in range(case.cost.stages)]
@@ -70,7 +70,7 @@ def _room(case: Case, stage: int) -> float:
 
 
 def _reachable(case: Case, memory: int | Sequence[int] | None) -> list[int]:
-    """Per stage, the most forwards ahead: what it has room for, and no more than those before it can send."""
+    """Return the most warm-up forwards of each stage: those that fit its memory and that the stages before it can send."""
     if len(set(case.placement)) < len(case.placement):
         placement = ",".join(map(str, case.placement))
         raise PlanError(f"{case.name}: placement {placement}: expected one stage per rank, as the paper's rule knows no other")
@@ -88,7 +88,7 @@ def _reachable(case: Case, memory: int | Sequence[int] | None) -> list[int]:
 
 @dataclass
 class _GreedyStage:
-    """One stage while the greedy rule runs."""
+    """State of one stage while the greedy rule runs."""
 
     cost: CostModel
     index: int
@@ -102,7 +102,7 @@ class _GreedyStage:
     busy: bool = False
 
     def choose(self) -> Kind | None:
-        """The kind to start now, or None to wait."""
+        """Return the kind of op to start now, or None to wait."""
         filling = self.started[Kind.I] == 0 and self.started[Kind.F] < self.warm_up and self._fits()
         for kind in (Kind.F,) if filling else (Kind.I, Kind.F, Kind.W):
             if self.started[kind] < self.inputs[kind] and (kind is not Kind.F or self._fits()):
@@ -122,7 +122,7 @@ class _GreedyStage:
             self.held += self.cost.memory_forward[self.index]
 
     def end(self, kind: Kind) -> None:
-        """The op that runs ends: free what it held."""
+        """End the running op and free the memory that it no longer needs."""
         self.busy = False
         freed = self.cost.memory_input_grad[self.index]
         if kind is Kind.I:
@@ -133,7 +133,7 @@ class _GreedyStage:
 
 
 def _play(stages: Sequence[_GreedyStage], case: Case) -> None:
-    """Run the rule in time. An event is (time, whether an op ends, stage, kind): an op that ends or an input that arrives."""
+    """Simulate the rule. An event is (time, whether an op ends, stage, kind); if no op ends, an input arrives."""
     cost, last = case.cost, case.cost.stages - 1
     free = {True: [0.0] * last, False: [0.0] * last}
     events: list[tuple[float, bool, int, int]] = []

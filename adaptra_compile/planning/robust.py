@@ -1,8 +1,8 @@
-"""Plans for delays that are not known for certain: good on average or at worst over scenarios, not only for one cost model.
+"""Robust plans for uncertain delays: the best mean or the best worst case over several scenarios.
 
-A scenario is a cost model with a weight. The candidates are the plans for each scenario, for blends between the mildest and the
-harshest of them, today's schedules and the paper's uniform slack; each is simulated under every scenario, exactly, and the best
-is chosen.
+A scenario is a cost model with a weight. The candidates are the plans for each scenario and for blends between the mildest and
+the harshest one. Known schedules and the paper's uniform slack compete too. Each candidate is simulated under every scenario,
+and the best is chosen.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _BLENDS: Final = (0.25, 0.5, 0.75, 1.0)
 
 
 class Objective(Enum):
-    """What a robust plan makes small."""
+    """The quantity that a robust plan minimizes."""
 
     EXPECTED = "expected"
-    """The mean step time over the scenarios, by their weights."""
+    """The weighted mean makespan over the scenarios."""
     WORST = "worst"
-    """The longest step time of any scenario; of plans equal in that, the mean decides."""
+    """The longest makespan of any scenario; of plans equal in that, the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class RobustPlan:
-    """A plan and its step time under every scenario. Times are in the scenarios' unit.
+    """A plan and its makespan under every scenario. Times are in the scenarios' unit.
 
     Attributes:
         program: The plan.
-        makespans: Per scenario, its simulated makespan.
-        bounds: Per scenario, what no plan beats that is made for this scenario alone.
-        expected: The mean of the makespans by weight.
-        worst: The longest of them.
-        candidates: How many different plans were compared.
+        makespans: The plan's simulated makespan per scenario.
+        bounds: The makespan bound per scenario, each for a plan made for that scenario alone.
+        expected: The weighted mean of the makespans.
+        worst: The longest makespan.
+        candidates: The number of different plans compared.
     """
 
     program: Program
@@ -68,20 +68,22 @@ def robust_plan(
     effort: int | None = None,
     budget: float | None = None,
 ) -> RobustPlan:
-    """The best plan over scenarios, never worse by the objective than the incumbent or the plan for any of the likeliest 16.
+    """Find the best plan over scenarios.
+
+    By the objective it is never worse than the incumbent or the plan for any of the likeliest 16 scenarios.
 
     Args:
-        case: Microbatches, placement and memory limits; its own costs are one more thing that is planned for, and are a
-            scenario only if given as one.
-        scenarios: What may happen.
-        objective: Expected or worst step time.
+        case: Microbatches, placement and memory limits. Its own costs give one more candidate, but are no scenario unless
+            listed as one.
+        scenarios: The possible cost models with their weights.
+        objective: Expected or worst makespan.
         memory: As for :func:`adaptra.planning.planner.plan`.
-        incumbent: The program that runs now; it competes where it is within the limits.
-        effort, budget: As for :func:`adaptra.planning.planner.plan`, for each of the plans, some twenty at most.
+        incumbent: The program that runs now. It is a candidate if it is within the limits.
+        effort, budget: As for :func:`adaptra.planning.planner.plan`, for each of about twenty plans at most.
 
     Raises:
-        PlanError: No scenario, a weight that is not a positive number, a scenario of other stages than the case, or as
-            :func:`adaptra.planning.planner.plan`.
+        PlanError: There is no scenario, a weight is not a positive number, or a scenario has other stages than the case. Also
+            as :func:`adaptra.planning.planner.plan`.
     """
     _check(case, scenarios)
     limits = in_flight_limits(memory, case.cost.stages, case.microbatches)
@@ -140,7 +142,7 @@ def _candidates(
 
 
 def _expected(makespans: Sequence[float], weights: Sequence[float]) -> float:
-    """The weighted mean; fsum, so that scenarios in another order give the same digits."""
+    """Return the weighted mean. ``fsum`` makes it independent of the order of the scenarios."""
     weighted = (makespan * weight for makespan, weight in zip(makespans, weights, strict=True))
     return math.fsum(weighted) / math.fsum(weights)
 
@@ -151,13 +153,13 @@ _TIMES: Final = (
 
 
 def _extreme(costs: Sequence[CostModel], choose: Callable[[Iterable[float]], float]) -> CostModel:
-    """Every time the longest or shortest of any scenario."""
+    """Return a cost model in which every time is the longest or the shortest of any scenario."""
     times = {name: tuple(map(choose, zip(*(getattr(cost, name) for cost in costs), strict=True))) for name in _TIMES}
     return replace(costs[0], **times)
 
 
 def _blend(mildest: CostModel, harshest: CostModel, share: float) -> CostModel:
-    """Between the mildest (share 0) and the harshest (share 1)."""
+    """Return the cost model between the mildest (share 0) and the harshest (share 1)."""
     times = {
         name: tuple(
             low + share * (high - low) for low, high in zip(getattr(mildest, name), getattr(harshest, name), strict=True)

@@ -1,1 +1,1 @@
-"""How the ranks agree on plans: measure, propose, confirm, switch at one step."""
+"""The control plane, by which ranks agree on plans: measure, propose, confirm, and switch at the same step."""

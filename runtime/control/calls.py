@@ -1,8 +1,10 @@
-"""Whether all ranks call the same methods of a pipeline in the same order, and who did not.
+"""Checks that all ranks call the same methods of a pipeline in the same order, and names the ranks that did not.
 
 A rank that alone evaluates, saves or clips waits for the others, which wait for it in their next step. So each process counts
-its calls. Once a call has taken a second, which a step may well do, a thread beside it writes down the last calls and reads
-those of the two ranks next to it in the job. Where any two ranks differ some neighbours do, so it is enough to read two.
+its calls.
+
+A step may take a second or more. After a second in one call, a thread writes the last calls to the store. It then reads those
+of the two neighbouring ranks of the job. Two neighbours suffice: if any two ranks differ, then some neighbours differ.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.control_store.stores import Connection
 
 PATIENCE: Final = 1.0
-"""Seconds that a call may take before the ranks compare; they compare again after twice as many, and so on."""
+"""Seconds that a call may take before the ranks compare. Each further comparison comes after twice the time."""
 
 _INTERVAL: Final = 0.25
 _KEPT: Final = 64
 _TOLD: Final = 16
 _OTHER_NAMES: Final = {"save_trace": "timeline"}
-"""What the ranks do in one method that another one calls."""
+"""Names of methods that do the same on all ranks as the method that they call."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class Calls:
 
     Args:
         store: Shared by all ranks of the job, with a prefix of this pipeline.
-        rank, ranks: This rank in the job, and how many there are.
+        rank, ranks: This rank in the job, and the number of ranks.
         on_difference: Called once, on the thread, with the error that names the calls; it ends this rank's waits.
     """
 
@@ -60,7 +62,7 @@ class Calls:
 
     @contextmanager
     def during(self, name: str) -> Generator[None]:
-        """Around what all ranks call together. Within another call it is part of that."""
+        """Count a call that all ranks make together. A call within another call belongs to the outer one."""
         with self._lock:
             self._depth += 1
             if self._depth == 1:
@@ -75,9 +77,9 @@ class Calls:
                     self._compare_at = None
 
     def explain(self, error: Exception) -> Exception:
-        """What a message that could not be exchanged comes of, if that is another call on another rank; else ``error``.
+        """Return the difference in calls that explains why a message could not be exchanged, or ``error`` if there is none.
 
-        Waits for the neighbours to tell theirs, a little longer than each of them waits before it does.
+        Waits for the neighbours' calls a little longer than each neighbour waits before it writes them.
         """
         if not isinstance(error, TransportError) or isinstance(error, PeerLostError):
             return error
@@ -100,7 +102,7 @@ class Calls:
         """End the thread. May be called again.
 
         Args:
-            told: Whether a rank that still waits for this one is to know.
+            told: True to inform a rank that still waits for this one.
         """
         if self._ended.is_set():
             return
@@ -140,11 +142,11 @@ class Calls:
         except ControlError as error:
             logger.warning("rank %d compares calls no more: %s", self._rank, error)
         except DistError as error:
-            # Who waits for a store that is lost, or for a rank, is told by the membership.
+            # The membership reports a lost store or a lost rank to those who wait for it.
             logger.debug("rank %d compares calls no more: %s", self._rank, error)
 
     def _within(self, seconds: float, ask: Callable[[], None]) -> None:
-        """Ask the store, and wait so long at most: one that has stalled never answers."""
+        """Call ``ask`` and wait at most ``seconds`` for it, because a store that has stalled never answers."""
 
         def asking() -> None:
             try:

@@ -1,14 +1,15 @@
 """The controller: every rank's end of the control plane, beside training and never inside a step.
 
-Each rank has a control thread that waits for mail and takes this rank's part in the agreement about plans; on one rank it also
-coordinates. A proposed plan is checked and prepared on a thread of its own, so that the log is followed meanwhile. The training
-thread asks :meth:`Controller.plan_for` which plan runs a step, which in steady state has been known for a step or two and costs
-a comparison, and hands over what it measured with :meth:`Controller.report`, which waits for nobody.
+Each rank has a control thread that receives mail and takes this rank's part in the agreement on plans. On one rank it also
+coordinates. Another thread checks and prepares a proposed plan, so that the control thread keeps following the plan log.
 
-What goes wrong in coordinating makes another rank coordinate, and so does a broken connection of the coordinator to the store;
-any rank whose connection breaks makes a new one. Whatever else goes wrong on a control thread ends the control plane on all
-ranks: it is logged, told to ``on_error``, and raised by the next :meth:`Controller.plan_for`. So does a second failure in
-coordinating on one rank, for by then every other rank has failed at it, too.
+The training thread asks :meth:`Controller.plan_for` for the plan of each step. In steady state that plan has been known for a
+step or two, and the call costs a comparison. :meth:`Controller.report` takes the training thread's measurements and waits for
+nobody.
+
+If coordinating fails, or the coordinator's connection to the store breaks, another rank coordinates. Any rank whose connection
+breaks makes a new one. Any other error on a control thread ends the control plane on all ranks, and so does a second failure in
+coordinating on one rank. It is logged, passed to ``on_error``, and raised by the next :meth:`Controller.plan_for`.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import simulate
 
 KEPT_EVENTS = 4096
-"""How many events are kept."""
+"""The number of events that are kept."""
 
 CLOSE_SECONDS = 10.0
-"""How long closing waits for the control thread, and for planning that is under way."""
+"""The longest time that closing waits for the control thread, and for planning that is under way; seconds."""
 
 DEAF_WAITS = 8
-"""A control thread that has heard nothing of this rank's training for so many times its patience has lost the store."""
+"""The number of control timeouts without a sign of the control thread after which the store counts as lost."""
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +70,11 @@ log = logging.getLogger(__name__)
 _OF_A_PLAN: Final = (EventKind.PROPOSED, EventKind.AGREED, EventKind.SWITCHED)
 
 _WEIGHED: Final = 8
-"""Of how many of the last plans a rank remembers what they hold."""
+"""The number of latest plans whose memory use a rank remembers."""
 
 
 class _PeerFailedError(ControlError):
-    """The control thread of another rank has failed; it has told everyone itself."""
+    """The control thread of another rank has failed, and that rank has informed all others itself."""
 
 
 class Controller:
@@ -81,18 +82,19 @@ class Controller:
 
     Args:
         rank: This rank within the pipeline.
-        world_size: Ranks of the pipeline.
+        world_size: The number of ranks of the pipeline.
         store: The pipeline's store, with a prefix that no other controller uses or has used. It is cloned.
         initial: Plan 0; every rank must give the same program.
         planning: The compiler; used while this rank coordinates.
-        options: How to behave; those of the coordinating rank matter, but for ``plan_seconds`` and ``patience``.
-        prepare: Called with a proposed plan before it is confirmed, on a thread of its own and one at a time, to do beforehand
-            what a switch needs; what it raises refuses the plan.
-        on_event: Called with each event, by the thread that it happens on: the control thread, or for SWITCHED the training
-            thread.
+        options: The coordinating rank's options apply, except for ``plan_seconds`` and ``patience``, which each rank has for
+            itself.
+        prepare: Called with a proposed plan before it is confirmed, one at a time on a thread of its own, to prepare a switch.
+            An exception that it raises refuses the plan.
+        on_event: Called with each event by the thread on which it happens: the training thread for SWITCHED, else mostly the
+            control thread.
         on_error: Called on the control thread with the error that ends the control plane.
         first_step: The first step that will be asked for.
-        job_ranks: The ranks' numbers in the job, if these are others; errors name them so.
+        job_ranks: The ranks' numbers in the job, if these differ; errors use them.
     """
 
     def __init__(
@@ -158,17 +160,17 @@ class Controller:
         return (*self._earlier, *self._events)[-KEPT_EVENTS:]
 
     def go_on_after(self, earlier: Controller) -> None:
-        """Keep the events of the controller that this one takes the place of."""
+        """Keep the events of the controller that this one replaces."""
         self._earlier = earlier.events
 
     def plan_for(self, step: int) -> Plan:
-        """The plan that all ranks run this step under.
+        """Return the plan under which all ranks run this step.
 
-        Waits only while the log does not cover the step: at the first step, and when another rank is more than ``ahead`` steps
-        behind.
+        Waits only while the plan log does not cover the step: at the first step, and when another rank is more than ``ahead``
+        steps behind.
 
         Raises:
-            TransportError: :meth:`abort` was given it.
+            TransportError: The error given to :meth:`abort`.
             ControlError: The control plane has failed or is closed, the store does not answer, or the log does not reach the
                 step within ``plan_seconds``.
         """
@@ -182,7 +184,7 @@ class Controller:
         return plan
 
     def report(self, measurement: StepMeasurement) -> None:
-        """Hand over the measurement of a step that this rank has run, each step once. Waits for nobody.
+        """Report the measurement of a step that this rank has run, each step once. Waits for nobody.
 
         Raises:
             ControlError: The store is lost.
@@ -193,12 +195,14 @@ class Controller:
             raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
 
     def tell_rows(self, call: str, number: int, numbers: Mapping[str, int]) -> None:
-        """Have it compared what the ranks are given. Waits for nobody; what differs is raised by a later step on all ranks.
+        """Send checksums of this rank's batch to rank 0, which compares them with those of the other ranks. Waits for nobody.
+
+        If they differ, a later step raises the error on all ranks.
 
         Args:
-            call: Which of the pipeline's methods.
-            number: The how manieth call of it.
-            numbers: As :func:`adaptra.runtime.control.same_rows.numbers_of` returns them.
+            call: The name of the pipeline's method.
+            number: The number of this call of that method, from 0.
+            numbers: The result of :func:`adaptra.runtime.control.same_rows.numbers_of`.
 
         Raises:
             ControlError: The store is lost.
@@ -209,33 +213,37 @@ class Controller:
             raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
 
     def suggest(self, program: Program, reason: str) -> None:
-        """Have a compute-only program of this pipeline proposed in the next round, whatever it gains. Any thread may.
+        """Have a compute-only program of this pipeline proposed in the next round, even if it gains nothing. Any thread may
+        call it.
 
-        Only the coordinator's rank can; elsewhere, or if this rank stops coordinating before that round, nothing happens.
+        Only the coordinator's rank can do so. On another rank, or if this rank stops coordinating before that round, nothing
+        happens.
         """
         self._tell(lambda: None if self._coordinator is None else self._coordinator.suggest(program, reason))
 
     def tell_link(self, text: str) -> None:
-        """Something has happened to one of this rank's links. Any thread may."""
+        """Emit an event about one of this rank's links. Any thread may call it."""
         self._emit(EventKind.LINK, self._step, self._running.version, text)
 
     def tell_change(self, change: RoleChange | SplitChange) -> None:
-        """The ranks have changed roles, or the stages been cut elsewhere, before the next step. Any thread may."""
+        """Emit the event of a role change or a cut change before the next step. Any thread may call it."""
         kind = EventKind.ROLES if isinstance(change, RoleChange) else EventKind.SPLIT
         self._emit(kind, self._step, self._running.version, str(change), change.seconds_after, change.seconds_before)
 
     @property
     def measured_cost(self) -> CostModel | None:
-        """The costs as they are known now, also those that no plan follows yet; None unless this rank coordinates."""
+        """The measured costs, including those that no plan is made for yet; None unless this rank coordinates."""
         coordinator = self._coordinator
         return None if coordinator is None else coordinator.cost
 
     def abort(self, error: Exception) -> None:
-        """Training has failed elsewhere: whoever waits in :meth:`plan_for`, or asks later, gets ``error``. Any thread may."""
+        """Make every waiting or later :meth:`plan_for` raise ``error``, because training has failed elsewhere. Any thread may
+        call it.
+        """
         self._coverage.fail(error)
 
     def close(self) -> None:
-        """End the control thread; whoever waits in :meth:`plan_for` gets a ControlError. May be called twice.
+        """End the control thread. A waiting :meth:`plan_for` raises a ControlError. May be called twice.
 
         The store must live until every rank has closed.
         """
@@ -270,14 +278,14 @@ class Controller:
             self._on_event(event)
 
     def _held_by(self, version: int) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-        """Per stage what a plan has in flight, per rank what it holds in bytes."""
+        """Return a plan's microbatches in flight per stage, and its activation bytes per rank."""
         plan = self._participant.known(version) if version not in self._held else None
         if plan is not None:
             self._weigh(plan)
         return self._held.get(version, (None, None))
 
     def _weigh(self, plan: Plan) -> None:
-        """Find out what a plan holds; the last few are remembered."""
+        """Compute the activation memory of a plan. Results of the last few plans are remembered."""
         if self._planning.holds is not None and plan.version not in self._held:
             self._held[plan.version] = (
                 simulate(plan.program, plan.case.cost).peak_in_flight,
@@ -287,7 +295,7 @@ class Controller:
                 self._held.pop(version, None)
 
     def _wait_for(self, step: int) -> None:
-        """Wait until the log covers a step, and ask the coordinator now and then."""
+        """Wait until the log covers a step, and ask the coordinator after each control timeout."""
         waited, unheard, limit = 0.0, 0, self._options.plan_seconds
         while True:
             left = self._options.patience if limit is None else min(self._options.patience, limit - waited)
@@ -340,7 +348,7 @@ class Controller:
             case Wake():
                 self._woken()
             case Measured(measurement):
-                # What the step shows comes first: the entry that it makes room for can then name a plan that stands by.
+                # Detection comes first: the log entry that this report allows can then name a speculative plan.
                 self._coordinate(lambda coordinator: coordinator.measured(measurement))
                 self._participant.handle(mail)
             case Proposed() | Confirmed() | Refused() | Withdrawn() | Joined() | Term() | LogGrew():
@@ -356,7 +364,7 @@ class Controller:
         self._coordinate(Coordinator.woken)
 
     def _lead(self, leads: bool) -> None:
-        """This rank begins or ends to coordinate. Planning that is under way may end; nobody asks for its outcome."""
+        """Begin or end to coordinate. The outcome of planning that is under way is then ignored."""
         self._coordinator = None
         agreement = self._participant.agreement
         if leads and agreement is not None:
@@ -371,7 +379,7 @@ class Controller:
             )
 
     def _coordinate(self, act: Callable[[Coordinator], None]) -> None:
-        """Do the coordinator's part; if that fails, leave it to another rank, but only once."""
+        """Run the coordinator's part. The first failure hands coordination to another rank, and a second one is raised."""
         if self._coordinator is None or self._closing.is_set():
             return
         try:
@@ -387,20 +395,20 @@ class Controller:
             self._participant.resign()
 
     def _is_ready(self, plan: Plan) -> None:
-        self._weigh(plan)  # here, beside training, as the training thread tells it at the switch
+        self._weigh(plan)  # here, beside training, because the training thread needs the result at the switch
         self._tell(lambda: self._participant.ready(plan))
 
     def _is_refused(self, version: int, why: str) -> None:
         self._tell(lambda: self._participant.refuse(version, why))
 
     def _tell(self, act: Callable[[], None]) -> None:
-        """Have something done on the control thread. Any thread may."""
+        """Have ``act`` called on the control thread. Any thread may call this."""
         self._told.put(act)
         self._mailbox.wake()
 
     def _fail(self, error: Exception) -> None:
         mail: Mail = Failed(self._rank, f"{type(error).__name__}: {error}")
-        if isinstance(error, BatchError):  # the control plane is as it should be, and whoever trains is told
+        if isinstance(error, BatchError):  # the control plane itself is sound, and training raises the error
             mail = Differed(str(error))
         else:
             log.error("rank %d: the control plane failed", self._rank, exc_info=error)

@@ -1,16 +1,15 @@
-"""The coordinator: the one rank that gathers measurements, plans beside training and proposes what it found.
+"""The coordinator: the one rank that gathers measurements, plans beside training and proposes plans.
 
-It lives on the control thread of its rank for as long as that coordinates; planning runs on a thread of its own, so that the
-log keeps growing meanwhile. There is one round at a time: detection → planning → proposal → all confirm, or withdrawn. What is
-detected during a round starts the next one, and a plan made for costs that have changed since is thrown away.
+It runs on the control thread of its rank. Planning runs on a thread of its own, so that the plan log keeps growing. There is
+one round at a time: detection → planning → proposal → confirmed by all, or withdrawn. A detection during a round starts the
+next one, and a plan made for costs that have changed since is discarded.
 
-A round may begin ahead, as soon as one step shows what the next may confirm. Its proposal is held: all ranks get ready for it
-and go on under the old plan. If what was suspected is then detected, and the plan wins under the costs that were found, the
-entry of the log that this very step makes room for names it; another round then looks for a still better one. Otherwise it is
-withdrawn.
+A speculative round begins as soon as one step shows a change that the next may confirm. All ranks prepare for its proposal and
+go on under the old plan. If the change is confirmed and the plan wins under the new costs, the next log entry names it. Another
+round then looks for an even better plan. Otherwise the proposal is withdrawn.
 
-A plan for the healing of what flaps waits until waiting costs more than a relapse would; it is dropped if anything is detected
-meanwhile. Where something else has turned slow, a plan for that alone runs until then.
+Flap damping postpones a plan for the recovery of flapping edges until waiting has cost as much as a relapse would. Any
+detection in the meantime discards it. If another edge has turned slow as well, a plan for that change alone runs until then.
 """
 
 from __future__ import annotations
@@ -45,19 +44,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ControllerOptions:
-    """How a controller behaves.
+    """Options of a controller.
 
     Attributes:
         adapt: Whether to switch plans. False measures, detects and predicts, and never switches.
-        switch_gain: The part of the predicted makespan that a new plan must save to be worth a switch.
-        delegate: Whether edges that turn slow take the delegate, and come back once they have healed.
-        ahead: How many steps beyond the next step of the slowest rank the log covers. A switch takes effect so many steps after
-            the last confirmation; the control plane has so many steps' time for a round trip before a rank waits for it.
+        switch_gain: The fraction of the predicted makespan that a new plan must save to be worth a switch.
+        delegate: Whether edges that turn slow take the delegate, and return once they have recovered.
+        ahead: The number of steps by which the log exceeds the next step of the slowest rank. A switch takes effect that many
+            steps after the last confirmation. A control round trip may take up to ``ahead`` steps without stalling training.
         confirm_seconds: A proposal that is not confirmed by all within this time is withdrawn with the next measurement.
-        plan_seconds: How long a rank waits at most for the log to cover its next step, or None.
-        patience: How long a rank waits for that before it asks the coordinator; one that has not answered after as long again
-            is replaced.
-        detector: What counts as a change.
+        plan_seconds: The longest time that a rank waits for the log to cover its next step, seconds; None for no limit.
+        patience: The seconds that a rank waits for that before it asks the coordinator. A coordinator that does not answer
+            within the same time again is replaced.
+        detector: The thresholds of a change.
     """
 
     adapt: bool = True
@@ -72,10 +71,11 @@ class ControllerOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What planning for ``detection`` found: a plan without a version yet, or none, or why it failed; what bandwidth limits.
+    """The outcome of planning for ``detection``: a plan without a version yet, or none, or the error; and the bandwidth
+    remedies.
 
-    Where the plan has to wait ``meanwhile`` is what may run at once, if anything gains enough. Where no plan gains enough
-    ``same`` is the running one, if its receives have to be posted sooner.
+    If flap damping postpones the plan, ``meanwhile`` is a plan that may run at once, if any gains enough. ``same`` is the
+    running plan if its receives have to be posted sooner, for the case that no plan gains enough.
     """
 
     detection: Detection
@@ -89,7 +89,7 @@ class _Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A plan that is proposed after a step in place of ``running``, if nothing else is detected until then."""
+    """A plan that is proposed after a step in place of ``running``, if nothing else is detected before."""
 
     plan: Plan
     before: float
@@ -98,7 +98,7 @@ class _Waiting:
 
 
 def _delegated(current: Plan, detection: Detection) -> tuple[tuple[int, int], ...]:
-    """The edges that should take the delegate: those that do already and those that turned slow, but none that healed."""
+    """Return the edges for the delegate: the present ones and those that turned slow, without those that have recovered."""
     edges = set(current.delegated)
     for change in detection.changes:
         match change:
@@ -114,16 +114,16 @@ def _delegated(current: Plan, detection: Detection) -> tuple[tuple[int, int], ..
 
 
 class Coordinator:
-    """The coordinator's part of the controller. All methods but the planning itself run on the control thread.
+    """The coordinator's part of the controller. All methods run on the control thread, except for the planning itself.
 
     Args:
-        ranks: How many ranks the pipeline has.
-        participant: The part in the agreement of the rank that coordinates.
-        current: The plan that runs; its costs are where detection begins.
+        ranks: The number of ranks of the pipeline.
+        participant: The coordinating rank's part in the agreement.
+        current: The plan that runs; detection starts from its costs.
         planning: The compiler.
-        options: How to behave.
-        emit: Tells events.
-        wake: Has :meth:`woken` called on the control thread. Any thread may.
+        options: The controller's options.
+        emit: Emits events.
+        wake: Has :meth:`woken` called on the control thread. Any thread may call it.
     """
 
     def __init__(
@@ -156,15 +156,15 @@ class Coordinator:
 
     @property
     def cost(self) -> CostModel:
-        """The costs as far as steps have told them."""
+        """The measured cost model."""
         return self._detector.cost
 
     def measured(self, measurement: StepMeasurement) -> None:
-        """A rank has run a step."""
+        """Take the measurement of a step by one rank."""
         step = self._gathered.setdefault(measurement.step, {})
         step[measurement.rank] = measurement
         if len(step) == self._ranks:
-            # Of earlier steps mail was lost: every rank reports them in turn.
+            # Mail about earlier steps was lost: every rank reports its steps in order.
             self._gathered = {later: found for later, found in self._gathered.items() if later > measurement.step}
             self._observe(measurement.step, list(step.values()))
         agreement = self._participant.agreement
@@ -174,14 +174,14 @@ class Coordinator:
             self._participant.withdraw(agreement.proposal.version, why)
 
     def suggest(self, program: Program, reason: str) -> None:
-        """Propose a program in the next round, whatever it gains."""
+        """Propose a program in the next round, even if it gains nothing."""
         self._suggested = program, reason
 
     def woken(self) -> None:
-        """Planning has ended.
+        """Take the outcome of planning that has ended.
 
         Raises:
-            Exception: What the planner raised, unless it is an AdaptraError.
+            Exception: An error of the planner, unless it is an AdaptraError.
         """
         while not self._outcomes.empty():
             outcome = self._outcomes.get()
@@ -194,7 +194,7 @@ class Coordinator:
                 self._conclude(outcome)
 
     def begin_round(self) -> None:
-        """Propose or plan what there is to, unless a round is under way."""
+        """Begin the next proposal or planning, unless a round is under way."""
         agreement = self._participant.agreement
         if self._thread is not None or agreement is None or agreement.proposal is not None or agreement.current is None:
             return
@@ -237,7 +237,7 @@ class Coordinator:
             self._settle_held(agreement, agreement.current)
 
     def _settle_held(self, agreement: Agreement, current: Plan) -> None:
-        """What the held proposal was made for is not suspected any more: it was found, or it came to nothing."""
+        """Release or withdraw the speculative proposal, because its suspicion was confirmed or dropped."""
         proposal = agreement.proposal
         assert proposal is not None, "a held proposal is one"
         if self._wanted is not None and self._is_for(proposal, current, self._wanted):
@@ -246,34 +246,37 @@ class Coordinator:
             self._participant.withdraw(proposal.version, "what was suspected did not come true")
 
     def _is_for(self, proposal: Plan, current: Plan, detection: Detection) -> bool:
-        """Whether a held proposal suits what was detected: another order that wins, or the same that has to be lowered anew."""
+        """Return True if a speculative proposal suits the detection: another order that wins, or the same order lowered
+        anew.
+        """
         if proposal.program == current.program:
             return self._planning.lowered_anew(current, detection) is not None
         return self._wins(proposal.program, current, detection)
 
     def _wins(self, program: Program, current: Plan, detection: Detection) -> bool:
-        """Whether a program gains enough over the running plan under the costs that were detected, and at once."""
+        """Return True if a program gains enough over the running plan under the detected costs and need not be postponed."""
         expect = self._planning.expect
         predicted, before = expect(program, detection), expect(current.program, detection)
         patience = self._patience(program, current.program, detection, before - predicted)
         return self._is_gain(predicted, before) and patience == 0.0
 
     def _still_wins(self, plan: Plan, current: Plan) -> bool:
-        """Whether a plan that has waited gains enough under what the steps since then have shown, too."""
+        """Return True if a postponed plan still gains enough under the costs of the steps since then."""
         if (plan.delegated, plan.rounded) != (current.delegated, current.rounded):
-            return True  # those steps show nothing of edges that it has travel in another way
+            return True  # those steps don't show edges whose messages would take the delegate or round
         predict, latest = self._planning.predict, self._detector.latest
         return self._is_gain(predict(plan.program, latest), predict(current.program, latest))
 
     def _patience(self, program: Program, running: Program, detection: Detection, gain: float) -> float:
-        """For how many steps from its detection on a program waits: for what flaps, or until its gain is beyond noise.
+        """Return the steps from its detection for which a program is postponed: by flap damping, or until its gain exceeds the
+        noise.
 
-        The gain, in seconds per step, is that of its whole plan, which may have edges travel in another way.
+        ``gain``, in seconds per step, is that of the whole plan, whose messages may also take the delegate or round.
         """
         return max(self._planning.patience(program, running, detection), steps_until_sure(gain, detection.noise))
 
     def _is_gain(self, predicted: float, before: float, rounds_less: bool = False) -> bool:
-        """Whether a plan saves enough of a step. Exact messages are worth as much as a switch has to gain."""
+        """Return True if a plan saves enough of a step. Fewer rounded edges are worth as much as a switch has to gain."""
         least = -self._options.switch_gain if rounds_less else self._options.switch_gain
         return predicted < (1 - least) * before
 
@@ -283,7 +286,7 @@ class Coordinator:
         self._thread.start()
 
     def _plan(self, detection: Detection, current: Plan, is_draft: bool) -> None:
-        """On the planning thread: the outcome goes to the control thread, whatever it is."""
+        """Plan on the planning thread, and pass the outcome to the control thread in any case."""
         try:
             with yielding_gil():
                 outcome = self._compare(detection, current, is_draft)
@@ -331,7 +334,11 @@ class Coordinator:
             self._propose(plan, before)
 
     def _wait(self, plan: Plan, running: Plan, before: float, detection: Detection, rounds_less: bool) -> bool:
-        """Let a plan wait for what flaps, or until its gain is sure; whether it has to. Until then steps take ``before``."""
+        """Postpone ``plan`` for flap damping or until its gain is certain. Until then steps take ``before`` seconds.
+
+        Returns:
+            True if the plan is postponed.
+        """
         gain = math.inf if rounds_less else before - plan.predicted  # exact messages are a gain without seconds
         patience = math.ceil(self._patience(plan.program, running.program, detection, gain))
         if patience > 0 and self._is_gain(plan.predicted, before):
@@ -346,13 +353,15 @@ class Coordinator:
         return patience > 0
 
     def _conclude_ahead(self, outcome: _Outcome) -> None:
-        """Propose what was planned ahead: held while it is suspected, at once if it has been detected meanwhile."""
+        """Propose a speculative plan: pending while its change is suspected, at once if the change has been detected
+        meanwhile.
+        """
         agreement = self._participant.agreement
         if agreement is None or agreement.current is None or outcome.plan is None or outcome.before is None:
             return
         plan = outcome.meanwhile or outcome.plan
         if plan.rounded != agreement.current.rounded:
-            return  # what it takes depends on how messages travel then, which waits for what is sure
+            return  # its time depends on which edges round, and that is decided only for confirmed changes
         if self._foresight.suspicion is outcome.detection:
             if self._wins(plan.program, agreement.current, outcome.detection):
                 self._propose(plan, outcome.before, is_held=True)

@@ -1,4 +1,4 @@
-"""What the controller tells about itself: typed events for logs, live tables and tests."""
+"""The controller's events, typed, for logs, live tables and tests."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from adaptra.sizes import size_text
 
 
 class EventKind(Enum):
-    """What happened. DETECTED to LIMITED are told by the rank that coordinates, the others by each rank for itself."""
+    """The kind of an event. The coordinating rank emits DETECTED to LIMITED, and each rank the others for itself."""
 
     DETECTED = "detected"
     """The cost model changed; ``text`` says how."""
     KEPT = "kept"
     """No other plan is worth a switch, or switching is turned off."""
     PROPOSED = "proposed"
-    """A better plan was put to the ranks; where ``text`` begins with "in case of", ahead of a detection that may follow."""
+    """The coordinator proposed a better plan. If ``text`` begins with "in case of", the plan is speculative."""
     AGREED = "agreed"
     """All ranks have confirmed a plan and run it from ``step`` on."""
     WITHDRAWN = "withdrawn"
-    """A rank refused the plan or did not answer in time, or what was suspected did not come true; all keep the old one."""
+    """A proposal ended: a rank refused it or did not answer in time, or the suspicion was not confirmed. All ranks keep the old
+    plan.
+    """
     LIMITED = "limited"
-    """An edge's bandwidth limits the step, which no order hides; ``text`` says what helps, and what bound then remains."""
+    """An edge's bandwidth limits the step, which no order hides; ``text`` names the remedies and the bound that remains with
+    each.
+    """
     CONFIRMED = "confirmed"
     """This rank is ready to run a plan."""
     REFUSED = "refused"
@@ -31,15 +35,17 @@ class EventKind(Enum):
     SWITCHED = "switched"
     """This rank is about to run ``step``, the first one under another plan."""
     ROLES = "roles"
-    """The ranks of the job have changed roles, so that a slow link carries something else; ``text`` says which, and why."""
+    """The ranks of the job have changed roles, so that a slow link carries other messages; ``text`` says which, and why."""
     SPLIT = "split"
-    """The stages have been cut elsewhere, where less is sent; ``text`` says where, and why."""
+    """The model is cut at other positions, where messages are smaller; ``text`` says where, and why."""
     COORDINATES = "coordinates"
     """This rank coordinates from now on, in place of another."""
     RESIGNED = "resigned"
-    """This rank failed in coordinating, ``text`` says how, and leaves it to another."""
+    """This rank failed in coordinating and leaves it to another; ``text`` is the error."""
     LINK = "link"
-    """An RDMA device of this rank told of a port that went down, say; ``text`` has that, and what its ports are now."""
+    """An RDMA device of this rank reported an event such as a port that went down; ``text`` has it and the state of the
+    ports.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +53,17 @@ class ControlEvent:
     """One event.
 
     Attributes:
-        kind: What happened.
-        rank: The rank that tells it.
-        step: The step it belongs to: the last one measured for DETECTED to LIMITED, the first one of the plan for AGREED and
-            SWITCHED, the last one that this rank has run or asked for otherwise.
-        version: The plan it is about.
-        text: For people.
+        kind: The kind of event.
+        rank: The rank that emits it.
+        step: The last measured step for DETECTED to LIMITED, and the plan's first step for AGREED and SWITCHED. For other
+            kinds, the last step that this rank has run or asked for.
+        version: The plan that it is about.
+        text: A description for people.
         predicted: That plan's simulated makespan, where it is known; seconds.
-        predicted_before: The simulated makespan of the plan it replaces or would have, under the same cost model; seconds.
+        predicted_before: The simulated makespan of the plan that it replaces or would replace, under the same cost model;
+            seconds.
         in_flight: Per stage, the most microbatches that the plan has between F and I; of PROPOSED, AGREED and SWITCHED.
-        memory: Per rank, the most bytes of activations that the plan holds at a time; of the same events.
+        memory: Per rank, the most bytes of activations at a time under the plan; of the same events.
     """
 
     kind: EventKind
@@ -78,7 +85,7 @@ class ControlEvent:
         return f"at most {max(self.in_flight or ())} microbatches in flight, {size_text(max(self.memory or ()))} on a rank"
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the event as a JSON object."""
         return {
             "kind": self.kind.value,
             "rank": self.rank,

@@ -1,4 +1,4 @@
-"""Mail between the control threads of a pipeline's ranks: what each kind says, and its form on the wire."""
+"""Mail between the control threads of a pipeline's ranks: its kinds and their form on the wire."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from adaptra.runtime.control_store.schema import Fields, decode
 from adaptra.runtime.detection.measurement import StepMeasurement
 
 MAX_TEXT: Final = 10_000
-"""The longest explanation that travels, in characters."""
+"""The longest explanation in mail, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A rank has run a step."""
+    """The measurement of a step that a rank has run."""
 
     measurement: StepMeasurement
 
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """The coordinator proposes a plan: the JSON of a :class:`adaptra.runtime.control.plan.Plan`, unchecked."""
+    """A proposal of the coordinator: the JSON of a :class:`adaptra.runtime.control.plan.Plan`, unchecked."""
 
     version: int
     plan: object
@@ -30,7 +30,7 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """A rank is ready to run a plan whose program has this digest."""
+    """A rank's confirmation that it can run a plan; ``digest`` is that of its program."""
 
     rank: int
     version: int
@@ -39,7 +39,7 @@ class Confirmed:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A rank can't run a plan."""
+    """A rank's refusal of a plan."""
 
     rank: int
     version: int
@@ -48,14 +48,14 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """The coordinator has given up what it proposed under this version: no rank need keep it."""
+    """The coordinator's withdrawal of a proposal: no rank need keep it."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A rank turns to the coordinator of a term, which takes over if it does not coordinate yet.
+    """A rank's message to the coordinator of a term, which takes over if it does not coordinate yet.
 
     ``reached`` is the last step that the rank has run.
     """
@@ -67,14 +67,14 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """The answer to :class:`Joined`, and what a coordinator tells all when it takes over: the latest term it knows of."""
+    """The latest term that a coordinator knows: its answer to :class:`Joined`, and its broadcast when it takes over."""
 
     term: int
 
 
 @dataclass(frozen=True, slots=True)
 class LogGrew:
-    """There is a new entry in the plan log, at this position: the steps up to ``until`` run ``version``."""
+    """A new entry of the plan log at this position: the steps up to ``until`` run ``version``."""
 
     position: int
     until: int
@@ -83,13 +83,13 @@ class LogGrew:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a rank was given in a call: a number for each tensor, see :mod:`adaptra.runtime.control.same_rows`.
+    """A checksum for each tensor that a rank was given in a call, see :mod:`adaptra.runtime.control.same_rows`.
 
     Attributes:
         rank: The rank.
-        call: Which of the pipeline's methods was called.
-        number: The how manieth call of it, from 0.
-        numbers: By the tensor's place in the call.
+        call: The name of the pipeline's method.
+        number: The number of this call of that method, from 0.
+        numbers: Checksums by the tensor's argument name and path.
     """
 
     rank: int
@@ -100,14 +100,14 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Differed:
-    """Ranks were given what must be the same, and is not."""
+    """The error that ranks were given different values where they must be equal."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The control thread of a rank has failed."""
+    """The failure of a rank's control thread."""
 
     rank: int
     error: str
@@ -115,14 +115,14 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Not from the store: something happened in this process."""
+    """An event within this process, not from the store."""
 
 
 Mail = Measured | Proposed | Confirmed | Refused | Withdrawn | Joined | Term | LogGrew | Given | Differed | Failed
 
 
 def to_json(mail: Mail) -> dict[str, Any]:
-    """The JSON object that :func:`from_json` reads back to equal mail."""
+    """Return the JSON object that :func:`from_json` reads back to equal mail."""
     data: dict[str, Any]
     match mail:
         case Measured(measurement):

@@ -1,8 +1,9 @@
 """Mail between the control threads of a pipeline's ranks: one queue per rank in the common store.
 
-A thread of its own fetches a rank's mail, since each takes the way to the store and back, and the control thread takes what has
-arrived. Sending is one request without an answer, so it never waits for another rank. A client of a TCPStore that waits holds
-up all other users of the same client, so waiting has a client of its own.
+A separate thread fetches a rank's mail, because each fetch takes a round trip to the store. The control thread takes the mail
+that has arrived. Sending is one request without an answer, so it never waits for another rank.
+
+A waiting TCPStore client blocks all other users of the same client, so waiting has a client of its own.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from adaptra.runtime.control_store.schema import encode
 from adaptra.runtime.control_store.stores import Connection, clone, renewed
 
 PATIENCE: Final = timedelta(days=30)
-"""A rank without mail waits for so long; the end of a wait is mail, never a timeout."""
+"""The timeout of a wait for mail, in effect none: a wait ends with mail, never by this timeout."""
 
 
 class Mailbox:
     """One rank's mail.
 
     Args:
-        store: The pipeline's store. It is cloned, so that waiting here holds up nobody.
+        store: The pipeline's store. It is cloned, so that waiting here blocks no other user.
         rank: This rank.
     """
 
@@ -42,11 +43,12 @@ class Mailbox:
 
     @property
     def store(self) -> Connection:
-        """The client that sends: what is written through it is there before mail sent after it by the same thread."""
+        """The client that sends. Values written through it are in the store before mail that the same thread sends later."""
         return self._sending
 
     def send(self, rank: int, mail: Mail) -> None:
-        """Send mail to a rank, in order. Only the control thread may, whose other requests to the store this mail follows.
+        """Send mail to a rank, in order. Only the control thread may call it, and the mail follows its other requests to the
+        store.
 
         If the connection breaks, mail sent before may be lost, and this mail may arrive twice.
 
@@ -56,21 +58,21 @@ class Mailbox:
         _push(self._sending, rank, encode(to_json(mail)))
 
     def post(self, rank: int, mail: Mail) -> None:
-        """Send mail to a rank as :meth:`send` does, from any thread, without waiting for anything.
+        """Send mail to a rank like :meth:`send`, from any thread, without waiting.
 
-        It has a client of its own: another's requests wait for answers, and with a store that is out of reach for ever.
+        It has a client of its own, because requests of another client wait for answers, for ever if the store can't be reached.
         """
         _push(self._posting, rank, encode(to_json(mail)))
 
     def wake(self) -> None:
-        """Have :meth:`receive` return :class:`Wake`, without the store. Any thread may."""
+        """Have :meth:`receive` return :class:`Wake`, without using the store. Any thread may call it."""
         self._arrived.put(Wake())
 
     def receive(self) -> Mail | Wake:
-        """Wait for the next mail. Only one thread may.
+        """Wait for the next mail. Only one thread may call it.
 
         Raises:
-            ControlError: What arrived is not mail.
+            ControlError: The payload is not mail.
             torch.distributed.DistNetworkError: The connection broke; mail may be lost. See :meth:`reconnect`.
             torch.distributed.DistError: The store is lost.
         """
@@ -92,7 +94,9 @@ class Mailbox:
         self._fetching = self._fetch()
 
     def close(self, timeout: float) -> None:
-        """Fetch no more mail; what has arrived can still be received. Waits at most ``timeout`` seconds for what is under way.
+        """Stop fetching mail. Mail that has arrived can still be received.
+
+        Waits at most ``timeout`` seconds for the fetch that is under way.
 
         Raises:
             torch.distributed.DistError: The store is lost.
@@ -103,7 +107,7 @@ class Mailbox:
             self._fetching.join(timeout)
 
     def _fetch(self) -> threading.Thread:
-        """Begin to fetch mail, until the connection breaks."""
+        """Start to fetch mail until the connection breaks, and return the thread."""
         thread = threading.Thread(target=self._run, args=(self._waiting,), name=f"adaptra-mail-{self._rank}", daemon=True)
         thread.start()
         return thread
@@ -121,5 +125,5 @@ class Mailbox:
 
 def _push(connection: Connection, rank: int, text: str) -> None:
     connection.push(f"mail/{rank}", text)
-    # HashStore's queue_push wakes one waiting thread, whichever queue that waits for; its set wakes all.
+    # HashStore's queue_push wakes one waiting thread, whatever its queue; set wakes all threads.
     connection.set("mail/bell", "")

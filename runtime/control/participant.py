@@ -1,16 +1,17 @@
-"""A rank's part in the agreement about plans: the protocol itself, without threads, clocks or measurements.
+"""A rank's part in the agreement on plans: the protocol itself, without threads, clocks or measurements.
 
-Any rank can coordinate: the coordinator of term t is rank t modulo the number of ranks, and a term begins when a rank turns to
-its coordinator, be it because the one before gave up or because it did not answer. Nobody need agree on the term. A rank tells
-how far it has come to one coordinator only, and the log grows by what all ranks have told, so a new coordinator writes nothing
-before all have turned to it, the former one too. If two wrote all the same it would be one log, as an entry is only appended
-where none is. Versions are drawn from one counter, so no two plans share one, and every rank has confirmed what the log names.
-So a wrong belief about who coordinates costs time and nothing else.
+Any rank can coordinate: the coordinator of term t is rank t modulo the number of ranks. A term begins when a rank turns to its
+coordinator, because the previous one gave up or did not answer. The ranks need not agree on the term. A rank reports its
+progress to one coordinator only, and the log grows only with reports of all ranks. So a new coordinator writes nothing before
+all ranks have turned to it, including the former coordinator.
 
-Mail may come late, twice or never. What is lost is made good by the rank that misses it: a rank whose training waits for the
-log asks the coordinator, tells it anew how far it has come, and gets what it has not answered once more.
+Two coordinators that wrote at once would still write one log, because an entry is appended only where none exists. All plan
+versions come from one counter, so no two plans share one. Every rank has confirmed each version that the log names. So a wrong
+belief about the coordinator costs time and nothing else.
 
-``tests/test_protocol.py`` steps this very code through all orders of events of a few ranks.
+Mail may come late, twice or never, and the rank that misses it recovers. A rank whose training waits for the log asks the
+coordinator and reports its progress again. It then receives the proposals that it has not answered once more.
+``tests/test_protocol.py`` runs this very code through all orders of events of a few ranks.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from adaptra.runtime.control.plan_log import Agreement, Entry, Log, LogStore
 
 
 class ProtocolStore(LogStore, Protocol):
-    """What the protocol needs of a torch.distributed Store."""
+    """The part of a torch.distributed Store that the protocol uses."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter; its new value."""
+        """Add to a counter and return its new value."""
         ...
 
 
 class Emit(Protocol):
-    """How events are told; see :class:`adaptra.runtime.control.events.ControlEvent`."""
+    """A function that emits events; see :class:`adaptra.runtime.control.events.ControlEvent`."""
 
     def __call__(
         self,
@@ -46,22 +47,22 @@ class Emit(Protocol):
         predicted: float | None = None,
         predicted_before: float | None = None,
     ) -> None:
-        """Tell an event of this rank."""
+        """Emit an event of this rank."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a participant acts on.
+    """The interfaces of a participant.
 
     Attributes:
         store: The store that all ranks share.
         send: Sends mail to a rank.
-        cover: Takes the next entry of the log: the steps up to the first argument, which is not included, run the plan.
-        consider: Looks at a proposed plan, however long that takes, and then calls :meth:`Participant.ready` or
+        cover: Takes the next entry of the log: the steps before the first argument run the plan.
+        consider: Checks a proposed plan, which may take long, and then calls :meth:`Participant.ready` or
             :meth:`Participant.refuse`.
-        lead: Called with True when this rank becomes the coordinator, and with False when it no longer is.
-        emit: Tells events.
+        lead: Called with True when this rank becomes the coordinator, and with False when it stops.
+        emit: Emits events.
     """
 
     store: ProtocolStore
@@ -77,10 +78,10 @@ class Participant:
 
     Args:
         rank: This rank.
-        ranks: How many there are.
+        ranks: The number of ranks.
         initial: Plan 0, which every rank has from the start and confirms like any other.
-        around: What it acts on.
-        ahead: How many steps beyond the next step of the slowest rank the log covers; at least 1.
+        around: Its interfaces.
+        ahead: The number of steps by which the log exceeds the next step of the slowest rank; at least 1.
         first_step: The first step that the ranks will run.
     """
 
@@ -108,11 +109,11 @@ class Participant:
 
     @property
     def agreement(self) -> Agreement | None:
-        """The agreement that this rank brings about while it coordinates."""
+        """The agreement that this rank leads while it coordinates."""
         return self._agreement
 
     def known(self, version: int) -> Plan | None:
-        """The plan of a version, if this rank has it or proposes it. Any thread may ask."""
+        """Return the plan of a version, or None if this rank neither has nor proposes it. Any thread may call it."""
         agreement = self._agreement
         proposal = None if agreement is None else agreement.proposal
         return proposal if proposal is not None and proposal.version == version else self._plans.get(version)
@@ -124,8 +125,13 @@ class Participant:
         self._confirm(self._initial)
 
     def reach(self, step: int) -> int:
-        """This rank has run a step. Any thread may say so; it then tells the rank that is returned, the coordinator."""
-        # Written before the coordinator is read, while joining another writes that and then reads this: one of both tells it.
+        """Record that this rank has run a step. Any thread may call it.
+
+        Returns:
+            The coordinator, to which the caller then reports the step.
+        """
+        # This writes the step and then reads the coordinator. Joining another coordinator writes that and then reads the step.
+        # So at least one of them reports the step to the new coordinator.
         self._reached = step
         return self.coordinator
 
@@ -133,7 +139,7 @@ class Participant:
         """Act on mail.
 
         Raises:
-            ControlError: What it says can't be, or the ranks start with different plans.
+            ControlError: The mail is impossible, or the ranks start with different plans.
             torch.distributed.DistError: The store is lost; see :meth:`rejoin`.
         """
         match mail:
@@ -159,28 +165,28 @@ class Participant:
                 self._forget(version)
 
     def ready(self, plan: Plan) -> None:
-        """This rank can run a plan that was proposed, unless it has been withdrawn meanwhile."""
+        """Confirm a proposed plan that this rank can run, unless it has been withdrawn meanwhile."""
         if plan.version in self._considered and not self._is_past(plan.version):
             self._plans[plan.version] = plan
-            # Told before it is sent: the switch can then never be told before the confirmation.
+            # The event comes before the mail, so that the switch is never emitted before the confirmation.
             self._around.emit(EventKind.CONFIRMED, self._reached, plan.version, plan.reason, plan.predicted)
             self._confirm(plan)
         self._considered.discard(plan.version)
 
     def refuse(self, version: int, why: str) -> None:
-        """This rank can't run a plan that was proposed."""
+        """Refuse a proposed plan that this rank can't run."""
         self._considered.discard(version)
         self._around.emit(EventKind.REFUSED, self._reached, version, why)
         self._around.send(self.coordinator, Refused(self._rank, version, why))
 
     def propose(self, plan: Plan, before: float | None, text: str, is_held: bool = False) -> None:
-        """Put a plan to the ranks, under a version of its own. Only the coordinator does, while nothing else is proposed.
+        """Propose a plan to the ranks under a new version. Only the coordinator does, while no other proposal is pending.
 
         Args:
             plan: The plan; its version does not matter.
             before: The predicted makespan of the plan that it is to replace, seconds.
-            text: For the event.
-            is_held: Whether the ranks get ready for it and all keep the old plan until :meth:`release`.
+            text: The text of the event.
+            is_held: True for a speculative proposal: the ranks prepare for it and keep the old plan until :meth:`release`.
         """
         assert self._agreement is not None, "only the coordinator proposes"
         plan = replace(plan, version=self._initial.version + self._around.store.add("versions", 1))
@@ -192,13 +198,13 @@ class Participant:
             self._around.send(rank, mail)
 
     def release(self) -> None:
-        """What was proposed and held is wanted: the log names it next, or as soon as all have confirmed it."""
+        """Accept the speculative proposal: the log names it next, or as soon as all ranks have confirmed it."""
         assert self._agreement is not None, "only the coordinator releases"
         self._agreement.release()
         self._advance(self._agreement)
 
     def withdraw(self, version: int, why: str) -> None:
-        """Give a proposal up, if it is still one and not the first; everyone keeps the plan that runs."""
+        """Withdraw a proposal if it is still pending and not the first; all ranks keep the plan that runs."""
         agreement = self._agreement
         if (
             agreement is None
@@ -213,13 +219,15 @@ class Participant:
             self._around.send(rank, Withdrawn(version))
 
     def impatient(self) -> None:
-        """Training has waited for the log for a while: ask the coordinator, or if it has not answered before, the next one."""
+        """Ask the coordinator for the log, because training has waited for a while. If it has not answered before, ask the next
+        one.
+        """
         self._follow()
         self._join(self._term + 1 if self._has_asked else self._term)
         self._has_asked = True
 
     def rejoin(self) -> None:
-        """The connection to the store is a new one, and mail may be lost: a coordinator can't go on without it."""
+        """Report anew after the connection to the store was replaced, because mail may be lost. A coordinator then resigns."""
         self._follow()
         self._join(self._term if self._agreement is None else self._term + 1)
 
@@ -232,7 +240,7 @@ class Participant:
             raise ControlError(f"mail of rank {rank}: expected ranks 0..{self._ranks - 1}")
 
     def _is_past(self, version: int) -> bool:
-        """Whether the log has gone on to a later version, so that no entry can name this one."""
+        """Return True if the log has gone on to a later version, so that no entry can name this one."""
         return self._last is not None and version < self._last.version
 
     def _confirm(self, plan: Plan) -> None:
@@ -249,7 +257,7 @@ class Participant:
             self._around.consider(mail)
 
     def _forget(self, version: int) -> None:
-        """Drop a plan that the log will never name: who withdrew it is the only one that could have written it there."""
+        """Drop a plan that the log will never name, because its only possible writer has withdrawn it."""
         self._considered.discard(version)
         # The log names neither a plan later than its last entry's nor, once withdrawn, this one.
         if version > (self._initial if self._last is None else self._last).version:
@@ -284,7 +292,7 @@ class Participant:
             self._welcome(mail.rank, mail.reached)
 
     def _welcome(self, rank: int, reached: int) -> None:
-        """Take down how far a rank has come, and ask again what it has not answered."""
+        """Record the progress of a rank, and send it the proposal again if it has not answered."""
         self._measured(rank, reached)
         assert self._agreement is not None, "only the coordinator welcomes"
         proposal = self._agreement.proposal
@@ -292,7 +300,7 @@ class Participant:
             self._around.send(rank, Proposed(proposal.version, proposal.to_json()))
 
     def _lead(self) -> None:
-        """Become the coordinator, with what the log says and nothing else: the ranks tell how far they have come."""
+        """Become the coordinator, knowing only the log; the ranks report their progress."""
         self._follow()
         agreement = Agreement(self._ranks, self._first_step, self._ahead)
         if self._last is None:
@@ -313,7 +321,7 @@ class Participant:
             self._around.lead(False)
 
     def _measured(self, rank: int, step: int) -> None:
-        # Mail for a coordinator that no longer is one comes late: who sent it will turn to the other one.
+        # Late mail for a former coordinator is ignored: its sender will turn to the new one.
         agreement = self._agreement
         if agreement is None:
             return
@@ -338,10 +346,10 @@ class Participant:
         while (entry := agreement.advance()) is not None:
             before = self._last
             if not self._log.append(entry):
-                self._follow()  # another coordinator was faster; what it wrote holds
+                self._follow()  # another coordinator was faster, and its entry holds
                 continue
             if before is not None and entry.version != before.version:
-                # Told before training can run it: this rank's switch is then told after the agreement.
+                # The event comes before training can run the plan, so this rank's switch is emitted after the agreement.
                 plan = self._plans[entry.version]
                 self._around.emit(EventKind.AGREED, before.until, plan.version, plan.reason, plan.predicted, self._before)
             self._take(entry)

@@ -1,4 +1,4 @@
-"""A plan: a program with what it was made for and what is expected of it. What the ranks of a pipeline agree on."""
+"""A plan, on which the ranks of a pipeline agree: a program, the case that it was made for, and the expected times."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ MAX_REASON: Final = 10_000
 """The longest reason of a plan, in characters."""
 
 Edges = tuple[Edge, ...]
-"""Directed edges of stages: (the sending one, the receiving one)."""
+"""Directed edges of stages: (sending stage, receiving stage)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A program with what it was made for.
+    """A program with the case that it was made for.
 
     Attributes:
         version: Counts the plans of a pipeline from 0; never used twice.
         program: Compute ops only; every rank lowers it for its own transport.
         case: The cost model, microbatches and placement that it was planned for; seconds.
         predicted: Its simulated makespan under that case, seconds.
-        bound: What no program can beat under that case, seconds.
-        reason: Why it was made, for people.
+        bound: A lower bound of any program's makespan under that case, seconds.
+        reason: The reason for the plan, for people.
         delegated: The directed edges of stages whose messages travel by the delegate, in ascending order.
-        rounded: Those whose messages are rounded to bfloat16 while they travel, in ascending order.
+        rounded: The directed edges whose messages are rounded to bfloat16 while they travel, in ascending order.
     """
 
     version: int
@@ -45,11 +45,13 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of all that a rank runs of the plan: two ranks with the same digest run the same program alike."""
+        """The SHA-256 of everything that a rank runs of the plan: ranks with the same digest run the same program in the same
+        way.
+        """
         return digest_of(self.program, self.delegated, self.rounded)
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object that :meth:`from_json` reads back to an equal plan."""
+        """Return the JSON object that :meth:`from_json` reads back to an equal plan."""
         return {
             "version": self.version,
             "program": str(self.program),
@@ -67,8 +69,8 @@ class Plan:
         """Read a plan.
 
         Raises:
-            ControlError: A field is missing, unknown or not what it should be, the digest is not that of the program, or the
-                program holds communication ops.
+            ControlError: A field is missing, unknown or not what it should be, the digest is not the program's, or the program
+                has communication ops.
         """
         fields = Fields(data, "plan")
         try:
@@ -94,7 +96,7 @@ class Plan:
 
 
 def digest_of(program: Program, delegated: Edges = (), rounded: Edges = ()) -> str:
-    """The SHA-256 of a program's text and of the edges that take the delegate or round, in hexadecimal."""
+    """Return the SHA-256 of a program's text and of the edges that take the delegate or round, in hexadecimal."""
     marks = [(delegated, "delegate"), (rounded, "bfloat16")]
     lines = "".join(f"{source}>{destination}@{mark}\n" for edges, mark in marks for source, destination in edges)
     return hashlib.sha256((str(program) + lines).encode()).hexdigest()

@@ -1,12 +1,13 @@
-"""Plans and the agreement about them: which plan runs which step, the same on all ranks.
+"""The plan log and the agreement on it: which plan runs which step, the same on all ranks.
 
 There is one log per pipeline, in the ranks' common store. Its entry i says "the steps from where entry i-1 ended up to
 ``until`` run plan ``version``", and entries are never changed. A rank starts a step only when the log covers it, so two ranks
-never run one step under different plans, however late either reads. The coordinator appends, and only where no entry is yet,
-so two ranks that both believe to be the coordinator still write one log. It keeps the log ``ahead`` steps beyond the slowest
-rank, so that nobody waits for it, and it names a new version only after every rank has confirmed that version. A rank that
-does not confirm keeps everyone on the old plan; a rank that is slow delays the switch, not the step. A plan may be confirmed
-before anybody knows whether it is wanted: it is held until it is released or withdrawn.
+never run one step under different plans, however late either reads.
+
+The coordinator appends, and only where no entry exists, so two ranks that both believe they coordinate still write one log. It
+keeps the log ``ahead`` steps beyond the slowest rank, so that no rank waits for it. It names a new version only after every
+rank has confirmed that version. A rank that does not confirm keeps all ranks on the old plan; a slow rank delays the switch,
+not the step. A speculative plan is confirmed before it is wanted, and pending until it is released or withdrawn.
 
 :class:`Agreement` is the coordinator's part and :class:`Coverage` each rank's; neither touches the store.
 """
@@ -33,18 +34,18 @@ class Entry:
 
 
 class LogStore(Protocol):
-    """What the log needs of a torch.distributed Store."""
+    """The part of a torch.distributed Store that the log uses."""
 
     def get(self, key: str, /) -> bytes:
-        """The value of a key that is set."""
+        """Return the value of a key that is set."""
         ...
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are set."""
+        """Return True if all keys are set."""
         ...
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key if its value is the expected one, "" if it must not be set; the value that it then has."""
+        """Set a key if its value is the expected one, where "" means that it is not set, and return its value afterwards."""
         ...
 
     def delete_key(self, key: str, /) -> bool:
@@ -53,11 +54,11 @@ class LogStore(Protocol):
 
 
 class Log:
-    """The log as one rank sees it: read so far, and appended to at that place.
+    """The log as one rank sees it: the entries read so far, and the position for the next one.
 
     Args:
         store: The store that all ranks share.
-        kept: How many entries there are at most that a rank may not have read yet.
+        kept: The largest number of entries that some rank may not have read yet.
     """
 
     def __init__(self, store: LogStore, kept: int) -> None:
@@ -67,13 +68,13 @@ class Log:
 
     @property
     def position(self) -> int:
-        """How many entries have been read or appended."""
+        """The number of entries that have been read or appended."""
         return self._position
 
     def read(self) -> Iterator[Entry]:
-        """The entries since those that were read or appended before. Does not wait.
+        """Yield the entries that were not read or appended before. Does not wait.
 
-        An entry counts as read when it is yielded: if the store fails after it, the next call goes on behind it.
+        An entry counts as read when it is yielded: if the store fails after it, the next call continues behind it.
 
         Raises:
             ControlError: An entry is not what it should be.
@@ -86,7 +87,9 @@ class Log:
             yield entry
 
     def hear(self, position: int, entry: Entry) -> Iterator[Entry]:
-        """What :meth:`read` gives, after being told of an entry; asks the store only if others before it have not been read."""
+        """Yield the same as :meth:`read` after mail about an entry, asking the store only if earlier entries have not been
+        read.
+        """
         if position == self._position:
             self._pass(entry)
             yield entry
@@ -94,7 +97,11 @@ class Log:
             yield from self.read()
 
     def append(self, entry: Entry) -> bool:
-        """Append an entry behind all that was read; False if another rank has appended a different one there."""
+        """Append an entry behind all entries that were read.
+
+        Returns:
+            False if another rank has appended a different entry there.
+        """
         text = encode({"until": entry.until, "version": entry.version})
         if self._store.compare_set(f"log/{self._position}", "", text).decode() != text:
             return False
@@ -113,12 +120,12 @@ class Log:
 
 
 class Agreement:
-    """Decides what the log says next; the coordinator's part.
+    """The coordinator's decision on the next log entry.
 
     Args:
-        ranks: How many ranks must confirm and report.
+        ranks: The number of ranks that must confirm and report.
         first_step: The first step of the log.
-        ahead: How many steps beyond the next step of the slowest rank the log covers.
+        ahead: The number of steps by which the log exceeds the next step of the slowest rank.
     """
 
     def __init__(self, ranks: int, first_step: int = 0, ahead: int = 2) -> None:
@@ -137,12 +144,12 @@ class Agreement:
 
     @property
     def proposal(self) -> Plan | None:
-        """The plan that is waiting for confirmations, or held and waiting for its release."""
+        """The pending proposal, which waits for confirmations or, if speculative, for its release."""
         return self._proposal
 
     @property
     def is_held(self) -> bool:
-        """Whether the proposal is one that only stands by."""
+        """True if the pending proposal is speculative."""
         return self._proposal is not None and self._is_held
 
     @property
@@ -161,18 +168,20 @@ class Agreement:
         return self._until
 
     def propose(self, plan: Plan, is_held: bool = False) -> None:
-        """Put a plan to the ranks. There is one proposal at a time, and versions only grow.
+        """Begin a proposal. There is one at a time, and versions only grow.
 
-        A held one stands by: the ranks get ready for it, and the log does not name it unless it is released.
+        For a speculative one (``is_held``) the ranks prepare, and the log names it only after its release.
         """
         assert self._proposal is None, "one proposal at a time"
         assert self._current is None or plan.version > self._current.version, "versions only grow"
         self._proposal, self._is_held, self._confirmed = plan, is_held, set()
 
     def confirm(self, rank: int, version: int, digest: str) -> bool:
-        """A rank is ready to run a version. True when this was the last one: the plan, unless held, is then the current one.
+        """Record a rank's confirmation of a version. One for another version than the proposal's comes late and changes
+        nothing.
 
-        A confirmation of anything but the proposal comes late, after a withdrawal, and changes nothing.
+        Returns:
+            True if this was the last one: the plan, unless speculative, is then the current one.
 
         Raises:
             ControlError: The rank confirms a program other than the one proposed.
@@ -186,7 +195,11 @@ class Agreement:
         return self._conclude(plan)
 
     def release(self) -> bool:
-        """The held proposal is wanted. True if all had confirmed it: it is then the current plan, else it is once they have."""
+        """Accept the speculative proposal, which becomes the current plan once all ranks have confirmed it.
+
+        Returns:
+            True if all had confirmed it, so that it is the current plan now.
+        """
         self._is_held = False
         return self._proposal is not None and self._conclude(self._proposal)
 
@@ -197,11 +210,11 @@ class Agreement:
         return True
 
     def withdraw(self) -> None:
-        """Give the proposal up; the current plan stays."""
+        """Withdraw the proposal; the current plan stays."""
         self._proposal = None
 
     def adopt(self, until: int, plan: Plan) -> None:
-        """The log says so, whoever wrote it: the steps before ``until`` are covered, the latest of them by ``plan``."""
+        """Take over a log entry of any writer: the steps before ``until`` are covered, the latest of them by ``plan``."""
         self._until = until
         if self._current is None or plan.version > self._current.version:
             self._current = plan
@@ -209,17 +222,17 @@ class Agreement:
             self._proposal = None
 
     def report(self, rank: int, step: int) -> None:
-        """A rank has run all steps up to this one. What it has reported before may be told again.
+        """Record that a rank has run all steps up to this one. Reports may be repeated.
 
         Raises:
-            ControlError: The step is beyond what the log covers.
+            ControlError: The step is beyond the end of the log.
         """
         if step >= self._until:
             raise ControlError(f"rank {rank} reports step {step}: expected one before {self._until}, where the log ends")
         self._reported[rank] = max(step, self._reported[rank])
 
     def advance(self) -> Entry | None:
-        """The entry to append now, if any."""
+        """Return the entry to append now, or None."""
         target = self.slowest + 1 + self._ahead
         if self._current is None or target <= self._until:
             return None
@@ -237,7 +250,7 @@ class _Segment:
 
 
 class Coverage:
-    """Which plan runs which step, as far as this rank has read the log. One thread extends it, another asks."""
+    """The plans of steps as far as this rank has read the log. One thread extends it, another asks."""
 
     def __init__(self, first_step: int = 0) -> None:
         self._changed = threading.Condition()
@@ -263,17 +276,20 @@ class Coverage:
             self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """End it: whoever asks or waits from now on gets the error. The first error stays."""
+        """Make every waiting and later call raise the error. The first error stays."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def wait_for(self, step: int, seconds: float | None) -> bool:
-        """Wait until this rank has read so far that the step is covered, or it has ended; whether either is so.
+        """Wait until the log that this rank has read covers the step, or the control plane has ended.
 
         Args:
             step: The step.
-            seconds: How long to wait at most, or None.
+            seconds: The longest wait in seconds, or None for no limit.
+
+        Returns:
+            False if the time is over and neither has happened.
         """
         if self._error is None and step < self._until:
             return True
@@ -281,7 +297,7 @@ class Coverage:
             return self._changed.wait_for(lambda: self._error is not None or step < self._until, seconds)
 
     def plan_for(self, step: int) -> Plan:
-        """The plan that runs a step. Does not wait. Earlier steps than the one asked for are forgotten.
+        """Return the plan that runs a step, without waiting. Earlier steps than the one asked for are forgotten.
 
         Args:
             step: The step; not before the last one asked for.

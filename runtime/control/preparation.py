@@ -1,4 +1,4 @@
-"""Looking at a proposed plan before it is confirmed: whether it is one, and what a switch to it needs beforehand."""
+"""Checks a proposed plan before it is confirmed, and prepares the switch to it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class Preparation:
     Args:
         rank: This rank, for the threads' names.
         running: A program of the pipeline, whose placement and microbatches a plan must have.
-        prepare: What a switch needs beforehand; what it raises refuses the plan.
+        prepare: Prepares a switch to a plan. An exception that it raises refuses the plan.
         ready: Called with a plan that can be run.
-        refuse: Called with the version of a plan that can't, and why: what is wrong with a plan never ends the one that runs.
+        refuse: Called with the version of a plan that can't be run, and the reason. An invalid plan never ends the one that
+            runs.
     """
 
     def __init__(
@@ -41,14 +42,14 @@ class Preparation:
         self._threads: list[threading.Thread] = []
 
     def begin(self, proposal: Proposed) -> None:
-        """Look at a proposal. Does not wait for the end of that."""
+        """Start to check a proposal, without waiting for the result."""
         name = f"adaptra-prepare-{self._rank}"
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._threads.append(threading.Thread(target=self._consider, args=(proposal,), name=name, daemon=True))
         self._threads[-1].start()
 
     def close(self, timeout: float) -> None:
-        """Wait for what is being looked at, at most ``timeout`` seconds each: a thread must not outlive the interpreter."""
+        """Wait for checks that are under way, at most ``timeout`` seconds each: a thread must not outlive the interpreter."""
         for thread in self._threads:
             thread.join(timeout)
 

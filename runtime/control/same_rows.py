@@ -1,8 +1,10 @@
-"""Whether the ranks of a replica are given the same rows: numbers of what each was given, compared on one of them.
+"""Checks that the ranks of a replica are given the same rows: one of them compares checksums of every rank's batch.
 
-Only the first stage's rank reads inputs and only the last one's reads targets. So ranks that shuffle for themselves, as each
-does under data parallelism, would train inputs on the targets of other rows without a word. In the first calls and then now and
-then each rank mails one number per tensor to the control thread of rank 0, which waits for nobody and which nobody waits for.
+Only the first stage's rank reads inputs, and only the last stage's rank reads targets. Ranks that shuffle for themselves, as
+under data parallelism, would silently train inputs on the targets of other rows.
+
+In the first calls, and then in every hundredth, each rank mails one checksum per tensor to the control thread of rank 0. No
+rank waits for this mail, and rank 0 waits for none.
 """
 
 from __future__ import annotations
@@ -20,19 +22,19 @@ from adaptra.runtime.state.checksum import checksums
 
 FIRST_CALLS: Final = 10
 EVERY: Final = 100
-"""The first calls are compared, and then each hundredth: a shuffle that goes apart in a later epoch is found soon, too."""
+"""The first calls are compared, and then every hundredth: shuffles that diverge in a later epoch are soon found, too."""
 
 MOST_PENDING: Final = 64
-"""Of so many calls numbers are kept until all ranks have told theirs."""
+"""The number of calls whose checksums are kept until all ranks have sent theirs."""
 
 
 def is_due(call: int) -> bool:
-    """Whether the rows of a call are compared; calls count from 0."""
+    """Return True if the rows of a call are compared; calls count from 0."""
     return call < FIRST_CALLS or call % EVERY == 0
 
 
 def numbers_of(given: Mapping[str, Any]) -> dict[str, int]:
-    """One number for each tensor that a rank was given, by its place; what is None, or no tensor, has none."""
+    """Return a checksum for each tensor that a rank was given, by argument name and path. Other values have none."""
     tensors = {
         name + pytree.keystr(path): leaf
         for name, nest in given.items()
@@ -43,7 +45,7 @@ def numbers_of(given: Mapping[str, Any]) -> dict[str, int]:
 
 
 class SameRows:
-    """Compares what the ranks of one pipeline tell.
+    """Compares the checksums of the ranks of one pipeline.
 
     Args:
         ranks: Their numbers in the job, by rank of the pipeline.
@@ -54,10 +56,10 @@ class SameRows:
         self._pending: dict[tuple[str, int], dict[int, Given]] = {}
 
     def add(self, given: Given) -> None:
-        """Take what a rank was given, and compare once all have told.
+        """Take a rank's checksums, and compare once all ranks have sent theirs.
 
         Raises:
-            BatchError: Tensors that several ranks were given differ; names the call, the arguments and the ranks.
+            BatchError: Several ranks were given different tensors; names the call, the arguments and the ranks.
         """
         key = (given.call, given.number)
         told = self._pending.setdefault(key, {})

@@ -1,8 +1,8 @@
-"""Sockets that a rank's forked children give up, such as the workers of a DataLoader.
+"""Sockets that a rank's forked children, such as the workers of a DataLoader, must close.
 
-While any process has a socket open its peer is told nothing of its end. Children that outlive a rank which was killed would
-keep it alive in the eyes of the others. The delegate's own sockets are seen to by ``csrc/delegate/system/forks.h``. These are
-the ones that torch.distributed opens on behalf of a job: gloo's, and those of the job's store.
+As long as any process has a socket open, its peer does not see it end. Children that outlive a killed rank would make it look
+alive to the others. ``csrc/delegate/system/forks.h`` does the same for the delegate's own sockets. The sockets here are those
+that torch.distributed opens for a job: gloo's, and those of the job's store.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ports: set[int] = set()
 
 @contextlib.contextmanager
 def kept_from_children() -> Generator[None, None, None]:
-    """Have children that are forked from now on give up the connections that are opened within."""
+    """Have children that are forked from now on close the connections that are opened within this context."""
     before = _sockets()
     yield
     with _lock:
@@ -34,7 +34,7 @@ def kept_from_children() -> Generator[None, None, None]:
 
 
 def keep_store_from_children(store: Store) -> None:
-    """Have children that are forked from now on give up all connections to the store, and its listener."""
+    """Have children that are forked from now on close all connections to the store, and its listener."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack it
     port = getattr(store, "port", None)
@@ -44,7 +44,7 @@ def keep_store_from_children(store: Store) -> None:
 
 
 def connections_to(store: Store) -> set[tuple[int, str]]:
-    """This process's connections to a store as a client, by descriptor and the system's name of each."""
+    """Return this process's connections to a store as a client: the descriptor and the system's name of each."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack it
     port = getattr(store, "port", None)
@@ -52,7 +52,7 @@ def connections_to(store: Store) -> set[tuple[int, str]]:
 
 
 def end_connections(connections: set[tuple[int, str]]) -> None:
-    """End connections that others still own: whoever waits for an answer there is told that there will be none."""
+    """End connections that other code still owns, so that every wait for an answer on them fails."""
     now = _sockets()
     for number, name in connections:
         if now.get(number) == name:
@@ -61,7 +61,7 @@ def end_connections(connections: set[tuple[int, str]]) -> None:
 
 
 def _sockets() -> dict[int, str]:
-    """The sockets of this process by descriptor, as the system names them: a number is given again, a name is not."""
+    """Return this process's sockets by descriptor, with the system's names: numbers are reused, names are not."""
     found: dict[int, str] = {}
     with contextlib.suppress(OSError):  # a system without /proc: children keep what they inherit
         for entry in _DESCRIPTORS.iterdir():
@@ -73,7 +73,7 @@ def _sockets() -> dict[int, str]:
 
 
 def _ports_of(number: int) -> list[int]:
-    """The ports of this end of a socket and of the other, as far as it has any."""
+    """Return the ports of this end of a socket and of the other, as far as it has any."""
     ports: list[int] = []
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
         if one.family in (socket.AF_INET, socket.AF_INET6):
@@ -83,7 +83,7 @@ def _ports_of(number: int) -> list[int]:
 
 
 def _give_up() -> None:
-    """In a forked child: put something else in the place of each, since what owns the number here may close it yet."""
+    """Replace each of these sockets in a forked child by a null device, because the owner of the number may still close it."""
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for number, name in _sockets().items():
         if _opened.get(number) == name or not _ports.isdisjoint(_ports_of(number)):

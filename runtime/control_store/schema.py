@@ -1,8 +1,7 @@
-"""Control data from other ranks, checked field by field before anything looks at it.
+"""Control data from other ranks, checked field by field before use.
 
-Whatever arrives through a store is text of bounded size that must be JSON. A :class:`Fields` reads one JSON object: each field
-by name with its type and range, and :meth:`Fields.end` refuses fields that nobody asked for. Nothing is ever unpickled or
-executed.
+Data from a store are text of bounded size that must be JSON. A :class:`Fields` reads one JSON object: each field by name with
+its type and range. :meth:`Fields.end` refuses unknown fields. Nothing is ever unpickled or executed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ MAX_BYTES: Final = 64 * 1024 * 1024
 
 
 def encode(data: dict[str, Any]) -> str:
-    """A JSON object as the text that travels.
+    """Return a JSON object as text to be sent.
 
     Raises:
         ControlError: The text would be longer than :data:`MAX_BYTES`.
@@ -31,7 +30,7 @@ def encode(data: dict[str, Any]) -> str:
 
 
 def decode(payload: bytes, where: str) -> Fields:
-    """Read a JSON object that travelled.
+    """Read a JSON object that was sent.
 
     Raises:
         ControlError: It is too long, not JSON or not an object.
@@ -49,8 +48,8 @@ class Fields:
     """The fields of one JSON object.
 
     Args:
-        data: What was decoded.
-        where: Begins every error message, such as ``measurement of rank 2``.
+        data: The decoded object.
+        where: The beginning of every error message, such as ``measurement of rank 2``.
 
     Raises:
         ControlError: ``data`` is not an object; every method raises it for a field that is missing or not as expected.
@@ -63,23 +62,23 @@ class Fields:
         self._where = where
 
     def whole(self, name: str, at_least: int = 0) -> int:
-        """A whole number."""
+        """Read a whole number."""
         value = self._take(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
             raise self.refuse(name, f"a whole number of at least {at_least}", value)
         return value
 
     def number(self, name: str) -> float:
-        """A finite number that is not negative."""
+        """Read a finite number that is not negative."""
         return self._number(name, self._take(name))
 
     def number_or_none(self, name: str) -> float | None:
-        """A finite number that is not negative, or null."""
+        """Read a finite number that is not negative, or null."""
         value = self._take(name)
         return None if value is None else self._number(name, value)
 
     def wholes_or_none(self, name: str) -> tuple[int, ...] | None:
-        """A list of whole numbers that are not negative; null, or a field that older writers leave out, is None."""
+        """Read a list of whole numbers that are not negative. Null, or a field that older writers omit, is None."""
         value = self._left.pop(name, None)
         if value is None:
             return None
@@ -92,43 +91,43 @@ class Fields:
         return wholes
 
     def instant(self, name: str) -> float:
-        """A finite number of either sign: a reading of a clock."""
+        """Read a finite number of either sign, such as a time of a clock."""
         value = self._take(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self.refuse(name, "a finite number", value)
         return float(value)
 
     def text(self, name: str, at_most: int = MAX_BYTES) -> str:
-        """A string of bounded length."""
+        """Read a string of bounded length."""
         value = self._take(name)
         if not isinstance(value, str) or len(value) > at_most:
             raise self.refuse(name, f"a string of at most {at_most} characters", value)
         return value
 
     def flag(self, name: str) -> bool:
-        """True or false."""
+        """Read true or false."""
         value = self._take(name)
         if not isinstance(value, bool):
             raise self.refuse(name, "true or false", value)
         return value
 
     def items(self, name: str) -> list[object]:
-        """A list; its items are for the caller to check."""
+        """Read a list; the caller checks its items."""
         value = self._take(name)
         if not isinstance(value, list):
             raise self.refuse(name, "a list", value)
         return cast("list[object]", value)
 
     def objects(self, name: str) -> list[Fields]:
-        """A list of objects."""
+        """Read a list of objects."""
         return [Fields(item, f"{self._where}: {name}[{index}]") for index, item in enumerate(self.items(name))]
 
     def raw(self, name: str) -> object:
-        """A field whose check is another reader's."""
+        """Read a field that the caller checks."""
         return self._take(name)
 
     def end(self) -> None:
-        """Refuse fields that nobody read."""
+        """Refuse fields that were not read."""
         if self._left:
             raise ControlError(f"{self._where}: unknown field {min(self._left)!r}")
 
@@ -143,6 +142,6 @@ class Fields:
         return float(value)
 
     def refuse(self, name: str, expected: str, value: object) -> ControlError:
-        """The error for a field that is not as expected."""
+        """Return the error for a field that is not as expected."""
         shown = repr(value)
         return ControlError(f"{self._where}: field {name!r}: expected {expected}, got {shown[:80]}")

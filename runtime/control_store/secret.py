@@ -1,7 +1,7 @@
-"""The secret that a launcher gives the ranks of a job, which is never told through the control store.
+"""The secret that a launcher gives the ranks of a job, which is never written to the control store.
 
-It comes in the environment variable ``ADAPTRA_SECRET``, or in the file that ``ADAPTRA_SECRET_FILE`` names. Nobody uses it as it
-is: each purpose has a key of its own, derived by HMAC-SHA256 from the secret, the purpose and a salt.
+It comes in the environment variable ``ADAPTRA_SECRET``, or in the file that ``ADAPTRA_SECRET_FILE`` names. It is never used
+directly: each purpose has a key of its own, derived by HMAC-SHA256 from the secret, the purpose and a salt.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _MOST_BYTES: Final = 4096
 
 
 def given_secret(environment: Mapping[str, str] | None = None) -> bytes | None:
-    """The secret that this process was given, or None.
+    """Return the secret that this process was given, or None.
 
     Args:
-        environment: Where to look; None for that of this process.
+        environment: The environment to read; None for that of this process.
 
     Raises:
-        LaunchError: Both ways are used, the secret is shorter than 32 bytes, or the file can't be read, isn't this user's or
-            may be read by others.
+        LaunchError: Both variables are set, or the secret is shorter than 32 bytes. Or the file can't be read, isn't this
+            user's or may be read by others.
     """
     environment = os.environ if environment is None else environment
     text, path = environment.get(VARIABLE), environment.get(FILE_VARIABLE)
@@ -42,14 +42,14 @@ def given_secret(environment: Mapping[str, str] | None = None) -> bytes | None:
 
 
 def derive(secret: bytes, purpose: str, salt: bytes) -> bytes:
-    """The key of 32 bytes for one purpose, from the job's secret and a salt that need not be secret."""
-    # Both lengths are fixed or told, so no two purposes and salts make the same text.
+    """Return the key of 32 bytes for one purpose, from the job's secret and a salt that need not be secret."""
+    # The label's length is part of the text, so no two purposes and salts make the same text.
     label = f"adaptra {purpose}".encode()
     return hmac.digest(secret, len(label).to_bytes(4, "big") + label + salt, hashlib.sha256)
 
 
 def fingerprint(secret: bytes | None) -> str:
-    """What may be told of a secret, so that ranks find out whether they were given the same one."""
+    """Return a public fingerprint of a secret, by which ranks check that they were given the same one."""
     return "none" if secret is None else f"fingerprint {derive(secret, 'fingerprint', b'').hex()[:16]}"
 
 

@@ -1,11 +1,11 @@
-"""Control records that only the ranks of a job can have written, where the launcher gave a secret.
+"""Control records that only the ranks of a job can have written, if the launcher gave a secret.
 
-Whoever reaches the control store's port can write to it. So each record carries an HMAC-SHA256 over the whole name of its key
-and its value: none can be made without the job's secret, and none be moved to another key. The key of the signatures is derived
-from the secret and from a number that each rank draws, so a record of another job or launch with that secret isn't taken.
+Every client that reaches the control store's port can write to it. So each record carries an HMAC-SHA256 over the full name of
+its key and its value. No record can be made without the job's secret, or moved to another key. The key of the signatures is
+derived from the secret and a number that each rank draws. So records of another job or launch with that secret are refused.
 
-What a signature doesn't show: that a record is the latest one under its key, and that one was not removed. Counters (``add``),
-whether a key is set, and what torch writes for its own groups aren't signed.
+A signature doesn't show that a record is the latest one under its key, or that no record was removed. Counters (``add``), the
+existence of keys, and the keys that torch writes for its own groups aren't signed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ _NONCE_BYTES: Final = 32
 class SignedStore(Store):
     """A client of a store whose records are signed. Its methods are the store's.
 
-    A record that was not signed for its key, or by another key, raises :class:`adaptra.errors.ControlError` where it is read.
+    A record that was not signed for its key, or was signed by another job or launch, raises
+    :class:`adaptra.errors.ControlError` when it is read.
 
     Args:
-        store: Holds the signed records.
-        key: Of the signatures.
-        path: What the names of all keys here begin with: part of what is signed.
+        store: The store of the signed records.
+        key: The key of the signatures.
+        path: The prefix of all key names, which is part of the signed text.
     """
 
     def __init__(self, store: Store, key: bytes, path: str) -> None:
@@ -51,7 +52,7 @@ class SignedStore(Store):
 
     @property
     def timeout(self) -> timedelta:
-        """How long a wait takes at most."""
+        """The longest time of a wait."""
         return self._store.timeout  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack it
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -59,11 +60,11 @@ class SignedStore(Store):
         self._store.set_timeout(timeout)
 
     def clone(self) -> SignedStore:
-        """Another client of the same store."""
+        """Return another client of the same store."""
         return SignedStore(clone(self._store), self._key, self._path)
 
     def under(self, name: str) -> SignedStore:
-        """The keys under a prefix, by the same connection."""
+        """Return the keys under a prefix, over the same connection."""
         return SignedStore(PrefixStore(name, self._store), self._key, f"{self._path}/{name}")
 
     def set(self, key: str, value: str) -> None:
@@ -75,16 +76,16 @@ class SignedStore(Store):
         self._store.multi_set(keys, [self._sealed(key, value) for key, value in zip(keys, values, strict=True)])  # pyright: ignore[reportAttributeAccessIssue]
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once it is set."""
+        """Return the value of a key, once it is set."""
         return self._opened(key, self._store.get(key))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """The values of keys, once all are set."""
+        """Return the values of keys, once all are set."""
         values: list[bytes] = self._store.multi_get(keys)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
         return [self._opened(key, value) for key, value in zip(keys, values, strict=True)]
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        """Set a key if its value is the expected one, "" if it must not be set; the value that it then has."""
+        """Set a key if its value is the expected one, where "" means that it is not set, and return its value afterwards."""
         # A value has but one signature under its key, so signed values are equal where values are.
         expected = self._sealed(key, expected_value) if expected_value else ""
         found = self._store.compare_set(key, expected, self._sealed(key, desired_value))
@@ -99,15 +100,15 @@ class SignedStore(Store):
         return self._opened(key, self._store.queue_pop(key, block))
 
     def add(self, key: str, value: int) -> int:
-        """Add to a counter, which is not signed; its new value."""
+        """Add to a counter, which is not signed, and return its new value."""
         return self._store.add(key, value)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are set, by whomever."""
+        """Return True if all keys are set, by any client."""
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until keys are set, by whomever."""
+        """Wait until keys are set, by any client."""
         if timeout is None:
             self._store.wait(keys)
         else:
@@ -135,18 +136,18 @@ class SignedStore(Store):
 
 
 def under(name: str, store: Store) -> Store:
-    """The keys of a store under a prefix, signed if those of the store are."""
+    """Return the keys of a store under a prefix, signed if those of the store are."""
     return store.under(name) if isinstance(store, SignedStore) else PrefixStore(name, store)
 
 
 def signed(store: Store, path: str, told: Sequence[str]) -> Store:
-    """A store whose records are signed, or ``store`` itself where no secret was given.
+    """Return a store whose records are signed, or ``store`` itself if no secret was given.
 
     Args:
         store: Its keys are used for nothing else.
-        path: A name for it, the same on all ranks and no other store's of the job.
-        told: What each rank has told all others, by rank, with a number of its own that nobody could foresee; this rank's own
-            as it told it. Ranks that read something else don't take each other's records.
+        path: The store's name, the same on all ranks and unique in the job.
+        told: The text that each rank sent to all others, by rank, with an unpredictable number; this rank's own as it was sent.
+            Ranks that read different texts refuse each other's records.
 
     Raises:
         LaunchError: See :func:`adaptra.runtime.control_store.secret.given_secret`.
@@ -161,12 +162,12 @@ def signed(store: Store, path: str, told: Sequence[str]) -> Store:
 
 
 def new_nonce() -> str:
-    """A number that nobody could foresee, as text; empty where no secret was given, so that it costs nothing."""
+    """Return an unpredictable number as text; empty if no secret was given, so that it costs nothing."""
     return "" if given_secret() is None else secrets.token_hex(_NONCE_BYTES)
 
 
 def signed_together(store: Store, path: str, rank: int, ranks: int) -> Store:
-    """As :func:`signed`, by ranks that have told each other nothing yet; all call it at the same time.
+    """Return a store as :func:`signed`, for ranks that have exchanged no texts yet; all call it at the same time.
 
     Raises:
         ControlError: A rank was given no secret, and this one was.

@@ -12,16 +12,18 @@ from torch.distributed import DistError, DistNetworkError, Store
 T = TypeVar("T")
 
 RECONNECT: Final = timedelta(seconds=2)
-"""How long a client whose connection broke tries to reach the store again; it takes up to twice as long."""
+"""The time in which a client whose connection broke tries to reach the store again; it takes up to twice as long."""
 
 
 def clone(store: Store) -> Store:
-    """Another client of the same store: who blocks on one client holds up every other user of that client."""
+    """Return another client of the same store, because a blocking request on a client blocks every other user of that
+    client.
+    """
     return store.clone()  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack the method
 
 
 def renewed(client: Store) -> Store:
-    """A new connection to the store of a client whose own broke.
+    """Return a new connection to the store of a client whose connection broke.
 
     Raises:
         torch.distributed.DistError: The store can't be reached.
@@ -34,13 +36,13 @@ def renewed(client: Store) -> Store:
 
 
 class Connection:
-    """A client of a store that connects anew once its connection breaks. Any thread may use it.
+    """A client of a store that reconnects when its connection breaks. Any thread may use it.
 
-    The request at which the break is noticed is made again, so a request may be made twice; earlier ones that have no answer,
+    The request at which the break is noticed is repeated, so a request may be made twice. Earlier requests that have no answer,
     such as ``set`` and ``queue_push``, may be lost. Once the store can't be reached every request raises at once.
 
     Args:
-        store: Whose clone this is.
+        store: The store to clone.
     """
 
     def __init__(self, store: Store) -> None:
@@ -53,7 +55,7 @@ class Connection:
         self._request(lambda client: client.set(key, value))
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is set."""
+        """Return the value of a key that is set."""
         return self._request(lambda client: client.get(key))
 
     def multi_set(self, keys: list[str], values: list[str]) -> None:
@@ -61,19 +63,19 @@ class Connection:
         self._request(lambda client: client.multi_set(keys, values))  # pyright: ignore[reportAttributeAccessIssue, reportUnknownLambdaType]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """The values of keys that are all set."""
+        """Return the values of keys that are all set."""
         return self._request(lambda client: client.multi_get(keys))
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are set."""
+        """Return True if all keys are set."""
         return self._request(lambda client: client.check(keys))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter; its new value."""
+        """Add to a counter and return its new value."""
         return self._request(lambda client: client.add(key, amount))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a key if its value is the expected one, "" if it must not be set; the value that it then has."""
+        """Set a key if its value is the expected one, where "" means that it is not set, and return its value afterwards."""
         return self._request(lambda client: client.compare_set(key, expected, desired))
 
     def delete_key(self, key: str) -> bool:

@@ -1,1 +1,1 @@
-"""Replicas of a pipeline: gradients averaged, buffers kept equal."""
+"""Data parallelism: replicas of a pipeline, whose gradients are averaged and whose buffers are kept equal."""

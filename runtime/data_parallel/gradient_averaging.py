@@ -1,9 +1,8 @@
-"""Data parallelism: the ranks that hold the same stage in other pipelines combine their gradients after every step.
+"""Gradient averaging: the ranks with the same stage in other pipelines combine their gradients after every step.
 
-The ranks of one pipeline tell each other of a failure (see :mod:`adaptra.runtime.membership.membership`); between pipelines a
-failure
-travels through the group of each stage: whose pipeline fails writes down why and closes the group's connections, which ends the
-wait of its peers in the other pipelines.
+The ranks of one pipeline report failures to each other (see :mod:`adaptra.runtime.membership.membership`). Between pipelines a
+failure travels through the group of each stage. A rank of the failed pipeline writes the cause to the store and closes the
+group's connections. That ends the waits of its peers in the other pipelines.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from adaptra.runtime.control_store.stores import clone
 
 @dataclass(frozen=True, slots=True)
 class PendingBroadcast:
-    """A tensor that the first replica sends.
+    """A broadcast of a tensor by the first replica.
 
     Attributes:
         replicas: The ranks concerned.
-        tensor: Holds the first replica's values once they have been waited for; on that replica it must not change before.
-        work: What is under way.
+        tensor: The first replica's values after :meth:`wait`; on that replica it must not change before.
+        work: The operation under way.
     """
 
     replicas: Replicas
@@ -38,23 +37,24 @@ class PendingBroadcast:
     work: dist.Work
 
     def wait(self) -> Tensor:
-        """The tensor, once it is there.
+        """Wait for the tensor and return it.
 
         Raises:
-            PeerLostError: The first replica has failed; says why where it could.
+            PeerLostError: The first replica has failed; says why if it could report it.
         """
         self.replicas.wait_for(self.work)
         return self.tensor
 
 
 class Replicas:
-    """The ranks that hold copies of one stage.
+    """The ranks that have copies of one stage.
 
     Args:
         group: Their process group.
-        aside: Another one of the same ranks, for all but steps: a rank that alone evaluates must not meet a step's gradients.
+        aside: Another group of the same ranks for everything but steps: a rank that alone evaluates must not meet a step's
+            gradients.
         store: Shared by all ranks of the job; with a prefix of these roles.
-        index: Which of the job's pipelines this rank's is, counted from 0.
+        index: The index of this rank's pipeline in the job, from 0.
         pipeline: The job's ranks that make up this rank's pipeline, by stage.
 
     Attributes:
@@ -80,18 +80,20 @@ class Replicas:
         alone: other stages may still compute.
 
         Raises:
-            PeerLostError: Another replica has failed; says why where it could.
+            PeerLostError: Another replica has failed; says why if it could report it.
         """
         gradients: list[Tensor] = []
         for parameter in parameters:
-            if parameter.grad is None:  # here; another replica's part of the batch may have reached it
+            if parameter.grad is None:  # only here: another replica's part of the batch may have used the parameter
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
         self._combine(gradients, mean, self._group)
 
     def combine_losses(self, losses: Tensor, *, mean: bool = True, aside: bool = False) -> Tensor:
-        """The mean of the replicas' losses, or their sum, ``aside`` from a step or in it; as :meth:`combine_gradients`."""
-        combined = losses.clone()  # the last stage's are on their way to other ranks
+        """Return the mean of the replicas' losses, or their sum, ``aside`` from a step or in it; raises as
+        :meth:`combine_gradients`.
+        """
+        combined = losses.clone()  # the original may still be under way to other ranks
         self._combine([combined], mean, self._aside if aside else self._group)
         return combined
 
@@ -102,11 +104,11 @@ class Replicas:
 
     @property
     def ranks(self) -> list[int]:
-        """The job's ranks that hold copies of this stage, by replica."""
+        """The job's ranks that have copies of this stage, by replica."""
         return dist.get_process_group_ranks(self._group)
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers that each replica gives, of 64 bits and equally many, by replica; raises as :meth:`combine_gradients`."""
+        """Gather equally many 64-bit numbers of each replica, by replica; raises as :meth:`combine_gradients`."""
         device = torch.device("cuda" if "nccl" in dist.get_backend(self._group) else "cpu")
         own = torch.tensor(numbers, dtype=torch.int64, device=device)
         found = [torch.empty_like(own) for _ in range(self._count)]
@@ -115,7 +117,7 @@ class Replicas:
         return [one.tolist() for one in found]
 
     def first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of the first replica's tensors, of any dtype; raises as :meth:`combine_gradients`."""
+        """Return copies of the first replica's tensors, of any dtype; raises as :meth:`combine_gradients`."""
         copies = [one.detach().clone(memory_format=torch.contiguous_format) for one in tensors]
         with self._naming_the_lost():
             works = [
@@ -128,9 +130,9 @@ class Replicas:
         return copies
 
     def broadcast(self, packed: Tensor, *, aside: bool) -> PendingBroadcast:
-        """Begin to replace ``packed`` by the first replica's, which has the same dtype and size. Waits for nobody.
+        """Begin to replace ``packed`` by the first replica's, which has the same dtype and size. Does not wait.
 
-        The ranks that hold copies begin in the same order whatever they ask of each other.
+        All replicas of a stage must begin their operations in the same order.
         """
         with self._naming_the_lost():
             work = dist.broadcast(packed, group=self._aside if aside else self._group, group_src=0, async_op=True)
@@ -138,7 +140,7 @@ class Replicas:
         return PendingBroadcast(self, packed, work)
 
     def wait_for(self, work: dist.Work) -> None:
-        """Wait for what was begun; raises as :meth:`combine_gradients`."""
+        """Wait for an operation under way; raises as :meth:`combine_gradients`."""
         with self._naming_the_lost():
             work.wait()
 
@@ -159,14 +161,16 @@ class Replicas:
             raise PeerLostError(f"a data-parallel replica is lost: {self._why() or error}") from error
 
     def placed(self, error: PeerLostError) -> PeerLostError:
-        """An error of this rank's pipeline, in which ranks count from 0, with the job's number of the lost rank."""
+        """Convert an error of this rank's pipeline, in which ranks count from 0, to one with the job's number of the
+        lost rank.
+        """
         if error.rank is None or (lost := self._pipeline[error.rank]) == error.rank:
             return error
         message = f"{error} (rank {error.rank} of this pipeline is the job's rank {lost})"
         return PeerLostError(message, rank=lost, edge=error.edge, op=error.op)
 
     def abort(self, error: BaseException) -> None:
-        """This rank's pipeline has failed: tell the peers in other pipelines why, and end their waits. Only once."""
+        """Report the failure of this rank's pipeline to the peers in other pipelines, and end their waits. Only once."""
         with self._lock:
             if self._ended:
                 return

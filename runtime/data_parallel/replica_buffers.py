@@ -1,8 +1,8 @@
-"""Buffers that a model changes, kept equal over data-parallel replicas as DDP keeps them: by the first replica's.
+"""Buffers that a model changes, kept equal over data-parallel replicas as DDP does: all take the first replica's values.
 
-Before each forward pass the first replica's are broadcast, all of a stage in one message per device. The message is under way
-while the step begins, and a stage waits for it before its first F: behind the first stage that costs nothing, since those
-stages wait for their inputs as long.
+Before each forward pass the first replica's buffers are broadcast, all of a stage in one message per device. The message
+travels while the step begins, and a stage waits for it before its first F. Except on the first stage that costs nothing,
+because those stages wait equally long for their inputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ReplicaBuffers:
     """The buffers of one rank's stages.
 
     Args:
-        replicas: The ranks that hold copies of them, or None where each keeps its own.
+        replicas: The ranks that have copies of them, or None if each replica keeps its own.
         buffers: The same ones, in the same order, on each of these ranks.
     """
 
@@ -29,7 +29,7 @@ class ReplicaBuffers:
         self._arriving: list[tuple[tuple[Tensor, ...], PendingBroadcast]] = []
 
     def begin(self, *, aside: bool = False) -> None:
-        """Send the first replica's values, or ask for them, ``aside`` from steps or in one. Waits for nobody."""
+        """Begin the broadcast of the first replica's values, ``aside`` from steps or in one. Does not wait."""
         if self._replicas is None:
             return
         for device in sorted({one.device for one in self._buffers}, key=str):
@@ -38,16 +38,16 @@ class ReplicaBuffers:
             self._arriving.append((buffers, self._replicas.broadcast(packed, aside=aside)))
 
     def wait(self) -> None:
-        """Wait for the first replica's values where they are another's; F reads them next.
+        """Wait for the first replica's values on other replicas, because F reads them next.
 
         Raises:
-            PeerLostError: The first replica has failed; says why where it could.
+            PeerLostError: The first replica has failed; says why if it could report it.
         """
         if self._arriving and self._replicas is not None and self._replicas.index > 0:
             self.end()
 
     def end(self) -> None:
-        """Wait for what is under way; raises as :meth:`wait`."""
+        """Wait for the broadcasts under way; raises as :meth:`wait`."""
         arriving, self._arriving = self._arriving, []
         for buffers, message in arriving:
             packed = message.wait()
@@ -60,5 +60,5 @@ class ReplicaBuffers:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The values of a tensor as bytes, in the order of its dimensions."""
+    """Return the values of a tensor as bytes, in the order of its dimensions."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,1 +1,1 @@
-"""From measurements to a cost model, and what has turned slow, lossy or healthy again. Imports no torch."""
+"""Detection: from measurements to a cost model, and the stages and edges that have changed. Imports no torch."""

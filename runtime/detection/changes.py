@@ -1,4 +1,6 @@
-"""What the detector finds: a stage or a directed edge that has turned slow, faster or healthy again, and in which way."""
+"""Changes that the detector finds: a stage or a directed edge that has turned slow or faster or has recovered, and in which
+way.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +9,38 @@ from enum import Enum
 from typing import Final
 
 SHOWN_OCCUPANCY: Final = 50e-6
-"""Seconds; less is not worth a word."""
+"""Seconds; a smaller occupancy is not shown in texts."""
 
 SURE: Final = 0.99
-"""Confidences from here on are not worth a word."""
+"""Confidences from here on are not shown in texts."""
 
 Where = tuple[int, ...]
 """A stage, or the two stages of a directed edge."""
 
 AGREEMENT: Final = 0.2
-"""Two values agree about a change if they differ by at most this part of it."""
+"""Two values agree about a change if they differ by at most this fraction of it."""
 
 
 class ChangeKind(Enum):
-    """What about a stage or an edge has changed."""
+    """The property of a stage or an edge that has changed."""
 
     COMPUTE = "compute"
-    """How long ops take."""
+    """The duration of ops."""
     LATENCY = "latency"
-    """How long a message is under way that does not queue."""
+    """The latency of a message that does not queue."""
     BANDWIDTH = "bandwidth"
-    """How long a message keeps the next one from departing."""
+    """The occupancy: the time for which a message delays the next one."""
     FLIGHT = "flight"
-    """One of these two: no message followed another so closely that they could be told apart."""
+    """Latency or bandwidth: no message followed another closely enough to tell them apart."""
     LOSS = "loss"
-    """Some messages are held up, as those that are lost and sent again, while others are as fast as ever."""
+    """Packet loss: some messages are delayed, for example sent again, while others are as fast as before."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageChange:
-    """A stage whose ops take longer or shorter: seconds of F + I + W before, now, and when it was calibrated.
+    """A stage whose ops take longer or shorter: seconds of F + I + W before, now, and at calibration.
 
-    ``confidence`` is the least probability that this is no noise, as of every change.
+    ``confidence`` of every change is a lower bound of the probability that it is not noise.
     """
 
     stage: int
@@ -56,12 +58,12 @@ class StageChange:
 
     @property
     def kind(self) -> ChangeKind:
-        """What has changed."""
+        """The property that has changed."""
         return ChangeKind.COMPUTE
 
     @property
     def is_slower(self) -> bool:
-        """Whether it takes longer than before."""
+        """True if it takes longer than before."""
         return self.now > self.was
 
     def __str__(self) -> str:
@@ -73,9 +75,9 @@ class StageChange:
 class EdgeChange:
     """A directed edge between stages whose messages take longer or shorter; seconds.
 
-    ``was``, ``now`` and ``calibrated`` are flights of a message that does not queue; ``occupancy`` is the part of ``now`` for
-    which it keeps the next one from departing, as far as is known, ``occupancy_was`` that part of ``was``, and
-    ``occupancy_most`` what that part may be at most.
+    ``was``, ``now`` and ``calibrated`` are flights of a message that does not queue. ``occupancy`` is the part of ``now`` for
+    which it delays the next message, as far as is known, and ``occupancy_was`` that part of ``was``. ``occupancy_most`` is an
+    upper bound of ``occupancy``.
     """
 
     source: int
@@ -97,7 +99,7 @@ class EdgeChange:
 
     @property
     def kind(self) -> ChangeKind:
-        """Whichever makes up most of the change."""
+        """The property that makes up most of the change."""
         most = 0.5 * abs(self.now - self.was)
         if abs(self.occupancy - self.occupancy_was) > most:
             return ChangeKind.BANDWIDTH
@@ -105,7 +107,7 @@ class EdgeChange:
 
     @property
     def is_slower(self) -> bool:
-        """Whether messages take longer than before; those that queue wait for an occupancy each."""
+        """True if messages take longer than before. A queued message waits for one occupancy per message ahead of it."""
         return self.now + self.occupancy > self.was + self.occupancy_was
 
     def __str__(self) -> str:
@@ -116,10 +118,10 @@ class EdgeChange:
 
 @dataclass(frozen=True, slots=True)
 class LossChange:
-    """A directed edge between stages whose path has turned lossy, or alternates between two levels, or has healed from that.
+    """A directed edge between stages that has turned lossy, alternates between two levels, or has recovered from that.
 
-    ``was`` and ``now`` are the flights of the mean message, ``extra`` is what a late message takes longer; seconds. ``share``
-    is that of the late messages, 0 once healed.
+    ``was`` and ``now`` are mean flights and ``extra`` is the additional flight of a late message, in seconds. ``share`` is the
+    share of late messages, 0 after a recovery.
     """
 
     source: int
@@ -139,7 +141,7 @@ class LossChange:
 
     @property
     def kind(self) -> ChangeKind:
-        """What has changed."""
+        """The property that has changed."""
         return ChangeKind.LOSS
 
     def __str__(self) -> str:
@@ -152,7 +154,7 @@ class LossChange:
 
 
 Change = StageChange | EdgeChange | LossChange
-"""Anything that the detector finds."""
+"""Any change that the detector finds."""
 
 
 def _word(change: StageChange | EdgeChange) -> str:

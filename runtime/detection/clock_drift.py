@@ -1,11 +1,14 @@
-"""Clocks that run apart: what two ranks' clocks have drifted since the start is taken out of the flights between them.
+"""Clock drift between two ranks, taken out of the measured flights of messages.
 
-A message's flight is the receiver's clock at its arrival minus the sender's at its departure. The clocks are compared once,
-when the ranks connect (:mod:`adaptra.runtime.transports.clock_offset`); a clock that gains x from then on lengthens the flights
-towards it by x and shortens those away from it by as much, so their sum stays what it was. No link gets slower in one
-direction by just what it gains in the other: a change that leaves the sum alone is the clocks', any other is the link's.
-Messages of every step go both ways, so every step is a two-way exchange; what is left uncertain is the scatter of their
-flights, and a latency that differs by direction from the start, which no exchange can tell from an offset.
+A message's flight is the receiver's clock at its arrival minus the sender's clock at its departure. The clocks are compared
+once, when the ranks connect (:mod:`adaptra.runtime.transports.clock_offset`). If the receiver's clock gains x seconds after
+that, flights towards it grow by x and flights away from it shrink by x. Their sum stays the same.
+
+No link gets slower in one direction by exactly as much as it gets faster in the other. A change that keeps the sum is therefore
+clock drift, and any other change is the link's.
+
+Every step sends messages both ways, so every step is a two-way exchange. The drift is known as exactly as these flights
+scatter. A latency that differed by direction from the start can't be told from an offset by any exchange.
 """
 
 from __future__ import annotations
@@ -17,13 +20,13 @@ from adaptra.runtime.detection.measurement import EdgeMeasurement
 
 
 class ClockDrift:
-    """Follows the clocks on both sides of every link between neighbouring stages."""
+    """Tracks the clock drift across every link between neighbouring stages."""
 
     def __init__(self) -> None:
         self._gained: dict[int, float] = {}
 
     def gained(self, stage: int) -> float:
-        """How many seconds the clock of stage + 1 has gained on that of ``stage`` since its flights were calibrated."""
+        """Return the seconds that the clock of stage + 1 has gained on that of ``stage`` since calibration."""
         return self._gained.get(stage, 0.0)
 
     def correct(
@@ -32,12 +35,15 @@ class ClockDrift:
         levels: Mapping[tuple[int, int], float],
         limit: Callable[[tuple[int, int]], float],
     ) -> tuple[EdgeMeasurement, ...]:
-        """The measurements of a step with flights as one clock would have them, none below zero.
+        """Correct the flights of a step for clock drift.
 
         Args:
-            edges: What was measured.
-            levels: The flight known for every directed edge, seconds; edges without one are left alone.
-            limit: By how much an edge's flight may differ from its level without meaning anything, seconds.
+            edges: The step's measurements.
+            levels: The known flight of each directed edge, seconds. Edges without one are not corrected.
+            limit: Returns how far an edge's flight may differ from its level by noise alone, seconds.
+
+        Returns:
+            The measurements with flights as one clock would show them, none below zero.
         """
         measured = {(edge.source, edge.destination): edge for edge in edges}
         for source, destination in measured:

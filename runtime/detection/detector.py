@@ -1,9 +1,12 @@
-"""The detector: measurements of steps in, a new cost model and its reasons out.
+"""The detector: it turns measurements of steps into a new cost model and the reasons for it.
 
-Every stage and every directed edge has a level. The first steps are warm-up, the next
-ones calibrate the levels; after that a level moves only if the last ``persist`` steps all lie on the same side of it, further
-away than ``change`` of the op times and than ``noise`` times the scatter of the recent steps, and agree with each other about
-where. So an outlier, a step during which something changed and mere noise move nothing, and slow and healed are found in the
+Every stage and every directed edge has a level. The first steps are warm-up, and the next ones calibrate the levels.
+
+After that a level moves only if the last ``persist`` steps agree. All must lie on the same side of it. Their distance must
+exceed ``change`` of the op times and ``noise`` times the scatter of recent steps. They must also agree with each other about
+the new level.
+
+So an outlier, a step during which something changed, and mere noise move nothing. Slowdowns and recoveries are detected in the
 same way.
 """
 
@@ -27,18 +30,19 @@ from adaptra.simulation.cost import CostModel
 from adaptra.simulation.scenarios import Scenario, delay_scenarios
 
 MOST_LOSSY: Final = 3
-"""Of more lossy edges the worst are planned for in all combinations, the others by their mean."""
+"""The number of lossy edges that are planned for in all combinations. Beyond it, the least lossy are planned for by their mean.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """A new cost model and why: ``changes`` are empty for the first one, which calibrates.
+    """A new cost model and its reasons. ``changes`` is empty for the first one, which is the calibration.
 
     Attributes:
-        cost: What holds from now on; of a lossy edge, what its mean message takes.
-        scenarios: What the messages of lossy edges may meet, if there are such edges.
-        doubt: What may come again, if places that flap have healed.
-        noise: The standard deviation of a step's time, in seconds.
+        cost: The new costs; for a lossy edge, those of its mean message.
+        scenarios: The possible delays of messages on lossy edges, if there are any.
+        doubt: The pending recovery, if edges or stages that flap have recovered.
+        noise: The standard deviation of a step's time, seconds.
     """
 
     step: int
@@ -50,11 +54,11 @@ class Detection:
 
     @property
     def reason(self) -> str:
-        """One line for people."""
+        """The changes as one line of text."""
         return "; ".join(map(str, self.changes)) or "calibrated by measurement"
 
     def with_occupancies(self, edges: Sequence[tuple[int, int]], factor: float) -> Detection:
-        """What would hold if each message occupied these edges for ``factor`` times as long."""
+        """Return the detection as it would be if each message occupied these edges for ``factor`` times as long."""
         scenarios = tuple(replace(one, cost=one.cost.with_occupancies(edges, factor)) for one in self.scenarios)
         doubt = self.doubt and self.doubt._replace(cost=self.doubt.cost.with_occupancies(edges, factor))
         return replace(self, cost=self.cost.with_occupancies(edges, factor), scenarios=scenarios, doubt=doubt)
@@ -69,11 +73,11 @@ class _Calibration:
 
 
 class Detector:
-    """Follows a pipeline's measurements.
+    """Detects changes in a pipeline's measurements.
 
     Args:
-        cost: The estimated cost model. What is measured replaces it; memory and what is never measured stays.
-        options: What counts as a change.
+        cost: The estimated cost model. Measured costs replace it; memory and costs that are never measured stay.
+        options: The thresholds of a change.
     """
 
     def __init__(self, cost: CostModel, options: DetectorOptions | None = None) -> None:
@@ -97,7 +101,7 @@ class Detector:
 
     @property
     def latest(self) -> CostModel:
-        """The cost model of the recent steps, which are more than those that a change was detected in."""
+        """The cost model of the recent steps, which are more than the steps that a change was detected in."""
         cost = self._cost
         for stage, level in self._stages.items():
             if level.level > 0.0:
@@ -114,7 +118,7 @@ class Detector:
 
     @property
     def slow_edges(self) -> tuple[tuple[int, int], ...]:
-        """The directed edges, as stages, that are slower than they were calibrated."""
+        """The directed edges, as stages, that are slower than at calibration."""
         return tuple(
             edge
             for edge, flight in self._flights.items()
@@ -123,7 +127,10 @@ class Detector:
         )
 
     def observe(self, measurements: Sequence[StepMeasurement]) -> Detection | None:
-        """Take the measurements of all ranks of one step; a detection if they change the cost model.
+        """Take the measurements of all ranks of one step.
+
+        Returns:
+            A detection if the cost model has changed, else None.
 
         Raises:
             ControlError: A measurement names a stage or edge that the pipeline does not have.
@@ -163,9 +170,10 @@ class Detector:
         return Detection(step, changes, self._cost, self._scenarios(), self._flapping.doubt(self._cost), noise)
 
     def foresee(self, measurements: Sequence[StepMeasurement]) -> Detection | None:
-        """What would be detected if the next step measured what the latest one did, which has been observed already.
+        """Return the detection that would follow if the next step measured the same as the last one, which is already observed.
 
-        Where all messages were late by one stall, because their edge turned slow, the next step would not call it that.
+        If an edge turned slow in that step, its messages look late by one stall. The next step would not count that as a stall,
+        so stalls are ignored here.
         """
         levels = (*self._stages.values(), *self._flights.values(), *self._occupancies.values())
         if not any(level.suspects for level in levels):
@@ -216,7 +224,10 @@ class Detector:
         return StageChange(stage, was, now, level.calibrated, healed, flapping, confidence)
 
     def _says_nothing(self, measured: EdgeMeasurement) -> bool:
-        """Whether most messages were late by stalls, which are no change of level: on a lossy path, or one after another."""
+        """Return True if most messages were late by stalls, which are no change of level.
+
+        That happens on a lossy path, and when one stall follows another.
+        """
         edge, stalls = (measured.source, measured.destination), measured.stalls
         if edge not in self._paths or 2 * stalls.late <= measured.messages:
             return False
@@ -235,13 +246,15 @@ class Detector:
         if path.loss is None:
             self._set_edge(edge)
             return LossChange(*edge, was, flight.level, 0.0, 0.0, True, flapping, confidence)
-        # What looked like a slow link until now was the late messages.
+        # The late messages had made the link look slow until now.
         flight.correct(min(flight.level, path.loss.prompt))
         self._set_edge(edge)
         return LossChange(*edge, was, path.loss.mean, path.loss.share, path.loss.extra, False, flapping, confidence)
 
     def _scenarios(self) -> tuple[Scenario, ...]:
-        """All messages of a lossy edge prompt, or all of them late, each as likely as for one message."""
+        """Return scenarios in which all messages of a lossy edge are prompt or all are late, weighted by the share of late
+        ones.
+        """
         losses = {edge: path.loss for edge, path in self._paths.items() if path.loss is not None}
         worst = sorted(losses.items(), key=lambda item: item[1].prompt - item[1].mean)[:MOST_LOSSY]
         prompt = self._cost
@@ -296,12 +309,12 @@ class Detector:
     def _set_edge(self, edge: tuple[int, int]) -> None:
         loss = self._paths[edge].loss
         flight = self._flights[edge].level if loss is None else loss.mean
-        # Both are medians of their own, so the part may exceed the whole by a trifle.
+        # Both are medians of their own, so the occupancy may slightly exceed the flight.
         occupancy = min(self._occupancies[edge].level, flight)
         self._cost = self._cost.with_occupancy(*edge, occupancy).with_latency(*edge, flight - occupancy)
 
     def _set_stage(self, measured: StageMeasurement) -> None:
-        """Put a stage's measured durations into the cost model; where only B ran, I and W keep their share of it."""
+        """Put a stage's measured durations into the cost model. If only B ran, I and W keep their shares of it."""
         stage, cost = measured.stage, self._cost
         input_grad, weight_grad = measured.input_grad, measured.weight_grad
         if (input_grad is None or weight_grad is None) and measured.both is not None:
@@ -312,13 +325,13 @@ class Detector:
 
 
 def _total(measured: StageMeasurement) -> float | None:
-    """F, I and W (or B) of one microbatch; None when the stage did not run both directions."""
+    """Return F, I and W (or B) of one microbatch, seconds; None if the stage did not run both directions."""
     backward = measured.backward
     return None if measured.forward is None or backward is None else measured.forward + backward
 
 
 def _occupancy(measured: EdgeMeasurement, known: float) -> float:
-    """The occupancy that was seen, or as much of the known one as the flight and the spacing of the arrivals allow."""
+    """Return the measured occupancy, or the known one as far as the flight and the spacing of the arrivals allow it."""
     estimate = measured.estimate
     if estimate.occupancy is not None:
         return estimate.occupancy

@@ -1,4 +1,4 @@
-"""What flaps: places that turn slow again soon after they had healed, and what it would cost if they did so once more."""
+"""Flap damping: edges and stages that turn slow again soon after they recovered, and the cost of another relapse."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from adaptra.runtime.detection.changes import Where
 from adaptra.simulation.cost import CostModel
 
 MOST_RELAPSES: Final = 5
-"""Of more relapses than these the count is not kept."""
+"""Cap of the relapse counter."""
 
 
 @dataclass(slots=True)
 class Relapses:
-    """Counts how often a place has turned slow again soon after it had healed.
+    """Counts how often an edge or stage has turned slow again soon after a recovery.
 
     Attributes:
-        within: What turns slow again within so many steps is a relapse; one that has not is forgotten with all before it.
-        count: So often.
+        within: A slowdown within this many steps after a recovery is a relapse. After that many healthy steps the count is
+            cleared.
+        count: The number of relapses.
     """
 
     within: int
@@ -27,33 +28,33 @@ class Relapses:
 
     @property
     def since_healed(self) -> int | None:
-        """For how many steps the place has been healthy, if it may relapse."""
+        """The number of healthy steps since the last recovery, or None if there can be no relapse."""
         return self._since_healed
 
     def step(self) -> None:
-        """A step has passed."""
+        """Advance by one step."""
         if self._since_healed is not None:
             self._since_healed += 1
             if self._since_healed > self.within:
                 self.count, self._since_healed = 0, None
 
     def healed(self) -> None:
-        """The place is healthy, or less slow."""
+        """Record that the edge or stage is healthy, or less slow than before."""
         self._since_healed = 0
 
     def turned_slow(self) -> None:
-        """The place is slow, or slower than it was."""
+        """Record that the edge or stage is slow, or slower than before."""
         if self._since_healed is not None:
             self.count, self._since_healed = min(self.count + 1, MOST_RELAPSES), None
 
 
 class PendingRecovery(NamedTuple):
-    """What may come again of what has healed.
+    """A recovery of flapping edges and stages that may not last.
 
     Attributes:
-        since: For how many steps the last of the places that flap has been healthy.
-        within: Once all of them have been for so many, they don't flap any more.
-        cost: What would hold if all of them were as slow again as they were.
+        since: The number of healthy steps since the latest of these recoveries.
+        within: The number of healthy steps after which they do not count as flapping any more.
+        cost: The cost model if all of them were as slow again as before.
     """
 
     since: int
@@ -68,10 +69,10 @@ class _History:
 
 
 class FlapDamping:
-    """Follows which places flap.
+    """Tracks which edges and stages flap.
 
     Args:
-        within: What turns slow again within so many steps after it healed does.
+        within: A slowdown within this many steps after a recovery counts as flapping.
     """
 
     def __init__(self, within: int) -> None:
@@ -79,12 +80,16 @@ class FlapDamping:
         self._places: dict[Where, _History] = {}
 
     def step(self) -> None:
-        """A step has passed."""
+        """Advance by one step."""
         for place in self._places.values():
             place.relapses.step()
 
     def changed(self, where: Where, is_slower: bool, before: CostModel) -> bool:
-        """A place has turned slower or less slow than ``before``; whether it flaps."""
+        """Record a change at an edge or stage, whose costs were ``before``.
+
+        Returns:
+            True if it is flapping.
+        """
         place = self._places.setdefault(where, _History(Relapses(self._within), before))
         if is_slower:
             place.relapses.turned_slow()
@@ -94,11 +99,11 @@ class FlapDamping:
         return place.relapses.count > 0
 
     def forget(self, where: Where) -> None:
-        """Something else is known of a place now."""
+        """Discard the history of an edge or stage, because another detector follows it now."""
         self._places.pop(where, None)
 
     def doubt(self, cost: CostModel) -> PendingRecovery | None:
-        """What may come again, given what holds now; None where nothing that flaps has healed."""
+        """Return the pending recovery under the current costs; None if nothing that flaps has recovered."""
         doubted = {where: place for where, place in self._places.items() if place.relapses.count > 0}
         since = [place.relapses.since_healed for place in doubted.values()]
         healthy = [steps for steps in since if steps is not None]
@@ -111,7 +116,7 @@ class FlapDamping:
 
 
 def _as_slow_as(cost: CostModel, where: Where, slow: CostModel) -> CostModel:
-    """A cost model, but for one place, for which another holds."""
+    """Return a cost model with the costs of one edge or stage taken from another."""
     match where:
         case (stage,):
             return cost.with_stage(stage, slow.forward[stage], slow.input_grad[stage], slow.weight_grad[stage])

@@ -1,4 +1,4 @@
-"""One measured value followed through the steps: when it has really moved."""
+"""Change-point (level-shift) detection for one measured value."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ from typing import Final
 from adaptra.runtime.detection.changes import AGREEMENT
 
 DEVIATIONS: Final = 1.4826
-"""Of normally distributed values, a standard deviation in units of the median absolute deviation."""
+"""The standard deviation of a normal distribution, in units of its median absolute deviation."""
 
 NINE_IN_TEN: Final = 2.4387
-"""Of normally distributed values, what nine in ten are not further off than, in units of the median absolute deviation."""
+"""The 90th percentile of the absolute deviation of a normal distribution, in units of its median absolute deviation."""
 
 
 @dataclass(frozen=True, slots=True)
 class DetectorOptions:
-    """What counts as a change.
+    """Thresholds and windows of the detector.
 
     Attributes:
-        warm_up: How many first steps are not looked at.
-        calibration: Over how many steps after them the first levels are the medians.
-        persist: How many steps in a row must agree on a change.
-        lasting: How many seconds these must take together, so that more must agree where steps are short. A busy machine pauses
-            for about as long.
-        lasting: How many seconds those steps must take together: short steps are more. A busy machine pauses for about as long.
-        change: The smallest change, as a part of a stage's F + I + W, and for an edge of the mean forward.
-        edge_change: The smallest change of an edge as a part of its own flight; links are less steady than devices.
-        noise: The smallest change in units of the recent steps' scatter (median absolute deviation).
-        window: Over how many recent steps that scatter is taken.
-        memory: Of how many steps it is remembered how far they were off, also from where the level stood before it moved.
-        relapse: What turns slow again within so many steps after it healed is flapping; what has not is forgotten.
-        stalls: In how many steps of the last ``stall_window`` messages of an edge must stall for it to be lossy.
-        stall_window: Over how many recent steps stalls are counted.
+        warm_up: The number of first steps that are ignored.
+        calibration: The number of steps after them whose medians are the first levels.
+        persist: The number of steps in a row that must agree on a change.
+        lasting: The least total time of these steps, seconds. With short steps more of them must agree, as a busy machine
+            pauses for about this long.
+        change: The smallest change, as a fraction of a stage's F + I + W, and for an edge of the mean forward.
+        edge_change: The smallest change of an edge, as a fraction of its own flight. Links are less steady than devices.
+        noise: The smallest change, in units of the recent steps' scatter (median absolute deviation).
+        window: The number of recent steps over which that scatter is taken.
+        memory: The number of steps whose deviations are remembered, including deviations from earlier levels.
+        relapse: The steps after a recovery within which a new slowdown counts as flapping. After that the history is cleared.
+        stalls: The number of the last ``stall_window`` steps in which messages must stall for an edge to be lossy.
+        stall_window: The number of recent steps over which stalls are counted.
     """
 
     warm_up: int = 1
@@ -55,15 +54,15 @@ class DetectorOptions:
 
 @dataclass(slots=True)
 class Level:
-    """A followed value.
+    """The level of one measured value.
 
     Attributes:
-        level: Where it stands.
-        calibrated: Where it was at first.
-        scatter: Of the values that it was calibrated with.
-        recent: The recent steps' values there.
-        remembered: How far off steps were from those before them at the same level, wherever that stood then.
-        suspects: The latest steps' values, if they are elsewhere.
+        level: The current level.
+        calibrated: The level at calibration.
+        scatter: The median absolute deviation of the calibration values.
+        recent: The recent steps' values at the current level.
+        remembered: Deviations of past steps from the level of their time.
+        suspects: The latest steps' values that deviate from the level and may be the start of a shift.
     """
 
     level: float
@@ -79,36 +78,41 @@ class Level:
 
     @staticmethod
     def calibrate(values: Sequence[float], options: DetectorOptions) -> Level:
-        """A level at the median of what was measured first."""
+        """Return a level at the median of the first measured values."""
         level = median(values)
         remembered = deque((abs(value - level) for value in values), maxlen=options.memory)
         return Level(level, level, _scatter(values), deque(values, maxlen=options.window), remembered)
 
     @property
     def latest(self) -> float:
-        """Where the recent steps are in the middle: surer than the level, which the first few of them told."""
+        """The median of the recent steps, more exact than the level, which was set from only a few of them."""
         return median(self.recent)
 
     @property
     def noise(self) -> float:
-        """How far its values scatter; the median absolute deviation of normally distributed ones that scatter as far.
+        """The scatter of the value, as the median absolute deviation of a normal distribution that scatters as far.
 
-        The latest steps are few, and there are fewest right after the level has moved. So it is never less than what is
-        remembered, of which nine in ten are within :data:`NINE_IN_TEN` times the median, unless pauses are usual here.
+        The recent steps are few, and fewest right after the level has moved. So the noise is at least the 90th percentile of
+        the remembered deviations divided by :data:`NINE_IN_TEN`. For normal values that is the median; pauses raise it only if
+        more than one step in ten has one.
         """
         remembered = sorted(self.remembered)[int(0.9 * (len(self.remembered) - 1))] / NINE_IN_TEN
         return max(self.scatter, _scatter(self.recent), remembered)
 
     def limit(self, smallest: float, noise: float) -> float:
-        """How far apart two values are that differ by more than noise."""
+        """Return the largest difference between two values that noise alone explains."""
         return max(smallest, noise * self.noise)
 
     def moves(self, value: float, options: DetectorOptions, smallest: float) -> bool:
-        """Take a step's value; whether the last ones agree that the level has moved."""
+        """Take the value of a step.
+
+        Returns:
+            True if the last steps agree that the level has moved.
+        """
         limit = self.limit(smallest, options.noise)
         same_side = not self.suspects or (value > self.level) == (self.suspects[-1] > self.level)
         if abs(value - self.level) <= limit or not same_side:
-            # What came to nothing was noise, and widens the scatter from here on.
+            # These suspects turned out to be noise: they widen the scatter from now on.
             noise, middle = [*self.suspects, value], median(self.recent)
             self.remembered.extend(abs(one - middle) for one in noise)
             self.recent.extend(noise[-options.window :])
@@ -121,10 +125,10 @@ class Level:
 
     @property
     def confidence(self) -> float:
-        """The least probability that the latest steps, if they are elsewhere, are not there by chance.
+        """A lower bound of the probability that the suspects are a shift and not noise.
 
-        However the noise is distributed, it is ``z`` standard deviations off to one side with a probability of at most
-        ``1 / (1 + z²)`` (Cantelli's inequality), and in each step for itself.
+        In each step, any distribution deviates by ``z`` standard deviations to one side with a probability of at most ``1 / (1
+        + z²)``. That is Cantelli's inequality; steps are taken as independent.
         """
         deviation = DEVIATIONS * self.noise
         if deviation == 0.0:
@@ -132,7 +136,7 @@ class Level:
         return 1.0 - prod(1.0 / (1.0 + ((value - self.level) / deviation) ** 2) for value in self.suspects)
 
     def settle(self, persist: int) -> float:
-        """Move the level to where the latest steps are, if they are elsewhere."""
+        """Move the level to the median of the last ``persist`` suspects, if there are any, and return the level."""
         if self.suspects:
             latest = self.suspects[-persist:]
             self.level = median(latest)
@@ -142,7 +146,7 @@ class Level:
         return self.level
 
     def correct(self, level: float) -> None:
-        """Put the level where it turns out to be, forgetting what looked like a move."""
+        """Set the level to a value that is known otherwise, and discard the suspects."""
         self.level = level
         self.recent.clear()
         self.recent.append(level)

@@ -1,9 +1,8 @@
-"""The small vector that a rank reports after a step: how long its ops took and how its incoming messages travelled.
+"""The small vector that a rank reports after a step: the durations of its ops and the flights of its incoming messages.
 
-All times are seconds. ``sent`` and ``arrived`` of a message must be read from one clock: on one host that is the monotonic
-clock; between hosts the difference that their clocks had at the start must have been taken out, and
-:mod:`adaptra.runtime.detection.clock_drift` follows them from there. ``arrived`` is when the message was there, not when
-somebody looked.
+All times are seconds. ``sent`` and ``arrived`` of a message must be read from one clock. On one host that is the monotonic
+clock. Between hosts the clocks' offset at the start must be subtracted; :mod:`adaptra.runtime.detection.clock_drift` corrects
+later drift. ``arrived`` is the time at which the message was complete, not the time at which a thread noticed it.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from typing import Any, Final
 from adaptra.runtime.control_store.schema import Fields
 
 FITTED_MESSAGES: Final = 64
-"""The estimate of an edge looks at the first so many messages of a step; its cost stays bounded."""
+"""The number of first messages of a step that the estimate of an edge uses, so that its cost stays bounded."""
 
 FITTED_OCCUPANCIES: Final = 12
-"""How many occupancies the estimate tries."""
+"""The number of occupancies that the estimate tries."""
 
 LATE_PAIRS: Final = 8
-"""One in so many pairs of arrivals may be closer than the edge lets messages follow."""
+"""The inverse of the tolerated share (1/8) of arrival pairs that are closer than the estimated occupancy."""
 
 RESOLUTION: Final = 50e-6
-"""Seconds per message that queueing must explain before it counts as seen."""
+"""Seconds per message that queueing must explain before the estimate accepts it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageMeasurement:
-    """Median durations of one stage's ops in one step; None for kinds that did not run. ``both`` is that of B."""
+    """Median durations of one stage's ops in one step, seconds; None for kinds that did not run. ``both`` is that of B."""
 
     stage: int
     forward: float | None
@@ -41,7 +40,7 @@ class StageMeasurement:
 
     @property
     def backward(self) -> float | None:
-        """I and W together, or B."""
+        """The duration of I and W together, or of B."""
         if self.input_grad is not None and self.weight_grad is not None:
             return self.input_grad + self.weight_grad
         return self.both
@@ -49,15 +48,14 @@ class StageMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class EdgeEstimate:
-    """What the flights of one step say about a directed edge.
+    """The estimate of a directed edge from the flights of one step.
 
     Attributes:
-        flight: From handing a message over to its arrival when no other message is before it: occupancy + latency. Read from
-            two clocks, so that it is below zero where the receiver's has fallen behind by more.
-        occupancy: How long a message occupies the edge; None when no messages queued and no probe told, so that it could not be
-            seen.
-        spacing: How closely messages arrived behind each other, an upper bound of the occupancy: an eighth of the pairs is
-            closer, such as two of which the first was late. None for a single message.
+        flight: From the hand-over of a message to its arrival when no other message is before it: occupancy + latency. It is
+            read from two clocks, so drift can make it negative.
+        occupancy: The time for which a message occupies the edge; None if no messages queued and there was no probe.
+        spacing: The spacing of arrivals, an upper bound of the occupancy; None for a single message. An eighth of the pairs is
+            closer, for example when the first of two was late.
     """
 
     flight: float
@@ -67,12 +65,12 @@ class EdgeEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Stalls:
-    """What the path of an edge held up in one step; see :mod:`adaptra.runtime.detection.stalls`.
+    """The stalls of an edge in one step; see :mod:`adaptra.runtime.detection.stalls`.
 
     Attributes:
-        count: How many messages stalled.
-        late: How many were late: those and the ones behind them.
-        lateness: By how many seconds all of these together.
+        count: The number of messages that stalled.
+        late: The number of late messages: the stalled ones and those behind them.
+        lateness: The total delay of the late messages, seconds.
     """
 
     count: int = 0
@@ -82,7 +80,7 @@ class Stalls:
 
 @dataclass(frozen=True, slots=True)
 class EdgeMeasurement:
-    """One incoming directed edge in one step: its estimate, its messages, how long ops waited for them, and its stalls."""
+    """One incoming directed edge in one step: its estimate, messages, stalls, and the seconds that ops waited for messages."""
 
     source: int
     destination: int
@@ -94,7 +92,7 @@ class EdgeMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurement:
-    """What one rank measured in one step.
+    """The measurement of one step by one rank.
 
     Attributes:
         rank: The rank that measured.
@@ -102,7 +100,8 @@ class StepMeasurement:
         seconds: From the step's start to its end on this rank.
         stages: The rank's stages.
         edges: The directed edges that end at the rank's stages and start at another rank's.
-        pause: By how much one op took longer than is usual for its kind, at most: a garbage collection, a busy machine.
+        pause: The largest excess of an op's duration over the median of its kind, seconds: a garbage collection, a busy
+            machine.
     """
 
     rank: int
@@ -113,7 +112,7 @@ class StepMeasurement:
     pause: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object that :meth:`from_json` reads back to an equal measurement."""
+        """Return the JSON object that :meth:`from_json` reads back to an equal measurement."""
         return {
             "rank": self.rank,
             "step": self.step,
@@ -176,30 +175,32 @@ def _read_edge(fields: Fields) -> EdgeMeasurement:
 
 
 def arrival_spacings(flights: Iterable[tuple[float, float]]) -> list[float]:
-    """The seconds between each two arrivals that follow each other, shortest first."""
+    """Return the seconds between consecutive arrivals, shortest first."""
     arrivals = sorted(arrived for _, arrived in flights)
     return sorted(later - earlier for earlier, later in pairwise(arrivals))
 
 
 def usual_spacing(spacings: Sequence[float]) -> float | None:
-    """How closely messages arrive behind each other: an eighth of these spacings is shorter. None of none."""
+    """Return the spacing of arrivals of which an eighth is shorter, seconds; None if there are none."""
     return spacings[len(spacings) // LATE_PAIRS] if spacings else None
 
 
 def estimate_edge(flights: Sequence[tuple[float, float]], probe: tuple[float, float] | None = None) -> EdgeEstimate:
-    """Tell an edge's latency from its occupancy.
+    """Estimate an edge's latency and occupancy.
 
-    The cost model says that message k departs at ``max(sent_k, departed_(k-1) + occupancy)`` and arrives ``occupancy +
-    latency`` later. For a given occupancy the latency is the median of what is left of the arrivals. Occupancies are tried
-    among the spacings of the arrivals, since queued messages arrive one occupancy apart; the one whose latencies scatter least
-    wins, but only if it halves the scatter that a flight without queueing leaves, and a probe of a few bytes took hardly longer
-    than the latency it leaves: messages that were sent one occupancy apart look the same. If none does, no message queued. What
-    the probe took is then the latency, and the rest of the flights' median the occupancy; without one the median is all there
-    is to know.
+    In the cost model, message k departs at ``max(sent_k, departed_(k-1) + occupancy)`` and arrives ``occupancy + latency``
+    later. For a given occupancy, the latency is the median of the remaining delay.
+
+    Queued messages arrive one occupancy apart, so the spacings of the arrivals are tried as occupancies. The one whose
+    latencies scatter least wins if it passes two tests. It must halve the scatter that remains without queueing. A probe must
+    not take much longer than the remaining latency, because messages sent one occupancy apart would look the same.
+
+    If none passes, no message queued. Then the probe's flight is the latency, and the rest of the median flight is the
+    occupancy. Without a probe only the median flight is known.
 
     Args:
         flights: ``(sent, arrived)`` per message, at least one, in any order.
-        probe: ``(sent, arrived)`` of a message of a few bytes that no other message on the edge was before.
+        probe: ``(sent, arrived)`` of a message of a few bytes that no other message on the edge preceded.
     """
     ordered = sorted(flights)[:FITTED_MESSAGES]
     spacings = arrival_spacings(ordered)
@@ -220,7 +221,7 @@ def estimate_edge(flights: Sequence[tuple[float, float]], probe: tuple[float, fl
 
 
 def _scatter(flights: Sequence[tuple[float, float]], occupancy: float) -> tuple[float, float]:
-    """The sum of absolute deviations of the latencies that an occupancy leaves, and their median."""
+    """Return the sum of absolute deviations of the latencies that remain for an occupancy, and their median."""
     latencies: list[float] = []
     free = float("-inf")
     for sent, arrived in flights:
@@ -231,7 +232,7 @@ def _scatter(flights: Sequence[tuple[float, float]], occupancy: float) -> tuple[
 
 
 def _queued_spacing(flights: Sequence[tuple[float, float]], occupancy: float) -> float:
-    """The median spacing of the messages that would queue under ``occupancy``; less noisy than any single spacing."""
+    """Return the median spacing of the messages that would queue under ``occupancy``, less noisy than any single spacing."""
     spacings: list[float] = []
     free = float("-inf")
     before = 0.0

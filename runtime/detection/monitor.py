@@ -1,7 +1,7 @@
-"""The monitor: what ran, what travelled and what waited on one rank, recorded at the cost of an append.
+"""The monitor: one rank's record of ops, messages and waits, at the cost of an append each.
 
-The executor records while a step runs; :meth:`Monitor.end_step` condenses the step to the small vector that the detector
-reads and keeps the raw records of the last few steps for traces. Records are plain JSON, so those of all ranks can be gathered
+The executor records while a step runs. :meth:`Monitor.end_step` condenses the step to the small vector that the detector reads,
+and keeps the raw records of the last few steps for traces. Records are plain JSON, so the records of all ranks can be merged
 into one timeline.
 """
 
@@ -26,7 +26,7 @@ _KEPT_LINKS: Final = 64
 
 
 class OpRecord(NamedTuple):
-    """A compute op and when it ran, in seconds of the monotonic clock."""
+    """A compute op and its start and end, in seconds of the monotonic clock."""
 
     op: Op
     start: float
@@ -36,8 +36,8 @@ class OpRecord(NamedTuple):
 class MessageRecord(NamedTuple):
     """A message that arrived: ``kind`` is SEND_F or SEND_B, ``source`` and ``destination`` are stages, times are seconds.
 
-    Handed over at ``sent_at`` and there at ``arrived_at``, it was used at ``consumed_at``. ``departed_at`` is ``sent_at``, or
-    when its receiver asked for it if it may have waited for that.
+    The sender posted it at ``sent_at``, it was complete at ``arrived_at``, and an op used it at ``consumed_at``.
+    ``departed_at`` is ``sent_at``, or the time of the receiver's request if the message may have waited for that.
     """
 
     kind: Kind
@@ -63,7 +63,7 @@ class StepRecords:
     messages: tuple[MessageRecord, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object that :meth:`from_json` reads back to equal records."""
+        """Return the JSON object that :meth:`from_json` reads back to equal records."""
         return {
             "rank": self.rank,
             "step": self.step,
@@ -114,20 +114,22 @@ def _read_message(fields: Fields) -> MessageRecord:
 
 
 class LinkRecord(NamedTuple):
-    """What an RDMA device told, at which second of the monotonic clock, and what its ports were then."""
+    """An event of an RDMA device, its time on the monotonic clock in seconds, and the state of its ports."""
 
     at: float
     event: RdmaEvent
 
 
 class Monitor:
-    """Records of one rank. Used by the thread that runs the steps; only links, :meth:`records` and :meth:`timeline` by any.
+    """Records of one rank.
+
+    The thread that runs the steps uses it. Any thread may read links, :meth:`records` and :meth:`timeline`.
 
     Args:
         rank: This rank.
         placement: ``placement[stage]`` is the stage's rank.
-        keep: Of how many steps the raw records are kept.
-        read: The seconds of what :meth:`op` was given, as :meth:`adaptra.runtime.worker.device_clock.OpClock.read`.
+        keep: The number of steps whose raw records are kept.
+        read: Converts the marks given to :meth:`op` to seconds, as :meth:`adaptra.runtime.worker.device_clock.OpClock.read`.
     """
 
     def __init__(
@@ -146,19 +148,19 @@ class Monitor:
 
     @property
     def links(self) -> tuple[LinkRecord, ...]:
-        """The last things that this rank's RDMA devices told, oldest first."""
+        """The last events of this rank's RDMA devices, oldest first."""
         return tuple(self._links)
 
     def link(self, event: RdmaEvent, at: float) -> None:
-        """Record what an RDMA device told at a moment of the monotonic clock."""
+        """Record an event of an RDMA device at a time of the monotonic clock, seconds."""
         self._links.append(LinkRecord(at, event))
 
     def begin_step(self) -> None:
-        """Forget what was recorded since the last :meth:`end_step`: a step that failed, or one that only evaluated."""
+        """Discard the records since the last :meth:`end_step`, which belong to a failed step or to one that only evaluated."""
         self._ops, self._messages, self._waits, self._probes = [], [], [], {}
 
     def op(self, op: Op, start: Any, end: Any) -> None:
-        """Record that a compute op ran, between these marks of the rank's clock."""
+        """Record that a compute op ran between two marks of the rank's clock."""
         self._ops.append((op, start, end))
 
     def message(
@@ -182,11 +184,11 @@ class Monitor:
         self._waits.append((op, seconds))
 
     def probe(self, source: int, destination: int, sent_at: float, arrived_at: float) -> None:
-        """Record a message of a few bytes that crossed an edge of stages only to be timed."""
+        """Record a probe: a message of a few bytes that crossed an edge only to be timed."""
         self._probes[source, destination] = sent_at, arrived_at
 
     def end_step(self, step: int, start: float, end: float) -> StepMeasurement:
-        """Condense the step that ran from ``start`` to ``end``, keep its records and begin the next one."""
+        """Condense the step that ran from ``start`` to ``end``, keep its records and begin the next step."""
         records = self.unfinished(step, start, end)
         edges = self._measure_edges(records)
         self.begin_step()
@@ -201,18 +203,18 @@ class Monitor:
         return tuple(self._kept)
 
     def unfinished(self, step: int, start: float, end: float) -> StepRecords:
-        """What has been recorded since :meth:`begin_step`, as the records of a step that broke off at ``end``."""
+        """Return the records since :meth:`begin_step`, as those of a step that broke off at ``end``."""
         marks = iter(self._read([mark for _, *marks in self._ops for mark in marks]))
         ops = tuple(OpRecord(op, next(marks), next(marks)) for op, *_ in self._ops)
         messages = tuple(map(MessageRecord._make, self._messages))
-        latest = max((op.end for op in ops), default=end)  # which a GPU may come to after the host
+        latest = max((op.end for op in ops), default=end)  # a GPU may finish an op after the host has ended the step
         return StepRecords(self._rank, step, start, max(end, latest), ops, messages)
 
     def records(self, step: int) -> StepRecords:
-        """What was recorded in a step.
+        """Return the records of a step.
 
         Raises:
-            KeyError: The step is not among the last ones kept.
+            KeyError: The step's records are not kept any more.
         """
         kept = self.kept
         for records in kept:
@@ -221,10 +223,12 @@ class Monitor:
         raise KeyError(f"step {step}: the records of rank {self._rank} hold the steps {[records.step for records in kept]}")
 
     def timeline(self, program: Program, step: int) -> Timeline:
-        """This rank's part of a step's timeline: its own ops and the messages that reached it. The other ranks' are empty.
+        """Return this rank's part of a step's timeline: its own ops and the messages that reached it.
+
+        The parts of the other ranks are empty.
 
         Raises:
-            KeyError: The step is not among the last ones kept.
+            KeyError: The step's records are not kept any more.
         """
         return merge_timelines(program, [self.records(step)])
 
@@ -260,7 +264,7 @@ class Monitor:
 
 
 def _durations(records: StepRecords) -> dict[tuple[int, Kind], list[float]]:
-    """How long ops took, by stage and kind."""
+    """Return the durations of ops in seconds, by stage and kind."""
     durations: dict[tuple[int, Kind], list[float]] = {}
     for op, start, end in records.ops:
         durations.setdefault((op.stage, op.kind), []).append(end - start)
@@ -268,11 +272,11 @@ def _durations(records: StepRecords) -> dict[tuple[int, Kind], list[float]]:
 
 
 def merge_timelines(program: Program, records: Iterable[StepRecords]) -> Timeline:
-    """One measured timeline of a step from the records of its ranks. Times are seconds since the first rank's start.
+    """Merge the records of a step into one measured timeline, in seconds since the start of the first rank.
 
     Args:
         program: The program that ran.
-        records: Of one step, one per rank; ranks that are missing have no ops.
+        records: The step's records, one per rank. Ranks without records have no ops.
 
     Raises:
         ValueError: The records are of several steps, or name a rank twice or one that the program does not have.

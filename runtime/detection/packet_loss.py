@@ -1,9 +1,10 @@
-"""One directed edge followed through the steps: whether its path is lossy, or flaps between two levels from step to step.
+"""Packet-loss detector of one directed edge, which also finds paths that alternate between two levels from step to step.
 
-Single stalls are what every machine has now and then. A path is held to be lossy if messages stall in several of the recent
-steps, and all together by as much as would count as a change of the edge if each message bore its part. It is held to have
-healed once no message has stalled for so many steps as hardly ever pass without a stall on a path that stalls as often as this
-one did; longer each time that this has turned out to be too early.
+Every machine has a single stall now and then. A path counts as lossy under two conditions. Messages stall in several of the
+recent steps, and the total stall time averaged over all messages exceeds the change threshold.
+
+It has recovered after enough stall-free steps: so many that, at the previous stall rate, their probability is below
+:data:`DOUBT`. Each premature recovery doubles that number.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from adaptra.runtime.detection.level_shift import DetectorOptions
 from adaptra.runtime.detection.measurement import EdgeMeasurement, Stalls
 
 DOUBT: Final = 1e-3
-"""How likely it may be that a path that still stalls shows no stall for as long as it takes to believe that it has healed."""
+"""Accepted probability that a path is still lossy when it is declared recovered."""
 
 
 @dataclass(frozen=True, slots=True)
 class PacketLoss:
-    """How a lossy edge behaves.
+    """The loss of a lossy edge.
 
     Attributes:
-        prompt: Flight of a message that is not late; seconds.
-        share: Of its messages that are late; above 0, at most 1.
-        extra: What a late message takes longer; seconds.
+        prompt: The flight of a message that is not late, seconds.
+        share: The share of its messages that are late; above 0, at most 1.
+        extra: The additional flight of a late message, seconds.
     """
 
     prompt: float
@@ -38,19 +39,19 @@ class PacketLoss:
 
     @property
     def mean(self) -> float:
-        """The flight of the mean message."""
+        """The mean flight of a message, seconds."""
         return self.prompt + self.share * self.extra
 
 
 @dataclass(slots=True)
 class LossyPath:
-    """A followed edge.
+    """The state of one observed edge.
 
     Attributes:
-        window: Of how many recent steps stalls count.
-        relapses: How often it has turned lossy soon after it had healed.
-        loss: How it behaves, while it is lossy.
-        confidence: The probability that it last turned so by more than chance.
+        window: The number of recent steps over which stalls are counted.
+        relapses: The number of times it turned lossy soon after a recovery.
+        loss: Its loss, while it is lossy.
+        confidence: The probability that its last change was more than chance.
     """
 
     window: int
@@ -65,13 +66,16 @@ class LossyPath:
         self._recent = deque(maxlen=self.window)
 
     def changes(self, measured: EdgeMeasurement, pause: float, options: DetectorOptions, smallest: float) -> bool:
-        """Take a step; whether it has turned the path lossy or healed.
+        """Take the measurement of a step.
 
         Args:
-            measured: What the step showed of the edge.
-            pause: The longest pause of the ranks on both sides, seconds: stalls no longer than that are laid to it.
-            options: What counts as a change.
-            smallest: How much longer the mean message must take to count as one, seconds.
+            measured: The step's measurement of the edge.
+            pause: The longest pause of the ranks on both sides, seconds. Stalls up to this length are attributed to it.
+            options: The thresholds of a change.
+            smallest: The least growth of the mean flight that counts as a change, seconds.
+
+        Returns:
+            True if the path has turned lossy or recovered.
         """
         self.relapses.step()
         stalls = measured.stalls
@@ -101,7 +105,10 @@ class LossyPath:
         self.relapses.turned_slow()
 
     def _wait_longer(self, stalled: int, least: int) -> None:
-        """How many steps without a stall it takes to believe in healing: hardly any path that stalls so often shows as many."""
+        """Set the number of stall-free steps that a recovery takes.
+
+        A path with this stall rate shows as many with a probability of at most DOUBT.
+        """
         first = next(index for index, (_, _, seen) in enumerate(self._recent) if seen.count)
         rate = stalled / (len(self._recent) - first + 1)
         steps = max(least, math.ceil(math.log(DOUBT) / math.log1p(-rate)))
@@ -115,5 +122,5 @@ class LossyPath:
 
 
 def _by_chance(times: int, steps: int, rate: float) -> float:
-    """How likely at least so many of some steps show a stall, if one in ``1 / rate`` does."""
+    """Return the probability that at least ``times`` of ``steps`` steps stall, if each does with probability ``rate``."""
     return sum(math.comb(steps, count) * rate**count * (1 - rate) ** (steps - count) for count in range(times, steps + 1))

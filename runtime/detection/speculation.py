@@ -1,9 +1,11 @@
-"""What is suspected but not yet sure, and whether it is worth planning for already.
+"""Suspected changes, and whether to plan for them speculatively.
 
-A suspicion is what one step shows and the next may confirm. A plan made and confirmed for it meanwhile can run a step sooner if
-it comes true, and was made for nothing if it does not. On a noisy machine most come to nothing, so after each one in a row its
-places are not suspected for twice as long, up to a few steps: planning takes processor time from training, and a change that
-begins there in such a pause is adapted to a step or two later.
+A suspicion is a change that one step shows and the next may confirm. A speculative plan is made and confirmed by the ranks
+meanwhile. If the change is confirmed, it runs a step sooner; otherwise it is discarded.
+
+On a noisy machine most suspicions are not confirmed, and planning takes processor time from training. So each miss in a row
+doubles the hold-off of its edges and stages, up to :data:`MOST_PAUSE` steps. A change that begins during a hold-off is adapted
+to a step or two later.
 """
 
 from __future__ import annotations
@@ -14,21 +16,21 @@ from adaptra.runtime.detection.changes import AGREEMENT, Change, Where
 from adaptra.runtime.detection.detector import Detection
 
 FIRST_PAUSE: Final = 2
-"""Steps without planning ahead after the first suspicion that came to nothing."""
+"""Hold-off in steps after the first suspicion that was not confirmed."""
 
 MOST_PAUSE: Final = 8
-"""Steps without planning ahead after many in a row."""
+"""The longest hold-off, in steps."""
 
 
 class _Pause(NamedTuple):
-    """Until which step a place is not suspected, and for how many it will not be if that comes to nothing again."""
+    """The step at which the hold-off of an edge or stage ends, and the length of the next one in steps."""
 
     resumes: int
     following: int
 
 
 class Speculation:
-    """Follows suspicions from step to step."""
+    """Tracks suspicions from step to step."""
 
     def __init__(self) -> None:
         self._suspicion: Detection | None = None
@@ -36,11 +38,14 @@ class Speculation:
 
     @property
     def suspicion(self) -> Detection | None:
-        """What is suspected now, if it is worth planning for."""
+        """The current suspicion, if it is worth planning for."""
         return self._suspicion
 
     def suspect(self, step: int, suspicion: Detection | None) -> None:
-        """A step has confirmed nothing and foreshadows this. What it says as before stays the very same suspicion."""
+        """Take the suspicion of a step that confirmed nothing, or None.
+
+        A suspicion that agrees with the previous one does not replace it: the object stays the same.
+        """
         if suspicion is not None and any(step >= self._pause(where).resumes for where in _places(suspicion)):
             if self._suspicion is None or not _agree(self._suspicion, suspicion):
                 self._suspicion = suspicion
@@ -51,7 +56,7 @@ class Speculation:
             self._suspicion = None
 
     def confirm(self) -> None:
-        """Something was detected: it is not suspected any more, and suspicions count again."""
+        """Clear the suspicion and all hold-offs, because a change was detected."""
         self._suspicion = None
         self._pauses.clear()
 
@@ -60,7 +65,7 @@ class Speculation:
 
 
 def _agree(one: Detection, other: Detection) -> bool:
-    """Whether two suspicions are of the same places and by about as much."""
+    """Return True if two suspicions are of the same edges and stages, and of nearly the same size."""
     before, now = _places(one), _places(other)
     return before.keys() == now.keys() and all(
         abs(change.now - before[place].now) <= AGREEMENT * abs(change.now - change.was) for place, change in now.items()

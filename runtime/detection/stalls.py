@@ -1,8 +1,10 @@
-"""Messages that a path holds up, as it does those that are lost and sent again, beside others that are as fast as ever.
+"""Stall detection: messages that a path delays, for example because they were lost and sent again.
 
-A message stalls if it takes much longer than the one before it on its edge, and no queue explains that. What is sent while it
-is held up arrives behind it and is late as well. A link that turns slow stalls one message, its first; a lossy path, or one
-that alternates between two levels, stalls some in step after step.
+A message stalls if it takes much longer than the one before it on its edge and no queue explains that. Messages sent during a
+stall arrive behind it and are late as well.
+
+A link that turns slow stalls only its first message. A lossy path, or one that alternates between two levels, stalls some
+messages in step after step.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from typing import Final
 from adaptra.runtime.detection.measurement import Stalls, arrival_spacings, usual_spacing
 
 LEAST_STALL: Final = 0.1
-"""Seconds: what TCP has lost it sends again after 200 ms or more on most systems; busy machines mostly pause for less."""
+"""Seconds: most systems' TCP retransmits after 200 ms or more, while pauses of a busy machine are mostly shorter."""
 
 
 class StallTracker:
-    """Follows the messages of one directed edge from step to step."""
+    """Tracks the messages of one directed edge from step to step."""
 
     def __init__(self) -> None:
         self._prompt: float | None = None
@@ -28,13 +30,15 @@ class StallTracker:
     def observe(
         self, known: Sequence[tuple[float, float]], awaited: Sequence[tuple[float, float]] = ()
     ) -> tuple[Stalls, list[tuple[float, float]]]:
-        """What a step's messages show, and those that say how fast the path is: the known ones that were not late.
-
-        If most of them were late all are returned, and if none is known those that waited.
+        """Find the stalls of a step, and the messages that show the path's speed.
 
         Args:
-            known: ``(departed, arrived)`` per message in the order sent, of those that nothing but the path can have held up.
-            awaited: Of those that may have waited for the receiving rank.
+            known: ``(departed, arrived)`` per message in the order sent, of messages that only the path can have delayed.
+            awaited: The same of messages that may have waited for the receiving rank.
+
+        Returns:
+            The stalls, and the ``known`` messages that were not late. If most were late, all of them; if there are none,
+            ``awaited``.
         """
         spacing = usual_spacing(arrival_spacings([*known, *awaited])) or 0.0
         prompt: list[tuple[float, float]] = []
@@ -43,7 +47,7 @@ class StallTracker:
         for sent, arrived in known:
             waited = arrived - sent
             before = waited if before is None else before
-            # Whoever queues waits no longer than one message keeps the next from departing.
+            # A queued message waits for at most one occupancy, the time by which a message delays the next one.
             least = max(LEAST_STALL, spacing) if sent < arrived_before else LEAST_STALL
             if not self._is_late and waited - before > least:
                 count, behind, self._is_late = count + 1, arrived, True
@@ -55,7 +59,7 @@ class StallTracker:
                 prompt.append((sent, arrived))
                 before = waited
             arrived_before = arrived
-        if known and late == len(known):  # no stall any more, but how long messages now take
+        if known and late == len(known):  # not a stall but the path's new speed
             before, self._is_late = median(arrived - sent for sent, arrived in known), False
         self._prompt = before
         return Stalls(count, late, lateness), (prompt if late <= len(prompt) else list(known)) or list(awaited)

@@ -1,4 +1,4 @@
-"""How far the times of steps scatter, and for how many steps a gain must last until it exceeds that."""
+"""The noise of step times, and the number of steps after which a gain exceeds it."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from statistics import median
 from typing import Final
 
 DIFFERENCES: Final = 1.0483
-"""Of normally distributed values, a standard deviation in units of the median difference between one and the next."""
+"""The standard deviation of a normal distribution, in units of the median difference between consecutive values."""
 
 STANDARD_ERRORS: Final = 3.0
-"""A gain is sure once it is so many standard errors of the mean step's time."""
+"""A gain is certain once it exceeds the standard error of the mean step time by this factor."""
 
 SHOWN: Final = 2
-"""Steps that a detection is made of."""
+"""The number of steps in which a change is detected."""
 
 
 MOST_STEPS: Final = 1 << 30
-"""For ever: what gains nothing."""
+"""Stands for infinitely many steps, when nothing is gained."""
 
 
 class StepNoise:
-    """Follows the times of steps. Whatever turns slow or heals shows in one difference only, and so is no noise.
+    """Tracks step times. A slowdown or a recovery shows in one difference only, and so does not count as noise.
 
     Args:
-        memory: Over how many recent steps.
+        memory: The number of recent steps.
     """
 
     def __init__(self, memory: int) -> None:
         self._seconds: deque[float] = deque(maxlen=memory)
 
     def observe(self, seconds: float) -> None:
-        """Take a step's time."""
+        """Take the time of a step, seconds."""
         self._seconds.append(seconds)
 
     def last(self, seconds: float) -> int:
-        """How many of the latest steps it takes to make up so many seconds; all of them if they are too few."""
+        """Return the number of latest steps that together take this many seconds; all of them if they are too few."""
         total = 0.0
         for count, taken in enumerate(reversed(self._seconds), start=1):
             total += taken
@@ -47,19 +47,19 @@ class StepNoise:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation of a step's time, in seconds; 0 before there are two steps."""
+        """The standard deviation of a step's time, seconds; 0 before there are two steps."""
         differences = [abs(later - earlier) for earlier, later in pairwise(self._seconds)]
         return DIFFERENCES * median(differences) if differences else 0.0
 
 
 def steps_until_sure(gain: float, deviation: float) -> int:
-    """For how many steps after its detection a change must last until what it gains is beyond noise.
+    """Return the number of steps after its detection for which a change must last until its gain exceeds the noise.
 
     The mean of n steps has a standard error of ``deviation / sqrt(n)``.
 
     Args:
         gain: Seconds per step.
-        deviation: Standard deviation of a step's time, in seconds.
+        deviation: Standard deviation of a step's time, seconds.
     """
     if deviation == 0.0:
         return 0

@@ -1,7 +1,7 @@
 """Emulated devices: ops padded by sleeping to stated durations, so that few cores show the timeline of many devices.
 
-Off unless asked for. The numbers of the training are real; only the durations are made up, and whoever uses this says so in
-their output.
+Off by default. Training computes real numbers, and only the durations are emulated. Programs that use it say so in their
+output.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from adaptra.simulation.cost import CostModel
 
 @dataclass(frozen=True, slots=True)
 class EmulatedDevice:
-    """How long F, I and W take on every stage's pretended device, in seconds; each a number or one number per stage."""
+    """Durations of F, I and W on every stage's emulated device, in seconds; each a number or one number per stage."""
 
     forward: float | Sequence[float]
     input_grad: float | Sequence[float]
     weight_grad: float | Sequence[float]
 
     def apply(self, cost: CostModel) -> CostModel:
-        """The cost model with this device's durations in place of the estimated ones.
+        """Return the cost model with this device's durations instead of the estimated ones.
 
         Raises:
             OptionError: A sequence whose length is not the number of stages, or a duration that is no number or negative.
@@ -54,18 +54,18 @@ def _per_stage(name: str, given: float | Sequence[float], stages: int) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class Pacing:
-    """What lengthens a rank's ops beyond their own computation: an emulated device, injected slow stages, or both.
+    """Lengthens a rank's ops beyond their own computation, for an emulated device, injected slow stages, or both.
 
     Attributes:
         emulated: A cost model to whose durations every op is padded, or None.
-        faults: Faults to order; only those of stages matter here.
+        faults: Injected faults; only those of stages matter here.
     """
 
     emulated: CostModel | None
     faults: Sequence[Fault]
 
     def pad(self, stage: int, kind: Kind, step: int, started: float) -> None:
-        """Sleep until the op that started at ``started`` (monotonic seconds) has lasted as long as it should."""
+        """Sleep until the op that started at ``started`` (monotonic seconds) has reached its duration."""
         if self.emulated is None and not self.faults:
             return
         duration = time.monotonic() - started if self.emulated is None else self.emulated.duration(stage, kind)

@@ -1,4 +1,4 @@
-"""Faults to order: a link that turns slow, a stage that does, from one step on, on any transport.
+"""Injected faults: a link or a stage that turns slow at a given step, on any transport.
 
 The text form of a fault is one line::
 
@@ -9,7 +9,7 @@ The text form of a fault is one line::
     slow 2 1.5x @8             ops of stage 2 take one and a half times as long
     slow 2 5ms                 ops of stage 2 take 5 ms longer, always
 
-This file says what a fault does; :mod:`adaptra.runtime.injection.faulty_transport` does it to messages and
+This file defines the faults. :mod:`adaptra.runtime.injection.faulty_transport` applies them to messages and
 :mod:`adaptra.runtime.injection.emulation` to ops.
 """
 
@@ -29,18 +29,18 @@ from adaptra.runtime.transports.base import Identity
 
 
 class Effect(Enum):
-    """What a fault does, and the unit of its amount."""
+    """The effect of a fault, and the unit of its amount."""
 
     DELAY = "delay"
-    """Seconds that a message arrives later."""
+    """Seconds by which a message arrives later."""
     RATE = "rate"
     """Bytes a second that an edge carries at most."""
     LOSS = "lossy"
-    """Seconds that a share of the messages arrive later, and with them what their channel carries behind them."""
+    """Seconds by which a share of the messages, and those behind them on their channel, arrive later."""
     FACTOR = "factor"
-    """Times as long as before that the ops of a stage take; at least 1."""
+    """The factor of the duration of a stage's ops; at least 1."""
     EXTRA = "extra"
-    """Seconds that the ops of a stage take longer."""
+    """Seconds by which the ops of a stage take longer."""
 
 
 _TIMES: Final = {"s": 1, "ms": 1000, "us": 1000000}
@@ -66,15 +66,15 @@ class Fault:
     """One fault.
 
     Attributes:
-        effect: What it does.
-        amount: How much, in the effect's unit.
+        effect: Its effect.
+        amount: The size of the effect, in the effect's unit.
         stage: The slow stage, or the stage at one end of the edge.
         peer: The stage at the edge's other end, None for a slow stage.
         both_ways: Whether messages from ``peer`` to ``stage`` are affected too.
         from_step: The first step affected.
         until_step: The first step not affected any more, None for ever.
-        share: Of the messages of a lossy edge, how many are late: above 0, at most 1. Which ones follows from their identities
-            and is the same in every run.
+        share: The share of late messages on a lossy edge: above 0, at most 1. Their identities decide which ones, the same in
+            every run.
 
     Raises:
         CaseError: The parts don't fit together.
@@ -135,7 +135,7 @@ class Fault:
         )
 
     def check_stages(self, stages: int) -> None:
-        """Refuse a fault of a stage that a pipeline of so many stages does not have.
+        """Refuse a fault of a stage that a pipeline of ``stages`` stages does not have.
 
         Raises:
             CaseError: Names the fault and the stages there are.
@@ -164,38 +164,38 @@ class Fault:
         return f"{what} {where} {amount}{span}"
 
     def is_on(self, step: int) -> bool:
-        """Whether the fault is there in a step."""
+        """Return True if the fault is active in a step."""
         return self.from_step <= step and (self.until_step is None or step < self.until_step)
 
     def is_of_edge(self, source: int, destination: int) -> bool:
-        """Whether messages from stage ``source`` to stage ``destination`` are affected."""
+        """Return True if messages from stage ``source`` to stage ``destination`` are affected."""
         ends = (self.stage, self.peer)
         return ends == (source, destination) or (self.both_ways and ends == (destination, source))
 
 
 def compute_factor(faults: Iterable[Fault], stage: int, step: int) -> float:
-    """How many times as long as otherwise the ops of a stage take; factors multiply."""
+    """Return the factor of the duration of a stage's ops in a step; factors multiply."""
     return math.prod(f.amount for f in faults if f.effect is Effect.FACTOR and f.stage == stage and f.is_on(step))
 
 
 def compute_extra(faults: Iterable[Fault], stage: int, step: int) -> float:
-    """How many seconds longer than otherwise each op of a stage takes, after the factor."""
+    """Return the seconds that each op of a stage takes longer in a step, after the factor."""
     return sum(f.amount for f in faults if f.effect is Effect.EXTRA and f.stage == stage and f.is_on(step))
 
 
 def link_delay(faults: Iterable[Fault], identity: Identity) -> float:
-    """How many seconds later a message arrives."""
+    """Return the seconds by which a message arrives later."""
     mine = (f for f in faults if f.is_of_edge(*identity.edge) and f.is_on(identity.step))
     return sum(f.amount for f in mine if f.effect is Effect.DELAY or (f.effect is Effect.LOSS and _is_lost(identity, f.share)))
 
 
 def _is_lost(identity: Identity, share: float) -> bool:
-    """Whether a message is among such a share of all: the same in every run, and no pattern from message to message."""
+    """Return True if a message is in the share of late ones, the same in every run and without a pattern between messages."""
     return random.Random(repr(identity.key)).random() < share
 
 
 def link_occupancy(faults: Iterable[Fault], identity: Identity) -> float:
-    """For how many seconds a message occupies its edge: its bytes at the lowest rate ordered."""
+    """Return the seconds for which a message occupies its edge: its bytes at the lowest injected rate."""
     rates = [f.amount for f in faults if f.effect is Effect.RATE and f.is_of_edge(*identity.edge) and f.is_on(identity.step)]
     return sum(spec.travelling_bytes for spec in identity.specs) / min(rates) if rates else 0.0
 
@@ -206,17 +206,17 @@ def _decimal(value: float) -> str:
 
 
 def _percent(share: float) -> str:
-    """The text that reads back to the same share."""
+    """Return the text that reads back to the same share."""
     return f"{(100 * Decimal(repr(share))).normalize():f}%"
 
 
 def _seconds(value: float) -> str:
-    """The shortest text that reads back to the same number of seconds."""
+    """Return the shortest text that reads back to the same number of seconds."""
     texts = [(f"{_decimal(value * per_second)}{unit}", value * per_second / per_second) for unit, per_second in _TIMES.items()]
     return min((text for text, again in texts if again == value), key=len)
 
 
 def _rate(value: float) -> str:
-    """The shortest text that reads back to the same number of bytes a second."""
+    """Return the shortest text that reads back to the same number of bytes a second."""
     texts = [(f"{_decimal(value / bytes_each)}{unit}", value / bytes_each * bytes_each) for unit, bytes_each in _RATES.items()]
     return min((text for text, again in texts if again == value), key=len)

@@ -1,7 +1,8 @@
-"""A transport whose links turn slow to order: what fault injection does to messages.
+"""Fault injection for messages: a transport whose links turn slow as configured.
 
-Each affected message is held back at its sender, several at a time as on a real link, and never its sender itself: messages
-queue for each other's occupancy (bytes / rate), never for their latency, as in :class:`adaptra.simulation.cost.CostModel`.
+Each affected message is delayed at its sender, several at a time as on a real link, and the sending rank itself never waits. As
+in :class:`adaptra.simulation.cost.CostModel`, messages queue for each other's occupancy (bytes / rate), never for their
+latency.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from adaptra.runtime.transports.pending import wait_for
 
 
 class _HeldSend(Pending):
-    """A send that is held back first and then its transport's own."""
+    """A send that is delayed first and then becomes its transport's own."""
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
@@ -36,16 +37,16 @@ class _HeldSend(Pending):
 
     @property
     def done(self) -> bool:
-        """Whether :meth:`wait` returns or raises at once."""
+        """True if :meth:`wait` returns or raises at once."""
         return self._handed.is_set() and (self._inner is None or self._inner.done)
 
     def hand(self, inner: Pending) -> None:
-        """The message goes on its way."""
+        """Continue with the transport's own send, because the delay is over."""
         self._inner = inner
         self._handed.set()
 
     def fail(self, error: Exception) -> None:
-        """The message will never go."""
+        """Fail the send, because the message will never leave."""
         self._error = error
         self._handed.set()
 
@@ -62,7 +63,7 @@ class _HeldSend(Pending):
 
 @dataclass(order=True, slots=True)
 class _Held:
-    """A message that waits for its time to go."""
+    """A delayed message and its due time."""
 
     due: float
     ordinal: int
@@ -75,12 +76,12 @@ class _Held:
 class FaultyTransport(Transport):
     """Any transport, with faults on its edges.
 
-    A held message keeps its order on its channel and the time at which it was posted, so that the receiver measures the fault
-    as it would measure a slow link. Tensors must not be written to while they are held.
+    A delayed message keeps its order on its channel and its posting time. So the receiver measures the fault in the same way as
+    a slow link. Tensors must not be written to while they are delayed.
 
     Args:
-        transport: What carries the messages.
-        faults: Those that slow stages are for the executor, see :func:`compute_factor`, and change nothing here.
+        transport: Carries the messages.
+        faults: The faults. Those of slow stages change nothing here: the executor applies them, see :func:`compute_factor`.
     """
 
     def __init__(self, transport: Transport, faults: Iterable[Fault]) -> None:
@@ -155,12 +156,12 @@ class FaultyTransport(Transport):
         return self._transport.path_counts()
 
     def abort(self, error: Exception) -> None:
-        """See :meth:`Transport.abort`. Held messages are dropped."""
+        """See :meth:`Transport.abort`. Delayed messages are dropped."""
         self._drop(error)
         self._transport.abort(error)
 
     def close(self) -> None:
-        """See :meth:`Transport.close`. Held messages are sent first, each at its time."""
+        """See :meth:`Transport.close`. Delayed messages are sent first, each at its time."""
         with self._condition:
             self._ends = True
             self._condition.notify_all()
@@ -187,7 +188,7 @@ class FaultyTransport(Transport):
                         return
                     self._condition.wait()
                     continue
-                # Handed on under the lock: a message behind it on its channel must not overtake it.
+                # Sent under the lock, so that no later message of its channel overtakes it.
                 held = heapq.heappop(self._held)
                 identity = held.pending.identity
                 try:

@@ -1,1 +1,1 @@
-"""Where the ranks of a job are, and how they connect."""
+"""Launch: the ranks of a job, and their connection."""

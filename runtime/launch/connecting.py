@@ -1,9 +1,11 @@
-"""Connecting to the other ranks of a job while all of them live.
+"""Connection of the ranks of a job, with detection of ranks that fail meanwhile.
 
-Who makes a group or sets up connections waits in the C++ of torch or of the engine for ranks to come, and nothing there tells
-of one that has died. So that waits on a thread of its own, and beside it the ranks watch each other as they do in training. The
-first thing to happen ends the wait: the connection is made, this rank fails, or another is lost. Then the thread's connections
-to the store are ended, which ends what it waits for there. One that waits for a lost rank itself is left behind.
+A rank that joins a group waits for others in the C++ of torch or of the engine, which does not notice dead ranks. So it waits
+on a thread of its own, and the ranks watch each other meanwhile as they do in training.
+
+The first event ends the wait: the connection is made, this rank fails, or another is lost. On a failure the thread's
+connections to the store are closed, which ends its waits for the store. A thread that waits for a lost rank itself is
+abandoned.
 """
 
 from __future__ import annotations
@@ -27,25 +29,25 @@ T = TypeVar("T")
 INTERVAL: Final = 0.5
 """Seconds between two heartbeats of a rank that connects."""
 LOST_AFTER: Final = 10.0
-"""Seconds without one after which it is lost."""
+"""Seconds without a heartbeat after which a rank is lost."""
 _CLOSE_SECONDS: Final = 2.0
 
 
 def connect(name: str, store: Store, rank: int, ranks: int, make: Callable[[], T]) -> T:
-    """Make what joins this rank to others. All ranks of the job call it at about the same time: they have just met.
+    """Connect this rank to others by ``make``. All ranks of the job, which have just met, call it at about the same time.
 
     Args:
         name: No other call's of this job.
         store: The keys under that name.
-        rank, ranks: This rank in the job, and how many there are.
-        make: Waits for other ranks in any way; runs on a thread.
+        rank, ranks: This rank in the job, and the number of ranks.
+        make: Makes the connection and may wait for other ranks in any way; runs on a thread.
 
     Returns:
-        What ``make`` returns.
+        The result of ``make``.
 
     Raises:
         PeerLostError: Another rank failed or died meanwhile; names it.
-        Exception: What ``make`` raises; the other ranks are told.
+        Exception: An error of ``make``, which is also reported to the other ranks.
     """
     if ranks == 1:
         return make()
@@ -68,10 +70,10 @@ def connect(name: str, store: Store, rank: int, ranks: int, make: Callable[[], T
             raise found
         cause = membership.fail(found)
         if not _may_come_of_a_loss(found):
-            raise found  # this rank's own mistake is told as such, though another may have made it first
+            raise found  # this rank's own mistake is raised as such, even if another rank made it first
         raise cause from (None if cause is found else found)
     except BaseException:
-        # Whoever waits for the store must not find that gone when this process is about to end: C++ ends it by an abort then.
+        # If a thread still waited for the store when this process ends, C++ would abort the process.
         end_connections(connections_to(store) - before)
         thread.join(_CLOSE_SECONDS)
         raise
@@ -80,7 +82,7 @@ def connect(name: str, store: Store, rank: int, ranks: int, make: Callable[[], T
 
 
 class _Done(Generic[T]):
-    """What was made, as opposed to what was raised."""
+    """The result of a connection, as opposed to its error."""
 
     def __init__(self, made: T) -> None:
         self.made = made
@@ -88,7 +90,7 @@ class _Done(Generic[T]):
 
 def _run(make: Callable[[], T], happened: SimpleQueue[_Done[T] | BaseException], device: int | None) -> None:
     try:
-        if device is not None:  # each thread has one of its own
+        if device is not None:  # each thread has a current device of its own
             torch.cuda.set_device(device)
         happened.put(_Done(make()))
     except BaseException as error:
@@ -100,7 +102,7 @@ def _device() -> int | None:
 
 
 def _may_come_of_a_loss(error: BaseException) -> bool:
-    """Whether another rank's end may be behind it, such as a connection that breaks."""
+    """Return True if the end of another rank may be the cause, for example of a connection that breaks."""
     if isinstance(error.__cause__, TransportError):
         return True
     is_known = isinstance(error, AdaptraError) and not isinstance(error, TransportError)
@@ -108,7 +110,7 @@ def _may_come_of_a_loss(error: BaseException) -> bool:
 
 
 def _cause_of(error: BaseException, happened: SimpleQueue[_Done[T] | BaseException]) -> BaseException | _Done[T]:
-    """The loss that an error comes of, once it is noticed; else the error."""
+    """Return the loss that caused an error, once it is noticed; else the error."""
     try:
         return happened.get(timeout=LOST_AFTER + 2 * INTERVAL)
     except Empty:

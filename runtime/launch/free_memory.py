@@ -1,4 +1,4 @@
-"""What memory the devices of a pipeline have free: the limit of later plans where the user gives none."""
+"""Free memory of a pipeline's devices: the limit of later plans if the user gives none."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def free_memory(launched: Launch, device: torch.device, timeout: float) -> tuple[int, ...]:
-    """The bytes that each rank of a pipeline may take: what its device has free, over the ranks that share the device.
+    """Return the bytes that each rank of a pipeline may use: its device's free memory, divided by the ranks that share the
+    device.
 
     Under a launcher all ranks of the job call it together and get the same numbers.
 
     Args:
         launched: The ranks.
-        device: Where this rank's model is.
+        device: The device of this rank's model.
         timeout: Seconds to wait for the other ranks.
 
     Raises:
@@ -44,7 +45,7 @@ def free_memory(launched: Launch, device: torch.device, timeout: float) -> tuple
 
 
 def free_on(device: torch.device) -> int:
-    """The bytes that a device has free; of host memory no more than this process's control group may still take."""
+    """Return the free bytes of a device. Host memory is limited by the limits of this process's control groups."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -54,11 +55,11 @@ def free_on(device: torch.device) -> int:
 
 
 def left_in_groups(groups: str, root: Path) -> list[int]:
-    """What this process's control groups that have a limit may still take, in bytes.
+    """Return the bytes left in each of this process's control groups that has a limit.
 
     Args:
         groups: The text of ``/proc/self/cgroup``.
-        root: Where control groups are mounted.
+        root: The mount point of control groups.
     """
     left: list[int] = []
     for line in groups.splitlines():
@@ -80,14 +81,16 @@ def left_in_groups(groups: str, root: Path) -> list[int]:
 
 
 def _place(device: torch.device) -> str:
-    """What ranks of one device have in common, and ranks of different ones don't."""
+    """Return a name of a device, the same on all ranks that use it and no others."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _told_by_all(store: Store, rank: int, own: list[str | int], timeout: float) -> list[tuple[str, int]]:
-    """What every rank of the job tells, by rank; collected by the first, so that nobody else reads it from each."""
+    """Gather the entry of every rank of the job, by rank. The first rank collects them, so that the others read one key
+    only.
+    """
     ranks = torch.distributed.get_world_size()
     keys = [str(one) for one in range(ranks)]
     try:

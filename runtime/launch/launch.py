@@ -1,4 +1,4 @@
-"""Where the ranks of a pipeline are: threads of this process, or the processes that a launcher such as torchrun started."""
+"""The ranks of a pipeline: threads of this process, or the processes that a launcher such as torchrun started."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def _nothing() -> None:
-    """Where nothing ends a wait but its time."""
+    """Do nothing: only the timeout ends the wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class Launch:
     Attributes:
         transports: One per rank run here, by rank: all of them as threads, or the one of this process.
         replicas: This process's peers in other pipelines, or None without data parallelism.
-        job: Joins the pipeline and the peers of another role; None where all ranks are threads of this process.
+        job: Joins the pipeline and the peers of another role; None if all ranks are threads of this process.
         roles: The roles of all ranks; None without replicas.
-        groups: Made for these ranks.
+        groups: The process groups made for these ranks.
     """
 
     transports: tuple[Transport, ...]
@@ -58,12 +58,12 @@ class Launch:
     groups: tuple[dist.ProcessGroup, ...] = ()
 
     def end(self) -> None:
-        """Give back the groups that were made for it, once its transports are closed and nothing has failed."""
+        """Release the groups that were made for this launch, once its transports are closed and nothing has failed."""
         for group in self.groups:
             end_group(group)
 
     def again(self) -> Launch:
-        """The same ranks in the same roles, with transports that carry no message of the old ones. All ranks call it."""
+        """Launch the same ranks in the same roles, with transports that carry no message of the old ones. All ranks call it."""
         if self.job is not None:
             return self.job.join(self.roles)
         hub = LocalHub(len(self.transports))
@@ -75,15 +75,15 @@ class Job:
 
     Args:
         name: The transport's name.
-        call: Counts the job's launches.
-        told: What each rank has told the others in this one, by rank; see :func:`.signed_store.signed`.
+        call: The number of this launch in the job.
+        told: The arguments that each rank sent to the others in this launch, by rank; see :func:`.signed_store.signed`.
         with_delegate, addresses: As :func:`launch`.
-        changes_roles: Whether there are roles to change.
+        changes_roles: Whether roles can change.
 
     Attributes:
         rank: This process's rank in the job.
-        store: Of all that its ranks do together.
-        ranks: How many the job has.
+        store: The store of this launch, shared by all its ranks.
+        ranks: The number of ranks of the job.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Job:
 
     @property
     def everyone(self) -> dist.ProcessGroup:
-        """All ranks of the job, by rank; without roles to change there once all ranks have met."""
+        """The process group of all ranks of the job, by rank. If roles can't change, it exists once all ranks have met."""
         assert self._everyone is not None, "the ranks of the job have met"
         return self._everyone
 
@@ -128,7 +128,7 @@ class Job:
         return self.connect(name, lambda: self._join(roles, name))
 
     def connect(self, name: str, make: Callable[[], T]) -> T:
-        """Make what joins this rank to others; see :func:`.connecting.connect`."""
+        """Connect this rank to others; see :func:`.connecting.connect`."""
         name = f"{name} connecting"
         return connect(name, signed(keys_of(name), name, self._told), self.rank, self.ranks, make)
 
@@ -138,8 +138,8 @@ class Job:
             return Launch((self._transport(group),), None, self, groups=(group,))
         replica, stage = roles.of(self.rank)
         members = roles.pipeline(replica)
-        # Of their own members only, so that each rank makes the groups it belongs to; in the order of the replicas, so that
-        # gradients are added in one order whichever ranks these are.
+        # Each rank makes only the groups that it belongs to. Their order is that of the replicas, so that gradients are always
+        # added in the same order.
         peers = roles.column(stage)
         pipeline = new_group(members, f"{name}/replica {replica}", timeout=None)
         column = new_group(peers, f"{name}/stage {stage}", timeout=None)
@@ -157,7 +157,7 @@ class Job:
         self._everyone = self.connect(f"{self._keys}/all", make)
 
     def close(self) -> None:
-        """Give back what the ranks have made to change roles or cuts. Nothing may have failed."""
+        """Release the objects made for role changes and cut changes. Nothing may have failed."""
         everyone, self._everyone = self._everyone, None
         if everyone is not None:
             end_group(everyone)
@@ -169,10 +169,10 @@ class Job:
         Args:
             timeout: Seconds to wait for them.
             check: As of :func:`gather`.
-            text: What this rank says.
+            text: This rank's text for the others.
 
         Returns:
-            What every rank says, by rank.
+            The text of every rank, by rank.
 
         Raises:
             LaunchError: Ranks have not come within ``timeout`` seconds; names them.
@@ -181,7 +181,7 @@ class Job:
         """
         self._met += 1
         said = _exchange(self.store, f"change/{self._met}", self.rank, text, range(dist.get_world_size()), timeout, check)
-        if self._met > 1:  # which all have read, since all are here
+        if self._met > 1:  # all ranks have read the previous text, since all are here
             self.store.delete_key(f"change/{self._met - 1}/{self.rank}")
         if self.rank == 0:
             sweep()
@@ -191,12 +191,12 @@ class Job:
 
 
 def is_launched() -> bool:
-    """Whether this process is one of several that a launcher started or that have joined a process group."""
+    """Return True if this process is one of several that a launcher started or that have joined a process group."""
     return dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())
 
 
 def world_size() -> int:
-    """How many ranks the job has, also before they have met; 1 without a launcher."""
+    """Return the number of ranks of the job, also before they have met; 1 without a launcher."""
     if not is_launched():
         return 1
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
@@ -215,17 +215,17 @@ def launch(
     """Find the ranks of a pipeline. Under a launcher all ranks call it at the same time.
 
     Args:
-        size: Ranks of the pipeline.
+        size: The number of ranks of the pipeline.
         transport: ``"local"``, ``"c10d"``, the name of an installed transport, or None: c10d under a launcher, else local.
-        arguments: What the user asked for, by name: the ranks compare it before anything else.
+        arguments: The user's arguments by name, which the ranks compare first.
         timeout: Seconds to wait for the other ranks.
-        roles: Which stage of which replica each rank of the job holds; None for consecutive ranks.
+        roles: The replica and stage of each rank of the job; None for consecutive ranks.
         with_delegate: Whether some edges may take the delegate, which is then set up beside the transport.
-        addresses: Of this host, for the delegate; see :class:`adaptra.runtime.options.Options`.
+        addresses: Addresses of this host for the delegate; see :class:`adaptra.runtime.options.Options`.
 
     Raises:
-        LaunchError: The delegate is wanted beside a transport other than c10d; or the number of ranks is not a multiple of
-            ``size``, says what to change; or a rank was given other arguments or has not come here, names it.
+        LaunchError: The delegate is requested with a transport other than c10d. Or the number of ranks is not a multiple of
+            ``size``; says what to change. Or a rank has other arguments or has not come; names it.
         PeerLostError: A rank failed or died while the ranks connected; names it.
     """
     name = transport or ("c10d" if is_launched() else "local")
@@ -244,7 +244,7 @@ def launch(
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    # Making groups waits for all ranks, so whether all ask for the same ones is settled before.
+    # Making groups waits for all ranks, so the ranks first agree on which groups to make.
     call = job_store().add(f"adaptra launches/{rank}", 1)
     told = _agree_on_arguments(
         keys_of(_name_of_call(call)), rank, ranks, {**arguments, VARIABLE: fingerprint(given_secret())}, timeout
@@ -274,12 +274,12 @@ def _join(name: str, group: dist.ProcessGroup | None, with_delegate: bool, addre
 
 
 def _name_of_call(call: int) -> str:
-    """What all ranks' first, second, … call of :func:`launch` share and no two calls do."""
+    """Return the name that all ranks share for their first, second, … call of :func:`launch`."""
     return f"adaptra launch {call}"
 
 
 def _agree_on_arguments(store: Store, rank: int, ranks: int, arguments: Mapping[str, str], timeout: float) -> list[str]:
-    """Compare the arguments; what each rank has told, by rank. It isn't signed, and used for nothing but to be compared."""
+    """Compare the arguments, and return each rank's text, by rank. The texts aren't signed and only compared."""
     own = json.dumps({"arguments": dict(arguments), "nonce": new_nonce()})
     found = _exchange(store, "arguments", rank, own, range(ranks), timeout)
     found[rank] = own
@@ -309,12 +309,12 @@ def _nearest_multiple(ranks: int, size: int) -> int:
 
 
 def agree(transport: Transport, what: str, facts: object, timeout: float) -> None:
-    """Make sure that every rank of the pipeline holds the same facts. All ranks call this or :func:`disagree`.
+    """Check that every rank of the pipeline has the same facts. All ranks call this or :func:`disagree`.
 
     Args:
         transport: This rank's transport; its store carries the comparison.
-        what: What the facts are, for the error; each comparison has a name of its own.
-        facts: Anything JSON can hold.
+        what: The name of the facts, for the error; each comparison has a name of its own.
+        facts: Any JSON value.
         timeout: Seconds to wait for the other ranks.
 
     Raises:
@@ -336,21 +336,21 @@ def agree(transport: Transport, what: str, facts: object, timeout: float) -> Non
 
 
 def disagree(transport: Transport, what: str, error: BaseException) -> None:
-    """In place of :func:`agree`: this rank has failed, and the others' :func:`agree` is to say so."""
+    """Report, in place of :func:`agree`, that this rank has failed, so that the others' :func:`agree` raises it."""
     text = f"{_FAILED}{type(error).__name__}: {error}"[:_TEXT_LIMIT]
-    with contextlib.suppress(DistError):  # then the others can't be told, and notice for themselves
+    with contextlib.suppress(DistError):  # without the store no report is possible, and the others notice themselves
         transport.store.set(f"agree/{what}/{transport.rank}", text)
 
 
 def gather(transport: Transport, what: str, data: object, timeout: float, check: Check = _nothing) -> list[object] | None:
-    """Bring what every rank holds to rank 0. All ranks call it.
+    """Gather every rank's data on rank 0. All ranks call it.
 
     Args:
         transport: This rank's transport; its store carries the data.
         what: A name that no other call uses.
-        data: Anything JSON can hold.
+        data: Any JSON value.
         timeout: Seconds to wait for the other ranks.
-        check: Called each second meanwhile; what it raises ends the wait.
+        check: Called each second meanwhile; an error that it raises ends the wait.
 
     Returns:
         The data by rank on rank 0, None elsewhere.
@@ -361,7 +361,7 @@ def gather(transport: Transport, what: str, data: object, timeout: float, check:
     """
     wanted = range(transport.world_size) if transport.rank == 0 else range(0)
     found = _exchange(transport.store, f"gather/{what}", transport.rank, json.dumps(data), wanted, timeout, check)
-    for rank in wanted:  # nobody else reads them
+    for rank in wanted:  # no other rank reads them
         transport.store.delete_key(f"gather/{what}/{rank}")
     return [json.loads(text) for text in found] if transport.rank == 0 else None
 
@@ -369,11 +369,11 @@ def gather(transport: Transport, what: str, data: object, timeout: float, check:
 def tell(
     transport: Transport, what: str, data: object, wanted: Sequence[int], timeout: float, check: Check = _nothing
 ) -> list[object]:
-    """Tell the other ranks something, and read what the wanted ones tell under the same name; they call it too.
+    """Send data to the other ranks, and read the data that the wanted ranks send under the same name. They call it too.
 
     Args:
         transport, what, data, timeout, check: As of :func:`gather`.
-        wanted: Ranks.
+        wanted: The ranks whose data are read.
 
     Returns:
         The data of the wanted ranks, in their order.
@@ -388,13 +388,13 @@ def tell(
 _FAILED: Final = "failed: "
 _TEXT_LIMIT: Final = 4000
 _LATE_SECONDS: Final = 10.0
-"""After so many seconds a rank that waits says for whom, and again after twice as many."""
+"""Seconds after which a waiting rank logs the ranks that are late; each further log entry comes after twice the time."""
 
 
 def _exchange(
     store: Store, name: str, rank: int, text: str, wanted: Sequence[int], timeout: float, check: Check = _nothing
 ) -> list[str]:
-    """Publish this rank's text under a name and read those of the wanted ranks."""
+    """Publish this rank's text under a name and read the texts of the wanted ranks."""
     keys = {f"{name}/{one}": one for one in wanted}
 
     def absent() -> str:
@@ -434,7 +434,9 @@ def _say_who_is_late(name: str, absent: str, seconds: float) -> None:
 
 
 def _not_set(store: Store, keys: list[str]) -> list[str]:
-    """Which keys are not set, found by halves: few ranks are late, and each question takes the way to the store."""
+    """Return the keys that are not set, found by bisection: few ranks are late, and each question takes a round trip to the
+    store.
+    """
     if store.check(keys):
         return []
     if len(keys) == 1:

@@ -1,1 +1,1 @@
-"""Which ranks of a job live, and what ended those that don't."""
+"""Job membership: the ranks of a job that live, and the cause of the end of those that don't."""

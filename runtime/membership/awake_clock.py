@@ -1,6 +1,6 @@
-"""A clock that stands still while this process does.
+"""A clock that stands still while this process is suspended.
 
-Whoever was stopped, or too busy to look, can't tell that others were silent meanwhile.
+A process that was suspended, or too busy to check, can't know whether others were silent meanwhile.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import time
 from typing import Final
 
 _LATE: Final = 2
-"""A tick that comes so many times later than due was not only late: the rest of that time this process didn't run."""
+"""A tick later than this many intervals means that the process was suspended; the excess is not counted."""
 
 
 class AwakeClock:
-    """Seconds in which this process ran, as far as a thread of it that ticks has shown.
+    """Seconds in which this process ran, as shown by the ticks of one of its threads.
 
     Args:
         tick: Seconds between two calls of :meth:`tick`.
@@ -24,10 +24,10 @@ class AwakeClock:
         self._last = (0.0, time.monotonic())
 
     def tick(self) -> None:
-        """Say that this process runs; by one thread only."""
+        """Record that this process runs. Only one thread may call it."""
         self._last = (self.now(), time.monotonic())
 
     def now(self) -> float:
-        """Seconds; by any thread."""
+        """Return the seconds so far. Any thread may call it."""
         awake, ticked_at = self._last
         return awake + min(time.monotonic() - ticked_at, self._most)

@@ -1,12 +1,12 @@
-"""What a rank asks the control store with each heartbeat: one question, however many ranks there are.
+"""A rank's requests to the control store with each heartbeat: one question, however many ranks there are.
 
-While all is well the leader, rank 0, asks for all records at once, and every other rank for the leader's bulletin only, which
-counts the leader's beats. A rank that fails, leaves or finds another silent hangs a call in the bulletin's place. Who sees the
-call asks for all records from then on, until the job has ended. So a beat costs each rank one question, and only the leader's
-answer grows with the number of ranks.
+While all is well the leader, rank 0, reads all records at once. Every other rank reads only the leader's bulletin, which counts
+the leader's heartbeats. A rank that fails, leaves or finds another one silent replaces the bulletin by a call. A rank that sees
+the call reads all records from then on, until the job has ended. So a heartbeat costs each rank one question, and only the
+leader's answer grows with the number of ranks.
 
-A question may take longer than a beat where the store is far away. So an answer says when its question was put: nothing that
-was written later can be missed in it, and nobody is silent for longer than the questions themselves could have heard.
+If the store is far away, a question may take longer than a heartbeat interval. So an answer states when its question was put,
+and it can miss nothing that was written before. A rank's silence counts only up to the time of the last question.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from adaptra.runtime.membership.awake_clock import AwakeClock
 
 LEADER: Final = 0
-"""The rank that reads all others' records while all is well."""
+"""The rank that reads all other ranks' records while all is well."""
 _BULLETIN: Final = "bulletin"
 _CALL: Final = "call"
 _ABSENT: Final = "absent"
@@ -33,13 +33,13 @@ _ABSENT: Final = "absent"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the store said.
+    """An answer of the store.
 
     Attributes:
-        asked_at: When the question was put, in seconds of the clock that runs while this process does.
+        asked_at: The time of the question, in seconds of the clock that runs while this process does.
         records: The records read, by rank.
         bulletin: The leader's bulletin, a number that grows; 0 if there is none yet, or if it was not asked for.
-        is_called: Whether a call hangs in the bulletin's place.
+        is_called: True if a call has replaced the bulletin.
     """
 
     asked_at: float
@@ -49,13 +49,13 @@ class Answer:
 
 
 class Board:
-    """The records of all ranks in the control store, as one of them writes and reads them. For one thread.
+    """The records of all ranks in the control store, as one rank writes and reads them. For one thread.
 
     Args:
         store: Shared by all ranks.
         rank: This rank.
         peers: The other ranks.
-        clock: What times are told by.
+        clock: The clock of all times.
     """
 
     def __init__(self, store: Store | Connection, rank: int, peers: Sequence[int], clock: AwakeClock) -> None:
@@ -67,15 +67,16 @@ class Board:
         self._absent = {_BULLETIN, *self._rank_of}
         self._written = 0
         self.answered_at = clock.now()
-        """When the store last answered."""
+        """The time of the store's last answer, in seconds of the clock."""
 
     def write(self, text: str, calls: bool, reads_all: bool) -> None:
-        """Write this rank's record, in a message that nobody answers.
+        """Write this rank's record, in a request without an answer.
 
         Args:
             text: The record.
-            calls: Hang the call. Repeated until it is known to be seen, since the leader may have written over it.
-            reads_all: Whether this rank reads all records because of a call; the leader writes no bulletin then.
+            calls: True to write the call. It is repeated until it is known to be seen, since the leader may have overwritten
+                it.
+            reads_all: True if this rank reads all records because of a call; the leader writes no bulletin then.
         """
         self._written += 1
         keys, values = [key_of(self._rank)], [text]
@@ -88,11 +89,12 @@ class Board:
         self._store.multi_set(keys, values)  # pyright: ignore[reportAttributeAccessIssue] - torch lacks its annotation
 
     def read(self, reads_all: bool, finds_absent: bool) -> Answer:
-        """Ask what is new.
+        """Ask for news.
 
         Args:
-            reads_all: Read all records, not the leader's bulletin only. The leader always does.
-            finds_absent: Find out which ranks have not come, and read the others' records; else all once all have come.
+            reads_all: True to read all records, not the leader's bulletin only. The leader always does.
+            finds_absent: True to find the ranks that have not joined and to read the others' records. False reads all records
+                once all ranks have joined.
         """
         asked_at = self._clock.now()
         if self._rank != LEADER and not reads_all:
@@ -106,7 +108,7 @@ class Board:
         return Answer(asked_at, {self._rank_of[key]: value for key, value in values.items()}, 0, is_called)
 
     def _read_bulletin(self, asked_at: float) -> Answer:
-        # The one question that neither waits for a key nor asks first whether it is there.
+        # The only request that neither waits for a key nor has to check first that it exists.
         bulletin = self._store.compare_set(_BULLETIN, _ABSENT, _ABSENT).decode()
         self.answered_at = self._clock.now()
         if bulletin in (_ABSENT, _CALL):
@@ -116,7 +118,7 @@ class Board:
         return Answer(asked_at, {}, int(bulletin))
 
     def _have_come(self, keys: list[str], finds_absent: bool) -> bool:
-        """Whether keys are set; which of them, by halves, if that is to be found."""
+        """Return True if keys are set. If ``finds_absent``, find the missing ones by bisection."""
         have_come = self._store.check(keys)
         self.answered_at = self._clock.now()
         if have_come:

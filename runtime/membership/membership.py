@@ -1,17 +1,18 @@
-"""How the ranks of a job learn of each other's end.
+"""Job membership: each rank detects the failure or departure of any other.
 
-Every rank keeps one record in the control store: a heartbeat, whether it runs, has failed or has left, and if it failed, why.
-One thread writes the rank's own record and asks for what :class:`Board` says: the leader for the others' records, they for the
-leader's beat, and all for all once there is news. A rank whose heartbeat stands still, or whose record says that it failed, is
-lost: the callback then ends this rank's waits. Silence counts between the answer that first showed a beat and the last question
-that did not show another one; so neither this rank's way to the store nor a slow store makes another silent. A second thread
-watches the first, because a store whose host is gone may leave it stuck in a call for minutes. All time is that in which this
-process ran: nobody else can be blamed for having been silent while it was stopped.
+Every rank keeps one record in the control store: a heartbeat, its state, and the cause if it failed. One thread writes the
+rank's own record and asks the question that :class:`Board` describes. A rank whose heartbeat stops, or whose record says that
+it failed, is lost: a callback then ends this rank's waits.
 
-One failure soon looks like many, as every rank that waits for a failed one fails too, and a rank that ends its connections
-because of one looks lost itself. So failures are numbered by the store, a rank that reports the loss of another gives way to
-that other's own report, and that report is waited for while the other still beats: all ranks name the same cause. Nobody
-leaves before the others have found it, because the store may live in the process of the rank that leaves.
+Silence lasts from the answer that first showed a heartbeat to the last question that showed no newer one. So neither this
+rank's delay to the store nor a slow store makes another rank look silent. A second thread watches the first, because a store
+whose host is gone may block it in a call for minutes. Only time in which this process ran counts, because a suspended process
+can't blame others for silence.
+
+One failure soon looks like many: every rank that waits for a failed one fails too. A rank that ends its connections because of
+a failure looks lost itself. So the store numbers failures, and a report of another rank's loss gives way to that rank's own
+report. That report is awaited while the rank's heartbeat goes on, so all ranks name the same cause. No rank leaves before the
+others know the cause, because the store may live in its process.
 """
 
 from __future__ import annotations
@@ -48,18 +49,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _KNOWN_SECONDS: Final = 3.0
-"""How long a rank that fails or leaves stays until the others know it, once it knows the cause itself."""
+"""The time that a rank which fails or leaves stays until the others know it, once it knows the cause itself; seconds."""
 _SILENT_SECONDS: Final = 1.5
-"""A rank that was reported lost and has not beaten for as long is lost."""
+"""Seconds without a heartbeat after which a rank that was reported lost is lost."""
 _ANSWERS: Final = 16
-"""So many of the store's last answers say how long one takes."""
+"""The number of the store's last answers from which its response time is taken."""
 _HURRY_INTERVAL: Final = 0.01
-"""Seconds between two beats of a rank in a hurry, for each eight ranks: what hurries together asks for all records."""
+"""Seconds between two heartbeats of a rank in a hurry, per eight ranks, because all ranks in a hurry read all records."""
 
 
 @dataclass(slots=True)
 class _Peer:
-    """What this rank knows of another: its last record, and when that last changed."""
+    """This rank's knowledge of another rank: its last record, and the time of that record's last change."""
 
     changed_at: float
     record: RankRecord | None = None
@@ -69,14 +70,14 @@ class Membership:
     """One rank's part in the job. Starts its threads at once.
 
     Args:
-        store: Shared by all ranks; a connection of its own, so that nobody's blocking read holds up a heartbeat. A
-            :class:`Connection` outlives the network's breaks.
+        store: Shared by all ranks, over a connection of its own, so that no blocking read delays a heartbeat. A
+            :class:`Connection` survives breaks of the network.
         rank: This rank.
         world_size: The number of ranks.
         on_lost: Called once, from a thread of the membership, when another rank or the store is lost.
-        waiting_for: Which message this rank waits for from a given rank, to name the edge and the op of a loss; a transport's
-            ``waiting_for``.
-        interval: Seconds between two heartbeats; a failure reaches the others within about as long.
+        waiting_for: Returns the message that this rank waits for from a given rank, to name the edge and the op of a loss; a
+            transport's ``waiting_for``.
+        interval: Seconds between two heartbeats; a failure reaches the others within about this time.
         lost_after: Seconds without a heartbeat after which a rank is lost.
 
     Raises:
@@ -103,7 +104,7 @@ class Membership:
         self._waiting_for = waiting_for or _unknown
         self._interval = interval
         self._lost_after = lost_after
-        # Whoever is reported lost and still beats has as long to say himself what happened.
+        # A rank that is reported lost but still sends heartbeats has this time to report the cause itself.
         self._own_report_seconds = lost_after / 2
         self._silent_seconds = max(3 * interval, min(_SILENT_SECONDS, lost_after))
         self._clock = AwakeClock(interval)
@@ -126,7 +127,7 @@ class Membership:
         self._board = Board(store, rank, tuple(self._peers), self._clock)
         self._asked_at = self._clock.now()
         self._bulletin = 0
-        # The longest of the last answers: who judges from as far away is in doubt for as long.
+        # The longest of these response times is added to a rank's timeout.
         self._answers = deque([0.0], maxlen=_ANSWERS)
         self._threads = [
             threading.Thread(target=target, name=f"adaptra rank {rank} membership {what}", daemon=True)
@@ -137,19 +138,19 @@ class Membership:
 
     @property
     def lost(self) -> PeerLostError | None:
-        """Why the job ended, if another rank or the store is lost."""
+        """The reason why the job ended, if another rank or the store is lost."""
         return self._lost
 
     def fail(self, error: BaseException, *, edge: tuple[int, int] | None = None, op: str | None = None) -> BaseException:
-        """Tell the others that this rank failed. Blocks until those that live know what caused it, for seconds at most.
+        """Report to the others that this rank failed. Blocks until those that live know the cause, for seconds at most.
 
         Args:
-            error: Why. A :class:`PeerLostError` reports the loss of its rank, with its edge and op.
-            edge: The directed edge of stages at hand, if known.
-            op: The op at hand, if known.
+            error: The cause. A :class:`PeerLostError` reports the loss of its rank, with its edge and op.
+            edge: The directed edge of stages at that time, if known.
+            op: The op at that time, if known.
 
         Returns:
-            What caused it all, to be raised instead of ``error``: the failure of another rank if one was first, else ``error``.
+            The error to be raised: the failure of another rank if that was first, else ``error``.
         """
         is_report = isinstance(error, PeerLostError)
         failure = Failure(
@@ -160,7 +161,7 @@ class Membership:
             op=op or (error.op if is_report else None),
         )
         with self._condition:
-            # After another's loss a failed message is a consequence, anything else a failure of its own.
+            # After the loss of another rank a failed message is a consequence; any other error is a failure of this rank.
             is_own = self._lost is None or not isinstance(error, TransportError)
             if is_own and self._failure is None and not self._ends and not self._store_is_lost:
                 self._failure = failure
@@ -171,13 +172,15 @@ class Membership:
             return error if self._lost is None or self._is_cause else placed(self._lost, failure)
 
     def leave(self) -> None:
-        """Say that this rank leaves the job; :meth:`close` waits until the others know. May be called again."""
+        """Report that this rank leaves the job; :meth:`close` waits until the others know. May be called again."""
         with self._condition:
             if self._state is State.RUNNING:
                 self._enter(State.LEFT)
 
     def close(self) -> None:
-        """Leave the job. Waits until the others know, at most three seconds, so that none mistakes it for a loss."""
+        """Leave the job. Waits until the others know, about three seconds after the cause is known, so that none takes it for a
+        loss.
+        """
         self.leave()
         with self._condition:
             if not self._ends:
@@ -198,11 +201,11 @@ class Membership:
 
     @property
     def _patience(self) -> float:
-        """How long this rank stays at most until the others know that it failed or leaves."""
+        """The longest time that this rank stays until the others know that it failed or leaves, seconds."""
         return self._own_report_seconds + _KNOWN_SECONDS
 
     def _wait_until_known(self) -> None:
-        """Wait until all know that this rank failed or leaves, and why the job ends; the condition is held."""
+        """Wait until all know that this rank failed or leaves, and why the job ends. The caller holds the condition."""
         self._condition.wait_for(lambda: self._is_known or self._ends or self._store_is_lost, self._patience)
 
     def _beat_for_ever(self) -> None:
@@ -240,11 +243,11 @@ class Membership:
                 self._lose_store(f"no answer for {self._lost_after} s")
 
     def _seen(self) -> tuple[int, ...]:
-        """The ranks whose failing or leaving this rank has read."""
+        """Return the ranks of which this rank has read that they failed or left."""
         return tuple(rank for rank, peer in self._peers.items() if peer.record and peer.record.state is not State.RUNNING)
 
     def _publish(self) -> RankRecord:
-        """Write this rank's record; what it now says."""
+        """Write this rank's record, and return it."""
         with self._condition:
             failure, state, is_settled, seen = self._failure, self._state, self._is_settled, self._seen()
         if failure is not None and failure.ordinal == 0:
@@ -259,7 +262,7 @@ class Membership:
         return record
 
     def _read(self) -> None:
-        """Read what there is to read and judge it."""
+        """Read this heartbeat's news and act on it."""
         self._ask()
         if self._hears_call():
             self._ask()
@@ -280,7 +283,7 @@ class Membership:
             silent = self._asked_at - peer.changed_at
             has_left = peer.record is not None and peer.record.state is State.LEFT
             awaited = self._waiting_for(rank)
-            # A rank further away waits for another, which waits for the lost one.
+            # A rank that is not a neighbour waits for another rank, which waits for the lost one.
             waits_at = awaited or self._awaited()
             if silent > self._lost_after + max(self._answers) and (not has_left or awaited is not None):
                 what = "left the job" if has_left else f"gave no sign of life for {silent:.1f} s"
@@ -290,7 +293,7 @@ class Membership:
                 return
 
     def _ask(self) -> None:
-        """Put this beat's question, and note what the answer shows."""
+        """Ask this heartbeat's question, and record the answer."""
         is_late = self._clock.now() - self._asked_since > self._lost_after
         answer = self._board.read(self._reads_all, finds_absent=is_late or self._reads_all)
         now = self._clock.now()
@@ -298,7 +301,7 @@ class Membership:
         self._answers.append(now - answer.asked_at)
         for rank, payload in answer.records.items():
             peer, record = self._peers[rank], parse_record(payload, rank)
-            # An older one shows no life: whoever writes to the store may put back what was read there.
+            # An older record is no sign of life: any client of the store may write back an old value.
             if peer.record is None or record.beat > peer.record.beat:
                 peer.record, peer.changed_at = record, now
         if self._rank != LEADER and answer.bulletin > self._bulletin:
@@ -306,7 +309,7 @@ class Membership:
         self._is_called = answer.is_called
 
     def _hears_call(self) -> bool:
-        """Whether there is news, for which this rank has not read all records."""
+        """Return True if there is news for which this rank has not read all records yet."""
         if self._reads_all:
             return False
         states = (peer.record.state for peer in self._peers.values() if peer.record)
@@ -315,11 +318,11 @@ class Membership:
         return self._reads_all
 
     def _judged(self) -> Sequence[int]:
-        """The ranks of whose beats this rank hears."""
+        """Return the ranks whose heartbeats this rank reads."""
         return tuple(self._peers) if self._reads_all or self._rank == LEADER else (LEADER,)
 
     def _settle(self, lost: int | None, failures: Mapping[int, Failure]) -> None:
-        """Note whether the cause is found: a rank that was reported ``lost`` may still say itself what happened."""
+        """Record whether the cause is known: a rank that was reported ``lost`` may still report the cause itself."""
         now = self._clock.now()
         if self._reported_at is None:
             self._reported_at = now
@@ -333,18 +336,18 @@ class Membership:
         return self._asked_at - peer.changed_at > self._silent_seconds
 
     def _report(self, lost: PeerLostError) -> None:
-        """Tell the others at once what they would notice a moment later."""
+        """Report a loss to the others at once, which they would notice a moment later."""
         with self._condition:
             if self._failure is None and self._lost is None and self._state is State.RUNNING:
                 self._failure = Failure(0, str(lost), lost.rank, lost.edge, lost.op)
                 self._enter(State.FAILED)
 
     def _awaited(self) -> Identity | None:
-        """A message that this rank waits for."""
+        """Return a message that this rank waits for, or None."""
         return next(filter(None, map(self._waiting_for, self._peers)), None)
 
     def _is_known_to_all(self) -> bool:
-        """Whether every peer that lives knows that this rank failed or left, and why the job ends, or has left itself."""
+        """Return True if every peer that lives knows that this rank failed or left and why the job ends, or has left itself."""
         return all(
             self._is_silent(peer) or (peer.record is not None and self._is_known_to(peer.record))
             for peer in self._peers.values()
@@ -356,11 +359,11 @@ class Membership:
         return record.is_settled or record.state is State.LEFT
 
     def _lose_store(self, text: str) -> None:
-        # Ranks that left may have taken the store with them: then there is nobody left to train with, and nothing to report.
+        # Ranks that left may have ended the store: then no rank is left to train with, and there is nothing to report.
         with self._condition:
             is_expected = self._ends or any(peer.record and peer.record.state is State.LEFT for peer in self._peers.values())
             is_expected = is_expected or self._state is State.LEFT
-            # A rank that this one has reported lost, and whose own report was still waited for: that is the cause then.
+            # If this rank has reported another one lost and still awaits that one's own report, that loss is the cause.
             has_told = self._failure is not None and self._failure.lost is not None and self._lost is None
         awaited = self._awaited()
         if self._is_cause or has_told or (is_expected and awaited is None):
@@ -390,4 +393,4 @@ class Membership:
 
 
 def _unknown(rank: int) -> Identity | None:
-    """What is waited for where nobody says."""
+    """Return None: the awaited message is unknown."""

@@ -1,4 +1,4 @@
-"""What a rank says of itself in the control store, and what the others make of it.
+"""A rank's record in the control store, and its meaning to the others.
 
 A record is JSON, read field by field. Failures are numbered by the store, and one failure soon looks like many, so
 :func:`cause_of` finds the one that came first.
@@ -21,7 +21,7 @@ TEXT_LIMIT: Final = 4000
 
 
 class State(Enum):
-    """What a rank says of itself."""
+    """The state of a rank in its own record."""
 
     RUNNING = "running"
     FAILED = "failed"
@@ -30,14 +30,14 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank failed.
+    """The failure of a rank.
 
     Attributes:
-        ordinal: The how manieth failure of the job it is.
+        ordinal: Sequence number of the failure in the job, from 1.
         message: The error's text.
         lost: The rank whose loss it reports, None if it is the rank's own failure.
         edge: The directed edge of stages where it was noticed, if known.
-        op: The op at hand, if known.
+        op: The op at that time, if known.
     """
 
     ordinal: int
@@ -49,14 +49,14 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What a rank keeps in the store.
+    """A rank's record in the store.
 
     Attributes:
         beat: Counts the rank's heartbeats.
-        state: Whether it runs.
-        failure: Why it failed, if it did.
-        seen: The ranks whose failing or leaving it has read.
-        is_settled: It knows of no failure, or has found the first one; else it waits for more reports.
+        state: The rank's state.
+        failure: The failure, if it failed.
+        seen: The ranks of which it has read that they failed or left.
+        is_settled: True if it knows of no failure or has found the first one; False while it waits for more reports.
     """
 
     beat: int
@@ -67,7 +67,7 @@ class RankRecord:
 
 
 def placed(error: PeerLostError, failure: Failure) -> PeerLostError:
-    """``error``, with the edge and the op at which this rank's own ``failure`` was noticed if it knows none itself."""
+    """Add the edge and the op of this rank's own ``failure`` to ``error``, if that has none."""
     if error.edge is not None or failure.edge is None:
         return error
     message = f"{error}, noticed at {failure.op} on edge {failure.edge[0]}→{failure.edge[1]}"
@@ -75,7 +75,7 @@ def placed(error: PeerLostError, failure: Failure) -> PeerLostError:
 
 
 def lost_error(rank: int | None, message: str, awaited: Identity | None) -> PeerLostError:
-    """The error for a rank (or the store, rank None) that is gone, with the message that this rank waits for from it."""
+    """Return the error for a lost rank (or the store, rank None), with the message that this rank waits for from it."""
     if awaited is None:
         return PeerLostError(message, rank=rank)
     message = f"{message}, while edge {awaited.source}→{awaited.destination} waits for {awaited.op} of step {awaited.step}"
@@ -83,7 +83,10 @@ def lost_error(rank: int | None, message: str, awaited: Identity | None) -> Peer
 
 
 def cause_of(failures: dict[int, Failure]) -> int:
-    """The rank whose failure caused the others: the first, or if that reports a rank that failed by itself, that one."""
+    """Return the rank whose failure caused the others.
+
+    That is the first failure's rank. If it reports the loss of a rank that failed by itself, that rank is the cause.
+    """
     rank = min(failures, key=lambda rank: failures[rank].ordinal)
     passed = {rank}
     while (lost := failures[rank].lost) is not None and lost in failures and lost not in passed:
@@ -93,7 +96,7 @@ def cause_of(failures: dict[int, Failure]) -> int:
 
 
 def failure_error(rank: int, failure: Failure, reader: int) -> PeerLostError:
-    """The error for the failure of ``rank``."""
+    """Return the error for the failure of ``rank``."""
     where = "".join(
         [
             f" at {failure.op}" if failure.op else "",
@@ -108,12 +111,12 @@ def failure_error(rank: int, failure: Failure, reader: int) -> PeerLostError:
 
 
 def key_of(rank: int) -> str:
-    """Where in the store a rank keeps its record."""
+    """Return the store key of a rank's record."""
     return f"rank {rank}"
 
 
 def write_record(record: RankRecord) -> str:
-    """A record as it is stored."""
+    """Return a record in its stored form."""
     failure = None if record.failure is None else asdict(record.failure)
     return encode(
         {
@@ -131,7 +134,7 @@ def parse_record(payload: bytes, rank: int) -> RankRecord:
     """Read a rank's record.
 
     Raises:
-        ControlError: It is not one.
+        ControlError: The payload is not a record.
     """
     where = f"membership record of rank {rank}"
     fields = decode(payload, where)

@@ -1,8 +1,8 @@
-"""RDMA devices as this host sees them, by pyverbs: devices, ports, addresses, link states and hardware counters.
+"""RDMA devices of this host, by pyverbs: devices, ports, addresses, link states and hardware counters.
 
-pyverbs is optional (the extra ``rdma``). It has to fit the installed rdma-core exactly, so the distribution's own package is
-the way to have it; that package is found here even from within a virtual environment. It holds the interpreter lock in every
-call, which is why data never passes through it: it looks at devices, and the engine in C++ uses them.
+pyverbs is optional (the extra ``rdma``). It has to fit the installed rdma-core exactly, so it is best installed as the
+distribution's own package. That package is found here even from within a virtual environment. pyverbs holds the interpreter
+lock in every call, so no data pass through it. It only describes devices, and the engine in C++ uses them.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Port:
         state: ``active``, ``down``, ``init``, ``armed``, or ``unknown``.
         link_layer: ``ethernet`` for RoCE, else ``infiniband``.
         mtu: Largest payload of a packet, bytes.
-        gid_index: Place of the address in the port's table, None if it has none to connect from.
+        gid_index: Index of the address in the port's table, None if it has none to connect from.
         address: The address to connect from, None if there is none.
         interface: The network interface that carries a RoCE port.
         counters: The hardware counters by name, as far as the system shows them.
-        unusable: Why nothing can be sent through the port now; None if it can.
+        unusable: The reason why nothing can be sent through the port now; None if it is usable.
     """
 
     device: str
@@ -61,16 +61,16 @@ class Port:
 
     @property
     def name(self) -> str:
-        """``mlx5_0/1``."""
+        """The name, such as ``mlx5_0/1``."""
         return f"{self.device}/{self.number}"
 
     def to_json(self) -> dict[str, Any]:
-        """The port as a JSON object, one value per attribute."""
+        """Return the port as a JSON object, one value per attribute."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def load_pyverbs() -> ModuleType:
-    """The package pyverbs, from this environment or else from the distribution.
+    """Return the package pyverbs, from this environment or else from the distribution.
 
     Raises:
         MissingExtraError: There is none, or it does not fit the installed rdma-core; says which and what to install.
@@ -91,11 +91,11 @@ def load_pyverbs() -> ModuleType:
 
 
 def open_device(name: str) -> Any:
-    """A ``pyverbs.device.Context``, to be closed by the caller.
+    """Return a ``pyverbs.device.Context``, to be closed by the caller.
 
     Raises:
         MissingExtraError: See :func:`load_pyverbs`.
-        OSError: The device can't be opened; names it and carries the system's text.
+        OSError: The device can't be opened; names it and includes the system's text.
     """
     load_pyverbs()
     from pyverbs.device import Context, PyverbsError  # pyright: ignore[reportMissingImports]
@@ -107,7 +107,7 @@ def open_device(name: str) -> Any:
 
 
 def device_names() -> tuple[str, ...]:
-    """The names of all RDMA devices, sorted.
+    """Return the names of all RDMA devices, sorted.
 
     Raises:
         MissingExtraError: See :func:`load_pyverbs`.
@@ -123,7 +123,7 @@ def device_names() -> tuple[str, ...]:
 
 
 def find_ports() -> tuple[Port, ...]:
-    """Every port of every device, by name.
+    """Return every port of every device, by name.
 
     Raises:
         MissingExtraError: See :func:`load_pyverbs`.
@@ -138,7 +138,7 @@ def find_ports() -> tuple[Port, ...]:
 
 
 def describe_port(context: Any, number: int) -> Port:
-    """One port of an open ``pyverbs.device.Context``, as it is now."""
+    """Return the present state of one port of an open ``pyverbs.device.Context``."""
     name = context.name.decode() if isinstance(context.name, bytes) else str(context.name)
     found = context.query_port(number)
     state = _STATES.get(found.state, "unknown")
@@ -163,14 +163,16 @@ def describe_port(context: Any, number: int) -> Port:
 
 
 def read_counters(device: str, number: int) -> dict[str, int]:
-    """A port's hardware counters: from sysfs, or, for a network namespace that sysfs shows none, from the program ``rdma``."""
+    """Return a port's hardware counters from sysfs, or from the program ``rdma`` in a network namespace where sysfs has
+    none.
+    """
     counters: dict[str, int] = {}
     for folder in ("counters", "hw_counters"):
         for file in sorted((_SYSFS / device / "ports" / str(number) / folder).glob("*")):
             try:
                 counters[file.name] = int(file.read_text())
             except (OSError, ValueError):
-                continue  # Each driver leaves out some, and one of them is a setting.
+                continue  # Each driver omits some counters, and one of the files is a setting.
     if counters or (program := shutil.which("rdma")) is None:
         return counters
     shown = subprocess.run(
@@ -198,13 +200,13 @@ def _address_text(gid: str) -> str:
 
 
 def _address_rank(gid: str) -> int:
-    """IPv4 first, link-local last: a peer on another link does not share its scope."""
+    """Return the preference: IPv4 first, link-local last, because a peer on another link does not share its scope."""
     address = _address_text(gid)
     return 0 if ":" not in address else 2 if address.startswith("fe80:") else 1
 
 
 def _is_ours(address: str, interface: int) -> bool:
-    """Whether this host (this network namespace) has the address: only then can a socket be bound to it."""
+    """Return True if this host (this network namespace) has the address: only then can a socket be bound to it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     where = (address, 0, 0, interface) if family == socket.AF_INET6 else (address, 0)
     try:

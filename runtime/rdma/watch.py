@@ -1,7 +1,7 @@
-"""Watches RDMA ports: what the devices tell of themselves (port down, queue pair fatal …), and what each port is afterwards.
+"""Watches RDMA ports: events of the devices (port down, queue pair fatal …), and the state of each port after them.
 
-A device's events come through a file descriptor of its own, on which one thread waits for all devices. An event can be late: a
-port may be up again when the news of its end arrives, so what counts is the port's state, asked for after each event.
+A device's events come through a file descriptor of its own, and one thread waits for all devices. An event can be late: a port
+may be up again when its failure is reported. So the port's state is read after each event.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _TRIES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class RdmaEvent:
-    """What a device told.
+    """An event of a device.
 
     Attributes:
         device: The device's name.
         event: The event as libibverbs calls it, such as ``IBV_EVENT_PORT_ERR``.
-        ports: All ports of the device, asked after the event.
+        ports: All ports of the device, read after the event.
     """
 
     device: str
@@ -45,7 +45,7 @@ class RdmaEvent:
 
 
 def watch(devices: Sequence[str], on_event: Callable[[RdmaEvent], None]) -> Watcher | None:
-    """A watcher of these devices, or None if there are none or they can't be watched; the log says why."""
+    """Return a watcher of these devices, or None if there are none or they can't be watched; the log says why."""
     if not devices:
         return None
     try:
@@ -56,7 +56,7 @@ def watch(devices: Sequence[str], on_event: Callable[[RdmaEvent], None]) -> Watc
 
 
 class Watcher:
-    """Tells of every event of some devices until it is closed.
+    """Reports every event of some devices until it is closed.
 
     Args:
         devices: The devices' names.
@@ -122,7 +122,7 @@ def _take(context: Any) -> RdmaEvent:
 
 
 def _open_with_events(name: str) -> tuple[int, Any]:
-    """A device, and the descriptor of its events, which pyverbs has but does not tell: the one that opening it added."""
+    """Return a device and the descriptor of its events, which pyverbs hides: the one that was added by opening the device."""
     for _ in range(_TRIES):
         before = _event_files()
         context = open_device(name)

@@ -1,1 +1,1 @@
-"""Changes of roles and cuts between two steps: agreed on by all ranks, state moved between them."""
+"""Reconfiguration between two steps: role changes and cut changes that all ranks agree on, with state transfer."""

@@ -1,4 +1,4 @@
-"""Agreeing on roles or on a split between two steps: all ranks measure, one chooses, all do what it chose."""
+"""Agreement on a role change or a cut change between two steps: all ranks measure, rank 0 chooses, and all apply its choice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.cut_points import CutPoint, CutPoints, positions_of
 
 RESTART_SECONDS: Final = 1.0
-"""What a change takes besides moving state: ending the workers and starting others, and calibrating anew."""
+"""Seconds of a change besides the state transfer: ending the workers, starting others, and calibrating again."""
 
 
 def agree_on_roles(
@@ -34,16 +34,19 @@ def agree_on_roles(
     held: Handover,
     horizon: int,
 ) -> RoleChange | None:
-    """The change of roles that wins, the same on every rank. All ranks of the job call it.
+    """Choose a role change that saves time, the same on every rank. All ranks of the job call it.
 
     Args:
         group: All ranks of the job, by rank.
-        roles: As they are.
-        stages: The stages' graphs: what a message holds.
-        case: The first plan's: memory, and how a fused backward divides where none was split.
-        measured: This rank's stage in the last steps.
-        held: What this rank would hand over.
-        horizon: Over how many steps a change must pay.
+        roles: The present roles.
+        stages: The stages' graphs, which give the size of each message.
+        case: The first plan's case: memory, and the shares of I and W where only B ran.
+        measured: The measurements of this rank's stage in the last steps.
+        held: The state that this rank would hand over.
+        horizon: The number of steps over which a change must pay.
+
+    Returns:
+        The change, or None if none pays.
 
     Raises:
         RuntimeError: A rank is lost.
@@ -78,17 +81,17 @@ def agree_on_roles(
 def gather_costs(
     group: ProcessGroup | None, planned: CostModel, measured: CostModel | None, held: Sequence[Handover]
 ) -> tuple[CostModel | None, float]:
-    """What is known of costs, the same on every rank. All ranks of the job call it.
+    """Gather the measured costs, the same on every rank. All ranks of the job call it.
 
     Args:
         group: All ranks of the job, by rank; None if they are threads of this process.
         planned: The costs that the running plan is made for: memory, and whether the directions share an edge.
-        measured: What this rank knows, if it coordinates its pipeline.
-        held: What each stage of this process has.
+        measured: The costs that this rank has measured, if it coordinates its pipeline.
+        held: The state of each stage of this process.
 
     Returns:
-        The costs, of several replicas the largest, or None if nobody coordinates just now; and how many bytes move with each
-        byte of a parameter, with its gradient and the optimizer's state.
+        The costs, of several replicas the largest, or None if no rank coordinates at present. And the bytes that move per byte
+        of parameters, including gradients and optimizer state.
 
     Raises:
         RuntimeError: A rank is lost.
@@ -117,12 +120,15 @@ def gather_costs(
 def share_split(
     group: ProcessGroup | None, decided: tuple[SplitChange, tuple[CutPoint, ...]] | None, places: CutPoints
 ) -> tuple[SplitChange, tuple[CutPoint, ...]] | None:
-    """What rank 0 has decided, on every rank. All ranks of the job call it.
+    """Broadcast rank 0's decision on a cut change. All ranks of the job call it.
 
     Args:
         group: All ranks of the job, by rank; None if they are threads of this process.
         decided: On rank 0, the change and where stages 1, 2, … then begin.
-        places: Where they begin, and where else they could.
+        places: The chosen and the possible cut points.
+
+    Returns:
+        The change and its cut points, or None if there is no change.
 
     Raises:
         RuntimeError: A rank is lost.
@@ -151,7 +157,7 @@ _MEASURED: Final = (
 
 
 def _durations(case: Case, stage: int, measured: Sequence[StageMeasurement]) -> tuple[float, float, float]:
-    """Seconds of F, I and W, the medians of the last steps."""
+    """Return the seconds of F, I and W, as medians of the last steps."""
     forward = median(one.forward or 0.0 for one in measured)
     backward = median(one.backward or 0.0 for one in measured)
     known = case.cost.input_grad[stage] + case.cost.weight_grad[stage]

@@ -1,4 +1,4 @@
-"""What a rank says before state moves between ranks: that it can, or why it can't. Then all ranks move, or none does."""
+"""Consent to a state transfer: each rank states that it can transfer, or why not. Then all ranks do, or none does."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _TEXT_LIMIT: Final = 4000
 
 @dataclass(frozen=True, slots=True)
 class Consent:
-    """What one rank says.
+    """One rank's consent or objection.
 
     Attributes:
-        objection: Why it can't move, or an empty text.
-        groups: How many parameter groups its optimizer has.
-        hands_over: Ranks that take over, and in how many groups the parameters are that each is handed.
+        objection: The reason why it can't transfer, or an empty text.
+        groups: The number of parameter groups of its optimizer.
+        hands_over: For each rank that takes over from it, the number of parameter groups that the transferred parameters need.
     """
 
     objection: str = ""
@@ -30,10 +30,10 @@ class Consent:
 
     @staticmethod
     def to(groups: int, leaving: Mapping[int, Handover]) -> Consent:
-        """Of a rank that hands over what leaves it, by the rank that takes it.
+        """Return the consent of a rank to the handovers that leave it, by the rank that takes them.
 
         Raises:
-            StateError: Something of it can't move.
+            StateError: A part of them can't move.
         """
         for part in leaving.values():
             check_movable(part)
@@ -42,24 +42,24 @@ class Consent:
 
     @staticmethod
     def refused(error: Exception) -> Consent:
-        """Of a rank that can't move."""
+        """Return the objection of a rank that can't transfer."""
         return Consent(f"{type(error).__name__}: {error}"[:_TEXT_LIMIT])
 
     def encode(self) -> str:
-        """As the text that travels."""
+        """Return the text that is sent."""
         return json.dumps(asdict(self))
 
 
 def check_consents(what: str, texts: Sequence[str]) -> None:
-    """Refuse a move that some rank can't make; with the same texts every rank comes to the same end.
+    """Refuse a transfer that some rank can't make. With the same texts every rank comes to the same result.
 
     Args:
-        what: Is to move, for the error.
-        texts: What each rank said, by rank.
+        what: A name of the transfer, for the error.
+        texts: The consent of each rank, by rank.
 
     Raises:
         StateError: Names the rank and its reason; nothing has moved.
-        ControlError: What a rank said is not as expected.
+        ControlError: A consent is malformed.
     """
     said = [_read(decode(text.encode(), f"consent of rank {rank}")) for rank, text in enumerate(texts)]
     for rank, one in enumerate(said):

@@ -1,7 +1,7 @@
-"""What moves when the stages are cut elsewhere: state from the stages that had it to those that need it, and who steps it.
+"""State transfer of a cut change: from the stages that had the state to those that need it, with the optimizer updated.
 
-What several stages hold alike, such as a tied parameter, comes from the first of them, and a stage keeps what it has. The
-copies of a tied parameter have the same value, gradient and optimizer state, so it does not matter whose goes on.
+State that several stages have, such as a tied parameter, comes from the first of them, and a stage keeps what it has. The
+copies of a tied parameter have the same value, gradient and optimizer state, so any of them may continue.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from adaptra.graph.stages.stages import TrainStage
 from adaptra.runtime.reconfigure.state_transfer import Handover, receive, send, set_state, take_over
 
 Transfers = Mapping[tuple[int, int], tuple[str, ...]]
-"""By the stage that hands over and the one that takes over, the names of what moves."""
+"""The names of the tensors that move, by the stage that hands them over and the one that takes them."""
 
 
 def transfers(before: Sequence[TrainStage], after: Sequence[TrainStage]) -> Transfers:
-    """What moves between two ways of cutting the same model."""
+    """Return the transfers between two ways of cutting the same model."""
     first: dict[str, int] = {}
     for stage in reversed(before):
         first |= dict.fromkeys(stage.state_names, stage.index)
@@ -34,19 +34,20 @@ def transfers(before: Sequence[TrainStage], after: Sequence[TrainStage]) -> Tran
 
 
 def leaving(held: Handover, stage: int, moving: Transfers, ranks: Sequence[int]) -> dict[int, Handover]:
-    """What leaves a stage, by the rank that it goes to."""
+    """Return the state that leaves a stage, by the rank that takes it."""
     return {ranks[to]: held.part(names) for (source, to), names in moving.items() if source == stage}
 
 
 def exchange_parts(held: Handover, stage: int, moving: Transfers, ranks: Sequence[int], group: ProcessGroup) -> Handover:
-    """Send what leaves this rank's stage, and receive what comes to it. The ranks of a pipeline call it together.
+    """Send the state that leaves this rank's stage, and receive the state that comes to it. The ranks of a pipeline call it
+    together.
 
     Args:
-        held: What the stage has.
+        held: The state of the stage.
         stage: The stage of this rank.
-        moving: What moves.
-        ranks: In the group, the rank of every stage.
-        group: Carries it.
+        moving: The transfers.
+        ranks: The rank of every stage in the group.
+        group: The process group that carries them.
 
     Raises:
         ControlError: What arrived is not a handover.
@@ -67,11 +68,11 @@ def move_within(
 ) -> tuple[list[Mapping[str, Tensor]], list[Handover]]:
     """Move state between the stages of one process.
 
-    A tensor that its stage gives away is the same tensor where it goes, so whoever refers to it goes on seeing it trained; it
-    is copied only for a stage besides the first that needs it.
+    A tensor that its stage gives away stays the same object, so that references to it still see it trained. It is copied only
+    for further stages that need it.
 
     Returns:
-        Per stage the tensors that it has or is given, and copies for it of others'.
+        Per stage the tensors that it has or is given, and copies for it of other stages' tensors.
     """
     given = [dict(state) for state in states]
     copies = [Handover() for _ in states]
@@ -85,7 +86,7 @@ def move_within(
 
 
 def new_state(stage: TrainStage, given: Mapping[str, Tensor], arrived: Handover) -> dict[str, Tensor]:
-    """The state of a stage: the tensors that it is given, and new ones for what has arrived."""
+    """Return the state of a stage: the tensors that it is given, and new ones for the state that has arrived."""
     made = take_over(arrived, frozenset(stage.trainable), frozenset(stage.parameters))
     return {name: given[name] if name in given else made[name] for name in stage.state_names}
 
@@ -96,13 +97,13 @@ def regroup(
     states: Sequence[Mapping[str, Tensor]],
     arrived: Sequence[Handover],
 ) -> None:
-    """Let the optimizer step the parameters that this process has now, what arrived from where it stopped elsewhere.
+    """Let the optimizer step this process's present parameters, and continue those that arrived from where they stopped.
 
     Args:
         optimizer: Steps the process's parameters.
-        before: The tensors of the process's stages until now.
-        states: Those of its stages now.
-        arrived: Per stage, what it was handed over.
+        before: The tensors of the process's stages before the change.
+        states: The tensors of its stages now.
+        arrived: The handover that each stage received.
     """
     group_of = {id(one): index for index, group in enumerate(optimizer.param_groups) for one in group["params"]}
     for state, handover in zip(states, arrived, strict=True):

@@ -1,7 +1,7 @@
-"""How fast the links between all ranks of a job are, measured between two steps, when nothing else travels.
+"""Latency and bandwidth of the links between all ranks of a job, measured between two steps, when nothing else travels.
 
-In every round each rank talks to one other, so that after one round less than there are ranks each pair has talked. Round trips
-need no common clock; a link is taken to be alike both ways.
+In every round each rank exchanges messages with one other. With n ranks, every pair has done so after n - 1 rounds. Round trips
+need no common clock; a link is assumed to be the same in both directions.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.distributed import ProcessGroup
 from adaptra.simulation.links import Link
 
 ROUND_TRIPS: Final = 3
-"""How often a few bytes go to and fro; the fastest counts."""
+"""The number of round trips of a few bytes; the fastest counts."""
 
 BULK_BYTES: Final = 1 << 18
-"""What is sent to see how long bytes occupy a link."""
+"""The size of the message that measures how long bytes occupy a link."""
 
 
 def measure_links(group: ProcessGroup) -> dict[tuple[int, int], Link]:
@@ -53,10 +53,10 @@ def _to_and_fro(group: ProcessGroup, peer: int, message: torch.Tensor) -> float:
 
 
 def peers(rank: int, ranks: int) -> Iterator[int]:
-    """Whom a rank talks to, round by round; a rank that has nobody to talk to in a round goes on to the next."""
+    """Yield the partners of a rank, round by round, leaving out rounds in which it has none."""
     seats = ranks + ranks % 2
     for turn in range(seats - 1):
-        # All sit round a table but the last; those face each other whose numbers add up to the turn.
+        # Round-robin tournament: the last seat is fixed, and other pairs add up to the turn modulo the seats.
         peer = (
             (turn - rank) % (seats - 1)
             if rank < seats - 1

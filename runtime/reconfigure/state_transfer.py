@@ -1,8 +1,8 @@
-"""What a rank hands over with its role: parameters, buffers and gradients of its stage, and the optimizer's state of them.
+"""State transfer of a role: the parameters, buffers and gradients of a rank's stage, and their optimizer state.
 
-A handover is one JSON object that says what there is, and the bytes of all tensors in that order. The object is checked
-field by field and nothing in it is executed; numbers of an optimizer's state that are no tensors travel in it. What it keeps
-per group, such as the learning rate, stays where it is: every rank runs the same lines on its own groups.
+A handover is one JSON object that describes the tensors, followed by the bytes of all tensors in that order. The object is
+checked field by field and nothing in it is executed; numbers of the optimizer state travel in it. Settings per group, such as
+the learning rate, do not move: every rank runs the same lines on its own groups.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GRADIENT: Final = "gradient"
 VALUE: Final = "value"
 STATE: Final = "state/"
 
-_NOT_FINITE: Final = ("inf", "-inf", "nan")  # which JSON has no numbers for
+_NOT_FINITE: Final = ("inf", "-inf", "nan")  # JSON has no numbers for these
 
 
 @dataclass(slots=True)
@@ -35,10 +35,10 @@ class Handover:
     """The state of a stage on one rank.
 
     Attributes:
-        tensors: By the name of the parameter or buffer and what of it: its value, its gradient or an entry of the optimizer's
-            state of it.
-        numbers: The entries of the optimizer's state that are no tensors.
-        groups: Per parameter that the optimizer has, in which of its groups.
+        tensors: Tensors by the name of the parameter or buffer and their kind: its value, its gradient or an entry of its
+            optimizer state.
+        numbers: The entries of the optimizer state that are not tensors.
+        groups: The index of the optimizer's group, per parameter that it steps.
     """
 
     tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict[tuple[str, str], Tensor])
@@ -51,7 +51,7 @@ class Handover:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def part(self, names: Collection[str]) -> Handover:
-        """What belongs to these parameters and buffers."""
+        """Return the state of these parameters and buffers."""
         return Handover(
             {key: tensor for key, tensor in self.tensors.items() if key[0] in names},
             {key: number for key, number in self.numbers.items() if key[0] in names},
@@ -59,25 +59,25 @@ class Handover:
         )
 
     def copy(self) -> Handover:
-        """The same with tensors of its own."""
+        """Return a copy with tensors of its own."""
         return Handover({key: copied(tensor) for key, tensor in self.tensors.items()}, dict(self.numbers), dict(self.groups))
 
     def add(self, other: Handover) -> None:
-        """Take what another one holds of other names."""
+        """Add the state of other names."""
         self.tensors |= other.tensors
         self.numbers |= other.numbers
         self.groups |= other.groups
 
 
 def gather_state(state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Handover:
-    """What a rank has to hand over.
+    """Return the state that a rank has to hand over.
 
     Args:
         state: Its stage's parameters and buffers by name.
         optimizer: Steps the parameters.
 
     Raises:
-        StateError: The optimizer keeps something of a parameter that is neither a tensor nor a number; names both.
+        StateError: The optimizer state of a parameter has an entry that is neither a tensor nor a number; names both.
     """
     found = Handover()
     groups = {id(one): index for index, group in enumerate(optimizer.param_groups) for one in group["params"]}
@@ -101,10 +101,10 @@ def gather_state(state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) 
 
 
 def check_movable(held: Handover) -> None:
-    """Refuse what can't be rebuilt on another rank, before anything moves.
+    """Refuse tensors that can't be rebuilt on another rank, before anything moves.
 
     Raises:
-        StateError: Names the tensor, what it is of, and why it can't move.
+        StateError: Names the tensor, its parameter, and the reason.
     """
     for (name, what), tensor in held.tensors.items():
         reason = why_not_movable(tensor)
@@ -117,12 +117,12 @@ def check_movable(held: Handover) -> None:
 
 
 def exchange(held: Handover, before: Roles, after: Roles, group: ProcessGroup) -> Handover:
-    """Send what this rank holds to the rank that takes its role, and receive what belongs to its own new one.
+    """Send this rank's state to the rank that takes its role, and receive the state of its own new role.
 
-    All ranks whose role changes call it, and every one of them has another role before and after.
+    All ranks whose role changes call it, each with a role before and after.
 
     Args:
-        held: What this rank hands over.
+        held: The state that this rank hands over.
         before, after: The roles.
         group: All ranks of the job, by rank.
 
@@ -139,14 +139,18 @@ def exchange(held: Handover, before: Roles, after: Roles, group: ProcessGroup) -
 
 
 def send(held: Handover, to: int, group: ProcessGroup) -> Callable[[], None]:
-    """Send a handover to a rank of the group. What is returned waits until it has been sent."""
+    """Send a handover to a rank of the group.
+
+    Returns:
+        A function that waits until it has been sent.
+    """
     head = torch.frombuffer(bytearray(_describe(held)), dtype=torch.uint8)
     body = torch.cat([torch.empty(0, dtype=torch.uint8), *map(bytes_of, held.tensors.values())])
     parts = [torch.tensor([head.numel(), body.numel()]), head, body]
     works = [group.send([part], to, tag) for tag, part in enumerate(parts)]
 
     def wait() -> None:
-        for work, _ in zip(works, parts, strict=True):  # which keeps the parts until then
+        for work, _ in zip(works, parts, strict=True):  # parts stay referenced until they are sent
             work.wait()
 
     return wait
@@ -169,10 +173,10 @@ def receive(source: int, group: ProcessGroup) -> Handover:
 
 
 def take_over(arrived: Handover, trainable: frozenset[str], parameters: frozenset[str]) -> dict[str, Tensor]:
-    """The state of a stage as tensors of this rank.
+    """Return the state of a stage as tensors of this rank.
 
     Args:
-        arrived: What was handed over.
+        arrived: The handover received.
         trainable: The parameters that take gradients.
         parameters: The names that are parameters; all others are buffers.
     """
@@ -187,7 +191,7 @@ def take_over(arrived: Handover, trainable: frozenset[str], parameters: frozense
 
 
 def give_optimizer(optimizer: torch.optim.Optimizer, arrived: Handover, state: Mapping[str, Tensor]) -> None:
-    """Let the optimizer step the parameters of the new stage, from where the rank before stopped."""
+    """Let the optimizer step the parameters of the new stage, from where the previous rank stopped."""
     optimizer.state.clear()
     for index, group in enumerate(optimizer.param_groups):
         group["params"] = [state[name] for name, of in arrived.groups.items() if of == index]
@@ -195,7 +199,7 @@ def give_optimizer(optimizer: torch.optim.Optimizer, arrived: Handover, state: M
 
 
 def set_state(optimizer: torch.optim.Optimizer, arrived: Handover, state: Mapping[str, Tensor]) -> None:
-    """Give the optimizer what it keeps of parameters that have arrived."""
+    """Give the optimizer its state of parameters that have arrived."""
     for (name, what), entry in (*arrived.tensors.items(), *arrived.numbers.items()):
         if what.startswith(STATE):
             optimizer.state[state[name]][what.removeprefix(STATE)] = entry

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory: what of it travels to another rank, and how it lies there as it did here."""
+"""The memory layout of a tensor: the bytes that travel to another rank, and the same layout there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOVABLE: Final = {
 
 
 def why_not_movable(tensor: Tensor) -> str | None:
-    """Why a tensor can't be rebuilt from its bytes on another rank, or None if it can."""
+    """Return the reason why a tensor can't be rebuilt from its bytes on another rank, or None if it can."""
     if tensor.layout is not torch.strided:
         return f"its layout is {str(tensor.layout).removeprefix('torch.')}"
     if dtype_name(tensor.dtype) not in MOVABLE:
@@ -40,25 +40,25 @@ def why_not_movable(tensor: Tensor) -> str | None:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor's elements in the order of its indices; of repeated ones (stride 0) those of one."""
+    """Return the bytes of a tensor's elements in the order of its indices. Repeated elements (stride 0) are included once."""
     plain = _once(tensor.detach()).resolve_conj().resolve_neg().cpu()
     return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
 def byte_count(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
-    """How many bytes :func:`bytes_of` gives for a tensor of this form."""
+    """Return the number of bytes that :func:`bytes_of` gives for a tensor of this form."""
     return math.prod(_sizes_once(shape, stride)) * dtype.itemsize
 
 
 def from_bytes(body: Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
-    """A new tensor of this form on a device, with the elements that :func:`bytes_of` gave."""
+    """Make a tensor of this form on a device, with the elements that :func:`bytes_of` gave."""
     sizes = _sizes_once(shape, stride)
     plain = body.clone().view(dtype).reshape(sizes)  # of its own, as the bytes may begin anywhere
     return torch.empty_strided(sizes, stride, dtype=dtype, device=device).copy_(plain).as_strided(shape, stride)
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy of a tensor that lies in memory as the tensor does."""
+    """Copy a tensor, with the same memory layout."""
     once = _once(tensor.detach())
     return torch.empty_strided(
         once.shape, once.stride(), dtype=tensor.dtype, device=tensor.device
@@ -77,7 +77,7 @@ def _once(tensor: Tensor) -> Tensor:
 
 
 def _overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements overlap besides those that are repeated; of unusual interleavings it says so too."""
+    """Return True if elements overlap, other than repeated ones. Some unusual interleavings also return True."""
     reach = 0
     for step, size in sorted(zip(stride, _sizes_once(shape, stride), strict=True)):
         if size > 1:

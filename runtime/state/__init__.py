@@ -1,1 +1,1 @@
-"""Values that several ranks hold, compared and sent."""
+"""Values that several ranks have, compared and sent."""

@@ -1,7 +1,7 @@
-"""A number that tells tensors apart: cheap, on the device where they are, and the same wherever their bytes are the same.
+"""Checksums of tensors: cheap, computed on the tensors' device, and equal wherever their bytes are equal.
 
-The bytes are taken as 64-bit whole numbers, of which a weighted sum is taken modulo 2**64. All weights are odd, so a change of
-one number always changes the sum, and they depend on the position, so rows in another order are another sum. It is made
+The bytes are taken as 64-bit whole numbers, and their weighted sum is taken modulo 2**64. All weights are odd, so a change of
+one number always changes the sum. They depend on the position, so rows in another order have another sum. The checksum protects
 against mistakes, not against an adversary.
 """
 
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 _BLOCK: Final = 1 << 16
-"""So many numbers are weighed at a time: they and their products stay in a core's cache."""
+"""The numbers weighed at a time: they and their products stay in a core's cache."""
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """One number for each tensor, of its shape, dtype and values; tensors on the meta device have no values."""
+    """Return one checksum for each tensor, of its shape, dtype and values; tensors on the meta device have no values."""
     sums = [_checksum(one.detach()) for one in tensors]
     found = [int(one) for one in torch.stack([one.cpu() for one in sums]).tolist()] if sums else []
     described = (hash_of((str(one.dtype), *one.shape)) for one in tensors)
@@ -27,7 +27,7 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def hash_of(words: Sequence[object]) -> int:
-    """A number of some words, the same in every process."""
+    """Return a hash of some words, the same in every process."""
     found = 0
     for byte in "/".join(map(str, words)).encode():
         found = _signed(found * 1_099_511_628_211 + byte)
@@ -60,5 +60,5 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """The number modulo 2**64 as torch.int64 has it."""
+    """Return the number modulo 2**64 as torch.int64 represents it."""
     return (number + 2**63) % 2**64 - 2**63

@@ -1,8 +1,9 @@
-"""Values that several ranks hold: parameters and buffers of replicas, and what several stages of a pipeline use.
+"""Values that several ranks have: parameters and buffers of replicas, and those that several stages of a pipeline use.
 
-Every rank builds the model for itself, so with another seed, or another checkpoint, copies differ from the start, and the sum
-of their gradients trains none of them. They are compared by a number for each tensor, and where they differ the first holder's
-are taken, as DDP takes those of its first rank. First among the replicas of each stage, then among the stages of each pipeline.
+Every rank builds the model for itself, so with different seeds or checkpoints the copies differ from the start. The sum of
+their gradients would then train none of them. So the ranks compare a checksum of each tensor. If copies differ, all ranks take
+the first holder's values, as DDP takes those of its first rank. First the replicas of each stage are aligned, then the stages
+of each pipeline.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from adaptra.runtime.state.state_stream import StateStream
 from adaptra.runtime.transports.base import Transport
 
 NAMED: Final = 6
-"""So many values are named where copies differ; the others are counted."""
+"""The number of values that are named if copies differ; the others are counted."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +35,9 @@ class Difference:
     """A value whose copies differed.
 
     Attributes:
-        name: Of the parameter or buffer in the user's model.
+        name: The name of the parameter or buffer in the user's model.
         first: The rank whose copy was taken, by its number in the job.
-        others: The ranks that had another.
+        others: The ranks whose copies differed from it.
     """
 
     name: str
@@ -45,14 +46,14 @@ class Difference:
 
 
 class SharedValues:
-    """What one rank of a pipeline holds that others hold too. Used by the thread that runs the steps, between two of them.
+    """The values of one rank that other ranks have too. Used by the thread that runs the steps, between two of them.
 
     Args:
         state: This rank's parameters and buffers by name.
-        stages: The pipeline's.
-        placement: Which rank holds each.
-        transport: This rank's.
-        replicas: The ranks that hold copies of all of them, or None.
+        stages: The pipeline's stages.
+        placement: ``placement[stage]`` is the stage's rank.
+        transport: This rank's transport.
+        replicas: The ranks that have copies of all of them, or None.
         timeout: Seconds to wait for another rank.
         check: As of :func:`adaptra.runtime.launch.launch.gather`.
     """
@@ -83,17 +84,17 @@ class SharedValues:
 
     @property
     def exist(self) -> bool:
-        """Whether any rank of the pipeline holds what another one holds."""
+        """True if any two ranks of the pipeline or its replicas have the same value."""
         return self._replicas is not None or bool(self._holders)
 
     def align(self, stream: StateStream, receive: Callable[[StateStream, int], Mapping[str, Tensor]]) -> None:
-        """Take the first holder's values where copies differ, and say so in one line on the job's first rank.
+        """Take the first holder's values where copies differ, and log that in one line on the job's first rank.
 
         All ranks of the job call it.
 
         Args:
             stream: Carries values between the stages of a pipeline.
-            receive: Receives from it what a rank sends, with room for that.
+            receive: Receives a rank's values from the stream, with buffers reserved for them.
 
         Raises:
             LaunchError: A rank has not answered; names it.
@@ -127,7 +128,9 @@ class SharedValues:
     def _among_stages(
         self, stream: StateStream, receive: Callable[[StateStream, int], Mapping[str, Tensor]]
     ) -> list[Difference]:
-        """Who holds a value reads the first holder's number, and the first holder all others'; so both know what is sent."""
+        """Align the stages. Each holder reads the first holder's checksums, and the first holder all others', so both know what
+        to send.
+        """
         if not self._holders:
             return []
         own = dict(zip(self._own, checksums([self._state[name] for name in self._own]), strict=True))
@@ -137,7 +140,7 @@ class SharedValues:
         texts = tell(self._transport, f"shared values/{self._calls}", own, peers, self._timeout, self._check)
         numbers = {rank: _numbers(text, rank) for rank, text in zip(peers, texts, strict=True)}
         found: dict[str, list[int]] = {}
-        # By the sending rank, in ascending order on every rank, and a first holder is lower than those that it sends to.
+        # In ascending order of the sending rank on every rank; a first holder sends to higher ranks only.
         for source in sorted(firsts):
             if source != self._rank:
                 wanted = [
@@ -182,7 +185,7 @@ def _difference(data: object) -> Difference:
 
 
 def _sentence(differences: Sequence[Difference]) -> str:
-    """All differences in one line: values by the ranks that they were different on."""
+    """Return all differences in one line: values grouped by the ranks on which they differed."""
     groups: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     for one in differences:
         groups.setdefault((one.first, one.others), []).append(one.name)

@@ -1,8 +1,8 @@
-"""A rank's parameters and buffers on their way to another rank: one stream of bytes, whatever the size of the state.
+"""A stream of a rank's parameters and buffers to another rank, with constant memory whatever the size of the state.
 
-The stream is the length of a JSON object, the object, which says what there is, and the bytes of all tensors in that order. It
-travels in messages of one size, a few at a time, so neither side needs room for more than these beside the state itself. The
-object is checked field by field, and nothing in it is executed.
+The stream is the length of a JSON object, the object, which describes the tensors, and the bytes of all tensors in that order.
+It travels in messages of one size, a few at a time. So neither side needs more memory than these messages beside the state
+itself. The object is checked field by field, and nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from adaptra.runtime.control_store.schema import MAX_BYTES, Fields, decode
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 
 MESSAGE_BYTES: Final = 4 * 1024 * 1024
-"""Small beside a stage, and large enough that a message's own cost does not count."""
+"""The size of a message: small compared with a stage, and large enough that the cost per message is negligible."""
 
 UNDER_WAY: Final = 4
-"""How many messages are under way at a time; on a link of 1 Gb/s they fill a round trip of 130 ms."""
+"""The number of messages under way at a time; on a link of 1 Gb/s they fill a round trip of 130 ms."""
 
 SPEC: Final[MessageSpec] = (TensorSpec((MESSAGE_BYTES,), torch.uint8),)
 
@@ -37,9 +37,9 @@ class StateStream:
     """One rank's end of a stream. Used by the thread that runs the steps, between two of them.
 
     Args:
-        transport: Carries it.
-        step: The step that was run last; it names the messages.
-        timeout: Seconds a message may take.
+        transport: Carries the messages.
+        step: The last step that was run; it names the messages.
+        timeout: The timeout of a message, seconds.
     """
 
     def __init__(self, transport: Transport, step: int, timeout: float) -> None:
@@ -51,9 +51,10 @@ class StateStream:
         """Send a state to a rank, and return when it has left.
 
         Args:
-            destination: Calls :meth:`receive`.
+            destination: The rank that calls :meth:`receive`.
             state: Tensors by name.
-            patience: Seconds until the first message may have been taken, for as long as the other rank receives from others.
+            patience: The timeout in seconds until the first message is taken, since the other rank may receive from others
+                first.
 
         Raises:
             TransportError: It could not be sent.
@@ -68,10 +69,11 @@ class StateStream:
             pending.wait(patience)
 
     def receive(self, source: int) -> dict[str, Tensor]:
-        """What a rank sends, in memory of the CPU. The transport has :data:`UNDER_WAY` buffers of :data:`SPEC` reserved.
+        """Receive the state that a rank sends, in CPU memory. The transport has :data:`UNDER_WAY` buffers of :data:`SPEC`
+        reserved.
 
         Raises:
-            ControlError: What was sent is no state.
+            ControlError: The bytes are not a state.
             TransportError: It did not arrive.
         """
         incoming = _Incoming(
@@ -111,18 +113,18 @@ class _Incoming:
         self._message = torch.empty(0, dtype=torch.uint8)
 
     def expect(self, count: int) -> None:
-        """So many more bytes will come."""
+        """Expect ``count`` more bytes."""
         self._expected += count
         self._post()
 
     def take(self, count: int) -> bytes:
-        """The next bytes."""
+        """Return the next bytes."""
         found = torch.empty(count, dtype=torch.uint8)
         self.fill(found)
         return found.numpy().tobytes()
 
     def fill(self, wanted: Tensor) -> None:
-        """Put the next bytes where they are wanted."""
+        """Copy the next bytes to ``wanted``."""
         done = 0
         while done < len(wanted):
             if not len(self._message):
@@ -133,7 +135,7 @@ class _Incoming:
             done += len(part)
 
     def end(self) -> None:
-        """What has been taken so far is all of its message."""
+        """Release the current message, all of which has been used."""
         if self._held is not None:
             self._transport.release(self._held)
             self._held = None
@@ -151,7 +153,7 @@ class _Incoming:
 
 
 def _messages(state: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """The stream of a state, cut into messages; the last one is filled up."""
+    """Yield the stream of a state, cut into messages; the last one is padded."""
     layouts = {name: Layout.of(tensor) for name, tensor in state.items()}
     described = [
         [name, dtype_name(tensor.dtype), [tensor.shape[one] for one in layouts[name].order], list(layouts[name].order)]
@@ -184,7 +186,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _described(fields: Fields, item: object) -> tuple[str, Tensor, Layout]:
-    """The name of a tensor, room for what comes of it, and how it lies."""
+    """Return the name of a tensor, an empty tensor for its values, and its layout."""
     match item:
         case [str(name), str(dtype), [*sizes], [*order]] if dtype in _DTYPES and sorted(map(str, order)) == sorted(
             map(str, range(len(sizes)))

@@ -1,1 +1,1 @@
-"""What travels in a step beside activations: shared gradients, losses, gradient norms and probes."""
+"""Messages of a step besides activations: shared gradients, losses, gradient norms and probes."""

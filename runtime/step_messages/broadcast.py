@@ -1,6 +1,6 @@
-"""What one rank computes of every microbatch and all ranks want: outputs, and gradients of inputs.
+"""Broadcasts each microbatch's outputs or input gradients from one rank to all.
 
-Each is told as soon as it is there, so most have arrived when the last one is computed, however slow the way is.
+Each microbatch is sent as soon as it is computed, so most have arrived when the last one is computed, however slow the link.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Broadcast:
 
     Args:
         source: The rank that computes, and its stage.
-        purpose: What is sent: outputs, or gradients of inputs.
+        purpose: The purpose of the messages: outputs, or gradients of inputs.
         microbatches: Microbatches per step.
-        specs: What there is of each microbatch; nothing is told if this is empty.
-        transport: Carries it.
+        specs: The tensors of each microbatch; nothing is sent if this is empty.
+        transport: Carries the messages.
     """
 
     def __init__(self, source: int, purpose: Purpose, microbatches: int, specs: MessageSpec, transport: Transport) -> None:
@@ -37,23 +37,23 @@ class Broadcast:
         self._own: list[tuple[Tensor, ...]] = []
 
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
-        """How many receive buffers this takes at a time, per source rank and message."""
+        """Return the number of receive buffers needed at a time, per source rank and message."""
         return {(self._source, self._specs): self._microbatches} if self._transport.rank in self._others else {}
 
     def begin_step(self, step: int) -> None:
-        """Expect what belongs to a step."""
+        """Post the receives of a step."""
         self._step = step
-        if not self._transport.contract.in_order:  # else they would hold up what this rank sends to the source
+        if not self._transport.contract.in_order:  # else they would delay messages from this rank to the source
             self._pending = self._receive()
 
     def tell(self, microbatch: int, results: tuple[Tensor, ...]) -> None:
-        """The source has computed a microbatch, the next one in their order."""
+        """Broadcast the results of a microbatch, which the source has just computed. Microbatches come in ascending order."""
         self._own.append(results)
         for other in self._others:
             self._transport.send(other, self._identity(other, microbatch), results)
 
     def end_step(self, timeout: float) -> tuple[Tensor, ...]:
-        """Each of the tensors for the whole batch, the same on every rank: those of the microbatches, one behind the other.
+        """Return each tensor for the whole batch, the same on every rank: the microbatches concatenated.
 
         Args:
             timeout: Seconds to wait for each microbatch.
@@ -78,5 +78,5 @@ class Broadcast:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """A tensor of its own; that of a single microbatch may be without dimensions."""
+    """Return the concatenation as a tensor of its own. That of a single microbatch may be without dimensions."""
     return torch.cat(list(parts)) if len(parts) > 1 else parts[0].clone()

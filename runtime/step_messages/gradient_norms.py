@@ -1,9 +1,9 @@
-"""The norm of all gradients of a model whose stages lie on several ranks, bitwise that of one process.
+"""The norm of all gradients of a model whose stages are on several ranks, bitwise equal to that of one process.
 
-torch takes the norm of each parameter's gradient and then the norm of those norms, in the order of the parameters. Ranks
-therefore exchange the norms themselves, each sending its own to every other at once, so that a slow link delays this by
-its latency alone; then every rank puts them in the model's order and comes to the same number. Whether any rank has found a
-gradient that is not finite is exchanged likewise.
+torch takes the norm of each parameter's gradient, and then the norm of those norms, in the order of the parameters. So the
+ranks exchange the norms of their parameters' gradients. Each sends them to every other at once, so that a slow link adds only
+its latency. Every rank then sorts them in the model's order and gets the same number. The ranks exchange in the same way
+whether any of them found a gradient that is not finite.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from adaptra.runtime.transports.base import Identity, Purpose, Transport
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ABSENT: Final = -1.0
-"""In place of the norm of a parameter without gradient: norms are never below zero."""
+"""Stands for the norm of a parameter without gradient: norms are never negative."""
 _FLAG: Final = (TensorSpec((1,), torch.float32),)
 
 
@@ -32,8 +32,7 @@ class GradientNorms:
         trainable: The trainable parameters of its stages by name.
         compiled: All stages; a parameter that several use counts at its owner.
         placement: ``placement[stage]`` is the stage's rank.
-        microbatches: Microbatches per step; the number after that of probes names these messages.
-        transport: Carries them.
+        transport: Carries the messages.
     """
 
     def __init__(
@@ -56,15 +55,15 @@ class GradientNorms:
         self._transport = transport
 
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
-        """How many receive buffers this takes at a time, per source rank and message."""
+        """Return the number of receive buffers needed at a time, per source rank and message."""
         return {(other, spec): 1 for other in self._others() for spec in (self._spec(other), _FLAG)}
 
     def total(self, step: int, norm_type: float, timeout: float) -> Tensor:
-        """The norm of the gradients as they are, a scalar; every rank calls it after the same step.
+        """Return the norm of the gradients as they are, a scalar; every rank calls it after the same step.
 
         Args:
-            step: The step that was run last.
-            norm_type: Which p-norm; ``inf`` for the largest absolute value.
+            step: The last step that was run.
+            norm_type: The p of the p-norm; ``inf`` for the largest absolute value.
             timeout: Seconds to wait for the other ranks.
 
         Raises:
@@ -81,11 +80,11 @@ class GradientNorms:
         return torch.linalg.vector_norm(torch.stack(ordered), norm_type) if ordered else torch.tensor(0.0)
 
     def found_anywhere(self, step: int, found: bool, timeout: float) -> bool:
-        """Whether any rank has ``found`` what it looked for in its gradients; every rank calls it after the same step.
+        """Return True if ``found`` is true on any rank; every rank calls it after the same step.
 
         Args:
-            step: The step that was run last.
-            found: Whether this rank has.
+            step: The last step that was run.
+            found: Whether this rank's gradients have the property in question.
             timeout: Seconds to wait for the other ranks.
 
         Raises:
@@ -95,7 +94,7 @@ class GradientNorms:
         return found or any(bool(one) for one in answers.values())
 
     def _exchange(self, step: int, own: Tensor, spec_of: Callable[[int], MessageSpec], timeout: float) -> dict[int, Tensor]:
-        """Send this rank's tensor to every other and return theirs; ``spec_of`` says what each rank's looks like."""
+        """Send this rank's tensor to every other rank and return theirs; ``spec_of`` gives the form of each rank's tensor."""
 
         def identity(source: int, destination: int) -> Identity:
             return Identity(step, Purpose.GRADIENT_NORM, source, destination, 0, spec_of(source))
@@ -117,6 +116,6 @@ class GradientNorms:
 
 
 def _named(names: Sequence[str], table: Tensor) -> dict[str, Tensor]:
-    """The norms of those parameters that have gradients, each in its parameter's precision."""
+    """Return the norms of those parameters that have gradients, each in its parameter's precision."""
     rows = zip(names, table.tolist(), strict=True)
     return {name: torch.tensor(norm, dtype=_DTYPES[int(index)]) for name, (norm, index) in rows if norm != _ABSENT}

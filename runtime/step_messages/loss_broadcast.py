@@ -1,10 +1,14 @@
-"""The losses of a step: computed by the last stage, told to every rank.
+"""Broadcasts the losses of a step from the last stage to every rank.
 
-They are known when the last stage has done its last forward, long before the step ends: told then, they reach the other ranks
-while those still work, however slow the way is. A rank that shares parameters with the last stage gets them at the end: their
-gradients take the same channel, and messages on a channel are received in the order in which they are sent. So do all where the
-first stage lies on the last one's rank, whose activations take that channel, and where two ranks have one queue for everything:
-a receive that waits there for the last forward would hold up what leads to it.
+They are known when the last stage has done its last forward, long before the step ends. Sent then, they reach the other ranks
+while those still work, however slow the link.
+
+Some ranks receive them at the end instead, because the losses would queue with other messages:
+
+- A rank that shares parameters with the last stage. Its gradients take the same channel, and a channel's messages are received
+  in the order of their sends.
+- All ranks, if the first stage is on the last one's rank, whose activations take that channel.
+- All ranks, if two ranks have one queue for everything. There a receive of the losses would block the ops that lead to them.
 """
 
 from __future__ import annotations
@@ -25,9 +29,9 @@ class LossBroadcast:
         rank: This rank; messages name it by its first stage, which has the same number.
         placement: ``placement[stage]`` is the stage's rank.
         microbatches: Microbatches per step.
-        loss: Of one microbatch: a scalar, or a sum and its weight.
+        loss: The loss of one microbatch: a scalar, or a sum and its weight.
         sharing: The ranks that share parameters with the last stage.
-        transport: Carries them.
+        transport: Carries the messages.
     """
 
     def __init__(
@@ -52,23 +56,23 @@ class LossBroadcast:
         self._pending: Pending | None = None
 
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
-        """How many receive buffers this takes at a time, per source rank and message."""
+        """Return the number of receive buffers needed at a time, per source rank and message."""
         return {} if self._rank == self._source else {(self._source, self._spec): 1}
 
     def begin_step(self, step: int) -> None:
-        """Expect a step's losses, after the probes and before what is shared."""
+        """Post the receive of a step's losses, after the probes and before shared gradients."""
         self._step = step
         if self._rank in self._at_once:
             self._pending = self._receive()
 
     def tell(self, results: Mapping[int, tuple[Tensor, ...]]) -> None:
-        """The last stage has computed them, one per microbatch."""
+        """Broadcast the losses that the last stage has computed, one per microbatch."""
         told = torch.stack([results[microbatch][0].detach() for microbatch in range(len(results))])
         self._told = told.reshape(self._spec[0].shape)
         self._send(self._at_once)
 
     def end_step(self, timeout: float) -> Tensor:
-        """The loss of every microbatch, (microbatches,) or (microbatches, 2), the same on every rank.
+        """Return the loss of every microbatch, (microbatches,) or (microbatches, 2), the same on every rank.
 
         Args:
             timeout: Seconds to wait for them.

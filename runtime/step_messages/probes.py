@@ -1,12 +1,14 @@
-"""Probes: over every edge a few bytes per step, whose flight is the edge's latency and hardly anything else.
+"""Probes: a few bytes per step over every edge, whose flight is nearly the edge's latency alone.
 
-Where no message queues for another, a slow edge's messages can't tell a longer latency from a lower rate, as all are of one
-size. The flight of a message of a few bytes can. A rank sends one to a neighbour as soon as it has that neighbour's first
-message of the step: the neighbour has begun the step by then and has posted the receive, so a transport that makes sends wait
-for receives starts it at once. It takes the channel of the gradients of shared parameters, before any of them, so that it is in
-line with no activation. The end of a step waits for its probes, and no op for that: what a neighbour sends in the next step
-leaves it later. There are no probes where they would be in line with other messages: where two ranks have one queue for
-everything, and where several edges lie between them.
+If no message queues for another, a slow edge's messages can't tell a longer latency from a lower rate, since all have the same
+size. A message of a few bytes can.
+
+A rank sends a probe to a neighbour as soon as it has that neighbour's first message of the step. By then the neighbour has
+posted the receive, so transports whose sends wait for receives send it at once. A probe takes the channel of the gradients of
+shared parameters, before any of them, so it never queues with an activation. Only the end of a step waits for its probes, which
+costs nothing: a neighbour's messages of the next step leave it later.
+
+Where probes would queue with other messages there are none: if two ranks share one queue for everything, or several edges.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ class Probes:
     Args:
         rank: This rank, and its stage if there are probes.
         placement: ``placement[stage]`` is the stage's rank.
-        transport: Carries them.
-        monitor: Is told how long they took.
+        transport: Carries the probes.
+        monitor: Records their flights.
     """
 
     def __init__(self, rank: int, placement: Sequence[int], transport: Transport, monitor: Monitor) -> None:
@@ -47,11 +49,11 @@ class Probes:
         self._pending: list[tuple[int, Pending]] = []
 
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
-        """How many receive buffers probes take at a time, per source rank and message."""
+        """Return the number of receive buffers that probes need at a time, per source rank and message."""
         return {(stage, SPEC): 1 for stage in self._neighbours}
 
     def begin_step(self, step: int) -> None:
-        """Expect this step's probes."""
+        """Post the receives of this step's probes."""
         self._step = step
         self._unanswered = set(self._neighbours)
         self._pending = [
@@ -59,13 +61,13 @@ class Probes:
         ]
 
     def answer(self, stage: int) -> None:
-        """A message of this step has come from a neighbouring stage."""
+        """Send the probe to a neighbouring stage, because a message of this step has come from it."""
         if stage in self._unanswered:
             self._unanswered.discard(stage)
             self._transport.send(stage, self._identity(self._rank, stage), self._content)
 
     def end_step(self, timeout: float) -> None:
-        """Tell the monitor of the probes.
+        """Record the probes in the monitor.
 
         Args:
             timeout: Seconds to wait for one that is still under way.

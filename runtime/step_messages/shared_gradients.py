@@ -1,14 +1,14 @@
-"""Gradients of one rank's parameters: accumulated per microbatch, and combined where stages share a parameter.
+"""Gradients of one rank's parameters: accumulated per microbatch, and combined if stages share a parameter.
 
-W ops run in microbatch order on every stage whatever the plan, so the sums are taken in one order and come out bitwise the
-same (rule 1).
+W ops run in microbatch order on every stage under every plan. So sums are taken in one order and are bitwise the same (rule 1).
 
-A parameter used by stages of several ranks has a copy on each rank. Autograd first adds what the uses of one microbatch
-contribute, the latest use first, and then adds the microbatches up. Floating-point sums depend on that order, so the
-contributions travel to the stage that owns the parameter, in one message per microbatch and each as a tensor of its own, and
-the owner adds them in autograd's order as soon as all are there; those of stages on its own rank wait there. Nothing else waits
-for them before the end of the step. Then the owner sends the sum back, so that every copy takes the same optimizer step and all
-copies stay equal.
+A parameter used by stages of several ranks has a copy on each rank. Autograd first adds the contributions of one microbatch,
+the latest use first, and then adds up the microbatches. Floating-point sums depend on that order. So the contributions travel
+to the stage that owns the parameter, one message per microbatch, each contribution as a tensor of its own. The owner adds them
+in autograd's order as soon as all have arrived.
+
+Contributions of stages on the owner's rank wait there. No op waits for them before the end of the step. Then the owner sends
+the sum back, so that every copy takes the same optimizer step and all copies stay equal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from adaptra.program.placement import Edge, stages_of
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 
 POSTED_AHEAD: Final = 2
-"""For how many microbatches the owner holds receive buffers at a time: one being added, one arriving."""
+"""The number of microbatches for which the owner reserves receive buffers at a time: one being added, one arriving."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class SharedParameter:
     """A parameter that several stages use.
 
     Attributes:
-        name: Its name in the user's model; every copy goes by it.
+        name: Its name in the user's model and on every copy.
         stages: The stages that use it; their ranks have a copy each.
-        owner: The one of them that adds.
-        order: The stage of each contribution, in the order autograd adds them in: latest use first. Without any, there is
-            nothing to add and the parameter must not be among the trainable ones.
+        owner: The stage that adds the contributions.
+        order: The stage of each contribution, in autograd's order of addition: latest use first. If empty, there is nothing to
+            add and the parameter must not be among the trainable ones.
     """
 
     name: str
@@ -77,8 +77,8 @@ class Gradients:
         self._shared = [one for one in shared if one.name in parameters]
         self._owned = [one for one in self._shared if one.owner in self._here]
         borrowed = [one for one in self._shared if one.owner not in self._here]
-        # Names by the stages at both ends, source first: what one message between the two holds. A name stands in messages to
-        # the owner once for each contribution, in messages from the owner once for each copy.
+        # The names in one message, by the stages at both ends, source first. Messages to the owner have a name once for each
+        # contribution, messages from the owner once for each copy.
         self._given = _by_edge(((user, one.owner), one.name) for one in borrowed for user in one.order if user in self._here)
         self._taken = _by_edge(
             ((user, one.owner), one.name) for one in self._owned for user in one.order if user not in self._here
@@ -97,7 +97,7 @@ class Gradients:
         self._is_shared = {one.name for one in self._shared}
 
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
-        """How many receive buffers this takes at a time, per source rank and message."""
+        """Return the number of receive buffers needed at a time, per source rank and message."""
         counts: Counter[tuple[int, MessageSpec]] = Counter()
         for incoming, count in ((self._taken, POSTED_AHEAD), (self._sums_from, 1)):
             for (source, _), names in incoming.items():
@@ -105,7 +105,7 @@ class Gradients:
         return counts
 
     def begin_step(self, step: int) -> None:
-        """Start a step; what an interrupted one left behind is forgotten."""
+        """Start a step, and discard the remains of an interrupted one."""
         self._step = step
         self._next = self._posted = 0
         self._own.clear()
@@ -113,9 +113,9 @@ class Gradients:
         self._arriving.clear()
 
     def add(self, stage: int, name: str, microbatch: int, gradient: Tensor | None, *, fresh: bool = False) -> None:
-        """Take a stage's gradient of a parameter of one microbatch; of a shared one, one contribution, in autograd's order.
+        """Take a stage's gradient of a parameter of one microbatch; for a shared one, one contribution, in autograd's order.
 
-        Nothing else refers to a ``fresh`` one: it may become the parameter's ``grad``.
+        No other code refers to a ``fresh`` gradient: it may become the parameter's ``grad``.
         """
         if name in self._is_shared:
             gradient = torch.zeros_like(self._parameters[name]) if gradient is None else gradient
@@ -125,7 +125,7 @@ class Gradients:
             _accumulate(self._parameters[name], gradient, fresh=fresh)
 
     def end_microbatch(self, stage: int, microbatch: int) -> None:
-        """A stage's W of a microbatch has ended: pass on what belongs elsewhere, add up what has come."""
+        """Send the contributions of a stage's W for other owners, and add up those that have arrived."""
         if not self._shared:
             return
         own = self._own.setdefault(microbatch, {})
@@ -181,7 +181,7 @@ class Gradients:
         return tuple(TensorSpec(tuple(one.shape), one.dtype) for one in parameters)
 
     def _copy_of(self, one: SharedParameter, rank: int) -> Edge:
-        """From the owner of a parameter to the first stage of a rank that uses it."""
+        """Return the edge from the owner of a parameter to the first stage of a rank that uses it."""
         return one.owner, next(user for user in one.stages if self._placement[user] == rank)
 
     def _send(self, purpose: Purpose, edge: Edge, microbatch: int, names: Sequence[str], tensors: Sequence[Tensor]) -> None:

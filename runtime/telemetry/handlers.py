@@ -1,4 +1,4 @@
-"""Records for functions of the user's: how OpenTelemetry, or anything else that adaptra does not know, is told."""
+"""Records for functions of the user, for example to pass them to OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RecordHandler:
         self._function(told)
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing, because nothing was opened."""
 
     def __str__(self) -> str:
         return "Telemetry(on_record=...)"
@@ -41,7 +41,7 @@ class EventHandler:
             self._function(told.record)
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing, because nothing was opened."""
 
     def __str__(self) -> str:
         return "Options(on_event=...)"

@@ -20,12 +20,12 @@ _ATTRIBUTE: Final = "adaptra_told"
 class JsonFormatter(logging.Formatter):
     """Writes each of adaptra's records as the line of JSON that ``docs/formats.md`` describes.
 
-    For a handler of the logger ``adaptra``. Records of steps have level DEBUG, all others INFO. What
-    adaptra or anybody else logs besides becomes a line of the same form, with the event ``log``.
+    For a handler of the logger ``adaptra``. Records of steps have level DEBUG, all others INFO. Other log entries, of adaptra
+    or any other package, become a line of the same form, with the event ``log``.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line of JSON, without its end."""
+        """Return one line of JSON, without its end."""
         told = getattr(record, _ATTRIBUTE, None)
         if isinstance(told, TimestampedRecord):
             return to_line(told)
@@ -37,11 +37,11 @@ class JsonFormatter(logging.Formatter):
 
 
 class LogSink:
-    """Hands records to Python's logging."""
+    """Passes records to Python's logging."""
 
     @property
     def follows_steps(self) -> bool:
-        """Whether anybody looks at records of steps."""
+        """True if records of steps would be logged."""
         return logger.isEnabledFor(logging.DEBUG)
 
     def take(self, told: TimestampedRecord) -> None:
@@ -50,7 +50,7 @@ class LogSink:
         logger.log(level, "rank %d: %s", told.record.rank, told.record, extra={_ATTRIBUTE: told})
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing, because nothing was opened."""
 
     def __str__(self) -> str:
         return "the log"
@@ -60,8 +60,8 @@ class FileSink:
     """Appends each rank's records to a file of its own, line by line, so that a killed run loses its last lines at most.
 
     Args:
-        folder: Where the files ``rank-0.jsonl``, … are; made if it is not there.
-        ranks: Those whose records will come.
+        folder: The folder of the files ``rank-0.jsonl``, …; made if it does not exist.
+        ranks: The ranks whose records will come.
 
     Raises:
         OptionError: The files can't be written, or another run is writing them.
@@ -89,7 +89,7 @@ class FileSink:
         """See :meth:`.recorder.Sink.take`.
 
         Raises:
-            OSError: The system refused. The file then holds what came before, and nothing is added to it any more.
+            OSError: The system refused. The file keeps the earlier lines, and no more are added.
         """
         file = self._files.get(told.record.rank)
         if file is not None:
@@ -110,7 +110,7 @@ class FileSink:
 
 
 def _open_to_append(path: Path) -> TextIO:
-    """The file for whole lines: every line is written when it ends; one that a killed run left cut off is ended first."""
+    """Open a file for whole lines, each written when it ends. If a killed run left a partial line, that is ended first."""
     file = path.open("a+", buffering=1, encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The numbers that Prometheus and TensorBoard show: which there are, and what each record says of them."""
+"""The metrics that Prometheus and TensorBoard show, and the samples of each record."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Metric:
     """One number per combination of labels.
 
     Attributes:
-        name: With its unit; Prometheus calls it ``adaptra_`` and this, and a total ``…_total``.
-        help: What it is.
-        labels: What tells its values apart; ``edge`` is ``1>2``, two stages.
-        is_total: Whether it only grows: a sample is then what has been added, else what it is now.
+        name: The name with its unit. Prometheus adds the prefix ``adaptra_``, and ``_total`` to totals.
+        help: The description.
+        labels: The names of the labels; ``edge`` is ``1>2``, two stages.
+        is_total: True if it only grows: a sample is then the amount added, else the present value.
     """
 
     name: str
@@ -73,7 +73,11 @@ class MetricValues:
         self._lock = threading.Lock()
 
     def update(self, record: Record) -> tuple[Sample, ...]:
-        """Take a record's samples; those values that it has set, totals as a whole."""
+        """Take a record's samples.
+
+        Returns:
+            The values that it has set, totals as a whole.
+        """
         found: list[Sample] = []
         with self._lock:
             for metric, labels, value in samples_of(record):
@@ -83,7 +87,7 @@ class MetricValues:
         return tuple(found)
 
     def values(self) -> tuple[Sample, ...]:
-        """All values, ordered by metric as in :data:`METRICS`, and by labels."""
+        """Return all values, ordered by metric as in :data:`METRICS`, and by labels."""
         with self._lock:
             values = dict(self._values)
         ordered = sorted(values.items(), key=lambda item: (METRICS.index(item[0][0]), item[0][1]))
@@ -91,7 +95,7 @@ class MetricValues:
 
 
 def samples_of(record: Record) -> Iterator[Sample]:
-    """What a record says of the metrics. Totals that a rank may never add to begin with its start."""
+    """Yield the samples of a record. Totals start from 0 in a rank's first record, even if nothing is ever added to them."""
     rank = (str(record.rank),)
     match record:
         case RunStarted():

@@ -1,4 +1,4 @@
-"""Who a run tells of itself: what the user asks for."""
+"""The user's options of telemetry: the receivers of a run's records."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from adaptra.runtime.telemetry.tensorboard import ScalarWriter
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """Who a run tells of itself, besides Python's logging, which is always told: ``docs/telemetry.md``.
+    """Receivers of a run's records, besides Python's logging, which always gets them: ``docs/telemetry.md``.
 
     Attributes:
-        folder: Where every rank appends its records to ``rank-R.jsonl``, which ``adaptra trace`` draws, and where it writes the
-            trace of its last steps when a step fails. Made if it is not there. Data-parallel replicas have folders in it.
+        folder: The folder in which every rank appends its records to ``rank-R.jsonl``, which ``adaptra trace`` draws. When a
+            step fails, the trace of the last steps is written there as well. It is made if it does not exist. Data-parallel
+            replicas have folders in it.
         metrics_port: Rank R of the job serves metrics for Prometheus on this port + R; ranks that are threads of one process do
             so together. Needs the extra ``metrics``.
         metrics_address: The address of this host to serve them on; ``"0.0.0.0"`` for all of them.
-        tensorboard: A folder, or a ``SummaryWriter`` of the user's, for scalars. A folder needs the extra ``tensorboard``.
-        on_record: Called with every record and its time, on a thread of telemetry's own. What it raises is logged, once.
+        tensorboard: A folder, or the user's ``SummaryWriter``, for scalars. A folder needs the extra ``tensorboard``.
+        on_record: Called with every record and its time, on a thread of telemetry's own. The first exception that it raises is
+            logged.
 
     Raises:
-        OptionError: One is not what it should be; names it, what was given and what is expected.
+        OptionError: An option is invalid; names it, the given value and the expected one.
     """
 
     folder: str | Path | None = None

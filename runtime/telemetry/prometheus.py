@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: the present values, as text over HTTP, whenever somebody asks."""
+"""Metrics for Prometheus: the present values, as text over HTTP on request."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class PrometheusSink:
     """Serves the metrics of this process's ranks until it is closed.
 
     Args:
-        address: Of this host, to listen on.
-        port: To listen on; no other program may use it.
+        address: The address of this host to listen on.
+        port: The port to listen on; no other program may use it.
 
     Raises:
         MissingExtraError: prometheus_client is not installed.
-        OptionError: The system refuses the address or the port; carries its text.
+        OptionError: The system refuses the address or the port; includes its text.
     """
 
     follows_steps = True
@@ -34,7 +34,7 @@ class PrometheusSink:
         except ImportError as error:
             raise MissingExtraError("metrics need prometheus_client: pip install 'adaptra[metrics]'") from error
         self._board = MetricValues()
-        # A registry of its own: two pipelines of one process don't mix, nor with metrics of the user's.
+        # A registry of its own, so that metrics don't mix with those of other pipelines in this process or of the user.
         self.registry: CollectorRegistry = CollectorRegistry()
         self.registry.register(self)
         self._where = f"{address}:{port}"
@@ -47,7 +47,7 @@ class PrometheusSink:
             ) from error
 
     def collect(self) -> Iterator[Family]:
-        """The present values, as the registry asks for them."""
+        """Yield the present values, as the registry requests them."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         values = self._board.values()

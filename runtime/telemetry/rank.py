@@ -1,4 +1,4 @@
-"""One rank's side of telemetry: tells the recorder what happens to it, and writes down its last steps when one fails."""
+"""One rank's side of telemetry: passes its records to the recorder, and writes a trace of its last steps when one fails."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ WriteTrace = Callable[[Sequence[tuple[str, Timeline]], Path], None]
 """Writes (title, timeline) pairs as a trace, see :func:`adaptra.report.perfetto.write`."""
 
 REMEMBERED_STEPS: Final = 16
-"""Of how many steps a rank remembers which plan they ran under; the monitor keeps fewer records."""
+"""The number of steps whose plans a rank remembers; the monitor keeps fewer records."""
 
 logger = logging.getLogger(__name__)
 
 
 class RankTelemetry:
-    """What one rank tells. Every call costs the caller an entry in a queue, but for :meth:`failed`, which writes a file.
+    """The records of one rank. Every call costs an entry in a queue, except :meth:`failed`, which writes a file.
 
     Args:
         rank: The rank.
-        recorder: The process's.
-        transport: The rank's; asked for its paths on the recorder's thread.
-        folder: Where the trace of the last steps goes when one fails, or None for nowhere.
-        write_trace: How it is written.
+        recorder: The process's recorder.
+        transport: The rank's transport; its path counters are read on the recorder's thread.
+        folder: The folder for the trace of the last steps when one fails, or None for no trace.
+        write_trace: Writes the trace.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RankTelemetry:
         self._has_failed = False
 
     def started(self, run: str, plan: Plan) -> None:
-        """The rank is ready to begin under ``plan``; ``run`` is the same on all ranks."""
+        """Record that the rank is ready to begin under ``plan``; ``run`` is the same on all ranks."""
         self._predicted = plan.predicted
         program = plan.program
         record = RunStarted(
@@ -65,25 +65,25 @@ class RankTelemetry:
         self._recorder.tell(lambda: (record,))
 
     def event(self, event: ControlEvent) -> None:
-        """The controller has told an event."""
+        """Record an event of the controller."""
         if event.kind in (EventKind.KEPT, EventKind.PROPOSED) and event.predicted_before is not None:
             self._predicted = event.predicted_before
         self._recorder.tell(lambda: (event,))
 
     def begin_step(self, step: int, plan: Plan) -> None:
-        """The rank begins a step."""
+        """Record that the rank begins a step."""
         if self._plans and self._plans[-1][2].version != plan.version:
             self._predicted = plan.predicted
         self._plans.append((step, time.monotonic(), plan))
 
     def end_step(self, measurement: StepMeasurement, records: StepRecords) -> None:
-        """The rank has run the step that it began last."""
+        """Record that the rank has run the step that it began last."""
         if self._recorder.follows_steps:
             _, _, plan = self._plans[-1]
             self._recorder.tell(partial(self._step, measurement, records, plan.version, self._predicted))
 
     def failed(self, step: int, error: Exception, monitor: Monitor) -> None:
-        """The rank can't go on: writes the records of its last steps, and adds to the error where they are. Only once."""
+        """Record that the rank can't continue. Writes a trace of its last steps, and adds its path to the error. Only once."""
         if self._has_failed:
             return
         self._has_failed = True
@@ -94,7 +94,7 @@ class RankTelemetry:
         self._recorder.tell(lambda: (record,))
 
     def ended(self, steps: int) -> None:
-        """The rank has closed."""
+        """Record that the rank has closed."""
         record = RunEnded(self._rank, steps)
         self._recorder.tell(lambda: (record,))
 
@@ -112,7 +112,7 @@ class RankTelemetry:
                 yield PathsChanged(self._rank, measurement.step, source, destination, *more)
 
     def _unfinished(self, step: int, start: float, monitor: Monitor) -> StepRecords | None:
-        """What ran of a step that broke off, if anything did and its device still tells."""
+        """Return the records of a step that broke off, or None if no op ran or its device can't be read."""
         try:
             records = monitor.unfinished(step, start, time.monotonic())
         except RuntimeError as error:
@@ -121,7 +121,7 @@ class RankTelemetry:
         return records if records.ops else None
 
     def _write_last_steps(self, folder: Path, step: int, monitor: Monitor) -> Path | None:
-        """The file, or None if there is nothing to write or the system refuses, which the log then says."""
+        """Write the trace and return its path; None if there is nothing to write or the system refuses, which is logged."""
         plans = {of_step: (start, plan) for of_step, start, plan in self._plans}
         recorded = [(records, "") for records in monitor.kept if records.step in plans]
         if step in plans and (unfinished := self._unfinished(step, plans[step][0], monitor)) is not None:

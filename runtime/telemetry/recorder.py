@@ -1,8 +1,8 @@
-"""The recorder: takes what the ranks of a process tell, and hands it to the sinks on a thread of its own.
+"""The recorder: takes the records of a process's ranks, and passes them to the sinks on a thread of its own.
 
-Telling costs a rank an entry in a queue, so no step waits for a disk, a network or a user's function. What a sink raises is
-logged, the first time, and ends nothing: telemetry never stops training. The queue is bounded: when a sink is stuck, what finds
-no room is dropped and counted.
+A record costs a rank an entry in a queue, so no step waits for a disk, a network or a user's function. The first exception of a
+sink is logged, and no exception ends anything: telemetry never stops training. The queue is bounded: if a sink is stuck,
+further records are dropped and counted.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import Final, Protocol
 from adaptra.runtime.telemetry.records import Record, TimestampedRecord
 
 MOST_WAITING: Final = 10_000
-"""How many records wait for the sinks at most."""
+"""The largest number of records that wait for the sinks."""
 
 CLOSE_SECONDS: Final = 5.0
-"""How long closing waits for the sinks."""
+"""The longest time that closing waits for the sinks, seconds."""
 
 logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Who is told. Its methods are called on the recorder's thread; what they raise is logged once.
+    """A receiver of records. Its methods are called on the recorder's thread; the first exception that they raise is logged.
 
     Attributes:
-        follows_steps: Whether it wants the records of steps now; if no sink does they are not even made.
+        follows_steps: True if it wants the records of steps now; if no sink does, they are not even made.
     """
 
     @property
     def follows_steps(self) -> bool:
-        """See above."""
+        """True if the sink wants the records of steps now."""
         ...
 
     def take(self, told: TimestampedRecord) -> None:
@@ -43,15 +43,15 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Take no more; write what is not written yet, and give back what was opened."""
+        """Write buffered records, and release all resources."""
         ...
 
 
 class Recorder:
-    """What the ranks of one process tell. Any thread may call its methods.
+    """The records of one process's ranks. Any thread may call its methods.
 
     Args:
-        sinks: Who is told, in this order. They are closed with the recorder.
+        sinks: The receivers, in this order. They are closed with the recorder.
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
@@ -65,18 +65,18 @@ class Recorder:
 
     @property
     def follows_steps(self) -> bool:
-        """Whether a sink wants the records of steps."""
+        """True if a sink wants the records of steps."""
         return any(sink.follows_steps for sink in self._sinks)
 
     def tell(self, records: Callable[[], Iterable[Record]]) -> None:
-        """Tell what ``records()`` makes; it is called on the recorder's thread."""
+        """Pass the records that ``records()`` makes to the sinks; it is called on the recorder's thread."""
         if self._queue.qsize() < MOST_WAITING and not self._is_closed:
             self._queue.put((time.time(), records))
         else:
             self._dropped += 1
 
     def close(self) -> None:
-        """Hand on what was told, and close the sinks. Waits for seconds at most; may be called again."""
+        """Pass on the remaining records, and close the sinks. Waits for seconds at most; may be called again."""
         if not self._is_closed:
             self._is_closed = True
             self._queue.put(None)

@@ -1,6 +1,6 @@
-"""What a run tells, record by record, and the line of JSON that each is written as: ``docs/formats.md`` has the format.
+"""The records of a run, and the line of JSON that each is written as: ``docs/formats.md`` has the format.
 
-Every line stands for itself: it says that it is adaptra's and in which version, when it was told, and by which rank.
+Every line stands for itself: it has adaptra's mark with the format's version, its time, and its rank.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.detection.measurement import StepMeasurement
 
 VERSION: Final = 2
-"""Of the lines' format."""
+"""The version of the lines' format."""
 
 MARK: Final = "adaptra"
-"""The field that says whose line it is; its value is the format's version."""
+"""The field that marks a line as adaptra's; its value is the format's version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class RunStarted:
 
     Attributes:
         rank: The rank, counted within its pipeline.
-        run: A name that the ranks of one start of one pipeline share, and no other start has.
-        ranks: How many ranks the pipeline has.
-        microbatches: Per step.
-        version: The plan to begin with.
+        run: A name that all ranks of one start of a pipeline share, and no other start has.
+        ranks: The number of ranks of the pipeline.
+        microbatches: Microbatches per step.
+        version: The first plan.
         program: That plan's name.
         predicted: Its simulated makespan, from estimated costs; seconds.
-        bound: What no plan can beat under these costs; seconds.
+        bound: A lower bound of any plan's makespan under these costs; seconds.
     """
 
     rank: int
@@ -55,11 +55,11 @@ class StepTaken:
     """A rank has run a step.
 
     Attributes:
-        measurement: How long it took, what the rank's ops took and how the messages to it travelled.
+        measurement: The step's duration, the durations of the rank's ops, and the flights of the messages to it.
         nbytes: The bytes that arrived on each edge, in the order of ``measurement.edges``.
         version: The plan that it ran under.
-        predicted: What this rank knows of how long a step takes under that plan; seconds. The coordinator's rank knows best: it
-            learns what a changed cost model predicts for a plan that is kept.
+        predicted: This rank's prediction of a step under that plan; seconds. That of the coordinator's rank is the best: it
+            includes predictions of a changed cost model for a plan that is kept.
     """
 
     measurement: StepMeasurement
@@ -85,8 +85,8 @@ class PathsChanged:
         rank: The rank that noticed: the edge's source or its destination.
         step: The last step it had run.
         source, destination: The edge.
-        failures: How many paths that were up have failed.
-        changes: How often messages moved to another path; only their source knows.
+        failures: The number of paths that were up and have failed.
+        changes: The number of moves of messages to another path; only their source knows it.
     """
 
     rank: int
@@ -103,13 +103,13 @@ class PathsChanged:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """A rank can't go on.
+    """A rank can't continue.
 
     Attributes:
         rank: The rank.
-        step: The step that it had begun or was about to.
+        step: The step that it had begun or was about to begin.
         error: The error's class and text.
-        trace: The file that holds the records of its last steps, or None if there is none.
+        trace: The file with the records of its last steps, or None.
     """
 
     rank: int
@@ -123,7 +123,7 @@ class StepFailed:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """A rank has closed after so many steps."""
+    """A rank has closed after this number of steps."""
 
     rank: int
     steps: int
@@ -137,14 +137,14 @@ Record = RunStarted | StepTaken | ControlEvent | PathsChanged | StepFailed | Run
 
 @dataclass(frozen=True, slots=True)
 class TimestampedRecord:
-    """A record and when it was told, in seconds since 1970 by the clock of its rank's host."""
+    """A record and its time, in seconds since 1970 by the clock of its rank's host."""
 
     time: float
     record: Record
 
 
 def to_line(told: TimestampedRecord) -> str:
-    """The line of JSON, without its end; :func:`from_json` reads back an equal record."""
+    """Return the line of JSON, without its end; :func:`from_json` reads back an equal record."""
     event, fields = _to_json(told.record)
     return json.dumps({MARK: VERSION, "time": told.time, "event": event, **fields}, allow_nan=False)
 
@@ -153,8 +153,8 @@ def from_json(data: object, where: str) -> TimestampedRecord:
     """Read a line that was decoded from JSON.
 
     Args:
-        data: What was decoded.
-        where: Begins every error message, such as a file and the line's number.
+        data: The decoded line.
+        where: The beginning of every error message, such as a file and the line's number.
 
     Raises:
         ControlError: It is not adaptra's, of another version, or a field is missing, unknown or not what it should be.

@@ -1,4 +1,4 @@
-"""From what the user asks for to a recorder with its sinks open."""
+"""Starts the recorder with the sinks that the user's options request."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 def start_recorder(
     telemetry: Telemetry, on_event: Callable[[ControlEvent], object] | None, ranks: Sequence[int], job_rank: int
 ) -> Recorder:
-    """Open what was asked for.
+    """Open the requested sinks and start a recorder.
 
     Args:
-        telemetry: What was asked for; :func:`of_replica` has found its folders.
+        telemetry: The user's options, with the folders of :func:`of_replica`.
         on_event: The user's function for the controller's events.
         ranks: The pipeline's ranks that this process runs.
         job_rank: The job's rank of the first of them, which decides the port.
 
     Raises:
         OptionError: A folder can't be written, or the port is taken.
-        MissingExtraError: What was asked for is not installed; says what to install.
+        MissingExtraError: A sink's package is not installed; says what to install.
     """
     sinks: list[Sink] = [LogSink()]
     with ExitStack() as opened:
@@ -57,7 +57,7 @@ def start_recorder(
 
 
 def of_replica(telemetry: Telemetry, replica: int | None) -> Telemetry:
-    """The same for one of several data-parallel replicas, which have folders of their own; for None as it is."""
+    """Return the options for one of several data-parallel replicas, which have folders of their own; unchanged for None."""
     if replica is None:
         return telemetry
 
@@ -75,5 +75,5 @@ def of_replica(telemetry: Telemetry, replica: int | None) -> Telemetry:
 
 
 def agree_on_run(store: Store) -> str:
-    """A name for this start of a pipeline, the same on all of its ranks and no other's."""
+    """Return a name for this start of a pipeline, the same on all of its ranks and no other's."""
     return store.compare_set("telemetry/run", "", secrets.token_hex(6)).decode()

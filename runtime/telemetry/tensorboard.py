@@ -21,14 +21,14 @@ from adaptra.runtime.telemetry.records import (
 
 
 class ScalarWriter(Protocol):
-    """What is asked of a writer; torch.utils.tensorboard.SummaryWriter is one."""
+    """The interface of a writer; torch.utils.tensorboard.SummaryWriter implements it."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int, walltime: float) -> object:
         """Write one number of one step."""
         ...
 
     def flush(self) -> object:
-        """Write what is not written yet."""
+        """Write buffered data."""
         ...
 
 
@@ -36,8 +36,8 @@ class TensorBoardSink:
     """Writes every metric when it changes, under the tag ``name/label value, …``, such as ``step_seconds/rank 0``.
 
     Args:
-        writer: The user's; it stays open. Or a folder, in which the ranks of this process get a writer.
-        ranks: Those of this process.
+        writer: The user's writer, which stays open, or a folder, in which the ranks of this process get a writer.
+        ranks: The ranks of this process.
 
     Raises:
         MissingExtraError: A folder is given and tensorboard is not installed.
@@ -64,7 +64,7 @@ class TensorBoardSink:
             self._writer.add_scalar(_tag(sample), sample.value, step, told.time)
 
     def close(self) -> None:
-        """Write everything; close the writer unless it is the user's."""
+        """Write buffered data; close the writer unless it is the user's."""
         self._writer.flush()
         if self._owned is not None:
             self._owned.close()

@@ -1,1 +1,1 @@
-"""Transports: how messages travel between ranks, behind one protocol."""
+"""Transports, which carry messages between ranks behind one interface."""

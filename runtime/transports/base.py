@@ -1,10 +1,11 @@
-"""What every transport does: carry messages that know who they are from one rank to another.
+"""The interface of all transports, which carry messages with an identity from one rank to another.
 
-A message is the tensors that one stage sends another for one microbatch of one step; its :class:`Identity` names it. Both
-sides state the identity, and the receiver refuses a message that is not the one it expects. A :class:`Transport` belongs to
-one rank; neither :meth:`Transport.send` nor :meth:`Transport.receive` ever waits for the other side, both return a
-:class:`Pending`. A channel is (source rank, destination rank, forward or backward); messages of one channel are received in
-the order of their sends, and channels never queue behind each other.
+A message is the tensors that one stage sends another for one microbatch of one step; its :class:`Identity` names it. Both sides
+state the identity, and the receiver refuses a message other than the expected one.
+
+A :class:`Transport` belongs to one rank. Neither :meth:`Transport.send` nor :meth:`Transport.receive` ever waits for the other
+side; both return a :class:`Pending`. A channel is (source rank, destination rank, forward or backward). Messages of one channel
+are received in the order of their sends, and channels never queue behind each other.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 MessageLayout = tuple[tuple[tuple[int, ...], str], ...]
-"""Shape and dtype of every tensor of a message: all of a :data:`MessageSpec` that a message must agree on."""
+"""Shape and dtype of every tensor of a message: the part of a :data:`MessageSpec` on which both sides must agree."""
 
 
 def layout_of(specs: MessageSpec) -> MessageLayout:
-    """What of ``specs`` a message must agree on. Whether a tensor requires a gradient is each side's own business."""
+    """Return the part of ``specs`` on which both sides must agree. Each side decides for itself whether a tensor requires a
+    gradient.
+    """
     return tuple((tuple(spec.shape), _dtype_text(spec)) for spec in specs)
 
 
@@ -41,14 +44,14 @@ def _dtype_text(spec: TensorSpec) -> str:
 
 
 class Purpose(Enum):
-    """What a message is for. The value is its name in errors."""
+    """The purpose of a message. The value is its name in errors."""
 
     ACTIVATION = "activation"
-    """What F returns, sent by a SEND_F."""
+    """The output of F, sent by a SEND_F."""
     GRADIENT = "gradient"
-    """What I returns, sent by a SEND_B."""
+    """The output of I, sent by a SEND_B."""
     OUTPUT = "output"
-    """What the last stage returns, for all ranks."""
+    """The output of the last stage, for all ranks."""
     INPUT_GRADIENT = "input gradient"
     """The gradient of the model's inputs, for all ranks."""
     LOSS = "losses"
@@ -71,12 +74,12 @@ _OF_EACH_MICROBATCH: Final = frozenset({Purpose.OUTPUT, Purpose.INPUT_GRADIENT, 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which message this is: the same on both sides.
+    """The identity of a message, the same on both sides.
 
     Attributes:
         step: The training step; negative steps are evaluations.
-        purpose: What it is for; decides the channel, see :attr:`is_backward`.
-        source: The sending stage. Of what ranks send each other, a rank's first stage, which has the rank's number.
+        purpose: The message's purpose, which decides the channel; see :attr:`is_backward`.
+        source: The sending stage. For messages between ranks, a rank's first stage, which has the rank's number.
         destination: The receiving stage.
         microbatch: The microbatch within the step, or the number of several messages of one purpose.
         specs: One per tensor.
@@ -91,15 +94,15 @@ class Identity:
 
     @property
     def key(self) -> tuple[int, Purpose, int, int, int]:
-        """Everything but the specs."""
+        """All fields but the specs."""
         return (self.step, self.purpose, self.source, self.destination, self.microbatch)
 
     @property
     def is_backward(self) -> bool:
-        """Whether the message travels on the backward channel of its pair of ranks.
+        """True if the message travels on the backward channel of its pair of ranks.
 
-        What is no activation and no gradient of one takes the channel on which these travel the other way, so that it is never
-        in line with them.
+        Some messages are neither activations nor gradients of activations. They take the channel on which activations and their
+        gradients travel the other way, so they never queue with these.
         """
         match self.purpose:
             case Purpose.GRADIENT | Purpose.INPUT_GRADIENT:
@@ -111,7 +114,7 @@ class Identity:
 
     @property
     def op(self) -> str:
-        """The op that sends the message, such as ``1SEND_F3``; what it is for where none does."""
+        """The op that sends the message, such as ``1SEND_F3``, or the message's purpose if no op does."""
         return name_of(self.purpose, self.source, self.microbatch)
 
     @property
@@ -125,22 +128,22 @@ class Identity:
 
 
 def name_of(purpose: Purpose, source: int, microbatch: int) -> str:
-    """A message in an error: the op that sends it, or what it is for."""
+    """Return the name of a message in errors: the op that sends it, or its purpose."""
     if purpose in _SENT_BY:
         return f"{source}{_SENT_BY[purpose].value}{microbatch}"
     return f"{purpose.value} of microbatch {microbatch}" if purpose in _OF_EACH_MICROBATCH else purpose.value
 
 
 def describe_layout(layout: MessageLayout) -> str:
-    """The layout for people: ``float32[2,3] int64[]``."""
+    """Return the layout as text: ``float32[2,3] int64[]``."""
     return " ".join(f"{dtype}[{','.join(map(str, shape))}]" for shape, dtype in layout) or "no tensors"
 
 
 def check_tensors(identity: Identity, tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors that are not what the identity of their message says.
+    """Refuse tensors that don't fit the identity of their message.
 
     Raises:
-        TransportError: Names the message, what was given and what was expected.
+        TransportError: Names the message, the tensors and the expected ones.
     """
     fits = len(tensors) == len(identity.specs) and all(
         tensor.shape == spec.shape and tensor.dtype == spec.dtype for tensor, spec in zip(tensors, identity.specs, strict=True)
@@ -151,21 +154,23 @@ def check_tensors(identity: Identity, tensors: Sequence[Tensor]) -> None:
 
 
 class Pending(ABC):
-    """A message under way: what :meth:`Transport.send` and :meth:`Transport.receive` return."""
+    """A message under way, as :meth:`Transport.send` and :meth:`Transport.receive` return it."""
 
     identity: Identity
     sent_at: float
     """A received message's posting time at its sender, in seconds of this rank's ``time.monotonic``."""
     departed_at: float
-    """``sent_at``, or where sends wait for receivers when the message was asked for, if that was later: how long it had been
-    under way by then nobody knows."""
+    """``sent_at``, or the time of the receiver's request if sends wait for receivers and that was later; seconds.
+
+    The part of the way that the message had covered by then is unknown.
+    """
     arrived_at: float
-    """When a received message had arrived, in seconds of this rank's ``time.monotonic``, whoever was waiting for it."""
+    """The arrival time of a received message, in seconds of this rank's ``time.monotonic``, even if no thread waited for it."""
 
     @property
     @abstractmethod
     def done(self) -> bool:
-        """Whether :meth:`wait` returns or raises at once."""
+        """True if :meth:`wait` returns or raises at once."""
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> tuple[Tensor, ...]:
@@ -183,7 +188,7 @@ class Pending(ABC):
 
 
 class PathCounts(NamedTuple):
-    """What has happened so far to the paths of a directed edge of ranks: how many failed, how often messages changed path."""
+    """Counters of the paths of a directed edge of ranks so far: failed paths, and changes of path by messages."""
 
     source: int
     destination: int
@@ -194,13 +199,13 @@ class PathCounts(NamedTuple):
 class Transport(ABC):
     """One rank's end of the network.
 
-    Sent tensors must not be written to before the send is done, unless the contract says that the transport buffers them.
-    All methods may be called from any thread.
+    Sent tensors must not be written to before the send is done, unless the contract says that the transport buffers them. All
+    methods may be called from any thread.
 
     Attributes:
-        contract: How messages behave; decides where SEND and RECV stand in a program.
+        contract: The behaviour of messages; decides the positions of SEND and RECV in a program.
         rank: This rank, 0 … world_size-1.
-        world_size: How many ranks the transport joins.
+        world_size: The number of ranks that the transport joins.
         store: The control plane: small texts under names, seen by all ranks.
         rdma_devices: The RDMA devices that messages may pass, by name.
     """
@@ -219,9 +224,9 @@ class Transport(ABC):
 
         Args:
             destination_rank: Another rank.
-            identity: What the message is.
+            identity: The message's identity.
             tensors: As the identity's specs say.
-            posted_at: When the message was handed over, in ``time.monotonic`` seconds, if that was before this call.
+            posted_at: The time of the hand-over in ``time.monotonic`` seconds, if that was before this call.
 
         Raises:
             TransportError: The tensors don't fit the identity, there is no such rank, or the transport was aborted or closed.
@@ -233,7 +238,7 @@ class Transport(ABC):
 
         Raises:
             TransportError: There is no such rank, or the transport was aborted or closed.
-            AssertionError: The pool has no such buffer left: the program needs more than :meth:`reserve` was told.
+            AssertionError: The pool has no such buffer left: the program needs more than it gave to :meth:`reserve`.
         """
 
     @abstractmethod
@@ -245,23 +250,24 @@ class Transport(ABC):
         """Size the pool of receive buffers.
 
         Args:
-            counts: For (source rank, specs of a message) how many such messages may be posted or held at a time. Replaces what
-                was reserved before; buffers in use stay valid.
+            counts: For (source rank, specs of a message), the largest number of such messages that are posted or kept at a
+                time. It replaces earlier reservations; buffers in use stay valid.
         """
 
     def stand_by(self, source_rank: int, like: Identity, count: int) -> None:  # noqa: B027 - few have anything to do
-        """All of a step that comes over a channel has arrived: let receives stand for the first messages of the next step.
+        """Pre-post receives for the first messages of the next step, because all messages of this step on a channel have
+        arrived.
 
-        A transport whose sends wait for receives does; to others it makes no difference, and plans and messages may change.
+        A transport whose sends wait for receives does so; others ignore the call. The plan and the messages may still change.
 
         Args:
-            source_rank: Where they come from.
-            like: A message of the channel, as the next ones will probably be.
-            count: How many.
+            source_rank: The rank that sends the messages.
+            like: A message of the channel, with the probable layout of the next ones.
+            count: The number of messages.
         """
 
     def use_lanes(self, step: int, program: Program) -> None:
-        """From ``step`` on, let each message travel on the lane that its ops in the lowered program name.
+        """Let each message from ``step`` on travel on the lane of its ops in the lowered program.
 
         Raises:
             TransportError: The program names a lane that this transport doesn't have.
@@ -272,12 +278,12 @@ class Transport(ABC):
                     raise TransportError(f"{op}: {type(self).__name__} has no lanes")
 
     def path_counts(self) -> tuple[PathCounts, ...]:
-        """Of each directed edge that has several paths and ends here; reading them holds up nobody."""
+        """Return the counters of each directed edge that has several paths and ends here. Does not delay messages."""
         return ()
 
     @abstractmethod
     def waiting_for(self, rank: int) -> Identity | None:
-        """The oldest message that this rank has posted a receive for and that ``rank`` has not delivered."""
+        """Return the oldest message for which this rank has posted a receive and that ``rank`` has not delivered."""
 
     @abstractmethod
     def abort(self, error: Exception) -> None:
@@ -285,9 +291,11 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the transport's threads. Sends under way get a few seconds, what is still pending then fails. May be repeated."""
+        """End the transport's threads. Sends under way get a few seconds, and operations still pending then fail. May be
+        repeated.
+        """
 
 
 def now() -> float:
-    """The clock of all posting and arrival times, in seconds."""
+    """Return the time on the clock of all posting and arrival times, in seconds."""
     return time.monotonic()

@@ -1,9 +1,11 @@
-"""How far the clocks of two ranks are apart.
+"""The offset between the clocks of two ranks, by ping-pong.
 
-``time.monotonic`` counts from another moment on every host. The initiator of a ping-pong sends at ``t0``, its peer answers
-with its own clock ``p``, the answer arrives at ``t1``: the peer's clock is ahead by ``p - (t0 + t1) / 2``, and the error of
-that is at most half the round trip ``t1 - t0``. Of several the one with the shortest round trip counts. A link whose two
-directions differ in latency shifts the estimate by half the difference, which no exchange of messages can tell from an offset.
+``time.monotonic`` starts at another moment on every host. The initiator of a ping-pong sends at ``t0``, its peer answers with
+its own time ``p``, and the answer arrives at ``t1``. So the peer's clock is ahead by ``p - (t0 + t1) / 2``, with an error of at
+most half the round trip ``t1 - t0``. The shortest of several round trips counts.
+
+If a link's two directions differ in latency, the estimate is wrong by half the difference. No exchange of messages can tell
+that from an offset.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """How far another clock is ahead of this one, and by how much that may be wrong; both in seconds."""
+    """The time by which another clock is ahead of this one, and its uncertainty; both in seconds."""
 
     ahead: float
     uncertainty: float
@@ -42,14 +44,14 @@ def initiate(send: Callable[[float], None], receive: Callable[[], float]) -> Off
 
 
 def answer(send: Callable[[float], None], receive: Callable[[], float]) -> None:
-    """The other side of :func:`initiate`."""
+    """Answer the peer that runs :func:`initiate`."""
     for _ in range(ROUNDS):
         receive()
         send(time.monotonic())
 
 
 def share(store: Store, rank: int, world_size: int, to_next: Offset | None) -> tuple[Offset, ...]:
-    """Tell all ranks how far the next rank's clock is ahead of this one's, and learn the same of all.
+    """Broadcast the offset of the next rank's clock against this one's, and gather the offsets of all ranks.
 
     Args:
         store: Shared by all ranks and used for nothing else.
@@ -58,7 +60,7 @@ def share(store: Store, rank: int, world_size: int, to_next: Offset | None) -> t
         to_next: The offset of rank + 1, None on the last rank.
 
     Returns:
-        The offset of every rank's clock against this one's; those of ranks further away add up the steps between.
+        The offset of every rank's clock against this one's. For more distant ranks it is the sum of the offsets between.
     """
     if to_next is not None:
         store.set(str(rank), json.dumps({"ahead": to_next.ahead, "uncertainty": to_next.uncertainty}))

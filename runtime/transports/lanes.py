@@ -1,9 +1,9 @@
 """Several transports as one: most messages by the first, those of slow edges by another lane.
 
-Which edges take a lane is written in the program: the pass ``lower-comm`` marks their SEND and RECV ops. A plan that marks
-others takes effect at a step, on all ranks at the same one, and every message knows its step: so both ends of a message always
-agree on its lane, also while messages of the step before are still under way on another. Nothing has to be drained for that,
-since a step ends on a rank only when all that it receives in that step has arrived.
+The program defines which edges take a lane: the pass ``lower-comm`` marks their SEND and RECV ops. A plan with other marks
+takes effect at the same step on all ranks, and every message carries its step. So both ends of a message always agree on its
+lane, even while messages of the previous step are still under way on another. No lane has to be drained, because a step ends on
+a rank only when all messages that it receives in that step have arrived.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from adaptra.runtime.transports.base import Identity, PathCounts, Pending, Purpo
 class LanedTransport(Transport):
     """One rank's end of several transports that join the same ranks.
 
-    Every transport reserves for all messages; those whose buffers are made on first use, as the delegate's are, pay for their
-    own lane only.
+    Every transport reserves buffers for all messages. Transports that make buffers on first use, as the delegate does, allocate
+    them for their own lane only.
 
     Args:
-        default: Carries what is on no lane; its contract, rank and store are this transport's.
+        default: Carries messages without a lane; its contract, rank and store are this transport's.
         lanes: The other transports by the name of their lane.
     """
 
@@ -57,11 +57,11 @@ class LanedTransport(Transport):
                 is_send = op.kind in (Kind.SEND_F, Kind.SEND_B)
                 lane_of[(op.stage, peer_stage(op)) if is_send else (peer_stage(op), op.stage)] = op.lane
         with self._lock:
-            # A fault may hold back a message of the step before; older ones have arrived.
+            # A fault may delay a message of the previous step; older ones have arrived.
             self._lane_of = [*self._lane_of[-3:], (step, lane_of)]
 
     def lane_of(self, identity: Identity) -> str | None:
-        """The lane of a message; None for messages of no program and for evaluations."""
+        """Return the lane of a message; None for messages of no program and for evaluations."""
         if identity.purpose not in (Purpose.ACTIVATION, Purpose.GRADIENT):
             return None
         with self._lock:

@@ -1,7 +1,7 @@
-"""Messages between threads of one process, handed over by reference.
+"""Messages between threads of one process, passed by reference.
 
-Ranks are threads. A message is there the moment it is sent: nothing is copied, so both sides must leave the tensors as they
-are. Messages are matched by identity in any order. A :class:`LocalHub` joins the ranks and hands out one transport each.
+Ranks are threads. A message arrives the moment it is sent. Nothing is copied, so both sides must leave the tensors unchanged.
+Messages are matched by identity in any order. A :class:`LocalHub` joins the ranks and makes one transport for each.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from adaptra.runtime.transports.pending import Completion, PendingOperations
 from adaptra.runtime.transports.pool import Pool
 
 CONTRACT: Final = Contract(send_waits_for_receiver=False, in_order=False, buffered=False)
-"""A message leaves at once and in no queue, but it is the sender's own tensors that the receiver reads."""
+"""A message leaves at once and in no queue, but the receiver reads the sender's own tensors."""
 
 _Address = tuple[int, int, tuple[object, ...]]
 
 
 class _LocalMessage:
-    """A message on its way: its tensors and when it was posted and arrived."""
+    """A message under way: its tensors, and its times of posting and arrival."""
 
     __slots__ = ("arrived_at", "identity", "sent_at", "tensors")
 
@@ -59,7 +59,7 @@ class LocalHub:
         self._posted: dict[_Address, tuple[LocalTransport, Completion]] = {}
 
     def transport(self, rank: int) -> LocalTransport:
-        """The transport of one rank; each rank asks once.
+        """Return the transport of one rank; each rank asks once.
 
         Raises:
             LaunchError: There is no such rank.
@@ -69,7 +69,7 @@ class LocalHub:
         return LocalTransport(self, rank)
 
     def deliver(self, source: int, destination: int, message: _LocalMessage) -> None:
-        """Hand a message to the receive that waits for it, or keep it for the one to come."""
+        """Pass a message to the receive that waits for it, or keep it for a later receive."""
         address = (source, destination, message.identity.key)
         with self._lock:
             posted = self._posted.pop(address, None)
@@ -81,7 +81,7 @@ class LocalHub:
             posted[0].arrive(posted[1], message)
 
     def expect(self, source: int, transport: LocalTransport, pending: Completion) -> None:
-        """Give a receive the message that came before it, or keep it for the one to come."""
+        """Complete a receive with a message that came before it, or keep it for a later message."""
         address = (source, transport.rank, pending.identity.key)
         with self._lock:
             message = self._arrived.pop(address, None)
@@ -103,7 +103,7 @@ class LocalTransport(Transport):
         self.store = hub.store
         self._hub = hub
         self._guard = PendingOperations(rank, hub.world_size)
-        # The pool holds no memory here, it counts: a program that breaks its reservation does so on every transport.
+        # This pool has no memory, it only counts, so that a program that exceeds its reservation fails on every transport.
         self._pool: Pool[None] = Pool(lambda _: None)
         self._held: dict[Pending, int] = {}
 
@@ -129,10 +129,10 @@ class LocalTransport(Transport):
         return pending
 
     def arrive(self, pending: Completion, message: _LocalMessage) -> None:
-        """The message that ``pending`` waits for is there."""
+        """Complete ``pending`` with its message, which has arrived."""
         expected, given = layout_of(pending.identity.specs), layout_of(message.identity.specs)
         if given == expected:
-            # Detached, so that what one side asks of its tensor's gradient never reaches the other's.
+            # Detached, so that one side's autograd never reaches the other's tensor.
             tensors = tuple(tensor.detach() for tensor in message.tensors)
             pending.complete(tensors, message.sent_at, message.arrived_at)
         else:

@@ -1,28 +1,25 @@
-"""How a message lies in memory and on the wire: a header that says what it is, then its tensors in one flat buffer.
+"""The format of a message in memory and on the wire: a header with its identity, then its tensors in one flat buffer.
 
-A message travels in one or two parts. The first has the same size for all messages: the header, and room for tensors that fit
-into :data:`INLINE_BYTES`. Tensors that don't are the second part. So a small message is one operation of the transport, and a
-receiver that finds another message than it expects never has to read that message's tensors, which may be larger than its
-buffer. Every tensor begins at a multiple of :data:`ALIGNMENT` bytes. Nothing in a message is executed or unpickled.
+A message travels in one or two parts. The first part has the same size for all messages: the header, and room for tensors that
+fit into :data:`INLINE_BYTES`. Larger tensors are the second part. So a small message is one operation of the transport. A
+receiver that finds another message than expected never has to read its tensors, which may exceed the buffer. Every tensor
+begins at a multiple of :data:`ALIGNMENT` bytes. Nothing in a message is executed or unpickled.
 
-The header is :data:`HEADER_BYTES` long, little-endian:
+The header is :data:`HEADER_BYTES` long, little-endian::
 
-==========  =====  ================================================================
-field       bytes  meaning
-==========  =====  ================================================================
-magic       4      ``adpt``
-version     1      2
-purpose     1      what it is for, by its place in :class:`adaptra.runtime.transports.base.Purpose`
-            2      zero
-step        8      signed
-source      4      sending stage
-destination 4      receiving stage
-microbatch  4
-sent at     8      double, the sender's ``time.monotonic`` seconds
-digest      16     of shapes and dtypes
-length      2      of the text
-text        138    shapes and dtypes for people, cut to fit
-==========  =====  ================================================================
+    field       bytes  meaning
+    magic       4      adpt
+    version     1      2
+    purpose     1      index in adaptra.runtime.transports.base.Purpose
+                2      zero
+    step        8      signed
+    source      4      sending stage
+    destination 4      receiving stage
+    microbatch  4
+    sent at     8      double, the sender's time.monotonic seconds
+    digest      16     of shapes and dtypes
+    length      2      of the text
+    text        138    shapes and dtypes for people, cut to fit
 """
 
 from __future__ import annotations
@@ -56,14 +53,14 @@ def _aligned(size: int) -> int:
 
 
 def _shared_memory(size: int) -> tuple[memoryview, Tensor]:
-    """Aligned host memory, once as bytes and once as a uint8 tensor."""
+    """Allocate aligned host memory, and return it as bytes and as a uint8 tensor."""
     memory = bytearray(size + ALIGNMENT)
     skipped = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % ALIGNMENT
     return memoryview(memory)[skipped : skipped + size], torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=skipped)
 
 
 class Header:
-    """The header of messages of given specs: writes it, and compares what arrives with what is expected."""
+    """The header of messages of given specs: writes headers, and compares received ones with the expected ones."""
 
     def __init__(self, specs: MessageSpec) -> None:
         described = describe_layout(layout_of(specs)).encode()
@@ -91,13 +88,13 @@ class Header:
         )
 
     def check(self, memory: memoryview | bytes, expected: Identity) -> float:
-        """Read the header that ``memory`` begins with.
+        """Read the header at the beginning of ``memory``.
 
         Returns:
-            When the message was sent, on the sender's clock.
+            The time at which the message was sent, on the sender's clock, seconds.
 
         Raises:
-            TransportError: It is another message; names the edge, what was expected and what came.
+            TransportError: It is another message; names the edge, the expected message and the received one.
         """
         magic, version, code, step, source, destination, microbatch, sent_at, digest, length, text = _FORMAT.unpack_from(memory)
         if magic != _MAGIC or version != VERSION or code >= len(_PURPOSES) or not math.isfinite(sent_at):
@@ -110,12 +107,15 @@ class Header:
 
 
 def flat_bytes(specs: MessageSpec) -> int:
-    """How many bytes the tensors of a message take in one flat buffer."""
+    """Return the number of bytes that the tensors of a message take in one flat buffer."""
     return sum(_aligned(spec.travelling_bytes) for spec in specs)
 
 
 def views_of(flat: Tensor, specs: MessageSpec) -> list[Tensor]:
-    """The tensors of a message as they travel, which lie in ``flat``, (at least :func:`flat_bytes`,) uint8, without a copy."""
+    """Return the tensors of a message in the form in which they travel, as views of ``flat`` without a copy.
+
+    ``flat`` has at least :func:`flat_bytes` elements of uint8.
+    """
     views: list[Tensor] = []
     offset = 0
     for spec in specs:
@@ -129,8 +129,8 @@ class MessageBuffer:
     """The memory of one message of given specs, with the views of its tensors.
 
     Attributes:
-        first: What travels first, (HEADER_BYTES + INLINE_BYTES,) uint8 on the wire's device: the header, and small tensors.
-        rest: The tensors, uint8 on the wire's device, if they are too large for that; else None.
+        first: The first part, (HEADER_BYTES + INLINE_BYTES,) uint8 on the wire's device: the header, and small tensors.
+        rest: The tensors, uint8 on the wire's device, if they are too large for the first part; else None.
     """
 
     def __init__(self, specs: MessageSpec, device: torch.device) -> None:
@@ -161,15 +161,15 @@ class MessageBuffer:
         """Read the received header.
 
         Returns:
-            When the message was sent, on the sender's clock.
+            The time at which the message was sent, on the sender's clock, seconds.
 
         Raises:
-            TransportError: It is another message; names the edge, what was expected and what came.
+            TransportError: It is another message; names the edge, the expected message and the received one.
         """
         if self.first is not self._header_tensor:
             self._header_tensor[:HEADER_BYTES].copy_(self.first[:HEADER_BYTES])
         return self._rule.check(self._header, expected)
 
     def tensors(self, device: torch.device) -> tuple[Tensor, ...]:
-        """The tensors of a received message on ``device``: views of this buffer if it lies there and holds them as they are."""
+        """Return the tensors of a received message on ``device``: views of this buffer if neither device nor dtype changes."""
         return tuple(view.detach().to(device).to(spec.dtype) for view, spec in zip(self._views, self._specs, strict=True))

@@ -1,4 +1,4 @@
-"""What transports are built from: a pending operation that its transport completes, and the state that all of them share."""
+"""Building blocks of transports: a pending operation that its transport completes, and the state that all of them share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from adaptra.runtime.transports.base import Identity, Pending
 
 
 def wait_for(event: threading.Event, timeout: float | None) -> bool:
-    """Wait for an event, however long ``timeout`` is. False if it is over before."""
+    """Wait for an event, however long ``timeout`` is.
+
+    Returns:
+        False if the time is over before.
+    """
     return event.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
 
 
 class Completion(Pending):
-    """A :class:`Pending` that its transport completes or fails, once; what comes later is ignored."""
+    """A :class:`Pending` that its transport completes or fails once; later calls are ignored."""
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
@@ -33,13 +37,20 @@ class Completion(Pending):
 
     @property
     def done(self) -> bool:
-        """Whether :meth:`wait` returns or raises at once."""
+        """True if :meth:`wait` returns or raises at once."""
         return self._event.is_set()
 
     def complete(
         self, tensors: tuple[Tensor, ...] = (), sent_at: float = 0.0, arrived_at: float = 0.0, *, asked_at: float = -math.inf
     ) -> None:
-        """The message is there, or has been sent; ``asked_at`` is when it was asked for, if it may have waited for that."""
+        """Complete the operation, because the message has arrived or been sent.
+
+        Args:
+            tensors: The tensors of a received message.
+            sent_at: The time of posting at the sender, seconds.
+            arrived_at: The time of arrival, seconds.
+            asked_at: The time of the receiver's request, seconds, if the message may have waited for it.
+        """
         with self._lock:
             if self._event.is_set():
                 return
@@ -48,7 +59,7 @@ class Completion(Pending):
             self._event.set()
 
     def fail(self, error: Exception) -> None:
-        """The message will never be there."""
+        """Fail the operation, because the message will never arrive."""
         with self._lock:
             if self._event.is_set():
                 return
@@ -68,7 +79,7 @@ T = TypeVar("T", bound=Completion)
 
 
 class PendingOperations:
-    """The state that all transports share: the receives posted per rank, what is pending, and why it all ended.
+    """The state that all transports share: the receives posted per rank, the pending operations, and the error that ended them.
 
     Args:
         rank: The rank whose transport this is.
@@ -83,10 +94,10 @@ class PendingOperations:
         self._pending: dict[Completion, int | None] = {}
 
     def post(self, peer: int, identity: Identity, is_receive: bool, make: Callable[[Identity], T] = Completion) -> T:
-        """A new pending operation with ``peer``, as ``make`` makes it.
+        """Add a new pending operation with ``peer``, made by ``make``, and return it.
 
         Raises:
-            TransportError: ``peer`` is no other rank, or the reason why the transport ended.
+            TransportError: ``peer`` is not another rank, or the error that ended the transport.
         """
         if not 0 <= peer < self._world_size or peer == self._rank:
             direction = "receive from" if is_receive else "send to"
@@ -107,23 +118,27 @@ class PendingOperations:
             self._pending.pop(pending, None)
 
     def waiting_for(self, rank: int) -> Identity | None:
-        """The oldest receive that waits for ``rank``."""
+        """Return the oldest receive that waits for ``rank``, or None."""
         with self._lock:
             waiting = (pending for pending, source in self._pending.items() if source == rank and not pending.done)
             return next((pending.identity for pending in waiting), None)
 
     def sends(self) -> list[Completion]:
-        """The sends that are under way."""
+        """Return the sends that are under way."""
         with self._lock:
             return [pending for pending, source in self._pending.items() if source is None]
 
     def has_pending(self) -> bool:
-        """Whether anything was posted and not settled."""
+        """Return True if an operation was posted and not settled."""
         with self._lock:
             return bool(self._pending)
 
     def end(self, error: Exception) -> bool:
-        """Fail everything, now and later. False if it ended before."""
+        """Fail all operations, now and later.
+
+        Returns:
+            False if the transport had ended before.
+        """
         with self._lock:
             if self._error is not None:
                 return False
@@ -135,6 +150,6 @@ class PendingOperations:
 
 
 def peer_lost(rank: int, identity: Identity, text: str) -> PeerLostError:
-    """The error of a message whose other side, ``rank``, is gone; ``text`` is the system's own."""
+    """Return the error of a message whose other side, ``rank``, is lost; ``text`` is the system's own."""
     where = f"edge {identity.source}→{identity.destination} failed at {identity.op} of step {identity.step}"
     return PeerLostError(f"rank {rank} is lost: {where}: {text}", rank=rank, edge=identity.edge, op=identity.op)

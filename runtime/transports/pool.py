@@ -1,7 +1,7 @@
 """The pool of receive buffers, sized by the program.
 
-A program states how many messages of each shape one rank may have posted or hold at a time. A receive that finds the pool
-empty is a bug of ours, never a reason to allocate: the planner's memory budget would not be true.
+A program states the number of messages of each shape that a rank may have posted or kept at a time. A receive that finds the
+pool empty is a bug of ours and never allocates, because the planner's memory budget would then be wrong.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Pool(Generic[Buffer]):
             self._free = kept
 
     def has_free(self, rank: int, identity: Identity) -> bool:
-        """Whether :meth:`take` would find a buffer."""
+        """Return True if :meth:`take` would find a buffer."""
         with self._lock:
             return bool(self._free.get((rank, layout_of(identity.specs))))
 
     def take(self, rank: int, identity: Identity) -> Buffer:
-        """A buffer for one message from ``rank``.
+        """Take a buffer for one message from ``rank``.
 
         Raises:
             AssertionError: None is left.
@@ -71,7 +71,7 @@ class Pool(Generic[Buffer]):
             return free.pop()
 
     def give(self, rank: int, identity: Identity, buffer: Buffer) -> None:
-        """Give a taken buffer back; it is kept if it is still reserved."""
+        """Give back a buffer; it is kept if it is still reserved."""
         key = (rank, layout_of(identity.specs))
         with self._lock:
             self._used[key] -= 1

@@ -1,10 +1,11 @@
-"""The process groups of torch.distributed that transports are built on: made under a name of their own, and ended.
+"""The process groups of torch.distributed that transports are built on: made under unique names, and ended.
 
-torch names a new group by its ranks and by how many groups the process has. Once a group has been ended the next one would have
-the name of one that lives, and read its keys. So every group here is named by who makes it, and no name is used twice.
+torch names a new group by its ranks and by the number of groups in the process. Once a group has ended, the next one could have
+the name of a living one, and read its keys. So every group here is named by its user, and no name is used twice.
 
-A group's keys lie in the job's store under its name. Each member writes down there that it has ended the group, without waiting
-for an answer, since the store may be gone by then; when the ranks meet again, :func:`sweep` removes what all have ended.
+A group's keys lie in the job's store under its name. Each member records in the store that it has ended the group. It does not
+wait for an answer, because the store may be gone by then. When the ranks meet again, :func:`sweep` removes the keys of groups
+that all members have ended.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ from adaptra.errors import LaunchError
 from adaptra.runtime.control_store.forked_children import keep_store_from_children, kept_from_children
 from adaptra.runtime.control_store.stores import clone
 
-# Liveness is the membership's business: a message may be waited for as long as its sender lives.
+# The membership detects lost ranks: a wait for a message may last as long as its sender lives.
 FOR_EVER: Final = timedelta(days=7)
 
 _ENDED: Final = "adaptra ended"
 
 
 def initialise(backend: str) -> bool:
-    """Set up the default group from the launcher's environment, unless there is one. True if this call did."""
+    """Set up the default group from the launcher's environment, unless there is one.
+
+    Returns:
+        True if this call set it up.
+    """
     if distributed.is_initialized():
         return False
     try:
@@ -44,13 +49,13 @@ def initialise(backend: str) -> bool:
 def new_group(
     members: Sequence[int], name: str, backend: str | None = None, timeout: timedelta | None = FOR_EVER
 ) -> ProcessGroup:
-    """A communicator of these ranks only, in this order; each of them makes it.
+    """Make a communicator of these ranks only, in this order; each of them calls it.
 
     Args:
         members: Ranks of the job.
         name: The same on all of them, and no other group's of this job.
-        backend: torch.distributed's name of it, or None for the job's own.
-        timeout: How long its operations wait, or None for the backend's default.
+        backend: The name of the backend in torch.distributed, or None for the job's own.
+        timeout: The timeout of its operations, or None for the backend's default.
     """
     internals: Any = distributed_c10d  # the public function takes no name
     backend = distributed.Backend(backend or distributed.get_backend())
@@ -60,7 +65,7 @@ def new_group(
             list(members).index(distributed.get_rank()),
             list(members),
             backend,
-            # A connection of its own: the wait for a member holds up all users of the client.
+            # A connection of its own, because the wait for a member blocks all users of a client.
             clone(job_store()),
             name,
             timeout=timeout or internals._get_default_timeout(backend),
@@ -72,18 +77,18 @@ def new_group(
 
 
 def job_store() -> Store:
-    """The store of the default group."""
+    """Return the store of the default group."""
     assert distributed.group.WORLD is not None, "the job's ranks have joined"
     return distributed.group.WORLD.get_group_store()
 
 
 def keys_of(name: str) -> Store:
-    """The part of the job's store under a name, as groups have it."""
+    """Return the part of the job's store under a name, as groups use it."""
     return PrefixStore(f"{name}/", job_store())
 
 
 def next_name(group: ProcessGroup | None) -> str:
-    """A name for what the members of a group, or all ranks, make together; they call it as often as each other."""
+    """Return a new name for an object that the members of a group, or all ranks, make together; all call it equally often."""
     parent = group or distributed.group.WORLD
     assert parent is not None, "the job's ranks have joined"
     count = parent.get_group_store().add(f"adaptra parts/{parent.rank()}", 1)
@@ -93,7 +98,7 @@ def next_name(group: ProcessGroup | None) -> str:
 def make_groups(
     ranks: Sequence[int], rank: int, backend: str, name: str
 ) -> dict[tuple[bool, tuple[int, int] | None], ProcessGroup]:
-    """The communicators by direction (is it backward?) and, where each pair has its own, by pair of ranks."""
+    """Make the communicators, keyed by direction (True for backward) and, if each pair has its own, by pair of ranks."""
     pairs: list[tuple[int, int] | None] = [None] if backend == "gloo" else list(combinations(range(len(ranks)), 2))
     groups: dict[tuple[bool, tuple[int, int] | None], ProcessGroup] = {}
     for is_backward in (False, True):
@@ -106,21 +111,21 @@ def make_groups(
 
 
 def end_group(group: ProcessGroup) -> None:
-    """Give back a group's descriptors, threads and memory. Each member calls it, once it uses the group no more."""
+    """Release a group's descriptors, threads and memory. Each member calls it when it no longer uses the group."""
     name, size, rank = group.group_name, group.size(), group.rank()
-    with contextlib.suppress(ValueError):  # which the program has ended itself, with all groups
+    with contextlib.suppress(ValueError):  # the program may have ended it itself, with all groups
         distributed.destroy_process_group(group)
         end_keys(name, rank, size)
 
 
 def end_keys(name: str, rank: int, size: int) -> None:
-    """Write down that a rank needs the keys under a name no more, of so many ranks that use them."""
+    """Record in the store that a rank no longer needs the keys under a name, which ``size`` ranks use."""
     with contextlib.suppress(DistError, AssertionError):  # a store that is gone has no keys
         job_store().set(f"{_ENDED}/{name}/{rank}", str(size))
 
 
 def sweep() -> None:
-    """Remove the keys of all that every member has ended. One rank calls it, when it knows the store to be there."""
+    """Remove the keys of all names that every member has ended. One rank calls it while the store is known to be reachable."""
     store = job_store()
     told = PrefixStore(_ENDED, store)
     ended: dict[str, list[str]] = defaultdict(list)

@@ -1,8 +1,7 @@
-"""Transports by name: those of adaptra, and those that installed packages add.
+"""Transports by name: adaptra's own, and those that installed packages add.
 
-A package adds a transport by an entry point in the group ``adaptra.transports`` whose object is called with the options given
-to :func:`create_transport` and returns a :class:`Transport`. The names ``c10d``, ``delegate`` and
-``local`` are adaptra's own.
+A package adds a transport by an entry point in the group ``adaptra.transports``. Its object is called with the options given to
+:func:`create_transport` and returns a :class:`Transport`. The names ``c10d``, ``delegate`` and ``local`` are adaptra's own.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ _BUILT_IN: Final = {
 
 
 def is_built_in(name: str) -> bool:
-    """Whether a transport is one of adaptra's own."""
+    """Return True if a transport is one of adaptra's own."""
     return name in _BUILT_IN
 
 
 def transport_names() -> tuple[str, ...]:
-    """The names of all transports that can be created here, sorted."""
+    """Return the names of all transports that can be created here, sorted."""
     return tuple(sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))}))
 
 
 def create_transport(transport: str | Transport, **options: Any) -> Transport:
-    """The transport of this rank.
+    """Return the transport of this rank.
 
     Args:
         transport: A name, or a transport, which is returned as it is.
-        options: Handed to the named transport: ``hub`` and ``rank`` for ``local``; ``group``, ``device`` and ``backend`` for
+        options: Passed to the named transport: ``hub`` and ``rank`` for ``local``; ``group``, ``device`` and ``backend`` for
             ``c10d``; ``group``, ``device``, ``addresses`` and ``timing`` for ``delegate``.
 
     Raises:
-        LaunchError: No such transport, several packages add one of that name, one can't be loaded or does not return a
-            transport, or options come with a transport that exists already.
+        LaunchError: No transport or several have that name, or it can't be loaded or does not return a transport. Or options
+            come with a transport that exists already.
     """
     if isinstance(transport, Transport):
         if options:

@@ -1,1 +1,1 @@
-"""One rank at work: follows its plan from step to step and runs its stages."""
+"""The worker of one rank: it follows its plan from step to step and runs its stages."""

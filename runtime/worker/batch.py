@@ -1,6 +1,6 @@
-"""From a batch to microbatches, with everything wrong about a batch said at the door.
+"""Batches split into microbatches, with every invalid batch refused first.
 
-Tensors are split along their first dimension; a tensor without dimensions is given to every microbatch as it is.
+Tensors are split along their first dimension; every microbatch gets a tensor without dimensions as it is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from adaptra.graph.ops.specs import MessageSpec
 
 
 def example_microbatch(batch: Any, microbatches: int, what: str) -> Any:
-    """The first microbatch of a batch: any nest of tuples, lists and dicts with tensors in it.
+    """Return the first microbatch of a batch: any nest of tuples, lists and dicts with tensors in it.
 
     Raises:
         BatchError: The tensors' first dimensions differ, or don't divide by the number of microbatches.
@@ -47,7 +47,7 @@ def example_microbatch(batch: Any, microbatches: int, what: str) -> Any:
 
 
 def rows_of(batch: Any) -> int:
-    """The rows of a batch: any nest of tuples, lists and dicts with tensors in it. 1 if none has a first dimension."""
+    """Return the rows of a batch: any nest of tuples, lists and dicts with tensors in it. 1 if none has a first dimension."""
     return next((leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
@@ -55,9 +55,9 @@ def split_batch(tensors: Sequence[Tensor], specs: MessageSpec, microbatches: int
     """Split a flat batch into microbatches of exactly the shapes that were compiled.
 
     Args:
-        tensors: The batch's tensors; like their specs in everything but the first dimension.
+        tensors: The batch's tensors, which match their specs except in the first dimension.
         specs: The tensors of one microbatch.
-        microbatches: How many there are.
+        microbatches: The number of microbatches.
         what: ``inputs`` or ``targets``, for the error.
 
     Raises:
@@ -76,11 +76,11 @@ def split_batch(tensors: Sequence[Tensor], specs: MessageSpec, microbatches: int
 
 
 def require_no_gradient(batch: Sequence[Sequence[Tensor]], labels: Sequence[str], what: str) -> None:
-    """Refuse a batch for a step if a tensor of it waits for a gradient: it would get none.
+    """Refuse a batch for a step if a tensor of it requires a gradient, because it would get none.
 
     Args:
         batch: The tensors per microbatch; empty on ranks that don't need them.
-        labels: What each tensor is called.
+        labels: The name of each tensor.
         what: ``inputs`` or ``targets``.
 
     Raises:

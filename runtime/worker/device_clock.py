@@ -1,8 +1,8 @@
-"""When ops began and ended on the device that runs them, in seconds of the monotonic clock.
+"""Start and end times of ops on the device that runs them, in seconds of the monotonic clock.
 
-On a CPU an op has ended when its call returns. On a GPU the call returns once the op is queued, so its beginning and its end
-are events in the stream. What these say is only known once the GPU has come past them: it is read when a step ends, and that
-waits for the step's last op.
+On a CPU an op has ended when its call returns. On a GPU the call returns once the op is queued, so its start and end are events
+in the stream. Their times are known only once the GPU has passed them. So they are read when a step ends, which waits for the
+step's last op.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import torch
 from torch import Tensor
 
 Mark = float | torch.cuda.Event
-"""A moment: seconds, or an event that tells them later."""
+"""A time: seconds, or an event whose time is known later."""
 
 E = TypeVar("E", bound="TimedEvent")
 
 
 class TimedEvent(Protocol):
-    """What is needed of an event: that of a CUDA stream, with timing enabled."""
+    """The interface of an event: that of a CUDA stream, with timing enabled."""
 
     def synchronize(self) -> None:
-        """Wait until the device has come to it."""
+        """Wait until the device has passed the event."""
         ...
 
     def elapsed_time(self: E, end_event: E, /) -> float:
-        """Milliseconds from this event to another."""
+        """Return the milliseconds from this event to another."""
         ...
 
 
 class OpClock:
-    """Marks moments of a rank's device.
+    """Marks times of a rank's device.
 
     Args:
         device: Runs the ops.
@@ -45,11 +45,11 @@ class OpClock:
 
     @staticmethod
     def of(tensors: Iterable[Tensor]) -> OpClock:
-        """The clock of the device that holds a stage's tensors; of the host if there are none."""
+        """Return the clock of the device that has a stage's tensors; of the host if there are none."""
         return OpClock(next((one.device for one in tensors if one.is_cuda), torch.device("cpu")))
 
     def mark(self) -> Mark:
-        """This moment, in the order of what has been queued."""
+        """Mark the present time, in the order of the queued ops."""
         if self._stream_of is None:
             return time.monotonic()
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
@@ -57,7 +57,7 @@ class OpClock:
         return event
 
     def read(self, marks: Sequence[Mark]) -> list[float]:
-        """The seconds of marks, in their order; the last one is the latest. They are not used again."""
+        """Return the seconds of marks, in their order; the last one is the latest. The marks must not be used again."""
         events = [mark for mark in marks if isinstance(mark, torch.cuda.Event)]
         found = iter(seconds_of(events))
         self._free += events
@@ -65,7 +65,7 @@ class OpClock:
 
 
 def seconds_of(events: Sequence[TimedEvent]) -> list[float]:
-    """When the device came to each of these events, once it has come to the last one."""
+    """Return the times at which the device passed these events, seconds, after waiting for the last one."""
     if not events:
         return []
     last = events[-1]

@@ -1,8 +1,8 @@
-"""The executor: runs one rank's instruction list, and waits for nothing but the inputs of the op at hand.
+"""The executor: runs one rank's instruction list, and waits for nothing but the inputs of the current op.
 
-The program is lowered: its SEND and RECV ops say where messages are handed over and where receives are posted. The
-executor does what they say and decides nothing. A RECV posts a receive, a SEND hands a message over; neither blocks. A
-compute op waits for its own message only (rule 2).
+The program is lowered: its SEND and RECV ops define where messages are sent and where receives are posted. The executor follows
+them and decides nothing. A RECV posts a receive and a SEND sends a message; neither blocks. A compute op waits for its own
+message only (rule 2).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PURPOSE: Final = {Kind.SEND_F: Purpose.ACTIVATION, Kind.SEND_B: Purpose.GRADIEN
 
 @dataclass(frozen=True, slots=True)
 class MessageShapes:
-    """What the messages of one stage hold, by the kind of the SEND.
+    """The tensors in the messages of one stage, by the kind of the SEND.
 
     Attributes:
         forward: Tensors the stage sends to the next one; empty on the last stage.
@@ -49,11 +49,11 @@ class Executor:
         program: A lowered program that :func:`adaptra.program.verify.verify` accepts.
         rank: This rank.
         stages: The stages of this rank by index.
-        messages: What every stage of the pipeline sends, by stage index.
+        messages: The messages of every stage of the pipeline, by stage index.
         transport: Carries the messages; its receive buffers are reserved here, sized by the program.
         pacing: Lengthens ops on emulated devices and slowed stages.
-        monitor: Records what ran and what travelled.
-        mark: The moment on this rank's device, as :meth:`adaptra.runtime.worker.device_clock.OpClock.mark`.
+        monitor: Records ops and messages.
+        mark: The present time on this rank's device, as :meth:`adaptra.runtime.worker.device_clock.OpClock.mark`.
         timeout: Seconds an op waits for a message before the step fails.
     """
 
@@ -92,7 +92,7 @@ class Executor:
         self._incoming = Counter(self._channel_of(op) for op in self._order if op.kind in SENT_BY)
         self._to_come: Counter[tuple[int, Kind]] = Counter()
         self.receive_counts = self._receive_counts()
-        """How many receive buffers the program takes at a time, per source rank and message."""
+        """The number of receive buffers that the program needs at a time, per source rank and message."""
 
     def _receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
         held: Counter[tuple[int, MessageSpec]] = Counter()
@@ -110,7 +110,7 @@ class Executor:
         return dict(most)
 
     def _posted_ahead(self) -> Counter[tuple[int, Kind]]:
-        """How many receives are posted before the first op, per source rank and what is sent."""
+        """Return the number of receives posted before the first op, per source rank and kind of message."""
         begin = takewhile(lambda op: not op.kind.is_compute, self._order)
         return Counter(self._channel_of(op) for op in begin if op.kind in SENT_BY)
 
@@ -118,7 +118,7 @@ class Executor:
         return self.program.placement[peer_stage(receive)], SENT_BY[receive.kind]
 
     def _is_last_use(self, op: Op) -> bool:
-        """Whether what the op's stage received for the op's microbatch is no longer needed when the op has ended."""
+        """Return True if the messages that the op's stage received for its microbatch are no longer needed after the op."""
         match op.kind:
             case Kind.W | Kind.B:
                 return True
@@ -144,17 +144,17 @@ class Executor:
 
         Args:
             step: The step's number; part of every message's identity.
-            inputs: The model's inputs per microbatch; only looked at by the rank of the first stage.
-            targets: The loss's targets per microbatch; only looked at by the rank of the last stage.
-            on_message: Called with the stage that a message has come from, as soon as an op uses it.
-            on_results: Called on the rank of the last stage with what is returned, as soon as that is complete.
+            inputs: The model's inputs per microbatch; only used by the rank of the first stage.
+            targets: The loss's targets per microbatch; only used by the rank of the last stage.
+            on_message: Called with the sending stage of a message as soon as an op uses it.
+            on_results: Called on the rank of the last stage with the results as soon as they are complete.
 
         Returns:
-            On the rank of the last stage, what it returned per microbatch; elsewhere nothing.
+            On the rank of the last stage, its results per microbatch; elsewhere nothing.
 
         Raises:
             TransportError: A message could not be exchanged; names its edge.
-            Exception: Whatever the user's model raises, with a note of rank, op and step.
+            Exception: An error of the user's model, with a note of rank, op and step.
         """
         self._step = step
         self._on_message = on_message
@@ -213,7 +213,7 @@ class Executor:
                 self._transport.release(pending)
 
     def _take(self, op: Op, offset: int) -> tuple[Tensor, ...]:
-        """What the neighbouring stage computed for ``op``: from this rank if the stage is here, else from its message."""
+        """Return the neighbouring stage's result for ``op``: from this rank if the stage is here, else from its message."""
         neighbour = op.stage + offset
         if neighbour in self._stages:
             return self._values.pop((neighbour, Kind.F if offset < 0 else Kind.I, op.microbatch))

@@ -1,8 +1,8 @@
 """Hooks of parameters: torch's ``register_hook`` and ``register_post_accumulate_grad_hook``, once per step.
 
-Autograd runs them once per backward pass, and a step is one backward pass of the whole batch. So they run at its end, when all
-microbatches, uses and replicas are in the gradient: what a hook returns is what optimizers see. Torch itself runs them: the
-gradient is handed to autograd, which does with it what it does in any backward pass.
+Autograd runs them once per backward pass, and a step is one backward pass of the whole batch. So they run at its end, when the
+gradient includes all microbatches, uses and replicas, and optimizers see the gradient that a hook returns. Torch itself runs
+them: autograd gets the gradient and treats it as in any backward pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GradientHooks:
         self._before: dict[str, Tensor | None] = {}
 
     def begin_step(self) -> None:
-        """Set aside what earlier steps have left in ``grad`` where there are hooks, which are given this step's alone.
+        """Set aside earlier steps' ``grad`` of parameters with hooks, which get this step's gradient alone.
 
         Raises:
             OptionError: A parameter with copies on several ranks has a hook; names it.
@@ -43,7 +43,7 @@ class GradientHooks:
             self._before[name], parameter.grad = parameter.grad, None
 
     def end_step(self) -> None:
-        """Run all hooks on the gradients of the step, which is then added to those of earlier steps."""
+        """Run all hooks on the gradients of the step, and add the results to those of earlier steps."""
         for name, earlier in self._before.items():
             parameter = self._parameters[name]
             gradient, parameter.grad = parameter.grad, earlier
@@ -53,12 +53,12 @@ class GradientHooks:
 
 
 def is_hooked(tensor: Tensor) -> bool:
-    """Whether a parameter has a hook that its gradient goes through."""
+    """Return True if a parameter has a hook on its gradient."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 def copy_is_hooked(name: str) -> str:
-    """What is said of a hook that would have to run on several ranks."""
+    """Return the error text for a hook that would have to run on several ranks."""
     return (
         f"{name}: a gradient hook of a parameter that stages of several ranks use, each with a copy of its own: expected none, "
         "as the copies would become different; change its gradient between the step and optimizer.step()"

@@ -1,4 +1,4 @@
-"""How the losses of microbatches become that of the batch, and how a loss is found out that does not fit to it."""
+"""The reduction of microbatches' losses to that of the batch, and checks that a loss fits it."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ from adaptra.errors import BatchError, CaptureError
 from adaptra.graph import CompiledStages, TensorSpec
 
 MOST_ELEMENTS: Final = 2**20
-"""Of how large an output a loss is tried with; of a larger one, with as many rows as fit."""
+"""The largest output, in elements, on which a loss is tried; of a larger one only the rows that fit are used."""
 
 NUMBER_OF_ITEMS: Final = "num_items_in_batch"
-"""What transformers call the number of labels in a batch."""
+"""The name that transformers use for the number of labels in a batch."""
 
 
 class Reduction(StrEnum):
-    """How the losses of microbatches and replicas become that of the batch: ``reduction=`` of :func:`adaptra.compile`."""
+    """The reduction of the losses of microbatches and replicas to that of the batch: ``reduction=`` of
+    :func:`adaptra.compile`.
+    """
 
     MEAN = "mean"
     SUM = "sum"
     WEIGHTED = "weighted"
 
     def start(self, scale: float, loss: TensorSpec, microbatches: int) -> Tensor:
-        """The gradient that the backward pass of a microbatch begins with.
+        """Return the gradient that the backward pass of a microbatch begins with.
 
         Args:
-            scale: What the loss is scaled by.
-            loss: Of one microbatch.
+            scale: The factor of the loss.
+            loss: The loss of one microbatch.
             microbatches: Microbatches per step.
         """
-        # As autograd does it for scale * (loss / microbatches): the scale is float32, and the quotient is rounded in the
+        # As autograd computes it for scale * (loss / microbatches): the scale is float32, and the quotient is rounded in the
         # loss's own dtype.
         start = torch.tensor(scale, dtype=torch.float32).to(loss.dtype)
         if self is Reduction.WEIGHTED:
@@ -44,10 +46,10 @@ class Reduction(StrEnum):
         return start.expand(loss.shape) / (microbatches if self is Reduction.MEAN else 1)
 
     def of_batch(self, losses: Tensor) -> Tensor:
-        """The loss of the batch, a scalar.
+        """Return the loss of the batch, a scalar.
 
         Args:
-            losses: Of each microbatch: (microbatches,), or if weighted (microbatches, 2), each a sum and its weight.
+            losses: The loss of each microbatch: (microbatches,), or if weighted (microbatches, 2), each a sum and its weight.
 
         Raises:
             BatchError: The weights of all microbatches together are not above zero.
@@ -68,26 +70,26 @@ class Reduction(StrEnum):
 
 
 def total_weight(losses: Tensor) -> float:
-    """The weight of a batch, by the sums and weights of its microbatches, (microbatches, 2)."""
+    """Return the weight of a batch, from the sums and weights of its microbatches, (microbatches, 2)."""
     return losses[:, 1].double().sum().item()
 
 
 def looks_like_sum(whole: Tensor, mean: Tensor, parts: int) -> bool:
-    """Whether the loss of a whole batch is nearer to the sum of its parts' losses than to their mean."""
+    """Return True if the loss of a whole batch is nearer to the sum of its parts' losses than to their mean."""
     return bool((whole - mean * parts).abs() < (whole - mean).abs())
 
 
 def refuse_sum(loss: Callable[..., Any], compiled: CompiledStages, targets: Any, rows: int) -> None:
-    """Refuse a loss that sums over the rows, where the mean of microbatches is taken.
+    """Refuse a loss that sums over the rows if the mean of microbatches is taken.
 
-    It is tried on made-up outputs and the example's targets: with each row twice a mean stays as it is. A loss that can't be
-    run on these, for whatever reason, is taken.
+    It is tried on random outputs and the example's targets: a mean is unchanged if each row is doubled. A loss that can't be
+    run on these is accepted.
 
     Args:
-        loss: What the user gave.
-        compiled: What tells what the model returns for a microbatch.
-        targets: Of a microbatch.
-        rows: Of a microbatch.
+        loss: The user's loss.
+        compiled: The stages, which define the model's outputs for a microbatch.
+        targets: The targets of a microbatch.
+        rows: The rows of a microbatch.
 
     Raises:
         CaptureError: Says what to give instead.
@@ -114,11 +116,11 @@ def refuse_sum(loss: Callable[..., Any], compiled: CompiledStages, targets: Any,
 
 
 def refuse_number_of_items(given: Mapping[str, Any], reduction: Reduction) -> None:
-    """Refuse the number of labels in a batch, by which models of transformers divide, where it would not mean that.
+    """Refuse the number of labels in a batch, by which models of transformers divide, if the result would be wrong.
 
     Args:
         given: The model's keyword arguments.
-        reduction: What the losses of microbatches are taken for.
+        reduction: The reduction of the losses of microbatches.
 
     Raises:
         BatchError: It is a constant, or losses that are divided by it would be averaged.
@@ -137,7 +139,7 @@ def refuse_number_of_items(given: Mapping[str, Any], reduction: Reduction) -> No
 
 
 def _made_up(spec: TensorSpec, taken: int, rows: int, random: torch.Generator) -> Tensor:
-    """An output of this shape; numbers from 0 to 1 also are probabilities."""
+    """Return a random output of this shape; numbers from 0 to 1 are also valid probabilities."""
     if not spec.dtype.is_floating_point:
         return _first(torch.zeros(spec.shape, dtype=spec.dtype, device="cpu"), taken, rows)
     shape = (spec.shape[0] * taken // rows, *spec.shape[1:]) if spec.shape else ()

@@ -1,4 +1,4 @@
-"""One stage on its rank: runs its F, I and W and keeps what F leaves for I, and I for W."""
+"""One stage on its rank: runs its F, I and W, and keeps the values that F saves for I, and I for W."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adaptra.runtime.worker.loss_reduction import Reduction
 
 
 class Stage(Protocol):
-    """What the executor needs of a stage, whether it trains or only evaluates."""
+    """The executor's interface of a stage, whether it trains or only evaluates."""
 
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run F and return the tensors for the next stage; on the last stage, the results."""
@@ -33,15 +33,16 @@ class TrainingStage:
     """F, I and W of one stage.
 
     Args:
-        stage: What it runs.
+        stage: The compiled stage.
         state: The stage's own parameters and buffers by their names in the user's model.
         seed: Seed of the job's random numbers.
-        microbatches: How many microbatches a step has.
-        replica: Which replica this is of; random numbers go by the number of the microbatch among those of all replicas.
+        microbatches: The number of microbatches of a step.
+        replica: The index of this stage's replica; random numbers depend on the microbatch's number among those of all
+            replicas.
         is_last: Whether this is the last stage, whose only output is the loss.
         gradients: Takes each parameter's gradient of each microbatch.
-        await_buffers: Called before each F: waits until the state is there that the replicas share.
-        reduction: How the step's loss comes from theirs.
+        await_buffers: Called before each F: waits until the buffers that the replicas share have arrived.
+        reduction: The reduction of the microbatches' losses to the step's.
     """
 
     def __init__(
@@ -74,32 +75,32 @@ class TrainingStage:
         """Start a step.
 
         Args:
-            loss_scale: Gradients are those of the loss times this.
-            steps_before: How many steps of the training came before this pipeline's; random numbers go by their sum.
+            loss_scale: The factor of the loss in the gradients.
+            steps_before: The number of training steps before this pipeline's first one, which random numbers add to the step.
         """
         self._steps_before = steps_before
         if self._is_last:
-            # There is none if the loss depends on nothing that is trained.
+            # There is none if the loss depends on no trained parameter.
             self._root_gradients = tuple(
                 self._reduction.start(loss_scale, one, self._microbatches) for one in self._stage.grad_outputs
             )
 
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run F; what I and W need stays here until they run."""
+        """Run F, and keep the values for I and W until they run."""
         self._await_buffers()
         key = RandomKey(self._seed, self._steps_before + step, self._first_microbatch + microbatch)
         outputs, self._saved[microbatch] = self._stage.run_forward(self._state, inputs, key, targets)
         return outputs
 
     def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run I. The last stage is given no ``grad_outputs``: there the gradient starts."""
+        """Run I. The last stage gets no ``grad_outputs``, because the gradient starts there."""
         if self._is_last:
             grad_outputs = self._root_gradients
         grad_inputs, self._saved[microbatch] = self._stage.run_input_grad(self._saved.pop(microbatch), grad_outputs)
         return grad_inputs
 
     def weight_grad(self, microbatch: int) -> None:
-        """Run W and hand each gradient on."""
+        """Run W and pass each gradient on."""
         gradients = self._stage.run_weight_grad(self._saved.pop(microbatch))
         for name, gradient, fresh in zip(self._stage.contributions, gradients, self._stage.fresh_gradients, strict=True):
             self._gradients.add(self._stage.index, name, microbatch, gradient, fresh=fresh)
@@ -107,12 +108,12 @@ class TrainingStage:
 
 
 class TwoPassStage(TrainingStage):
-    """A stage whose forwards and backwards are two programs, with anything between them: other forwards too.
+    """A stage whose forwards and backwards are two programs, with anything between them, including other forwards.
 
     Args:
-        tell_outputs: Told the number of a microbatch and its outputs on the last stage.
-        tell_input_gradients: Told the number of a microbatch and the gradients of its inputs on the first stage.
-        Others: as of :class:`TrainingStage`.
+        tell_outputs: Called with the number of a microbatch and its outputs on the last stage.
+        tell_input_gradients: Called with the number of a microbatch and the gradients of its inputs on the first stage.
+        Others: As of :class:`TrainingStage`.
     """
 
     def __init__(
@@ -144,21 +145,21 @@ class TwoPassStage(TrainingStage):
         self._tangents: Sequence[Sequence[Tensor]] = ()
 
     def take_saved(self) -> dict[int, Any]:
-        """What the forwards have left for the backwards; it is then no longer here."""
+        """Return and remove the values that the forwards have saved for the backwards."""
         saved, self._saved = self._saved, {}
         return saved
 
     def begin_backward(self, saved: dict[int, Any], tangents: Sequence[Sequence[Tensor]]) -> None:
-        """Go on with what was taken.
+        """Continue with saved values.
 
         Args:
-            saved: What :meth:`take_saved` returned.
+            saved: The values that :meth:`take_saved` returned.
             tangents: On the last stage, per microbatch the gradient of each output that has one.
         """
         self._saved, self._tangents = saved, tangents
 
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run F. What was received is copied: its backward may come after any number of other messages in the same buffers."""
+        """Run F on copies of received inputs, because its backward may come after other messages have reused their buffers."""
         given = inputs if self._stage.index == 0 else [one.clone() for one in inputs]
         outputs = super().forward(step, microbatch, given, targets)
         if self._is_last:
@@ -176,12 +177,12 @@ class TwoPassStage(TrainingStage):
 
 
 class EvaluationStage:
-    """The forward pass of one stage in evaluation mode, as eager evaluation runs it; nothing is kept for a backward pass.
+    """The forward pass of one stage in evaluation mode, as eager evaluation runs it; no values are kept for a backward pass.
 
     Args:
         evaluation: The stage's evaluation graph.
         state: The stage's own parameters and buffers by their names in the user's model.
-        with_loss: Whether the last stage returns the loss (and wants targets) or the model's outputs.
+        with_loss: True if the last stage returns the loss and takes targets, False if it returns the model's outputs.
         await_buffers: As of :class:`TrainingStage`.
     """
 
@@ -194,7 +195,7 @@ class EvaluationStage:
         self._await_buffers = await_buffers
 
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run F; ``step`` and ``microbatch`` don't matter, since nothing is random."""
+        """Run F; ``step`` and ``microbatch`` don't matter, because nothing is random."""
         self._await_buffers()
         return self._evaluation.run_forward(self._state, inputs, targets, with_loss=self._with_loss)
 

@@ -1,7 +1,7 @@
-"""What a step adds to ``grad`` where a loss is not a mean of equal parts.
+"""Division of a step's gradients by the batch's weight, if a loss is not a mean of equal parts.
 
-Backward passes start from unscaled sums. What to divide them by is known on every rank once all microbatches and replicas have
-told their weights, so it is done once, at the end of the step, to what this step has added alone.
+Backward passes start from unscaled sums. Every rank knows the divisor only once all microbatches and replicas have sent their
+weights. So the division is done once, at the end of the step, and only for the gradients of this step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class StepGradients:
-    """Keeps the gradients of a step apart from those of earlier ones.
+    """Separates the gradients of a step from those of earlier ones.
 
     Args:
         parameters: The trainable parameters of a rank's stages by name.
@@ -23,14 +23,14 @@ class StepGradients:
         self._before: dict[str, Tensor | None] = {}
 
     def begin_step(self) -> None:
-        """Set aside what earlier steps have left."""
+        """Set aside the gradients of earlier steps."""
         for name, parameter in self._parameters.items():
             self._before[name], parameter.grad = parameter.grad, None
 
     def end_step(self, weight: float | None) -> None:
-        """Divide by a weight, if there is one, and add to what earlier steps have left.
+        """Divide by a weight, if there is one, and add to the gradients of earlier steps.
 
-        With a weight that nothing can be divided by, this step adds nothing.
+        If the weight is zero, negative or infinite, this step adds nothing.
         """
         for name, earlier in self._before.items():
             parameter = self._parameters[name]

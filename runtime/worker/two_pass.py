@@ -1,10 +1,10 @@
 """A step in two phases: the forward pass of all microbatches, and later, when gradients come from outside, the backward pass.
 
-So runs a function that returns no loss. Between the two anything may happen, also other forwards: what a forward pass keeps
-for its backward pass is handed to the caller, who gives it back or forgets it.
+It runs a function that returns no loss. Anything may happen between the two phases, including other forwards. The caller keeps
+the state that a forward pass saves for its backward pass, and gives it back or drops it.
 
-Both phases are halves of one program (:func:`adaptra.program.schedules.two_phases`). A delay costs each of them its latency
-once, whatever the order, so nothing is planned anew when delays change.
+Both phases are halves of one program (:func:`adaptra.program.schedules.two_phases`). A delay costs each phase its latency once,
+under every order, so no new plan is needed when delays change.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _BACKWARD: Final = frozenset(Kind) - _FORWARD
 
 @dataclass(slots=True)
 class PendingBackward:
-    """What a forward pass leaves on one rank for its backward pass.
+    """The state that a forward pass leaves on one rank for its backward pass.
 
     Attributes:
         step: The number of the call; random numbers are a function of it.
-        saved: Per microbatch, what I needs.
+        saved: Per microbatch, the values that I needs.
     """
 
     step: int
@@ -50,14 +50,14 @@ class TwoPassStep:
         program: The lowered program of both.
         compiled: The stages.
         state: The parameters and buffers of this rank's stage by name.
-        transport: This rank's.
+        transport: This rank's transport.
         gradients: Takes each parameter's gradient of each microbatch.
         replica, await_buffers: As of :class:`adaptra.runtime.worker.stage.TrainingStage`.
         executor: Makes the executor of a program that runs this stage.
         options: Seed and timeout.
 
     Attributes:
-        receive_counts: How many receive buffers this takes at a time, per source rank and message.
+        receive_counts: The number of receive buffers needed at a time, per source rank and message.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TwoPassStep:
         )
         self._forward = executor(program.only(_FORWARD), self._stage)
         self._backward = executor(program.only(_BACKWARD), self._stage)
-        # Added up, as receives of one phase may stand ready while the other runs.
+        # Added up, as receives of one phase may be pre-posted while the other runs.
         self.receive_counts: Counter[tuple[int, MessageSpec]] = _counts(self._forward, self._outputs) + _counts(
             self._backward, self._input_gradients
         )
@@ -101,10 +101,10 @@ class TwoPassStep:
 
         Args:
             step: The number of this call.
-            inputs: The model's inputs per microbatch; only looked at on the first stage's rank.
+            inputs: The model's inputs per microbatch; only used on the first stage's rank.
 
         Returns:
-            The model's outputs for the whole batch, on every rank, and what :meth:`backward` needs.
+            The model's outputs for the whole batch, on every rank, and the state for :meth:`backward`.
         """
         self._outputs.begin_step(step)
         self._forward.run(step, inputs, [()] * self._forward.program.microbatches)
@@ -114,8 +114,8 @@ class TwoPassStep:
         """Run I and W of all microbatches, and add their gradients to each parameter's ``grad``.
 
         Args:
-            kept: What :meth:`forward` left; it is empty afterwards.
-            tangents: Per microbatch, the gradients of the outputs that have one; only looked at on the last stage's rank.
+            kept: The state that :meth:`forward` returned; it is empty afterwards.
+            tangents: Per microbatch, the gradients of the outputs that have one; only used on the last stage's rank.
 
         Returns:
             The gradients of the inputs that have one, for the whole batch, on every rank.
@@ -125,7 +125,7 @@ class TwoPassStep:
         self._stage.begin_backward(kept.saved, tangents)
         self._backward.run(kept.step, (), ())
         found = self._input_gradients.end_step(self._timeout)
-        self._gradients.end_step()  # behind them, as sums of shared parameters follow on the same channels
+        self._gradients.end_step()  # afterwards, as sums of shared parameters follow on the same channels
         return found
 
 

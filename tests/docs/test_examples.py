@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from paths import EXAMPLES
@@ -25,7 +26,7 @@ def run_in_four_processes(*command: str, timeout: float) -> subprocess.Completed
 
 
 @pytest.mark.processes
-def test_a_gpt_trains_through_a_link_that_turns_slow(tmp_path):
+def test_a_gpt_trains_through_a_link_that_turns_slow(tmp_path: Path) -> None:
     """The demo, shortened: it adapts, every loss and weight is bitwise that of one process, pictures and trace are there."""
     arguments = "--steps 14 --slow-at 5 --op-ms 8 --delay-ms 40 --blocks 4 --json --output".split()
     done = run_in_four_processes(str(EXAMPLES / "train_gpt.py"), *arguments, str(tmp_path), timeout=200)

@@ -17,16 +17,16 @@ def loaded_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_importing_adaptra_loads_nothing_heavy():
+def test_importing_adaptra_loads_nothing_heavy() -> None:
     assert loaded_after("import adaptra; dir(adaptra); adaptra.__version__") == set()
 
 
 @pytest.mark.parametrize("name", ["GENERATORS", "Case", "CostModel", "Kind", "Op", "Program", "generate"])
-def test_programs_and_costs_need_no_torch(name):
+def test_programs_and_costs_need_no_torch(name: str) -> None:
     assert "torch" not in loaded_after(f"import adaptra; adaptra.{name}")
 
 
-def test_planning_simulating_and_verifying_need_no_torch():
+def test_planning_simulating_and_verifying_need_no_torch() -> None:
     code = """
 import adaptra
 from adaptra.planning.planner import plan
@@ -40,7 +40,7 @@ assert simulate(program, cost).makespan > 0
     assert "torch" not in loaded_after(code)
 
 
-def test_every_public_name_is_there():
+def test_every_public_name_is_there() -> None:
     import adaptra
 
     assert all(getattr(adaptra, name) is not None for name in adaptra.__all__)

@@ -1,12 +1,28 @@
 """adaptra.compile over processes: what is wrong on one rank reaches all of them, and replicas stay equal."""
 
+from __future__ import annotations
+
 import os
 import signal
 import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from errors_table import check_documented
 from processes import run_processes
+
+if TYPE_CHECKING:
+    from models import Example
+    from torch import Tensor
+
+    import adaptra
+
+Caught = tuple[str, str, int | None, tuple[int, int] | None, float]
+"""An error's class and text, its rank and edge if it has some, and the seconds until it came."""
+
+Trained = tuple[list[float], dict[str, Any], dict[str, Any], int]
 
 pytestmark = pytest.mark.processes
 
@@ -33,7 +49,7 @@ DOCUMENTED = {
 }
 
 
-def set_up(name="skip_mlp", stages=4, seed=0, **arguments):
+def set_up(name: str = "skip_mlp", stages: int = 4, seed: int = 0, **arguments: Any) -> tuple[Example, adaptra.Pipeline]:
     """A process group, a model and its pipeline."""
     import torch.distributed as dist
     from models import EXAMPLES
@@ -48,7 +64,7 @@ def set_up(name="skip_mlp", stages=4, seed=0, **arguments):
     return example, adaptra.compile(example.make(seed=seed), stages=stages, **arguments)
 
 
-def caught(run):
+def caught(run: Callable[[], object]) -> Caught | None:
     """What ``run`` raises, as a tuple that can be pickled, with the seconds it took."""
     begun = time.monotonic()
     try:
@@ -59,7 +75,7 @@ def caught(run):
     return None
 
 
-def refuse_one_batch(rank):
+def refuse_one_batch(rank: int) -> tuple[Caught | None, Caught | None]:
     example, pipe = set_up()
     args, _, targets = example.rows(ROWS, seed=1)
     with pipe:
@@ -71,7 +87,7 @@ def refuse_one_batch(rank):
     return first, second
 
 
-def test_a_batch_refused_on_one_rank_ends_the_step_on_all():
+def test_a_batch_refused_on_one_rank_ends_the_step_on_all() -> None:
     """Nobody waits for a rank that has refused its batch, and all are told why, though no process has ended."""
     results = run_processes(refuse_one_batch, 4)
     (kind, message, *_), (kind_again, *_) = results[0]
@@ -82,7 +98,7 @@ def test_a_batch_refused_on_one_rank_ends_the_step_on_all():
         assert seconds < 10
 
 
-def be_killed(rank, victim, stages):
+def be_killed(rank: int, victim: int, stages: int) -> Caught | None:
     import adaptra
 
     slow = adaptra.Options(emulate=adaptra.EmulatedDevice(0.05, 0.05, 0.05))
@@ -99,7 +115,7 @@ def be_killed(rank, victim, stages):
 
 
 @pytest.mark.parametrize("victim", [1, 3])
-def test_a_rank_killed_in_a_step_ends_the_others(victim):
+def test_a_rank_killed_in_a_step_ends_the_others(victim: int) -> None:
     """Within 30 s, with an error that names the killed rank and an edge at which it was missed."""
     results = run_processes(be_killed, 4, victim, 4, may_die=(victim,))
     for rank in set(range(4)) - {victim}:
@@ -111,7 +127,7 @@ def test_a_rank_killed_in_a_step_ends_the_others(victim):
         assert edge is not None and victim in edge, message
 
 
-def raise_in_the_model(rank):
+def raise_in_the_model(rank: int) -> Caught | None:
     example, pipe = set_up("gpt_tied")
     args, _, targets = example.rows(ROWS, seed=1)
     with pipe:
@@ -120,7 +136,7 @@ def raise_in_the_model(rank):
         return caught(lambda: pipe.step(args, targets))
 
 
-def test_an_exception_in_the_model_reaches_all_ranks():
+def test_an_exception_in_the_model_reaches_all_ranks() -> None:
     results = run_processes(raise_in_the_model, 4)
     assert results[0][0] == "IndexError"
     for kind, message, lost, _, seconds in results[1:]:
@@ -129,18 +145,18 @@ def test_an_exception_in_the_model_reaches_all_ranks():
         assert seconds < 10
 
 
-def doubled(outputs, targets):
+def doubled(outputs: Tensor, targets: Tensor) -> Tensor:
     return 2 * (outputs - targets).square().mean()
 
 
-def scaled(factor):
-    def loss(outputs, targets):
+def scaled(factor: float) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return factor * (outputs - targets).square().mean()
 
     return loss
 
 
-def compile_differently(rank):
+def compile_differently(rank: int) -> tuple[dict[str, Caught | None], list[Any], list[str]]:
     import torch
     from models import EXAMPLES, square_loss
 
@@ -168,7 +184,7 @@ def compile_differently(rank):
     return found, torch.stack(losses).tolist(), sorted(state)
 
 
-def test_ranks_that_compile_something_else_are_named():
+def test_ranks_that_compile_something_else_are_named() -> None:
     (first, losses, state), (second, same_losses, other_state) = run_processes(compile_differently, 2)
     for found in (first, second):
         assert all(error is not None and error[0] in {"LaunchError", "BatchError"} for error in found.values()), found
@@ -190,7 +206,7 @@ def test_ranks_that_compile_something_else_are_named():
     assert len(state) + len(other_state) == 16 and not set(state) & set(other_state)
 
 
-def train_replicas(rank, delay, dimensions=None, placement="straight"):
+def train_replicas(rank: int, delay: float, dimensions: Sequence[str] | None = None, placement: str = "straight") -> Trained:
     """Two replicas on two ranks each, of a mesh with these dimensions if any: every replica gets its own half of the rows."""
     import torch
     import torch.distributed as dist
@@ -222,13 +238,13 @@ def train_replicas(rank, delay, dimensions=None, placement="straight"):
         return losses, {name: value.numpy() for name, value in gradients.items()}, weights, pipe.plan.version
 
 
-def same(one, other):
+def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two dictionaries of arrays are bitwise the same, and not empty."""
     return bool(one) and one.keys() == other.keys() and all(one[name].tobytes() == other[name].tobytes() for name in one)
 
 
 @pytest.mark.parametrize("placement", ["straight", "v"])
-def test_replicas_take_the_mean_and_stay_equal(placement):
+def test_replicas_take_the_mean_and_stay_equal(placement: str) -> None:
     """4 ranks, 2 per replica: gradients are the mean over replicas, the loss is the global mean, weights stay bitwise equal."""
     import torch
     from models import EXAMPLES
@@ -255,11 +271,11 @@ def test_replicas_take_the_mean_and_stay_equal(placement):
             torch.testing.assert_close(torch.from_numpy(gradient), gradients[name], rtol=1e-4, atol=1e-7)
 
 
-def train_on_meshes(rank):
+def train_on_meshes(rank: int) -> tuple[Trained, Trained]:
     return train_replicas(rank, 0, ["dp", "pp"]), train_replicas(rank, 0, ["pp", "dp"])
 
 
-def test_a_mesh_says_which_stage_of_which_replica_a_rank_holds():
+def test_a_mesh_says_which_stage_of_which_replica_a_rank_holds() -> None:
     """What ranks 0, 2 and 1, 3 train, the stages of its two columns, is bitwise what consecutive ranks do."""
     results = run_processes(train_on_meshes, 4)
     for rank, same_role in enumerate([0, 2, 1, 3]):
@@ -267,7 +283,7 @@ def test_a_mesh_says_which_stage_of_which_replica_a_rank_holds():
         assert losses == others and same(gradients, theirs) and same(state, other_state)
 
 
-def lie_in_another_order(rank):
+def lie_in_another_order(rank: int) -> tuple[Any, ...]:
     """Meshes that don't fit; what a step of four stages in the usual order gives, and of one replica in another order."""
     import torch.distributed as dist
     from torch.distributed import DeviceMesh
@@ -290,7 +306,7 @@ def lie_in_another_order(rank):
     return refused, *found
 
 
-def test_a_mesh_is_of_all_ranks_and_gives_stages_their_order():
+def test_a_mesh_is_of_all_ranks_and_gives_stages_their_order() -> None:
     results = run_processes(lie_in_another_order, 4)
     for refused, *_ in results:
         for row, error in refused.items():
@@ -299,7 +315,7 @@ def test_a_mesh_is_of_all_ranks_and_gives_stages_their_order():
     assert [other[rank] for rank in (3, 1, 0, 2)] == usual
 
 
-def average_before_others_end(rank):
+def average_before_others_end(rank: int) -> float:
     """Stages other than the last end no step before the last one's gradients are averaged over the replicas."""
     import datetime
 
@@ -313,12 +329,12 @@ def average_before_others_end(rank):
     replica, stage = divmod(rank, 2)
     end_step, average = Gradients.end_step, Replicas.combine_gradients
 
-    def waiting(gradients):
+    def waiting(gradients: Gradients) -> None:
         if stage == 0:
             store.wait([f"averaged {replica}"], datetime.timedelta(seconds=30))
         end_step(gradients)
 
-    def telling(replicas, parameters, **how):
+    def telling(replicas: Replicas, parameters: Any, **how: Any) -> None:
         average(replicas, parameters, **how)
         if stage == 1:
             store.set(f"averaged {replica}", "")
@@ -330,13 +346,13 @@ def average_before_others_end(rank):
         return pipe.step(args, targets).item()
 
 
-def test_a_stage_averages_its_gradients_while_others_still_compute():
+def test_a_stage_averages_its_gradients_while_others_still_compute() -> None:
     losses = run_processes(average_before_others_end, 4)
     assert losses == losses[:1] * 4
 
 
 @pytest.mark.parametrize("placement", ["straight", "v"])
-def test_replicas_adapt(placement):
+def test_replicas_adapt(placement: str) -> None:
     """Each pipeline adapts for itself when its link turns slow, and the weights stay bitwise equal."""
     results = run_processes(train_replicas, 4, 20, None, placement)
     assert [version >= 1 for *_, version in results] == [True] * 4
@@ -344,7 +360,7 @@ def test_replicas_adapt(placement):
         assert same(results[stage][2], results[2 + stage][2])
 
 
-def fail_in_a_replica(rank):
+def fail_in_a_replica(rank: int) -> Caught | None:
     example, pipe = set_up("gpt_tied", stages=2)
     args, _, targets = example.rows(ROWS, seed=1)
     with pipe:
@@ -354,7 +370,7 @@ def fail_in_a_replica(rank):
         return caught(lambda: pipe.step(args, targets))
 
 
-def test_a_rank_killed_in_one_replica_ends_all():
+def test_a_rank_killed_in_one_replica_ends_all() -> None:
     """Its pipeline names it by its number in the job, and the other pipeline ends too."""
     results = run_processes(be_killed, 4, 3, 2, may_die=(3,))
     kind, message, lost, edge, _ = results[2]
@@ -366,7 +382,7 @@ def test_a_rank_killed_in_one_replica_ends_all():
     assert all(result[-1] < 30 for result in results[:3])
 
 
-def test_a_failure_in_one_replica_reaches_the_others():
+def test_a_failure_in_one_replica_reaches_the_others() -> None:
     """The ranks of the other pipeline wait for the failed one's gradients; none of them waits for long, all are told why."""
     results = run_processes(fail_in_a_replica, 4)
     assert results[2][0] == "IndexError"
@@ -377,7 +393,7 @@ def test_a_failure_in_one_replica_reaches_the_others():
     assert any("a data-parallel replica is lost" in message for _, message, *_ in results[:2])
 
 
-def look_at_it(rank, folder):
+def look_at_it(rank: int, folder: str) -> tuple[Any, ...]:
     example, pipe = set_up(name="skip_mlp")
     with pipe:
         pipe.step(*example.rows(ROWS, seed=1)[::2])
@@ -399,7 +415,7 @@ def look_at_it(rank, folder):
         )
 
 
-def test_all_ranks_see_what_runs_and_the_first_one_draws_it(tmp_path):
+def test_all_ranks_see_what_runs_and_the_first_one_draws_it(tmp_path: Path) -> None:
     """Timelines and evaluation between steps: rank 0 gets the timeline and writes, the last rank gets the outputs."""
     results = run_processes(look_at_it, 4, str(tmp_path))
     assert [timeline for timeline, *_ in results] == [[3 * MICROBATCHES] * 4, None, None, None]

@@ -6,6 +6,7 @@ import re
 from itertools import count
 
 import pytest
+from linked_hosts import LinkedHosts
 from training import MIXED, adam, compiled, differences, run_step, train_alone
 
 import adaptra
@@ -71,7 +72,7 @@ def train_over_loss(rank: int, control: str) -> list[list[int]]:
 
 
 @pytest.mark.root
-def test_a_link_that_loses_packets_is_found(linked_hosts) -> None:
+def test_a_link_that_loses_packets_is_found(linked_hosts: type[LinkedHosts]) -> None:
     """Real TCP, which sends again after its timeout, on one link of two. Which direction is found first is chance."""
     with linked_hosts(3) as hosts:
         found, *_ = hosts.call(train_over_loss, hosts.control)

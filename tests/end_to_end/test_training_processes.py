@@ -1,10 +1,20 @@
 """Training over processes and gloo is bitwise training in one process; what test_training.py shows for threads."""
 
+from __future__ import annotations
+
 import gc
 import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from processes import run_processes
+
+if TYPE_CHECKING:
+    import adaptra
+
+ExampleCase = tuple[str, str, int, Any, list[str] | None]
+"""An example's name, a dtype, microbatches, a schedule and a split."""
 
 pytestmark = pytest.mark.processes
 
@@ -12,7 +22,9 @@ STAGES = 4
 ROWS = 24
 
 
-def train_examples(rank, world_size, cases, transport="c10d", placement="straight"):
+def train_examples(
+    rank: int, world_size: int, cases: Sequence[ExampleCase], transport: str = "c10d", placement: str = "straight"
+) -> dict[Any, Any]:
     """Per case, what differs from one process and the names of the state on this rank."""
     import torch
     import torch.distributed as dist
@@ -51,7 +63,7 @@ def train_examples(rank, world_size, cases, transport="c10d", placement="straigh
     return found
 
 
-def check(results):
+def check(results: list[Any]) -> None:
     for case in results[0]:
         assert [found[case][0] for found in results] == [[]] * len(results), case
         held = [name for found in results for name in found[case][1]]
@@ -72,7 +84,7 @@ FOUR = [
 
 
 @pytest.mark.parametrize("cases", [FOUR[:4], FOUR[4:]])
-def test_models_train_bitwise_as_one_process_on_four_ranks(cases):
+def test_models_train_bitwise_as_one_process_on_four_ranks(cases: Sequence[ExampleCase]) -> None:
     """Also with fewer microbatches than stages, tied parameters of three stages, and stages that end in a view."""
     check(run_processes(train_examples, 4, 4, cases))
 
@@ -85,13 +97,13 @@ TWO += [
 ]
 
 
-def test_tied_parameters_train_bitwise_on_two_ranks():
+def test_tied_parameters_train_bitwise_on_two_ranks() -> None:
     """The two ranks exchange activations, gradients, parts and sums of tied gradients, and losses, all at a time."""
     check(run_processes(train_examples, 2, 2, TWO))
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(4, [FOUR[0], FOUR[4]]), (2, TWO[:2])])
-def test_models_train_bitwise_over_the_delegate(ranks, cases):
+def test_models_train_bitwise_over_the_delegate(ranks: int, cases: Sequence[ExampleCase]) -> None:
     """Wherever messages travel, the numbers are those of one process."""
     check(run_processes(train_examples, ranks, ranks, cases, "delegate"))
 
@@ -104,13 +116,13 @@ PLACED = [
 
 
 @pytest.mark.parametrize(("transport", "ranks"), [("c10d", 4), ("c10d", 2), ("delegate", 2)])
-def test_two_stages_on_each_rank_train_bitwise_as_one_process(transport, ranks):
+def test_two_stages_on_each_rank_train_bitwise_as_one_process(transport: str, ranks: int) -> None:
     """Both ways between two ranks each channel has messages; what the first and the last stage share stays on its rank."""
     cases = PLACED if ranks == 2 else [PLACED[0], PLACED[2]]
     check(run_processes(train_examples, ranks, ranks, cases, transport, "v"))
 
 
-def carried(pipe):
+def carried(pipe: adaptra.Pipeline) -> set[tuple[int, int]]:
     """The edges over which this process's delegate has sent messages of the pipeline, as (source, destination)."""
     lanes = pipe._built.workers[0]._transport
     lanes = getattr(lanes, "_transport", lanes)._lanes["delegate"]
@@ -122,7 +134,7 @@ def carried(pipe):
     }
 
 
-def train_with_lanes(rank):
+def train_with_lanes(rank: int) -> tuple[list[str], tuple[tuple[int, int], ...], set[tuple[int, int]]]:
     """Both directions of one edge by the delegate, all else by gloo."""
     import torch.distributed as dist
     from training import MIXED, compiled, differences, train, train_alone
@@ -137,14 +149,14 @@ def train_with_lanes(rank):
         return differences(steps, train_alone(MIXED, batches, 8), whole=False), pipe.plan.delegated, carried(pipe)
 
 
-def test_one_edge_by_the_delegate_changes_no_number():
+def test_one_edge_by_the_delegate_changes_no_number() -> None:
     results = run_processes(train_with_lanes, STAGES)
     assert [found for found, _, _ in results] == [[]] * STAGES
     assert {edges for _, edges, _ in results} == {((1, 2), (2, 1))}
     assert [edges for *_, edges in results] == [set(), {(1, 2)}, {(2, 1)}, set()]
 
 
-def cut_connections(host):
+def cut_connections(host: str) -> int:
     """End every connection of this process from or to ``host``, as a network that fails does; how many those were."""
     import contextlib
     import socket
@@ -160,7 +172,7 @@ def cut_connections(host):
     return cut
 
 
-def train_while_paths_fail(rank):
+def train_while_paths_fail(rank: int) -> tuple[list[str], int, int, int]:
     """After every step each rank cuts all connections of one path, so that some are cut in the midst of the next."""
     import torch.distributed as dist
     from training import MIXED, adam, compiled, differences, run_step, train_alone
@@ -186,7 +198,7 @@ def train_while_paths_fail(rank):
     return differences(steps, train_alone(MIXED, batches, 8), whole=False), cut, known, failures
 
 
-def test_paths_that_fail_all_the_time_change_no_number():
+def test_paths_that_fail_all_the_time_change_no_number() -> None:
     results = run_processes(train_while_paths_fail, STAGES)
     assert [found for found, *_ in results] == [[]] * STAGES
     # Telemetry asks after every step, so it knows of all failures but those after the last one.
@@ -195,7 +207,7 @@ def test_paths_that_fail_all_the_time_change_no_number():
         assert 0 < known <= failures
 
 
-def switch_plans(rank, transport="c10d", delegate=False):
+def switch_plans(rank: int, transport: str = "c10d", delegate: bool = False) -> tuple[Any, ...]:
     """A link turns slow; train until three steps have run under a plan made for that, or for too long."""
     import torch.distributed as dist
     from training import MIXED, adam, call, compiled, differences, run_step, train_alone
@@ -225,7 +237,7 @@ def switch_plans(rank, transport="c10d", delegate=False):
 
 
 @pytest.mark.parametrize(("transport", "delegate"), [("c10d", False), ("c10d", True)])
-def test_a_switch_of_plans_changes_no_number_and_comes_at_one_step_on_all_ranks(transport, delegate):
+def test_a_switch_of_plans_changes_no_number_and_comes_at_one_step_on_all_ranks(transport: str, delegate: bool) -> None:
     """Rules 1 and 4: bitwise equal before, during and after, with evaluations in between."""
     results = run_processes(switch_plans, STAGES, transport, delegate)
     after, versions, switches, *_ = results[0]
@@ -243,7 +255,7 @@ def test_a_switch_of_plans_changes_no_number_and_comes_at_one_step_on_all_ranks(
     assert set.union(*(sent for *_, (_, sent), _ in results)) == set(edges)
 
 
-def hold_one_stage(rank):
+def hold_one_stage(rank: int) -> tuple[Any, ...]:
     """Compile, let go of the model, and exchange checkpoints with the plain model both ways."""
     import torch
     import torch.distributed as dist
@@ -288,7 +300,7 @@ def hold_one_stage(rank):
         return sorted(alive), sorted(own), sorted(pipe.state_dict()), into_plain, refused, unchanged, from_plain, is_same_loss
 
 
-def test_each_rank_keeps_its_own_stage_and_checkpoints_fit_the_plain_model():
+def test_each_rank_keeps_its_own_stage_and_checkpoints_fit_the_plain_model() -> None:
     """The other stages' parameters are freed with the model; what the ranks save together is the plain model's state."""
     from models import EXAMPLES
 
@@ -305,7 +317,7 @@ def test_each_rank_keeps_its_own_stage_and_checkpoints_fit_the_plain_model():
     assert {name for result in results for name in result[2]} == set(plain.state_dict())
 
 
-def receive_in_another_order(rank):
+def receive_in_another_order(rank: int) -> tuple[tuple[str, list[str]] | None, list[str]]:
     """Rank 0 sends the activations of microbatch 0 first, rank 1 receives microbatch 1's first."""
     import torch
     from pair_of_stages import PAIR, Doubling, executor_of
@@ -333,7 +345,7 @@ def receive_in_another_order(rank):
     return message, stage.ran
 
 
-def test_receives_reordered_against_sends_never_give_one_op_the_data_of_another():
+def test_receives_reordered_against_sends_never_give_one_op_the_data_of_another() -> None:
     """The verifier proves that this can't be; if it happens all the same, the message's own identity gives it away."""
     from pair_of_stages import PAIR
 

@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from errors_table import check_documented
 from models import EXAMPLES
 from processes import free_port
-from torch import nn
+from torch import Tensor, nn
 
 import adaptra
 from adaptra.errors import BatchError, PipelineError
@@ -51,7 +52,7 @@ class Branching(nn.Module):
         super().__init__()
         self.inner = nn.Linear(16, 16)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) if x.sum() > 0 else x
 
 
@@ -74,7 +75,7 @@ class Quantized(nn.Module):
         super().__init__()
         self.inner = nn.Linear(16, 16)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return Rounded.apply(self.inner(x))
 
 
@@ -86,7 +87,7 @@ class Masked(nn.Module):
         self.dtype = dtype
         self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         mask = (x > 0).to(self.dtype)
         return self.last(torch.tanh(self.first(x))) * mask
 
@@ -137,7 +138,7 @@ def after_failing(run: Callable[[adaptra.Pipeline], object]) -> Callable[[], obj
     return mistake
 
 
-def bad_tokens():
+def bad_tokens() -> tuple[Tensor, Tensor]:
     """A batch with a token that the embedding of stage 0 does not have."""
     (tokens,), _, targets = EXAMPLES["gpt_tied"].rows(ROWS, seed=1)
     tokens[ROWS // 2, 0] = 999
@@ -509,13 +510,13 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
 
 
 @pytest.mark.parametrize(("row", "mistake"), MISTAKES, ids=[f"{number}-{row[:40]}" for number, (row, _) in enumerate(MISTAKES)])
-def test_every_mistake_is_told_as_documented(row, mistake):
+def test_every_mistake_is_told_as_documented(row: str, mistake: Callable[[], object]) -> None:
     with pytest.raises(Exception) as caught:
         mistake()
     check_documented(type(caught.value).__name__, str(caught.value), row)
 
 
-def test_a_model_that_cannot_be_captured_is_told_with_its_line():
+def test_a_model_that_cannot_be_captured_is_told_with_its_line() -> None:
     with pytest.raises(adaptra.errors.CaptureError, match=r"\(the model itself\) \(Branching\) at .*test_api\.py:\d+"):
         compiled(model=Branching())
 
@@ -533,7 +534,7 @@ def losses_of(pipe: adaptra.Pipeline, name: str, steps: range) -> list[torch.Ten
     return found
 
 
-def test_a_refused_batch_changes_nothing():
+def test_a_refused_batch_changes_nothing() -> None:
     """Where all ranks are threads of this process, training goes on after a mistake as if it had not been made."""
     with compiled() as spoilt, compiled() as clean:
         first = losses_of(spoilt, "skip_mlp", range(2))
@@ -547,7 +548,7 @@ def test_a_refused_batch_changes_nothing():
         assert all(map(torch.equal, found, expected))
 
 
-def test_a_step_that_fails_says_where_and_ends_fast():
+def test_a_step_that_fails_says_where_and_ends_fast() -> None:
     """The model's own error is raised, with rank, op and step; closing does not wait for anything, and the weights remain."""
     pipe = compiled("gpt_tied", stages=4)
     before = {name: value.clone() for name, value in pipe.state_dict().items()}
@@ -560,7 +561,7 @@ def test_a_step_that_fails_says_where_and_ends_fast():
     assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
 
 
-def test_an_interrupt_ends_the_step_on_all_ranks():
+def test_an_interrupt_ends_the_step_on_all_ranks() -> None:
     """Ctrl-C reaches the caller at once, though only one of the threads gets it, and nothing is left running."""
     with compiled(options=adaptra.Options(emulate=adaptra.EmulatedDevice(1.0, 1.0, 1.0))) as pipe:
         main = threading.main_thread().ident
@@ -580,14 +581,14 @@ def test_an_interrupt_ends_the_step_on_all_ranks():
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("adaptra")]
 
 
-def test_the_first_step_compiles_where_no_example_was_given():
+def test_the_first_step_compiles_where_no_example_was_given() -> None:
     with compiled(example_inputs=None) as lazy, compiled() as eager:
         lazily = [lazy.step(X, Y), lazy.step(X, Y)]
         assert lazily == [eager.step(X, Y), eager.step(X, Y)]
         assert list(lazy.state_dict()) == list(MLP.make().state_dict())
 
 
-def test_closing_ends_all_threads_and_leaves_the_parameters():
+def test_closing_ends_all_threads_and_leaves_the_parameters() -> None:
     before = {thread.ident for thread in threading.enumerate()}
     pipe = compiled(stages=4, options=adaptra.Options(faults=["delay 0-1 1ms"]))
     with pipe:
@@ -601,7 +602,7 @@ def test_closing_ends_all_threads_and_leaves_the_parameters():
     assert torch.equal(pipe.state_dict()["layers.0.weight"], MLP.make(seed=7).state_dict()["layers.0.weight"])
 
 
-def test_two_pipelines_side_by_side_are_two():
+def test_two_pipelines_side_by_side_are_two() -> None:
     with compiled() as one, compiled(model=MLP.make(seed=1), stages=4) as other:
         mine = losses_of(one, "skip_mlp", range(2))
         theirs = losses_of(other, "skip_mlp", range(2))
@@ -610,7 +611,7 @@ def test_two_pipelines_side_by_side_are_two():
         assert all(map(torch.equal, mine, losses_of(again, "skip_mlp", range(2))))
 
 
-def test_keyword_arguments_and_a_model_that_returns_its_loss():
+def test_keyword_arguments_and_a_model_that_returns_its_loss() -> None:
     (x, times), kwargs, _ = OPTIONS
     with compiled("options") as pipe:
         loss = pipe.step((x, times), **kwargs)
@@ -623,7 +624,7 @@ def test_keyword_arguments_and_a_model_that_returns_its_loss():
         assert pipe.eval_step((x, times), **kwargs) == loss
 
 
-def test_a_checkpoint_goes_both_ways():
+def test_a_checkpoint_goes_both_ways() -> None:
     """What a pipeline saves the plain model loads, and the other way round; strict=False takes what fits."""
     model = MLP.make(seed=3)
     with compiled() as pipe:
@@ -638,7 +639,7 @@ def test_a_checkpoint_goes_both_ways():
         assert torch.equal(pipe.state_dict()["layers.0.bias"], torch.ones(16))
 
 
-def test_what_there_is_to_see(tmp_path):
+def test_what_there_is_to_see(tmp_path: Path) -> None:
     """The table, the explanation, the events, and the pictures and trace of a measured step."""
     with compiled(stages=4) as pipe:
         assert pipe.plan.version == 0 and pipe.slow_edges == () and pipe.rank == 0

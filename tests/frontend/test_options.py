@@ -53,7 +53,7 @@ def train(
 
 
 @pytest.mark.parametrize("planning_seconds", [0.1, 1e-9])
-def test_a_slow_link_is_detected_and_adapted_to(planning_seconds):
+def test_a_slow_link_is_detected_and_adapted_to(planning_seconds: float) -> None:
     """The plan changes, everyone is told, and not one bit of the training does, however short the search for a plan is."""
 
     def expects_it(pipe: adaptra.Pipeline) -> bool:
@@ -72,7 +72,7 @@ def test_a_slow_link_is_detected_and_adapted_to(planning_seconds):
     assert all(map(torch.equal, losses, undisturbed))
 
 
-def test_without_adapting_a_slow_link_is_reported_and_the_plan_stays():
+def test_without_adapting_a_slow_link_is_reported_and_the_plan_stays() -> None:
     told: list[ControlEvent] = []
 
     def is_told(pipe: adaptra.Pipeline) -> bool:
@@ -86,14 +86,14 @@ def test_without_adapting_a_slow_link_is_reported_and_the_plan_stays():
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_h2"])
-def test_the_first_plan_is_the_schedule_asked_for(schedule):
+def test_the_first_plan_is_the_schedule_asked_for(schedule: str) -> None:
     pipe, losses = train(2, schedule=schedule)
     assert pipe.plan.program == adaptra.generate(schedule, STAGES, MICROBATCHES)
     _, adapted = train(2)
     assert all(map(torch.equal, losses, adapted))
 
 
-def test_the_first_plan_may_be_a_program_of_ones_own():
+def test_the_first_plan_may_be_a_program_of_ones_own() -> None:
     program = adaptra.generate("gpipe", STAGES, MICROBATCHES)
     mine = Program("mine", program.placement, program.microbatches, program.orders)
     pipe, _ = train(1, schedule=mine)
@@ -120,25 +120,25 @@ def in_flight(plan: Plan) -> tuple[int, ...]:
     return simulate(plan.program, plan.case.cost).peak_in_flight
 
 
-def test_the_first_plan_spreads_spare_memory_as_slack_and_costs_nothing_for_it():
+def test_the_first_plan_spreads_spare_memory_as_slack_and_costs_nothing_for_it() -> None:
     spread, needed = first_plan(memory=10), first_plan()
     assert in_flight(spread) == (10, 7, 4, 1) and in_flight(needed)[0] < 10
     assert spread.predicted == needed.predicted
     assert spread.reason == "adapted to the estimated costs, spare memory spread as slack"
 
 
-def test_without_memory_to_spare_the_first_plan_is_the_shortest():
+def test_without_memory_to_spare_the_first_plan_is_the_shortest() -> None:
     assert first_plan(memory=3).reason == "adapted to the estimated costs"
 
 
-def test_the_first_plan_has_its_slack_where_delays_are_expected():
+def test_the_first_plan_has_its_slack_where_delays_are_expected() -> None:
     plan = first_plan(memory=10, expected_delays={(1, 2): {0.0: 1, 0.02: 1}, (2, 1): {0.0: 1, 0.02: 1}})
     late = plan.case.cost.with_latency(1, 2, 0.02).with_latency(2, 1, 0.02)
     assert simulate(plan.program, late).makespan < simulate(first_plan(memory=10).program, late).makespan
     assert plan.reason == "good on average over the delays to expect, for the estimated costs"
 
 
-def test_the_seed_decides_the_random_numbers_and_nothing_else_does():
+def test_the_seed_decides_the_random_numbers_and_nothing_else_does() -> None:
     _, first = train(2, "gpt_dropout", seed=1)
     _, again = train(2, "gpt_dropout", seed=1, schedule="gpipe")
     _, other = train(2, "gpt_dropout", seed=2)
@@ -147,7 +147,7 @@ def test_the_seed_decides_the_random_numbers_and_nothing_else_does():
     assert not torch.equal(first[0][0], first[0][1])
 
 
-def test_a_message_is_waited_for_as_long_as_asked():
+def test_a_message_is_waited_for_as_long_as_asked() -> None:
     """Every stage waits for the slow edge in the end: whichever gives up first names the message that it waited for."""
     with pytest.raises(TransportError, match=r"of step 1 on edge [0-3]→[0-3] .*not exchanged within 0\.3 s"):
         train(2, faults=["delay 0>1 5s @1"], timeout=0.3)

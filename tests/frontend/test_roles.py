@@ -2,21 +2,26 @@
 
 import hashlib
 import os
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
 from errors_table import check_documented
-from linked_hosts import CONTROL, change_links
+from linked_hosts import CONTROL, LinkedHosts, change_links
 from processes import run_processes
-from torch import nn
+from torch import Tensor, nn
 from training import MIXED, compiled
 
+import adaptra
 from adaptra.errors import OptionError, StateError
 from adaptra.program.roles import Roles, moved
 from adaptra.runtime.control.events import EventKind
 from adaptra.runtime.reconfigure.consent import Consent
 from adaptra.runtime.reconfigure.link_probe import peers
 from adaptra.runtime.reconfigure.state_transfer import gather_state, give_optimizer, take_over
+
+Trained = tuple[list[float], tuple[int, int], dict[str, str], str | None]
 
 ROWS, STEPS = 16, 8
 
@@ -30,7 +35,7 @@ DOCUMENTED = {
 }
 
 
-def test_roles_say_who_talks_to_whom():
+def test_roles_say_who_talks_to_whom() -> None:
     roles = Roles.initial(6, 3)
     assert roles.replicas == 2 and roles.of(4) == (1, 1)
     assert roles.pipeline(1) == (3, 4, 5) and roles.column(1) == (1, 4)
@@ -41,7 +46,7 @@ def test_roles_say_who_talks_to_whom():
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2), (0, 1, 2, 2), (0, 1, 2, 4)])
-def test_every_rank_has_one_role(ranks):
+def test_every_rank_has_one_role(ranks: tuple[int, ...]) -> None:
     with pytest.raises(OptionError) as caught:
         Roles(2, ranks)
     check_documented(
@@ -50,7 +55,7 @@ def test_every_rank_has_one_role(ranks):
 
 
 @pytest.mark.parametrize("ranks", range(2, 10))
-def test_ranks_that_probe_each_other_meet_every_peer_once_and_never_wait_in_a_circle(ranks):
+def test_ranks_that_probe_each_other_meet_every_peer_once_and_never_wait_in_a_circle(ranks: int) -> None:
     left = {rank: list(peers(rank, ranks)) for rank in range(ranks)}
     assert all(sorted([rank, *met]) == list(range(ranks)) for rank, met in left.items())
     while any(left.values()):
@@ -60,7 +65,7 @@ def test_ranks_that_probe_each_other_meet_every_peer_once_and_never_wait_in_a_ci
             left[rank].pop(0)
 
 
-def optimizer_of(pipe):
+def optimizer_of(pipe: adaptra.Pipeline) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.StepLR]:
     """AdamW with two groups, and a schedule that goes on whoever holds a parameter."""
     decayed = [one for name, one in pipe.named_parameters() if name.endswith("weight")]
     others = [one for name, one in pipe.named_parameters() if not name.endswith("weight")]
@@ -69,7 +74,7 @@ def optimizer_of(pipe):
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
 
 
-def train(rank, changes=None, links=()):
+def train(rank: int, changes: Mapping[int, tuple[int, int]] | None = None, links: Sequence[str] = ()) -> Trained:
     """Losses of every step, this rank's role in the end and its state, and what settling told: 2 replicas of 2 stages.
 
     Args:
@@ -112,17 +117,19 @@ def train(rank, changes=None, links=()):
         return losses, pipe.roles.of(rank), state, told
 
 
-def by_role(results):
+def by_role(results: Sequence[Trained]) -> dict[tuple[int, int], tuple[list[float], dict[str, str]]]:
     return {tuple(role): (losses, state) for losses, role, state, _ in results}
 
 
-def train_twice(rank, changes=None, links=()):
+def train_twice(
+    rank: int, changes: Mapping[int, tuple[int, int]] | None = None, links: Sequence[str] = ()
+) -> tuple[Trained, Trained]:
     """A run in which nobody moves, and one that something happens to."""
     return train(rank), train(rank, changes, links)
 
 
 @pytest.mark.processes
-def test_a_run_whose_ranks_change_places_is_bitwise_the_undisturbed_one():
+def test_a_run_whose_ranks_change_places_is_bitwise_the_undisturbed_one() -> None:
     """Data-parallel links become pipeline links, then ranks of one pipeline swap stages: buffers, AdamW and all move."""
     undisturbed, moved = zip(*run_processes(train_twice, 4, {3: (1, 2), 5: (0, 2), 6: (3, 1)}), strict=True)
     assert [role for _, role, *_ in undisturbed] == [(0, 0), (0, 1), (1, 0), (1, 1)] != [role for _, role, *_ in moved]
@@ -131,7 +138,7 @@ def test_a_run_whose_ranks_change_places_is_bitwise_the_undisturbed_one():
     assert len(set(losses)) == len(losses) == STEPS
 
 
-def mistakes(rank):
+def mistakes(rank: int) -> tuple[list[tuple[str, str]], float]:
     import torch.distributed as dist
 
     import adaptra
@@ -153,14 +160,14 @@ def mistakes(rank):
 
 
 @pytest.mark.processes
-def test_roles_that_do_not_fit_change_nothing():
+def test_roles_that_do_not_fit_change_nothing() -> None:
     for found, loss in run_processes(mistakes, 2):
         check_documented(*found[0], DOCUMENTED["other"])
         check_documented(*found[1], DOCUMENTED["early"])
         assert loss > 0
 
 
-def lose_a_rank(rank, meets):
+def lose_a_rank(rank: int, meets: bool) -> tuple[str, str] | None:
     """What rank 0 raises when rank 1 ends before they meet, or afterwards."""
     import torch.distributed as dist
 
@@ -188,12 +195,12 @@ def lose_a_rank(rank, meets):
 @pytest.mark.parametrize(
     ("meets", "row"), [(False, "…: rank … did not answer within … s"), (True, DOCUMENTED["lost"])], ids=["before", "after"]
 )
-def test_a_rank_that_is_lost_ends_the_others(meets, row):
+def test_a_rank_that_is_lost_ends_the_others(meets: bool, row: str) -> None:
     kind, message = run_processes(lose_a_rank, 2, meets, may_die=(1,))[0]
     check_documented(kind, message, row)
 
 
-def test_a_job_of_one_replica_has_no_roles_to_change():
+def test_a_job_of_one_replica_has_no_roles_to_change() -> None:
     with compiled(MIXED, MIXED.rows(ROWS, seed=0), stages=2, microbatches=4) as pipe:
         assert pipe.roles is None and pipe.replica == 0
         with pytest.raises(OptionError) as caught:
@@ -201,7 +208,9 @@ def test_a_job_of_one_replica_has_no_roles_to_change():
         check_documented("OptionError", str(caught.value), DOCUMENTED["alone"])
 
 
-def held(optimizer_class=torch.optim.AdamW, **options):
+def held(
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any
+) -> tuple[dict[str, Tensor], torch.optim.Optimizer]:
     """A parameter, a buffer, and an optimizer that has stepped the one."""
     state = {"weight": nn.Parameter(torch.ones(2, 3)), "mean": torch.zeros(3)}
     optimizer = optimizer_class([{"params": []}, {"params": [state["weight"]]}], **options)
@@ -211,7 +220,7 @@ def held(optimizer_class=torch.optim.AdamW, **options):
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
-def test_an_optimizer_goes_on_with_what_was_handed_over(optimizer_class):
+def test_an_optimizer_goes_on_with_what_was_handed_over(optimizer_class: type[torch.optim.Optimizer]) -> None:
     (state, optimizer), (_, other) = held(optimizer_class, lr=0.1), held(optimizer_class, lr=0.1)
     arrived = gather_state(state, optimizer)
     arrived.tensors = {key: tensor.clone() for key, tensor in arrived.tensors.items()}
@@ -223,7 +232,7 @@ def test_an_optimizer_goes_on_with_what_was_handed_over(optimizer_class):
     assert torch.equal(taken["weight"], state["weight"]) and torch.equal(taken["weight"].grad, state["weight"].grad)
 
 
-def test_what_can_not_move_is_refused():
+def test_what_can_not_move_is_refused() -> None:
     state, optimizer = held()
     optimizer.state[state["weight"]]["history"] = [1, 2]
     with pytest.raises(StateError) as caught:
@@ -232,7 +241,7 @@ def test_what_can_not_move_is_refused():
 
 
 @pytest.mark.root
-def test_slow_links_between_replicas_join_stages_once_roles_are_settled(linked_hosts):
+def test_slow_links_between_replicas_join_stages_once_roles_are_settled(linked_hosts: type[LinkedHosts]) -> None:
     """The simulator is told what was measured, moves the ranks, and nobody's numbers change."""
     slow = [f"{link} delay=30ms" for link in ("0-2", "0-3", "1-2", "1-3")]
     with linked_hosts(4) as hosts:

@@ -3,11 +3,12 @@
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import link_changes
 import pytest
 from link_bodies import changed_midway, how_it_sends, one_way, stream, unheard
-from linked_hosts import STEADY
+from linked_hosts import STEADY, LinkedHosts
 from paths import LINKS
 
 LAUNCH = [sys.executable, str(LINKS / "launch.py")]
@@ -23,7 +24,7 @@ LAUNCH = [sys.executable, str(LINKS / "launch.py")]
         ("1>0/0 delay=200us queue=16MB", ["1 0 0 delay 0.0002", "1 0 0 queue 16000000"]),
     ],
 )
-def test_changes_are_read(text, commands):
+def test_changes_are_read(text: str, commands: list[str]) -> None:
     hosts = 3 if text.startswith("2") else 2
     assert link_changes.parse(text, hosts, 1 if "rate" in text else 2) == commands
 
@@ -42,13 +43,13 @@ def test_changes_are_read(text, commands):
         ("0-1 down=1", "expected delay=, rate=, loss=, queue=, up, down or reset"),
     ],
 )
-def test_other_changes_are_refused(text, message):
+def test_other_changes_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         link_changes.parse(text, 2, 1)
 
 
 @pytest.mark.root
-def test_each_direction_has_its_delay(linked_hosts):
+def test_each_direction_has_its_delay(linked_hosts: type[LinkedHosts]) -> None:
     with linked_hosts(2, "0>1 delay=40ms", "1>0 delay=5ms") as hosts:
         backward, forward = hosts.call(one_way, hosts.address(0), 5)
     assert forward >= 0.04
@@ -56,7 +57,7 @@ def test_each_direction_has_its_delay(linked_hosts):
 
 
 @pytest.mark.root
-def test_hosts_send_as_asked_whatever_the_machine_prefers(linked_hosts):
+def test_hosts_send_as_asked_whatever_the_machine_prefers(linked_hosts: type[LinkedHosts]) -> None:
     before = how_it_sends(0)
     with linked_hosts(2) as as_it_is, linked_hosts(2, tcp=STEADY) as steady:
         assert [control for control, _ in as_it_is.call(how_it_sends)] == [before[0]] * 2
@@ -65,13 +66,13 @@ def test_hosts_send_as_asked_whatever_the_machine_prefers(linked_hosts):
 
 
 @pytest.mark.root
-def test_what_a_kernel_does_not_know_is_refused(linked_hosts):
+def test_what_a_kernel_does_not_know_is_refused(linked_hosts: type[LinkedHosts]) -> None:
     with pytest.raises(OSError, match="can't be set up"):
         linked_hosts(2, tcp={"tcp_congestion_control": "none of that name"})
 
 
 @pytest.mark.root
-def test_a_rate_is_not_exceeded_and_nothing_is_changed_on_the_way(linked_hosts):
+def test_a_rate_is_not_exceeded_and_nothing_is_changed_on_the_way(linked_hosts: type[LinkedHosts]) -> None:
     size = 4 << 20
     with linked_hosts(2, "0>1 rate=20MB delay=1ms") as hosts:
         _, took = hosts.call(stream, hosts.address(0), size)
@@ -79,14 +80,14 @@ def test_a_rate_is_not_exceeded_and_nothing_is_changed_on_the_way(linked_hosts):
 
 
 @pytest.mark.root
-def test_what_is_lost_is_sent_again(linked_hosts):
+def test_what_is_lost_is_sent_again(linked_hosts: type[LinkedHosts]) -> None:
     with linked_hosts(2, "all loss=0.05") as hosts:
         _, took = hosts.call(stream, hosts.address(0), 1 << 20)
     assert took > 0
 
 
 @pytest.mark.root
-def test_links_change_while_a_connection_lives(linked_hosts):
+def test_links_change_while_a_connection_lives(linked_hosts: type[LinkedHosts]) -> None:
     changes = ["0-1 delay=60ms", "0-1 delay=0ms", "0-1 reset", "0>1 delay=30ms"]
     with linked_hosts(2) as hosts:
         found, ended = hosts.call(changed_midway, hosts.address(0), changes, hosts.control)
@@ -99,14 +100,14 @@ def test_links_change_while_a_connection_lives(linked_hosts):
 
 
 @pytest.mark.root
-def test_one_rail_goes_down_alone(linked_hosts):
+def test_one_rail_goes_down_alone(linked_hosts: type[LinkedHosts]) -> None:
     with linked_hosts(2, rails=2) as hosts:
         _, heard = hosts.call(unheard, hosts.address(1, 1), hosts.control)
     assert heard == ["before", "after"]
 
 
 @pytest.mark.root
-def test_a_launcher_sets_ranks_and_reports_the_worst_status(needs_linked_hosts, tmp_path):
+def test_a_launcher_sets_ranks_and_reports_the_worst_status(needs_linked_hosts: None, tmp_path: Path) -> None:
     script = "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE']); sys.exit(3 * int(os.environ['RANK']))"
     command = [*LAUNCH, "--hosts", "3", "--output", str(tmp_path / "out"), "--", sys.executable, "-c", script]
     assert subprocess.run(command, check=False).returncode == 6
@@ -114,7 +115,7 @@ def test_a_launcher_sets_ranks_and_reports_the_worst_status(needs_linked_hosts, 
 
 
 @pytest.mark.root
-def test_hosts_end_with_whoever_made_them(needs_linked_hosts):
+def test_hosts_end_with_whoever_made_them(needs_linked_hosts: None) -> None:
     # Processes of processes, which no signal to the launcher reaches: the pipe ends with the last of them.
     line = "setsid sleep 1000 & echo started; wait"
     with subprocess.Popen([*LAUNCH, "--hosts", "2", "--", "sh", "-c", line], stdout=subprocess.PIPE, text=True) as launcher:

@@ -16,6 +16,7 @@ from torch import nn
 from adaptra.graph import compile_stages
 from adaptra.planning.bandwidth_remedies import (
     BandwidthOptions,
+    Remedies,
     Remedy,
     bound_edges,
     choose_split,
@@ -23,6 +24,7 @@ from adaptra.planning.bandwidth_remedies import (
     needed_rounding,
 )
 from adaptra.planning.explanation import explain
+from adaptra.planning.layout_change import SplitChange
 from adaptra.planning.planner import plan
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.cut_points import CutPoint, CutPoints, positions_of
@@ -48,7 +50,7 @@ def case(cost: CostModel, microbatches: int = 12) -> Case:
     return Case(cost, microbatches, ALONE)
 
 
-def remedies(cost: CostModel, means: BandwidthOptions | None = None, **used: tuple[tuple[int, int], ...]):
+def remedies(cost: CostModel, means: BandwidthOptions | None = None, **used: tuple[tuple[int, int], ...]) -> Remedies | None:
     return find_remedies(case(cost), plan(case(cost)), means=means or BandwidthOptions(), **used)
 
 
@@ -105,7 +107,9 @@ def known(places: CutPoints) -> CutPoints:
 
 
 def test_a_cut_that_wins_more_than_it_costs_is_chosen() -> None:
-    def choose(places: CutPoints, moving: tuple[float, float] | None, horizon: int = 100, cost: CostModel = FULL):
+    def choose(
+        places: CutPoints, moving: tuple[float, float] | None, horizon: int = 100, cost: CostModel = FULL
+    ) -> tuple[SplitChange, tuple[CutPoint, ...]] | None:
         means = BandwidthOptions(places=places)
         return choose_split(case(cost), plan(case(cost)), (), (), means, horizon, lambda _: moving)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import combinations, permutations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +21,7 @@ FAST, SLOW = Link(1e-4, 1e-9), Link(0.06, 1e-8)
 LOAD = StageLoad(gradient_bytes=4_000_000, gradients=8, state_bytes=12_000_000)
 
 
-def job(slow=(), ranks=4, stages=2, link=SLOW, **changes):
+def job(slow: Collection[tuple[int, int]] = (), ranks: int = 4, stages: int = 2, link: Link = SLOW, **changes: Any) -> JobModel:
     links = {pair: link if pair in slow else FAST for pair in combinations(range(ranks), 2)}
     fields = {
         "cost": CostModel.uniform(stages, 0.02, 0.02, 0.02),
@@ -35,11 +37,11 @@ def job(slow=(), ranks=4, stages=2, link=SLOW, **changes):
 INITIAL = Roles.initial(4, 2)
 
 
-def test_nobody_moves_between_equal_links():
+def test_nobody_moves_between_equal_links() -> None:
     assert choose_roles(job(), INITIAL, 10**6) is None
 
 
-def test_a_slow_network_between_replicas_carries_activations_instead_of_gradients():
+def test_a_slow_network_between_replicas_carries_activations_instead_of_gradients() -> None:
     """Two racks, a replica in each: the links between them then join stages, whose messages a plan hides."""
     racks = job(slow={(0, 2), (0, 3), (1, 2), (1, 3)})
     change = choose_roles(racks, INITIAL, 1000)
@@ -50,13 +52,13 @@ def test_a_slow_network_between_replicas_carries_activations_instead_of_gradient
     assert "ms a step instead of" in str(change) and "steps' gain" in str(change)
 
 
-def test_one_slow_link_between_replicas_carries_nothing_or_activations():
+def test_one_slow_link_between_replicas_carries_nothing_or_activations() -> None:
     change = choose_roles(job(slow={(0, 2)}), INITIAL, 1000)
     assert change is not None
     assert all({0, 2} != set(change.after.column(stage)) for stage in range(2))
 
 
-def test_a_change_must_pay_within_the_horizon():
+def test_a_change_must_pay_within_the_horizon() -> None:
     slow = job(slow={(0, 2)})
     change = choose_roles(slow, INITIAL, 1000)
     assert change is not None
@@ -65,11 +67,11 @@ def test_a_change_must_pay_within_the_horizon():
     assert choose_roles(slow, INITIAL, int(pays_after) + 1) is not None
 
 
-def test_a_slow_pipeline_link_that_a_plan_hides_is_left_alone():
+def test_a_slow_pipeline_link_that_a_plan_hides_is_left_alone() -> None:
     assert choose_roles(job(slow={(0, 1)}, link=Link(0.004, 1e-9)), INITIAL, 100) is None
 
 
-def test_every_pair_needs_a_link():
+def test_every_pair_needs_a_link() -> None:
     with pytest.raises(CaseError, match="links: none between ranks 0 and 1: expected one for every pair of ranks"):
         choose_roles(job(links={}), INITIAL, 10)
 
@@ -89,7 +91,9 @@ def seconds(model: JobModel, roles: Roles) -> float:
     st.permutations(range(4)),
     st.integers(1, 10_000),
 )
-def test_a_change_saves_what_it_says_and_no_bound_promises_more(links, ranks, horizon):
+def test_a_change_saves_what_it_says_and_no_bound_promises_more(
+    links: dict[tuple[int, int], Link], ranks: list[int], horizon: int
+) -> None:
     model, before = job(), Roles(2, tuple(ranks))
     model = job(links={**model.links, **links})
     change = choose_roles(model, before, horizon)
@@ -109,7 +113,7 @@ def test_a_change_saves_what_it_says_and_no_bound_promises_more(links, ranks, ho
             assert horizon * saved <= model.moving(before, swapped) + 1e-9 or saved < 0.1 * seconds(model, before)
 
 
-def test_the_best_of_all_assignments_of_four_ranks_is_found():
+def test_the_best_of_all_assignments_of_four_ranks_is_found() -> None:
     racks = job(slow={(0, 2), (0, 3), (1, 2), (1, 3)}, restart=0.0)
     change = choose_roles(racks, INITIAL, 10**6)
     assert change is not None

@@ -28,7 +28,7 @@ def spelled(token: str, placement: tuple[int, ...], lowered: bool) -> list[str]:
         ("2W4", ["2I4"], ["2I4"]),
     ],
 )
-def test_what_a_compute_op_waits_for(token, implied, lowered):
+def test_what_a_compute_op_waits_for(token: str, implied: list[str], lowered: list[str]) -> None:
     assert spelled(token, APART, lowered=False) == implied
     assert spelled(token, APART, lowered=True) == lowered
     # On one rank there is no message, so a lowered program has no RECV to wait for.
@@ -44,17 +44,17 @@ def test_what_a_compute_op_waits_for(token, implied, lowered):
         ("1RECV_B4", ["2SEND_B4"]),
     ],
 )
-def test_what_a_communication_op_waits_for(token, expected):
+def test_what_a_communication_op_waits_for(token: str, expected: list[str]) -> None:
     assert spelled(token, APART, lowered=True) == expected
 
 
-def test_only_the_edge_between_ranks_is_a_message():
+def test_only_the_edge_between_ranks_is_a_message() -> None:
     assert spelled("1F0", (0, 0, 1), lowered=True) == ["0F0"]
     assert spelled("2F0", (0, 0, 1), lowered=True) == ["2RECV_F0"]
     assert needs(parse_op("0I0"), (0, 1, 0), lowered=True) == (Need(0, (Kind.F,), 0), Need(0, (Kind.RECV_B,), 0))
 
 
-def test_the_table_has_a_row_for_every_kind_and_its_tables_agree():
+def test_the_table_has_a_row_for_every_kind_and_its_tables_agree() -> None:
     assert set(RULE) == set(Kind)
     for receive, send in SENT_BY.items():
         (row,) = RULE[receive]
@@ -64,11 +64,11 @@ def test_the_table_has_a_row_for_every_kind_and_its_tables_agree():
 
 
 @pytest.mark.parametrize(("token", "peer"), [("1SEND_F0", 2), ("1RECV_F0", 0), ("1SEND_B0", 0), ("1RECV_B0", 2)])
-def test_the_stage_at_the_other_end(token, peer):
+def test_the_stage_at_the_other_end(token: str, peer: int) -> None:
     assert peer_stage(parse_op(token)) == peer
 
 
 @pytest.mark.parametrize("token", ["1F0", "1I0", "1W0", "1B0"])
-def test_a_compute_op_has_no_other_end(token):
+def test_a_compute_op_has_no_other_end(token: str) -> None:
     with pytest.raises(ValueError, match=rf"^{token} has no peer: it computes$"):
         peer_stage(parse_op(token))

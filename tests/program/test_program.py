@@ -14,7 +14,7 @@ TEXT = """schedule 1f1b placement=0,1 microbatches=3
 """
 
 
-def test_the_text_form_reads_and_prints():
+def test_the_text_form_reads_and_prints() -> None:
     program = Program.parse(TEXT)
     assert (program.name, program.placement, program.microbatches) == ("1f1b", (0, 1), 3)
     assert (program.stages, program.ranks) == (2, 2)
@@ -23,7 +23,7 @@ def test_the_text_form_reads_and_prints():
 
 
 @given(programs(), st.sampled_from([None, "delegate", "c10d.2-x_y"]))
-def test_any_program_reads_back_equal_lanes_included(program, lane):
+def test_any_program_reads_back_equal_lanes_included(program: Program, lane: str | None) -> None:
     orders = [[Op(op.stage, op.kind, op.microbatch, None if op.kind.is_compute else lane) for op in o] for o in program.orders]
     program = Program(program.name, program.placement, program.microbatches, tuple(map(tuple, orders)))
     again = Program.parse(str(program))
@@ -31,17 +31,17 @@ def test_any_program_reads_back_equal_lanes_included(program, lane):
     assert str(again) == str(program)
 
 
-def test_comments_and_blank_lines_are_ignored_and_the_version_may_be_named():
+def test_comments_and_blank_lines_are_ignored_and_the_version_may_be_named() -> None:
     text = "# a plan\n\nschedule a.b+c-d_1 version=1 placement=0 microbatches=1  # one stage\n\n  0: 0F0 0B0 # the end\n"
     assert str(Program.parse(text)) == "schedule a.b+c-d_1 placement=0 microbatches=1\n0: 0F0 0B0\n"
 
 
-def test_a_rank_may_have_no_ops():
+def test_a_rank_may_have_no_ops() -> None:
     text = "schedule x placement=0,1 microbatches=1\n0:\n1: 1F0\n"
     assert str(Program.parse(text)) == text
 
 
-def test_a_lane_is_not_part_of_an_ops_identity():
+def test_a_lane_is_not_part_of_an_ops_identity() -> None:
     assert parse_op("1SEND_B3@delegate") == parse_op("1SEND_B3")
     assert hash(parse_op("1SEND_B3@delegate")) == hash(parse_op("1SEND_B3"))
     assert parse_op("1SEND_B3@delegate").lane == "delegate"
@@ -70,7 +70,7 @@ def test_a_lane_is_not_part_of_an_ops_identity():
         *["0SENDF0", "0SEND_F0@", "0SEND_F0@A", "0SEND_F0@1", "0SEND_F0@a@b", "0F٣", "٣F0"],
     ],
 )
-def test_a_token_that_is_not_an_op_is_named(token):
+def test_a_token_that_is_not_an_op_is_named(token: str) -> None:
     with pytest.raises(ScheduleError) as error:
         parse_op(token)
     assert str(error.value) == f"op {token!r}: expected STAGE KIND MICROBATCH [@LANE] such as 2F0 or 1SEND_B3@delegate"
@@ -102,18 +102,18 @@ HEADER = "schedule x placement=0,1 microbatches=1\n"
         ("schedule x placement=0,2 microbatches=1\n0: 0F0\n1: 1F0\n", r"^placement=0,2 with 2 op sequences"),
     ],
 )
-def test_a_bad_text_is_refused_by_line_with_the_form_expected(text, message):
+def test_a_bad_text_is_refused_by_line_with_the_form_expected(text: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         Program.parse(text)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a#b", "a\nb", "é"])
-def test_a_name_that_would_not_read_back_is_refused(name):
+def test_a_name_that_would_not_read_back_is_refused(name: str) -> None:
     with pytest.raises(ScheduleError, match=r"expected letters, digits and _ \. \+ -$"):
         Program(name, (0,), 1, ((),))
 
 
-def test_what_kind_of_program_it_is():
+def test_what_kind_of_program_it_is() -> None:
     program = Program.parse(TEXT)
     assert not program.is_lowered
     assert not program.is_forward_only
@@ -126,7 +126,7 @@ def test_what_kind_of_program_it_is():
 
 
 @given(programs(lowered=True))
-def test_compute_only_drops_communication_and_nothing_else(program):
+def test_compute_only_drops_communication_and_nothing_else(program: Program) -> None:
     computed = program.compute_only()
     assert not computed.is_lowered
     assert [[op for op in order if op.kind.is_compute] for order in program.orders] == [

@@ -1,5 +1,6 @@
 """The schedule generators: valid for every size, in flight as documented, and the orders of the literature."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -58,18 +59,18 @@ def unit_bubbles(program: Program) -> list[int]:
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_each_generator_is_what_it_was(name, golden):
+def test_each_generator_is_what_it_was(name: str, golden: Callable[[str, str], None]) -> None:
     golden(f"{name}.sched", str(generate(name, 4, 8)))
 
 
-def test_forward_only_and_unsplit_schedules_are_what_they_were(golden):
+def test_forward_only_and_unsplit_schedules_are_what_they_were(golden: Callable[[str, str], None]) -> None:
     golden("forward_only.sched", str(forward_only(range(3), 4)))
     golden("gpipe_unsplit.sched", str(gpipe(3, 4, split=False)))
     golden("1f1b_unsplit.sched", str(one_f_one_b(3, 4, split=False)))
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
-def test_every_generated_program_verifies(stages, microbatches):
+def test_every_generated_program_verifies(stages: int, microbatches: int) -> None:
     for name in GENERATORS:
         verify(generate(name, stages, microbatches))
     verify(gpipe(stages, microbatches, split=False))
@@ -79,7 +80,7 @@ def test_every_generated_program_verifies(stages, microbatches):
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
-def test_in_flight_is_what_each_docstring_says(stages, microbatches):
+def test_in_flight_is_what_each_docstring_says(stages: int, microbatches: int) -> None:
     some = [min(stages - stage, microbatches) for stage in range(stages)]
     assert in_flight(gpipe(stages, microbatches), {Kind.W}) == [microbatches] * stages
     assert in_flight(one_f_one_b(stages, microbatches), {Kind.W}) == some
@@ -89,7 +90,7 @@ def test_in_flight_is_what_each_docstring_says(stages, microbatches):
 
 
 @pytest.mark.parametrize("delay", [3.0, 100.0])
-def test_a_delay_costs_two_phases_its_latency_once_each_way(delay):
+def test_a_delay_costs_two_phases_its_latency_once_each_way(delay: float) -> None:
     cost, program = CostModel.uniform(4, 1.0, 1.0, 1.0), two_phases(4, 8)
     slow = replace(cost, latency_forward=(0.0, delay, 0.0), latency_backward=(0.0, delay, 0.0))
     assert simulate(program, cost).makespan == 3 * (1 + 1) + 8 * 3
@@ -98,7 +99,7 @@ def test_a_delay_costs_two_phases_its_latency_once_each_way(delay):
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 6])
-def test_bubbles_with_equal_op_times_are_those_of_the_zero_bubble_paper(stages):
+def test_bubbles_with_equal_op_times_are_those_of_the_zero_bubble_paper(stages: int) -> None:
     """The largest bubble of a stage: S-1 ops for H1, none for H2, as soon as there are 2S-1 microbatches."""
     for microbatches in (2 * stages - 1, 2 * stages, 4 * stages):
         assert max(unit_bubbles(zb_h1(stages, microbatches))) == stages - 1
@@ -109,12 +110,12 @@ def test_bubbles_with_equal_op_times_are_those_of_the_zero_bubble_paper(stages):
 @pytest.mark.parametrize(
     ("stages", "microbatches", "what"), [(0, 4, "stages=0"), (4, 0, "microbatches=0"), (-1, 4, "stages=-1")]
 )
-def test_bad_numbers_are_named(name, stages, microbatches, what):
+def test_bad_numbers_are_named(name: str, stages: int, microbatches: int, what: str) -> None:
     with pytest.raises(ScheduleError, match=rf"^{name}: {what}: expected at least 1$"):
         generate(name, stages, microbatches)
 
 
-def test_an_unknown_name_lists_the_known_ones():
+def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ScheduleError, match=r"^schedule 'zbv': expected one of gpipe, 1f1b, zb_h1, zb_h2$"):
         generate("zbv", 4, 4)
 
@@ -122,21 +123,21 @@ def test_an_unknown_name_lists_the_known_ones():
 # Several stages on each rank
 
 
-def test_schedules_with_several_stages_on_a_rank_are_what_they_were(golden):
+def test_schedules_with_several_stages_on_a_rank_are_what_they_were(golden: Callable[[str, str], None]) -> None:
     golden("interleaved.sched", str(interleaved_1f1b(3, 6)))
     golden("interleaved_3_chunks.sched", str(interleaved_1f1b(2, 4, 3)))
     golden("zbv.sched", str(zbv(3, 6)))
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
-def test_every_schedule_with_several_stages_on_a_rank_verifies(ranks, microbatches):
+def test_every_schedule_with_several_stages_on_a_rank_verifies(ranks: int, microbatches: int) -> None:
     for chunks in (1, 2, 3):
         verify(interleaved_1f1b(ranks, microbatches, chunks))
     verify(zbv(ranks, microbatches))
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
-def test_interleaved_with_one_chunk_is_1f1b_and_holds_what_its_docstring_says(ranks, microbatches):
+def test_interleaved_with_one_chunk_is_1f1b_and_holds_what_its_docstring_says(ranks: int, microbatches: int) -> None:
     assert interleaved_1f1b(ranks, microbatches, 1).orders == one_f_one_b(ranks, microbatches).orders
     full = -(-microbatches // ranks) * ranks
     for chunks in (2, 3):
@@ -147,14 +148,14 @@ def test_interleaved_with_one_chunk_is_1f1b_and_holds_what_its_docstring_says(ra
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6])
-def test_zbv_has_no_bubble_and_holds_two_microbatches_per_rank(ranks):
+def test_zbv_has_no_bubble_and_holds_two_microbatches_per_rank(ranks: int) -> None:
     for microbatches in (2 * ranks - 1, 2 * ranks, 5 * ranks):
         assert unit_bubbles(zbv(ranks, microbatches)) == [0] * ranks
         assert max(in_flight(zbv(ranks, microbatches), {Kind.W})) <= 2 * ranks
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 2), (2, 6), (4, 3), (4, 8), (3, 12)])
-def test_zbv_is_torchs(ranks, microbatches):
+def test_zbv_is_torchs(ranks: int, microbatches: int) -> None:
     from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
     torchs = object.__new__(ScheduleZBVZeroBubble)  # its order needs neither stages nor processes
@@ -164,7 +165,7 @@ def test_zbv_is_torchs(ranks, microbatches):
 
 
 @pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(2, 2, 2), (2, 6, 3), (4, 8, 2), (3, 12, 2)])
-def test_interleaved_is_torchs(ranks, microbatches, chunks):
+def test_interleaved_is_torchs(ranks: int, microbatches: int, chunks: int) -> None:
     """Whole rounds, and torch's B for our I and W."""
     from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
@@ -177,7 +178,7 @@ def test_interleaved_is_torchs(ranks, microbatches, chunks):
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zbv"])
-def test_bad_numbers_of_ranks_are_named(name):
+def test_bad_numbers_of_ranks_are_named(name: str) -> None:
     generator = {"interleaved": interleaved_1f1b, "zbv": zbv}[name]
     with pytest.raises(ScheduleError, match=rf"^{name}: ranks=0: expected at least 1$"):
         generator(0, 3)
@@ -187,7 +188,7 @@ def test_bad_numbers_of_ranks_are_named(name):
         interleaved_1f1b(2, 2, 0)
 
 
-def test_a_schedule_for_a_placement_is_the_one_that_places_so():
+def test_a_schedule_for_a_placement_is_the_one_that_places_so() -> None:
     assert generate_for("zbv", (0, 1, 1, 0), 3) == zbv(2, 3)
     assert generate_for("interleaved", (0, 1, 0, 1, 0, 1), 4) == interleaved_1f1b(2, 4, 3)
     assert generate_for("zb_h1", (0, 1, 2), 4) == zb_h1(3, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,9 @@ from adaptra.program.schedules import GENERATORS, forward_only, generate, one_f_
 from adaptra.program.torch_csv import from_csv, to_csv
 from adaptra.program.verify import verify
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
 # Two ranks, receives posted ahead of the ops that use them, W ops late: an order torch's own lowering does not emit.
 ADAPTED = Program.parse(
     """schedule adapted placement=0,1 microbatches=4
@@ -23,11 +27,11 @@ ADAPTED = Program.parse(
 )
 
 
-def test_the_compute_only_form_is_one_row_of_actions_per_rank():
+def test_the_compute_only_form_is_one_row_of_actions_per_rank() -> None:
     assert to_csv(generate("1f1b", 2, 2)) == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n"
 
 
-def test_a_lowered_program_says_where_torch_scales_its_gradients():
+def test_a_lowered_program_says_where_torch_scales_its_gradients() -> None:
     program = Program.parse(
         "schedule x placement=0,1 microbatches=1\n0: 0F0 0SEND_F0 0RECV_B0 0B0\n1: 1RECV_F0 1F0 1B0 1SEND_B0\n"
     )
@@ -35,17 +39,17 @@ def test_a_lowered_program_says_where_torch_scales_its_gradients():
 
 
 @given(programs())
-def test_importing_what_was_exported_gives_the_program_back(program):
+def test_importing_what_was_exported_gives_the_program_back(program: Program) -> None:
     assert from_csv(to_csv(program), name=program.name) == program
     again = from_csv(to_csv(program), placement=program.placement, microbatches=program.microbatches, name="random")
     assert again == program
 
 
-def test_forward_only_programs_round_trip():
+def test_forward_only_programs_round_trip() -> None:
     assert from_csv(to_csv(forward_only(range(3), 4)), name="forward_only") == forward_only(range(3), 4)
 
 
-def test_idle_cells_spaces_and_both_line_ends_are_read():
+def test_idle_cells_spaces_and_both_line_ends_are_read() -> None:
     assert from_csv("0F0, 0B0,,\r\n,1F0,1B0\r\n") == Program(
         "csv", (0, 1), 1, ((Op(0, Kind.F, 0), Op(0, Kind.B, 0)), (Op(1, Kind.F, 0), Op(1, Kind.B, 0)))
     )
@@ -73,39 +77,39 @@ def test_idle_cells_spaces_and_both_line_ends_are_read():
         ('"0F0\n', r"^not CSV: "),
     ],
 )
-def test_what_is_not_a_schedule_is_refused_by_row_and_column(text, message):
+def test_what_is_not_a_schedule_is_refused_by_row_and_column(text: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         from_csv(text)
 
 
-def test_arguments_that_contradict_the_csv_are_refused():
+def test_arguments_that_contradict_the_csv_are_refused() -> None:
     with pytest.raises(ScheduleError, match=r"^row 1, column 2: 0F1: expected microbatches 0\.\.0$"):
         from_csv("0F0,0F1\n", microbatches=1)
     with pytest.raises(ScheduleError, match=r"^row 1, column 1: 0F0: placement 1,0 puts no stage 0 here$"):
         from_csv("0F0\n1F0\n", placement=(1, 0))
 
 
-def test_lanes_are_refused_rather_than_dropped():
+def test_lanes_are_refused_rather_than_dropped() -> None:
     program = Program("x", (0,), 1, ((Op(0, Kind.SEND_F, 0, "delegate"),),))
     with pytest.raises(ScheduleError, match=r"^x: rank 0: 0SEND_F0@delegate: torch's CSV has no lanes"):
         to_csv(program)
 
 
-def _model():
+def _model() -> list[nn.Sequential]:
     import torch
 
     torch.manual_seed(3)
     return [torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()) for _ in range(2)]
 
 
-def _batch():
+def _batch() -> tuple[Tensor, Tensor]:
     import torch
 
     generator = torch.Generator().manual_seed(4)
     return torch.randn(8, 6, generator=generator), torch.randn(8, 6, generator=generator)
 
 
-def _gradients_in_one_process(microbatches: int):
+def _gradients_in_one_process(microbatches: int) -> list[list[Tensor | None]]:
     """The gradients of the mean of the microbatches' losses, by plain autograd."""
     import torch
 
@@ -146,7 +150,7 @@ def _train_under_torch(rank: int, folder: str, schedules: list[tuple[str, str, i
 
 
 @pytest.mark.processes
-def test_torchs_own_runtime_loads_and_trains_with_exported_schedules(tmp_path: Path):
+def test_torchs_own_runtime_loads_and_trains_with_exported_schedules(tmp_path: Path) -> None:
     """All generators and an unsplit one in "compute_only" form, an adapted order with its own communication in the other."""
     from torch import multiprocessing
 

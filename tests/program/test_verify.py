@@ -29,7 +29,7 @@ def refusal(refused: Program, **options: bool) -> str:
 
 
 @given(programs())
-def test_every_program_grown_by_running_it_verifies(grown):
+def test_every_program_grown_by_running_it_verifies(grown: Program) -> None:
     verify(grown)
 
 
@@ -74,16 +74,16 @@ def test_every_program_grown_by_running_it_verifies(grown):
         ),
     ],
 )
-def test_a_broken_rule_names_the_op_and_both_sides(orders, message):
+def test_a_broken_rule_names_the_op_and_both_sides(orders: list[str], message: str) -> None:
     assert refusal(program(*orders)) == message
 
 
-def test_a_message_within_a_rank_is_refused():
+def test_a_message_within_a_rank_is_refused() -> None:
     text = refusal(program("0F0 0SEND_F0 1RECV_F0 1F0", placement=(0, 0)))
     assert text == "x: 0SEND_F0, op 1 of rank 0: no message is needed: stages 0 and 1 are both on rank 0"
 
 
-def test_a_lane_that_the_text_form_could_not_hold_is_refused():
+def test_a_lane_that_the_text_form_could_not_hold_is_refused() -> None:
     orders = ((Op(0, Kind.F, 0), Op(0, Kind.SEND_F, 0, "Fast")), (Op(1, Kind.RECV_F, 0, "Fast"), Op(1, Kind.F, 0)))
     assert "lane 'Fast': expected a lower-case letter" in refusal(Program("x", (0, 1), 1, orders))
 
@@ -99,14 +99,14 @@ def test_a_lane_that_the_text_form_could_not_hold_is_refused():
         ("0F0 0F1 0B1 0I0 0W0", "0I0, op 3", "0B1, op 2", "input gradients"),
     ],
 )
-def test_microbatches_out_of_order_within_a_stage_are_refused(order, late, before, what):
+def test_microbatches_out_of_order_within_a_stage_are_refused(order: str, late: str, before: str, what: str) -> None:
     assert refusal(program(order, microbatches=2)) == (
         f"x: {late} of rank 0, stands behind {before} of rank 0: expected the {what} of a stage in microbatch order, "
         f"which makes results independent of the plan"
     )
 
 
-def test_receives_reordered_against_sends_are_refused_for_ordered_channels_only():
+def test_receives_reordered_against_sends_are_refused_for_ordered_channels_only() -> None:
     swapped = program(
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
         "1RECV_F1 1RECV_F0 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
@@ -119,7 +119,7 @@ def test_receives_reordered_against_sends_are_refused_for_ordered_channels_only(
     verify(swapped, ordered_channels=False)
 
 
-def test_the_two_directions_between_two_ranks_are_channels_of_their_own():
+def test_the_two_directions_between_two_ranks_are_channels_of_their_own() -> None:
     """In a V of four stages rank 0 sends forward from stage 0 and backward from stage 3; the two may overtake each other."""
     verify(
         program(
@@ -131,7 +131,7 @@ def test_the_two_directions_between_two_ranks_are_channels_of_their_own():
     )
 
 
-def test_a_receive_may_be_posted_any_distance_ahead():
+def test_a_receive_may_be_posted_any_distance_ahead() -> None:
     verify(
         program(
             "0RECV_B0 0RECV_B1 0F0 0SEND_F0 0F1 0SEND_F1 0B0 0B1",
@@ -141,7 +141,7 @@ def test_a_receive_may_be_posted_any_distance_ahead():
     )
 
 
-def test_a_deadlock_names_every_waiting_rank_and_shows_the_grid():
+def test_a_deadlock_names_every_waiting_rank_and_shows_the_grid() -> None:
     crossed = program("0F0 0I0 0F1 0W0 0I1 0W1", "1F0 1F1 1I0 1W0 1I1 1W1", "2F0 2I0 2W0 2F1 2I1 2W1", microbatches=2)
     assert refusal(crossed) == (
         "x: deadlock: 3 of 3 ranks wait forever\n"
@@ -155,32 +155,32 @@ def test_a_deadlock_names_every_waiting_rank_and_shows_the_grid():
     )
 
 
-def test_a_rank_that_waits_for_an_op_behind_it_says_so():
+def test_a_rank_that_waits_for_an_op_behind_it_says_so() -> None:
     text = refusal(program("0I0 0F0 0W0"))
     assert "  rank 0: 0I0, op 0, waits for 0F0, op 1 of rank 0, behind it\n" in text
 
 
-def test_a_lowered_deadlock_waits_for_the_send_and_not_for_its_own_posted_receive():
+def test_a_lowered_deadlock_waits_for_the_send_and_not_for_its_own_posted_receive() -> None:
     text = refusal(program("0RECV_B0 0I0 0F0 0SEND_F0 0W0", "1RECV_F0 1F0 1B0 1SEND_B0"))
     assert "rank 0: 0I0, op 1, waits for 0F0, op 2 of rank 0, behind it\n" in text
     assert "rank 1: 1F0, op 1, waits for 0SEND_F0, op 3 of rank 0\n" in text
 
 
-def test_a_receive_behind_its_compute_op_is_refused():
+def test_a_receive_behind_its_compute_op_is_refused() -> None:
     text = refusal(program("0F0 0SEND_F0 0RECV_B0 0B0", "1F0 1RECV_F0 1B0 1SEND_B0"))
     assert "rank 1: 1F0, op 0, waits for 1RECV_F0, op 1 of rank 1, behind it\n" in text
 
 
-def test_a_rank_that_reached_its_end_is_marked_so_in_the_grid():
+def test_a_rank_that_reached_its_end_is_marked_so_in_the_grid() -> None:
     text = refusal(program("0F0 0W0 0I0", "1F0 1B0"))
     assert text.endswith("  step    0    1    2\n  rank 0  0F0  .    .    →0W0  0I0\n  rank 1  .    1F0  1B0  end")
 
 
-def test_a_program_of_a_hundred_thousand_ops_verifies_in_far_less_than_the_time_limit():
+def test_a_program_of_a_hundred_thousand_ops_verifies_in_far_less_than_the_time_limit() -> None:
     verify(Program.parse(str(zb_h2(64, 512))))
 
 
-def test_the_grid_of_a_long_program_shows_the_last_steps_only():
+def test_the_grid_of_a_long_program_shows_the_last_steps_only() -> None:
     whole = zb_h2(8, 64)
     kept, rest = whole.orders[3][:60], whole.orders[3][60:]
     gradients_first = sorted(rest, key=lambda op: [Kind.I, Kind.F, Kind.W].index(op.kind))
@@ -275,7 +275,7 @@ def moved(draw: st.DrawFn, whole: Program) -> Program:
 
 @settings(max_examples=300)
 @given(st.composite(lambda draw: moved(draw, draw(programs())))())
-def test_a_program_with_one_op_moved_is_valid_or_refused_with_the_right_error(damaged):
+def test_a_program_with_one_op_moved_is_valid_or_refused_with_the_right_error(damaged: Program) -> None:
     misplaced = [op for rank, order in enumerate(damaged.orders) for op in order if damaged.placement[op.stage] != rank]
     if misplaced:
         expected = "the placement puts stage"
@@ -297,7 +297,7 @@ def test_a_program_with_one_op_moved_is_valid_or_refused_with_the_right_error(da
 
 
 @given(programs(), st.data())
-def test_a_program_with_one_op_dropped_is_refused_by_name(whole, data):
+def test_a_program_with_one_op_dropped_is_refused_by_name(whole: Program, data: st.DataObject) -> None:
     rank = data.draw(st.sampled_from([rank for rank, order in enumerate(whole.orders) if order]))
     number = data.draw(st.integers(0, len(whole.orders[rank]) - 1))
     op = whole.orders[rank][number]

@@ -19,7 +19,7 @@ from adaptra.runtime.telemetry.records import Record, RunEnded, RunStarted, Step
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_a_run_is_read_back(tmp_path: Path):
+def test_a_run_is_read_back(tmp_path: Path) -> None:
     whole_run(tmp_path)
     run = load_run(tmp_path)
     assert [(one.step, one.version) for one in run.steps] == [(step, 1 if step >= 6 else 0) for step in range(8)]
@@ -31,7 +31,7 @@ def test_a_run_is_read_back(tmp_path: Path):
     assert run.notes == ()
 
 
-def test_a_run_as_text(tmp_path: Path):
+def test_a_run_as_text(tmp_path: Path) -> None:
     whole_run(tmp_path)
     assert summary(load_run(tmp_path)) == (
         "run run one: 2 ranks, 4 microbatches, 8 steps\n"
@@ -45,7 +45,7 @@ def test_a_run_as_text(tmp_path: Path):
 
 
 @pytest.mark.parametrize("cut", [1, 40, -3])
-def test_a_killed_run_is_drawn_and_said(tmp_path: Path, cut: int):
+def test_a_killed_run_is_drawn_and_said(tmp_path: Path, cut: int) -> None:
     for rank in range(2):
         write(tmp_path, rank, records_of(rank))
     file = tmp_path / "rank-1.jsonl"
@@ -61,14 +61,14 @@ def test_a_killed_run_is_drawn_and_said(tmp_path: Path, cut: int):
     assert "the last line is cut off" in (tmp_path / "page.svg").read_text()
 
 
-def test_a_rank_without_records_is_named(tmp_path: Path):
+def test_a_rank_without_records_is_named(tmp_path: Path) -> None:
     write(tmp_path, 0, [*records_of(0), StepFailed(0, 8, "PeerLostError: rank 1 is lost", None)])
     run = load_run(tmp_path)
     assert run.notes == ("nothing from rank 1",)
     assert run.happenings[-1].text == "rank 0: PeerLostError: rank 1 is lost"
 
 
-def test_the_last_start_counts_whatever_stands_before_it(tmp_path: Path):
+def test_the_last_start_counts_whatever_stands_before_it(tmp_path: Path) -> None:
     """The first start was killed in the middle of a line, of three ranks; the second has two."""
     for rank in range(3):
         write(tmp_path, rank, records_of(rank, "run one", ranks=3)[:-1])
@@ -81,7 +81,7 @@ def test_the_last_start_counts_whatever_stands_before_it(tmp_path: Path):
     assert run.notes == ("the folder holds 1 earlier starts, which are left out",)
 
 
-def test_a_start_that_only_one_rank_reached_is_the_last(tmp_path: Path):
+def test_a_start_that_only_one_rank_reached_is_the_last(tmp_path: Path) -> None:
     whole_run(tmp_path)
     write(tmp_path, 0, [RunStarted(0, "run two", 2, 4, 0, "1f1b", 0.1, 0.1)], begin=1000.0)
     run = load_run(tmp_path)
@@ -104,7 +104,7 @@ def test_a_start_that_only_one_rank_reached_is_the_last(tmp_path: Path):
         (3, '{"adaptra": 2, "time": 1.0, "event": "ended", "rank": 0, "steps": 1, "x": 1}', "unknown field 'x'"),
     ],
 )
-def test_a_line_that_is_not_of_a_run_is_told_with_its_place(tmp_path: Path, line: int, content: str, message: str):
+def test_a_line_that_is_not_of_a_run_is_told_with_its_place(tmp_path: Path, line: int, content: str, message: str) -> None:
     whole_run(tmp_path)
     file = tmp_path / "rank-1.jsonl"
     lines = file.read_text().splitlines()
@@ -114,7 +114,7 @@ def test_a_line_that_is_not_of_a_run_is_told_with_its_place(tmp_path: Path, line
         load_run(tmp_path)
 
 
-def test_a_folder_without_a_run_is_told(tmp_path: Path):
+def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"no rank-\*\.jsonl: expected the folder of a run, Telemetry\(folder=\.\.\.\)$"):
         load_run(tmp_path)
     whole_run(tmp_path / "replica-1")
@@ -132,7 +132,7 @@ def texts(path: Path) -> list[str]:
     return ["".join(element.itertext()) for element in ET.parse(path).iter(f"{SVG}text")]
 
 
-def test_the_page_shows_times_plans_delays_and_what_happened(tmp_path: Path):
+def test_the_page_shows_times_plans_delays_and_what_happened(tmp_path: Path) -> None:
     whole_run(tmp_path)
     run = load_run(tmp_path)
     draw_run(run, tmp_path / "page.svg")
@@ -145,7 +145,7 @@ def test_the_page_shows_times_plans_delays_and_what_happened(tmp_path: Path):
     assert (tmp_path / "again.svg").read_bytes() == (tmp_path / "page.svg").read_bytes()
 
 
-def test_what_is_long_goes_on_below_itself(tmp_path: Path):
+def test_what_is_long_goes_on_below_itself(tmp_path: Path) -> None:
     """Nothing runs past the right edge, and nothing is left out."""
     reason = " ".join(f"edge {edge}→{edge + 1} slow: 126.8 ms (was 1.5 ms);" for edge in range(9))
     write(tmp_path, 0, [*records_of(0), StepFailed(0, 8, reason, None)])
@@ -156,7 +156,7 @@ def test_what_is_long_goes_on_below_itself(tmp_path: Path):
     assert reason in listed and max(len(text) for text in found[first:]) <= 130
 
 
-def test_the_page_of_a_long_run_stays_a_page(tmp_path: Path):
+def test_the_page_of_a_long_run_stays_a_page(tmp_path: Path) -> None:
     """A thousand steps with something at every tenth."""
     records: list[Record] = [RunStarted(0, "long", 1, 4, 0, "1f1b", 0.1, 0.1)]
     for step in range(1000):
@@ -169,7 +169,7 @@ def test_the_page_of_a_long_run_stays_a_page(tmp_path: Path):
     assert (tmp_path / "page.svg").stat().st_size < 200_000
 
 
-def test_one_step_is_enough_for_a_page(tmp_path: Path):
+def test_one_step_is_enough_for_a_page(tmp_path: Path) -> None:
     write(tmp_path, 0, [RunStarted(0, "short", 1, 4, 0, "1f1b", 0.1, 0.1), step_taken(0, 0, 0.1, 0.001)])
     draw_run(load_run(tmp_path), tmp_path / "page.png", title="One step")
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
@@ -178,7 +178,7 @@ def test_one_step_is_enough_for_a_page(tmp_path: Path):
 # The command
 
 
-def test_trace_of_a_run_prints_draws_and_gives_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_trace_of_a_run_prints_draws_and_gives_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole_run(tmp_path)
     page = tmp_path / "page.svg"
     assert main(["trace", str(tmp_path), "-o", str(page), "--title", "A slow link"]) == 0

@@ -5,13 +5,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from paths import RXE
 
 
-def processes_of(exchange):
+def processes_of(exchange: Path) -> list[int]:
     """The processes that have this folder in their command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -24,7 +26,7 @@ def processes_of(exchange):
     return found
 
 
-def until(condition):
+def until(condition: Callable[[], bool]) -> None:
     """Wait for something; the limit is there only so that a hang ends."""
     deadline = time.monotonic() + 300
     while not condition():
@@ -34,7 +36,9 @@ def until(condition):
 
 @pytest.mark.rdma
 @pytest.mark.timeout(900)
-def test_a_lab_ends_with_the_process_that_started_it(in_lab, request, tmp_path):
+def test_a_lab_ends_with_the_process_that_started_it(
+    in_lab: Callable[..., Any], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """Killed as by a terminal that is closed, or by the machine when memory is short."""
     kernel = request.config.getoption("--lab-kernel").resolve()
     script = f"import lab, pathlib; lab.run(pathlib.Path({str(kernel)!r}), ['sleep', '600'], pathlib.Path('/'), timeout=600.0)"

@@ -3,6 +3,7 @@
 A link is a TCP proxy: real sockets on both sides, so that the engine sees what a network shows it: a reset, silence, or
 bytes that changed on the way.
 """
+from __future__ import annotations
 
 import contextlib
 import ctypes
@@ -11,10 +12,11 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Mapping
 
 from adaptra import _C
 from adaptra.runtime.transports.delegate.endpoints import Endpoint
-from adaptra.runtime.transports.delegate.engine import listen
+from adaptra.runtime.transports.delegate.engine import Listen, listen
 
 SECRET = bytes(range(32))
 QUICK = {"heartbeat": 0.05, "silence": 0.25, "healthy_for": 0.3, "lost_after": 2.0, "handshake": 1.0}
@@ -26,7 +28,7 @@ CALM = QUICK | {"silence": 20.0}
 class Link:
     """Carries the connections to one port, and does with them what it is told."""
 
-    def __init__(self, host, target):
+    def __init__(self, host: str, target: tuple[str, int]) -> None:
         self.target = target
         self._listener = socket.create_server((host, 0))
         self.endpoint = self._listener.getsockname()[:2]
@@ -48,11 +50,11 @@ class Link:
         self._thread.start()
 
     @property
-    def is_connected(self):
+    def is_connected(self) -> bool:
         """Whether any connection crosses the link."""
         return bool(self._pairs)
 
-    def reset(self):
+    def reset(self) -> None:
         """End all connections at once, as a router that forgot them does."""
         with self._lock:
             for end in self._pairs:
@@ -60,7 +62,7 @@ class Link:
             while self._pairs:
                 self._drop(next(iter(self._pairs)))
 
-    def vanish(self):
+    def vanish(self) -> None:
         """As when the process behind the port ends: its connections do, and new ones are refused until :meth:`come_back`."""
         with self._lock:
             listener, self._listener = self._listener, None
@@ -68,17 +70,17 @@ class Link:
             listener.close()
         self.reset()
 
-    def come_back(self):
+    def come_back(self) -> None:
         """Let connections in again, at the same endpoint."""
         with self._lock:
             self._listener = socket.create_server(self.endpoint)
             self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def corrupt(self):
+    def corrupt(self) -> None:
         """Change one bit of the next large piece of data that passes."""
         self.is_corrupting = True
 
-    def close(self):
+    def close(self) -> None:
         self._is_closed = True
         self._waker.send(b"x")
         self._thread.join(100)
@@ -87,7 +89,7 @@ class Link:
             if one is not None:
                 one.close()
 
-    def _drop(self, end):
+    def _drop(self, end: socket.socket) -> None:
         other = self._pairs.pop(end, None)
         if other is None:
             return
@@ -97,7 +99,7 @@ class Link:
                 self._selector.unregister(each)
             each.close()
 
-    def _run(self):
+    def _run(self) -> None:
         while not self._is_closed:
             for key, _ in self._selector.select(0.02 if self.is_silent else None):
                 with self._lock:
@@ -108,7 +110,7 @@ class Link:
             if self.is_silent:
                 time.sleep(0.005)
 
-    def _accept(self):
+    def _accept(self) -> None:
         near, _ = self._listener.accept()
         far = None
         with contextlib.suppress(OSError):
@@ -121,7 +123,7 @@ class Link:
             self._pairs[end] = other
             self._selector.register(end, selectors.EVENT_READ)
 
-    def _move(self, end):
+    def _move(self, end: socket.socket) -> None:
         try:
             data = bytearray(end.recv(1 << 18 if self.rate is None else 1 << 14))
             if not data:
@@ -139,10 +141,10 @@ class Link:
             self._drop(end)
 
 
-def behind_links(links):
+def behind_links(links: list[Link]) -> Listen:
     """How a rank's engine listens if others reach it only over links: one before each address, added to ``links``."""
 
-    def listen_behind_a_link(engine, address):
+    def listen_behind_a_link(engine: _C.Engine, address: str) -> Endpoint:
         endpoint = listen(engine, address)
         links.append(Link(address, (endpoint.host, endpoint.port)))
         return Endpoint(endpoint.wire, *links[-1].endpoint)
@@ -153,7 +155,7 @@ def behind_links(links):
 class Pair:
     """Rank 0 sends to rank 1 over several links; rank 1 answers nothing but acknowledgements."""
 
-    def __init__(self, links=2, timing=QUICK, secret=SECRET):
+    def __init__(self, links: int = 2, timing: Mapping[str, float] = QUICK, secret: bytes = SECRET) -> None:
         self.sender, self.receiver = _C.Engine(0, 2, SECRET, **timing), _C.Engine(1, 2, secret, **timing)
         hosts = [f"127.0.0.{2 + k}" for k in range(links)]
         targets = [(host, self.sender.add_tcp_path(host)) for host in hosts]
@@ -166,28 +168,28 @@ class Pair:
         self.sender.start()
         self.receiver.start()
 
-    def __enter__(self):
+    def __enter__(self) -> Pair:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.sender.close("the test is over", 0.5)
         self.receiver.close("the test is over", 0.5)
         for link in (*self.links, *self.doors):
             link.close()
 
-    def message(self, number, size):
+    def message(self, number: int, size: int) -> _C.Memory:
         """Memory filled with what only message ``number`` holds."""
         memory = self.sender.allocate(size)
         ctypes.memmove(memory.address, pattern(number, size), size)
         return memory
 
-    def send(self, number, size):
+    def send(self, number: int, size: int) -> _C.Request:
         return self.sender.send(1, False, self.message(number, size), size, time.monotonic())
 
-    def receive(self, size):
+    def receive(self, size: int) -> _C.Request:
         return self.receiver.receive(0, False, size)
 
-    def take(self, request, timeout=10.0):
+    def take(self, request: _C.Request, timeout: float = 10.0) -> bytes:
         """The bytes of a received message, which is released."""
         assert request.wait(timeout), "nothing arrived"
         assert request.error is None, request.error
@@ -195,12 +197,12 @@ class Pair:
         self.receiver.release(request)
         return got
 
-    def counters(self):
+    def counters(self) -> tuple[dict[str, int], dict[str, int]]:
         """Counters of the sender and of the receiver."""
         ((*_, sent),) = [found for found in self.sender.statistics() if not found[2]]
         ((*_, received),) = [found for found in self.receiver.statistics() if not found[2] and not found[3]]
         return sent, received
 
 
-def pattern(number, size):
+def pattern(number: int, size: int) -> bytes:
     return (struct.pack("<Q", number * 0x9E3779B97F4A7C15 & (1 << 64) - 1) * (-(-size // 8)))[:size]

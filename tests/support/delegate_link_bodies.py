@@ -5,6 +5,8 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from delegate_lab import CALM, SECRET
 from link_bodies import meet, receive
@@ -18,12 +20,12 @@ WINDOW = 24
 PATIENCE = 40.0
 
 
-def has_several(engine, _):
+def has_several(engine: _C.Engine, _: object) -> bool:
     """Whether a channel has several connections."""
     return any(counters["connections"] > 1 for *_, counters in engine.statistics())
 
 
-def is_under_bbr(_, ports):
+def is_under_bbr(_: object, ports: set[int]) -> bool:
     """Whether a connection that joins one of these ports is under BBR."""
     controls = {
         found.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
@@ -37,7 +39,7 @@ def is_under_bbr(_, ports):
 GOALS = {"several": has_several, "bbr": is_under_bbr}
 
 
-def until(rank, addresses, change, control, goal):
+def until(rank: int, addresses: Sequence[str], change: str, control: str, goal: str) -> list[Any]:
     """Messages from rank 0 to rank 1, after a while over changed links, until rank 0 sees the goal, or for too long.
 
     Returns how many messages there were, and on rank 0 whether it saw the goal before the links changed and in the end.
@@ -58,7 +60,7 @@ def until(rank, addresses, change, control, goal):
     return found
 
 
-def _send(engine, change, control, has_come):
+def _send(engine: _C.Engine, change: str, control: str, has_come: Callable[[], bool]) -> list[Any]:
     """The last message begins with a 1; how many there were, and whether the goal was seen before and after the change."""
     pending = deque()
     count, is_last, was_there, deadline = 0, 0, False, time.monotonic() + PATIENCE
@@ -79,7 +81,7 @@ def _send(engine, change, control, has_come):
     return [count, was_there, is_there]
 
 
-def _receive(engine):
+def _receive(engine: _C.Engine) -> int:
     """How many messages came, in order and each once."""
     pending = deque(engine.receive(0, False, SIZE) for _ in range(WINDOW))
     count, is_last = 0, 0
@@ -94,6 +96,6 @@ def _receive(engine):
     return count
 
 
-def _finish(request):
+def _finish(request: _C.Request) -> None:
     assert request.wait(PATIENCE), "nothing came"
     assert request.error is None, request.error

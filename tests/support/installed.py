@@ -3,7 +3,7 @@
 from pathlib import Path
 
 
-def install_transport(folder, name, factory, package=None):
+def install_transport(folder: str | Path, name: str, factory: str, package: str | None = None) -> None:
     """Leave a package in ``folder`` that adds a transport: found by whoever has the folder on its path.
 
     Args:

@@ -2,10 +2,13 @@
 
 import gc
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 from training import MIXED
 
@@ -15,7 +18,7 @@ RANKS, ROWS = 4, 16
 ACTIONS = ("compile and close", "cut", "role", "timeline")
 
 
-def held():
+def held() -> dict[str, int]:
     """Descriptors, threads, keys in the store and process groups, once every rank has let go of what it can."""
     store = dist.group.WORLD.get_group_store()
     for _ in range(2):
@@ -32,14 +35,14 @@ def held():
     return found
 
 
-def compiled(inputs, targets):
+def compiled(inputs: Any, targets: Tensor) -> adaptra.Pipeline:
     return adaptra.compile(
         MIXED.make(), stages=2, microbatches=4, example_inputs=(inputs, targets), loss=MIXED.loss, split=["middle.1"],
         options=adaptra.Options(adapt=False, timeout=600.0),
     )  # fmt: skip
 
 
-def repeat(rank, what, looks):
+def repeat(rank: int, what: str, looks: Sequence[int]) -> list[dict[str, int]]:
     """What is held after so many rounds, for each number in ``looks``."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -67,5 +70,5 @@ def repeat(rank, what, looks):
     return found
 
 
-def repeat_all(rank, looks):
+def repeat_all(rank: int, looks: Sequence[int]) -> dict[str, list[dict[str, int]]]:
     return {what: repeat(rank, what, looks) for what in ACTIONS}

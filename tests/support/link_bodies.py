@@ -4,13 +4,15 @@ import contextlib
 import socket
 import struct
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from linked_hosts import SYSCTLS, change_links
 
 PORT = 5000
 
 
-def meet(rank, address):
+def meet(rank: int, address: str) -> socket.socket:
     """A connection between ranks 0 and 1."""
     if rank == 0:
         with socket.create_server((address, PORT)) as listener:
@@ -22,14 +24,14 @@ def meet(rank, address):
     return connection
 
 
-def connect(address):
+def connect(address: str) -> socket.socket:
     """Until somebody listens: a connection that is refused takes a round trip, so this does not spin on a long link."""
     while True:
         with contextlib.suppress(ConnectionRefusedError):
             return socket.create_connection((address, PORT), timeout=20)
 
 
-def receive(connection, count):
+def receive(connection: socket.socket, count: int) -> bytes:
     """Exactly so many bytes."""
     data = bytearray()
     while len(data) < count:
@@ -39,14 +41,14 @@ def receive(connection, count):
     return bytes(data)
 
 
-def how_it_sends(_rank):
+def how_it_sends(_rank: int) -> list[str]:
     """The congestion control of a new connection, and whether it starts slowly after it was idle."""
     with socket.socket() as connection:
         control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
     return [control, (SYSCTLS / "tcp_slow_start_after_idle").read_text().strip()]
 
 
-def one_way(rank, address, count):
+def one_way(rank: int, address: str, count: int) -> float | None:
     """The shortest time from rank 0 to 1 and from 1 to 0, by this machine's one clock, in seconds."""
     connection = meet(rank, address)
     shortest = None
@@ -61,7 +63,7 @@ def one_way(rank, address, count):
     return shortest
 
 
-def stream(rank, address, count):
+def stream(rank: int, address: str, count: int) -> float | None:
     """Rank 0 sends so many bytes to rank 1, which returns the seconds that they took; all of them come as they were."""
     connection = meet(rank, address)
     data = bytes(range(256)) * (count // 256)
@@ -76,7 +78,7 @@ def stream(rank, address, count):
     return took
 
 
-def changed_midway(rank, address, changes, control):
+def changed_midway(rank: int, address: str, changes: Sequence[str], control: str) -> list[Any]:
     """Ping, changes of the links, ping again: how long each took; an error's name where the connection ended."""
     connection = meet(rank, address)
     found = []
@@ -101,7 +103,7 @@ def changed_midway(rank, address, changes, control):
     return found
 
 
-def unheard(rank, address, control):
+def unheard(rank: int, address: str, control: str) -> list[str] | None:
     """What rank 1 hears of a datagram before, while and after the link is down; and then one of each rail."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ours:
         if rank == 1:

@@ -7,13 +7,25 @@ rank sends passes one of the two. So a rank's links fail for it and for those th
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
-from delegate_lab import behind_links
+from delegate_lab import Link, behind_links
 from installed import install_transport
 from linked_hosts import CONTROL, change_links
 
 from adaptra.runtime.transports.delegate import join as delegate_join
 from adaptra.runtime.transports.delegate.engine import Timing
+
+
+class Linked(Protocol):
+    """A delegate of this kind."""
+
+    links: list[Link]
+
+    def statistics(self) -> list[tuple[int, int, bool, bool, dict[str, int]]]: ...
+
 
 HOSTS = ("127.0.0.2", "127.0.0.3")
 TIMING = Timing(heartbeat=0.05, silence=0.25, healthy_for=0.1, lost_after=10.0, handshake=1.0)
@@ -22,19 +34,19 @@ TIMING = Timing(heartbeat=0.05, silence=0.25, healthy_for=0.1, lost_after=10.0, 
 KINDS = ("reset", "corruption", "link down", "loss", "reset", "corruption", "link down", "stop", "corruption", "reset")
 
 
-def install(folder):
+def install(folder: str | Path) -> None:
     """Leave the transport in ``folder`` as an installer leaves a package; :func:`find_in` lets a process find it."""
     install_transport(folder, "linked", "linked_delegate:join")
 
 
-def find_in(folder):
+def find_in(folder: str | Path) -> None:
     sys.path.insert(0, str(folder))
 
 
-def join(group=None):
+def join(group: Any = None) -> Linked:
     """What the entry point names: this rank's delegate, with its links as ``links``."""
-    links = []
-    transport = delegate_join.join(group, HOSTS, TIMING, listen=behind_links(links))
+    links: list[Link] = []
+    transport: Any = delegate_join.join(group, HOSTS, TIMING, listen=behind_links(links))
     transport.links = links
     return transport
 
@@ -46,7 +58,7 @@ class Disturber:
         counts: How often each kind was made and noticed by the engine.
     """
 
-    def __init__(self, transport, first=0, kinds=KINDS):
+    def __init__(self, transport: Linked, first: int = 0, kinds: Sequence[str] = KINDS) -> None:
         self._transport = transport
         self._turn = first
         self._kinds = kinds
@@ -57,11 +69,11 @@ class Disturber:
         self._carried = [0 for _ in transport.links]
         self.counts = dict.fromkeys(kinds, 0)
 
-    def failures(self):
+    def failures(self) -> int:
         """Paths that were up and failed, of the channels on which this rank sends."""
         return sum(counters["path_failures"] for *_, is_sender, counters in self._transport.statistics() if is_sender)
 
-    def disturb(self):
+    def disturb(self) -> None:
         """Let the present failure end if it has been noticed, and the next one begin if there is none. Called once a step."""
         link = self._busiest()
         if self._kind is not None:
@@ -75,7 +87,7 @@ class Disturber:
         self._link = link
         self._begin()
 
-    def _begin(self):
+    def _begin(self) -> None:
         match self._kind:
             case "reset":
                 self._link.reset()
@@ -92,14 +104,14 @@ class Disturber:
                 command = f"kill -STOP {os.getpid()}; sleep {1.4 * TIMING.silence}; kill -CONT {os.getpid()}"
                 self._stopped = subprocess.Popen(["/bin/sh", "-c", command])
 
-    def _busiest(self):
+    def _busiest(self) -> Link:
         """The link that carried most since the last call, of those that connections cross."""
         links = self._transport.links
         moved = [link.carried - before for link, before in zip(links, self._carried, strict=True)]
         self._carried = [link.carried for link in links]
         return links[max(range(len(links)), key=lambda k: (links[k].is_connected, moved[k]))]
 
-    def end(self):
+    def end(self) -> None:
         """End the present failure."""
         if self._kind == "link down":
             self._link.come_back()
@@ -117,14 +129,14 @@ class NetworkDisturber(Disturber):
     Rail 0 is the control plane's; the addresses of this rank's paths are on rails 1 and 2.
     """
 
-    def _begin(self):
+    def _begin(self) -> None:
         change = {"reset": "reset", "link down": "down", "loss": "loss=1"}.get(self._kind)
         if change is None:
             super()._begin()
         else:
             change_links(os.environ[CONTROL], f"all/{self._rail} {change}")
 
-    def end(self):
+    def end(self) -> None:
         """End the present failure."""
         if self._kind in ("link down", "loss"):
             change_links(os.environ[CONTROL], f"all/{self._rail} up loss=0")
@@ -132,5 +144,5 @@ class NetworkDisturber(Disturber):
             super().end()
 
     @property
-    def _rail(self):
+    def _rail(self) -> int:
         return 1 + self._transport.links.index(self._link)

@@ -6,8 +6,10 @@ Run as a script it is one process under Triton's interpreter, which has to be ch
 import json
 import sys
 import traceback
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from adaptra.graph.ops.specs import TensorSpec
 from adaptra.runtime.transports.delegate.pack import pack
@@ -30,7 +32,7 @@ DTYPES = (
 )
 
 
-def bits(shape, dtype, device):
+def bits(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
     """A tensor of random bits, NaNs of every kind among them."""
     generator = torch.Generator().manual_seed(7)
     count = torch.Size(shape).numel()
@@ -40,7 +42,7 @@ def bits(shape, dtype, device):
     return raw.view(dtype).view(shape).to(device)
 
 
-def layouts(dtype, device):
+def layouts(dtype: torch.dtype, device: str) -> dict[str, list[Tensor]]:
     """Tensors of every kind of layout, and one of each odd size around a block's."""
     base = bits((4, 6, 5, 3), dtype, device)
     line = bits((2500,), dtype, device)
@@ -60,7 +62,7 @@ def layouts(dtype, device):
     }
 
 
-def copied(tensors, specs):
+def copied(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> Tensor:
     """A message as torch's copies make it, with zeros between the tensors."""
     flat = torch.zeros(flat_bytes(specs), dtype=torch.uint8, device=tensors[0].device)
     for view, tensor in zip(views_of(flat, specs), tensors, strict=True):
@@ -68,7 +70,7 @@ def copied(tensors, specs):
     return flat
 
 
-def check_copies(name, device):
+def check_copies(name: str, device: str) -> None:
     """Bytes as torch's, for one dtype and all layouts; whatever the buffer held is overwritten, and nothing behind it."""
     for layout, tensors in layouts(getattr(torch, name), device).items():
         specs = tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
@@ -79,7 +81,7 @@ def check_copies(name, device):
         assert bool((flat[size:] == 0xA5).all()), f"{layout}: wrote past the end"
 
 
-def check_narrowing(device):
+def check_narrowing(device: str) -> None:
     """float32 to bfloat16 as torch rounds; other dtypes in the same message stay as they are."""
     halves = torch.arange(1 << 16, dtype=torch.int32) << 16
     ties = torch.cat([halves | low for low in (0x7FFF, 0x8000, 0x8001, 0, 1, 0xFFFF)])
@@ -101,7 +103,7 @@ def check_narrowing(device):
     assert torch.equal(flat[flat_bytes(specs[:2]) :], copied(others, specs[2:]))
 
 
-def check_conjugated(device):
+def check_conjugated(device: str) -> None:
     """A pending conjugation or negation is carried out."""
     values = bits((6, 5), torch.complex64, device).nan_to_num(0.5)
     tensors = [values.t().conj(), values.conj().imag]
@@ -118,7 +120,7 @@ CHECKS = {
 }
 
 
-def run_checks(device):
+def run_checks(device: str) -> dict[str, str | None]:
     """Every check's name with its error, or None if it holds."""
     found = {}
     for name, (check, *arguments) in CHECKS.items():

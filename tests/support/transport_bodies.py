@@ -2,9 +2,11 @@
 
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 from adaptra.errors import TransportError
 from adaptra.graph.ops.specs import TensorSpec
@@ -21,15 +23,19 @@ SMALL = (TensorSpec((4,), torch.float32),)
 LARGE = (TensorSpec((5000,), torch.float32),)
 
 
-def forward(microbatch, source=0, destination=1, specs=SMALL, step=0):
+def forward(
+    microbatch: int, source: int = 0, destination: int = 1, specs: tuple[TensorSpec, ...] = SMALL, step: int = 0
+) -> Identity:
     return Identity(step, Purpose.ACTIVATION, source, destination, microbatch, specs)
 
 
-def backward(microbatch, source=1, destination=0, specs=SMALL, step=0):
+def backward(
+    microbatch: int, source: int = 1, destination: int = 0, specs: tuple[TensorSpec, ...] = SMALL, step: int = 0
+) -> Identity:
     return Identity(step, Purpose.GRADIENT, source, destination, microbatch, specs)
 
 
-def make(identity):
+def make(identity: Identity) -> tuple[Tensor, ...]:
     """Tensors that no other microbatch has."""
     generator = torch.Generator().manual_seed(identity.microbatch)
     return tuple(
@@ -38,13 +44,13 @@ def make(identity):
     )
 
 
-def same(got, expected):
+def same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return len(got) == len(expected) and all(
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in zip(got, expected, strict=True)
     )
 
 
-def carries_every_dtype(transport: Transport):
+def carries_every_dtype(transport: Transport) -> None:
     """Values, shapes and dtypes arrive as they were sent, at an address that kernels like."""
     identity = forward(0, specs=SPECS, step=-3)
     if transport.rank == 0:
@@ -59,7 +65,7 @@ def carries_every_dtype(transport: Transport):
         transport.release(pending)
 
 
-def rounds_what_is_lossy(transport: Transport):
+def rounds_what_is_lossy(transport: Transport) -> None:
     """A tensor whose spec says so arrives as torch's rounding to bfloat16 leaves it, of its own dtype; others as they are."""
     identity = forward(0, specs=(TensorSpec((4, 700), torch.float32, lossy_bf16=True), TensorSpec((2,), torch.float32)))
     tensors = tuple(torch.randn(spec.shape, generator=torch.Generator().manual_seed(1)) for spec in identity.specs)
@@ -72,7 +78,7 @@ def rounds_what_is_lossy(transport: Transport):
         assert same(got, expected) and not torch.equal(got[0], tensors[0])
 
 
-def refuses_what_is_rounded_elsewhere(transport: Transport):
+def refuses_what_is_rounded_elsewhere(transport: Transport) -> None:
     """Both sides must agree on whether a message is rounded."""
     specs = (TensorSpec((4,), torch.float32, lossy_bf16=True),)
     if transport.rank == 0:
@@ -85,7 +91,7 @@ def refuses_what_is_rounded_elsewhere(transport: Transport):
         transport.store.set("refused", "")
 
 
-def sends_what_requires_grad(transport: Transport):
+def sends_what_requires_grad(transport: Transport) -> None:
     """A tensor with a graph arrives without it, and a strided one with its values."""
     identity = forward(0, specs=(TensorSpec((3, 2), torch.float32, requires_grad=True),))
     tensor = torch.arange(6.0).reshape(2, 3).requires_grad_().t()
@@ -97,7 +103,7 @@ def sends_what_requires_grad(transport: Transport):
         assert got.is_leaf and not got.requires_grad and torch.equal(got, tensor)
 
 
-def many_in_flight_both_ways(transport: Transport):
+def many_in_flight_both_ways(transport: Transport) -> None:
     """Sends never wait, receives may all be posted ahead, buffers are used again, and the directions don't mix."""
     count, rounds = 8, 3
     if transport.rank > 1:
@@ -116,7 +122,7 @@ def many_in_flight_both_ways(transport: Transport):
             assert pending.wait(100) == ()
 
 
-def backward_overtakes_forward(transport: Transport):
+def backward_overtakes_forward(transport: Transport) -> None:
     """A forward message that nobody receives yet holds up no backward message of the same pair, nor the other way round."""
     if transport.rank == 0:
         transport.reserve({(1, SMALL): 1})
@@ -131,7 +137,7 @@ def backward_overtakes_forward(transport: Transport):
         transport.receive(0, forward(1, specs=LARGE)).wait(100)
 
 
-def refuses_other_shapes(transport: Transport):
+def refuses_other_shapes(transport: Transport) -> None:
     """A message of other shapes than expected, even a larger one, is an error that names edge, expectation and arrival."""
     if transport.rank == 0:
         transport.send(1, forward(2, specs=LARGE), make(forward(2, specs=LARGE)))
@@ -143,7 +149,7 @@ def refuses_other_shapes(transport: Transport):
         transport.store.set("refused", "")
 
 
-def refuses_another_message(transport: Transport):
+def refuses_another_message(transport: Transport) -> None:
     """Where messages are matched by order, one out of order is an error and never another message's data."""
     if transport.rank == 0:
         transport.send(1, forward(1), make(forward(1)))
@@ -155,7 +161,7 @@ def refuses_another_message(transport: Transport):
         transport.store.set("refused", "")
 
 
-def times_messages_when_they_arrive(transport: Transport):
+def times_messages_when_they_arrive(transport: Transport) -> None:
     """Posting and arrival times are those of the message, not of the rank that gets round to waiting."""
     if transport.rank == 0:
         transport.store.wait(["posted"])
@@ -177,7 +183,7 @@ def times_messages_when_they_arrive(transport: Transport):
         transport.store.set("checked", "")
 
 
-def tells_how_long_a_send_waited_for_its_receive(transport: Transport):
+def tells_how_long_a_send_waited_for_its_receive(transport: Transport) -> None:
     """What waits for its receiver is not under way yet: a late receive must not look like a slow link."""
     if transport.rank == 0:
         sent = transport.send(1, forward(0), make(forward(0)))
@@ -195,7 +201,7 @@ def tells_how_long_a_send_waited_for_its_receive(transport: Transport):
             assert late.departed_at == late.sent_at
 
 
-def pool_is_bounded(transport: Transport):
+def pool_is_bounded(transport: Transport) -> None:
     """A receive beyond the reservation is refused, one after a release is not."""
     if transport.rank == 0:
         for k in range(2):
@@ -214,7 +220,7 @@ def pool_is_bounded(transport: Transport):
         transport.store.set("bounded", "")
 
 
-def abort_ends_every_wait(transport: Transport):
+def abort_ends_every_wait(transport: Transport) -> None:
     """An abort ends a wait that is under way, once, and everything after it raises the same error."""
     if transport.rank != 1:
         transport.store.wait(["aborted"])
@@ -226,7 +232,7 @@ def abort_ends_every_wait(transport: Transport):
         pending.wait(0.01)
     caught = []
 
-    def wait():
+    def wait() -> None:
         try:
             pending.wait(100)
         except RuntimeError as error:
@@ -248,7 +254,7 @@ def abort_ends_every_wait(transport: Transport):
     transport.store.set("aborted", "")
 
 
-def refuses_misuse(transport: Transport):
+def refuses_misuse(transport: Transport) -> None:
     """Tensors that don't fit their identity, ranks that don't exist and a closed transport are told apart."""
     if transport.rank != 0:
         return
@@ -263,7 +269,7 @@ def refuses_misuse(transport: Transport):
     transport.close()
 
 
-def stands_by_for_whatever_comes_next(transport: Transport):
+def stands_by_for_whatever_comes_next(transport: Transport) -> None:
     """Once a step's messages have come, the next ones travel before they are asked for, one of another shape among them."""
     announced = [forward(0, step=-1), forward(1, specs=LARGE, step=1), forward(2, specs=LARGE, step=1)]
     if transport.rank == 0:

@@ -1,1 +1,1 @@
-"""From a piece of the flat graph to its F, I and W graphs."""
+"""Differentiation: a piece of the flat graph becomes F, I and W graphs."""

@@ -1,6 +1,6 @@
-"""Differentiate: from the pieces of a flat graph to stages that run F, I and W.
+"""Differentiation of the pieces of a flat graph into stages that run F, I and W.
 
-Stages are traced from the last to the first, since a stage's backward pass begins with what the stage behind it sends back.
+Stages are traced from the last to the first, since a stage's backward pass begins with the gradients from the next stage.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def differentiate(
     state_bytes: Mapping[str, int],
     progress: Progress,
 ) -> tuple[StageGraphs, ...]:
-    """Make the training stages; to be called inside the fake mode of the analysis. Identical pieces share their graphs.
+    """Make the training stages. Call this inside the fake mode of the analysis. Identical pieces share their graphs.
 
     Args:
         flat: The training graph.
-        analysis: Of it.
-        parts: Its pieces.
-        holders: Which stages hold each parameter and buffer.
-        names: Of the model's state.
-        state_bytes: The size of each parameter and buffer.
-        progress: Told of every stage.
+        analysis: The analysis of the training graph.
+        parts: The pieces of the training graph.
+        holders: The stages that have each parameter and buffer.
+        names: The names of the model's state.
+        state_bytes: The size of each parameter and buffer, in bytes.
+        progress: Called for every stage.
     """
     gradients = tuple(
         GradientMessage(index, layout, layout.spec(value, False))
@@ -75,9 +75,9 @@ def differentiate(
 
 
 def evaluate(flat: FlatGraph, analysis: Analysis, parts: Sequence[Piece], progress: Progress) -> tuple[EvalGraphs, ...]:
-    """Make the evaluation stages; to be called inside the fake mode of the analysis. Identical pieces share their graphs.
+    """Make the evaluation stages. Call this inside the fake mode of the analysis. Identical pieces share their graphs.
 
-    Where there is a loss, the last piece's outputs begin with it. ``progress`` is told of every stage.
+    If there is a loss, it is the first output of the last piece. ``progress`` is called for every stage.
     """
     last = len(parts) - 1
     tracer, forward = Tracer(flat, analysis), _Forward()
@@ -85,7 +85,7 @@ def evaluate(flat: FlatGraph, analysis: Analysis, parts: Sequence[Piece], progre
     for piece in parts:
         one = tracer.trace(piece, None, is_last=piece.index == last)
         losses = int(piece.index == last and flat.loss is not None)
-        # The loss draws the same random numbers as the outputs: one of the two is run.
+        # Only one of the two graphs runs, so the loss draws the same random numbers as the outputs.
         loss = _Forward(forward.next_random).graph(one, one.outputs[:1]) if losses else None
         stages.append(
             EvalGraphs(
@@ -121,7 +121,7 @@ class _Forward:
         nodes: tuple[fx.Node, ...] | None = None,
         with_targets: bool = True,
     ) -> ForwardGraph:
-        """The forward graph of one piece. Pieces that share what was traced differ in nothing else."""
+        """Return the forward graph of one piece. Pieces that share a trace share this graph too."""
         module = self._without_random.get(traced.module)
         if module is None:
             nodes = forward_part(traced, outputs, () if with_targets else traced.targets) if nodes is None else nodes
@@ -135,7 +135,7 @@ class _Forward:
 
 @dataclass(frozen=True, slots=True)
 class _Backward:
-    """A traced piece taken apart: what its forward graph is made of, the graphs of I and W, and what follows from these."""
+    """A split piece: the contents of its forward graph, the graphs of I and W, and figures derived from them."""
 
     forward: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
@@ -223,7 +223,11 @@ def _stage(
 def _taking(
     available: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], more: Sequence[fx.Node] = ()
 ) -> tuple[fx.GraphModule, tuple[int, ...]]:
-    """A graph that takes only those of the available values that it uses, then ``more``; and which those are."""
+    """Build a graph that takes only the available values that it uses, then ``more``.
+
+    Returns:
+        The graph, and the positions of its inputs among the available values.
+    """
     used = {one for node in nodes for one in node.all_input_nodes} | set(outputs)
     takes = tuple(index for index, node in enumerate(available) if node in used)
     module, _ = build([*(available[index] for index in takes), *more], nodes, outputs, (), None)
@@ -233,7 +237,7 @@ def _taking(
 
 
 def _kept_bytes(traced: TracedPiece, parts: SplitPiece, positions: Iterable[int]) -> int:
-    """Bytes of values at these positions of I's inputs, without those that the stage holds anyway."""
+    """Return the bytes of the values at these positions of I's inputs, without the stage's own state."""
     sources = (*parts.kept, *traced.grad_outputs)
     return sum(_size(sources[i]) for i in positions if sources[i] not in traced.state and sources[i] not in traced.constants)
 
@@ -241,7 +245,7 @@ def _kept_bytes(traced: TracedPiece, parts: SplitPiece, positions: Iterable[int]
 def _backward_peak(
     module: fx.GraphModule, takes: Sequence[int], traced: TracedPiece, parts: SplitPiece, passed: Sequence[int] = ()
 ) -> int:
-    """The bytes that I or W holds at most; with what I passes on to W and may not take itself."""
+    """Return the peak bytes of I or W. Values that I passes on to W without using them count as well."""
     sources = (*parts.kept, *traced.grad_outputs)
     foreign = [at for at, index in enumerate(takes) if sources[index] in traced.state or sources[index] in traced.constants]
     staying = [at for at, index in enumerate(takes) if index in passed]

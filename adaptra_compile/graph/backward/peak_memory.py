@@ -1,4 +1,4 @@
-"""How many bytes the graphs of a stage hold while they run."""
+"""Peak memory of the graphs of a stage while they run, in bytes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from torch.utils import _pytree as pytree
 
 
 def peak_bytes(graph: fx.Graph, *, foreign: Collection[int], staying: Collection[int] = ()) -> int:
-    """The most bytes that a graph of ``split.build`` holds at a time, what it is given included.
+    """Return the peak bytes of a graph of ``split.build``, its inputs included.
 
-    A tensor lives from its making to the last use of it or of a view of it. What an op needs for itself while it runs is not
-    known.
+    A tensor lives until the last use of it or of a view of it. Temporary memory inside an op is not known and not counted.
 
     Args:
-        graph: Its nodes hold fake tensors.
-        foreign: Which of the values that it takes are somebody else's and not counted.
-        staying: Which of them live on after their last use.
+        graph: A graph whose nodes have fake tensors.
+        foreign: Positions of the inputs that belong to the caller and are not counted.
+        staying: Positions of the inputs that stay alive after their last use.
     """
     nodes = list(graph.nodes)
     taken = [node for node in nodes if node.op == "placeholder"]
@@ -47,6 +46,6 @@ def peak_bytes(graph: fx.Graph, *, foreign: Collection[int], staying: Collection
 
 
 def _storages(nodes: Iterable[fx.Node]) -> dict[StorageWeakRef, int]:
-    """The storages of the nodes' values and their bytes."""
+    """Return the storages of the nodes' values and their sizes in bytes."""
     leaves = [leaf for node in nodes for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
     return {StorageWeakRef(leaf.untyped_storage()): leaf.untyped_storage().nbytes() for leaf in leaves}

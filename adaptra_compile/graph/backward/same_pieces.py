@@ -1,7 +1,7 @@
-"""Which pieces of a flat graph are the same but for the names of their state: identical layers are differentiated once.
+"""Detection of pieces of a flat graph that differ only in the names of their state. Identical layers are differentiated once.
 
-A piece's structure holds all that tracing it depends on, with what it reads numbered in place of named. Whatever can't be
-compared makes a piece unlike any other, so that it is traced for itself.
+A piece's structure contains everything that its trace depends on. In it, the values that the piece reads have numbers instead
+of names. A piece with a part that can't be compared equals no other piece and is traced on its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from adaptra.graph.partition.partition import Piece
 
 
 class Tracer:
-    """Traces pieces of one flat graph, those of the same structure once; to be used inside the fake mode of the analysis."""
+    """Traces the pieces of one flat graph, each structure once. Use it inside the fake mode of the analysis."""
 
     def __init__(self, flat: FlatGraph, analysis: Analysis) -> None:
         self._flat = flat
@@ -39,7 +39,7 @@ class Tracer:
         is_last: bool,
         used_later: frozenset[str] = frozenset(),
     ) -> TracedPiece:
-        """As :func:`adaptra.graph.backward.trace.trace_piece`. The pieces of one structure share the graph's module."""
+        """Trace a piece like :func:`adaptra.graph.backward.trace.trace_piece`. Pieces of one structure share the module."""
         flat, analysis = self._flat, self._analysis
         structure = structure_of(flat, analysis, piece, gradients, is_last=is_last, used_later=used_later)
         if structure in self._known:
@@ -68,17 +68,17 @@ def structure_of(
     is_last: bool,
     used_later: Collection[str] = (),
 ) -> Hashable | None:
-    """What tracing and splitting a piece depend on: equal for two pieces whose graphs are the same.
+    """Return everything that the trace and the split of a piece depend on. It is equal for pieces of equal graphs.
 
     Args:
-        flat, analysis: The graph that the piece is of, and what it does.
-        piece: A piece of it.
-        gradients: What the next stage sends back; None for a piece that is only run forward.
+        flat, analysis: The flat graph and its analysis.
+        piece: A piece of the flat graph.
+        gradients: The gradients that the next stage sends, or None for a piece that only runs forward.
         is_last: Whether the piece's outputs are results.
-        used_later: Parameters that later pieces have gradients of.
+        used_later: Parameters for which later pieces have gradients too.
 
     Returns:
-        None if there is something in it that can't be compared.
+        A hashable value, or None if a part of the piece can't be compared.
     """
     number: dict[fx.Node, int] = {}
     for node in (*piece.state, *piece.constants, *piece.inputs, *piece.targets, *piece.nodes):
@@ -112,7 +112,7 @@ def structure_of(
 
 
 def _renamed(traced: TracedPiece, flat: FlatGraph, piece: Piece) -> TracedPiece:
-    """What was traced of a piece of the same structure, as that of ``piece``: with its state and its constants."""
+    """Return the trace of a piece of the same structure, with the state and the constants of ``piece`` instead."""
     names = [flat.state[node] for node in piece.state]
     new = dict(zip(traced.state.values(), names, strict=True))
     return replace(
@@ -124,7 +124,7 @@ def _renamed(traced: TracedPiece, flat: FlatGraph, piece: Piece) -> TracedPiece:
 
 
 class _IncomparableError(Exception):
-    """Something of a piece can't be compared."""
+    """A part of a piece can't be compared."""
 
 
 def _look(value: Any) -> tuple[Hashable, ...]:
@@ -140,12 +140,12 @@ def _op(node: fx.Node) -> Hashable:
 
 
 def _value(value: Any, number: Mapping[fx.Node, int]) -> Hashable:
-    """An argument as something to compare. Numbers are told apart as they are written, so that 1, 1.0 and True differ."""
+    """Return an argument in a comparable form. Numbers are compared by their text, so that 1, 1.0 and True differ."""
     match value:
         case fx.Node() if value in number:
             return ("node", number[value])
         case fx.Node(op="get_attr"):
-            # A submodule of the one flat graph: the same only if it is the very same, as in what many pieces compute again.
+            # A submodule of the flat graph equals only itself, as in nodes that many pieces compute again.
             return ("submodule", str(value.target))
         case tuple() | list():
             return (type(value), *(_value(one, number) for one in value))

@@ -1,8 +1,8 @@
-"""Splitting a traced piece into F, I and W graphs by what depends on what.
+"""The split of a traced piece into F, I and W graphs by its data dependencies.
 
-F is the forward pass as it was traced, changes in place included. Of the backward pass, I is everything the gradients of the
-inputs depend on, W everything else the gradients of the weights depend on. What a later graph needs of an earlier one is kept;
-views are made again instead, since they cost nothing and keep nothing, and so is what the user has checkpointed.
+F is the forward pass as traced, including changes in place. I is the part of the backward pass that the gradients of the inputs
+depend on. W is the rest that the gradients of the weights depend on. Values that a later graph needs are kept. Views are not
+kept but made again, since they cost nothing. Values in checkpointed regions are computed again too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SplitPiece:
     Attributes:
         forward: Nodes of F.
         kept: Nodes and placeholders of F that the backward pass needs, in order.
-        backward_inputs: What stands for ``kept`` and then for the output gradients in I and W; the same nodes unless the
+        backward_inputs: The nodes for ``kept``, then for the output gradients, in I and W. They are the same nodes unless the
             backward pass had to be made functional.
         input_grad: Nodes of I, with ``grad_inputs`` its results.
         weight_grad: Nodes of W, with ``grad_weights`` its results.
@@ -51,7 +51,7 @@ class SplitPiece:
 
 
 def split(traced: TracedPiece) -> SplitPiece:
-    """Split a traced piece; to be called inside the fake mode it was traced in."""
+    """Split a traced piece. Call this inside the fake mode of the trace."""
     weights = tuple(node for _, node in traced.weights)
     backward, kept = _backward_part(traced, (*traced.grad_inputs, *weights))
     inputs = (*kept, *traced.grad_outputs)
@@ -61,7 +61,7 @@ def split(traced: TracedPiece) -> SplitPiece:
     backward = _separate_convolutions(backward)
     grad_inputs, grad_weights = results[: len(traced.grad_inputs)], results[len(traced.grad_inputs) :]
     for_inputs = _closure(grad_inputs, backward)
-    # What is kept are tensors: of an op of I with several results, I takes out those that W needs.
+    # Only tensors are kept. If W needs a result of an op of I that has several, I extracts that result.
     for_inputs |= {node for node in backward if _is_part_of(node, for_inputs)}
     for_weights, from_input_grad = _without(_closure(grad_weights, backward), for_inputs, grad_weights)
     return SplitPiece(
@@ -77,9 +77,9 @@ def split(traced: TracedPiece) -> SplitPiece:
 
 
 def forward_part(traced: TracedPiece, outputs: Sequence[fx.Node], absent: Collection[fx.Node] = ()) -> tuple[fx.Node, ...]:
-    """The nodes of the forward pass that some outputs need, and those that have an effect.
+    """Return the nodes of the forward pass that some outputs need, and the nodes with side effects.
 
-    Where some inputs are absent, such as targets, effects that need them are left out.
+    Side effects that need absent inputs, such as targets, are left out.
     """
     nodes = [node for node in traced.module.graph.nodes if node.op == "call_function" and node in traced.forward]
     effects = [node for node in nodes if changes_in_place(node.target) or changes_unsaid(node.target)]
@@ -98,10 +98,10 @@ def build(
     """Make a graph that takes one list of values, empties it, and returns a list.
 
     Args:
-        inputs: What stands for the values in the list. With ``first_random``, a RandomKey is the list's last element.
-        nodes: What to execute.
-        outputs: What to return.
-        copied: Outputs to return a copy of.
+        inputs: The nodes for the values in the list. With ``first_random``, a RandomKey is the list's last element.
+        nodes: The nodes to execute.
+        outputs: The nodes to return.
+        copied: The outputs of which a copy is returned.
         first_random: The ordinal of the first random op among ``nodes``, or None if random ops are left as they are.
 
     Returns:
@@ -129,10 +129,10 @@ def build(
 
 
 class ListCodeGen(CodeGen):
-    """Takes all arguments in one list and empties it, so that each can be freed after its last use."""
+    """Generates code that takes all arguments in one list and empties it, so that each is freed after its last use."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
-        """The first lines of the function: see :class:`torch.fx.graph.CodeGen`."""
+        """Return the first lines of the function; see :class:`torch.fx.graph.CodeGen`."""
         names = [name.split(":")[0].strip() for name in free_vars if name.split(":")[0].strip() != "self"]
         unpack = f"    {', '.join(names)}, = values\n" if names else ""
         return f"def {self._func_name}(self, values){maybe_return_annotation}:\n{unpack}    values.clear()"
@@ -158,9 +158,12 @@ def _forward_part(traced: TracedPiece, kept: Sequence[fx.Node]) -> tuple[fx.Node
 
 
 def _backward_part(traced: TracedPiece, results: Sequence[fx.Node]) -> tuple[list[fx.Node], SavedNodes]:
-    """The nodes of the backward pass with those of the forward pass that are made again for it, and what else it needs of it.
+    """Find the nodes that the backward pass runs.
 
-    Views are made again, and what lies inside checkpointed regions.
+    Views and nodes inside checkpointed regions of the forward pass run again in it.
+
+    Returns:
+        The nodes, those that run again included, and the other values of the forward pass that they need.
     """
     graph_nodes = list(traced.module.graph.nodes)
     backward = [node for node in graph_nodes if node.op == "call_function" and node not in traced.forward]
@@ -175,7 +178,11 @@ def _backward_part(traced: TracedPiece, results: Sequence[fx.Node]) -> tuple[lis
 
 
 def _trace_back(nodes: Iterable[fx.Node], may_repeat: Callable[[fx.Node], bool]) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Trace values back through what may be repeated: the nodes to run again, and the values they start from."""
+    """Follow values back through nodes that may be repeated.
+
+    Returns:
+        The nodes to run again, and the values from which they start.
+    """
     repeated: set[fx.Node] = set()
     bases: set[fx.Node] = set()
     waiting = list(nodes)
@@ -206,12 +213,12 @@ def _closure(results: Iterable[fx.Node], among: Iterable[fx.Node]) -> set[fx.Nod
 
 
 def _needs(node: fx.Node, among: Iterable[fx.Node], inputs: Collection[fx.Node]) -> bool:
-    """Whether a node comes from one of these inputs."""
+    """Return whether a node depends on one of these inputs."""
     return any(one in inputs for each in _closure([node], among) for one in each.all_input_nodes)
 
 
 def _without(weights: set[fx.Node], inputs: set[fx.Node], results: Sequence[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
-    """W's nodes without those of I, and the nodes of I whose results W needs; views of I are made again in W."""
+    """Return W's nodes without those of I, and the nodes of I whose results W needs. W makes views of I again."""
     own = weights - inputs
     needed = ({one for node in own for one in node.all_input_nodes} | set(results)) & inputs
     views, bases = _trace_back(needed, lambda node: node in inputs and is_view_node(node))
@@ -225,7 +232,7 @@ def _in_order(chosen: set[fx.Node], order: Iterable[fx.Node]) -> tuple[fx.Node, 
 def _functional(
     backward: Sequence[fx.Node], inputs: SavedNodes, results: SavedNodes
 ) -> tuple[list[fx.Node], SavedNodes, SavedNodes]:
-    """The same computation without changes in place, so that it can be taken apart."""
+    """Return the same computation without changes in place, so that it can be split."""
 
     def run(*values: Tensor) -> list[Any]:
         known: dict[fx.Node, Any] = dict(zip(inputs, values, strict=True))
@@ -242,7 +249,7 @@ def _functional(
 
 
 def _separate_convolutions(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """One op computes both gradients of a convolution, each on its own; make that two ops, so that W does its part."""
+    """Replace the op that computes both gradients of a convolution by two ops, so that W can compute the weight's."""
     separated: list[fx.Node] = []
     for node in nodes:
         separated.append(node)

@@ -1,8 +1,8 @@
-"""Tracing one piece of the flat graph, forward and backward, into one graph of the ops that autograd really runs.
+"""The trace of one piece of the flat graph, forward and backward, as one graph of the ops that autograd really runs.
 
-The backward pass is traced from autograd itself, so its formulas and the order in which it sums the gradients of a tensor with
-several uses are torch's own: the engine runs nodes in the reverse order of their making, so what a later stage sends back
-counts as the latest use and is summed first.
+The backward pass is traced from autograd itself, so its formulas are torch's own. The order in which it sums the gradients of a
+tensor with several uses is torch's too. The autograd engine runs nodes in the reverse order of their creation. So a gradient
+from a later stage counts as the latest use and is summed first.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class TracedPiece:
         forward: Its nodes that belong to the forward pass.
         state, constants, inputs, targets, grad_outputs: Its placeholders.
         outputs: The nodes that are sent forward; on the last piece the results.
-        output_specs: What they look like.
+        output_specs: The specs of the outputs.
         grad_inputs: The nodes that are sent backward.
-        grad_messages: What they look like, and which inputs they belong to.
-        weights: The parameters with a gradient, by name, and the gradients' nodes. A parameter in ``used_later`` is here once
-            for each of its uses on this piece, in the order in which autograd adds them: the latest first.
+        grad_messages: The specs of ``grad_inputs``, and the inputs to which they belong.
+        weights: The names of the parameters with a gradient, and the gradients' nodes. A parameter in ``used_later`` occurs
+            once for each of its uses on this piece. The latest use comes first, as autograd adds them.
     """
 
     module: fx.GraphModule
@@ -78,24 +78,24 @@ def trace_piece(
     is_last: bool,
     used_later: frozenset[str] = frozenset(),
 ) -> TracedPiece:
-    """Trace one piece; to be called inside the fake mode of the analysis.
+    """Trace one piece. Call this inside the fake mode of the analysis.
 
     Args:
         module: The flat graph's module.
-        piece: What to trace.
-        analysis: Of the flat graph.
-        state, constants: Of the flat graph.
-        gradients: What the next stage sends back; None traces the forward pass only.
-        is_last: Whether the outputs are results and stay as they are.
-        used_later: Parameters that later pieces have gradients of too. Autograd adds each use here to the sum of the later
-            ones, so each use gets a gradient of its own.
+        piece: The piece to trace.
+        analysis: The analysis of the flat graph.
+        state, constants: State and constants of the flat graph.
+        gradients: The gradients that the next stage sends, or None to trace the forward pass only.
+        is_last: Whether the outputs are results, which keep their layout.
+        used_later: Parameters for which later pieces have gradients too. Autograd adds each use here to the sum of the later
+            ones, so each use gets its own gradient.
 
     Raises:
-        CaptureError: The model's own backward pass fails; names the stage and the modules it spans, with torch's reason.
+        CaptureError: The model's own backward pass fails. The text names the stage and its modules, with torch's reason.
     """
     trace = _Trace(module, piece, analysis, state, gradients, is_last, used_later)
     arguments = trace.arguments()
-    # The backward op of oneDNN's LSTM can't be traced; without oneDNN the same layer is traced as the ops it is made of.
+    # The backward op of oneDNN's LSTM can't be traced. Without oneDNN the trace has the layer's own ops.
     with torch.set_grad_enabled(gradients is not None), without_onednn():
         try:
             traced = make_fx(trace, _disable_torch_fn_metadata_mode=True)(*arguments)
@@ -147,7 +147,7 @@ _FORWARD = "adaptra_forward"
 
 
 class _Trace:
-    """The function that is traced, and what becomes known while it runs."""
+    """The function that is traced, and the information gathered while it runs."""
 
     __name__ = "stage"
 
@@ -172,17 +172,17 @@ class _Trace:
         self.weights: list[str] = []
 
     def layout(self, node: fx.Node) -> Layout:
-        """How the value of a boundary node travels. The model's own inputs come as the user gives them."""
+        """Return the layout in which a boundary node's value travels. The model's own inputs keep the user's layout."""
         value = self._analysis.values[node]
         return Layout(tuple(range(value.dim()))) if self._piece.index == 0 else Layout.of(value)
 
     def output_layout(self, node: fx.Node) -> Layout:
-        """How an output travels. Results stay as they are."""
+        """Return the layout in which an output travels. Results keep their layout."""
         value = self._analysis.values[node]
         return Layout(tuple(range(value.dim()))) if self._is_last else Layout.of(value)
 
     def arguments(self) -> list[Tensor]:
-        """Fake tensors for every placeholder of the traced graph."""
+        """Return fake tensors for all placeholders of the traced graph."""
         piece, values = self._piece, self._analysis.values
         fakes = [fake_like(values[node], values[node].requires_grad) for node in piece.state]
         fakes += [fake_like(values[node]) for node in piece.constants]
@@ -221,7 +221,8 @@ class _Trace:
     def _output(self, node: fx.Node, value: Tensor) -> Tensor:
         if self._is_last:
             return value
-        # A tensor that is only passed on gets a node of its own, made last: its gradient from behind is then summed first.
+        # A tensor that is only passed on gets its own node, made last, so that its gradient from the next stage is summed
+        # first.
         if node in self._piece.inputs:
             value = _aten.alias.default(value)
         return self.output_layout(node).pack(value)
@@ -263,14 +264,14 @@ class _Trace:
 
 
 def _list_uses(roots: Iterable[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """Lists by name that autograd fills when it runs: what it adds to each leaf's gradient, in the order in which it adds."""
+    """Return a list per name that autograd fills with the summands of that leaf's gradient, in the order of addition."""
     found: dict[str, list[Tensor]] = {name: [] for name in leaves}
     of = {id(leaf): found[name] for name, leaf in leaves.items()}
     nodes = [root.grad_fn for root in roots if root.grad_fn is not None] if leaves else []
     seen = set(nodes)
     for node in nodes:
         following = [one for one, _ in node.next_functions]
-        # Only the nodes that stand for leaves have a variable.
+        # Only the nodes of leaves have a variable.
         edges = {i: of[id(leaf)] for i, one in enumerate(following) if id(leaf := getattr(one, "variable", None)) in of}
         if edges:
             node.register_hook(_appending(edges))
@@ -291,10 +292,10 @@ def _appending(edges: Mapping[int, list[Tensor]]) -> Callable[[Sequence[Tensor |
 
 
 def _use_one_name(graph: fx.Graph) -> None:
-    """Give each tensor one node, so that what is kept for the backward pass is known for what it is.
+    """Give each tensor one node, so that a tensor kept for the backward pass is kept once.
 
-    Autograd separates what it saves from its history, which changes nothing in graphs that run without autograd; an op that
-    changes a tensor in place returns that tensor; transposing twice gives the tensor back.
+    Three kinds of node are replaced by their argument. Autograd detaches the tensors that it saves, which has no effect in
+    graphs without autograd. An op in place returns its argument. A second transposition undoes the first.
     """
     for node in list(graph.nodes):
         if node.target in (_aten.detach.default, _aten.alias.default):

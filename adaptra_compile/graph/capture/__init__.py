@@ -1,1 +1,1 @@
-"""From a model and an example to one flat FX graph, and whether that runs what eager torch runs."""
+"""Capture: a model and an example become one flat FX graph, which is compared with the ops that eager torch runs."""

@@ -1,12 +1,12 @@
-"""Capturing what eager torch would run: a library that asks whether it is traced is answered as in eager.
+"""Capture of the ops that eager torch would run: the model's code sees the same answers as in eager torch.
 
-Libraries take another way while they are exported or compiled, or where a tensor is fake, since they may not read values then.
-So for the time of the model's own code torch's flags say that nothing is traced. What depends on constants and shapes alone is
-computed for real, and may be read. Inputs, parameters and what depends on them stay fake, and nothing reads their values.
+Libraries take other code paths while they are exported or compiled, or if a tensor is fake, since they may not read values
+then. So while the model's own code runs, torch's flags say that nothing is traced. Tensors that depend only on constants and
+shapes are real and may be read. Inputs, parameters and tensors that depend on them stay fake, and their values can't be read.
 """
 
 # pyright: reportPrivateUsage=false
-# Torch's answers are flags without a public name, and so is what tells a tensor's memory.
+# Torch's flags have no public name, nor has the function that identifies a tensor's memory.
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ValueReadError(RuntimeError):
 
 @contextmanager
 def as_eager() -> Generator[None]:
-    """Within this context, inside a fake mode, a model's code runs as it does in eager torch.
+    """Let a model's code run in this context as in eager torch. Enter it inside a fake mode.
 
     Raises:
         ValueReadError: The code reads a value that depends on inputs or parameters.
@@ -47,13 +47,13 @@ def as_eager() -> Generator[None]:
     compiler._is_compiling_flag = compiler._is_exporting_flag = tracing._is_fx_tracing_flag = False
     strict = getattr(proxies, "_error_on_data_dependent_ops", None)
     if proxies is not None:
-        # Only what is computed for real is ever read, and what a constant's value is may go into the graph.
+        # Only real tensors are ever read, and values of constants may become part of the graph.
         proxies._error_on_data_dependent_ops = False
     try:
         with RealConstants(None if proxies is None else proxies.tracer.graph):
             yield
     except GuardOnDataDependentSymNode as error:
-        # Of torch's own error torch.export prints the graph so far, twice, before it is raised.
+        # For torch's own error, torch.export prints the graph so far, twice, before it raises it.
         raise ValueReadError("a choice by a shape, or a number, that depends on the values of tensors") from error
     finally:
         compiler._is_compiling_flag, compiler._is_exporting_flag, tracing._is_fx_tracing_flag = before
@@ -63,7 +63,7 @@ def as_eager() -> Generator[None]:
 
 
 def _describe(nodes: Iterable[fx.Node]) -> None:
-    """Note what is real as fake, as torch.export expects it, and hold none of it."""
+    """Replace real tensors in the nodes' metadata by fake ones, as torch.export expects, and keep no reference to them."""
     for node in nodes:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
@@ -71,16 +71,16 @@ def _describe(nodes: Iterable[fx.Node]) -> None:
 
 
 class RealConstants(TorchDispatchMode):
-    """Computes for real what depends on no fake tensor, inside a fake mode that takes real tensors too.
+    """Computes real results for ops without fake arguments, inside a fake mode that accepts real tensors too.
 
-    A real tensor that is changed by a fake one has no true values any more. It and all that shares its memory count as fake
-    from then on, and the values that are still there are never read.
+    A real tensor that is changed by a fake one no longer has valid values. It and all tensors that share its memory count as
+    fake from then on, and their stale values are never read.
     """
 
     def __init__(self, graph: fx.Graph | None) -> None:
         super().__init__()
         self._graph = graph
-        # By address, with the memory itself, so that no other memory gets that address.
+        # Keyed by address. The memory itself is kept, so that no other memory gets that address.
         self._untrue: dict[int, Any] = {}
 
     def __torch_dispatch__(
@@ -91,7 +91,7 @@ class RealConstants(TorchDispatchMode):
         tensors = [one for one in leaves if isinstance(one, Tensor)]
         if self._is_real(func, tensors, leaves):
             if self._graph is not None:
-                # The last op's, whose results are noted by now.
+                # The nodes of the last op, whose results are recorded by now.
                 _describe(islice(reversed(self._graph.nodes), 4))
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -105,7 +105,7 @@ class RealConstants(TorchDispatchMode):
     def _is_real(self, func: Any, tensors: list[Tensor], leaves: list[Any]) -> bool:
         if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded in func.tags:
             return False
-        # Shapes alone are known on the meta device, as they are of a fake tensor.
+        # A tensor on the meta device has only a shape, like a fake tensor.
         if any(isinstance(one, torch.device) and one.type == "meta" for one in leaves):
             return False
         return not any(isinstance(one, FakeTensor) or one.is_meta or memory_of(one) in self._untrue for one in tensors)

@@ -1,4 +1,4 @@
-"""The structure of a batch as it was captured: flattens what a user gives later, or says what is different about it."""
+"""The captured structure of a batch. It flattens later batches of the user, or says how they differ from the capture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LossFunction = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """One leaf of a captured structure: a tensor's spec, or a constant that the graph has baked in."""
+    """One leaf of a captured structure: a tensor's spec, or a constant that is part of the graph."""
 
     label: str
     spec: TensorSpec | None
@@ -31,7 +31,7 @@ class _Leaf:
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """What stands for a leaf where a structure is described."""
+    """A leaf's text in the description of a structure."""
 
     text: str
 
@@ -44,7 +44,7 @@ class Structure:
 
     Args:
         example: The values by argument name, as captured.
-        what: ``inputs`` or ``targets``; begins every error.
+        what: ``inputs`` or ``targets``, the first word of every error.
     """
 
     def __init__(self, example: Mapping[str, Any], what: str) -> None:
@@ -64,13 +64,13 @@ class Structure:
         return tuple(leaf.label for leaf in self._leaves if leaf.spec is not None)
 
     def flatten(self, given: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors of a batch, in flat order.
+        """Return the tensors of a batch, in flat order.
 
         Args:
             given: Values by argument name. Tensors may have any size in their first dimension: a batch is many microbatches.
 
         Raises:
-            BatchError: The structure, a dtype, a dimension other than the first, or a constant is not what was captured.
+            BatchError: The structure, a dtype, a dimension other than the first, or a constant differs from the capture.
         """
         leaves, tree = pytree.tree_flatten_with_path(dict(given))
         if tree != self._tree:
@@ -87,7 +87,7 @@ class Structure:
         return tensors
 
     def unflatten(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """The structure with these tensors in it, and the captured constants."""
+        """Return the structure with these tensors and the captured constants."""
         remaining = iter(tensors)
         leaves = [leaf.constant if leaf.spec is None else next(remaining) for leaf in self._leaves]
         return pytree.tree_unflatten(leaves, self._tree)
@@ -136,10 +136,10 @@ class InputFormat:
         return self._structure.labels
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors of a call in flat order; the first dimension is not checked, since a batch is many microbatches.
+        """Return the tensors of a call in flat order. The first dimension is not checked, since a batch is many microbatches.
 
         Raises:
-            BatchError: The call is not the one the pipeline was compiled for; names the argument and both values.
+            BatchError: The call is not the one the pipeline was compiled for. The text names the argument and both values.
         """
         return self._structure.flatten(self._bind(args, kwargs))
 
@@ -158,7 +158,7 @@ class InputFormat:
 
 
 class TargetFormat:
-    """The loss's targets as captured: any nest with tensors in it, or nothing."""
+    """The loss's targets as captured: any nest of tensors, or nothing."""
 
     def __init__(self, targets: Any) -> None:
         self._structure = Structure({"targets": targets}, "targets")
@@ -174,7 +174,7 @@ class TargetFormat:
         return self._structure.specs
 
     def flatten(self, targets: Any) -> list[Tensor]:
-        """The tensors in flat order; the first dimension is not checked, since a batch is many microbatches.
+        """Return the tensors in flat order. The first dimension is not checked, since a batch is many microbatches.
 
         Raises:
             BatchError: The targets are not those the pipeline was compiled for.
@@ -182,12 +182,12 @@ class TargetFormat:
         return self._structure.flatten({"targets": targets})
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
-        """The structure with these tensors in it."""
+        """Return the structure with these tensors."""
         return self._structure.unflatten(tensors)["targets"]
 
 
 class OutputFormat:
-    """What the model returns in evaluation mode."""
+    """The structure of the model's outputs in evaluation mode."""
 
     def __init__(self, example: Any) -> None:
         self._dataclass = type(example) if dataclasses.is_dataclass(example) and not isinstance(example, type) else None
@@ -195,20 +195,20 @@ class OutputFormat:
         self._constants = tuple(None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves)
 
     def flatten(self, outputs: Any) -> list[Tensor]:
-        """The tensors of what the model returned."""
+        """Return the tensors in the model's outputs."""
         return [leaf for leaf in pytree.tree_leaves(self._open(outputs)) if isinstance(leaf, Tensor)]
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
-        """What the model returns, with these tensors in it."""
+        """Return the model's outputs with these tensors."""
         remaining = iter(tensors)
         leaves = [next(remaining) if constant is None else constant[0] for constant in self._constants]
         tree = pytree.tree_unflatten(leaves, self._tree)
         return tree if self._dataclass is None else self._dataclass(**tree)
 
     def merge(self, microbatches: Sequence[Sequence[Tensor]]) -> Any:
-        """What the model returns for the whole batch, from what it returned for each microbatch.
+        """Merge the outputs of the microbatches into the outputs of the whole batch.
 
-        Tensors are concatenated along their first dimension; of a tensor without dimensions the mean is taken.
+        Tensors are concatenated along their first dimension. Tensors without dimensions are averaged.
         """
         columns = zip(*microbatches, strict=True)
         return self.unflatten([torch.cat(column) if column[0].dim() else torch.stack(column).mean() for column in columns])
@@ -220,10 +220,10 @@ class OutputFormat:
 
 
 def loss_of(outputs: Any, loss: LossFunction | None, form: TargetFormat, targets: Sequence[Tensor]) -> Tensor:
-    """The scalar loss of what a model returns; of a weighted loss its sum and weight, (2,).
+    """Return the scalar loss of a model's outputs; for a weighted loss its sum and weight, of shape (2,).
 
     Raises:
-        CaptureError: ``loss`` returns something else, or without it there is none in the outputs.
+        CaptureError: ``loss`` returns something else, or it is None and the outputs contain no loss.
     """
     if isinstance(loss, WeightedLoss):
         return loss(outputs, form.unflatten(targets))
@@ -237,10 +237,10 @@ def loss_of(outputs: Any, loss: LossFunction | None, form: TargetFormat, targets
 
 
 def find_loss(outputs: Any) -> Tensor:
-    """The scalar loss in what a model returns: itself, its ``loss``, or its first element.
+    """Return the scalar loss in a model's outputs: the outputs themselves, their ``loss``, or their first element.
 
     Raises:
-        CaptureError: There is none; says what was returned and what is expected.
+        CaptureError: There is no loss. The text says what was returned and what is expected.
     """
     found = outputs
     if isinstance(outputs, Mapping):
@@ -269,7 +269,7 @@ def _shown(value: Any) -> _Shown:
 
 
 def _structure_of(given: Mapping[str, Any]) -> str:
-    """A nest by argument name, with every tensor as the word."""
+    """Return a nest by argument name as text. A word stands for every tensor."""
     shown = pytree.tree_map(_shown, dict(given))
     return ", ".join(f"{name}={value!r}" for name, value in shown.items()) or "nothing"
 

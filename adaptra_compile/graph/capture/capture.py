@@ -1,7 +1,7 @@
-"""Capture: from a model and one microbatch of example inputs to one flat FX graph.
+"""Capture: a model and one microbatch of example inputs become one flat FX graph.
 
-The graph is torch.export's training graph: ATen ops as the model called them, before autograd and before any decomposition, in
-the order of execution. State enters it as inputs, so it holds no parameter. The user's model is only read.
+The graph is torch.export's training graph: ATen ops in the order of execution, before autograd and before any decomposition.
+State enters it as inputs, so it contains no parameters. The user's model is only read.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class StateNames:
     """The names of a model's state.
 
     Attributes:
-        parameters, buffers: Every name once; a tensor with several names goes by its first.
-        aliases: Every name to the one it goes by.
+        parameters, buffers: One name of each tensor: the first, if it has several.
+        aliases: Every name to the tensor's name in ``parameters`` or ``buffers``.
         trainable: The parameters that require a gradient.
         persistent: The buffers that belong to the model's state_dict.
     """
@@ -54,12 +54,12 @@ class FlatGraph:
     """One graph of the whole model and its loss.
 
     Attributes:
-        module: Holds the graph and the submodules of its higher-order ops; no parameters.
-        state: Placeholder to the state it stands for.
-        constants: Placeholder to the tensor that the model's code has baked in.
+        module: The module of the graph and of the submodules of its higher-order ops, without parameters.
+        state: Placeholder to the name of its state.
+        constants: Placeholder to its tensor, a constant in the model's code.
         inputs, targets: Placeholders of the flat inputs and targets.
-        loss: The node of the loss, if there is one.
-        outputs: The nodes of what the model returns, flat; empty for a training graph with a loss.
+        loss: The node of the loss, or None.
+        outputs: The nodes of the model's outputs, flat; empty for a training graph with a loss.
         placements: Node to the qualified names of the modules whose forward it runs in, outermost first.
     """
 
@@ -74,7 +74,7 @@ class FlatGraph:
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
-        """What the graph returns; of a training graph, what the backward pass starts from."""
+        """The nodes that the graph returns. The backward pass of a training graph starts from them."""
         return self.outputs if self.loss is None else (self.loss, *self.outputs)
 
 
@@ -113,20 +113,21 @@ def capture(
     """Capture a model and its loss as one graph.
 
     Args:
-        model: The user's model. Its mode is put back; nothing else of it is touched. A training capture keeps the modules' own
-            modes if the model is in training mode, else sets training mode for the time of the capture.
+        model: The user's model. Its mode is restored, and nothing else of it changes. A training capture keeps the modules' own
+            modes if the model is in training mode. Otherwise it sets training mode during the capture.
         inputs, input_format: One microbatch of the model's inputs.
         targets, target_format: One microbatch of targets.
-        loss: Called as ``loss(outputs, targets)``; None when the model returns the loss itself.
-        names: Of the model's state.
-        evaluation: Capture in evaluation mode and with the model's outputs.
-        with_loss: Whether there is a loss; without one also a training graph has the model's outputs.
+        loss: Called as ``loss(outputs, targets)``; None if the model returns the loss itself.
+        names: The names of the model's state.
+        evaluation: Whether to capture in evaluation mode and with the model's outputs.
+        with_loss: Whether there is a loss. Without one a training graph too has the model's outputs.
 
     Returns:
-        The graph, and if it has the model's outputs their format.
+        The graph, and the format of the model's outputs if it has them.
 
     Raises:
-        CaptureError: Names the module and the line of the user's model, with torch's reason; torch's own error is chained.
+        CaptureError: The model can't be captured. The text names the module and the line of the user's model, with torch's
+            reason. Torch's own error is chained.
     """
     formats: list[OutputFormat] = []
     step = _ModelWithLoss(model, input_format, target_format, loss, evaluation, with_loss, formats)
@@ -152,13 +153,13 @@ def list_eager_ops(
     names: StateNames,
     with_loss: bool = True,
 ) -> tuple[EagerOp, ...]:
-    """The ops that eager torch runs for what :func:`capture` captures for training; checkpointed regions once."""
+    """List the ops that eager torch runs for the training step that :func:`capture` captures; checkpointed regions once."""
     step = _ModelWithLoss(model, input_format, target_format, loss, False, with_loss, [])
     state = dict(step.named_parameters(remove_duplicate=False)) | dict(step.named_buffers(remove_duplicate=False))
     named = {id(module): name for name, module in model.named_modules()}
 
     def where() -> str:
-        # No further out: to look at the locals of the user's own functions would keep what they delete.
+        # No further out: a look at the locals of the user's own functions would keep alive objects that they delete.
         inside = takewhile(lambda one: one[0].f_code is not eager_ops.__code__, traceback.walk_stack(None))
         found = user_line(reversed(list(inside)), named)
         return "in the loss" if found is None else f"{found[0]} at {found[1]}"
@@ -172,7 +173,7 @@ def list_eager_ops(
 
 
 class _ModelWithLoss(nn.Module):
-    """The model followed by its loss, called with flat tensors only."""
+    """A model followed by its loss, called with flat tensors only."""
 
     def __init__(
         self,
@@ -192,7 +193,7 @@ class _ModelWithLoss(nn.Module):
         self._targets = targets
         self._evaluation = evaluation
         self._with_loss = with_loss
-        # A plain list: export puts attributes of a module back to what they were before.
+        # A plain list, since export restores the attributes of a module afterwards.
         self._formats = formats
 
     def forward(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -211,7 +212,7 @@ class _ModelWithLoss(nn.Module):
 
 
 def _refuse_custom_gradients(results: Sequence[Tensor]) -> None:
-    """A graph of ops has no place for the backward method of an autograd.Function; torch would leave it out in silence."""
+    """Refuse an autograd.Function. A graph of ops can't contain its backward method, and torch would omit it silently."""
     waiting: list[Any] = [one.grad_fn for one in results]
     seen: set[Any] = {None}
     while waiting:
@@ -220,7 +221,7 @@ def _refuse_custom_gradients(results: Sequence[Tensor]) -> None:
             continue
         seen.add(node)
         function: Any = getattr(type(node), "_forward_cls", type(node))
-        # What torch.library makes of register_autograd is one too, but of an op, which the graph does hold.
+        # torch.library's register_autograd makes one too, but for an op, which the graph does contain.
         if isinstance(node, BackwardCFunction) and function.forward.__module__ != "torch._library.autograd":
             code = function.forward.__code__
             raise CaptureError(
@@ -282,7 +283,7 @@ def _flat_graph(exported: torch.export.ExportedProgram, names: StateNames, input
 
 
 def _forget_reads(graph: fx.Graph) -> None:
-    """Take out reads of constants, whose outcome the model's code has followed, and what was only made to be read."""
+    """Remove reads of constants, whose values the model's code has already used, and nodes that only such reads need."""
     needless = {node for node in graph.nodes if reads_values(node.target)}
     for node in reversed(graph.nodes):
         if node in needless and node.op == "call_function" and not node.users and not changes_in_place(node.target):
@@ -320,7 +321,7 @@ def _explain(model: nn.Module, error: BaseException) -> str:
     names = {id(module): name for name, module in model.named_modules()}
     found: tuple[str, str] | None = None
     cause: BaseException | None = error
-    # torch wraps errors in its own, so the frames of the user's code may only be in a cause.
+    # Torch wraps errors in its own, so the frames of the user's code may only be in a cause.
     while cause is not None and found is None:
         found = _user_frame(cause, names)
         cause = cause.__cause__ or cause.__context__
@@ -337,7 +338,10 @@ def _user_frame(error: BaseException, names: Mapping[int, str]) -> tuple[str, st
 
 
 def user_line(frames: Iterable[tuple[FrameType, int]], names: Mapping[int, str]) -> tuple[str, str] | None:
-    """The innermost module of a model that these frames, outermost first, are in, and the line of code outside torch."""
+    """Return the innermost module of the model in these frames, and the innermost line of code outside torch.
+
+    ``frames`` begin with the outermost one.
+    """
     torch_folder = Path(torch.__file__).parent
     module: str | None = None
     line: str | None = None

@@ -1,4 +1,4 @@
-"""Whether a graph that a torch.compile backend is given holds for the rows of a microbatch, and returns rows again."""
+"""Checks that the graph of a torch.compile backend is valid for any number of rows, and that its results have rows too."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ from adaptra.graph.ops.specs import dtype_name
 
 
 class _TraceAgain(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
-    """Asks dynamo to trace the function anew; of the first kind it forgets how far it had come, the second one reaches it."""
+    """Asks dynamo to trace the function again.
+
+    Dynamo restarts without its progress so far on the first kind of exception. Only the second kind reaches dynamo from a
+    backend.
+    """
 
 
 def require_any_batch(graph: fx.GraphModule, examples: Sequence[Any], microbatches: int) -> None:
-    """Make sure that the graph holds for the rows of a microbatch; a first trace, which takes all sizes as fixed, is made anew.
+    """Make sure that the graph is valid for the rows of a microbatch.
+
+    A first trace assumes that all sizes are fixed, so it is repeated with a dynamic number of rows.
 
     Raises:
-        CaptureError: The model's code goes by the number of rows.
+        CaptureError: The model's code depends on the number of rows.
     """
     inputs = _batched(graph, examples)
     fixed = [example for node, example in inputs if isinstance(node.meta["example_value"].shape[0], int)]
@@ -44,14 +50,14 @@ def require_any_batch(graph: fx.GraphModule, examples: Sequence[Any], microbatch
 
 
 def require_rows(graph: fx.GraphModule, examples: Sequence[Any], results: Sequence[Any]) -> None:
-    """Make sure that every result has the rows of the inputs, so that the results of microbatches make up those of a batch.
+    """Make sure that every result has the rows of the inputs, so that the microbatches' results make up those of a batch.
 
     Args:
-        graph, examples: As the backend was given them; :func:`require_any_batch` holds of them.
-        results: What the graph returns, as dynamo has traced it.
+        graph, examples: The backend's arguments, already checked by :func:`require_any_batch`.
+        results: The graph's results as traced by dynamo.
 
     Raises:
-        CaptureError: A result is something else; shows it.
+        CaptureError: A result has other rows. The text shows it.
     """
     rows = {_symbol(node.meta["example_value"].shape[0]) for node, _ in _batched(graph, examples)}
     for index, result in enumerate(results):
@@ -66,12 +72,12 @@ def require_rows(graph: fx.GraphModule, examples: Sequence[Any], results: Sequen
 
 
 def rows_of(graph: fx.GraphModule, examples: Sequence[Any]) -> int | None:
-    """How many rows the batch has that a graph is compiled for; None if it takes none."""
+    """Return the number of rows of the batch for which a graph is compiled, or None if it takes no batch."""
     return next((example.shape[0] for _, example in _batched(graph, examples)), None)
 
 
 def _batched(graph: fx.GraphModule, examples: Sequence[Any]) -> list[tuple[fx.Node, Tensor]]:
-    """The inputs that are cut into microbatches."""
+    """Return the inputs that are cut into microbatches."""
     return [
         (node, example)
         for node, example in zip(graph.graph.find_nodes(op="placeholder"), examples, strict=True)
@@ -80,7 +86,7 @@ def _batched(graph: fx.GraphModule, examples: Sequence[Any]) -> list[tuple[fx.No
 
 
 def _holds_for(size: int | torch.SymInt, rows: int) -> bool:
-    """Whether what dynamo has assumed of a size is also true of so many rows."""
+    """Return whether dynamo's assumptions about a size are also true for this number of rows."""
     if is_concrete_int(size):
         return False
     assert isinstance(size, torch.SymInt), "a size that is not known is symbolic"

@@ -1,7 +1,7 @@
-"""From the graph that a torch.compile backend is given to a module with parameters and buffers of its own.
+"""A module with its own parameters and buffers, made from the graph of a torch.compile backend.
 
-Such a graph has everything as its input, in the order in which the model used it: the user's tensors, the model's parameters
-and buffers, and the sizes of what has a changing shape. Each input knows where it comes from, which tells them apart.
+Such a graph takes everything as an input: the user's tensors, the model's parameters and buffers, and sizes that vary. The
+inputs are in the order of their first use. The source of each input, as recorded by dynamo, says which kind it is.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ _KEYS: Final = re.compile(r"\[['\"]?([^'\"\]]+)['\"]?\]")
 
 
 def source_of(placeholder: fx.Node) -> Any:
-    """Where an input comes from, as dynamo says it."""
+    """Return the source of an input, as dynamo records it."""
     return placeholder._dynamo_source  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_state(placeholder: fx.Node, example: object) -> bool:
-    """Whether an input is one of a module's parameters or buffers."""
+    """Return whether an input is one of a module's parameters or buffers."""
     return isinstance(example, nn.Parameter) or (isinstance(example, Tensor) and "._buffers[" in source_of(placeholder).name)
 
 
 class GraphModel(nn.Module):
     """A module that runs such a graph on batches of any size.
 
-    Its parameters are others than the model's but live in the same memory: their gradients are of the pipeline alone, and what
-    an optimizer does to the model's parameters is seen here at once.
+    Its parameters are new tensors that share the memory of the model's. So the pipeline's gradients are separate from the
+    model's, and an optimizer's changes of the model's parameters are visible here at once.
 
     Args:
-        graph: As the backend was given it.
-        examples: What it was given with it.
-        autocasts: Device and precision of each autocast that the graph is to run in.
+        graph: The backend's graph.
+        examples: The example inputs given with it.
+        autocasts: Device and precision of each autocast under which the graph runs.
 
     Attributes:
         inputs: The positions of the user's tensors among the graph's inputs.
         state: The positions of parameters and buffers, by name.
 
     Raises:
-        CaptureError: An input is neither a tensor nor the size of one; names it.
+        CaptureError: An input is neither a tensor nor the size of one. The text names it.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class GraphModel(nn.Module):
         enter_autocast_openly(graph)
         self.inputs: list[int] = []
         self.state: dict[str, int] = {}
-        # Such as the size of a dimension: of which input, which method, and its arguments.
+        # Position of a size to (input, method, arguments), such as the size of one of the input's dimensions.
         self._facts: dict[int, tuple[int, str, tuple[int, ...]]] = {}
         placeholders = graph.graph.find_nodes(op="placeholder")
         at = {source_of(node).name: position for position, node in enumerate(placeholders)}

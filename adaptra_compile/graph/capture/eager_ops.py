@@ -1,10 +1,11 @@
-"""What eager torch runs for one microbatch: its ops, forward and backward, on fake parameters, so without compute or memory.
+"""The ops that eager torch runs for one microbatch, forward and backward.
 
-The example's inputs are real, so that a model which looks at them takes the way that it takes in eager torch.
+They run on fake parameters, without compute or memory. The example's inputs are real, so that a model that reads them takes the
+same code path as in eager torch.
 """
 
 # pyright: reportPrivateUsage=false
-# What puts other tensors in place of a module's state has no public name.
+# The function that replaces a module's state by other tensors has no public name.
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class EagerOp:
     """One op that eager torch runs.
 
     Attributes:
-        signature: What is compared.
+        signature: The parts of the call that are compared.
         where: The module and line of the model that called it; empty in the backward pass.
     """
 
@@ -43,20 +44,20 @@ class EagerOp:
 def eager_ops(
     step: nn.Module, state: Mapping[str, Tensor], trainable: Iterable[str], examples: Any, where: Callable[[], str]
 ) -> tuple[EagerOp, ...]:
-    """The ops of one microbatch in their order, without views and without those that no result depends on.
+    """Return the ops of one microbatch in order, without views and without ops that no result depends on.
 
     Args:
-        step: Called with ``examples``; returns the tensors that the backward pass starts from. It is left as it was.
-        state: Its parameters and buffers by name; tensors with several names are the same tensor.
-        trainable: The names of those that get gradients.
+        step: Called with ``examples``. Returns the tensors from which the backward pass starts. It is not changed.
+        state: Parameters and buffers of ``step`` by name. Several names may have the same tensor.
+        trainable: The names of the parameters that get gradients.
         examples: The arguments, real tensors.
-        where: Names the module and line of the model that are running.
+        where: Returns the module and the line of the model that are running.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), _attributes_kept(step):
         made = {id(tensor): fake_like(tensor) for tensor in state.values()}
         fakes = {name: made[id(tensor)] for name, tensor in state.items()}
         wanted = list({id(fakes[name]): fakes[name].requires_grad_() for name in trainable}.values())
-        # Libraries ask of the meta device what they ask of a fake tensor.
+        # Libraries check for the meta device as they check for fake tensors.
         given = pytree.tree_map_only(Tensor, lambda one: fake_like(one, one.requires_grad) if one.is_meta else one, examples)
         wanted += [one for one in pytree.tree_leaves(given) if isinstance(one, Tensor) and one.requires_grad]
         record = _RecordOps(where)
@@ -64,7 +65,7 @@ def eager_ops(
             results = step(*given)
             record.where = str
             roots = [one for one in results if one.requires_grad]
-            # Made before it is recorded: of a pipeline this is what the loss's gradient is given as.
+            # Not recorded: a pipeline gets the gradient of the loss as an input.
             with record.paused():
                 starts = [torch.ones_like(one) for one in roots]
             gradients: list[Tensor] = []
@@ -75,7 +76,7 @@ def eager_ops(
 
 @dataclass(slots=True)
 class _RanOp:
-    """One op that was run, the memory that it has read from and written to, and what it holds, so that no number is reused."""
+    """One op that was run, and the memory that it read and wrote. The memory is kept alive, so that no number is reused."""
 
     found: tuple[EagerOp, ...]
     reads: frozenset[int]
@@ -102,7 +103,7 @@ class _RecordOps(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        # Before it runs, since an op in place may change what describes its arguments.
+        # Before it runs, since an op in place may change the strides and shapes of its arguments.
         described = () if not isinstance(func, OpOverload) or is_set_aside(func) else signatures(func, args, kwargs)
         result = func(*args, **kwargs)
         if self._on and isinstance(func, OpOverload):
@@ -115,7 +116,7 @@ class _RecordOps(TorchDispatchMode):
         return result
 
     def live(self, results: Sequence[Tensor]) -> tuple[EagerOp, ...]:
-        """What these tensors depend on, in the order in which it was run."""
+        """Return the ops that these tensors depend on, in the order of execution."""
         needed = set(_memory(results))
         found: list[EagerOp] = []
         for run in reversed(self._runs):
@@ -135,7 +136,7 @@ def _memory(tensors: Iterable[Tensor]) -> frozenset[int]:
 
 @contextmanager
 def _attributes_kept(step: nn.Module) -> Generator[None]:
-    """A model may keep what it has computed; what is fake must not stay there."""
+    """Restore the model's attributes on exit, since a model may keep results, and fake ones must not stay there."""
     before = [(module, dict(vars(module))) for module in step.modules()]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Hooks that a pipeline of graphs has no place for: refused in plain words, since torch would leave them out in silence."""
+"""Errors for hooks that a pipeline of graphs can't run. Torch would omit them silently."""
 
 # pyright: reportPrivateUsage=false
 # Torch has no other way to ask whether there are hooks.
@@ -24,10 +24,10 @@ def refuse_backward_hooks(named: Iterable[tuple[str, nn.Module]]) -> None:
     """Refuse modules that have hooks in the backward pass.
 
     Args:
-        named: The modules and what they are called.
+        named: The modules with their names.
 
     Raises:
-        OptionError: Names the module.
+        OptionError: A module has such a hook. The text names the module.
     """
     for name, module in named:
         if module._backward_hooks or module._backward_pre_hooks:
@@ -38,7 +38,7 @@ def refuse_backward_hooks(named: Iterable[tuple[str, nn.Module]]) -> None:
 
 @contextmanager
 def refusing_tensor_hooks() -> Generator[None]:
-    """Within this context a model that hooks a tensor while it runs is met with a CaptureError that names the line."""
+    """Raise a CaptureError, within this context, if the model's code hooks a tensor. The error names the line."""
     tensor: Any = torch.Tensor
     before = {name: getattr(tensor, name) for name in _WHILE_IT_RUNS}
     for name, method in before.items():

@@ -1,7 +1,7 @@
-"""What of an op's call is compared between eager torch and stages: its name, its scalars, and what its tensors look like.
+"""The signature of an op's call, by which eager torch and stages are compared: its name, its scalars and its tensors' specs.
 
-Set aside is what costs nothing or changes no number: views, which are seen in the strides of what reads them, whether a result
-is written in place, and which of two tensors a sum begins with.
+Details that cost nothing or change no number are ignored: views, writing a result in place, and the order of two summands.
+Views show in the strides of the ops that read them.
 """
 
 # pyright: reportPrivateUsage=false
@@ -41,16 +41,16 @@ _COPIES: Final = frozenset(
     }
 )
 _COMMUTE: Final = frozenset({"aten.add.Tensor", "aten.mul.Tensor"})
-"""Ops whose result is rounded once, so that neither order nor strides matter: what crosses stages becomes dense."""
+"""Ops whose result is rounded once, so that neither argument order nor strides matter. Tensors that cross stages are dense."""
 
 
 def is_set_aside(op: Any) -> bool:
-    """Whether calls of an op are not compared: views, reads, and what only makes room or another copy."""
+    """Return whether calls of an op are not compared: views, reads, allocations and copies."""
     return is_view(op) or reads_values(op) or op in _COPIES
 
 
 def signatures(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Signature, ...]:
-    """What is compared of a call; of an op that computes several gradients, one for each."""
+    """Return the signatures of a call: one, or one per gradient if the op computes several gradients."""
     if op is _aten.convolution_backward.default:
         *rest, wanted = args
         each = [[number == index for number in range(3)] for index in range(3) if wanted[index]]
@@ -59,7 +59,7 @@ def signatures(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
 
 
 def of_node(node: fx.Node) -> tuple[Signature, ...]:
-    """The same of a node of a stage's graph; nothing of one that is set aside."""
+    """Return the signatures of a node of a stage's graph; none for an op that is not compared."""
     op, args = node.target, node.args
     if op is run_seeded:
         op, args = args[2], args[3:]
@@ -84,7 +84,7 @@ def _signature(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signa
 
 
 def sum_of(tensor: Tensor) -> Signature:
-    """The sum of two tensors like this one."""
+    """Return the signature of the sum of two tensors like this one."""
     return _signature(_aten.add.Tensor, (tensor, tensor), {})
 
 
@@ -97,14 +97,14 @@ def _describe(value: Any, *, strides: bool = True) -> str:
 
 
 def _strides(tensor: Tensor) -> str:
-    """Those of dimensions that have any meaning, if they are not the usual ones."""
+    """Return the strides of dimensions longer than 1 as text, or nothing if they are those of a contiguous tensor."""
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return ""
     return f" strides {[stride if size != 1 else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]}"
 
 
 def without_strides(signature: Signature) -> Signature:
-    """The same whatever the strides of its tensors."""
+    """Return the signature without the strides of its tensors."""
     name, arguments = signature
     return name, tuple(_STRIDES.sub("", one) for one in arguments)
 
@@ -113,6 +113,6 @@ _STRIDES: Final = re.compile(r" strides \[[^]]*\]")
 
 
 def shown(signature: Signature) -> str:
-    """A signature as text."""
+    """Return a signature as text."""
     name, arguments = signature
     return f"{name}({', '.join(arguments)})"

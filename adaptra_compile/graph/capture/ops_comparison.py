@@ -1,4 +1,4 @@
-"""Compare the ops that stages run with those that eager torch runs for the same microbatch."""
+"""Comparison of the ops that stages run with those that eager torch runs for the same microbatch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from adaptra.graph.capture.op_signature import Signature, of_node, shown, withou
 
 @dataclass(frozen=True, slots=True)
 class OpsDifference:
-    """The first op that eager torch runs and the stages don't, or the other way round.
+    """The difference between the ops of eager torch and those of the stages.
 
     Attributes:
         where: The module and line of the model; empty in the backward pass.
         eager: The first op of eager torch that no stage runs, as text; empty if there is none.
         captured: The first op of the stages that eager torch does not run, as text; empty if there is none.
-        missing, added: How many there are of either.
-        failed: Why nothing could be compared; empty if it could.
+        missing, added: The numbers of ops of both kinds.
+        failed: The reason why the comparison failed; empty if it did not.
     """
 
     where: str
@@ -50,15 +50,19 @@ def compare_ops(
     dense: bool = False,
     elsewhere: Mapping[Signature, int] | None = None,
 ) -> OpsDifference | None:
-    """The first difference between what eager torch and the stages' graphs of F, I and W run, or None.
+    """Compare the ops of eager torch with those of the stages' F, I and W graphs.
 
     Args:
-        eager: What eager torch runs.
+        eager: The ops that eager torch runs.
         stages: The graphs of all stages.
-        again: Whether stages may run ops more often than eager torch: what several stages need, each computes for itself, and
-            what lies in checkpointed regions is computed again.
-        dense: Whether strides may differ, as they do behind a cut: a tensor that crosses it with gaps arrives without.
-        elsewhere: What the runtime does of it beside the stages' graphs, and how often: sums of gradients of shared parameters.
+        again: Whether stages may run an op more often than eager torch. Each stage computes a value that several stages need,
+            and checkpointed regions are computed again.
+        dense: Whether strides may differ, as they do after a cut: a tensor with gaps becomes dense when it is sent.
+        elsewhere: Ops that the runtime runs outside the stages' graphs, with their numbers: sums of gradients of shared
+            parameters.
+
+    Returns:
+        The difference, or None if there is none.
     """
     captured = [one for graph in stages for node in graph.graph.nodes for one in of_node(node)]
     remaining, beside = Counter(captured), Counter(elsewhere or {})
@@ -89,7 +93,11 @@ def compare_ops(
 
 
 def _match_without_strides(missing: Sequence[EagerOp], remaining: Counter[Signature]) -> list[EagerOp]:
-    """Those that have no partner in what remains, whatever the strides; their partners are taken out of it."""
+    """Match ops without regard to strides and remove their partners from ``remaining``.
+
+    Returns:
+        The ops without a partner.
+    """
     alike: dict[Signature, list[Signature]] = {}
     for one, count in remaining.items():
         alike.setdefault(without_strides(one), []).extend([one] * count)

@@ -1,1 +1,1 @@
-"""Torch's tensors and ops: what is known of them, and how they are run on fake tensors."""
+"""Properties of torch's tensors and ops, and their execution on fake tensors."""

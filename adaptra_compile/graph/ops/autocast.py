@@ -1,11 +1,11 @@
-"""Autocast: which ops of a model run under it, from capture to the graphs of stages, in which its casts are ops.
+"""Autocast regions of a model, from capture to the graphs of stages, in which the casts are ops.
 
-torch.export makes a region under autocast one op that nothing can cut, and forgets a ``torch.no_grad`` inside. So while a model
-is captured each op is noted with the autocasts it runs in instead, and enters them whenever it is run.
+torch.export makes an autocast region one op, which can't be cut, and loses a ``torch.no_grad`` inside. So during capture we
+record the autocasts of each op instead, and enter them whenever the op runs.
 """
 
 # pyright: reportPrivateUsage=false
-# What an autocast was made with has no public name, nor what keeps torch.export from seeing that one is entered.
+# An autocast's settings have no public name, nor has the hook that hides its entry from torch.export.
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REGION: Final = "adaptra_autocast"
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One entered autocast, told from others with the same settings by its number."""
+    """One entered autocast. Its number distinguishes it from others with the same settings."""
 
     number: int
     device: str
@@ -39,16 +39,17 @@ class Region:
     enabled: bool
 
     def make(self) -> torch.autocast:
-        """An autocast as the model's, not entered."""
-        # Tracing turns the cache of casts off, without which the gradients of a weight used twice are added after the cast.
+        """Return an autocast with the model's settings, not yet entered."""
+        # Tracing turns the cache of casts off. Without the cache, the gradients of a weight used twice are added after the
+        # cast.
         return torch.autocast(self.device, self.dtype, self.enabled, cache_enabled=True)
 
 
 def refuse_autocast(what: str) -> None:
-    """Refuse to be called under autocast, which what runs on other threads and in other processes would not see.
+    """Refuse a call under autocast, since other threads and processes would not run under it.
 
     Raises:
-        OptionError: Some autocast is on; says where it belongs.
+        OptionError: Autocast is on. The text says where to use it.
     """
     if any(map(torch.is_autocast_enabled, DEVICES)):
         raise OptionError(f"{what} under torch.autocast: expected it in the model's forward and in loss=, where it is compiled")
@@ -56,7 +57,7 @@ def refuse_autocast(what: str) -> None:
 
 @contextmanager
 def without_autocast() -> Generator[None]:
-    """Within this context no autocast is on."""
+    """Turn autocast off within this context."""
     with ExitStack() as left:
         for device in filter(torch.is_autocast_enabled, DEVICES):
             left.enter_context(torch.autocast(device, enabled=False))
@@ -64,7 +65,7 @@ def without_autocast() -> Generator[None]:
 
 
 def enter_autocast_openly(graph: fx.GraphModule) -> None:
-    """Have a graph of dynamo's enter its autocasts as a model's own code does, which capture notes, and not as an op."""
+    """Let a graph of dynamo enter its autocasts as a model's own code does, which capture records, and not by ops."""
     for function, other in ((_enter_autocast, _enter), (_exit_autocast, _leave)):
         for node in graph.graph.find_nodes(op="call_function", target=function):
             node.target = other
@@ -83,7 +84,7 @@ def _leave(entered: torch.autocast) -> None:
 
 @contextmanager
 def noting_autocast() -> Generator[None]:
-    """Within this context what runs under autocast is captured as ops that know it."""
+    """Record the autocasts of every op that is captured within this context."""
     numbers = count()
     notes: list[tuple[tuple[Region, ...], AbstractContextManager[None]]] = []
     original: Any = torch.autocast
@@ -113,9 +114,9 @@ def noting_autocast() -> Generator[None]:
 
 @contextmanager
 def following_autocast() -> Generator[Callable[[fx.Node], None]]:
-    """Gives what is to be called before each node is run: it leaves and enters autocasts as the model does.
+    """Yield a function to call before each node runs. It exits and enters autocasts as the model does.
 
-    Autocasts stay entered from node to node, since they cache the casts of weights for as long as they last.
+    An autocast stays entered from node to node, since its cache of weights' casts lasts only that long.
     """
     entered: list[tuple[Region, torch.autocast]] = []
 
@@ -138,7 +139,7 @@ def following_autocast() -> Generator[Callable[[fx.Node], None]]:
 
 
 def under_autocast(value: Any) -> Any:
-    """What a higher-order op holds: a graph some of whose nodes run under autocast as a function that enters it."""
+    """Wrap a graph argument of a higher-order op in a function that enters the autocasts of the graph's nodes."""
     if not isinstance(value, fx.GraphModule) or not any(regions_of(node) for node in _calls(value)):
         return value
 
@@ -165,7 +166,7 @@ class _Interpreter(fx.Interpreter):
 
 
 def regions_of(node: fx.Node) -> tuple[Region, ...]:
-    """The autocasts a node runs in, outermost first; of a higher-order op, which has no note, those of all nodes it holds."""
+    """Return the autocasts of a node, outermost first. A higher-order op has those of all nodes in its graphs."""
     held = [attrgetter(str(one.target))(node.graph.owning_module) for one in node.all_input_nodes if one.op == "get_attr"]
     inner = [regions_of(one) for graph in held if isinstance(graph, fx.GraphModule) for one in _calls(graph)]
     shared = tuple(same[0] for same in takewhile(lambda same: len(set(same)) == 1, zip(*inner, strict=False)))

@@ -1,13 +1,13 @@
-"""Activation checkpointing: which nodes the user wants computed again instead of kept, from capture to the backward pass.
+"""Activation checkpointing: the nodes to compute again instead of keeping their values, from capture to the backward pass.
 
-``torch.utils.checkpoint`` works by hooks on what autograd saves, and a graph of ops has no place for them: torch.export takes
-the function's ops and forgets that they were checkpointed. So while a model is captured, what both of its forms call is
-replaced by something that numbers the regions. Later the numbers say which values of the forward pass are not kept but made
-again where the backward pass needs them, on the stage where they were made first.
+``torch.utils.checkpoint`` sets hooks on the tensors that autograd saves. A graph of ops has no such hooks: torch.export keeps
+the function's ops but not that they were checkpointed. So during capture we replace the functions behind both forms of
+checkpointing by ones that number the regions. The backward pass then computes the values of a region again, on the stage that
+first made them.
 """
 
 # pyright: reportPrivateUsage=false
-# The two names below are what torch.utils.checkpoint.checkpoint looks up when it is called, however a model has imported it.
+# torch.utils.checkpoint.checkpoint looks up the two names below at each call, however a model has imported it.
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REGION: Final = "adaptra_checkpoint"
 
 @contextmanager
 def numbering_checkpoints() -> Generator[None]:
-    """Within this context what is checkpointed, in either form, is captured as ops that know their region."""
+    """Record the checkpointed region of every op that is captured within this context, for both forms of checkpointing."""
     numbers = count()
 
     @contextmanager
@@ -57,12 +57,12 @@ def numbering_checkpoints() -> Generator[None]:
 
 
 def region_of(captured: fx.Node) -> int | None:
-    """The number of the checkpointed region that a captured node lies in, if it does."""
+    """Return the number of a captured node's checkpointed region, or None."""
     return captured.meta.get("custom", {}).get(_REGION)
 
 
 def pass_on_region(captured: fx.Node, traced: Iterable[fx.Node]) -> None:
-    """Let the nodes that a captured node has become know its region."""
+    """Copy the region of a captured node to the nodes traced from it."""
     number = region_of(captured)
     if number is not None:
         for node in traced:
@@ -70,10 +70,11 @@ def pass_on_region(captured: fx.Node, traced: Iterable[fx.Node]) -> None:
 
 
 def repeatable(forward: Iterable[fx.Node]) -> frozenset[fx.Node]:
-    """The nodes of a forward pass that are to be made again for the backward pass: those inside checkpointed regions.
+    """Return the nodes of a forward pass that run again for the backward pass: those inside checkpointed regions.
 
-    Left out, and so kept, are what a region hands on to the nodes behind it, which a later region starts from; random numbers,
-    which would be others; and whatever is changed in place, or reads what is, which would come out different the second time.
+    Three kinds of node are left out, so their values are kept. A region's results are kept, since later regions start from
+    them. Random numbers are kept, since a second draw would differ. So are values that are changed in place, and values
+    computed from those.
     """
     nodes = dict.fromkeys(forward)
     changed = {_memory(one) for node in nodes for one in changed_by(node)}
@@ -92,7 +93,7 @@ def repeatable(forward: Iterable[fx.Node]) -> frozenset[fx.Node]:
 
 
 def _memory(node: fx.Node) -> fx.Node:
-    """The node that made the memory which a node's value is a view of."""
+    """Return the node that made the memory of which a node's value is a view."""
     while node.op == "call_function" and is_view_node(node):
         node = node.all_input_nodes[0]
     return node

@@ -1,4 +1,4 @@
-"""Running nodes of a graph on fake tensors: shapes, strides, dtypes and autograd, but no numbers and no memory."""
+"""Execution of graph nodes on fake tensors: shapes, strides, dtypes and autograd, but no numbers and no memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ describe_more_ops()
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which no real tensor can slip in unseen."""
+    """Return a fake mode that refuses real tensors."""
     return FakeTensorMode(allow_non_fake_inputs=False)
 
 
 def fake_like(tensor: Tensor, requires_grad: bool = False) -> Tensor:
-    """A new fake tensor of the same shape, strides, dtype and device; to be called inside a fake mode."""
+    """Return a new fake tensor of the same shape, strides, dtype and device. Call this inside a fake mode."""
     made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return made.requires_grad_(requires_grad)
 
@@ -42,8 +42,8 @@ def run_node(module: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any
 
 @contextmanager
 def without_onednn() -> Generator[None]:
-    """Within this context composite ops are made of torch's own kernels where torch would choose oneDNN's."""
-    # Not torch's context of that name, which sets switches of other devices too and warns of them.
+    """Let composite ops use torch's own kernels instead of oneDNN's within this context."""
+    # Not torch's context of that name, which also sets switches of other devices and warns of them.
     switches: Any = torch.backends.mkldnn
     before = switches.enabled
     switches.enabled = False

@@ -1,4 +1,4 @@
-"""What fake tensors lack: ops that torch runs, but whose results it can't describe."""
+"""Fake versions of ops that torch can run but can't run on fake tensors."""
 
 # pyright: reportPrivateUsage=false
 # Torch's own table of how ops run on fake tensors has no public name.
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def _grouped_mm(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Torch describes it for bfloat16 on an accelerator only; a processor runs it in other dtypes too."""
+    """Run the op on fake tensors. Torch does so only for bfloat16 on an accelerator, but a CPU runs other dtypes too."""
     one, other, groups, bias, dtype = _bound(*args, **kwargs)
     if one.device.type != "cpu" or bias is not None or groups is None:
         return NotImplemented
@@ -41,5 +41,5 @@ def _bound(
 
 
 def describe_more_ops() -> None:
-    """Let fake tensors run these ops too, in the whole process."""
+    """Register these ops for fake tensors, in the whole process."""
     op_implementations_dict.setdefault(torch.ops.aten._grouped_mm.default, _grouped_mm)

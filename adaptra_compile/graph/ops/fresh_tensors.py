@@ -1,7 +1,7 @@
-"""Which tensors of a graph have their memory to themselves, and sums that reuse such memory as autograd does.
+"""Tensors of a graph that do not share their memory, and sums that reuse such memory as autograd does.
 
 Autograd adds the gradients of a tensor with several uses into the first of them. It does not copy the first gradient of a
-parameter. A traced graph says neither: it makes a new tensor for every sum. Reuse changes which memory is written, and no bit.
+parameter. A traced graph shows neither: it makes a new tensor for every sum. Reuse changes the memory written, and no bit.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ MAKES_NEW: Final = frozenset(
         _aten._log_softmax_backward_data.default,
     }
 )
-"""Ops beside those that work on each element whose results are always new tensors.
+"""Ops, besides elementwise ones, whose results are always new tensors.
 
-Dropout with p=0 returns its argument and its schema does not say so: what is not known to make something new is not reused.
+Results of other ops are never reused. Dropout with p=0, for example, returns its argument although its schema does not say so.
 """
 
 
 def reuse_sums(graph: fx.Graph) -> None:
-    """Add in place wherever nothing but the sum needs the first of two tensors, or else the second.
+    """Add in place if only the sum needs the first of two tensors, or else the second.
 
     Args:
-        graph: Takes tensors and returns a list of them. Its nodes hold fake tensors that share memory as the real ones will.
+        graph: Takes tensors and returns a list of them. Its nodes have fake tensors that share memory as the real ones will.
     """
     memory = _Memory(graph)
     for index, node in enumerate(graph.nodes):
@@ -61,7 +61,7 @@ def reuse_sums(graph: fx.Graph) -> None:
 
 
 def fresh_results(graph: fx.Graph) -> tuple[bool, ...]:
-    """Per result, whether it is a whole tensor that nothing else refers to once the graph has run."""
+    """Return, per result, whether it is a whole tensor to which nothing else refers after the graph has run."""
     memory, results = _Memory(graph), results_of(graph)
     places = [memory.of(node) for node in results]
     return tuple(
@@ -71,13 +71,13 @@ def fresh_results(graph: fx.Graph) -> tuple[bool, ...]:
 
 
 class _Memory:
-    """Which memory a graph's tensors lie in, who made it, and until when it is needed."""
+    """The memory of a graph's tensors: its number, the node that made it, and its last use."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.fresh: set[int] = set()
         self._nodes: dict[int, list[fx.Node]] = {}
         self._last_use: dict[int, int] = {}
-        self._alive: list[Any] = []  # a number names a memory for as long as that lives
+        self._alive: list[Any] = []  # a number identifies a memory only while that memory is alive
         for index, node in enumerate(graph.nodes):
             for place in self._places(node):
                 if place not in self._nodes and _makes_new(node):
@@ -87,17 +87,17 @@ class _Memory:
                 self._last_use |= dict.fromkeys(self._places(one), index)
 
     def of(self, node: fx.Node) -> int | None:
-        """The memory of a node that is one tensor."""
+        """Return the memory of a node's value, or None if the value is not one tensor."""
         value = node.meta.get("val")
         return memory_of(value) if isinstance(value, Tensor) else None
 
     def is_free_after(self, node: fx.Node, index: int) -> bool:
-        """Whether the tensor was made by the graph and no node after this one needs its memory. A result is needed last."""
+        """Return whether the graph made the tensor and no later node needs its memory. Results are needed to the end."""
         place = self.of(node)
         return place in self.fresh and self._last_use[place] == index and _is_whole(node)
 
     def move(self, node: fx.Node, into: fx.Node) -> None:
-        """A node's value, and what views it, lies in another one's memory now."""
+        """Record that a node's value and its views are in another node's memory now."""
         before, after = self.of(node), self.of(into)
         assert before is not None and after is not None, "sums are of tensors"
         target = into.meta["val"]
@@ -120,7 +120,7 @@ class _Memory:
 
 
 def _makes_new(node: fx.Node) -> bool:
-    """Whether what a node returns is memory of its own, whatever its arguments are."""
+    """Return whether a node's result always has its own memory."""
     op: Any = node.target
     if op in MAKES_NEW:
         return True
@@ -130,7 +130,7 @@ def _makes_new(node: fx.Node) -> bool:
 
 
 def _is_whole(node: fx.Node) -> bool:
-    """Whether a tensor is all of its memory, each element once."""
+    """Return whether a tensor covers all of its memory, each element once."""
     value = node.meta["val"]
     return (
         is_non_overlapping_and_dense_or_false(value)

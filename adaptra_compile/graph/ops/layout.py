@@ -1,4 +1,4 @@
-"""How tensors travel between stages, so that the receiver can give them the sender's strides."""
+"""Layout of tensors that travel between stages, so that the receiver can restore the sender's strides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from adaptra.graph.ops.specs import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """How many places of the dense tensor lie before and behind a dimension of its part."""
+    """The numbers of elements of the enclosing dense tensor before and after its part, in one dimension."""
 
     before: int = 0
     after: int = 0
@@ -21,14 +21,14 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor travels: contiguous, its dimensions ordered by stride, so that the receiver can give it its strides back.
+    """Layout of a tensor in a message: contiguous, its dimensions ordered by stride. The receiver can restore its strides.
 
     Kernels may round differently for other strides, so a stage must see those that one process would see.
 
     Attributes:
         order: The tensor's dimensions in the order of the message's.
-        gaps: What lies around each of the message's dimensions, and behind them around a last one of size 1 if elements do not
-            adjoin; empty for a dense tensor.
+        gaps: The gap of each of the message's dimensions. If elements are not adjacent, the gap of an added last dimension of
+            size 1 follows. Empty for a dense tensor.
     """
 
     order: tuple[int, ...]
@@ -36,14 +36,14 @@ class Layout:
 
     @staticmethod
     def with_gaps(tensor: Tensor) -> Layout:
-        """The layout that also keeps what lies between a tensor's elements, where it is part of a dense one."""
+        """Return the layout that also keeps the gaps between elements of a tensor that is part of a dense one."""
         order = Layout.of(tensor).order
         shape, strides = ([one[dimension] for dimension in order] for one in (tensor.shape, tensor.stride()))
         return Layout(order, _gaps(shape, strides, int(tensor.storage_offset())))
 
     @staticmethod
     def of(tensor: Tensor) -> Layout:
-        """The layout that keeps a tensor's strides, as far as it is dense."""
+        """Return the layout that keeps a tensor's strides if it is dense. Gaps are not kept."""
         dimensions = range(tensor.dim())
         if tensor.is_contiguous():
             return Layout(tuple(dimensions))
@@ -60,7 +60,7 @@ class Layout:
         return self._permute(message, tuple(self.order.index(dimension) for dimension in range(len(self.order))))
 
     def spec(self, tensor: Tensor, requires_grad: bool) -> TensorSpec:
-        """What is sent for a tensor."""
+        """Return the spec of a tensor's message."""
         return TensorSpec(tuple(tensor.shape[dimension] for dimension in self.order), tensor.dtype, requires_grad)
 
     def _spread(self, message: Tensor) -> Tensor:
@@ -80,7 +80,10 @@ class Layout:
 
 
 def _gaps(shape: Sequence[int], strides: Sequence[int], offset: int) -> tuple[Gap, ...]:
-    """The gaps of a part of a dense tensor, its dimensions from the longest stride on; empty if it is dense or no such part."""
+    """Return the gaps of a part of a dense tensor, whose dimensions begin with the longest stride.
+
+    The result is empty for a dense tensor, and for one that is no such part.
+    """
     enclosing = [*shape, 1]
     inner, step = len(shape), 1  # the next dimension further in, and its stride
     for dimension in reversed(range(len(shape))):
@@ -94,7 +97,7 @@ def _gaps(shape: Sequence[int], strides: Sequence[int], offset: int) -> tuple[Ga
     last = next((index for index in reversed(range(len(sizes))) if enclosing[index] > sizes[index]), None)
     if last is None or 0 in shape:
         return ()
-    # Where the innermost part begins decides how it is aligned, which kernels may look at as well.
+    # The beginning of the innermost part decides its alignment, on which kernels may depend as well.
     before = min(offset % enclosing[last], enclosing[last] - sizes[last])
     gaps = [Gap(0, whole - size) for whole, size in zip(enclosing, sizes, strict=True)]
     gaps[last] = Gap(before, gaps[last].after - before)

@@ -1,4 +1,4 @@
-"""What torch knows about ops, tensors and graphs, and keeps behind names with an underscore or types too wide to use."""
+"""Properties of ops, tensors and graphs for which torch has only private names or types that are too wide."""
 
 # pyright: reportPrivateUsage=false
 # An op's schema and a tensor's version have no public name; this file is the only one that uses theirs.
@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 
 def is_view(op: Any) -> bool:
-    """Whether an op only looks at its first argument's memory in another way, which is free and can be done again."""
+    """Return whether an op only returns a view of its first argument's memory. A view is free and can be made again."""
     if not isinstance(op, OpOverload):
         return False
     if op is torch.ops.aten._unsafe_view.default:
@@ -25,24 +25,24 @@ def is_view(op: Any) -> bool:
 
 
 def is_view_node(node: fx.Node) -> bool:
-    """Whether a node is a view, or takes one out of an op that makes several."""
+    """Return whether a node is a view, or one of several views made by one op."""
     if node.target is operator.getitem:
         return is_view(node.all_input_nodes[0].target)
     return is_view(node.target)
 
 
 def changes_in_place(op: Any) -> bool:
-    """Whether an op changes one of its arguments, as far as its schema says."""
+    """Return whether an op changes one of its arguments, according to its schema."""
     return isinstance(op, OpOverload) and bool(op._schema.is_mutable)
 
 
 def changes_unsaid(op: Any) -> bool:
-    """Whether an op may change its arguments without its schema saying so: normalisation, its running statistics."""
+    """Return whether an op may change arguments without its schema saying so: normalisation and its running statistics."""
     return any(word in str(op) for word in ("batch_norm", "instance_norm")) and "backward" not in str(op)
 
 
 def changed_by(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values a node changes in place: those its op's schema says, and running statistics."""
+    """Return the nodes whose values a node changes in place: those in its op's schema, and running statistics."""
     if changes_unsaid(node.target):
         return [one for one in node.all_input_nodes if one.op == "placeholder"]
     found: list[fx.Node] = []
@@ -51,7 +51,7 @@ def changed_by(node: fx.Node) -> list[fx.Node]:
 
 
 def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments of a call of ``op`` that it changes, as far as its schema says."""
+    """Return the arguments that a call of ``op`` changes, according to its schema."""
     if not isinstance(op, OpOverload) or not changes_in_place(op):
         return []
     arguments: Any = op._schema.arguments
@@ -63,7 +63,7 @@ def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 
 def reads_values(op: Any) -> bool:
-    """Whether an op hands values of tensors to Python."""
+    """Return whether an op returns values of tensors to Python."""
     return isinstance(op, OpOverload) and torch.Tag.data_dependent_output in op.tags
 
 
@@ -80,13 +80,13 @@ def returns_first_argument(op: Any) -> bool:
 
 
 def takes_generator(op: OpOverload) -> bool:
-    """Whether a random op can be told where to draw from."""
+    """Return whether a random op takes a generator."""
     arguments: Any = op._schema.arguments
     return any(argument.name == "generator" for argument in arguments)
 
 
 def is_random(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of ``op`` draws random numbers. Attention ops do only when they drop out something."""
+    """Return whether a call of ``op`` draws random numbers. Attention ops do so only with dropout."""
     if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     arguments: Any = op._schema.arguments
@@ -98,12 +98,12 @@ def is_random(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Counts the changes in place of a tensor and its views."""
+    """Return the number of changes in place of a tensor and its views."""
     return tensor._version
 
 
 def memory_of(tensor: Tensor) -> int:
-    """A number for the memory a tensor lives in, its own as long as that memory is alive."""
+    """Return a number for a tensor's memory, unique while that memory is alive."""
     return tensor.untyped_storage()._cdata
 
 
@@ -120,6 +120,6 @@ def results_of(graph: fx.Graph) -> tuple[fx.Node, ...]:
 
 
 def call(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Call what a ``call_function`` node calls."""
+    """Call the target of a ``call_function`` node."""
     assert callable(node.target), f"{node.op} {node}: a captured graph calls functions only"
     return node.target(*args, **kwargs)

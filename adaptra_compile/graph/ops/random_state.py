@@ -1,8 +1,8 @@
-"""Random numbers that depend on the step, the microbatch and the op, and on nothing else.
+"""Random numbers that depend only on the seed, the step, the microbatch and the op.
 
-Every random op of a model draws from its own generator, seeded from (seed, step, microbatch, ordinal), where the ordinal counts
-the random ops in the order of the whole model's forward pass. So neither the number of stages nor the plan nor the rank
-changes a number, and the process's own generators are left as they were.
+Every random op of a model draws from its own generator, seeded from (seed, step, microbatch, ordinal). The ordinal counts the
+random ops in the order of the whole model's forward pass. So the numbers do not depend on the number of stages, the plan or the
+rank. The process's own generators do not change.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from adaptra.graph.ops.ops import is_random, takes_generator
 
 @dataclass(frozen=True, slots=True)
 class RandomKey:
-    """What the random numbers of one microbatch depend on, besides the op. All three are not negative and below 2**64."""
+    """The seed, step and microbatch of random numbers. All three are not negative and below 2**64."""
 
     seed: int
     step: int
     microbatch: int
 
     def of_op(self, ordinal: int) -> int:
-        """The 64-bit seed of the model's random op number ``ordinal``."""
+        """Return the 64-bit seed of the model's random op number ``ordinal``."""
         packed = struct.pack("<4Q", self.seed, self.step, self.microbatch, ordinal)
         return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
@@ -52,7 +52,7 @@ def run_seeded(key: RandomKey, ordinal: int, op: OpOverload, *args: Any, **kwarg
 
 @contextmanager
 def default_generator_seeded(device: torch.device, seed: int) -> Generator[None]:
-    """Within this context the process's default generator of a device draws what belongs to this seed; then it is as before."""
+    """Seed the process's default generator of a device within this context, and restore it on exit."""
     generator = torch.default_generator
     if device.type == "cuda":
         generator = torch.cuda.default_generators[torch.empty((), device=device).get_device()]
@@ -67,16 +67,16 @@ def default_generator_seeded(device: torch.device, seed: int) -> Generator[None]
 
 @contextmanager
 def reference_randomness(key: RandomKey) -> Generator[None]:
-    """Within this context a model that runs eagerly draws the very numbers its pipeline draws for ``key``.
+    """Let a model that runs eagerly within this context draw the same numbers as its pipeline for ``key``.
 
-    Enter it anew for every microbatch's forward pass: the random ops are counted from the start of the context.
+    Enter a new context for every microbatch's forward pass, since random ops are counted from its start.
     """
     with _Reference(key):
         yield
 
 
 _DEFAULT_GENERATOR: Final = threading.Lock()
-# Ops that take no generator draw from the process's default one, which ranks that are threads of one process share.
+# Ops that take no generator draw from the process's default one. Ranks that are threads of one process share it.
 
 
 class _Reference(TorchDispatchMode):

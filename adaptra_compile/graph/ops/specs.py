@@ -1,4 +1,4 @@
-"""What a tensor that crosses a stage boundary looks like, without the tensor."""
+"""Specs of the tensors that cross a stage boundary."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as ``float32``."""
+    """Return the name of a dtype, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and dtype of one tensor, whether a gradient flows back through it, and whether it is rounded on its way.
+    """Shape and dtype of one tensor, whether it has a gradient, and whether it is rounded when sent.
 
-    With ``lossy_bf16`` a float32 tensor travels as bfloat16 and is widened again where it arrives: half the bytes, but not the
-    numbers that were sent.
+    With ``lossy_bf16`` a float32 tensor is sent as bfloat16, and the receiver widens it again. That halves the bytes but rounds
+    the numbers.
     """
 
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class TensorSpec:
 
     @property
     def elements(self) -> int:
-        """How many elements the tensor has."""
+        """The number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
@@ -48,7 +48,7 @@ class TensorSpec:
         return math.prod(self.shape) * self.travels_as.itemsize
 
     def arriving(self, tensor: Tensor) -> Tensor:
-        """What arrives of a sent tensor: the same, or rounded to nearest, ties to even."""
+        """Return the tensor as it arrives: unchanged, or rounded to nearest, ties to even."""
         return tensor.to(self.travels_as).to(self.dtype)
 
 

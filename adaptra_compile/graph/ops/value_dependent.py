@@ -1,4 +1,4 @@
-"""Ops that no stage can run: whose results' shapes depend on values, and whose gradients are sparse."""
+"""Errors for ops that no stage can run: ops whose results' shapes depend on values, and ops with sparse gradients."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _CALL_NUMBER: Final = re.compile(r"@\d+")
 
 @contextmanager
 def refusing(node: fx.Node) -> Generator[None]:
-    """Around running a node of a captured model under fake tensors.
+    """Refuse a node of a captured model that no stage can run. The node runs on fake tensors within this context.
 
     Raises:
-        CaptureError: What it returns depends on values; or a gradient of it is sparse. Names the module and line.
+        CaptureError: The shape of its result depends on values, or its gradient is sparse. The text names the module and line.
     """
     if _has_sparse_gradient(node):
         raise CaptureError(
@@ -40,7 +40,7 @@ def refusing(node: fx.Node) -> Generator[None]:
 
 
 def place_of(node: fx.Node) -> str:
-    """The module and line of the user's model that a node comes from."""
+    """Return the module and line of the user's model from which a node comes."""
     paths = [(str(path), kind) for path, kind in node.meta.get("nn_module_stack", {}).values()]
     module, kind = paths[-1] if paths else ("", "")
     name = _CALL_NUMBER.sub("", module).removeprefix("model").removeprefix(".") or "(the model itself)"

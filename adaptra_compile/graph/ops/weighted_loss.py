@@ -1,4 +1,4 @@
-"""A loss that is a sum and its weight, as one tensor: so both reach all ranks the way that losses do."""
+"""A loss that is a sum and its weight, as one tensor, so that both are broadcast like any loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class WeightedLoss(nn.Module):
     """Calls a loss that returns (sum, weight), or takes the two from the model's outputs.
 
     Args:
-        loss: ``loss(outputs, targets)``, or None if the model returns the two itself, before anything else.
+        loss: ``loss(outputs, targets)``, or None if the two are the model's first outputs.
     """
 
     def __init__(self, loss: Callable[[Any, Any], Any] | None) -> None:
@@ -23,10 +23,10 @@ class WeightedLoss(nn.Module):
         self.loss = loss
 
     def forward(self, outputs: Any, targets: Any) -> Tensor:
-        """The sum and its weight, (2,), in float32 or wider: an integer weight is exact up to 2^24.
+        """Return the sum and its weight, of shape (2,), in float32 or wider. An integer weight is exact up to 2^24.
 
         Raises:
-            CaptureError: Something else was returned.
+            CaptureError: The loss or the model returned something else.
         """
         returned = outputs if self.loss is None else self.loss(outputs, targets)
         pair = returned[:2] if isinstance(returned, tuple | list) else ()

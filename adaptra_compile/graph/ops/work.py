@@ -1,4 +1,4 @@
-"""How much work an op is: floating-point operations and bytes moved, from shapes alone."""
+"""Work of an op: floating-point operations and bytes moved, computed from shapes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flo
 from adaptra.graph.ops.ops import is_random, is_view
 
 FLOPS_PER_BYTE: Final = 16.0
-"""How many floating-point operations a device does in the time it moves one byte. Of the order of a CPU core's; accelerators
-have more, which makes their matrix products cheaper still against everything else."""
+"""Floating-point operations in the time that a device moves one byte. The value is of the order of a CPU core's.
+
+On accelerators it is larger, so matrix products are even cheaper relative to other ops there.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ def flops_of_nodes(nodes: Iterable[fx.Node]) -> int:
 
 
 class CountWork(TorchDispatchMode):
-    """Adds up the work of every op dispatched while it is active, and notices random ones."""
+    """Adds up the work of every op dispatched while it is active, and detects random ops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +82,7 @@ _aten = torch.ops.aten
 _ALLOCATIONS: Final = frozenset(
     {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.lift_fresh}
 )
-# torch counts attention on accelerators; the CPU's kernel has the same arguments in front and does the same work.
+# Torch counts attention on accelerators. The CPU's kernel has the same first arguments and does the same work.
 _MORE_FORMULAS: Final[Mapping[Any, Any]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,

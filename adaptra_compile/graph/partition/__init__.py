@@ -1,1 +1,1 @@
-"""Where a flat graph is cut into stages."""
+"""Partition of a flat graph into stages."""

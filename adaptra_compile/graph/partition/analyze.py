@@ -1,6 +1,6 @@
-"""What each node of a flat graph does, found by running it once on fake tensors with autograd on.
+"""Analysis of each node of a flat graph, by one run on fake tensors with autograd on.
 
-Partitioning asks here what a node costs, what it needs from where, what it changes in place, and what its results look like.
+It gives partitioning each node's cost, inputs, changes in place and the specs of its results.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from adaptra.graph.ops.work import CountWork, Work
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """What running the flat graph once has shown.
+    """Results of the run of a flat graph.
 
     Attributes:
         nodes: The nodes that do something, in the order of execution.
-        values: Every node's and placeholder's fake result.
+        values: The fake result of every node and placeholder.
         requires_grad: Placeholders and nodes whose result requires a gradient.
-        cost: Per node of ``nodes``, its estimated time forward and backward, in units of one floating-point operation.
-        free: Nodes that depend on constants and unchanging buffers only; every stage that needs one computes it itself.
-        changed: Per index into ``nodes``, the memory that this node changes in place, by number.
-        memory: The memory each value lives in, by number.
+        cost: The estimated time of each of ``nodes``, forward and backward, in units of one floating-point operation.
+        free: Nodes that depend only on constants and unchanging buffers. Every stage that needs one computes it itself.
+        changed: Index into ``nodes`` to the numbers of the memories that this node changes in place.
+        memory: The number of the memory of each value.
         changed_state: The names of state that is changed in place.
     """
 
@@ -46,10 +46,9 @@ class Analysis:
 
 
 def analyze(flat: FlatGraph, buffers: frozenset[str], example: Mapping[fx.Node, Tensor]) -> Analysis:
-    """Run a flat graph on fake tensors; to be called inside the fake mode that made ``example``, one per placeholder.
+    """Run a flat graph on fake tensors. Call this inside the fake mode of ``example``, which has one tensor per placeholder.
 
-    Nodes that return one of their arguments unchanged are replaced by it: autograd sums the gradients of one tensor, however
-    many names it has.
+    A node that returns one of its arguments unchanged is replaced by that argument, since autograd sums gradients per tensor.
     """
     values: dict[fx.Node, Any] = dict(example)
     nodes: list[fx.Node] = []
@@ -90,7 +89,7 @@ def analyze(flat: FlatGraph, buffers: frozenset[str], example: Mapping[fx.Node, 
 
 
 def _both_ways(work: Work, result: Any, arguments: Iterable[Tensor]) -> float:
-    # The backward pass of an op does about its forward work once for every argument that gets a gradient.
+    # The backward pass of an op repeats about its forward work for every argument that gets a gradient.
     if not any(tensor.requires_grad for tensor in _tensors([result])):
         return work.cost
     return work.cost * (1 + min(2, sum(tensor.requires_grad for tensor in arguments)))

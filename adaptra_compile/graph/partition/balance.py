@@ -1,4 +1,4 @@
-"""Balance: choose where to cut so that the slowest stage is as fast as it can be, and then so that little is sent."""
+"""Balance: the choice of cut points that makes the slowest stage fast, and then the messages small."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from torch import fx
 from adaptra.errors import PartitionError
 
 TOLERANCE: Final = 0.1
-"""By how much the slowest stage may exceed the least possible so that less has to be sent. Estimates are not better than
-that."""
+"""Tolerated excess of the slowest stage over the least possible, as a fraction of it, to make messages smaller.
+
+The estimates of work are not more accurate than this.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Where a flat graph may be cut, and what each cut costs.
+    """The possible cut points of a flat graph, and the cost of each.
 
     Attributes:
-        crossing: Per position 0 … number of nodes, the values that cross it, or None where a cut is not possible.
+        crossing: Per position 0 … number of nodes, the values that cross it, or None if a cut is not possible.
         bytes: Per position, the bytes of these values.
         work: Per position, the estimated cost of all nodes before it.
     """
@@ -32,13 +34,13 @@ class Cuts:
 
 
 def balance(cuts: Cuts, stages: int) -> tuple[int, ...]:
-    """Choose stages - 1 cuts.
+    """Choose stages - 1 cut points.
 
-    The slowest stage is at most ``TOLERANCE`` slower than in any other choice of cuts, and within that the bytes over all cuts
-    are the fewest possible.
+    The slowest stage exceeds the least possible by at most ``TOLERANCE``. Among such choices the bytes over all cuts are the
+    fewest possible.
 
     Raises:
-        PartitionError: There are fewer places to cut.
+        PartitionError: There are fewer possible cut points.
     """
     candidates = _candidates(cuts)
     units = len(candidates) - 1
@@ -53,7 +55,7 @@ def balance(cuts: Cuts, stages: int) -> tuple[int, ...]:
 
 
 def _candidates(cuts: Cuts) -> list[int]:
-    """Positions 0 and the end, and between them the possible cut with the fewest bytes for every amount of work before it."""
+    """Return position 0, the end, and for every amount of work before it the possible cut point with the fewest bytes."""
     total = cuts.work[-1]
     best: dict[float, int] = {}
     for position, nodes in enumerate(cuts.crossing):
@@ -65,7 +67,7 @@ def _candidates(cuts: Cuts) -> list[int]:
 
 def _least_bottleneck(work: Sequence[float], stages: int) -> float:
     low, high = work[-1] / stages, work[-1]
-    # Each halving is exact to the last bit that matters; the tolerance is far above what is left.
+    # After 50 halvings the remaining error is far below the tolerance.
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (low, middle) if _fits(work, stages, middle) else (middle, high)
@@ -85,7 +87,7 @@ def _fits(work: Sequence[float], stages: int, limit: float) -> bool:
 
 
 def _fewest_bytes(work: Sequence[float], sizes: Sequence[int], stages: int, limit: float) -> list[int]:
-    """Dynamic programming over (stages so far, candidate): the least bytes, then the best balance."""
+    """Find the fewest bytes, then the best balance, by dynamic programming over (stages so far, candidate)."""
     count = len(work)
     best: list[tuple[float, int] | None] = [None] * count
     best[0] = (0.0, -1)
@@ -100,7 +102,7 @@ def _fewest_bytes(work: Sequence[float], sizes: Sequence[int], stages: int, limi
                 if (end == count - 1) != (stage == stages - 1):
                     continue
                 share = (work[end] - work[begin]) / limit
-                # Shares are below 1 each and break ties only: bytes come in whole tensors.
+                # The sum of squared shares is at most 1 and only breaks ties, since bytes are whole numbers.
                 value = reached[0] + (sizes[end] if end < count - 1 else 0) + share * share / stages
                 known = following[end]
                 if known is None or value < known[0]:

@@ -1,7 +1,7 @@
-"""Partition: cut a flat graph in the order of execution into contiguous pieces of about equal cost.
+"""Partition: a flat graph becomes contiguous pieces of about equal cost, in the order of execution.
 
-A cut is a position before a node. What an earlier piece makes and a later one reads crosses every cut between the two, so that
-each stage talks to its neighbours only. Cuts that would separate a change in place from what it changes don't exist.
+A cut point is a position before a node. A value that a later piece reads crosses every cut between that piece and its producer,
+so each stage exchanges messages with its neighbours only. No cut point separates a change in place from the memory changed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Piece:
     """The part of a flat graph that one stage executes.
 
     Attributes:
-        index: Which stage.
-        nodes: What it executes, in order; nodes that are free are in every piece that needs them.
-        inputs: What it receives: the model's inputs on the first stage, else the outputs of the stage before.
-        outputs: What it sends; on the last stage the results.
+        index: The stage's index.
+        nodes: The nodes that it executes, in order. A free node is in every piece that needs it.
+        inputs: The values that it receives: the model's inputs on the first stage, else the outputs of the stage before.
+        outputs: The values that it sends; on the last stage the results.
         state, constants, targets: The other placeholders it reads.
     """
 
@@ -42,7 +42,7 @@ class Piece:
 
 
 def find_cuts(flat: FlatGraph, analysis: Analysis) -> Cuts:
-    """Look at every position of a graph."""
+    """Find the possible cut points of a graph and their costs."""
     count = len(analysis.nodes)
     position = {node: index for index, node in enumerate(analysis.nodes)} | dict.fromkeys(flat.inputs, -1)
     last_use = _last_uses(flat, analysis, position)
@@ -63,11 +63,11 @@ def find_cuts(flat: FlatGraph, analysis: Analysis) -> Cuts:
 
 
 def cut_before(flat: FlatGraph, analysis: Analysis, cuts: Cuts, split: Sequence[str], stages: int) -> tuple[int, ...]:
-    """The cuts a user asks for: each named module begins a stage.
+    """Return the cut points that a user asks for: each named module begins a stage.
 
     Raises:
-        PartitionError: The number of names is not stages - 1, a name is unknown (close ones are listed), the names are not in
-            the order of execution, or no cut is possible there.
+        PartitionError: The number of names is not stages - 1, a name is unknown, or the names are not in the order of
+            execution. Also if no cut is possible there. For an unknown name, the text lists similar names.
     """
     if len(split) != stages - 1:
         raise PartitionError(
@@ -101,10 +101,10 @@ def cut_before(flat: FlatGraph, analysis: Analysis, cuts: Cuts, split: Sequence[
 
 
 def places_of(flat: FlatGraph, analysis: Analysis, cuts: Cuts, positions: Sequence[int]) -> CutPoints:
-    """The cuts at these positions, and all that could begin a stage at a module instead."""
+    """Return the cut points at these positions, and all other cut points at which a module begins."""
     named: dict[int, str] = {}
     for name, position in _first_node_of_module(flat, analysis).items():
-        # A module that holds others begins with the first of them: the outermost is the one that users name.
+        # A module begins with its first submodule. Users name the outermost module.
         if position not in named or name.count(".") < named[position].count("."):
             named[position] = name
 
@@ -121,13 +121,13 @@ def align(
     stage_of: Mapping[tuple[str, int], int],
     stages: int,
 ) -> tuple[int, ...]:
-    """Cut another graph of the same model so that each use of state lands on the stage that holds the state.
+    """Cut another graph of the same model so that each use of state is on the stage that has the state.
 
     Args:
-        cuts: Of the graph to cut.
-        anchors: Where that graph uses state: (name, which use of it) to the node's index.
+        cuts: The possible cut points of the graph to cut.
+        anchors: The uses of state in that graph: (name, number of the use) to the node's index.
         stage_of: The stage of each use in the graph that was cut first.
-        stages: How many stages.
+        stages: The number of stages.
 
     Raises:
         PartitionError: The two graphs use the state in different orders.
@@ -159,10 +159,7 @@ def align(
 def pieces(
     flat: FlatGraph, analysis: Analysis, cuts: Cuts, positions: Sequence[int], results: Sequence[fx.Node]
 ) -> tuple[Piece, ...]:
-    """Cut a graph at the given positions.
-
-    ``results`` are the outputs of the last piece.
-    """
+    """Cut a graph at the given positions. ``results`` are the outputs of the last piece."""
     bounds = [0, *positions, len(analysis.nodes)]
     made: list[Piece] = []
     for index, (begin, end) in enumerate(pairwise(bounds)):
@@ -187,7 +184,7 @@ def pieces(
 
 
 def state_uses(flat: FlatGraph, analysis: Analysis) -> dict[tuple[str, int], int]:
-    """Where a graph uses state: (name, which use of it) to the index of the node that does. Uses by free nodes don't count."""
+    """Return a graph's uses of state: (name, number of the use) to the node's index. Uses by free nodes don't count."""
     found: dict[tuple[str, int], int] = {}
     times: dict[str, int] = {}
     for index, node in enumerate(analysis.nodes):
@@ -215,7 +212,7 @@ def _with_free(analysis: Analysis, own: Sequence[fx.Node], outputs: Sequence[fx.
 
 
 def _last_uses(flat: FlatGraph, analysis: Analysis, position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """For every value that may cross a cut, the index of the last node that reads it; results are read at the very end."""
+    """Return, for every value that may cross a cut, the index of its last reader. Results are read at the end."""
     last: dict[fx.Node, int] = {}
     for index, node in enumerate(analysis.nodes):
         if node not in analysis.free:
@@ -239,7 +236,7 @@ def _possible(flat: FlatGraph, analysis: Analysis, position: Mapping[fx.Node, in
     for memory, index in changed.items():
         uses = [index]
         if memory in state:
-            # A stage that reads a buffer must see what another op of the model wrote into it: all of them are on one stage.
+            # A read of a buffer must see the writes of other ops of the model, so all of them are on one stage.
             uses += [
                 i
                 for i, node in enumerate(analysis.nodes)

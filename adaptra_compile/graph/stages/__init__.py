@@ -1,1 +1,1 @@
-"""The stages of a model on their ranks, whatever they are made of."""
+"""The stages of a model: one interface, for stages that run graphs and stages that run modules."""

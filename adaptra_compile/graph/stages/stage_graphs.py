@@ -1,4 +1,4 @@
-"""Stage graphs: the stages of a captured model, which run graphs of ops for F, I and W."""
+"""Stages of a captured model, which run graphs of ops for F, I and W."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from adaptra.graph.ops.random_state import RandomKey
 from adaptra.graph.stages.stages import EvalStage, TrainStage, check
 
 NOTHING_RANDOM: Final = RandomKey(0, 0, 0)
-"""For what a model draws in evaluation mode: nearly always nothing."""
+"""Random key in evaluation mode, where models hardly ever draw random numbers."""
 
 
 @dataclass(slots=True)
 class Saved:
-    """What F leaves for I, or I for W. The run that uses it empties it, so that each tensor is freed after its last use."""
+    """Values that F saves for I, or I for W. The run that uses them empties it, so that each is freed after its last use."""
 
     values: list[Tensor]
 
     def take(self) -> list[Tensor]:
-        """The values; they are then no longer here."""
+        """Return the values and keep no reference to them."""
         values, self.values = self.values, []
         return values
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardGraph:
-    """A forward graph and what it is called with: state and constants by name, then inputs, targets and a RandomKey."""
+    """A forward graph and its arguments: state and constants by name, then inputs, targets and a RandomKey."""
 
     module: fx.GraphModule
     state: tuple[str, ...]
@@ -42,11 +42,11 @@ class ForwardGraph:
         """Run it without autograd. Buffers in ``state`` are changed in place where the model does so."""
         values: list[Tensor | RandomKey] = [*(state[name] for name in self.state), *self.constants, *inputs, *targets, random]
         with torch.no_grad():
-            # Not the module's call, which looks for hooks that a traced graph has none of.
+            # Not the module's call, which looks for hooks; a traced graph has none.
             return self.module.forward(values)
 
     def with_graph(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> ForwardGraph:
-        """The same, but with what ``change`` makes of its graph."""
+        """Return a copy whose graph is the result of ``change``."""
         return replace(self, module=change(self.module))
 
 
@@ -78,7 +78,7 @@ class StageGraphs(TrainStage):
             _forward=self._forward.with_graph(change),
             _input_grad=change(self._input_grad),
             _weight_grad=change(self._weight_grad),
-            # What changes a graph may return one tensor for two results that are equal.
+            # A changed graph may return one tensor for two equal results.
             _fresh_gradients=(False,) * len(self.contributions),
         )
 

@@ -1,7 +1,7 @@
-"""Stage modules: the stages of a model given as a list of modules, which run as they are, by eager autograd.
+"""Stages of a model given as a list of modules, which run unchanged, by eager autograd.
 
-The way out where a model can't be captured. Autograd finds the gradients of a stage's inputs and parameters in one pass, so I
-computes both and W only hands on those of the parameters.
+They serve models that can't be captured. Autograd computes the gradients of a stage's inputs and parameters in one pass, so I
+computes both. W only returns those of the parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from adaptra.graph.stages.stages import EvalStage, TrainStage, check
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What travels from a module to the next: its structure, where in it tensors stand, and how each travels."""
+    """The message from one module to the next: its structure, the positions of tensors in it, and their layouts."""
 
     structure: pytree.TreeSpec
     is_tensor: tuple[bool, ...]
@@ -35,10 +35,10 @@ class Boundary:
 
     @staticmethod
     def of(returned: Any) -> Boundary:
-        """The boundary behind a module that has returned this.
+        """Return the boundary after a module that has returned this.
 
         Raises:
-            CaptureError: There is something in it that can't travel.
+            CaptureError: A part of it can't be sent.
         """
         leaves, structure = pytree.tree_flatten(returned)
         for leaf in leaves:
@@ -51,10 +51,10 @@ class Boundary:
         return Boundary(structure, tuple(isinstance(leaf, Tensor) for leaf in leaves), tuple(map(Layout.of, tensors)))
 
     def tensors(self, returned: Any) -> tuple[Tensor, ...]:
-        """The tensors in what the module returned.
+        """Return the tensors in the module's result.
 
         Raises:
-            BatchError: It has another structure.
+            BatchError: The result has another structure.
         """
         leaves, structure = pytree.tree_flatten(returned)
         if structure != self.structure or tuple(isinstance(leaf, Tensor) for leaf in leaves) != self.is_tensor:
@@ -65,7 +65,7 @@ class Boundary:
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
     def pack(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """These tensors as they are sent."""
+        """Return these tensors as they are sent."""
         return tuple(layout.pack(tensor) for layout, tensor in zip(self.layouts, tensors, strict=True))
 
     def unpack(self, arrived: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -81,9 +81,9 @@ class Boundary:
 
 @dataclass(slots=True)
 class Differentiable:
-    """What F leaves for I: outputs that gradients come for, and the leaves that are to get theirs.
+    """Values that F saves for I: the outputs that get gradients, and the leaves whose gradients I computes.
 
-    ``run`` runs the module's code, which in backward computes again what a checkpoint did not keep.
+    ``run`` runs the module's code; in the backward pass a checkpoint computes again what it did not keep.
     """
 
     outputs: tuple[Tensor, ...]
@@ -92,7 +92,11 @@ class Differentiable:
     run: Callable[[Callable[[], None]], None]
 
     def backward(self, grad_outputs: Sequence[Tensor | None]) -> tuple[list[Tensor | None], dict[str, Tensor]]:
-        """The gradients of the inputs and of the parameters, as far as one arrives there. It is empty afterwards."""
+        """Compute the gradients of the inputs and of the parameters. The saved values are released.
+
+        Returns:
+            The gradient of each input or None, and the gradients of the parameters that have one.
+        """
         outputs, inputs, parameters = self.outputs, self.inputs, self.parameters
         self.outputs, self.inputs, self.parameters = (), (), {}
         reached = [
@@ -100,7 +104,7 @@ class Differentiable:
             for output, given in zip(outputs, grad_outputs, strict=True)
             if output.requires_grad and given is not None
         ]
-        # A leaf keeps its gradient with its own strides, and the next stage must see those that one process would see.
+        # A leaf stores its gradient with the leaf's strides, but the next stage must see those that one process would see.
         arrived: list[Tensor | None] = [None] * len(inputs)
         for index, one in enumerate(inputs):
             one.register_hook(partial(arrived.__setitem__, index))
@@ -111,14 +115,14 @@ class Differentiable:
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """How a stage's module is called.
+    """The call of a stage's module.
 
     Attributes:
-        index: Which stage.
-        module: The module, with tensors of the meta device in place of its state, so that it holds nobody's memory.
-        state: What it calls its parameters and buffers, each once, to their names in the user's model.
-        takes: How its arguments arrive: the user's call on the first stage.
-        loss, targets: What makes the loss, or None, of what the last stage's module returns.
+        index: The stage's index.
+        module: The module, with tensors of the meta device instead of its state, so that it keeps no memory alive.
+        state: The module's own names of its parameters and buffers, each once, to their names in the user's model.
+        takes: The form of its arguments: the user's call on the first stage.
+        loss, targets: The loss function of the last stage's module and its targets, or None.
     """
 
     index: int
@@ -129,12 +133,12 @@ class ModuleCall:
     targets: TargetFormat
 
     def run(self, state: Mapping[str, Tensor], inputs: Sequence[Tensor], random: RandomKey) -> Any:
-        """Run the module. Its buffers change in place, also those that it replaces; its inputs stay as they are."""
-        # Copies, which keep their strides: a module may change what it is given in place, and autograd has leaves left alone.
+        """Run the module. Its buffers change in place, even those that it replaces. Its inputs do not change."""
+        # Copies with the same strides: a module may change its inputs in place, and autograd allows no such change of leaves.
         return self.run_with(state, random, lambda: self.takes.call(self.module, [one.clone() for one in inputs]))
 
     def run_with(self, state: Mapping[str, Tensor], random: RandomKey, code: Callable[[], Any]) -> Any:
-        """Run code that calls the module, with this state in it and the random numbers that belong to it."""
+        """Run code that calls the module, with this state and with the random numbers of this key."""
         given = {f"module.{name}": state[canonical] for name, canonical in self.state.items()}
         before = dict(given)
         device = next(iter(given.values()), torch.empty(0)).device
@@ -154,9 +158,9 @@ class ModuleCall:
         specs: MessageSpec,
         random: RandomKey,
     ) -> tuple[Any, Differentiable]:
-        """Run the module for gradients of these parameters, and of the inputs whose specs say so.
+        """Run the module such that these parameters, and the inputs whose specs require it, get gradients.
 
-        Every microbatch has leaves of its own, over the memory that there is, so that its gradients lie apart from all others.
+        Every microbatch has its own leaves, which share the memory of the state. So its gradients are separate.
         """
         leaves = tuple(
             one.detach().requires_grad_(spec.requires_grad) for one, spec in zip(self.unpacked(inputs), specs, strict=True)
@@ -172,16 +176,16 @@ class ModuleCall:
         return self.run(used, leaves, random), left
 
     def unpacked(self, arrived: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What arrived, with the strides that it had."""
+        """Return the received tensors with the sender's strides."""
         return self.takes.unpack(arrived) if isinstance(self.takes, Boundary) else tuple(arrived)
 
     def loss_of(self, returned: Any, targets: Sequence[Tensor]) -> Tensor:
-        """The loss, on the last stage."""
+        """Return the loss. Only the last stage has one."""
         return loss_of(returned, self.loss, self.targets, targets)
 
 
 class _CodeOnModule(nn.Module):
-    """Any code, called as a module that holds another, so that what is given for that one's state is there meanwhile."""
+    """A module that runs any code and contains another module, so that the other's state can be replaced meanwhile."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -193,9 +197,9 @@ class _CodeOnModule(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class StageModule(TrainStage):
-    """One stage that is a module. On the last stage it returns the loss, else what ``_returns`` packs.
+    """One stage that is a module. The last stage returns the loss, every other stage the tensors packed by ``_returns``.
 
-    Gradients have strides, and so layouts, of their own.
+    Gradients have their own strides, and so their own layouts.
     """
 
     _call: ModuleCall
@@ -206,7 +210,7 @@ class StageModule(TrainStage):
     def run_forward(
         self, state: Mapping[str, Tensor], inputs: Sequence[Tensor], random: RandomKey, targets: Sequence[Tensor] = ()
     ) -> tuple[tuple[Tensor, ...], Differentiable]:
-        """See :meth:`TrainStage.run_forward`. Random numbers are the default generator's, seeded for stage and microbatch."""
+        """See :meth:`TrainStage.run_forward`. The default generator, seeded by stage and microbatch, draws random numbers."""
         check("inputs", self.index, inputs, self.inputs)
         check("targets", self.index, targets, self.targets)
         with torch.enable_grad():
@@ -230,7 +234,7 @@ class StageModule(TrainStage):
     def run_input_grad(
         self, saved: Differentiable, grad_outputs: Sequence[Tensor | None]
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        """See :meth:`TrainStage.run_input_grad`. Finds the parameters' gradients too, for W."""
+        """See :meth:`TrainStage.run_input_grad`. It computes the parameters' gradients too, for W."""
         check("output gradients", self.index, [one for one in grad_outputs if one is not None], self.grad_outputs, grad_outputs)
         inputs = saved.inputs
         given = zip(grad_outputs, self._grad_outputs, strict=True)
@@ -242,7 +246,7 @@ class StageModule(TrainStage):
         return sent, found
 
     def run_weight_grad(self, saved: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
-        """See :meth:`TrainStage.run_weight_grad`. A module may leave parameters out, others for other values."""
+        """See :meth:`TrainStage.run_weight_grad`. The parameters that a module uses may depend on the values of its inputs."""
         return tuple(saved.pop(name, None) for name in self.contributions)
 
 

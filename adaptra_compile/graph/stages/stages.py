@@ -1,6 +1,6 @@
-"""Stages: what the runtime runs of a model on one rank, whatever they are made of.
+"""Stages: the parts of a model that the runtime runs on its ranks.
 
-To the runtime they are opaque: ``run_forward → run_input_grad → run_weight_grad``, each handing on what it saved.
+To the runtime they are opaque: ``run_forward → run_input_grad → run_weight_grad``. Each passes its saved values to the next.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Flops:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The most bytes that F, I and W of one microbatch hold while they run, what they are given included, state not."""
+    """Peak bytes of F, I and W of one microbatch while they run. Inputs are included, state is not."""
 
     forward: int
     input_grad: int
@@ -41,19 +41,19 @@ class TrainStage(ABC):
     """One stage of a training pipeline.
 
     Attributes:
-        index: Which stage.
-        parameters, buffers: The state this stage holds, by the names in the user's model.
+        index: The stage's index.
+        parameters, buffers: The state of this stage, by the names in the user's model.
         trainable: The parameters of this stage that have a gradient, on this stage or, if shared, on another.
-        contributions: The parameter that each of W's results belongs to. One that no later stage uses is here once, with the
-            sum over its uses here. One that a later stage uses too is here once for each of its uses here, the latest first.
-        inputs, outputs: What F receives and returns. A tensor travels contiguous, with its dimensions in the order of its
-            strides.
-        grad_inputs, grad_outputs: What I returns and receives: a gradient for each input, or output, that has one.
-        flops: Of F, I and W.
-        parameter_bytes: Of the stage's parameters.
+        contributions: The parameter of each of W's results. A parameter that no later stage uses occurs once, for the sum over
+            its uses here. A parameter that a later stage uses too occurs once for each use here, the latest first.
+        inputs, outputs: The tensors that F receives and returns. A tensor is sent contiguous, with its dimensions in the order
+            of its strides.
+        grad_inputs, grad_outputs: The tensors that I returns and receives: a gradient for each input or output that has one.
+        flops: Floating-point operations of F, I and W.
+        parameter_bytes: Bytes of the stage's parameters.
         kept_after_forward: Bytes that one microbatch keeps from F to I, inputs included, state not.
         kept_after_input_grad: Bytes that one microbatch keeps from I to W.
-        peaks: Bytes while F, I and W run.
+        peaks: Peak bytes while F, I and W run.
     """
 
     index: int
@@ -74,12 +74,12 @@ class TrainStage(ABC):
 
     @property
     def graphs(self) -> tuple[fx.GraphModule, ...]:
-        """The graphs that it runs for F, I and W; none if it runs modules."""
+        """The graphs of F, I and W; none if the stage runs a module."""
         return ()
 
     @property
     def fresh_gradients(self) -> tuple[bool, ...]:
-        """For each of ``contributions``, whether W returns a tensor that nothing else refers to."""
+        """Whether W returns a tensor to which nothing else refers, for each of ``contributions``."""
         return (False,) * len(self.contributions)
 
     @property
@@ -103,7 +103,7 @@ class TrainStage(ABC):
         return _bytes(self.grad_inputs)
 
     def state(self, model: nn.Module) -> OrderedDict[str, Tensor]:
-        """This stage's own parameters and buffers out of the whole model: the model's tensors, not copies."""
+        """Return this stage's parameters and buffers from the whole model: the model's tensors, not copies."""
         tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         tensors |= dict(model.named_buffers(remove_duplicate=False))
         return OrderedDict((name, tensors[name]) for name in self.state_names)
@@ -115,17 +115,17 @@ class TrainStage(ABC):
         """Run F on one microbatch.
 
         Args:
-            state: The stage's state by name; buffers are changed in place where the model does so.
-            inputs: As ``inputs`` says. Both the outputs and what is saved may refer to their memory: it must not be written to
+            state: The stage's state by name. Buffers are changed in place where the model does so.
+            inputs: Tensors with the specs of ``inputs``. Outputs and saved values may share their memory. So do not write to it
                 before W has run and the outputs have been sent.
-            random: Which random numbers to draw.
+            random: The key of the random numbers.
             targets: On the last stage, the flat targets.
 
         Returns:
-            The tensors for the next stage, on the last stage the loss; and what I and W need.
+            The tensors for the next stage, or the loss on the last stage; and the saved values for I and W.
 
         Raises:
-            BatchError: An input or target has not the shape or dtype the stage was compiled for.
+            BatchError: An input or target does not have the shape or dtype for which the stage was compiled.
         """
 
     @abstractmethod
@@ -133,11 +133,12 @@ class TrainStage(ABC):
         """Run I on one microbatch.
 
         Args:
-            saved: What F left; it is empty afterwards.
-            grad_outputs: As ``grad_outputs`` says; None stands for zeros. On the last stage the gradient of the loss.
+            saved: The values that F saved. It is empty afterwards.
+            grad_outputs: Gradients with the specs of ``grad_outputs``; None means zeros. On the last stage, the gradient of the
+                loss.
 
         Returns:
-            The gradients for the stage before, and what W needs.
+            The gradients for the stage before, and the saved values for W.
         """
 
     @abstractmethod
@@ -145,10 +146,10 @@ class TrainStage(ABC):
         """Run W on one microbatch.
 
         Args:
-            saved: What I left; it is empty afterwards.
+            saved: The values that I saved. It is empty afterwards.
 
         Returns:
-            One tensor for each of ``contributions``, None where this microbatch has no gradient.
+            One tensor for each of ``contributions``, or None if this microbatch has no gradient for it.
         """
 
 
@@ -157,11 +158,11 @@ class EvalStage(ABC):
     """One stage of the model in evaluation mode, forward only.
 
     Attributes:
-        index: Which stage.
-        inputs: What it receives.
-        outputs: What it returns; on the last stage the model's outputs.
-        loss: On the last stage, what the loss looks like.
-        targets: On the last stage, what the targets look like.
+        index: The stage's index.
+        inputs: The specs of the tensors that it receives.
+        outputs: The specs of the tensors that it returns; on the last stage those of the model's outputs.
+        loss: On the last stage, the spec of the loss.
+        targets: On the last stage, the specs of the targets.
     """
 
     index: int
@@ -172,7 +173,7 @@ class EvalStage(ABC):
 
     @property
     def graphs(self) -> tuple[fx.GraphModule, ...]:
-        """The graphs that it runs; none if it runs modules."""
+        """The graphs that it runs; none if the stage runs a module."""
         return ()
 
     @abstractmethod
@@ -188,25 +189,25 @@ class EvalStage(ABC):
 
         Args:
             state: The stage's state by name.
-            inputs: As ``inputs`` says.
-            targets: The flat targets; only looked at on the last stage and with the loss.
-            with_loss: On the last stage: return the loss, else the model's outputs.
+            inputs: Tensors with the specs of ``inputs``.
+            targets: The flat targets. Only the last stage uses them, and only with the loss.
+            with_loss: Whether the last stage returns the loss, else the model's outputs.
 
         Returns:
             The tensors for the next stage; on the last stage ``(loss,)`` or the flat outputs.
 
         Raises:
-            BatchError: An input or target has not the shape or dtype the stage was compiled for.
+            BatchError: An input or target does not have the shape or dtype for which the stage was compiled.
         """
 
 
 def check(
     what: str, stage: int, given: Sequence[Tensor], specs: MessageSpec, positions: Sequence[Tensor | None] | None = None
 ) -> None:
-    """Refuse tensors that a stage was not compiled for.
+    """Refuse tensors for which a stage was not compiled.
 
     Raises:
-        BatchError: Says which stage, which tensor, what it is and what was expected.
+        BatchError: A tensor differs from its spec. The text names the stage, the tensor and the expected spec.
     """
     count = len(given if positions is None else positions)
     if count != len(specs):

@@ -1,1 +1,1 @@
-"""Messages over torch.distributed."""
+"""The transport over torch.distributed."""

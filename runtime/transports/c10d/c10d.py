@@ -1,16 +1,15 @@
 """Messages over torch.distributed: gloo between hosts without GPUs, NCCL between GPUs.
 
-Each direction (forward, backward) has communicators of its own; NCCL, whose communicators run one thing at a time, has one per
-direction and pair of ranks. A message is one operation, or two if it is large, see
-:mod:`adaptra.runtime.transports.message_format`; gloo matches the second by a tag made of its size, because gloo ends the
+Each direction (forward, backward) has communicators of its own. NCCL runs one operation at a time per communicator, so there it
+has one per direction and pair of ranks. A message is one operation, or two if it is large, see
+:mod:`adaptra.runtime.transports.message_format`. Over gloo the second part's tag is made of its layout, because gloo ends a
 process that receives more than it expects.
 
-A thread per incoming channel waits for messages, so that an arrival is stamped when it happens, whatever the rank computes at
-that time; a thread per outgoing channel holds the buffers of messages until they are sent. gloo can't take back a wait: an
-abort lets an operation of no importance run into its timeout, upon which gloo closes all connections of the group and every
-wait ends.
+A thread per incoming channel waits for messages, so that the arrival time is exact, whatever the rank computes then. A thread
+per outgoing channel keeps the buffers of messages until they are sent. gloo can't cancel a wait. So an abort lets a dummy
+operation time out, upon which gloo closes all connections of the group and every wait ends.
 
-One lost rank ends the job's step, so the first failure of a channel fails everything of this rank's transport.
+One lost rank ends the job's step, so the first failure of a channel fails all operations of this rank's transport.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 CONTRACTS: Final = {
     "gloo": Contract(send_waits_for_receiver=True, in_order=False, buffered=False),
-    # The directions have communicators of their own here too, but a posted receive holds a part of the device until its
-    # message comes, so receives belong as late as in one shared queue.
+    # The directions have communicators of their own here too, but a posted receive occupies a part of the device until its
+    # message comes. So receives belong as late as in one shared queue.
     "nccl": Contract(send_waits_for_receiver=True, in_order=True, buffered=False),
 }
 _CLOSE_SECONDS: Final = 5.0
@@ -72,13 +71,14 @@ class C10dTransport(Transport):
     All ranks of the group create it at the same time; creating it makes communicators and compares clocks.
 
     Args:
-        group: The ranks to join; None for the default group, which is set up from the launcher's environment if nobody did.
-        device: Where tensors are sent from and wanted.
-        backend: ``gloo`` or ``nccl``; None for NCCL if the device is a GPU, else gloo, which carries tensors of a GPU by
-            way of the CPU.
+        group: The ranks to join. None for the default group, which is set up from the launcher's environment if it does not
+            exist.
+        device: The device of sent and received tensors.
+        backend: ``gloo`` or ``nccl``. None for NCCL if the device is a GPU, else gloo, which carries tensors of a GPU by way of
+            the CPU.
 
     Attributes:
-        clock_offsets: For every rank how far its clock is ahead of this one's, with the uncertainty.
+        clock_offsets: For every rank, how far its clock is ahead of this one's, with the uncertainty; seconds.
 
     Raises:
         LaunchError: There is no such backend, or no group and no launcher.
@@ -109,7 +109,7 @@ class C10dTransport(Transport):
         self._channels: dict[_Direction, queue.SimpleQueue[_Posted | None]] = {}
         self._threads: list[threading.Thread] = []
         self._closed = False
-        # A connection of its own: who waits on the control plane holds up nobody else.
+        # A connection of its own, so that a wait on the control plane blocks no other user.
         self.store = signed_together(PrefixStore("adaptra", clone(keys_of(self._name))), self._name, self.rank, self.world_size)
         self.clock_offsets = self._compare_clocks()
 
@@ -141,7 +141,7 @@ class C10dTransport(Transport):
         """See :meth:`Transport.receive`."""
         pending = self._guard.post(source_rank, identity, is_receive=True)
         channel = _Direction(source_rank, identity.is_backward, True)
-        # In order a receive is posted where its op needs it, and what is sent before need not wait for that.
+        # With in-order transports a receive is posted where its op needs it, and a message sent before need not wait for it.
         asked_at = -math.inf if self.contract.in_order else now()
 
         def post() -> _Posted:
@@ -204,7 +204,7 @@ class C10dTransport(Transport):
 
     def _give_back(self, is_idle: bool) -> None:
         groups, self._groups = self._groups, {}
-        # Ending a group waits for what it still has to do, which may never end once a rank is lost.
+        # Ending a group waits for its operations, which may never end once a rank is lost.
         if is_idle and not any(thread.is_alive() for thread in self._threads):
             for group in groups.values():
                 end_group(group)
@@ -212,7 +212,7 @@ class C10dTransport(Transport):
 
     def _start(self, channel: _Direction, pending: Completion, post: Callable[[], _Posted]) -> None:
         try:
-            # One message at a time: its parts are not to be parted by another thread's.
+            # One message at a time, so that no other thread's message comes between its parts.
             with self._lock:
                 if channel not in self._channels:
                     self._open(channel)
@@ -223,7 +223,7 @@ class C10dTransport(Transport):
             pending.wait()
 
     def _stand(self, channel: _Direction, change: Callable[[PrepostedReceives], None]) -> None:
-        # A peer that is gone is told of by whoever wants a message of it.
+        # A lost peer is reported when a message of it is wanted.
         with self._lock, contextlib.suppress(RuntimeError):
             change(self._standing_on(channel))
 
@@ -256,7 +256,7 @@ class C10dTransport(Transport):
                 for work in rest:
                     self._await(work)
             except TransportError as error:
-                # The messages behind it are not those that their receives expect either.
+                # Later messages would not match their receives either.
                 self.abort(error)
                 continue
             except RuntimeError as error:
@@ -295,7 +295,7 @@ class C10dTransport(Transport):
         return MessageBuffer(specs, self._wire_device)
 
     def _group_of(self, channel: _Direction) -> tuple[ProcessGroup, int]:
-        """The communicator of a channel and the peer's rank within it."""
+        """Return the communicator of a channel and the peer's rank within it."""
         group = self._groups.get((channel.is_backward, None))
         if group is not None:
             return group, channel.peer

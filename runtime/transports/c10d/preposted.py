@@ -1,9 +1,11 @@
-"""Receives that stand ready for the next step, so that its first messages need not wait for word that they are awaited.
+"""Pre-posted receives, so that the first messages of a step need not wait for the receiver.
 
-Where a send waits for its receiver, a receive posted when a step begins makes the step's first message late by the link's way
-back, and with it all that follows. A rank has had all that comes over a channel long before its step ends, though: from then on
-receives can stand there for whatever comes next. The first part of a message has one size for all, so it has memory of its own
-here; the second goes into a buffer of the pool, which a message of the same layout then takes.
+Over gloo a send starts only once its receive is posted. A receive posted at the beginning of a step would delay the first
+message by the link's latency back, and with it all that follow. But all messages of a channel have arrived long before the step
+ends, so the next step's first receives are posted then.
+
+The first part of a message has one size for all messages, so it has memory of its own here. The second part goes into a buffer
+of the pool, for a message of the same layout.
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ from adaptra.runtime.transports.message_format import HEADER_BYTES, INLINE_BYTES
 from adaptra.runtime.transports.pool import Pool
 
 FIRST_TAG: Final = 0
-"""The tag of every message's first part; :attr:`.wire.MessageBuffer.tag` is that of its second."""
+"""The tag of every message's first part; :attr:`.message_format.MessageBuffer.tag` is that of its second part."""
 
 
 class Receives(NamedTuple):
     """The receives of one message.
 
     Attributes:
-        buffer: Where the message belongs.
+        buffer: The buffer of the message.
         works: One per part.
-        landing: Where the first part arrives, if not in the buffer.
+        landing: The memory in which the first part arrives, if not in the buffer.
     """
 
     buffer: MessageBuffer
@@ -43,8 +45,8 @@ class PrepostedReceives:
 
     Args:
         post: Posts a receive into memory under a tag.
-        pool: Has the buffers.
-        rank: Where messages come from.
+        pool: The pool of buffers.
+        rank: The rank that sends.
     """
 
     def __init__(self, post: Callable[[Tensor, int], Work], pool: Pool[MessageBuffer], rank: int) -> None:
@@ -57,12 +59,14 @@ class PrepostedReceives:
         self._seconds: dict[MessageLayout, deque[tuple[Work, MessageBuffer]]] = {}
 
     def stand(self, like: Identity, count: int) -> None:
-        """Let so many receives stand for messages of one layout: as many as there are buffers for, more by :meth:`top_up`."""
+        """Pre-post receives for ``count`` messages of one layout, limited by the free buffers; :meth:`top_up` posts the
+        others.
+        """
         self._wanted = (like, count)
         self.top_up()
 
     def top_up(self) -> None:
-        """A buffer is free: a receive may stand that wanted one, unless a message has been asked for since."""
+        """Pre-post missing receives after a buffer became free, unless a message has been requested since."""
         if self._wanted is None:
             return
         like, count = self._wanted
@@ -76,7 +80,7 @@ class PrepostedReceives:
                 seconds.append((self._post_second(buffer), buffer))
 
     def receive(self, identity: Identity) -> Receives:
-        """The receives of the channel's next message: those that stand, and others where none does.
+        """Return the receives of the channel's next message: pre-posted ones, and new ones if there are none.
 
         Raises:
             AssertionError: No buffer is left.
@@ -90,7 +94,7 @@ class PrepostedReceives:
         return Receives(buffer, (first, second or self._post_second(buffer)), landing)
 
     def land(self, landing: Tensor, buffer: MessageBuffer) -> None:
-        """The first part of a message has arrived there: put it where it belongs."""
+        """Copy the first part of a message, which has arrived in ``landing``, to its buffer."""
         buffer.first.copy_(landing)
         self._spare.append(landing)
 

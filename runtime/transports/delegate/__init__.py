@@ -1,1 +1,1 @@
-"""Messages from host memory by an engine in C++, over TCP or RDMA."""
+"""The delegate: a transport from host memory by an engine in C++, over TCP or RDMA."""

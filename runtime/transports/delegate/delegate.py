@@ -1,9 +1,8 @@
-"""Messages by way of the delegate: an engine in C++ that moves them from host memory, beside whatever the rank computes.
+"""Messages by way of the delegate: an engine in C++ that moves them from host memory while the rank computes.
 
-A sent message is packed once, into page-aligned memory that the engine sends from; a received one lies in a slot that the
-engine received it into, and its tensors are views of that. All connections of a rank are served by the engine's one thread, and
-a thread of Python waits only for the message that it needs. The engine fails over between paths by itself; see
-``csrc/delegate/``.
+A sent message is packed once, into page-aligned memory that the engine sends from. The engine receives a message into a slot,
+and the received tensors are views of the slot. The engine's one thread serves all connections of a rank, and a Python thread
+waits only for the message that it needs. The engine fails over between paths by itself; see ``csrc/delegate/``.
 """
 
 from __future__ import annotations
@@ -39,22 +38,22 @@ from adaptra.runtime.transports.message_format import HEADER_BYTES, Header, flat
 from adaptra.runtime.transports.pending import PendingOperations, peer_lost
 from adaptra.runtime.transports.pool import Pool
 
-# Slots are granted when the program reserves them, so a message travels whether its receive is posted or not; a sent tensor is
-# copied before send() returns.
+# Slots are granted when the program reserves them, so a message travels whether its receive is posted or not.
+# A sent tensor is copied before send() returns.
 CONTRACT: Final = Contract(send_waits_for_receiver=False, in_order=False, buffered=True)
 _CLOSE_SECONDS: Final = 5.0
 _LINGER_SECONDS: Final = 0.5
 
 
 class DelegateTransport(Transport):
-    """One rank's end of the delegate, see :func:`.delegate_join.join`.
+    """One rank's end of the delegate, see :func:`.join.join`.
 
     Args:
         started: The rank's engine, which this transport closes.
-        on_close: Is called once it is closed.
+        on_close: Called once it is closed.
 
     Attributes:
-        clock_offsets: For every rank how far its clock is ahead of this one's, with the uncertainty.
+        clock_offsets: For every rank, how far its clock is ahead of this one's, with the uncertainty; seconds.
     """
 
     def __init__(self, started: StartedEngine, on_close: Callable[[], None] | None = None) -> None:
@@ -107,7 +106,7 @@ class DelegateTransport(Transport):
         self._give_back(pending)
 
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
-        """See :meth:`Transport.reserve`. Connects to the ranks that messages will come from, if that was not done before."""
+        """See :meth:`Transport.reserve`. Connects to the ranks that will send messages, if not connected yet."""
         self._pool.reserve(counts)
         sizes: dict[tuple[int, int], int] = {}
         for (rank, specs), count in counts.items():
@@ -139,7 +138,7 @@ class DelegateTransport(Transport):
         self._guard.end(reason)
         self._engine.close(str(reason), _LINGER_SECONDS)
         self._refusals.close()
-        # Views of the engine's memory: torch can't let go of them any more once the interpreter ends.
+        # Views of the engine's memory: torch can't release them any more once the interpreter ends.
         with self._lock:
             self._sent.clear()
             self._free.clear()
@@ -148,9 +147,9 @@ class DelegateTransport(Transport):
             self._on_close()
 
     def statistics(self) -> list[tuple[int, int, bool, bool, dict[str, int]]]:
-        """What each channel counted: source and destination rank, whether it is backward, whether this rank sends, counters.
+        """Return each channel's source and destination rank, whether it is backward, whether this rank sends, and its counters.
 
-        Counters are those of ``csrc/delegate/channel/stats.h``; reading them holds up nobody.
+        Counters are those of ``csrc/delegate/channel/stats.h``; reading them delays no message.
         """
         return self._engine.statistics()
 
@@ -164,14 +163,14 @@ class DelegateTransport(Transport):
         return tuple(found.values())
 
     def settle(self, pending: EnginePending) -> None:
-        """Take over what the engine did with a message: complete the pending, or fail it and with it everything else."""
+        """Complete the pending of a message that the engine is done with, or fail it and all others."""
         request = pending.request
         assert request is not None and request.done, "the engine is done with it"
         try:
             tensors, sent_at = self._taken(pending, request)
         except TransportError as error:
-            # Messages behind one that was not exchanged are not those that their receives expect either. The connections stay:
-            # whoever learns of the end by theirs has less to tell than this rank, which is about to.
+            # Later messages would not match their receives either. The connections stay open: this rank is about to report the
+            # cause, and a peer whose connection closed would report less.
             self._guard.end(error)
             pending.fail(error)
         else:
@@ -194,7 +193,7 @@ class DelegateTransport(Transport):
         sent_at = message.rule.check(message.header, identity) - self.clock_offsets[source].ahead
         return self._deliver(pending, message), sent_at
 
-    # What follows is what a transport to and from a GPU does otherwise.
+    # The GPU transport overrides the following methods.
 
     _arriving: type[EnginePending] = EnginePending
 
@@ -206,10 +205,10 @@ class DelegateTransport(Transport):
         start()
 
     def _expect(self, pending: EnginePending, source_rank: int) -> None:
-        """A receive was posted."""
+        """Prepare for the arrival of a message whose receive was posted."""
 
     def _deliver(self, pending: EnginePending, message: EngineMessage) -> tuple[Tensor, ...]:
-        """The tensors of a message that arrived."""
+        """Return the tensors of a message that arrived."""
         return tuple(view.detach().to(spec.dtype) for view, spec in zip(message.views, message.specs, strict=True))
 
     def _give_back(self, pending: EnginePending) -> None:
@@ -243,7 +242,7 @@ class DelegateTransport(Transport):
         return self._make_message(self._engine.allocate(HEADER_BYTES + flat_bytes(specs)), specs)
 
     def _sweep(self) -> None:
-        """Take back the memory of messages that were sent; nobody waits for a send."""
+        """Recycle the memory of messages that were sent, because no thread waits for a send."""
         self._refusals.look(now())
         finished: list[EnginePending] = []
         with self._lock:

@@ -1,4 +1,4 @@
-"""On which of this host's addresses a rank listens, and how the ranks of a job learn of each other's."""
+"""The addresses of this host on which a rank listens, and the exchange of endpoints between the ranks of a job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_PATHS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One end of a path: the kind of wire, a numeric address of this rank's host, and the port it listens on there."""
+    """One end of a path: the kind of wire, a numeric address of this rank's host, and the port on which it listens there."""
 
     wire: str
     host: str
@@ -28,7 +28,8 @@ class Endpoint:
 
 
 def address_towards(store: Store) -> str:
-    """The address of this host that others reach it by, judged from the way to the store's host; loopback if that is here.
+    """Return the address by which others reach this host, taken from the route to the store's host; loopback if that is this
+    host.
 
     Raises:
         LaunchError: The store has no host, so addresses have to be given.
@@ -46,14 +47,14 @@ def address_towards(store: Store) -> str:
 
 
 def share_secret(store: Store, rank: int) -> bytes:
-    """The key of the data links, the same on all ranks and another one for each engine.
+    """Return the key of the data links, the same on all ranks and a new one for each engine.
 
-    Where the launcher gave a secret the key is derived from it, and the store holds but a salt. Else rank 0 makes the key and
-    tells it through the store to whoever may use that.
+    If the launcher gave a secret, the key is derived from it, and the store has only a salt. Otherwise rank 0 makes the key and
+    writes it to the store, where any client of the store can read it.
 
     Raises:
         LaunchError: This rank was given a secret and rank 0 not, or the other way round.
-        ControlError: The store holds something else.
+        ControlError: The value in the store is malformed.
     """
     given = given_secret()
     if rank == 0:
@@ -76,18 +77,21 @@ def share_secret(store: Store, rank: int) -> bytes:
 
 
 def share_session(store: Store, rank: int) -> bytes:
-    """What tells these ranks' connections from all others that the same secret opens: made by rank 0, no secret itself."""
+    """Return the session number of these ranks' connections, made by rank 0 and not secret.
+
+    It separates them from all other connections with the same secret.
+    """
     if rank == 0:
         store.set("session", secrets.token_hex(SECRET_BYTES))
     return store.get("session")
 
 
 def share_endpoints(store: Store, rank: int, world_size: int, mine: Sequence[Endpoint]) -> list[list[Endpoint]]:
-    """Tell all ranks where this one listens, path by path, and learn the same of all.
+    """Send this rank's endpoints to all ranks, path by path, and return those of every rank.
 
     Raises:
         LaunchError: Ranks have different numbers or kinds of paths.
-        ControlError: A rank told something else.
+        ControlError: The endpoints of a rank are malformed.
     """
     told = [{"wire": endpoint.wire, "host": endpoint.host, "port": endpoint.port} for endpoint in mine]
     store.set(f"endpoints/{rank}", encode({"paths": told}))

@@ -1,6 +1,6 @@
-"""The engine of one rank, ready for messages: it listens on the rank's paths, knows where the others do, and their clocks.
+"""The started engine of one rank: it listens on the rank's paths, and knows the other ranks' endpoints and clocks.
 
-Everything that a rank must know of the others (where they listen, the job's secret) travels through the job's store.
+Ranks exchange this knowledge (the endpoints, the job's secret) through the job's store.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from adaptra.runtime.transports.delegate.engine_memory import compare_clocks
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How soon the delegate notices what goes wrong, in seconds.
+    """Timeouts of the delegate, in seconds.
 
     Attributes:
-        heartbeat: Between the signs of life on each connection.
-        silence: Without one, after which a path has failed.
-        healthy_for: For which a better path must have been up before messages return to it.
-        lost_after: Without any path, after which the edge fails.
-        handshake: That a new connection has to prove that it belongs to the job.
+        heartbeat: The interval between heartbeats on each connection.
+        silence: The time without a heartbeat after which a path has failed.
+        healthy_for: The time for which a better path must have been up before messages return to it.
+        lost_after: The time without any path after which the edge fails.
+        handshake: The time in which a new connection has to prove that it belongs to the job.
     """
 
     heartbeat: float = 0.2
@@ -40,14 +40,14 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class StartedEngine:
-    """A rank's engine, started, with what is known of the ranks that it joins.
+    """A rank's engine, started, and its knowledge of the other ranks.
 
     Attributes:
         engine: Exchanges messages with every other rank.
         rank: This rank.
         world_size: The number of ranks.
         store: The job's store.
-        clock_offsets: For every rank how far its clock is ahead of this one's, with the uncertainty.
+        clock_offsets: For every rank, how far its clock is ahead of this one's, with the uncertainty; seconds.
         rdma_devices: The RDMA devices among its paths.
     """
 
@@ -60,14 +60,14 @@ class StartedEngine:
 
 
 Listen = Callable[[_C.Engine, str], Endpoint]
-"""Makes an engine listen on one address, and says where others reach it by that path."""
+"""Makes an engine listen on one address, and returns the endpoint by which others reach it."""
 
 
 def listen(engine: _C.Engine, address: str) -> Endpoint:
     """Give the engine its next path: over an RDMA port such as ``rdma:mlx5_0/1``, or else TCP on a numeric address.
 
     Raises:
-        LaunchError: The address is none of this host's.
+        LaunchError: The address is not one of this host's.
     """
     if address.startswith(rdma_paths.PREFIX):
         return rdma_paths.listen(engine, address)
@@ -87,14 +87,14 @@ def start_engine(
     Args:
         rank: This rank.
         world_size: The number of ranks.
-        store: The job's store, for the engine's use and that of its users.
+        store: The job's store, for the engine and its users.
         addresses: One per path, in the order of preference: a numeric address of this host for TCP, an RDMA port such as
             ``rdma:mlx5_0/1`` for verbs. Connections are accepted on these only. All ranks give equally many of the same kinds.
-        timing: How soon failures are noticed.
+        timing: The timeouts.
         listen: As :func:`listen`, unless others reach this rank by another endpoint than the one that it listens on.
 
     Raises:
-        LaunchError: An address is none of this host's, the ranks' paths don't match, or a neighbour can't be reached.
+        LaunchError: An address is not one of this host's, the ranks' paths don't match, or a neighbour can't be reached.
     """
     control = under("delegate", store)
     engine = _C.Engine(

@@ -1,4 +1,4 @@
-"""The engine's memory as Python sees it, and what two ranks tell each other through it before any message."""
+"""The engine's memory as Python sees it, and the comparison of two ranks' clocks through it before any message."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SECONDS: Final = 30.0
 
 
 class EngineMessage:
-    """Memory of the engine's seen as a message of given specs: a header, then the tensors in one flat buffer.
+    """Memory of the engine as a message of given specs: a header, then the tensors in one flat buffer.
 
     Attributes:
-        memory: As long as the message.
+        memory: The memory, as long as the message.
         specs: One per tensor.
         rule: Writes and checks the header.
         header: The memory as bytes.
@@ -76,7 +76,7 @@ class _Pair:
 
 
 def compare_clocks(engine: _C.Engine, rank: int, world_size: int, store: Store) -> tuple[clock.Offset, ...]:
-    """How far the clock of every rank is ahead of this one's, measured over the engine from neighbour to neighbour.
+    """Measure how far every rank's clock is ahead of this one's, over the engine from neighbour to neighbour.
 
     Raises:
         LaunchError: A neighbour can't be reached.

@@ -25,7 +25,7 @@ class EnginePending(Completion):
         self._begun = threading.Event()
 
     def begin(self, settle: Callable[[EnginePending], None], request: _C.Request) -> None:
-        """The engine has it; ``settle`` completes or fails this once the request is done."""
+        """Attach the engine's request; ``settle`` completes or fails this pending once the request is done."""
         self._settle, self.request = settle, request
         if super().done:  # the transport ended in between
             request.cancel("the transport ended")
@@ -33,7 +33,7 @@ class EnginePending(Completion):
 
     @property
     def done(self) -> bool:
-        """Whether :meth:`wait` returns or raises at once."""
+        """True if :meth:`wait` returns or raises at once."""
         return super().done or (self.request is not None and self.request.done)
 
     def fail(self, error: Exception) -> None:

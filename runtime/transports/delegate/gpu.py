@@ -1,8 +1,8 @@
 """The delegate for tensors on a GPU: its messages are copied to the host and back on a stream of their own.
 
-A sent message is handed to the engine once its copy to the host has ended; a received one is copied to the GPU as soon as it is
-there, by a thread per channel, whatever the rank computes at that time. The compute stream waits for a copy's event, the host
-for none.
+A sent message is passed to the engine once its copy to the host has ended. A thread per channel copies a received message to
+the GPU as soon as it arrives, whatever the rank computes at that time. The compute stream waits for a copy's event; the host
+waits for none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _JOIN_SECONDS: Final = 5.0
 
 
 class _ReceiveToGpu(EnginePending):
-    """A receive whose tensors are on their way to the GPU before anyone asks for them."""
+    """A receive whose tensors are copied to the GPU on arrival, before any op waits for them."""
 
     def __init__(self, identity: Identity) -> None:
         super().__init__(identity)
@@ -38,11 +38,11 @@ class _ReceiveToGpu(EnginePending):
 
     @property
     def done(self) -> bool:
-        """Whether :meth:`wait` returns or raises at once."""
+        """True if :meth:`wait` returns or raises at once."""
         return self._event.is_set()
 
     def wait(self, timeout: float | None = None) -> tuple[Tensor, ...]:
-        """See :meth:`Pending.wait`. The present stream waits for the copy, the host doesn't."""
+        """See :meth:`Pending.wait`. The present stream waits for the copy, and the host doesn't."""
         tensors = Completion.wait(self, timeout)
         assert self.copied is not None and self.staging is not None, "what has arrived is being copied"
         self.staging.hand_over(tensors, self.copied)

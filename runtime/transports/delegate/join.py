@@ -25,24 +25,25 @@ def join(
     device: torch.device | str = "cpu",
     listen: Listen = listen,
 ) -> DelegateTransport:
-    """The delegate of this rank; all ranks of the group call it at the same time.
+    """Return the delegate of this rank; all ranks of the group call it at the same time.
 
     Args:
-        group: The ranks to join; None for the default group, which is set up from the launcher's environment if nobody did.
-        addresses: One per path, see :func:`.delegate_engine.start_engine`; () for the usable RDMA ports of this host, followed
-            by the address by which it reaches the store.
-        timing: How soon failures are noticed.
-        device: Where tensors are sent from and wanted: the host, or a GPU.
-        listen: See :func:`.delegate_engine.start_engine`.
+        group: The ranks to join. None for the default group, which is set up from the launcher's environment if it does not
+            exist.
+        addresses: One per path, see :func:`.engine.start_engine`; () for the usable RDMA ports of this host, followed by the
+            address by which it reaches the store.
+        timing: The timeouts.
+        device: The device of sent and received tensors: the host, or a GPU.
+        listen: See :func:`.engine.start_engine`.
 
     Raises:
-        LaunchError: There is no group and no launcher, or see :func:`.delegate_engine.start_engine`.
+        LaunchError: There is no group and no launcher, or see :func:`.engine.start_engine`.
     """
     owns_default = group is None and initialise("gloo")
     ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
     name = next_name(group)
     control = keys_of(name)
-    # A connection of its own: who waits on the control plane holds up nobody else.
+    # A connection of its own, so that a wait on the control plane blocks no other user.
     rank, place = distributed.get_rank(group), torch.device(device)
     store = signed_together(PrefixStore("adaptra", clone(control)), name, rank, len(ranks))
     found = addresses or [*rdma_paths.agree_on_ports(store, rank, len(ranks)), address_towards(control)]

@@ -1,8 +1,8 @@
-"""Packing a message's tensors, contiguous or not, into one flat buffer on their own device, by a kernel in Triton.
+"""Packing of a message's tensors, contiguous or not, into one flat buffer on their own device, by a kernel in Triton.
 
-The layout is that of :mod:`.wire`: every tensor begins at a multiple of :data:`.wire.ALIGNMENT` bytes, and its elements lie in
-the order of its dimensions; what lies between tensors is zero. So one copy to the host follows instead of one per tensor, and
-none of those is strided. Where there is no Triton, torch's own copies do the same.
+The layout is that of :mod:`adaptra.runtime.transports.message_format`. Every tensor begins at a multiple of ``ALIGNMENT``
+bytes, its elements lie in the order of its dimensions, and the bytes between tensors are zero. So one copy to the host follows
+instead of one per tensor, and it is not strided. Without Triton, torch copies tensor by tensor.
 
 A tensor whose spec says ``lossy_bf16`` is rounded on the way into the buffer, to nearest, ties to even.
 """
@@ -27,7 +27,9 @@ _INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why tensors on ``device`` can't be packed by the kernel, or None if they can: a small one has been."""
+    """Return the reason why tensors on ``device`` can't be packed by the kernel, or None after packing a small one
+    successfully.
+    """
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install 'adaptra[gpu]'"
     try:
@@ -42,7 +44,7 @@ def why_not(device: torch.device) -> str | None:
 
 
 def is_worthwhile(tensors: Sequence[Tensor], specs: MessageSpec) -> bool:
-    """Whether packing saves anything: a single contiguous tensor that travels as it is is as flat as can be."""
+    """Return True if packing saves time. A single contiguous tensor that is not rounded is flat already."""
     return len(tensors) > 1 or any(
         spec.lossy_bf16 or not tensor.is_contiguous() for tensor, spec in zip(tensors, specs, strict=True)
     )
@@ -53,7 +55,7 @@ def pack(flat: Tensor, tensors: Sequence[Tensor], specs: MessageSpec) -> None:
 
     Args:
         flat: (at least :func:`flat_bytes` of the specs,) uint8, contiguous, on the tensors' device.
-        tensors: Any dtypes, shapes and strides, none of them sparse.
+        tensors: Tensors of any dtype, shape and stride, none of them sparse.
         specs: One per tensor.
 
     Raises:
@@ -89,7 +91,7 @@ def _launch(kernel: Any, tensor: Tensor, target: Tensor, *, is_narrowed: bool) -
         padded,
         *sizes[1:],
         *strides,
-        # Places past the end may be too large for that: nothing is read there.
+        # Offsets past the end may exceed 32 bits as well, though nothing is read there.
         WIDE=max(reach, blocks * _BLOCK) > torch.iinfo(torch.int32).max,
         NARROW=is_narrowed,
         BLOCK=_BLOCK,
@@ -97,7 +99,7 @@ def _launch(kernel: Any, tensor: Tensor, target: Tensor, *, is_narrowed: bool) -
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
-    """The same bits as integers, (shape, or shape and 2 if complex), without a copy unless a conjugation is pending."""
+    """Return the same bits as integers, (shape, or shape and 2 if complex), without a copy unless a conjugation is pending."""
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -105,7 +107,7 @@ def _as_integers(tensor: Tensor) -> Tensor:
 
 
 def _joined(tensor: Tensor) -> list[tuple[int, int]]:
-    """Size and stride of each dimension, outermost first, with those joined that lie behind each other in memory."""
+    """Return size and stride of each dimension, outermost first; dimensions that are contiguous in memory are joined."""
     joined: list[tuple[int, int]] = []
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if size == 1:

@@ -1,7 +1,7 @@
-"""The Triton kernel that packs; imports triton, so only :mod:`.pack` imports it, and only when it is asked to pack.
+"""The Triton kernel of packing. It imports triton, so only :mod:`.pack` imports this module, and only to pack.
 
 The kernel sees bits and no numbers: it copies integers as wide as the tensor's elements, and rounds to bfloat16 by arithmetic
-on the bits. So what it writes is the same on every device, and under Triton's interpreter.
+on the bits. So its output is the same on every device, and under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def copy_flat(
 
     Args:
         source: The tensor's first element, as an integer of the same width.
-        target: Where the flat copy begins; int16 if ``NARROW``.
+        target: The beginning of the flat copy; int16 if ``NARROW``.
         count: Elements of the tensor.
         padded: Elements to write, at least ``count``.
-        size_1: Of dimension 1; dimension 0 is as large as ``count`` says.
-        size_2: Of dimension 2.
-        size_3: Of dimension 3.
-        stride_0: Of dimension 0, in elements.
-        stride_1: Of dimension 1, in elements.
-        stride_2: Of dimension 2, in elements.
-        stride_3: Of dimension 3, in elements.
-        WIDE: Whether places need 64 bits.
+        size_1: The size of dimension 1; ``count`` implies that of dimension 0.
+        size_2: The size of dimension 2.
+        size_3: The size of dimension 3.
+        stride_0: The stride of dimension 0, in elements.
+        stride_1: The stride of dimension 1, in elements.
+        stride_2: The stride of dimension 2, in elements.
+        stride_3: The stride of dimension 3, in elements.
+        WIDE: Whether offsets need 64 bits.
         NARROW: Whether the source's int32 are float32 to be rounded to bfloat16.
         BLOCK: Elements per program.
     """

@@ -1,4 +1,6 @@
-"""RDMA ports as paths of the delegate: named ``rdma:mlx5_0/1`` where other paths are named by an address of this host."""
+"""RDMA ports as paths of the delegate, named for example ``rdma:mlx5_0/1``; other paths are named by an address of this
+host.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ _MOST_PORTS: Final = 16
 def listen(engine: _C.Engine, path: str) -> Endpoint:
     """Give the engine a path over an RDMA port, such as ``rdma:mlx5_0`` or ``rdma:mlx5_0/2``.
 
-    Its connections are made by way of the port's own network interface, so that they fail with it, and so that the kernel knows
-    the neighbour when queue pairs are connected.
+    Its TCP connections use the port's own network interface. So they fail with it, and the kernel knows the neighbour when
+    queue pairs are connected.
 
     Raises:
         LaunchError: There is no such port here, or it can't be used; says why.
@@ -40,16 +42,16 @@ def listen(engine: _C.Engine, path: str) -> Endpoint:
 
 
 def devices_of(paths: Sequence[str]) -> tuple[str, ...]:
-    """The RDMA devices among some paths, each once."""
+    """Return the RDMA devices among some paths, each once."""
     devices = (path.removeprefix(PREFIX).partition("/")[0] for path in paths if path.startswith(PREFIX))
     return tuple(dict.fromkeys(devices))
 
 
 def agree_on_ports(store: Store, rank: int, world_size: int) -> list[str]:
-    """This rank's usable RDMA ports as paths, as many as every rank of the job has; the paths of an edge join them in order.
+    """Return this rank's usable RDMA ports as paths, limited to the number that every rank has. An edge joins them in order.
 
     Raises:
-        ControlError: A rank told something that is no number of ports.
+        ControlError: A rank's number of ports is malformed.
     """
     ports, reason = _C.find_verbs_ports()
     mine = [f"{PREFIX}{device}/{number}" for device, number, _, _, unusable in ports if not unusable][:_MOST_PORTS]

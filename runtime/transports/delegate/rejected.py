@@ -1,4 +1,4 @@
-"""What the log says of strangers whom the delegate turned away: one line for each address, however often it tried."""
+"""Log entries about connections that the delegate rejected: one line for each address, however often it tried."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PATIENCE_SECONDS: Final = 10.0
 
 
 class RejectedConnections:
-    """Logs each address once, with how often it was turned away: when it has been quiet for a second, or goes on for ten.
+    """Logs each rejected address once, with the number of attempts: after a second without one, or ten seconds after the first.
 
     Args:
         engine: Counts them.
@@ -27,11 +27,11 @@ class RejectedConnections:
         self._rank = rank
         self._lock = threading.Lock()
         self._logged: set[str] = set()
-        # By address: the count, since when it is that, and when it was first seen; seconds.
+        # By address: the count, the time of its last change, and the time of the first attempt; seconds.
         self._seen: dict[str, tuple[int, float, float]] = {}
 
     def look(self, now: float) -> None:
-        """Log who has come and gone, at ``now`` seconds of a clock. Called now and then, by any thread."""
+        """Log the addresses that are due at ``now`` seconds of a clock. Called from time to time, by any thread."""
         for address, reason, count in self._engine.refusals():
             with self._lock:
                 before, since, first = self._seen.get(address, (0, now, now))
@@ -41,7 +41,7 @@ class RejectedConnections:
                     self._log(address, reason, count)
 
     def close(self) -> None:
-        """Log those of whom nothing was said yet."""
+        """Log the addresses that were not logged yet."""
         for address, reason, count in self._engine.refusals():
             with self._lock:
                 self._log(address, reason, count)

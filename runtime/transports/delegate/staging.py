@@ -1,8 +1,8 @@
-"""Between a GPU's memory and the engine's: copies on a stream of their own, so that compute waits only for those it needs.
+"""Copies between a GPU's memory and the engine's on a separate stream, so that compute waits only for the copies it needs.
 
-The engine's memory is registered with CUDA, so copies to and from it run beside the host. What must happen after a copy (a
-message may be sent, a slot be filled anew) is done by one thread that waits for the copy's event. A sent tensor is recorded on
-the copy stream, and a received one on the stream that asks for it: neither's memory is used again before its copy has ended.
+The engine's memory is registered with CUDA, so copies to and from it run asynchronously. Actions after a copy, such as sending
+a message or refilling a slot, run on one thread that waits for the copy's event. A sent tensor is recorded on the copy stream,
+and a received one on the stream that asks for it. So the memory of neither is reused before its copy has ended.
 
 A message of several tensors, or of one that isn't contiguous, is packed on the GPU first where Triton works, see :mod:`.pack`.
 """
@@ -33,7 +33,7 @@ class Staging:
 
     Args:
         device: A CUDA device.
-        name: Begins the name of the thread.
+        name: A prefix of the thread's name.
     """
 
     def __init__(self, device: torch.device, name: str) -> None:
@@ -65,12 +65,16 @@ class Staging:
             self._pinned[memory.address] = memory
 
     def to_host(self, message: EngineMessage, tensors: Sequence[Tensor]) -> torch.cuda.Event:
-        """Start to copy ``tensors`` into a message in pinned memory; the event says when that is done."""
+        """Start to copy ``tensors`` into a message in pinned memory.
+
+        Returns:
+            An event that is done when the copy is.
+        """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), torch.no_grad():
             here = self._stream.device
             if self._packs and pack.is_worthwhile(tensors, message.specs) and all(tensor.device == here for tensor in tensors):
-                # Made and used on the copy stream only, so its memory goes to nobody before the copy has ended.
+                # Made and used on the copy stream only, so its memory is not reused before the copy has ended.
                 flat = torch.empty(message.flat.numel(), dtype=torch.uint8, device=here)
                 pack.pack(flat, tensors, message.specs)
                 message.flat.copy_(flat, non_blocking=True)
@@ -83,9 +87,13 @@ class Staging:
         return self._record()
 
     def to_device(self, message: EngineMessage) -> tuple[tuple[Tensor, ...], torch.cuda.Event]:
-        """Start to copy a message to the device; its tensors may be used by a stream that waits for the event."""
+        """Start to copy a message to the device.
+
+        Returns:
+            Its tensors, and the event that a stream must wait for before it uses them.
+        """
         with torch.cuda.stream(self._stream), torch.no_grad():
-            # What was rounded is widened on the device.
+            # Rounded tensors are widened on the device.
             tensors = tuple(
                 view.to(self._device, non_blocking=True).to(spec.dtype)
                 for view, spec in zip(message.views, message.specs, strict=True)
@@ -93,18 +101,18 @@ class Staging:
         return tensors, self._record()
 
     def hand_over(self, tensors: Sequence[Tensor], copied: torch.cuda.Event) -> None:
-        """Let the present stream use ``tensors`` as soon as their copy has ended; the host doesn't wait."""
+        """Let the present stream use ``tensors`` as soon as their copy has ended, without blocking the host."""
         current = torch.cuda.current_stream(self._device)
         current.wait_event(copied)
         for tensor in tensors:
             tensor.record_stream(current)
 
     def then(self, copied: torch.cuda.Event, action: Callable[[], None]) -> None:
-        """Call ``action`` once the copy has ended, after all actions asked for before."""
+        """Call ``action`` once the copy has ended, after all earlier actions."""
         self._queue.put((copied, action))
 
     def close(self) -> None:
-        """End the thread after what was asked for, and give the memory back to the system's pager."""
+        """End the thread after its pending actions, and unpin the memory."""
         self._queue.put(None)
         self._thread.join(_JOIN_SECONDS)
         self._stream.synchronize()
@@ -126,5 +134,7 @@ class Staging:
 
 
 def _runtime() -> Any:
-    """The CUDA runtime's own functions; torch says that they may be missing, which they are not where there is a stream."""
+    """Return the CUDA runtime's functions. torch's annotations call them optional, but they exist wherever there is a
+    stream.
+    """
     return torch.cuda.cudart()

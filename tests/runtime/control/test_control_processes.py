@@ -10,13 +10,22 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from event_log import EventFile, check_events, read_events
 from processes import run_processes
 
-from adaptra.runtime.control.events import EventKind
+from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.control.plan import Plan
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    import adaptra
 
 pytestmark = pytest.mark.processes
 
@@ -26,7 +35,7 @@ LIMIT = 1000
 
 
 @pytest.fixture
-def store():
+def store() -> dist.TCPStore:
     import torch.distributed as dist
 
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -35,7 +44,15 @@ def store():
 class Training:
     """One rank: trains an example, and compares it bit for bit with plain torch."""
 
-    def __init__(self, rank, port, folder, *, op_seconds=0.004, on_event=None):
+    def __init__(
+        self,
+        rank: int,
+        port: int,
+        folder: str,
+        *,
+        op_seconds: float = 0.004,
+        on_event: Callable[[ControlEvent], None] | None = None,
+    ) -> None:
         import torch.distributed as dist
         from training import MIXED
 
@@ -52,7 +69,7 @@ class Training:
         self.options = adaptra.Options(schedule="1f1b", adapt=False, emulate=device, on_event=self._told, timeout=60.0)
         self._example = MIXED
 
-    def run(self, until, at):
+    def run(self, until: Callable[[int, Plan], bool], at: Callable[[int, adaptra.Pipeline], None]) -> list[str]:
         """Train until ``until(step, plan)`` holds, which must come at the same step on all ranks.
 
         Args:
@@ -79,20 +96,22 @@ class Training:
                     self.seconds.append(time.monotonic() - started)
         return differences(self._steps, train_alone(self._example, batches, MICROBATCHES), whole=False)
 
-    def _told(self, event):
+    def _told(self, event: ControlEvent) -> None:
         self._file(event)
         if self._on_event is not None:
             self._on_event(event)
 
 
-def suggest(pipe, schedule, reason):
+def suggest(pipe: adaptra.Pipeline, schedule: str, reason: str) -> None:
     """Have a schedule proposed, if this rank coordinates."""
     import adaptra
 
     pipe._built.workers[0].controller.suggest(adaptra.generate(schedule, RANKS, MICROBATCHES), reason)
 
 
-def fail_in(training, until, at):
+def fail_in(
+    training: Training, until: Callable[[int, Plan], bool], at: Callable[[int, adaptra.Pipeline], None]
+) -> tuple[str, str, int | None, float] | None:
     """Train, and return what ends it, as a tuple that can be pickled: kind, text, rank, and the seconds the last step took."""
     try:
         training.run(until, at)
@@ -101,14 +120,14 @@ def fail_in(training, until, at):
     return None
 
 
-def die_in_a_proposal(rank, port, folder, kind):
+def die_in_a_proposal(rank: int, port: int, folder: str, kind: EventKind) -> tuple[str, str, int | None, float] | None:
     """Rank 0 proposes a plan and is killed as soon as it tells an event of this kind."""
 
-    def die(event):
+    def die(event: ControlEvent) -> None:
         if rank == 0 and event.kind is kind:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def propose(step, pipe):
+    def propose(step: int, pipe: adaptra.Pipeline) -> None:
         if step == 3:
             suggest(pipe, "gpipe", "another order")
 
@@ -116,7 +135,9 @@ def die_in_a_proposal(rank, port, folder, kind):
 
 
 @pytest.mark.parametrize("kind", [EventKind.PROPOSED, EventKind.CONFIRMED, EventKind.AGREED])
-def test_a_coordinator_killed_in_a_proposal_ends_the_others_under_one_plan(kind, store, tmp_path):
+def test_a_coordinator_killed_in_a_proposal_ends_the_others_under_one_plan(
+    kind: EventKind, store: dist.TCPStore, tmp_path: Path
+) -> None:
     """Before any rank has got the proposal, before the coordinator has confirmed it, and when all had just agreed."""
     results = run_processes(die_in_a_proposal, RANKS, store.port, str(tmp_path), kind, may_die=(0,))
     for error, text, lost, seconds in results[1:]:
@@ -128,19 +149,19 @@ def test_a_coordinator_killed_in_a_proposal_ends_the_others_under_one_plan(kind,
     assert switches == {} or kind is EventKind.AGREED
 
 
-def pause(rank, port, folder, victim):
+def pause(rank: int, port: int, folder: str, victim: int) -> tuple[list[str], list[float]]:
     """The victim stops for 5 s as a plan is proposed; training ends three steps after the switch."""
     training = Training(rank, port, folder, op_seconds=0.02)
     paused_at, switched = 4, []
 
-    def act(step, pipe):
+    def act(step: int, pipe: adaptra.Pipeline) -> None:
         if step == paused_at and rank == victim:
             me = os.getpid()
             subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -STOP {me}; sleep 5; kill -CONT {me}"])
         if step == paused_at:
             suggest(pipe, "gpipe", "another order")
 
-    def until(step, plan):
+    def until(step: int, plan: Plan) -> bool:
         switched.extend([step] if plan.version else [])
         return len(switched) == 3
 
@@ -149,7 +170,7 @@ def pause(rank, port, folder, victim):
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_training_goes_on_after_a_rank_was_paused_for_five_seconds(victim, store, tmp_path):
+def test_training_goes_on_after_a_rank_was_paused_for_five_seconds(victim: int, store: dist.TCPStore, tmp_path: Path) -> None:
     """Five seconds are less than a lost rank's ten. The pause costs its five seconds, once, and the plan still comes."""
     results = run_processes(pause, RANKS, store.port, str(tmp_path), victim)
     assert [differences for differences, _ in results] == [[]] * RANKS
@@ -160,7 +181,7 @@ def test_training_goes_on_after_a_rank_was_paused_for_five_seconds(victim, store
     assert set(check_events(read_events(tmp_path), dict.fromkeys(range(RANKS), steps))) == {1}
 
 
-def cut(rank, port, folder, victim):
+def cut(rank: int, port: int, folder: str, victim: int) -> tuple[list[str], int, float]:
     """The victim's connections to the store are cut while a plan is under way; a second one is proposed until it is agreed."""
     from proxy import Proxy
 
@@ -168,7 +189,7 @@ def cut(rank, port, folder, victim):
     training = Training(rank, proxy.port if rank == victim else port, folder)
     switched = []
 
-    def act(step, pipe):
+    def act(step: int, pipe: adaptra.Pipeline) -> None:
         if step == 3:
             suggest(pipe, "gpipe", "the first")
         if step == 4 and rank == victim:
@@ -176,7 +197,7 @@ def cut(rank, port, folder, victim):
         if step >= 10 and pipe.plan.reason != "the second":
             suggest(pipe, "1f1b", "the second")
 
-    def until(step, plan):
+    def until(step: int, plan: Plan) -> bool:
         switched.extend([step] if plan.reason == "the second" else [])
         return len(switched) == 3
 
@@ -185,7 +206,9 @@ def cut(rank, port, folder, victim):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_cut_connection_to_the_store_is_made_anew_and_another_rank_coordinates(victim, store, tmp_path):
+def test_a_cut_connection_to_the_store_is_made_anew_and_another_rank_coordinates(
+    victim: int, store: dist.TCPStore, tmp_path: Path
+) -> None:
     results = run_processes(cut, RANKS, store.port, str(tmp_path), victim)
     assert [differences for differences, *_ in results] == [[]] * RANKS
     steps = results[0][1]
@@ -197,14 +220,14 @@ def test_a_cut_connection_to_the_store_is_made_anew_and_another_rank_coordinates
     assert took_over[:1] == ([1] if victim == 0 else [])
 
 
-def lose(rank, port, folder, victim, how):
+def lose(rank: int, port: int, folder: str, victim: int, how: str) -> tuple[tuple[str, str, int | None, float] | None, float]:
     """The victim's connections to the store end for good, by a refusal or without a word, while a plan is under way."""
     from proxy import Proxy
 
     proxy = Proxy(port)
     training = Training(rank, proxy.port if rank == victim else port, folder)
 
-    def act(step, pipe):
+    def act(step: int, pipe: adaptra.Pipeline) -> None:
         if step == 3:
             suggest(pipe, "gpipe", "another order")
         if step == 4 and rank == victim:
@@ -217,7 +240,9 @@ def lose(rank, port, folder, victim, how):
 
 
 @pytest.mark.parametrize(("victim", "how"), [(0, "stall"), (1, "refuse")])
-def test_a_control_store_out_of_reach_ends_training_everywhere(victim, how, store, tmp_path):
+def test_a_control_store_out_of_reach_ends_training_everywhere(
+    victim: int, how: str, store: dist.TCPStore, tmp_path: Path
+) -> None:
     results = run_processes(lose, RANKS, store.port, str(tmp_path), victim, how)
     for rank, (found, seconds) in enumerate(results):
         assert found is not None, f"rank {rank} went on for {seconds} s"

@@ -1,11 +1,14 @@
 """Events come in the order of what happened, and stay when cuts move; a saved step shows its slow edge."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from protocol_world import ModelPlan
+from torch import Tensor
 from training import MIXED
 
 import adaptra
@@ -17,14 +20,14 @@ from adaptra.runtime.detection.measurement import StepMeasurement
 ROWS = 16
 
 
-def pipeline(**arguments):
+def pipeline(**arguments: Any) -> tuple[adaptra.Pipeline, tuple[Tensor, Tensor]]:
     inputs, _, targets = MIXED.rows(ROWS, seed=0)
     return adaptra.compile(
         MIXED.make(), stages=2, microbatches=4, example_inputs=(inputs, targets), loss=MIXED.loss, **arguments
     ), (inputs[0], targets)
 
 
-def test_events_stay_when_the_cut_moves():
+def test_events_stay_when_the_cut_moves() -> None:
     pipe, batch = pipeline(split=["middle.1"])
     with pipe:
         optimizer = torch.optim.SGD(pipe.parameters())
@@ -39,7 +42,7 @@ def test_events_stay_when_the_cut_moves():
 
 
 @pytest.mark.parametrize("suffix", ["json", "svg"])
-def test_a_saved_step_shows_its_slow_edge(tmp_path, suffix):
+def test_a_saved_step_shows_its_slow_edge(tmp_path: Path, suffix: str) -> None:
     """Also where nothing adapts, so that no plan knows of it."""
     options = adaptra.Options(adapt=False, faults=["delay 0>1 150ms"], emulate=adaptra.EmulatedDevice(0.01, 0.01, 0.01))
     pipe, batch = pipeline(options=options)
@@ -54,7 +57,7 @@ def test_a_saved_step_shows_its_slow_edge(tmp_path, suffix):
         assert "stage 0 → 1, slow" in names and "stage 1 → 0" in names
 
 
-def test_an_agreement_is_told_before_any_step_can_run_under_it():
+def test_an_agreement_is_told_before_any_step_can_run_under_it() -> None:
     """One rank, whose mail is handled in order: training goes on as soon as the log covers a step."""
     told, mail = [], []
     around = Surroundings(
@@ -67,7 +70,7 @@ def test_an_agreement_is_told_before_any_step_can_run_under_it():
     )
     participant = Participant(0, 1, ModelPlan(0, "initial"), around, 2, 0)
 
-    def settle():
+    def settle() -> None:
         while mail:
             participant.handle(mail.pop(0))
 

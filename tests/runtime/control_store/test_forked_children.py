@@ -58,7 +58,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("transport", ["c10d", "delegate"])
-def test_who_waits_for_a_killed_rank_learns_of_it_while_its_worker_lives(transport):
+def test_who_waits_for_a_killed_rank_learns_of_it_while_its_worker_lives(transport: str) -> None:
     """By the end of its connections, also to the store that it had: not by its silence."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -26,11 +27,11 @@ DOCUMENTED = {
 }
 
 
-def check_refused(error, row):
+def check_refused(error: BaseException, row: str) -> None:
     check_documented(type(error).__name__, str(error), DOCUMENTED[row])
 
 
-def test_the_secret_comes_from_the_environment_or_a_file_of_this_user(tmp_path):
+def test_the_secret_comes_from_the_environment_or_a_file_of_this_user(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text(SECRET + "\n")
     file.chmod(0o600)
@@ -47,7 +48,9 @@ def test_the_secret_comes_from_the_environment_or_a_file_of_this_user(tmp_path):
         ("", 0o600, "a secret of 0 bytes", "size"),
     ],
 )
-def test_a_file_that_others_may_read_or_that_can_be_guessed_is_refused(tmp_path, content, mode, message, row):
+def test_a_file_that_others_may_read_or_that_can_be_guessed_is_refused(
+    tmp_path: Path, content: str, mode: int, message: str, row: str
+) -> None:
     file = tmp_path / "secret"
     file.write_text(content)
     file.chmod(mode)
@@ -56,7 +59,7 @@ def test_a_file_that_others_may_read_or_that_can_be_guessed_is_refused(tmp_path,
     check_refused(caught.value, row)
 
 
-def test_what_is_no_secret_is_refused():
+def test_what_is_no_secret_is_refused() -> None:
     with pytest.raises(LaunchError, match="ADAPTRA_SECRET: a secret of 0 bytes"):
         given_secret({"ADAPTRA_SECRET": ""})
     with pytest.raises(LaunchError) as caught:
@@ -67,13 +70,13 @@ def test_what_is_no_secret_is_refused():
     check_refused(caught.value, "file")
 
 
-def test_no_two_purposes_or_salts_share_a_key():
+def test_no_two_purposes_or_salts_share_a_key() -> None:
     keys = {derive(SECRET.encode(), purpose, salt) for purpose in ("a", "ab") for salt in (b"", b"b", b"c")}
     assert len(keys) == 6
     assert fingerprint(SECRET.encode()) != fingerprint(SECRET[::-1].encode()) != fingerprint(None) == "none"
 
 
-def test_the_store_does_not_hold_the_key_of_the_data_links(monkeypatch):
+def test_the_store_does_not_hold_the_key_of_the_data_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADAPTRA_SECRET", SECRET)
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as pool:
@@ -84,7 +87,7 @@ def test_the_store_does_not_hold_the_key_of_the_data_links(monkeypatch):
     assert share_secret(dist.HashStore(), 0) != key, "another engine has another key"
 
 
-def test_a_stranger_who_writes_a_key_of_his_own_is_not_believed(monkeypatch):
+def test_a_stranger_who_writes_a_key_of_his_own_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither as if there were no secret, nor as a salt: the key is not what he wrote."""
     monkeypatch.setenv("ADAPTRA_SECRET", SECRET)
     store = dist.HashStore()
@@ -99,7 +102,7 @@ def test_a_stranger_who_writes_a_key_of_his_own_is_not_believed(monkeypatch):
         share_secret(store, 1)
 
 
-def test_ranks_with_and_without_a_secret_refuse_each_other_by_name(monkeypatch):
+def test_ranks_with_and_without_a_secret_refuse_each_other_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=5))
     monkeypatch.setenv("ADAPTRA_SECRET", SECRET)
@@ -109,7 +112,7 @@ def test_ranks_with_and_without_a_secret_refuse_each_other_by_name(monkeypatch):
         share_secret(store, 2)
 
 
-def test_compile_compares_the_secrets_of_all_ranks(monkeypatch):
+def test_compile_compares_the_secrets_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything else is told; the other rank is played by what it would write."""
     monkeypatch.setenv("ADAPTRA_SECRET", SECRET)
     store = dist.HashStore()

@@ -31,31 +31,31 @@ ROW = (
 
 
 @pytest.fixture
-def plain():
+def plain() -> dist.HashStore:
     """What a stranger writes to."""
     return dist.HashStore()
 
 
 @pytest.fixture
-def store(plain, monkeypatch):
+def store(plain: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     """What the ranks write to, in the same place."""
     monkeypatch.setenv("ADAPTRA_SECRET", SECRET)
     return signed(plain, "job", ["rank 0's number", "rank 1's number"])
 
 
-def check_refused(error, key):
+def check_refused(error: BaseException, key: str) -> None:
     assert f"record {key}: " in str(error)
     check_documented("ControlError", str(error), ROW)
 
 
-def test_without_a_secret_nothing_is_signed(plain, monkeypatch):
+def test_without_a_secret_nothing_is_signed(plain: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ADAPTRA_SECRET", raising=False)
     assert signed(plain, "job", ["", ""]) is plain
     under("a", plain).set("b", "c")
     assert plain.get("a/b") == b"c"
 
 
-def test_signed_records_are_read_as_they_were_written(store, plain):
+def test_signed_records_are_read_as_they_were_written(store: dist.Store, plain: dist.HashStore) -> None:
     below = under("below", store)
     below.set("a", "1")
     assert (below.get("a"), below.clone().multi_get(["a"])) == (b"1", [b"1"])
@@ -66,7 +66,7 @@ def test_signed_records_are_read_as_they_were_written(store, plain):
     assert plain.get("below/a") != b"1" and plain.get("below/a").endswith(b"1")
 
 
-def test_a_record_is_good_for_its_key_job_and_value_alone(store, plain):
+def test_a_record_is_good_for_its_key_job_and_value_alone(store: dist.Store, plain: dist.HashStore) -> None:
     store.set("a", "1")
     record = plain.get("a")
     for key, value in (("b", record), ("a", record[:-1] + b"2"), ("a", b"1"), ("a", b"")):
@@ -81,7 +81,7 @@ def test_a_record_is_good_for_its_key_job_and_value_alone(store, plain):
         other.get("a")
 
 
-def test_a_strangers_plan_log_entry_mail_and_endpoint_are_refused(store, plain):
+def test_a_strangers_plan_log_entry_mail_and_endpoint_are_refused(store: dist.Store, plain: dist.HashStore) -> None:
     plain.set("log/0", json.dumps({"until": 1000, "version": 7}))
     with pytest.raises(ControlError) as caught:
         list(Log(Connection(store), 4).read())
@@ -105,7 +105,7 @@ def test_a_strangers_plan_log_entry_mail_and_endpoint_are_refused(store, plain):
     check_refused(caught.value, "job/endpoints/1")
 
 
-def test_a_strangers_heartbeat_ends_the_job_and_an_old_one_is_no_sign_of_life(store, plain):
+def test_a_strangers_heartbeat_ends_the_job_and_an_old_one_is_no_sign_of_life(store: dist.Store, plain: dist.HashStore) -> None:
     lost = []
     members = [Membership(Connection(store), rank, 2, lost.append, interval=0.05, lost_after=1.0) for rank in range(2)]
     deadline = time.monotonic() + 20
@@ -119,7 +119,7 @@ def test_a_strangers_heartbeat_ends_the_job_and_an_old_one_is_no_sign_of_life(st
     assert lost and "no rank of this job has signed it" in str(lost[0])
 
 
-def test_an_old_bulletin_of_the_leader_is_no_sign_of_life(store, plain):
+def test_an_old_bulletin_of_the_leader_is_no_sign_of_life(store: dist.Store, plain: dist.HashStore) -> None:
     lost = []
     member = Membership(Connection(store), 1, 2, lost.append, interval=0.05, lost_after=1.0)
     told = []
@@ -138,7 +138,7 @@ def test_an_old_bulletin_of_the_leader_is_no_sign_of_life(store, plain):
     assert was_found and "rank 0" in str(lost[0])
 
 
-def trained(rank, secret):
+def trained(rank: int, secret: str | None) -> tuple[list[float], str, dict[str, bytes]]:
     """Losses, state, and what stands in the store, of a rank with or without a secret."""
     if secret:
         os.environ["ADAPTRA_SECRET"] = secret
@@ -157,7 +157,7 @@ def trained(rank, secret):
 
 @pytest.mark.processes
 @pytest.mark.timeout(150)
-def test_training_with_a_secret_is_bitwise_the_same_and_its_records_are_signed():
+def test_training_with_a_secret_is_bitwise_the_same_and_its_records_are_signed() -> None:
     ours, theirs = (run_processes(trained, 2, secret) for secret in (SECRET, None))
     assert [one[:2] for one in ours] == [one[:2] for one in theirs]
     assert len(ours[0][2]) == len(theirs[0][2]) == 2
@@ -165,7 +165,7 @@ def test_training_with_a_secret_is_bitwise_the_same_and_its_records_are_signed()
     assert all(value.startswith(b"{") for value in theirs[0][2].values())
 
 
-def test_stores_of_one_key_differ_by_their_names():
+def test_stores_of_one_key_differ_by_their_names() -> None:
     plain = dist.HashStore()
     SignedStore(plain, b"k" * 32, "a").set("b/c", "1")
     with pytest.raises(ControlError):

@@ -1,17 +1,21 @@
 """Options(lossy_bf16=...): messages are rounded as torch rounds, and nothing else is; what can't be is refused at the door."""
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from errors_table import check_documented
 from installed import install_transport
-from models import Example, square_loss, vectors
+from models import Batch, Example, square_loss, vectors
 from processes import run_processes
-from torch import nn
-from training import adam, call, compiled, differences, run_step, train, train_alone
+from torch import Tensor, nn
+from training import Step, adam, call, compiled, differences, run_step, train, train_alone
 
 import adaptra
 from adaptra.errors import OptionError
-from adaptra.runtime.control.events import EventKind
+from adaptra.runtime.control.events import ControlEvent, EventKind
 
 ROWS, MICROBATCHES, WIDTH = 16, 4, 128
 FOREIGN = "lossy_bf16=… with transport '…': expected a transport of adaptra's own, which all can round"
@@ -20,23 +24,23 @@ FOREIGN = "lossy_bf16=… with transport '…': expected a transport of adaptra'
 class Two(nn.Module):
     """Two layers; between them what a boundary that rounds does to activations, and autograd with it to their gradients."""
 
-    def __init__(self, rounds):
+    def __init__(self, rounds: bool) -> None:
         super().__init__()
         self.rounds = rounds
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
         if self.rounds:
             x = x.to(torch.bfloat16).to(torch.float32)
         return self.last(x)
 
 
-def example(rounds):
+def example(rounds: bool) -> Example:
     return Example("two", lambda: Two(rounds), vectors(WIDTH), square_loss)
 
 
-def train_rounded(rank, transports):
+def train_rounded(rank: int, transports: Sequence[str]) -> dict[str, tuple[list[str], bool, str, Any]]:
     """What differs from one process whose model rounds at the boundary, per transport; the report, and whether it is exact."""
     if transports != ["local"]:
         torch.distributed.init_process_group("gloo")
@@ -61,7 +65,7 @@ def train_rounded(rank, transports):
     return found
 
 
-def train_while_slow():
+def train_while_slow() -> tuple[list[Batch], list[Step], list[tuple[int, Any]], tuple[ControlEvent, ...]]:
     """The plans of a run whose only edge carries little from step 10 on and heals later, and what its steps left."""
     batches = [example(False).rows(2 * MICROBATCHES, seed) for seed in range(60)]
     steps, plans = [], []
@@ -84,7 +88,7 @@ def train_while_slow():
         return batches, steps, plans, pipe.events
 
 
-def test_an_edge_whose_bandwidth_binds_is_rounded_until_it_heals():
+def test_an_edge_whose_bandwidth_binds_is_rounded_until_it_heals() -> None:
     batches, steps, plans, events = train_while_slow()
     rounded = [step for step, plan in enumerate(plans) if plan.rounded]
     assert rounded and rounded[0] > 10 and rounded[-1] < len(plans) - 1
@@ -100,19 +104,19 @@ def test_an_edge_whose_bandwidth_binds_is_rounded_until_it_heals():
     assert differences(steps[rounded[0] : rounded[0] + 1], exact[rounded[0] :]) != []
 
 
-def check(found):
+def check(found: dict[str, tuple[list[str], bool, str, Any]]) -> None:
     for differing, is_exact, report, _ in found.values():
         assert differing == [] and not is_exact
         # Four rows of 128 numbers of two bytes, not four.
         assert "messages are rounded to bfloat16" in report and "1.02 kB" in report and "2.05 kB" not in report
 
 
-def test_what_stages_send_each_other_is_rounded_as_torch_rounds():
+def test_what_stages_send_each_other_is_rounded_as_torch_rounds() -> None:
     check(train_rounded(0, ["local"]))
 
 
 @pytest.mark.processes
-def test_it_is_rounded_the_same_between_processes():
+def test_it_is_rounded_the_same_between_processes() -> None:
     ranks = run_processes(train_rounded, 2, ["c10d", "delegate"])
     for found in ranks:
         check(found)
@@ -120,14 +124,14 @@ def test_it_is_rounded_the_same_between_processes():
     assert by_c10d == by_delegate
 
 
-def test_without_the_option_the_report_says_nothing_and_nothing_is_rounded():
+def test_without_the_option_the_report_says_nothing_and_nothing_is_rounded() -> None:
     batch = example(False).rows(ROWS, 0)
     with compiled(example(False), batch, stages=2, microbatches=MICROBATCHES, split=["last"]) as pipe:
         assert differences(train(pipe, [batch]), train_alone(example(False), [batch], MICROBATCHES)) == []
         assert "rounded" not in pipe.report() and "2.05 kB" in pipe.report()
 
 
-def test_a_transport_of_another_package_is_refused(tmp_path, monkeypatch):
+def test_a_transport_of_another_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_transport(tmp_path, "pigeon", "pigeon:make")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(OptionError) as caught:

@@ -25,7 +25,7 @@ def lasting(pacing: Pacing, stage: int, kind: Kind, step: int = 0, took: float =
     return min(found)
 
 
-def test_durations_are_those_of_the_device_and_all_else_stays():
+def test_durations_are_those_of_the_device_and_all_else_stays() -> None:
     cost = EmulatedDevice(0.1, [0.2, 0.3, 0.4], (1, 2, 3)).apply(COST)
     assert cost.forward == (0.1, 0.1, 0.1)
     assert cost.input_grad == (0.2, 0.3, 0.4)
@@ -42,22 +42,22 @@ def test_durations_are_those_of_the_device_and_all_else_stays():
         (EmulatedDevice(0.1, 0.1, [0.1, float("inf"), 0.1]), r"weight_grad=\[0.1, inf, 0.1\]: expected seconds"),
     ],
 )
-def test_what_is_no_duration_is_refused(device, message):
+def test_what_is_no_duration_is_refused(device: EmulatedDevice, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         device.apply(COST)
 
 
-def test_an_op_is_padded_to_its_duration():
+def test_an_op_is_padded_to_its_duration() -> None:
     pacing = Pacing(EmulatedDevice([0.02, 0.05, 0.02], 0.03, 0.04).apply(COST), ())
     for stage, kind, seconds in ((0, Kind.F, 0.02), (1, Kind.F, 0.05), (2, Kind.I, 0.03), (0, Kind.W, 0.04), (0, Kind.B, 0.07)):
         assert seconds <= lasting(pacing, stage, kind) < seconds + 0.05
 
 
-def test_an_op_that_took_longer_is_not_padded():
+def test_an_op_that_took_longer_is_not_padded() -> None:
     assert lasting(Pacing(EmulatedDevice(0.5, 0.5, 0.5).apply(COST), ()), 0, Kind.F, took=1.0) < 1.2
 
 
-def test_a_slow_stage_takes_longer_from_its_step_on():
+def test_a_slow_stage_takes_longer_from_its_step_on() -> None:
     pacing = Pacing(EmulatedDevice(0.02, 0.02, 0.02).apply(COST), [Fault.parse("slow 1 3x @4"), Fault.parse("slow 1 40ms @6")])
     assert lasting(pacing, 0, Kind.F, step=7) < 0.06
     assert lasting(pacing, 1, Kind.F, step=3) < 0.06
@@ -65,9 +65,9 @@ def test_a_slow_stage_takes_longer_from_its_step_on():
     assert 0.1 <= lasting(pacing, 1, Kind.F, step=7) < 0.15
 
 
-def test_without_a_device_and_faults_nothing_waits():
+def test_without_a_device_and_faults_nothing_waits() -> None:
     assert lasting(Pacing(None, ()), 0, Kind.F) < 0.01
 
 
-def test_a_slow_stage_without_a_device_stretches_what_the_op_took():
+def test_a_slow_stage_without_a_device_stretches_what_the_op_took() -> None:
     assert 0.08 <= lasting(Pacing(None, [Fault.parse("slow 0 4x")]), 0, Kind.F, took=0.02) < 0.12

@@ -1,7 +1,9 @@
 """Faults: their text, what they do to messages on a link, and to stages."""
+from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from transport_bodies import LARGE, SMALL, backward, forward, make
 from adaptra.errors import CaseError, TransportError
 from adaptra.runtime.injection.faults import Effect, Fault, compute_extra, compute_factor, link_delay
 from adaptra.runtime.injection.faulty_transport import FaultyTransport
+from adaptra.runtime.transports.base import Identity
 from adaptra.runtime.transports.local import LocalHub
 
 # Generous for a busy machine, and far from what the fault under test would add.
@@ -31,7 +34,7 @@ SLACK = 0.06
         ("slow 2 5ms", Fault(Effect.EXTRA, 0.005, 2)),
     ],
 )
-def test_text_form(text, fault):
+def test_text_form(text: str, fault: Fault) -> None:
     assert Fault.parse(text) == fault
     assert str(fault) == text
 
@@ -49,7 +52,9 @@ AMOUNTS = st.floats(1e-9, 1e12, allow_nan=False)
     steps=st.none() | st.integers(1, 99),
     share=st.floats(1e-9, 1.0),
 )
-def test_text_form_round_trips(effect, amount, stage, away, both_ways, first, steps, share):
+def test_text_form_round_trips(
+    effect: Effect, amount: float, stage: int, away: int, both_ways: bool, first: int, steps: int | None, share: float
+) -> None:
     is_edge = effect in {Effect.DELAY, Effect.RATE, Effect.LOSS}
     fault = Fault(
         effect,
@@ -94,22 +99,22 @@ def test_text_form_round_trips(effect, amount, stage, away, both_ways, first, st
         "delay 1-2 60ms; rate 1>2 5MB",
     ],
 )
-def test_other_text_is_refused(text):
+def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(CaseError, match="fault"):
         Fault.parse(text)
 
 
-def test_a_refusal_shows_the_text_and_the_forms():
+def test_a_refusal_shows_the_text_and_the_forms() -> None:
     with pytest.raises(CaseError, match=r"fault 'delay 1-2 soon': expected such as 'delay 1-2 60ms @8'"):
         Fault.parse("delay 1-2 soon")
 
 
-def test_only_a_lossy_edge_has_a_share():
+def test_only_a_lossy_edge_has_a_share() -> None:
     with pytest.raises(CaseError, match=r"fault delay 50%: expected above 0% and at most 100%, and of a lossy edge alone"):
         Fault(Effect.DELAY, 0.06, 1, 2, share=0.5)
 
 
-def test_which_messages_are_lost_is_the_same_in_every_run_and_as_many_as_ordered():
+def test_which_messages_are_lost_is_the_same_in_every_run_and_as_many_as_ordered() -> None:
     faults = [Fault.parse("lossy 0>1 5% 200ms @3")]
     delays = [link_delay(faults, forward(k, step=step)) for step in range(3, 203) for k in range(10)]
     assert delays == [link_delay(faults, forward(k, step=step)) for step in range(3, 203) for k in range(10)]
@@ -119,7 +124,7 @@ def test_which_messages_are_lost_is_the_same_in_every_run_and_as_many_as_ordered
     assert [link_delay(faults, backward(k, step=3)) for k in range(100)] == [0] * 100
 
 
-def test_what_is_sent_behind_a_lost_message_arrives_behind_it():
+def test_what_is_sent_behind_a_lost_message_arrives_behind_it() -> None:
     """The channel stays in order, as TCP's does; before the lost one all are as fast as ever."""
     faults = [Fault.parse("lossy 0>1 25% 150ms")]
     lost = {step: [k for k in range(8) if link_delay(faults, forward(k, step=step))] for step in range(20)}
@@ -130,7 +135,7 @@ def test_what_is_sent_behind_a_lost_message_arrives_behind_it():
     assert min(latencies[first:]) >= 0.1
 
 
-def test_slow_stages():
+def test_slow_stages() -> None:
     faults = [Fault.parse(text) for text in ("slow 2 1.5x @8", "slow 2 2x @10..12", "slow 1 5ms", "slow 1 1ms", "delay 1-2 1s")]
     assert [compute_factor(faults, 2, step) for step in (7, 8, 10, 11, 12)] == [1.0, 1.5, 3.0, 3.0, 1.5]
     assert compute_factor(faults, 1, 9) == 1.0
@@ -141,21 +146,21 @@ def test_slow_stages():
 class Pair:
     """Two ranks with a stage each, and faults on what rank 0 and rank 1 send."""
 
-    def __init__(self, *texts):
+    def __init__(self, *texts: str) -> None:
         hub = LocalHub(2)
         faults = [Fault.parse(text) for text in texts]
         self.ends = [FaultyTransport(hub.transport(rank), faults) for rank in range(2)]
         for rank, end in enumerate(self.ends):
             end.reserve({(1 - rank, SMALL): 50, (1 - rank, LARGE): 50})
 
-    def __enter__(self):
+    def __enter__(self) -> Pair:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         for end in self.ends:
             end.close()
 
-    def latencies(self, identities, sender=0):
+    def latencies(self, identities: Sequence[Identity], sender: int = 0) -> list[float]:
         """How long each message took, all posted at once and in this order."""
         for identity in identities:
             self.ends[sender].send(1 - sender, identity, make(identity))
@@ -165,7 +170,7 @@ class Pair:
         return [each.arrived_at - each.sent_at for each in pending]
 
 
-def test_delayed_messages_travel_side_by_side():
+def test_delayed_messages_travel_side_by_side() -> None:
     """Each takes the delay and no more, however many there are, and the sender goes on at once."""
     with Pair("delay 0>1 150ms") as pair:
         started = time.monotonic()
@@ -174,7 +179,7 @@ def test_delayed_messages_travel_side_by_side():
         assert time.monotonic() - started < 0.3
 
 
-def test_messages_queue_for_a_rate():
+def test_messages_queue_for_a_rate() -> None:
     """The k-th message waits for the k before it to leave. All are posted within 10 ms."""
     with Pair("rate 0>1 500kB", "delay 0>1 50ms") as pair:
         latencies = pair.latencies([forward(k, specs=LARGE) for k in range(4)])
@@ -182,7 +187,7 @@ def test_messages_queue_for_a_rate():
             assert 0.04 + 0.04 * (k + 1) < latency < 0.05 + 0.04 * (k + 1) + SLACK
 
 
-def test_only_the_named_direction_and_steps_are_affected():
+def test_only_the_named_direction_and_steps_are_affected() -> None:
     with Pair("delay 0>1 150ms @3..5") as pair:
         assert max(pair.latencies([forward(0, step=2)])) < 0.1
         assert min(pair.latencies([forward(0, step=3)])) >= 0.15
@@ -193,13 +198,13 @@ def test_only_the_named_direction_and_steps_are_affected():
         assert max(pair.latencies([forward(0, 3, 4, step=4)])) < 0.1
 
 
-def test_both_directions():
+def test_both_directions() -> None:
     with Pair("delay 0-1 150ms") as pair:
         assert min(pair.latencies([forward(0)])) >= 0.15
         assert min(pair.latencies([backward(0)], sender=1)) >= 0.15
 
 
-def test_a_channel_stays_in_order_when_a_fault_ends():
+def test_a_channel_stays_in_order_when_a_fault_ends() -> None:
     """What is sent after the last slow step does not overtake what is still held."""
     with Pair("delay 0>1 150ms @0..1") as pair:
         held, later, other = forward(0, step=0), forward(0, step=1), backward(0, 0, 1, step=1)
@@ -213,7 +218,7 @@ def test_a_channel_stays_in_order_when_a_fault_ends():
         assert all(pending.wait(100) == () and pending.done for pending in sends)
 
 
-def test_closing_sends_what_is_held_and_an_abort_drops_it():
+def test_closing_sends_what_is_held_and_an_abort_drops_it() -> None:
     hub = LocalHub(2)
     faults = [Fault.parse("delay 0>1 100ms")]
     receiver = hub.transport(1)
@@ -239,7 +244,7 @@ def test_closing_sends_what_is_held_and_an_abort_drops_it():
     assert not [thread.name for thread in threading.enumerate() if thread.name.endswith("faults")]
 
 
-def test_an_error_of_a_held_send_reaches_its_waiter():
+def test_an_error_of_a_held_send_reaches_its_waiter() -> None:
     with Pair("delay 0>1 20ms") as pair:
         pending = pair.ends[0].send(1, forward(0), make(forward(1, specs=LARGE)))
         with pytest.raises(TransportError, match=r"send of 0SEND_F0 .*got float32\[5000\]"):

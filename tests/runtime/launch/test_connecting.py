@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 from errors_table import check_documented
@@ -13,15 +16,18 @@ from training import MIXED
 
 import adaptra
 
+Raised = tuple[str, str, float]
+"""An error's class and text, and when it came."""
+
 ROWS, MICROBATCHES, LOST = 12, 4, 1
 SECONDS = 15.0
 FAILED = "rank … failed: …"
 
 
-def ended_by(how, rank, note):
+def ended_by(how: str, rank: int, note: Path) -> Callable[..., None] | None:
     """What this process does where a test has it end, once it has noted when; others go on."""
 
-    def end(*_arguments, **_options):
+    def end(*_arguments: object, **_options: object) -> None:
         note.write_text(str(time.monotonic()))
         if how == "raise":
             raise ValueError("a network card that is not there")
@@ -30,7 +36,7 @@ def ended_by(how, rank, note):
     return end if rank == LOST else None
 
 
-def raised(act):
+def raised(act: Callable[[], object]) -> Raised | None:
     """The error's class and text, and when it came."""
     try:
         act()
@@ -39,7 +45,7 @@ def raised(act):
     return None
 
 
-def compiled(stages, **options):
+def compiled(stages: int, **options: Any) -> adaptra.Pipeline:
     inputs, _, targets = MIXED.rows(ROWS, seed=0)
     return adaptra.compile(
         MIXED.make(), stages=stages, microbatches=MICROBATCHES, example_inputs=(inputs, targets), loss=MIXED.loss,
@@ -47,7 +53,7 @@ def compiled(stages, **options):
     )  # fmt: skip
 
 
-def join(rank, how, where, note):
+def join(rank: int, how: str, where: str, note: Path) -> Raised | None:
     """What a rank raises when another one ends right before it makes its groups, or tells where it listens."""
     import torch.distributed as dist
 
@@ -69,7 +75,7 @@ def join(rank, how, where, note):
     return raised(lambda: compiled(stages, **with_delegate))
 
 
-def change(rank, how, note):
+def change(rank: int, how: str, note: Path) -> Raised | None:
     """What a rank raises when another one ends while new groups are made for a cut that moves."""
     import torch
     import torch.distributed as dist
@@ -86,7 +92,7 @@ def change(rank, how, note):
         return raised(lambda: pipe.take_split(["middle.3", "middle.5"], torch.optim.SGD(pipe.parameters())))
 
 
-def check_named(results, note, seconds=SECONDS):
+def check_named(results: Sequence[Raised | None], note: Path, seconds: float = SECONDS) -> list[Raised]:
     """Make sure that the others name the lost rank, so many seconds after its end at most; what they say."""
     ended_at = float(note.read_text())
     others = [one for rank, one in enumerate(results) if rank != LOST]
@@ -104,21 +110,21 @@ def check_named(results, note, seconds=SECONDS):
     ("how", "where", "count"),
     [("kill", "groups", 3), ("stop", "groups", 2), ("kill", "group of replicas", 4), ("kill", "endpoints", 3)],
 )
-def test_a_rank_that_ends_while_ranks_connect_is_named(how, where, count, tmp_path):
+def test_a_rank_that_ends_while_ranks_connect_is_named(how: str, where: str, count: int, tmp_path: Path) -> None:
     note = tmp_path / "ended at"
     check_named(run_processes(join, count, how, where, note, timeout=150.0, may_die=(LOST,)), note)
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(200)
-def test_a_rank_that_ends_while_a_cut_makes_new_groups_is_named(tmp_path):
+def test_a_rank_that_ends_while_a_cut_makes_new_groups_is_named(tmp_path: Path) -> None:
     note = tmp_path / "ended at"
     check_named(run_processes(change, 3, "kill", note, timeout=150.0, may_die=(LOST,)), note)
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(200)
-def test_why_a_rank_could_not_connect_is_told_to_the_others_at_once(tmp_path):
+def test_why_a_rank_could_not_connect_is_told_to_the_others_at_once(tmp_path: Path) -> None:
     note = tmp_path / "ended at"
     results = run_processes(join, 3, "raise", "groups", note, timeout=150.0)
     for kind, message, _ in check_named(results, note, seconds=8.0):

@@ -50,13 +50,13 @@ def close(launched: Launch) -> None:
         transport.close()
 
 
-def test_without_a_launcher_all_ranks_are_threads_of_this_process():
+def test_without_a_launcher_all_ranks_are_threads_of_this_process() -> None:
     launched = launch(3, None, ARGUMENTS, 5)
     assert [(transport.rank, transport.world_size) for transport in launched.transports] == [(0, 3), (1, 3), (2, 3)]
     assert launched.replicas is None
 
 
-def test_under_a_launcher_a_process_has_one_rank():
+def test_under_a_launcher_a_process_has_one_rank() -> None:
     """However often it is asked, and unless threads are asked for."""
     with process_group():
         for _ in range(2):
@@ -67,23 +67,23 @@ def test_under_a_launcher_a_process_has_one_rank():
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-def test_ranks_that_do_not_fit_the_stages_are_refused(stages):
+def test_ranks_that_do_not_fit_the_stages_are_refused(stages: int) -> None:
     with process_group(), pytest.raises(LaunchError) as caught:
         launch(stages, None, ARGUMENTS, 5)
     assert f"1 ranks for a pipeline of {stages}: expected a multiple of {stages} ranks" in str(caught.value)
     assert f"start {stages} processes or" in str(caught.value)
 
 
-def test_ranks_that_hold_the_same_facts_agree():
+def test_ranks_that_hold_the_same_facts_agree() -> None:
     assert on_all_ranks(lambda transport: agree(transport, "plan", {"a": [1, "x"]}, 5)) == [None] * 3
 
 
-def test_ranks_that_differ_are_named_on_all_ranks():
+def test_ranks_that_differ_are_named_on_all_ranks() -> None:
     for error in on_all_ranks(lambda transport: agree(transport, "plan", transport.rank % 2, 5)):
         assert isinstance(error, LaunchError) and "plan: rank 1 compiled something else than rank 0" in str(error)
 
 
-def test_a_rank_that_fails_instead_is_told_to_the_others():
+def test_a_rank_that_fails_instead_is_told_to_the_others() -> None:
     def run(transport: Transport) -> None:
         if transport.rank == 2:
             disagree(transport, "plan", ValueError("no such layer"))
@@ -96,7 +96,7 @@ def test_a_rank_that_fails_instead_is_told_to_the_others():
         assert isinstance(error, LaunchError) and str(error) == "plan: rank 2 failed: ValueError: no such layer"
 
 
-def test_a_rank_that_does_not_answer_is_named():
+def test_a_rank_that_does_not_answer_is_named() -> None:
     came = threading.Barrier(2)
 
     def run(transport: Transport) -> None:
@@ -110,7 +110,7 @@ def test_a_rank_that_does_not_answer_is_named():
         assert "rank 1 did not answer within 0.2 s" in str(error)
 
 
-def test_comparisons_of_several_names_do_not_meet():
+def test_comparisons_of_several_names_do_not_meet() -> None:
     def run(transport: Transport) -> None:
         agree(transport, "first", 1, 5)
         agree(transport, "second", 2, 5)
@@ -118,6 +118,6 @@ def test_comparisons_of_several_names_do_not_meet():
     assert on_all_ranks(run) == [None] * 3
 
 
-def test_gathering_brings_everything_to_the_first_rank():
+def test_gathering_brings_everything_to_the_first_rank() -> None:
     found = on_all_ranks(lambda transport: gather(transport, "ranks", {"rank": transport.rank}, 5))
     assert found == [[{"rank": 0}, {"rank": 1}, {"rank": 2}], None, None]

@@ -7,7 +7,7 @@ from processes import run_processes
 
 @pytest.mark.processes
 @pytest.mark.timeout(900)
-def test_a_job_holds_no_more_after_five_rounds_than_after_two():
+def test_a_job_holds_no_more_after_five_rounds_than_after_two() -> None:
     """By rank descriptors, threads and groups; keys of all, of which a few come and go with the log of plans."""
     for found in run_processes(repeat_all, RANKS, (2, 5), timeout=800):
         for what, (early, late) in found.items():

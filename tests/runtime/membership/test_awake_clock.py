@@ -7,7 +7,7 @@ import time
 from adaptra.runtime.membership.awake_clock import AwakeClock
 
 
-def test_it_runs_while_it_is_ticked():
+def test_it_runs_while_it_is_ticked() -> None:
     clock = AwakeClock(0.5)
     began, was = time.monotonic(), clock.now()
     for _ in range(20):
@@ -17,7 +17,7 @@ def test_it_runs_while_it_is_ticked():
     assert clock.now() - was >= 0.1
 
 
-def test_a_time_without_ticks_counts_two_ticks_at_most():
+def test_a_time_without_ticks_counts_two_ticks_at_most() -> None:
     clock = AwakeClock(0.01)
     ctypes.PyDLL(None).usleep(200_000)
     assert clock.now() == 0.02

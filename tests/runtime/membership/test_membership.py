@@ -5,7 +5,9 @@ import ctypes
 import json
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -24,7 +26,9 @@ DOCUMENTED = {
 class Job:
     """Ranks in one process that beat fast; ``lost[rank].wait()`` until a rank was told of a loss."""
 
-    def __init__(self, world_size, store=None, lost_after=5.0, waiting_for=None):
+    def __init__(
+        self, world_size: int, store: dist.Store | None = None, lost_after: float = 5.0, waiting_for: Any = None
+    ) -> None:
         self.store = store or dist.HashStore()
         self.told = [threading.Event() for _ in range(world_size)]
         self.errors = [[] for _ in range(world_size)]
@@ -42,24 +46,24 @@ class Job:
             for rank in range(world_size)
         ]
 
-    def tell(self, rank, error):
+    def tell(self, rank: int, error: Exception) -> None:
         self.errors[rank].append(error)
         self.told[rank].set()
 
-    def wait(self, rank):
+    def wait(self, rank: int) -> PeerLostError:
         assert self.told[rank].wait(100), f"rank {rank} was told nothing"
         (error,) = self.errors[rank]
         assert isinstance(error, PeerLostError)
         assert self.members[rank].lost is error
         return error
 
-    def wait_until_seen(self, rank, by=(0,)):
+    def wait_until_seen(self, rank: int, by: Sequence[int] = (0,)) -> None:
         """Until others have read that a rank failed."""
         deadline = time.monotonic() + 100
         while not all(rank in json.loads(self.store.get(f"rank {other}"))["seen"] for other in by):
             assert time.monotonic() < deadline, f"rank {rank}: nobody noticed"
 
-    def wait_until_beaten(self, times):
+    def wait_until_beaten(self, times: int) -> None:
         """Until every rank has beaten so many times more."""
         ranks = [f"rank {rank}" for rank in range(len(self.members))]
         until = {rank: times + (json.loads(self.store.get(rank))["beat"] if self.store.check([rank]) else 0) for rank in ranks}
@@ -67,13 +71,13 @@ class Job:
         while any(not self.store.check([rank]) or json.loads(self.store.get(rank))["beat"] < until[rank] for rank in ranks):
             assert time.monotonic() < deadline, "a rank does not beat"
 
-    def close(self):
+    def close(self) -> None:
         with ThreadPoolExecutor(len(self.members)) as pool:
             list(pool.map(Membership.close, self.members))
         assert not [thread.name for thread in set(threading.enumerate()) - self.threads_before if "membership" in thread.name]
 
 
-def test_a_failure_reaches_all_others_once():
+def test_a_failure_reaches_all_others_once() -> None:
     job = Job(3)
     error = ZeroDivisionError("by zero")
     assert job.members[1].fail(error, edge=(0, 1), op="1F3") is error
@@ -87,7 +91,7 @@ def test_a_failure_reaches_all_others_once():
     assert not job.errors[1]
 
 
-def test_who_reports_a_loss_gives_way_to_the_lost_ranks_own_report():
+def test_who_reports_a_loss_gives_way_to_the_lost_ranks_own_report() -> None:
     """Rank 2 notices first that rank 1 is gone; rank 1's own report, though later, is the cause for everyone."""
     job = Job(4)
     report = PeerLostError("connection closed", rank=1, edge=(1, 2), op="1SEND_F0")
@@ -108,7 +112,7 @@ def test_who_reports_a_loss_gives_way_to_the_lost_ranks_own_report():
     job.close()
 
 
-def test_a_neighbour_that_ends_its_connections_is_not_blamed_for_the_rank_that_died():
+def test_a_neighbour_that_ends_its_connections_is_not_blamed_for_the_rank_that_died() -> None:
     """Rank 1 dies; rank 2 closes what it has, which rank 3 notices and reports before rank 2 says why."""
     job = Job(4)
     consequence = PeerLostError("connection closed", rank=2, edge=(2, 3), op="2SEND_F5")
@@ -124,7 +128,7 @@ def test_a_neighbour_that_ends_its_connections_is_not_blamed_for_the_rank_that_d
     job.close()
 
 
-def test_who_is_reported_lost_and_says_nothing_himself_is_lost_though_he_beats():
+def test_who_is_reported_lost_and_says_nothing_himself_is_lost_though_he_beats() -> None:
     """Rank 1 sits in a long call, say: its heart beats, and it notices nothing."""
     job = Job(3, lost_after=1.0)
     report = PeerLostError("no message", rank=1, edge=(1, 2), op="1SEND_F0")
@@ -134,7 +138,7 @@ def test_who_is_reported_lost_and_says_nothing_himself_is_lost_though_he_beats()
     job.close()
 
 
-def test_the_rank_with_the_store_stays_until_all_have_found_the_cause():
+def test_the_rank_with_the_store_stays_until_all_have_found_the_cause() -> None:
     """Rank 0 knows the cause at once; the report that rank 2 waits for may come last."""
     job = Job(3)
     job.members[1].close()
@@ -150,7 +154,7 @@ def test_the_rank_with_the_store_stays_until_all_have_found_the_cause():
     job.close()
 
 
-def test_a_rank_that_stops_beating_is_lost_with_the_edge_that_waits():
+def test_a_rank_that_stops_beating_is_lost_with_the_edge_that_waits() -> None:
     """Rank 1 never starts; rank 0 waits for a message from it."""
     store = dist.HashStore()
     told = threading.Event()
@@ -165,7 +169,7 @@ def test_a_rank_that_stops_beating_is_lost_with_the_edge_that_waits():
     member.close()
 
 
-def test_a_process_that_was_too_busy_to_look_blames_nobody_for_silence():
+def test_a_process_that_was_too_busy_to_look_blames_nobody_for_silence() -> None:
     """No thread of it runs for twice as long as makes a rank lost, whatever each was doing when that began."""
     job = Job(3, lost_after=0.5)
     for _ in range(4):
@@ -180,13 +184,13 @@ def test_a_process_that_was_too_busy_to_look_blames_nobody_for_silence():
 class FarStore:
     """A store that counts what it is asked, and from which each answer takes a while."""
 
-    def __init__(self, store, seconds=0.0):
+    def __init__(self, store: dist.Store, seconds: float = 0.0) -> None:
         self._store = store
         self._seconds = seconds
         self.asked = collections.Counter()
 
-    def __getattr__(self, name):
-        def call(*arguments):
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
             self.asked[name] += 1
             if name not in ("set", "multi_set"):  # which nobody answers
                 time.sleep(self._seconds)
@@ -195,13 +199,13 @@ class FarStore:
         return call
 
 
-def test_a_rank_far_from_the_store_loses_nobody_and_asks_once_a_beat():
+def test_a_rank_far_from_the_store_loses_nobody_and_asks_once_a_beat() -> None:
     """With ten ranks and 0.1 s for an answer, asking for each rank in turn takes longer than makes a rank lost."""
     store, told = dist.HashStore(), []
     stores = [FarStore(store, 0.1 if rank in (0, 9) else 0.0) for rank in range(10)]
     members = [Membership(each, rank, 10, told.append, interval=0.05, lost_after=0.6) for rank, each in enumerate(stores)]
 
-    def beats(rank):
+    def beats(rank: int) -> int:
         return json.loads(store.get(f"rank {rank}"))["beat"] if store.check([f"rank {rank}"]) else 0
 
     deadline = time.monotonic() + 100
@@ -217,7 +221,7 @@ def test_a_rank_far_from_the_store_loses_nobody_and_asks_once_a_beat():
         list(pool.map(Membership.close, members))
 
 
-def test_a_rank_that_falls_silent_is_named_to_all_by_the_one_that_reads():
+def test_a_rank_that_falls_silent_is_named_to_all_by_the_one_that_reads() -> None:
     """Its record stands still. So does the leader's bulletin in the second job, which everybody watches."""
     for silent in (2, 0):
         store, told = dist.HashStore(), [threading.Event() for _ in range(4)]
@@ -235,7 +239,7 @@ def test_a_rank_that_falls_silent_is_named_to_all_by_the_one_that_reads():
             list(pool.map(Membership.close, members))
 
 
-def test_leaving_in_turn_is_no_loss():
+def test_leaving_in_turn_is_no_loss() -> None:
     job = Job(3, lost_after=0.3)
     for member in job.members:
         member.close()
@@ -246,27 +250,27 @@ def test_leaving_in_turn_is_no_loss():
 class Stuck:
     """A store whose host is gone without a word: calls don't return until the test ends."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.end = threading.Event()
 
-    def set(self, key, value):
+    def set(self, key: str, value: str) -> None:
         self.end.wait(100)
 
-    def multi_set(self, keys, values):
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
         self.end.wait(100)
 
-    def add(self, key, amount):
+    def add(self, key: str, amount: int) -> int:
         self.end.wait(100)
         return amount
 
-    def check(self, keys):
+    def check(self, keys: list[str]) -> bool:
         return False
 
-    def compare_set(self, key, expected, desired):
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         return desired.encode()
 
 
-def test_a_store_that_does_not_answer_is_lost():
+def test_a_store_that_does_not_answer_is_lost() -> None:
     store = Stuck()
     job = Job(2, store=store, lost_after=0.3)
     check_documented("PeerLostError", str(job.wait(0)), DOCUMENTED["store"])
@@ -298,7 +302,7 @@ FAILURE = {"ordinal": 1, "message": "m", "lost": None, "edge": None, "op": None}
         (json.dumps(GOOD | {"failure": FAILURE | {"lost": -1}}), "field 'lost': expected whole numbers"),
     ],
 )
-def test_a_record_that_is_none_ends_the_job_with_its_rank(text, message):
+def test_a_record_that_is_none_ends_the_job_with_its_rank(text: str, message: str) -> None:
     """Whatever lies in the store is checked field by field before anything looks at it."""
     store = dist.HashStore()
     store.set("rank 1", text)
@@ -313,23 +317,23 @@ def test_a_record_that_is_none_ends_the_job_with_its_rank(text, message):
 class StoreThatGoes:
     """A store until it is told to go."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._store = dist.HashStore()
         self.is_gone = False
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if self.is_gone:
             raise RuntimeError("connection closed")
         return getattr(self._store, name)
 
 
-def test_a_rank_that_was_reported_is_the_cause_also_if_the_store_goes_next():
+def test_a_rank_that_was_reported_is_the_cause_also_if_the_store_goes_next() -> None:
     """As when its host learns of the loss by another way and leaves, while the lost rank's own report is waited for."""
     store = StoreThatGoes()
     member = Membership(store, 0, 2, lambda _: None, interval=0.05)
     beats = threading.Event()
 
-    def beat():
+    def beat() -> None:
         beaten = 1
         while not beats.wait(0.01):
             beaten += 1
@@ -350,6 +354,6 @@ def test_a_rank_that_was_reported_is_the_cause_also_if_the_store_goes_next():
     member.close()
 
 
-def test_limits_that_leave_no_time_for_a_heartbeat_are_refused():
+def test_limits_that_leave_no_time_for_a_heartbeat_are_refused() -> None:
     with pytest.raises(ValueError, match="expected 0 < interval <= lost_after / 3"):
         Membership(dist.HashStore(), 0, 1, print, interval=5, lost_after=10)

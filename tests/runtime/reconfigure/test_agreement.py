@@ -1,17 +1,20 @@
 """Agreeing on roles: four ranks on threads over gloo measure links, one of them slower by sleeping, and all do the same."""
 
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from training import MIXED
 
 from adaptra.graph import compile_stages
 from adaptra.graph.estimated_cost import estimated_cost
+from adaptra.planning.layout_change import RoleChange
 from adaptra.program.roles import Roles
 from adaptra.runtime.detection.measurement import StageMeasurement
 from adaptra.runtime.reconfigure.agreement import agree_on_roles
@@ -24,26 +27,26 @@ RANKS, ROWS = 4, 4
 class Slow:
     """A process group whose messages between some ranks leave later."""
 
-    def __init__(self, group, pairs):
+    def __init__(self, group: dist.ProcessGroup, pairs: Collection[set[int]]) -> None:
         self._group, self._pairs = group, pairs
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
-    def send(self, tensors, destination, tag):
+    def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
         if {self._group.rank(), destination} in self._pairs:
             time.sleep(0.05)
         return self._group.send(tensors, destination, tag)
 
 
 @pytest.mark.parametrize("pairs", [[], [{0, 2}, {0, 3}, {1, 2}, {1, 3}]], ids=["equal", "slow between replicas"])
-def test_all_ranks_make_the_change_that_wins(pairs):
+def test_all_ranks_make_the_change_that_wins(pairs: Collection[set[int]]) -> None:
     inputs, _, targets = MIXED.rows(ROWS, seed=0)
     compiled = compile_stages(MIXED.make(), inputs, {}, stages=2, loss=MIXED.loss, targets=targets)
     case = Case(estimated_cost(compiled, (0, 1)), 4, (0, 1))
     store = dist.HashStore()
 
-    def agree(rank):
+    def agree(rank: int) -> RoleChange | None:
         group = Slow(dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=30)), pairs)
         state = {"weight": nn.Parameter(torch.ones(8, 8))}
         held = gather_state(state, torch.optim.SGD(state.values()))

@@ -4,14 +4,16 @@ import gc
 import hashlib
 import os
 import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from errors_table import check_documented
-from models import Example, square_loss, vectors
+from models import Batch, Example, square_loss, vectors
 from processes import run_processes
-from torch import nn
+from torch import Tensor, nn
 from training import MIXED, call, compiled, differences, run_step, train_alone
 
 import adaptra
@@ -32,16 +34,16 @@ DOCUMENTED = {
 SPLITS = (["middle.4"], ["middle.1"], ["norms.1"])
 
 
-def batches(steps=STEPS):
+def batches(steps: int = STEPS) -> list[Batch]:
     return [MIXED.rows(ROWS, seed=step) for step in range(steps)]
 
 
-def two_groups(pipe):
+def two_groups(pipe: adaptra.Pipeline) -> torch.optim.AdamW:
     """AdamW with two groups, so that parameters must stay in theirs."""
     return two_groups_of(pipe.parameters())
 
 
-def two_groups_of(parameters):
+def two_groups_of(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     parameters = list(parameters)
     weights = [one for one in parameters if one.dim() > 1]
     others = [one for one in parameters if one.dim() == 1]
@@ -49,7 +51,7 @@ def two_groups_of(parameters):
 
 
 @pytest.mark.parametrize("options", [{}, {"adapt": False, "schedule": "1f1b"}], ids=["adapting", "as asked for"])
-def test_a_run_whose_cuts_move_is_bitwise_the_plain_model(options):
+def test_a_run_whose_cuts_move_is_bitwise_the_plain_model(options: dict[str, Any]) -> None:
     """Dropout, BatchNorm, skip connections, a tied weight on the first and last stage: cut anew before steps 2, 4."""
     model, found = MIXED.make(), []
     arguments = {"stages": 3, "microbatches": MICROBATCHES, "split": ["middle.1", "middle.4"], "model": model}
@@ -71,18 +73,18 @@ def test_a_run_whose_cuts_move_is_bitwise_the_plain_model(options):
 class Shared(nn.Module):
     """A layer that is used at the beginning, in the middle and at the end, with others between."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.shared = nn.Linear(8, 8)
         self.others = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6))
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         for index, other in enumerate(self.others):
             x = other(self.shared(x) if index in (0, 3, 5) else x)
         return x
 
 
-def test_a_shared_parameter_gets_and_loses_copies():
+def test_a_shared_parameter_gets_and_loses_copies() -> None:
     """Stage 1 uses it before and after, but not between: its copy is dropped and made again, with what the optimizer keeps."""
     shared, found, copies = Example("shared", Shared, vectors(8), square_loss), [], []
     rows = [shared.rows(ROWS, seed=step) for step in range(STEPS)]
@@ -98,7 +100,7 @@ def test_a_shared_parameter_gets_and_loses_copies():
     assert differences(found, train_alone(shared, rows, MICROBATCHES, optimizer=two_groups_of)) == []
 
 
-def losses_with_gradients(change):
+def losses_with_gradients(change: bool) -> list[float]:
     """Losses of a run that adds the gradients of two steps, with a moved cut between the two, and clips them."""
     found = []
     with compiled(MIXED, batches()[0], stages=2, microbatches=MICROBATCHES, split=["middle.4"]) as pipe:
@@ -121,12 +123,12 @@ def losses_with_gradients(change):
     return found
 
 
-def test_gradients_move_with_their_parameters():
+def test_gradients_move_with_their_parameters() -> None:
     moved, undisturbed = losses_with_gradients(True), losses_with_gradients(False)
     assert len(moved) == len(undisturbed) and all(map(torch.equal, moved, undisturbed))
 
 
-def test_a_copy_that_no_stage_needs_any_more_is_dropped_from_the_optimizer():
+def test_a_copy_that_no_stage_needs_any_more_is_dropped_from_the_optimizer() -> None:
     """The tied weight is on both stages; the last stage's own parameters stay the same tensors."""
     with compiled(MIXED, batches()[0], stages=3, microbatches=MICROBATCHES, split=["middle.1", "middle.4"]) as pipe:
         optimizer = two_groups(pipe)
@@ -139,7 +141,7 @@ def test_a_copy_that_no_stage_needs_any_more_is_dropped_from_the_optimizer():
         assert {id(one) for one in held} == {id(one) for one in pipe.parameters()} == {id(one) for one in optimizer.state}
 
 
-def test_what_is_kept_to_cut_again_does_not_hold_the_model():
+def test_what_is_kept_to_cut_again_does_not_hold_the_model() -> None:
     model, (inputs, _, targets) = MIXED.make(), batches()[0]
     compiled_stages = compile_stages(model, inputs, {}, stages=2, loss=MIXED.loss, targets=targets)
     tensors = [weakref.ref(one) for one in (model, *model.parameters(), *model.buffers())]
@@ -160,7 +162,7 @@ def test_what_is_kept_to_cut_again_does_not_hold_the_model():
         ("middle.1", "split=…: expected a list of module names, one for every stage but the first"),
     ],
 )
-def test_a_split_that_can_not_be_changes_nothing(split, row):
+def test_a_split_that_can_not_be_changes_nothing(split: Any, row: str) -> None:
     with compiled(MIXED, batches()[0], stages=2, microbatches=MICROBATCHES, split=["middle.4"]) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
         with pytest.raises(AdaptraError) as caught:
@@ -171,7 +173,7 @@ def test_a_split_that_can_not_be_changes_nothing(split, row):
     assert differences(found, train_alone(MIXED, batches(1), MICROBATCHES)) == []
 
 
-def test_stages_given_as_modules_are_not_cut_again():
+def test_stages_given_as_modules_are_not_cut_again() -> None:
     inputs, _, targets = MIXED.rows(ROWS, seed=0)
     stages = [nn.Linear(8, 8), nn.Linear(8, 8)]
     with adaptra.compile(
@@ -184,7 +186,7 @@ def test_stages_given_as_modules_are_not_cut_again():
             check_documented(type(caught.value).__name__, str(caught.value), DOCUMENTED["modules"])
 
 
-def test_a_split_is_settled_by_steps():
+def test_a_split_is_settled_by_steps() -> None:
     with compiled(MIXED, batches()[0], stages=2, microbatches=MICROBATCHES) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters())
         with pytest.raises(AdaptraError) as caught:
@@ -197,12 +199,12 @@ def test_a_split_is_settled_by_steps():
 class Waist(nn.Module):
     """Wide layers, and a narrow one before the last third."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         sizes = (64, 64, 64, 64, 8, 64, 64)
         self.layers = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(sizes)))
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
 
 
@@ -211,7 +213,7 @@ SLOW = adaptra.Options(faults=["rate 0-1 40kB @0"], adapt=False)
 """A message of the wide layers occupies the edge for 50 ms, one of the waist for 6 ms."""
 
 
-def settled(rank=None, steps=8):
+def settled(rank: int = None, steps: int = 8) -> tuple[list[float], tuple[str | None, ...], list[Any], dict[str, str]]:
     """Losses, the split, what settling told and how it was told, and digests of the state: a pipeline whose link is slow."""
     import torch.distributed as dist
 
@@ -236,14 +238,14 @@ def settled(rank=None, steps=8):
         return found, pipe.split, told, state
 
 
-def plain():
+def plain() -> tuple[list[float], dict[str, str]]:
     """The losses and the state of the plain model in the same steps."""
     steps = train_alone(WAIST, [WAIST.rows(4 * 8, seed=step) for step in range(8)], 4)
     state = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in steps[-1].state.items()}
     return [one.losses.mean().item() for one in steps], state
 
 
-def test_a_cut_where_less_is_sent_is_taken_if_bandwidth_binds():
+def test_a_cut_where_less_is_sent_is_taken_if_bandwidth_binds() -> None:
     found, split, told, state = settled()
     assert split == ("layers.4",) and told[0] == told[1]
     assert told[0].startswith("stage 1 beginning at 'layers.4' instead of 'layers.2': ") and "ms a step instead of" in told[0]
@@ -251,7 +253,7 @@ def test_a_cut_where_less_is_sent_is_taken_if_bandwidth_binds():
 
 
 @pytest.mark.processes
-def test_two_processes_settle_on_the_same_cut():
+def test_two_processes_settle_on_the_same_cut() -> None:
     results = run_processes(settled, 2)
     assert [split for _, split, *_ in results] == [("layers.4",)] * 2
     assert len({text for _, _, told, _ in results for text in told}) == 1
@@ -260,7 +262,9 @@ def test_two_processes_settle_on_the_same_cut():
     assert {**results[0][3], **results[1][3]} == state and len(results[0][3]) == 8
 
 
-def changing(rank, splits, stages):
+def changing(
+    rank: int, splits: Mapping[int, Sequence[str]], stages: int
+) -> tuple[list[float], dict[str, str], tuple[str | None, ...]]:
     """Losses and state of a rank of one or more replicas, whose cuts move before steps 1 and 3, the first with gradients."""
     import torch.distributed as dist
 
@@ -293,7 +297,7 @@ def changing(rank, splits, stages):
     ],
     ids=["three stages", "replicas of two stages"],
 )
-def test_ranks_whose_cuts_move_go_on_bitwise(stages, splits):
+def test_ranks_whose_cuts_move_go_on_bitwise(stages: int, splits: Mapping[int, Sequence[str]]) -> None:
     count = 3 if stages == 3 else 4
     moved = run_processes(changing, count, splits, stages)
     undisturbed = run_processes(changing, count, {}, stages)
@@ -306,7 +310,7 @@ def test_ranks_whose_cuts_move_go_on_bitwise(stages, splits):
         }
 
 
-def different(rank):
+def different(rank: int) -> tuple[str, str] | None:
     """What a rank raises whose split is another one than that of the other rank."""
     import torch.distributed as dist
 
@@ -323,7 +327,7 @@ def different(rank):
 
 
 @pytest.mark.processes
-def test_ranks_with_different_splits_are_told():
+def test_ranks_with_different_splits_are_told() -> None:
     row = (
         "pipeline: rank … compiled something else than rank 0: expected every rank to build the same model and to call "
         "adaptra.compile with the same arguments"
@@ -332,7 +336,7 @@ def test_ranks_with_different_splits_are_told():
         check_documented(kind, message, row)
 
 
-def lose_a_rank(rank, lost_in):
+def lose_a_rank(rank: int, lost_in: str) -> list[tuple[str, str] | None]:
     """What a rank raises, and what its pipeline says afterwards, when the one in the middle is lost in a move of a cut."""
     import torch.distributed as dist
 
@@ -365,7 +369,7 @@ def lose_a_rank(rank, lost_in):
         ("exchange_parts", "…: a rank is lost: …"),
     ],
 )
-def test_a_rank_that_is_lost_while_a_cut_moves_ends_the_others(lost_in, row):
+def test_a_rank_that_is_lost_while_a_cut_moves_ends_the_others(lost_in: str, row: str) -> None:
     """Before it has come, when all have met, and when state moves."""
     results = run_processes(lose_a_rank, 3, lost_in, may_die=(1,))
     for kind_and_message, (after, said) in (results[0], results[2]):
@@ -374,7 +378,7 @@ def test_a_rank_that_is_lost_while_a_cut_moves_ends_the_others(lost_in, row):
 
 
 @pytest.mark.processes
-def test_a_rank_that_is_lost_when_a_cut_has_moved_is_named_by_the_next_step():
+def test_a_rank_that_is_lost_when_a_cut_has_moved_is_named_by_the_next_step() -> None:
     results = run_processes(lose_a_rank, 3, "regroup", may_die=(1,))
     for ((kind, message),) in (results[0], results[2]):
         assert kind == "PeerLostError"

@@ -1,15 +1,17 @@
 """What moves with a role or a cut arrives as it was, or is refused on every rank before anything moves."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from errors_table import check_documented
 from processes import run_processes
-from torch import nn
+from torch import Tensor, nn
 
 import adaptra
 from adaptra.errors import ControlError, StateError
@@ -40,11 +42,11 @@ FORMS = {
 }
 
 
-def handed_over(held):
+def handed_over(held: Handover) -> Handover:
     """What arrives of a handover on another rank."""
     store = dist.HashStore()
 
-    def run(rank):
+    def run(rank: int) -> Handover | None:
         group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=300))
         if rank == 1:
             return receive(0, group)
@@ -55,17 +57,17 @@ def handed_over(held):
         return list(threads.map(run, range(2)))[1]
 
 
-def as_bytes(tensor):
+def as_bytes(tensor: Tensor) -> bytes:
     return bytes(tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
-def same(one, other):
+def same(one: Tensor, other: Tensor) -> None:
     assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
     assert as_bytes(one) == as_bytes(other)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_every_form_and_dtype_arrives_as_it_was_and_copies_are_alike():
+def test_every_form_and_dtype_arrives_as_it_was_and_copies_are_alike() -> None:
     tensors = {(name, "value"): make() for name, make in FORMS.items()}
     for name, dtype in MOVABLE.items():
         some = torch.randint(0, 2, (3, 4 * dtype.itemsize), dtype=torch.uint8).view(dtype)
@@ -79,7 +81,7 @@ def test_every_form_and_dtype_arrives_as_it_was_and_copies_are_alike():
         same(arrived.tensors[key], tensor)
 
 
-def test_numbers_that_are_not_finite_arrive():
+def test_numbers_that_are_not_finite_arrive() -> None:
     numbers = {"best": float("inf"), "worst": -float("inf"), "none": None, "unknown": float("nan"), "count": 2**70, "on": True}
     arrived = handed_over(Handover(numbers={("weight", f"state/{key}"): one for key, one in numbers.items()}))
     assert {key.removeprefix("state/"): repr(one) for (_, key), one in arrived.numbers.items()} == {
@@ -96,14 +98,14 @@ def test_numbers_that_are_not_finite_arrive():
         (torch.arange(6.0).as_strided((4, 3), (1, 1)), "several of its elements lie in one place"),
     ],
 )
-def test_what_can_not_be_rebuilt_is_refused_before_it_moves(tensor, reason):
+def test_what_can_not_be_rebuilt_is_refused_before_it_moves(tensor: Tensor, reason: str) -> None:
     for what in ("value", "gradient", "state/average"):
         with pytest.raises(StateError, match=reason) as caught:
             check_movable(Handover({("weight", what): tensor}))
         check_documented("StateError", str(caught.value), DOCUMENTED["movable"])
 
 
-def test_a_handover_that_is_not_one_is_refused():
+def test_a_handover_that_is_not_one_is_refused() -> None:
     held = Handover({("weight", "value"): torch.ones(2)})
     held.numbers["weight", "state/step"] = "many"
     with pytest.raises(ControlError, match="expected a name, a key and a number"):
@@ -113,21 +115,21 @@ def test_a_handover_that_is_not_one_is_refused():
 class Convolutions(nn.Module):
     """Four convolutions whose weights lie channels last."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(4)))
         self.to(memory_format=torch.channels_last)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
 
 
-def square(output, target):
+def square(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def forms(pipe, optimizer):
+def forms(pipe: adaptra.Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, list[tuple[int, ...]]]:
     """By parameter the strides of the value, the gradient and what the optimizer keeps."""
     return {
         name: [one.stride(), one.grad.stride(), *(optimizer.state[one][key].stride() for key in ("exp_avg", "exp_avg_sq"))]
@@ -135,14 +137,14 @@ def forms(pipe, optimizer):
     }
 
 
-def moving(rank, changes):
+def moving(rank: int, changes: Any) -> tuple[Any, ...]:
     """Strides before and after cuts and roles move, what was refused, and the losses: 2 replicas of 2 stages."""
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     inputs, targets = torch.randn(4, 3, 4, 4), torch.randn(4, 3, 4, 4)
     found, refused, losses = {}, [], []
 
-    def attempt(run):
+    def attempt(run: Callable[[], object]) -> None:
         try:
             run()
         except Exception as error:
@@ -187,7 +189,7 @@ def moving(rank, changes):
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_what_one_rank_can_not_move_no_rank_moves_and_what_moves_keeps_its_form():
+def test_what_one_rank_can_not_move_no_rank_moves_and_what_moves_keeps_its_form() -> None:
     undisturbed = run_processes(moving, 4, False, timeout=240)
     moved = run_processes(moving, 4, True, timeout=240)
     assert [losses for losses, *_ in moved] == [undisturbed[0][0]] * 4

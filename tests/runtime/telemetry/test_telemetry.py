@@ -8,6 +8,7 @@ import re
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,13 @@ def told() -> list[TimestampedRecord]:
 # Lines
 
 
-def test_every_record_is_the_line_it_was_and_is_read_back(golden):
+def test_every_record_is_the_line_it_was_and_is_read_back(golden: Callable[[str, str], None]) -> None:
     lines = [to_line(one) for one in told()]
     golden("telemetry.jsonl", "\n".join(lines) + "\n")
     assert [from_json(json.loads(line), "here") for line in lines] == told()
 
 
-def test_every_event_and_field_of_a_line_is_documented():
+def test_every_event_and_field_of_a_line_is_documented() -> None:
     _, text = (DOCS / "formats.md").read_text().split("## Runs: `.jsonl`")
     rows = [row.split("|")[1:3] for row in text.splitlines() if row.startswith("| ")]
     events = {event: set(re.findall(r"`(\w+)`", fields)) for names, fields in rows for event in re.findall(r"\w+", names)}
@@ -92,13 +93,13 @@ def test_every_event_and_field_of_a_line_is_documented():
         assert set(inner) <= events[line["event"]]
 
 
-def test_every_kind_of_event_is_read_back():
+def test_every_kind_of_event_is_read_back() -> None:
     for kind in EventKind:
         one = TimestampedRecord(1.0, ControlEvent(kind, 0, 3, 1, "text", 0.5, None))
         assert from_json(json.loads(to_line(one)), "here") == one
 
 
-def test_logging_gets_the_same_lines_and_others_in_the_same_form():
+def test_logging_gets_the_same_lines_and_others_in_the_same_form() -> None:
     """A handler of the user's with adaptra's formatter, on the logger ``adaptra``."""
     lines: list[str] = []
 
@@ -126,7 +127,7 @@ def test_logging_gets_the_same_lines_and_others_in_the_same_form():
     assert found[-1] == found[-1] | {"event": "log", "level": "WARNING", "logger": "adaptra.test", "text": "that is odd"}
 
 
-def test_a_file_takes_no_second_run_at_a_time_and_any_later_one(tmp_path: Path):
+def test_a_file_takes_no_second_run_at_a_time_and_any_later_one(tmp_path: Path) -> None:
     first = FileSink(tmp_path, [0])
     with pytest.raises(OptionError, match="another run is writing there"):
         FileSink(tmp_path, [0])
@@ -151,7 +152,7 @@ def scrape(port: int) -> str:
         return answer.read().decode()
 
 
-def test_the_metrics_are_the_text_they_were_and_closing_frees_the_port(golden):
+def test_the_metrics_are_the_text_they_were_and_closing_frees_the_port(golden: Callable[[str, str], None]) -> None:
     port = free_port()
     sink = PrometheusSink("127.0.0.1", port)
     for one in told():
@@ -170,7 +171,7 @@ def test_the_metrics_are_the_text_they_were_and_closing_frees_the_port(golden):
 # TensorBoard
 
 
-def test_tensorboard_reads_the_same_numbers(tmp_path: Path):
+def test_tensorboard_reads_the_same_numbers(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sink = TensorBoardSink(tmp_path, [1])
@@ -189,7 +190,7 @@ def test_tensorboard_reads_the_same_numbers(tmp_path: Path):
     assert scalars("switches/rank 1") == [(0, 0.0), (1, 1.0)]
 
 
-def test_a_writer_of_the_users_is_written_to_and_stays_open():
+def test_a_writer_of_the_users_is_written_to_and_stays_open() -> None:
     calls: list[tuple[Any, ...]] = []
 
     class Writer:
@@ -226,7 +227,7 @@ class Collected:
         pass
 
 
-def test_what_finds_no_room_is_dropped_and_counted(caplog: pytest.LogCaptureFixture):
+def test_what_finds_no_room_is_dropped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     sink = Collected()
     recorder = Recorder([sink])
     for number in range(MOST_WAITING + 20):
@@ -253,7 +254,7 @@ def train(steps: int, stages: int = 2, **options: Any) -> None:
             pipe.step(args, targets)
 
 
-def test_what_a_users_function_raises_is_logged_once_and_ends_nothing(caplog: pytest.LogCaptureFixture):
+def test_what_a_users_function_raises_is_logged_once_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     seen: list[object] = []
 
     def broken(what: object) -> None:
@@ -299,7 +300,7 @@ def failing_run(folder: Path, steps: int) -> Exception:
     return caught.value
 
 
-def test_after_an_error_the_last_steps_are_where_it_says(tmp_path: Path):
+def test_after_an_error_the_last_steps_are_where_it_says(tmp_path: Path) -> None:
     error = failing_run(tmp_path, 12)
     path = tmp_path / "rank-0.step-12.json"
     assert f"the last steps of rank 0 are in {path}; adaptra trace draws them" in error.__notes__
@@ -315,14 +316,14 @@ def test_after_an_error_the_last_steps_are_where_it_says(tmp_path: Path):
     assert any("IndexError" in one.text and str(path) in one.text for one in failures)
 
 
-def test_an_error_in_the_first_step_leaves_what_ran(tmp_path: Path):
+def test_an_error_in_the_first_step_leaves_what_ran(tmp_path: Path) -> None:
     failing_run(tmp_path, 0)
     ((title, timeline),) = perfetto.load_all(tmp_path / "rank-0.step-0.json")
     assert title == "rank 0, step 0, plan 0, broken off"
     assert len(timeline.ops[0]) == 2
 
 
-def test_records_that_cannot_be_written_hide_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_records_that_cannot_be_written_hide_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "rank-0.step-1.json").mkdir()
@@ -371,7 +372,7 @@ def scraped_run(rank: int, folder: str, port: int) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-def test_two_ranks_over_gloo_are_scraped_and_leave_their_last_steps(tmp_path: Path):
+def test_two_ranks_over_gloo_are_scraped_and_leave_their_last_steps(tmp_path: Path) -> None:
     found = run_processes(scraped_run, 2, str(tmp_path), free_ports(2))
     for rank, (edge, one) in enumerate(zip(("1>0", "0>1"), found, strict=True)):
         assert f'adaptra_steps_total{{rank="{rank}"}} 3.0\n' in one["text"]

@@ -1,11 +1,14 @@
 """Which of several transports carries a message: what the program says from a step on."""
 
+from typing import Any
+
 import pytest
 from transport_bodies import SMALL, forward, make, same
 
 from adaptra.errors import ControlError, LaunchError, OptionError, TransportError
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.passes.lower_comm import LowerComm
+from adaptra.program import Program
 from adaptra.program.schedules import gpipe
 from adaptra.runtime.control.coordinator import _delegated
 from adaptra.runtime.control.plan import Plan
@@ -15,24 +18,24 @@ from adaptra.runtime.launch.launch import launch
 from adaptra.runtime.options import Options
 from adaptra.runtime.transports.base import Identity, Purpose
 from adaptra.runtime.transports.lanes import LanedTransport
-from adaptra.runtime.transports.local import LocalHub
+from adaptra.runtime.transports.local import LocalHub, LocalTransport
 from adaptra.simulation.cost import Case, CostModel
 
 COST = CostModel.uniform(2, 0.01, 0.01, 0.01)
 
 
-def lowered(*edges, lane="delegate"):
+def lowered(*edges: tuple[int, int], lane: str = "delegate") -> Program:
     return LowerComm(slow=edges, lane=lane).apply(InsertComm().apply(gpipe(2, 2), COST), COST)
 
 
-def rank_pair():
+def rank_pair() -> tuple[list[LanedTransport], tuple[LocalTransport, LocalTransport]]:
     """Both ranks' ends of two hubs, and the receiver's ends of each hub."""
     first, second = LocalHub(2), LocalHub(2)
     ends = [(first.transport(rank), second.transport(rank)) for rank in range(2)]
     return [LanedTransport(default, {"delegate": lane}) for default, lane in ends], ends[1]
 
 
-def test_messages_take_the_lane_that_the_program_names_from_its_step_on():
+def test_messages_take_the_lane_that_the_program_names_from_its_step_on() -> None:
     (sender, receiver), (default, lane) = rank_pair()
     for one in (sender, receiver):
         one.use_lanes(0, lowered())
@@ -54,7 +57,7 @@ def test_messages_take_the_lane_that_the_program_names_from_its_step_on():
         receiver.release(waiting)
 
 
-def test_only_messages_of_the_program_take_a_lane():
+def test_only_messages_of_the_program_take_a_lane() -> None:
     (sender, _), _ = rank_pair()
     sender.use_lanes(0, lowered((0, 1)))
     assert sender.lane_of(forward(0)) == "delegate"
@@ -64,7 +67,7 @@ def test_only_messages_of_the_program_take_a_lane():
     assert sender.lane_of(Identity(0, Purpose.GRADIENT, 1, 0, 0, SMALL)) is None, "the other direction"
 
 
-def test_a_lane_that_is_not_there_is_refused():
+def test_a_lane_that_is_not_there_is_refused() -> None:
     (sender, _), (default, _) = rank_pair()
     with pytest.raises(TransportError, match="0SEND_F0@pigeon: expected one of the lanes delegate"):
         sender.use_lanes(0, lowered((0, 1), lane="pigeon"))
@@ -72,7 +75,7 @@ def test_a_lane_that_is_not_there_is_refused():
         default.use_lanes(0, lowered((0, 1)))
 
 
-def test_an_abort_ends_waits_on_every_lane():
+def test_an_abort_ends_waits_on_every_lane() -> None:
     (_, receiver), _ = rank_pair()
     receiver.use_lanes(1, lowered((0, 1)))
     receiver.reserve({(0, SMALL): 2})
@@ -84,12 +87,12 @@ def test_an_abort_ends_waits_on_every_lane():
     receiver.close()
 
 
-def plan(delegated=(), rounded=()):
+def plan(delegated: tuple[tuple[int, int], ...] = (), rounded: tuple[tuple[int, int], ...] = ()) -> Plan:
     return Plan(1, gpipe(2, 2), Case(COST, 2, (0, 1)), 0.1, 0.1, "a test", delegated, rounded)
 
 
 @pytest.mark.parametrize("field", ["delegated", "rounded"])
-def test_a_plan_carries_its_edges_and_they_are_part_of_what_ranks_confirm(field):
+def test_a_plan_carries_its_edges_and_they_are_part_of_what_ranks_confirm(field: str) -> None:
     found = plan(**{field: ((0, 1), (1, 0))})
     assert Plan.from_json(found.to_json()) == found
     assert len({found.digest, plan().digest, plan(((0, 1),)).digest, plan(rounded=((0, 1),)).digest}) == 4
@@ -98,8 +101,8 @@ def test_a_plan_carries_its_edges_and_they_are_part_of_what_ranks_confirm(field)
             Plan.from_json(found.to_json() | {field: wrong})
 
 
-def test_edges_that_turn_slow_take_the_delegate_and_come_back_once_healed():
-    def change(source, was, now, is_healed=False):
+def test_edges_that_turn_slow_take_the_delegate_and_come_back_once_healed() -> None:
+    def change(source: int, was: float, now: float, is_healed: bool = False) -> EdgeChange:
         return EdgeChange(source, source + 1, was, now, 0.001, 0.0, 0.0, 0.0, is_healed)
 
     slow = Detection(4, (change(1, 0.001, 0.03), change(0, 0.03, 0.02)), COST)
@@ -109,17 +112,17 @@ def test_edges_that_turn_slow_take_the_delegate_and_come_back_once_healed():
 
 
 @pytest.mark.parametrize("delegate", ["1>2", 3, [(1, 3)], [(0, -1)], [1, 2], [("1", "2")]])
-def test_what_is_no_edge_is_refused(delegate):
+def test_what_is_no_edge_is_refused(delegate: Any) -> None:
     with pytest.raises(OptionError, match=r"delegate=.*: expected True, False or directed edges"):
         Options(delegate=delegate)
 
 
 @pytest.mark.parametrize("addresses", ["10.0.0.1", [10], 7])
-def test_what_is_no_address_is_refused(addresses):
+def test_what_is_no_address_is_refused(addresses: Any) -> None:
     with pytest.raises(OptionError, match=r"addresses=.*: expected a list of numeric addresses"):
         Options(addresses=addresses)
 
 
-def test_the_delegate_takes_over_edges_of_c10d_only():
+def test_the_delegate_takes_over_edges_of_c10d_only() -> None:
     with pytest.raises(LaunchError, match=r"Options\(delegate=...\) with transport 'local': expected c10d"):
         launch(2, "local", {}, 5, with_delegate=True)

@@ -2,7 +2,9 @@
 
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from transport_bodies import LARGE, SMALL, forward, make
 from adaptra.errors import LaunchError, TransportError
 from adaptra.graph.ops.specs import TensorSpec
 from adaptra.runtime.injection.faulty_transport import FaultyTransport
-from adaptra.runtime.transports.base import Identity
+from adaptra.runtime.transports.base import Identity, Transport
 from adaptra.runtime.transports.clock_offset import Offset, share
 from adaptra.runtime.transports.local import LocalHub
 from adaptra.runtime.transports.message_format import HEADER_BYTES, INLINE_BYTES, MessageBuffer
@@ -22,7 +24,7 @@ from adaptra.runtime.transports.registry import create_transport, transport_name
 
 @pytest.mark.parametrize("wrap", [lambda transport: transport, lambda transport: FaultyTransport(transport, ())])
 @pytest.mark.parametrize("body", bodies.ALL, ids=lambda body: body.__name__)
-def test_local(body, wrap):
+def test_local(body: Callable[[Transport], None], wrap: Callable[[Transport], Transport]) -> None:
     hub = LocalHub(3)
     transports = [wrap(hub.transport(rank)) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
@@ -33,7 +35,7 @@ def test_local(body, wrap):
     assert not [thread.name for thread in threading.enumerate() if thread.name.endswith("faults")]
 
 
-def test_local_matches_in_any_order():
+def test_local_matches_in_any_order() -> None:
     """A receive takes its own message, whatever was sent before."""
     hub = LocalHub(2)
     sender, receiver = hub.transport(0), hub.transport(1)
@@ -46,7 +48,7 @@ def test_local_matches_in_any_order():
     assert bodies.same(early.wait(1), make(forward(2)))
 
 
-def test_local_refuses_the_same_message_twice():
+def test_local_refuses_the_same_message_twice() -> None:
     hub = LocalHub(2)
     sender, receiver = hub.transport(0), hub.transport(1)
     sender.send(1, forward(0), make(forward(0)))
@@ -58,14 +60,14 @@ def test_local_refuses_the_same_message_twice():
         receiver.receive(0, forward(1))
 
 
-def test_local_hub_refuses_impossible_ranks():
+def test_local_hub_refuses_impossible_ranks() -> None:
     with pytest.raises(LaunchError, match="world_size=0"):
         LocalHub(0)
     with pytest.raises(LaunchError, match=r"rank 2: expected a rank of 0\.\.1"):
         LocalHub(2).transport(2)
 
 
-def test_reservation_may_grow_and_shrink_while_buffers_are_held():
+def test_reservation_may_grow_and_shrink_while_buffers_are_held() -> None:
     hub = LocalHub(2)
     sender, receiver = hub.transport(0), hub.transport(1)
     receiver.reserve({(0, SMALL): 2})
@@ -82,7 +84,7 @@ def test_reservation_may_grow_and_shrink_while_buffers_are_held():
         receiver.receive(0, forward(4))
 
 
-def test_whether_a_gradient_is_wanted_is_no_part_of_a_message():
+def test_whether_a_gradient_is_wanted_is_no_part_of_a_message() -> None:
     hub = LocalHub(2)
     sender, receiver = hub.transport(0), hub.transport(1)
     wanted = forward(0, specs=(TensorSpec((4,), torch.float32, requires_grad=True),))
@@ -93,13 +95,13 @@ def test_whether_a_gradient_is_wanted_is_no_part_of_a_message():
 
 
 class TestWire:
-    def buffer(self, identity=None):
+    def buffer(self, identity: Identity | None = None) -> MessageBuffer:
         identity = identity or forward(1)
         buffer = MessageBuffer(identity.specs, torch.device("cpu"))
         buffer.pack(identity, make(identity), 12.5)
         return buffer
 
-    def test_a_packed_message_reads_back(self):
+    def test_a_packed_message_reads_back(self) -> None:
         identity = forward(7, specs=bodies.SPECS, step=-(2**40))
         buffer = self.buffer(identity)
         assert buffer.check(identity) == 12.5
@@ -118,13 +120,13 @@ class TestWire:
             Identity(0, bodies.backward(1).purpose, 0, 1, 1, SMALL),
         ],
     )
-    def test_any_difference_is_refused_and_shown(self, other):
+    def test_any_difference_is_refused_and_shown(self, other: Identity) -> None:
         with pytest.raises(TransportError, match=r"receive of 0SEND_F1 of step 0 on edge 0→1 with float32\[4\]: got "):
             sent, expected = self.buffer(other), MessageBuffer(SMALL, torch.device("cpu"))
             expected.first.copy_(sent.first)
             expected.check(forward(1))
 
-    def test_small_messages_travel_in_one_part_and_the_first_part_has_one_size(self):
+    def test_small_messages_travel_in_one_part_and_the_first_part_has_one_size(self) -> None:
         small, large = (
             MessageBuffer((TensorSpec((size,), torch.uint8),), torch.device("cpu")) for size in (INLINE_BYTES, INLINE_BYTES + 1)
         )
@@ -133,14 +135,14 @@ class TestWire:
         assert small.first.numel() == large.first.numel() == HEADER_BYTES + INLINE_BYTES
 
     @pytest.mark.parametrize("position", [0, 4, 5])
-    def test_bytes_that_are_no_message_are_refused(self, position):
+    def test_bytes_that_are_no_message_are_refused(self, position: int) -> None:
         buffer = self.buffer()
         buffer.first[position] = 255
         with pytest.raises(TransportError, match="no message of version 2"):
             buffer.check(forward(1))
 
 
-def test_clock_offsets_add_up_along_the_ranks():
+def test_clock_offsets_add_up_along_the_ranks() -> None:
     """Ranks whose clocks read 0, 5 and 3 ahead of rank 0's."""
     import torch.distributed as dist
 
@@ -155,7 +157,9 @@ def test_clock_offsets_add_up_along_the_ranks():
 
 
 class TestRegistry:
-    def install(self, folder, monkeypatch, package="carrier", factory="carrier:make"):
+    def install(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, package: str = "carrier", factory: str = "carrier:make"
+    ) -> None:
         """A real installed package, as an installer leaves it."""
         (folder / "carrier.py").write_text(
             "from adaptra.runtime.transports.local import LocalHub\n"
@@ -166,32 +170,32 @@ class TestRegistry:
         monkeypatch.syspath_prepend(str(folder))
         monkeypatch.delitem(sys.modules, "carrier", raising=False)
 
-    def test_an_installed_package_adds_a_transport(self, tmp_path, monkeypatch):
+    def test_an_installed_package_adds_a_transport(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.install(tmp_path, monkeypatch)
         assert transport_names() == ("c10d", "delegate", "local", "pigeon")
         assert create_transport("pigeon", rank=1).rank == 1
 
-    def test_two_packages_of_one_name_are_refused(self, tmp_path, monkeypatch):
+    def test_two_packages_of_one_name_are_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.install(tmp_path, monkeypatch)
         self.install(tmp_path, monkeypatch, package="rival")
         with pytest.raises(LaunchError, match=r"'pigeon': added by several packages: carrier \(carrier:make\), rival"):
             create_transport("pigeon", rank=1)
 
-    def test_what_is_no_transport_is_refused(self, tmp_path, monkeypatch):
+    def test_what_is_no_transport_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.install(tmp_path, monkeypatch, factory="carrier:wrong")
         with pytest.raises(LaunchError, match=r"'pigeon' of carrier .*expected a Transport, got str"):
             create_transport("pigeon")
 
-    def test_what_can_not_be_loaded_says_why(self, tmp_path, monkeypatch):
+    def test_what_can_not_be_loaded_says_why(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.install(tmp_path, monkeypatch, factory="carrier:missing")
         with pytest.raises(LaunchError, match=r"'pigeon' of carrier \(carrier:missing\) can't be loaded: .*missing"):
             create_transport("pigeon")
 
-    def test_an_unknown_name_lists_the_known(self):
+    def test_an_unknown_name_lists_the_known(self) -> None:
         with pytest.raises(LaunchError, match="transport 'tcp': expected one of c10d, delegate, local"):
             create_transport("tcp")
 
-    def test_local_by_name_and_a_transport_as_it_is(self):
+    def test_local_by_name_and_a_transport_as_it_is(self) -> None:
         transport = create_transport("local", hub=LocalHub(2), rank=1)
         assert transport.rank == 1
         assert create_transport(transport) is transport

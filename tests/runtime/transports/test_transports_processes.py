@@ -5,6 +5,8 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -16,15 +18,19 @@ from adaptra.errors import LaunchError, PeerLostError
 from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.injection.faulty_transport import FaultyTransport
 from adaptra.runtime.membership.membership import Membership
+from adaptra.runtime.transports.base import Identity, Transport
 from adaptra.runtime.transports.c10d.c10d import C10dTransport
 from adaptra.runtime.transports.registry import create_transport
+
+Lost = tuple[str, int | None, tuple[int, int] | None, str | None, float]
+"""A lost rank's error: its text, rank, edge and op, and the seconds until it came."""
 
 pytestmark = pytest.mark.processes
 
 MATRIX = (*bodies.ALL, *bodies.IN_ORDER)
 
 
-def run_matrix(rank, name):
+def run_matrix(rank: int, name: str) -> dict[str, str]:
     """Every body on a transport of its own; what went wrong, by the name of the body."""
     dist.init_process_group("gloo")
     failures = {}
@@ -40,16 +46,16 @@ def run_matrix(rank, name):
 
 
 @pytest.fixture(scope="module", params=["c10d", "delegate"])
-def matrix(request):
+def matrix(request: pytest.FixtureRequest) -> list[dict[str, str]]:
     return run_processes(run_matrix, 3, request.param)
 
 
 @pytest.mark.parametrize("body", MATRIX, ids=lambda body: body.__name__)
-def test_matrix(matrix, body):
+def test_matrix(matrix: list[dict[str, str]], body: Callable[[Transport], None]) -> None:
     assert not [failures[body.__name__] for failures in matrix if body.__name__ in failures]
 
 
-def join_half(rank):
+def join_half(rank: int) -> None:
     dist.init_process_group("gloo")
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     transport = C10dTransport(halves[rank % 2])
@@ -61,11 +67,11 @@ def join_half(rank):
     transport.close()
 
 
-def test_c10d_joins_a_sub_group_only():
+def test_c10d_joins_a_sub_group_only() -> None:
     run_processes(join_half, 4)
 
 
-def join_without_group(rank):
+def join_without_group(rank: int) -> bool:
     transport = C10dTransport()
     assert all(0 <= abs(offset.ahead) <= offset.uncertainty + 1e-3 < 5 for offset in transport.clock_offsets)
     bodies.carries_every_dtype(transport)
@@ -73,12 +79,12 @@ def join_without_group(rank):
     return dist.is_initialized()
 
 
-def test_c10d_sets_up_and_takes_down_a_default_group_of_its_own():
+def test_c10d_sets_up_and_takes_down_a_default_group_of_its_own() -> None:
     """Processes of one host share a clock, so the offset measured is smaller than its stated uncertainty."""
     assert run_processes(join_without_group, 2) == [False, False]
 
 
-def test_c10d_without_a_launcher_says_so(monkeypatch):
+def test_c10d_without_a_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(LaunchError, match=r"no process group and no launcher such as torchrun: .*RANK"):
@@ -87,7 +93,7 @@ def test_c10d_without_a_launcher_says_so(monkeypatch):
         C10dTransport(backend="pigeon")
 
 
-def measure_delay(rank):
+def measure_delay(rank: int) -> list[Any]:
     transport = FaultyTransport(C10dTransport(), (Fault.parse("delay 0>1 200ms @1"),))
     found = []
     if rank == 0:
@@ -111,7 +117,7 @@ def measure_delay(rank):
     return found
 
 
-def test_an_injected_delay_is_measured_by_the_receiver_over_gloo():
+def test_an_injected_delay_is_measured_by_the_receiver_over_gloo() -> None:
     posting, (healthy, slow) = run_processes(measure_delay, 2)
     assert all(latency < 0.2 for latency in healthy)
     assert all(latency >= 0.195 for latency in slow)
@@ -123,7 +129,7 @@ def test_an_injected_delay_is_measured_by_the_receiver_over_gloo():
 class Rank:
     """A rank that waits for a message, as an executor does, with the membership beside it."""
 
-    def __init__(self, lost_after=6.0, name="c10d"):
+    def __init__(self, lost_after: float = 6.0, name: str = "c10d") -> None:
         self.on_lost = lambda: None
         self.transport = create_transport(name)
         self.membership = Membership(
@@ -135,11 +141,11 @@ class Rank:
             lost_after=lost_after,
         )
 
-    def lose(self, error):
+    def lose(self, error: BaseException) -> None:
         self.transport.abort(error)
         self.on_lost()
 
-    def wait_in_vain(self, source, identity):
+    def wait_in_vain(self, source: int, identity: Identity) -> Lost:
         """The error that ends the wait, and how long that took."""
         started = time.monotonic()
         self.transport.reserve({(source, SMALL): 1})
@@ -153,7 +159,7 @@ class Rank:
         return str(error), error.rank, error.edge, error.op, took
 
 
-def lose_rank_2(rank, how, name="c10d"):
+def lose_rank_2(rank: int, how: str, name: str = "c10d") -> Lost | None:
     """A pipeline of four; rank 2 dies while the others wait for what would come from it, directly or not."""
     mine = Rank(name=name)
     if rank == 2:
@@ -176,7 +182,7 @@ def lose_rank_2(rank, how, name="c10d"):
 
 @pytest.mark.parametrize("name", ["c10d", "delegate"])
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_killed_or_stopped_rank_ends_the_others_with_its_name_and_edge(how, name):
+def test_a_killed_or_stopped_rank_ends_the_others_with_its_name_and_edge(how: str, name: str) -> None:
     outcomes = run_processes(lose_rank_2, 4, how, name, may_die=(2,))
     for rank in (0, 1, 3):
         message, lost, edge, op, took = outcomes[rank]
@@ -188,7 +194,7 @@ def test_a_killed_or_stopped_rank_ends_the_others_with_its_name_and_edge(how, na
         assert op in {"2SEND_B5", "2SEND_F5", "1SEND_B5"}, message
 
 
-def test_an_exception_on_one_rank_reaches_all_others():
+def test_an_exception_on_one_rank_reaches_all_others() -> None:
     outcomes = run_processes(lose_rank_2, 4, "raise")
     for rank in (0, 1, 3):
         message, lost, edge, op, took = outcomes[rank]
@@ -197,7 +203,7 @@ def test_an_exception_on_one_rank_reaches_all_others():
         assert took < 30
 
 
-def lose_the_store(rank, how):
+def lose_the_store(rank: int, how: str) -> Lost:
     """Rank 0, host of the store, ends while ranks 1 and 2 wait for each other and not for rank 0."""
     mine = Rank()
     if rank == 0:
@@ -208,7 +214,7 @@ def lose_the_store(rank, how):
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_lost_store_is_named(how):
+def test_a_lost_store_is_named(how: str) -> None:
     outcomes = run_processes(lose_the_store, 3, how, may_die=(0,))
     for rank in (1, 2):
         message, lost, edge, _, took = outcomes[rank]
@@ -218,7 +224,7 @@ def test_a_lost_store_is_named(how):
     assert any("control store is lost" in outcomes[rank][0] for rank in (1, 2))
 
 
-def leave(rank):
+def leave(rank: int) -> str | None:
     """The rank that hosts the store leaves first and its process ends; the others stay for a while."""
     mine, told = Rank(lost_after=1.5), threading.Event()
     mine.on_lost = told.set
@@ -234,5 +240,5 @@ def leave(rank):
     return None if lost is None else str(lost)
 
 
-def test_leaving_is_no_loss():
+def test_leaving_is_no_loss() -> None:
     assert run_processes(leave, 3) == [None, None, None]

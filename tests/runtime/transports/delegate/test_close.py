@@ -10,7 +10,7 @@ SIZE = 1_000_000
 
 
 @pytest.mark.parametrize("size", [100, SIZE])
-def test_a_send_after_the_end_fails_at_once(size):
+def test_a_send_after_the_end_fails_at_once(size: int) -> None:
     with Pair(1, CALM) as pair:
         pair.sender.close("the test is over", 0.0)
         sent = pair.send(1, size)
@@ -18,12 +18,12 @@ def test_a_send_after_the_end_fails_at_once(size):
         assert sent.error == "the engine is closed"
 
 
-def test_threads_may_close_it_together():
+def test_threads_may_close_it_together() -> None:
     for _ in range(20):
         with Pair(1, CALM) as pair:
             together, failed = threading.Barrier(4), []
 
-            def close(pair=pair, together=together, failed=failed):
+            def close(pair: Pair = pair, together: threading.Barrier = together, failed: list[RuntimeError] = failed) -> None:
                 together.wait(100)
                 try:
                     pair.sender.close("the test is over", 0.0)
@@ -39,7 +39,7 @@ def test_threads_may_close_it_together():
 
 
 @pytest.mark.parametrize("timeout", [math.inf, 1e300])
-def test_a_wait_without_end_ends_with_the_message(timeout):
+def test_a_wait_without_end_ends_with_the_message(timeout: float) -> None:
     with Pair(1, CALM) as pair:
         pair.receiver.reserve(0, SIZE, 1)
         received = pair.receive(SIZE)
@@ -50,7 +50,7 @@ def test_a_wait_without_end_ends_with_the_message(timeout):
         timer.join()
 
 
-def test_a_wait_that_is_no_number_is_refused():
+def test_a_wait_that_is_no_number_is_refused() -> None:
     with Pair(1, CALM) as pair:
         pair.receiver.reserve(0, SIZE, 1)
         with pytest.raises(ValueError, match="got nan: expected a number of seconds"):

@@ -2,12 +2,12 @@
 
 import pytest
 from delegate_link_bodies import until
-from linked_hosts import SYSCTLS
+from linked_hosts import SYSCTLS, LinkedHosts
 
 CONGESTION_CONTROL = SYSCTLS / "tcp_congestion_control"
 
 
-def run(linked_hosts, before, after, goal):
+def run(linked_hosts: type[LinkedHosts], before: str, after: str, goal: str) -> tuple[bool, bool]:
     """See ``until``: whether the goal was there before the change and in the end. All messages arrive, each once."""
     with linked_hosts(2, before) as hosts:
         addresses = [hosts.address(rank) for rank in (0, 1)]
@@ -20,13 +20,13 @@ def run(linked_hosts, before, after, goal):
 @pytest.mark.parametrize(
     ("before", "after"), [("all delay=30ms", ""), ("all rate=50MB", "all delay=40ms")], ids=["long", "turned long"]
 )
-def test_what_one_connection_cannot_carry_gets_more(linked_hosts, before, after):
+def test_what_one_connection_cannot_carry_gets_more(linked_hosts: type[LinkedHosts], before: str, after: str) -> None:
     _, is_there = run(linked_hosts, before, after, "several")
     assert is_there
 
 
 @pytest.mark.root
-def test_connections_are_under_bbr_only_where_packets_are_lost(linked_hosts):
+def test_connections_are_under_bbr_only_where_packets_are_lost(linked_hosts: type[LinkedHosts]) -> None:
     systems = CONGESTION_CONTROL.read_text().strip()
     if systems != "bbr":
         pytest.skip(f"this system's connections are under {systems} whatever they lose: set {CONGESTION_CONTROL} to bbr")

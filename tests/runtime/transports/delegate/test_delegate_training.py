@@ -2,18 +2,24 @@
 
 import os
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import linked_delegate
 import pytest
 from delegate_model import MICROBATCHES, ROWS, example, sum_over_ranks
+from linked_hosts import LinkedHosts
 from processes import run_processes
+
+Trained = tuple[list[str], dict[str, int], list[tuple[Any, ...]], int]
 
 pytestmark = pytest.mark.processes
 
 FAILURES, MOST_STEPS = 200, 2000
 
 
-def train_on_a_host(rank, folder):
+def train_on_a_host(rank: int, folder: str) -> Trained:
     """As :func:`train_while_links_fail`, where rank 0 disturbs the network and rank 1 itself and what it sends."""
     import torch
 
@@ -27,7 +33,9 @@ def train_on_a_host(rank, folder):
     )
 
 
-def train_while_links_fail(rank, stages, folder, make_disturber):
+def train_while_links_fail(
+    rank: int, stages: int, folder: str, make_disturber: Callable[[linked_delegate.Linked], linked_delegate.Disturber]
+) -> Trained:
     """What differs from c10d, how often each kind of failure happened, what each channel counted in training, and the steps."""
     import torch.distributed as dist
     from training import adam, compiled, differences, run_step, train
@@ -63,11 +71,11 @@ def train_while_links_fail(rank, stages, folder, make_disturber):
     return differences(found, expected), disturber.counts, counted, len(found)
 
 
-def by_channel(transport):
+def by_channel(transport: linked_delegate.Linked) -> dict[tuple[int, int, bool, bool], dict[str, int]]:
     return {tuple(channel): counters for *channel, counters in transport.statistics()}
 
 
-def settle(transport):
+def settle(transport: linked_delegate.Linked) -> None:
     """Wait until the last acknowledgements have come."""
     deadline = time.monotonic() + 100
     while any(sent["posted"] != sent["acknowledged"] for (*_, is_sender), sent in by_channel(transport).items() if is_sender):
@@ -76,19 +84,21 @@ def settle(transport):
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_two_hundred_failures_change_no_bit_and_lose_or_repeat_no_message(tmp_path, stages):
+def test_two_hundred_failures_change_no_bit_and_lose_or_repeat_no_message(tmp_path: Path, stages: int) -> None:
     linked_delegate.install(tmp_path)
     check(run_processes(train_while_links_fail, stages, stages, str(tmp_path), linked_delegate.Disturber, timeout=170))
 
 
 @pytest.mark.root
-def test_two_hundred_failures_between_hosts_change_no_bit_and_lose_or_repeat_no_message(tmp_path, linked_hosts):
+def test_two_hundred_failures_between_hosts_change_no_bit_and_lose_or_repeat_no_message(
+    tmp_path: Path, linked_hosts: type[LinkedHosts]
+) -> None:
     linked_delegate.install(tmp_path)
     with linked_hosts(2, "all delay=500us", rails=3) as hosts:
         check(hosts.call(train_on_a_host, str(tmp_path), timeout=170))
 
 
-def check(results):
+def check(results: list[Any]) -> None:
     stages = len(results)
     assert [found for found, *_ in results] == [[]] * stages
     made = {kind: sum(counts.get(kind, 0) for _, counts, _, _ in results) for kind in linked_delegate.KINDS}

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ next(iter(DataLoader(Slow(), num_workers=1, multiprocessing_context="fork")))
 
 
 @contextlib.contextmanager
-def running(code):
+def running(code: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A process of this code, whose first line is the port on which its engine listens."""
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -78,12 +79,12 @@ def running(code):
             process.kill()
 
 
-def processor_seconds(pid):
+def processor_seconds(pid: int) -> float:
     told = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, told[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_a_caller_for_whom_no_descriptor_is_free_waits_and_costs_nothing():
+def test_a_caller_for_whom_no_descriptor_is_free_waits_and_costs_nothing() -> None:
     with running(FULL) as (process, port):
         assert process.stdout.readline() == "full\n"
         with socket.create_connection(("127.0.0.2", port), timeout=30) as caller:
@@ -101,7 +102,7 @@ def test_a_caller_for_whom_no_descriptor_is_free_waits_and_costs_nothing():
             assert read(caller, 32) == proof("acceptor", greeting, challenge)
 
 
-def test_a_worker_of_a_data_loader_keeps_no_dead_rank_alive():
+def test_a_worker_of_a_data_loader_keeps_no_dead_rank_alive() -> None:
     """The worker, forked while the rank was connected, outlives it."""
     engine = _C.Engine(1, 2, SECRET, **CALM | {"lost_after": 60.0})
     port = engine.add_tcp_path("127.0.0.2")

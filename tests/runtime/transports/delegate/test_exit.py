@@ -36,7 +36,7 @@ if sys.argv[2] == "closed":
 
 
 @pytest.mark.parametrize(("transport", "how"), [("delegate", "left open"), ("c10d", "closed")])
-def test_nothing_is_left_of_the_engine_when_the_interpreter_ends(transport, how):
+def test_nothing_is_left_of_the_engine_when_the_interpreter_ends(transport: str, how: str) -> None:
     """A reference that outlives the interpreter is told on stderr, object by object."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [

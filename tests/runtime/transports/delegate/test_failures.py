@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Callable
 
 import pytest
 from delegate_lab import CALM, QUICK, Pair, pattern
@@ -10,7 +11,7 @@ SIZE = 600_000
 WINDOW = 6
 
 
-def exchange(pair, count, disturb=lambda number: None, first=0):
+def exchange(pair: Pair, count: int, disturb: Callable[[int], object] = lambda number: None, first: int = 0) -> None:
     """Send ``count`` messages with a few in flight; each must arrive once, in order, as it was sent."""
     pair.receiver.reserve(0, SIZE, WINDOW)
     last = first + count
@@ -28,7 +29,7 @@ def exchange(pair, count, disturb=lambda number: None, first=0):
         assert send.wait(100) and send.error is None, send.error
 
 
-def test_messages_cross_two_links_in_order():
+def test_messages_cross_two_links_in_order() -> None:
     with Pair(timing=CALM) as pair:
         exchange(pair, 12)
         sent, received = pair.counters()
@@ -40,13 +41,13 @@ def test_messages_cross_two_links_in_order():
 
 
 @pytest.mark.parametrize("how", ["reset", "corrupt", "is_silent"])
-def test_the_next_link_takes_over_and_the_first_comes_back(how):
+def test_the_next_link_takes_over_and_the_first_comes_back(how: str) -> None:
     with Pair() as pair:
         first = use_first_link(pair, 0)
         before = pair.counters()[0]
         started = time.monotonic()
 
-        def disturb(number):
+        def disturb(number: int) -> None:
             if number == first + 1 and how == "is_silent":
                 pair.links[0].is_silent = True
             elif number == first + 1:
@@ -62,7 +63,7 @@ def test_the_next_link_takes_over_and_the_first_comes_back(how):
         use_first_link(pair, first + 20)
 
 
-def use_first_link(pair, number):
+def use_first_link(pair: Pair, number: int) -> int:
     """Exchange messages from ``number`` on until they cross the best link, which is so once it has been up for a while.
 
     Beside them the other link carries signs of life: it is up as well.
@@ -80,12 +81,12 @@ def use_first_link(pair, number):
         assert time.monotonic() < deadline, "messages don't return to the better link"
 
 
-def test_many_failures_lose_and_repeat_nothing():
+def test_many_failures_lose_and_repeat_nothing() -> None:
     """Every few messages a link is reset or corrupts a chunk, until more than two hundred paths in use have failed."""
     dice = random.Random(1)
     number = 0
 
-    def disturb(number):
+    def disturb(number: int) -> None:
         if number % 3 == 2:
             link = pair.links[dice.randrange(2)]
             dice.choice([link.reset, link.corrupt])()
@@ -103,7 +104,7 @@ def test_many_failures_lose_and_repeat_nothing():
         assert sent["bytes"] == received["bytes"] == number * SIZE
 
 
-def test_a_slow_link_is_not_a_silent_one():
+def test_a_slow_link_is_not_a_silent_one() -> None:
     """The receiver sleeps until a chunk is there, here for longer than a connection may be silent, and still hears it come."""
     with Pair(1, timing=QUICK | {"silence": 1.0}) as pair:
         exchange(pair, 1)
@@ -114,7 +115,7 @@ def test_a_slow_link_is_not_a_silent_one():
         assert [found["path_failures"] for found in pair.counters()] == [0, 0]
 
 
-def test_a_receiver_that_takes_nothing_holds_up_only_what_has_no_room():
+def test_a_receiver_that_takes_nothing_holds_up_only_what_has_no_room() -> None:
     """Credits bound what is sent ahead; the rest waits at the sender, however long."""
     with Pair(1) as pair:
         pair.receiver.reserve(0, SIZE, 2)
@@ -128,7 +129,7 @@ def test_a_receiver_that_takes_nothing_holds_up_only_what_has_no_room():
         assert all(send.wait(100) and send.error is None for send in sends)
 
 
-def test_without_a_path_the_error_names_each_and_its_reason():
+def test_without_a_path_the_error_names_each_and_its_reason() -> None:
     with Pair() as pair:
         exchange(pair, 2)
         pair.links[0].is_silent = pair.links[1].is_silent = True
@@ -139,7 +140,7 @@ def test_without_a_path_the_error_names_each_and_its_reason():
         assert "rank 0" in receive.error and "rank 1" in send.error
 
 
-def test_a_peer_that_is_gone_is_told_from_a_path_that_is():
+def test_a_peer_that_is_gone_is_told_from_a_path_that_is() -> None:
     with Pair() as pair:
         exchange(pair, 2)
         pair.receive(SIZE)
@@ -151,7 +152,7 @@ def test_a_peer_that_is_gone_is_told_from_a_path_that_is():
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_a_sender_calls_its_peer_gone_only_where_its_host_refuses_connections(is_gone):
+def test_a_sender_calls_its_peer_gone_only_where_its_host_refuses_connections(is_gone: bool) -> None:
     """The paths end in the same way, as those of a process that has ended do."""
     with Pair() as pair:
         exchange(pair, 2)
@@ -163,7 +164,7 @@ def test_a_sender_calls_its_peer_gone_only_where_its_host_refuses_connections(is
         assert not pair.receiver.refusals()
 
 
-def test_a_peer_that_closes_says_so():
+def test_a_peer_that_closes_says_so() -> None:
     with Pair() as pair:
         exchange(pair, 2)
         receive = pair.receive(SIZE)
@@ -172,7 +173,7 @@ def test_a_peer_that_closes_says_so():
         assert receive.error == "rank 0 closed its transport"
 
 
-def test_a_message_of_another_size_shows_its_head():
+def test_a_message_of_another_size_shows_its_head() -> None:
     with Pair(1) as pair:
         pair.receiver.reserve(0, SIZE, 1)
         receive = pair.receive(SIZE)
@@ -183,7 +184,7 @@ def test_a_message_of_another_size_shows_its_head():
 
 
 @pytest.mark.parametrize("links", [1, 2])
-def test_a_message_that_takes_longer_than_connections_last_goes_on_where_it_was_cut(links):
+def test_a_message_that_takes_longer_than_connections_last_goes_on_where_it_was_cut(links: int) -> None:
     size = 24 << 20
     with Pair(links, timing=CALM | {"lost_after": 60.0}) as pair:
         exchange(pair, 1)

@@ -12,7 +12,7 @@ pytestmark = [
 ]
 
 
-def exchange_on_gpu(rank):
+def exchange_on_gpu(rank: int) -> None:
     """Messages both ways while a long kernel runs; what arrived is compared on the device that it is wanted on."""
     import torch.distributed as dist
     import transport_bodies as bodies
@@ -44,5 +44,5 @@ def exchange_on_gpu(rank):
     transport.close()
 
 
-def test_messages_travel_between_gpus():
+def test_messages_travel_between_gpus() -> None:
     run_processes(exchange_on_gpu, 2)

@@ -23,7 +23,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA de
 
 
 @pytest.fixture(scope="module")
-def interpreted():
+def interpreted() -> dict[str, str | None]:
     """What the checks found in a process of their own under the interpreter."""
     done = subprocess.run(
         [sys.executable, str(Path(pack_bodies.__file__))],
@@ -39,45 +39,45 @@ def interpreted():
 
 @needs_triton
 @pytest.mark.parametrize("name", pack_bodies.CHECKS)
-def test_interpreted(interpreted, name):
+def test_interpreted(interpreted: dict[str, str | None], name: str) -> None:
     assert interpreted[name] is None, interpreted[name]
 
 
 @needs_triton
 @needs_gpu
 @pytest.mark.parametrize("name", pack_bodies.CHECKS)
-def test_on_a_gpu(name):
+def test_on_a_gpu(name: str) -> None:
     check, *arguments = pack_bodies.CHECKS[name]
     check(*arguments, "cuda")
 
 
 @needs_triton
 @needs_gpu
-def test_staging_packs_on_a_gpu():
+def test_staging_packs_on_a_gpu() -> None:
     assert pack.why_not(torch.device("cuda")) is None
 
 
-def test_without_triton_it_says_what_to_install(monkeypatch):
+def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "adaptra.runtime.transports.delegate.pack_kernel", raising=False)
     with pytest.raises(MissingExtraError, match=r"packing on a GPU needs triton: pip install 'adaptra\[gpu\]'"):
         pack.pack(torch.empty(64, dtype=torch.uint8), [torch.ones(3)], (TensorSpec((3,), torch.float32),))
 
 
-def test_why_not_says_what_is_missing(monkeypatch):
+def test_why_not_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert pack.why_not(torch.device("cpu")) == "triton is not installed: pip install 'adaptra[gpu]'"
 
 
 @needs_triton
-def test_why_not_says_what_fails():
+def test_why_not_says_what_fails() -> None:
     # Without the interpreter the kernel can't run on the CPU.
     reason = pack.why_not(torch.device("cpu"))
     assert reason is not None
     assert reason.startswith("triton can't compile or run a kernel here: ")
 
 
-def test_only_what_is_not_flat_yet_is_packed():
+def test_only_what_is_not_flat_yet_is_packed() -> None:
     matrix, spec = torch.ones(3, 4), TensorSpec((3, 4), torch.float32)
     assert not pack.is_worthwhile([matrix], (spec,))
     assert pack.is_worthwhile([matrix.view(4, 3).t()], (spec,))
@@ -88,7 +88,9 @@ def test_only_what_is_not_flat_yet_is_packed():
 @needs_triton
 @pytest.mark.parametrize(("width", "is_narrowed", "is_wide"), [(8, False, False), (32, True, False), (64, False, True)])
 @pytest.mark.parametrize("capability", [80, 90])
-def test_it_compiles_for_gpus_that_are_not_here(monkeypatch, tmp_path, capability, width, is_narrowed, is_wide):
+def test_it_compiles_for_gpus_that_are_not_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int, width: int, is_narrowed: bool, is_wide: bool
+) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,14 +1,23 @@
 """What training over the delegate sees of its paths: traffic returns to the better one, and which errors end a step."""
 
+import contextlib
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import linked_delegate
 import pytest
 from delegate_model import MICROBATCHES, ROWS, example, sum_over_ranks
 from errors_table import check_documented
 from processes import run_processes
+
+import adaptra
+
+Failed = tuple[str, str, tuple[int, int] | None, str | None]
+"""An error's class, text, edge and op."""
 
 pytestmark = pytest.mark.processes
 
@@ -23,7 +32,7 @@ DOCUMENTED = {
 }
 
 
-def compiled_over(transport, **options):
+def compiled_over(transport: str, **options: Any) -> contextlib.AbstractContextManager[adaptra.Pipeline]:
     from training import compiled
 
     import adaptra
@@ -33,12 +42,12 @@ def compiled_over(transport, **options):
     return compiled(model, model.rows(ROWS, 0), transport=transport, **given)
 
 
-def step(pipe):
+def step(pipe: adaptra.Pipeline) -> None:
     (inputs,), _, targets = example(2).rows(ROWS, 0)
     pipe.step(inputs, targets)
 
 
-def error_of(run):
+def error_of(run: Callable[[], object]) -> Failed | None:
     try:
         run()
     except Exception as error:
@@ -46,7 +55,7 @@ def error_of(run):
     return None
 
 
-def go_back(rank, folder):
+def go_back(rank: int, folder: str) -> tuple[list[Any], list[str]]:
     """The better link fails once while a stranger scans the ports; bytes of each link while it had the traffic."""
     import socket
 
@@ -81,7 +90,7 @@ def go_back(rank, folder):
     return found, told
 
 
-def test_training_returns_to_the_better_path_and_a_scanner_is_logged_once(tmp_path):
+def test_training_returns_to_the_better_path_and_a_scanner_is_logged_once(tmp_path: Path) -> None:
     linked_delegate.install(tmp_path)
     (found, told), (_, _) = run_processes(go_back, 2, str(tmp_path))
     assert found == [0, 1, 0]
@@ -90,7 +99,7 @@ def test_training_returns_to_the_better_path_and_a_scanner_is_logged_once(tmp_pa
     assert line.startswith("rank 0: turned away 127.0.0.77, 100 times: ")
 
 
-def run_out_of_paths(rank, folder):
+def run_out_of_paths(rank: int, folder: str) -> dict[str, Failed | None]:
     """Every way in which a step or a launch fails for its paths."""
     import torch.distributed as dist
 
@@ -115,7 +124,7 @@ def run_out_of_paths(rank, folder):
     return found
 
 
-def test_only_without_a_path_a_step_fails_and_the_error_names_edge_paths_and_reasons(tmp_path):
+def test_only_without_a_path_a_step_fails_and_the_error_names_edge_paths_and_reasons(tmp_path: Path) -> None:
     linked_delegate.install(tmp_path)
     for found in run_processes(run_out_of_paths, 2, str(tmp_path)):
         for how, error in found.items():

@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
@@ -20,14 +21,14 @@ SIZE = 100_000
 
 
 @pytest.fixture
-def pair():
+def pair() -> Iterator[Pair]:
     with Pair(1, CALM) as made:
         made.receiver.reserve(0, SIZE, 2)
         yield made
         check_traffic(made)
 
 
-def check_traffic(pair):
+def check_traffic(pair: Pair) -> None:
     """The job's own messages travel as if nobody else were there."""
     request, sent = pair.receive(SIZE), pair.send(3, SIZE)
     assert pair.take(request) == pattern(3, SIZE)
@@ -35,12 +36,12 @@ def check_traffic(pair):
     assert all(counters["path_failures"] == 0 for counters in pair.counters())
 
 
-def call(pair, host=STRANGER):
+def call(pair: Pair, host: str = STRANGER) -> socket.socket:
     """A connection to rank 0 from an address of a stranger."""
     return socket.create_connection(pair.targets[0], timeout=5, source_address=(host, 0))
 
 
-def refusals(pair, at_least=1):
+def refusals(pair: Pair, at_least: int = 1) -> dict[str, tuple[str, int]]:
     deadline = time.monotonic() + 100
     while sum(count for _, _, count in pair.sender.refusals()) < at_least:
         assert time.monotonic() < deadline, pair.sender.refusals()
@@ -48,12 +49,12 @@ def refusals(pair, at_least=1):
     return {address: (reason, count) for address, reason, count in pair.sender.refusals()}
 
 
-def let_others_run():
+def let_others_run() -> None:
     """Leave the processor to the engine's thread for a moment."""
     os.sched_yield()
 
 
-def is_ended(connection):
+def is_ended(connection: socket.socket) -> bool:
     """Whether the other side ended the connection, without having said anything more than a challenge."""
     told = b""
     with contextlib.suppress(ConnectionError):
@@ -62,7 +63,7 @@ def is_ended(connection):
     return len(told) <= 32
 
 
-def test_a_port_scanner_learns_nothing(pair):
+def test_a_port_scanner_learns_nothing(pair: Pair) -> None:
     for _ in range(5):
         call(pair).close()
     with call(pair) as connection:
@@ -72,7 +73,7 @@ def test_a_port_scanner_learns_nothing(pair):
     assert reason == "ended the connection before it proved anything" and count == 6
 
 
-def test_a_scanner_that_comes_a_hundred_times_is_one_line_of_the_log(pair, caplog):
+def test_a_scanner_that_comes_a_hundred_times_is_one_line_of_the_log(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     log = RejectedConnections(pair.sender, rank=0)
     for number in range(100):
         call(pair).close()
@@ -95,7 +96,7 @@ def test_a_scanner_that_comes_a_hundred_times_is_one_line_of_the_log(pair, caplo
     ]
 
 
-def test_a_scanner_that_never_rests_is_told_of_while_it_goes_on(pair, caplog):
+def test_a_scanner_that_never_rests_is_told_of_while_it_goes_on(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     log = RejectedConnections(pair.sender, rank=0)
     for number in range(15):
         call(pair).close()
@@ -105,13 +106,13 @@ def test_a_scanner_that_never_rests_is_told_of_while_it_goes_on(pair, caplog):
     assert "13 times" in record.getMessage()
 
 
-def test_a_wrong_secret_is_refused(pair):
+def test_a_wrong_secret_is_refused(pair: Pair) -> None:
     with call(pair) as connection:
         assert prove(connection, hello(), b"x" * 32) == b""
     assert refusals(pair)[STRANGER] == ("does not know this job's secret", 1)
 
 
-def test_a_job_with_another_secret_never_connects():
+def test_a_job_with_another_secret_never_connects() -> None:
     with Pair(1, secret=b"x" * 32) as pair:
         pair.receiver.reserve(0, SIZE, 1)
         request = pair.receive(SIZE)
@@ -120,7 +121,7 @@ def test_a_job_with_another_secret_never_connects():
         assert pair.sender.refusals()[0][1] == "does not know this job's secret"
 
 
-def test_a_replayed_handshake_is_refused():
+def test_a_replayed_handshake_is_refused() -> None:
     greeting = hello()
     with Pair(1) as pair, call(pair) as first:
         first.sendall(greeting)
@@ -135,7 +136,7 @@ def test_a_replayed_handshake_is_refused():
         assert refusals(pair)[STRANGER] == ("does not know this job's secret", 1)
 
 
-def test_a_recorded_session_is_worthless_to_the_next_engine():
+def test_a_recorded_session_is_worthless_to_the_next_engine() -> None:
     """All that one rank told another, handshake and messages, told again to an engine with the same secret."""
     with Pair(1, CALM) as pair:
         pair.links[0].recording = recording = bytearray()
@@ -153,7 +154,7 @@ def test_a_recorded_session_is_worthless_to_the_next_engine():
 
 
 @pytest.mark.parametrize("greeting", [hello(destination=7, opener=7), hello(path=3), hello(index=16)])
-def test_who_knows_the_secret_gets_only_what_this_rank_has_a_use_for(pair, greeting):
+def test_who_knows_the_secret_gets_only_what_this_rank_has_a_use_for(pair: Pair, greeting: bytes) -> None:
     with call(pair) as connection:
         prove(connection, greeting)
         assert is_ended(connection)
@@ -161,7 +162,7 @@ def test_who_knows_the_secret_gets_only_what_this_rank_has_a_use_for(pair, greet
 
 
 @pytest.mark.parametrize("greeting", [hello(source=1, destination=1), hello(opener=0), hello(source=7)])
-def test_a_greeting_to_another_rank_gets_no_challenge(pair, greeting):
+def test_a_greeting_to_another_rank_gets_no_challenge(pair: Pair, greeting: bytes) -> None:
     """A challenge is what a listener in between would pass on to have somebody's proof of it."""
     with call(pair) as connection:
         connection.sendall(greeting)
@@ -169,14 +170,14 @@ def test_a_greeting_to_another_rank_gets_no_challenge(pair, greeting):
     assert refusals(pair)[STRANGER][0].endswith(": this is rank 0")
 
 
-def test_a_rank_that_asks_whether_another_is_there_learns_that_and_no_more(pair):
+def test_a_rank_that_asks_whether_another_is_there_learns_that_and_no_more(pair: Pair) -> None:
     """A source opens no paths of its own."""
     with call(pair) as connection:
         assert prove(connection, hello(source=1, destination=0))
         assert is_ended(connection)
 
 
-def test_slow_callers_are_turned_away_and_hold_up_nobody(pair):
+def test_slow_callers_are_turned_away_and_hold_up_nobody(pair: Pair) -> None:
     started = time.monotonic()
     callers = [call(pair) for _ in range(150)]
     for caller in callers:
@@ -208,7 +209,7 @@ BAD_FRAMES = {
 
 
 @pytest.mark.parametrize("name", BAD_FRAMES)
-def test_a_frame_that_no_honest_rank_sends_ends_its_connection(name):
+def test_a_frame_that_no_honest_rank_sends_ends_its_connection(name: str) -> None:
     """Even from someone with the secret. The rank it claims to be connects again, and nothing is lost."""
     with Pair(1) as pair:
         pair.receiver.reserve(0, SIZE, 2)
@@ -222,7 +223,7 @@ def test_a_frame_that_no_honest_rank_sends_ends_its_connection(name):
         assert pair.counters()[0]["path_failures"] >= 1
 
 
-def test_a_truncated_frame_changes_nothing():
+def test_a_truncated_frame_changes_nothing() -> None:
     with Pair(1) as pair:
         pair.receiver.reserve(0, SIZE, 2)
         with call(pair) as connection:
@@ -232,7 +233,7 @@ def test_a_truncated_frame_changes_nothing():
 
 
 @contextlib.contextmanager
-def where_rank_0_listened():
+def where_rank_0_listened() -> Iterator[tuple[socket.socket, bytes, _C.Engine, tuple[str, int]]]:
     """Let rank 1 open its connections to a listener without the secret.
 
     Yields:
@@ -256,14 +257,14 @@ def where_rank_0_listened():
             engine.close("the test is over", 0.0)
 
 
-def is_believed(connection):
+def is_believed(connection: socket.socket) -> bool:
     """Whether the other side says more than a handshake has: it then takes this one for a rank of its job."""
     with contextlib.suppress(ConnectionError, TimeoutError):
         return bool(connection.recv(1))
     return False
 
 
-def pass_on(deceived, greeting, door):
+def pass_on(deceived: socket.socket, greeting: bytes, door: tuple[str, int]) -> None:
     """Have whoever listens at ``door`` make the confirmation that the deceived rank waits for."""
     with socket.create_connection(door, timeout=10) as other:
         other.sendall(greeting)
@@ -276,7 +277,7 @@ def pass_on(deceived, greeting, door):
         assert not is_believed(deceived)
 
 
-def test_a_rank_does_not_prove_itself_to_itself():
+def test_a_rank_does_not_prove_itself_to_itself() -> None:
     """What stands where rank 0 stood connects rank 1 with rank 1: each side would take the other for rank 0."""
     with where_rank_0_listened() as (deceived, greeting, engine, door):
         pass_on(deceived, greeting, door)
@@ -284,7 +285,7 @@ def test_a_rank_does_not_prove_itself_to_itself():
         assert reason == "greeted rank 0 as rank 1: this is rank 1"
 
 
-def test_a_rank_does_not_answer_its_own_nonce():
+def test_a_rank_does_not_answer_its_own_nonce() -> None:
     """Turned round, the greeting is one that rank 1 expects, but for its nonce."""
     with where_rank_0_listened() as (deceived, greeting, engine, door):
         turned = bytearray(greeting)
@@ -294,13 +295,13 @@ def test_a_rank_does_not_answer_its_own_nonce():
         assert reason == "sent this rank's own nonce back"
 
 
-def test_the_challenge_is_not_the_nonce_that_was_told():
+def test_the_challenge_is_not_the_nonce_that_was_told() -> None:
     with where_rank_0_listened() as (deceived, greeting, _, _):
         deceived.sendall(greeting[24:])
         assert not read(deceived, 32)
 
 
-def test_a_proof_is_worth_nothing_to_who_sends_it_back():
+def test_a_proof_is_worth_nothing_to_who_sends_it_back() -> None:
     with where_rank_0_listened() as (deceived, _, _, _):
         deceived.sendall(os.urandom(32))
         proven = read(deceived, 32)
@@ -309,7 +310,7 @@ def test_a_proof_is_worth_nothing_to_who_sends_it_back():
         assert not is_believed(deceived)
 
 
-def test_no_third_rank_proves_that_it_is_another():
+def test_no_third_rank_proves_that_it_is_another() -> None:
     """A true rank of the job, 2, is asked for what would make the listener rank 0."""
     third = _C.Engine(2, 3, SECRET, **CALM)
     door = ("127.0.0.3", third.add_tcp_path("127.0.0.3"))
@@ -323,7 +324,7 @@ def test_no_third_rank_proves_that_it_is_another():
         third.close("the test is over", 0.0)
 
 
-def test_one_secret_of_two_sessions_joins_nobody():
+def test_one_secret_of_two_sessions_joins_nobody() -> None:
     """A secret that is given from outside may serve many engines; their sessions tell them apart."""
     first, second = (_C.Engine(rank, 2, SECRET, **QUICK, session=bytes([rank])) for rank in range(2))
     ports = [engine.add_tcp_path("127.0.0.2") for engine in (first, second)]
@@ -341,7 +342,7 @@ def test_one_secret_of_two_sessions_joins_nobody():
         second.close("the test is over", 0.0)
 
 
-def test_who_has_read_the_whole_store_does_not_know_a_secret_from_outside(monkeypatch):
+def test_who_has_read_the_whole_store_does_not_know_a_secret_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor what is derived of it: not the salt itself, nor any key that he can derive without the secret."""
     monkeypatch.setenv("ADAPTRA_SECRET", "5b1f" * 16)
     store = dist.HashStore()
@@ -367,7 +368,7 @@ def test_who_has_read_the_whole_store_does_not_know_a_secret_from_outside(monkey
         engine.close("the test is over", 0.0)
 
 
-def test_a_flood_from_one_address_takes_no_place_of_another():
+def test_a_flood_from_one_address_takes_no_place_of_another() -> None:
     # The honest one has a minute, so that a busy machine can take its time with the flood.
     with Pair(1, CALM | {"handshake": 60.0}) as pair, call(pair, "127.0.0.78") as honest:
         pair.receiver.reserve(0, SIZE, 2)
