@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands there, without a close or a guard that it does not show; what it says is so elsewhere."""
+"""What the README shows runs as it stands there, without a close or a guard that it does not show. What it says is true."""
 
 from __future__ import annotations
 
