@@ -20,7 +20,7 @@ help:
 	@echo "make demo    train a GPT over 4 ranks through a link that turns slow (sets everything up first)"
 	@echo "make test    lint, types, and all tests (sets everything up first)"
 	@echo "make docs    build the documentation into build/site"
-	@echo "make bench   print the tables behind the README's figures"
+	@echo "make bench   measure the figures of docs/benchmarks.md again"
 	@echo "make clean   remove the virtual environment and everything built"
 
 setup: $(READY)

@@ -58,8 +58,8 @@ def measure(rounds: int) -> dict[str, list[float]]:
 def broken(breakage: rdma_failures.Breakage, process: inside.Process, kind: str) -> tuple[float, float] | None:
     """Break the first rail while it carries messages, and wait for the others to carry them: when that began and ended.
 
-    None if nothing has failed: while the cable is opened to change a packet an acknowledgement may be lost, and then the packet
-    is one that is sent again, whose contents nobody looks at. What arrives is compared all the same.
+    None if nothing has failed: while the cable is opened to change a packet, an acknowledgement may be lost. Then the packet is
+    one that is sent again, whose contents nobody looks at. What arrives is compared all the same.
     """
     assert carry(range(1), START), f"before {kind}: the first rail carries nothing"
     begun = time.monotonic()
@@ -82,7 +82,7 @@ def carry(rails: range, seconds: float) -> bool:
 
 
 def exchange(host: int) -> list[float]:
-    """On a host: send messages from 0 to 1 until told to stop; when each arrived, at host 1."""
+    """On a host: send messages from 0 to 1 until asked to stop; when each arrived, at host 1."""
     engine = _C.Engine(host, 2, bytes(32), **TIMING)
     mine = [(f"10.9.{rail}.{host + 1}", f"rxe{host}_{rail}") for rail in range(RAILS)]
     ports = [(address, engine.add_verbs_path(device, 1, address)) for address, device in mine]

@@ -1,6 +1,6 @@
 """Several ranks over gloo on this machine, for benchmarks: starts the processes, hands back what rank 0 found.
 
-The ranks are either processes of this machine, over loopback, or each on a host of its own, joined by links with a stated delay
+The ranks are processes of this machine, over loopback. Or each is on a host of its own, joined by links with a stated delay
 and rate (``tests/links/``).
 """
 
@@ -95,8 +95,10 @@ def _rank(rank: int, ranks: int, port: int, results: str, measure: Callable[...,
 
 
 def timed(step: Callable[[], object]) -> tuple[float, float, float]:
-    """Seconds of one step that all ranks begin at one moment, until the last of them ends it: wall clock, and processor time,
-    as mean of the ranks and of the busiest."""
+    """Seconds of one step that all ranks begin at one moment, until the last of them ends it.
+
+    Wall clock, then processor time as the mean of the ranks and of the busiest.
+    """
     started, worked = _start_together(), time.process_time()
     step()
     ended = torch.tensor(time.monotonic(), dtype=torch.float64)
@@ -118,8 +120,8 @@ def timed_in_turn(
 def timed_in_a_row(step: Callable[[], object], steps: int, before: int = 1) -> list[float]:
     """Seconds of each of some steps that follow each other as in training: from when all ranks have ended the step before.
 
-    Nothing lies between them that TCP would take for a pause: after one it begins anew to find out how much a slow link may
-    hold. So the first steps, ``before`` of them, are not counted.
+    Nothing lies between them that TCP would take for a pause. After a pause TCP begins anew to find out how much a slow link
+    takes. So the first steps, ``before`` of them, are not counted.
     """
     ends = [_start_together()]
     for _ in range(before + steps):

@@ -1,8 +1,8 @@
 """What comparing the ranks' rows costs a step, and comparing their values costs a compile.
 
-A step whose rows are compared takes one number of each tensor of the batch; the first ten do, and then each hundredth. The
-numbers travel with the control thread's mail, so that no step waits for them. Values that several ranks hold are compared once,
-at compile and after `load_state_dict`. Seconds are processor time of one core.
+A step whose rows are compared takes one number of each tensor of the batch. The first ten steps do that, and then each
+hundredth. The numbers travel with the control thread's mail, so that no step waits for them. Values that several ranks have
+are compared once, at compile and after `load_state_dict`. Seconds are processor time of one core.
 """
 
 from __future__ import annotations

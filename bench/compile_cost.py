@@ -29,7 +29,7 @@ TOKENS, VOCABULARY = 2048, 32000
 
 
 class Parts:
-    """The time and memory of each part, told by :attr:`tell` when one more of its items is done."""
+    """The time and memory of each part. :attr:`tell` is called when one more of its items is done."""
 
     def __init__(self, shown: Progress) -> None:
         self._shown = shown

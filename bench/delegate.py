@@ -3,9 +3,9 @@
     bench/delegate.py                                           on this machine's loopback
     bench/delegate.py --delay 0 10ms 30ms --rate 0 100MB        between two hosts, over links of each delay and rate (root)
 
-Two ranks in one run, which take turns on the same link. Messages go from rank 0 to rank 1 with several outstanding; nothing is
+Two ranks in one run take turns on the same link. Messages go from rank 0 to rank 1 with several outstanding. Nothing is
 copied beyond what each transport does itself, and the engine also sums every byte on both sides. ``--rounds`` pairs are
-measured, the medians are printed. The baseline is gloo.
+measured, and the medians are printed. The baseline is gloo.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
     bench/failover.py                           over TCP
     bench/failover.py --lab-kernel FILE         over RDMA too, in the lab of tests/rxe
 
-Over TCP rank 0 hands a message of 16 KiB over every two milliseconds; what it sends to rank 1 crosses one of two links on this
-machine's loopback, proxies that fail to order. A link fails while it carries the messages; measured are the seconds from then
-until a message that was handed over after the failure has arrived. A receiver that stops is the whole process of rank 1: there
-the time runs from its going on. ``--rounds`` failures of each kind; the delegate's own timing; beside it the bound of one
-second.
+Over TCP rank 0 hands a message of 16 KiB over every two milliseconds. What it sends to rank 1 crosses one of two links on
+this machine's loopback, proxies that fail on command. A link fails while it carries the messages. Measured are the seconds
+from then until a message has arrived that was handed over after the failure. Where a receiver stops, that is the whole
+process of rank 1, and the time runs from when it goes on. There are ``--rounds`` failures of each kind, under the delegate's
+own timing; beside them stands the bound of one second.
 
-Over RDMA the same messages cross soft-RoCE devices whose cables and packets are disturbed; measured is the longest time between
-two arrivals. The bound is a second more than after which a queue pair gives up.
+Over RDMA the same messages cross soft-RoCE devices whose cables and packets are disturbed. Measured is the longest time
+between two arrivals. The bound is a second more than after which a queue pair gives up.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Compute behind a slow communication kernel on its stream, beside the same with messages by the delegate. Needs a GPU.
 
-One GPU runs ops, each of which sends a message over a link that takes a stated time per message. The baseline sends by a kernel
-on the compute stream that copies the message and then occupies the queue for that time, as a send kernel does whose peer isn't
-ready. Ours sends by the delegate: a copy stream, then the engine over loopback, to a process on the host that takes one message
-in that time and grants no room for more. Both are measured in turn in one run: the time until the last op has ended, and until
-the last message is delivered. The first row is the ops alone, without messages.
+One GPU runs ops, each of which sends a message over a link that takes a stated time per message. The baseline sends by a
+kernel on the compute stream. The kernel copies the message and then occupies the queue for that time, as a send kernel does
+whose peer isn't ready. Ours sends by the delegate: a copy stream, then the engine over loopback. A process on the host takes
+one message in that time and grants no room for more. Both are measured in turn in one run: the time until the last op has
+ended, and until the last message is delivered. The first row is the ops alone, without messages.
 """
 
 from __future__ import annotations

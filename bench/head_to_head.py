@@ -1,17 +1,23 @@
 """adaptra beside torch.distributed.pipelining, over the same real links that turn slow.
 
-Every rank is a host of its own (``tests/links``; needs root), every op lasts a stated time (emulated devices), both sides
+Every rank is a host of its own (``tests/links``; needs root), and every op lasts a stated time (emulated devices). Both sides
 send by gloo, over TCP that keeps its windows (``linked_hosts.STEADY``). One training job per contender runs through all
-situations: links are changed between steps, and adaptra has to see that and to adapt by itself. Once its plan has stood for
-some steps, some steps in a row of every contender are measured. adaptra takes part three times: with as many microbatches in
-flight as 1F1B's first stage holds, so with two stages on each rank placed as a V, and with no limit. GPipe, 1F1B,
-Interleaved1F1B, InterleavedZeroBubble and ZBVZeroBubble are torch's own, unmodified.
+situations. Links are changed between steps, and adaptra has to see that and to adapt by itself. Once its plan has run for
+some steps, some steps in a row of every contender are measured.
 
-One row per situation and contender. ``in flight`` is the most microbatches that a rank holds under adaptra's plan; the bound
-is what no order of stages placed so beats, whatever its memory; ``simulated`` is what the simulator says of the plan at the
-situation's own delays. N·c/T0 is by how much the messages of all microbatches are late, one way, in units of the bound without
-delay: speed-ups are a function of that. In the last situation links change every few steps: the figure is the mean over all
-steps, adapting included.
+adaptra takes part three times. Once it has as many microbatches in flight as 1F1B's first stage. Once it has the same limit
+with two stages on each rank, placed as a V. Once it has no limit. GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble and
+ZBVZeroBubble are torch's own, unmodified.
+
+There is one row per situation and contender:
+
+- ``in flight`` is the most microbatches that a rank has in flight under adaptra's plan.
+- The bound is what no order of stages placed so beats, whatever its memory.
+- ``simulated`` is what the simulator says of the plan at the situation's own delays.
+- N·c/T0 is by how much the messages of all microbatches are late, one way, in units of the bound without delay. Speed-ups are a
+  function of that.
+
+In the last situation links change every few steps. Its figure is the mean over all steps, adapting included.
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ from adaptra.simulation.simulate import lower_bound, simulate
 
 HEALTHY = "all delay=0"
 STANDING, SETTLED = 10, 30
-"""adaptra is measured once its plan has stood for so many steps, or after so many in all."""
+"""adaptra is measured once its plan has run for the first number of steps, or after the second in all."""
 
 HOURS = 4
 """The most that all situations may take; a step of the slowest contender takes ten seconds."""
@@ -69,7 +75,7 @@ class Situation:
 
 
 def situations(ranks: int, seconds: float, forwards: list[float]) -> list[Situation]:
-    """No delay; the first, a middle and the last edge by so many forwards; two and three edges by the same."""
+    """No delay; the first, a middle and the last edge delayed by a number of forwards; two and three edges by the same."""
     middle, last = (ranks - 1) // 2, ranks - 2
     found = [Situation(())]
     for count in forwards:
@@ -104,7 +110,7 @@ def our_sides(ranks: int) -> list[Side]:
 
 
 def held(program: adaptra.Program) -> int:
-    """The most microbatches that a rank holds, each from F to W and counted as the part of the rank's layers it is held for."""
+    """The most microbatches that a rank keeps, each from F to W, counted as the part of the rank's layers that keeps it."""
     most = 0.0
     for rank, order in enumerate(program.orders):
         now, share = 0.0, 1 / program.placement.count(rank)

@@ -2,7 +2,7 @@
 
 Ranks over gloo with emulated devices, so short that a pause of the scheduler is as long as many ops. Beside them as many
 processes compute as there are cores. Nothing turns slow on its own, so every switch is one too many: the bar is none. A
-switch's claim is what its plan was said to gain; the last row is what it did gain, the median step of its time beside that
+switch's claim is what its plan was said to gain. The last row is what it did gain: the median step of its time beside that
 before it. ``--events`` shows what each switch claimed, and why.
 """
 
@@ -41,7 +41,7 @@ def busy(processes: int) -> Iterator[None]:
 
 
 def measure(rank: int, ranks: int, microbatches: int, seconds: float, steps: int) -> dict[str, Any]:
-    """One rank: how long its steps took, and what it told."""
+    """One rank: how long its steps took, and its events."""
     told: list[ControlEvent] = []
     device = adaptra.EmulatedDevice(seconds, seconds, seconds) if seconds else None
     options = adaptra.Options(emulate=device, on_event=told.append)

@@ -1,9 +1,9 @@
 """Whether a healthy job outlives its own heartbeats where the control store is far away, and how soon a dead rank is named.
 
-Every rank is a real membership with a connection of its own to a real torch TCPStore, through a proxy that holds up whatever
-it carries; ranks are spread over a few processes. A case is ``RANKS:FAR:SECONDS``: of so many ranks the last FAR are so many
-seconds from the store, each way. After the healthy time one rank stops beating, as on a frozen host, and all others must name
-it: that takes ``lost_after``, 10 s, at least.
+Every rank is a real membership with a connection of its own to a real torch TCPStore, through a proxy that delays whatever it
+carries. Ranks are spread over a few processes. A case is ``RANKS:FAR:SECONDS``: the last FAR of RANKS ranks are SECONDS from
+the store, each way. After the healthy time one rank stops beating, as on a frozen host, and all others must name it. That
+takes ``lost_after``, 10 s, at least.
 
     python bench/heartbeats.py --case 64:1:0.06 --case 256:256:0.15 --seconds 600
 """
@@ -31,7 +31,7 @@ STEP = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """So many ranks, of which so many are so many seconds from the store."""
+    """A number of ranks, how many of them are far from the store, and by how many seconds."""
 
     ranks: int
     far: int
@@ -61,13 +61,13 @@ class Counted(Connection):
         return super()._request(make)
 
     def multi_set(self, keys: list[str], values: list[str]) -> None:
-        """Count it as told."""
+        """Count it as a write, not as a question."""
         self.questions -= 1
         self.told += 1
         super().multi_set(keys, values)
 
     def set(self, key: str, value: str) -> None:
-        """Count it as told."""
+        """Count it as a write, not as a question."""
         self.questions -= 1
         self.told += 1
         super().set(key, value)
@@ -178,7 +178,7 @@ def measure(case: Case, seconds: float, processes: int) -> list[Row]:
 
 
 def _losses(told, seconds: float, most: int, but: int | None = None) -> list[tuple]:
-    """What ranks were told within so many seconds, until ``most`` were; all ``but`` one."""
+    """What ranks learned of a loss within a time, until ``most`` did; all ``but`` one."""
     deadline, found = time.monotonic() + seconds, []
     while len(found) < most and time.monotonic() < deadline:
         if not told.empty():

@@ -1,7 +1,7 @@
-"""What a job holds more of after a hundred moved cuts, changed roles, compilations and timelines than after ten.
+"""What a job has more of after a hundred moved cuts, changed roles, compilations and timelines than after ten.
 
-Two replicas of two stages, a process each, over gloo on this machine: descriptors, threads and process groups of the rank with
-the most more of them, and keys in the job's store. The baseline is what it held after ten rounds.
+Two replicas of two stages, a process each, over gloo on this machine. Counted are descriptors, threads and process groups of
+the rank that gains most of them, and keys in the job's store. The baseline is the count after ten rounds.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What watching costs a step: recording ops and messages, condensing them into a measurement, and the probes over every edge.
+"""What measuring costs a step: recording ops and messages, condensing them into a measurement, and the probes over every edge.
 
-The first row takes what a rank with two edges measured in a real step and records and condenses it many times, on one thread;
-beside it the iteration that it belongs to. The other rows are four processes over gloo with two pipelines of the same model,
-one of which records nothing and sends no probes, their steps in turn: the iteration with emulated devices, and the processor
-time of a step of small tensors, mean of the ranks.
+The first row takes what a rank with two edges measured in a real step. It records and condenses that many times, on one
+thread; beside it stands the iteration that it belongs to. The other rows are four processes over gloo with two pipelines of
+the same model, their steps in turn. One of the two records nothing and sends no probes. The rows are the iteration with
+emulated devices, and the processor time of a step of small tensors, mean of the ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How good plans are and how long planning takes: the cases in tests/cases with budgets of 10 ms and 100 ms.
 
-One row per case and budget: makespan ÷ the shortest known, ÷ the bound that no order beats, ÷ the better of the paper's rules
-that fits the memory, and how long plan() took as a whole. The first call of a process, which compiles the equations, does not
-count. Below them mean and worst.
+There is one row per case and budget. It has makespan ÷ the shortest known, ÷ the bound, and ÷ the better published rule that
+fits the memory (Wu et al. 2025, arXiv 2504.19232). It also has how long plan() took as a whole. The first call of a process,
+which compiles the equations, does not count. Below them stand mean and worst.
 
 ``--growth FILE`` measures instead how planning time grows from 4 stages × 8 microbatches to 256 × 2048, and draws it.
 """
@@ -49,7 +49,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """One size planned with three budgets. ``megabytes`` is the process's peak memory above what it held before the first."""
+    """One size planned with three budgets. ``megabytes`` is the process's peak memory above what it had before the first."""
 
     stages: int
     microbatches: int

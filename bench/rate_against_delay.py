@@ -2,10 +2,10 @@
 
     bench/rate_against_delay.py --rate 100 --size 1 --window 32          (root)
 
-Two hosts joined by a link of a stated rate. One message occupies it for ``size / rate``; the one-way delay is a multiple of
-that, and changes while the connections live. Messages go from rank 0 to rank 1, as many outstanding as the window, for a while;
-the time per message is that of the second half, when connections and windows have grown as far as they need. A row is beside
-the same without delay, of the same round; the medians of ``--rounds`` are printed.
+Two hosts joined by a link of a stated rate. One message occupies it for ``size / rate``. The one-way delay is a multiple of
+that, and changes while the connections live. Messages go from rank 0 to rank 1, as many outstanding as the window, for a
+while. The time per message is that of the second half, when connections and windows have grown as far as they need. Each row
+stands beside the same without delay, of the same round. The medians of ``--rounds`` are printed.
 """
 
 from __future__ import annotations

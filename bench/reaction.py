@@ -1,12 +1,14 @@
 """Steps from the onset of a fault to the switch and from its end to the way back, in training over gloo, with real faults.
 
-Episodes of one fault or two that overlap, of random kind, place, size and length (``tests/support/fault_episodes.py``):
-messages are held back and ops lengthened. Devices are emulated, planning, detection and switching are not. At the end every
-parameter must be bitwise that of plain torch in one process that met no fault. A fault matters when another plan than the one
-that ran when it began gains more than a switch is worth. Switches are counted for faults that are alone and for which the cost
-test found a better plan; the way back only where another plan is better once the fault has ended. Places that flap, because an
-earlier episode there had healed shortly before, are to be doubted for longer, and so have rows of their own: plans that wait
-because something else flaps, and the way back where the fault itself does.
+Episodes have one fault or two that overlap, of random kind, location, size and length (``tests/support/fault_episodes.py``): messages
+are delayed and ops lengthened. Devices are emulated; planning, detection and switching are not. At the end every parameter
+must be bitwise that of plain torch in one process that met no fault.
+
+A fault matters when another plan than the one that ran when it began gains more than a switch is worth. Switches are counted
+for faults that are alone and for which the cost test found a better plan. The way back counts only where another plan is
+better once the fault has ended. A stage or edge flaps if an earlier episode there had ended shortly before. Its recovery is
+to be doubted for longer. Two kinds of steps have rows of their own: plans that wait because something else flaps, and the way
+back where the fault itself flaps.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from fault_episodes import judge, misplaced, random_episodes, train_through
 
 
 def measure(rank: int, *arguments: Any) -> dict[str, Any]:
-    """One rank: how many parameters differ on all ranks together, and what the coordinator told."""
+    """One rank: how many parameters differ on all ranks together, and the coordinator's events."""
     differing, told, important = train_through(rank, *arguments)
     count = torch.tensor(len(differing))
     dist.all_reduce(count)

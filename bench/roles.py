@@ -24,7 +24,7 @@ BETWEEN = ("0-2", "0-3", "1-2", "1-3")
 
 
 def measure(_rank: int, milliseconds: float, seconds: float, microbatches: int, runs: int) -> list[Any]:
-    """One rank: median iterations over fast links, slow ones, and after the change; what it took; and what was told of it."""
+    """One rank: median iterations over fast links, slow ones, and after the change; what it took; and the events of it."""
     problem = small_problem(STAGES, microbatches)
     batch: Any = problem["example_inputs"]
     options = adaptra.Options(emulate=adaptra.EmulatedDevice(seconds, seconds, seconds))

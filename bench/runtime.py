@@ -2,10 +2,12 @@
 
 Four processes over gloo train a model so small that its arithmetic hardly counts: what is left is dispatch, bookkeeping and
 transport. torch.distributed.pipelining runs the same schedule (its own runtime, loaded from the exported CSV) in the same
-processes, the two in turn. Costs per op are those of a step divided by the compute ops of a rank: processor time of all
-threads, the model's own arithmetic included, as the mean of the ranks and for the busiest one; and the wall clock's, which
-with fewer cores than ranks mostly shows how the ranks share the cores. The last row pads every op to a stated duration
-(emulated devices) and compares the measured iteration with the simulator's makespan.
+processes, the two in turn.
+
+Costs per op are those of a step divided by the compute ops of a rank. Processor time is that of all threads, the model's own
+arithmetic included, as the mean of the ranks and for the busiest one. Wall clock with fewer cores than ranks mostly shows how
+the ranks share the cores. The last row pads every op to a stated duration (emulated devices). It compares the measured
+iteration with the simulator's makespan.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How fast the simulator is: ZB-H1 programs from 4 stages x 8 microbatches to 256 x 2048.
 
-Rows named "whole call" are adaptra.simulation.simulate.simulate, from a Python program to its figures; "converted" and
-"simulated" are the two parts of it. The baseline is an event-driven simulation in plain Python (in this file; the same
-makespan, checked), and in the rows named "torch" it is torch.distributed.pipelining's own simulator of a quarter of the
-microbatches, which counts steps and knows no times.
+Rows named "whole call" are simulation.simulate, from a Python program to its figures; "converted" and "simulated" are
+the two parts of it. The baseline is an event-driven simulation in plain Python (in this file; the same makespan, checked). In
+the rows named "torch" it is torch.distributed.pipelining's own simulator of a quarter of the microbatches, which counts steps
+and knows no times.
 """
 
 from __future__ import annotations

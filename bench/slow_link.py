@@ -1,8 +1,8 @@
 """Iteration time against the delay of one link: the schedules of today, and adaptra's plan for that delay.
 
-Four ranks over gloo, every op padded to a stated duration (emulated devices), and the link between stages 1 and 2 delayed by
-fault injection, the same for all. 1F1B is run as torch runs it, with I and W in one op. All schedules run on adaptra's runtime,
-so the table shows what the order of ops is worth and nothing else. The baseline of each row is 1F1B at the same delay.
+Four ranks over gloo, every op padded to a stated duration (emulated devices). Fault injection delays the link between stages
+1 and 2, the same for all. 1F1B is run as torch runs it, with I and W in one op. All schedules run on adaptra's runtime, so
+the table shows what the order of ops is worth and nothing else. The baseline of each row is 1F1B at the same delay.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How long it takes to move a cut in a running pipeline, beside what one does without that: save, compile anew, load.
 
-Two processes on this machine train a stack of blocks with AdamW; a block moves from the first stage to the second, with its
+Two processes on this machine train a stack of blocks with AdamW. A block moves from the first stage to the second, with its
 parameters, gradients and optimizer state, and the next time a block moves back. The baseline writes parameters and optimizer
-state to files, compiles the model with the other cut and loads them; the start of processes, which a restart also takes, is not
-counted. Both are done in turn in one run, and what a step takes is given beside them.
+state to files, compiles the model with the other cut and loads them. It does not count the start of processes, which a
+restart also takes. Both are done in turn in one run, and what a step takes is given beside them.
 """
 
 from __future__ import annotations

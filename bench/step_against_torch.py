@@ -1,7 +1,7 @@
 """What a step costs beside plain torch: a pipeline of one stage and a loop over the same microbatches, in turn.
 
-Both train the same model with the same batches in one process on one core, so all that differs is what captures, schedules and
-keeps the books. Seconds are processor time of all threads of the process. Dropout is off in both.
+Both train the same model with the same batches in one process on one core. So all that differs is what captures, schedules
+and keeps the books. Seconds are processor time of all threads of the process. Dropout is off in both.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """What a switch of plans costs the steps around it, over hundreds of switches.
 
-Ranks over gloo with emulated devices. The coordinator is asked every few steps for the other of two plans of equal time,
-so that plans are proposed, prepared, confirmed and switched while training runs. In the same processes, in turn, a pipeline
-whose control plane is at rest runs as many steps: the baseline. A step's time is that of the slowest rank. The first rows are
-the first steps under a new plan; the next all steps of that pipeline, in which plans are proposed, prepared and confirmed; the
-last steps of the other pipeline while its first rank plans in the background, one plan after the other.
+Ranks over gloo with emulated devices. The coordinator is asked every few steps for the other of two plans of equal time. So
+plans are proposed, prepared, confirmed and switched while training runs. In the same processes, in turn, a pipeline whose
+control plane is at rest runs as many steps: the baseline. A step's time is that of the slowest rank.
+
+The first rows are the first steps under a new plan. The next are all steps of that pipeline, in which plans are proposed,
+prepared and confirmed. The last are steps of the other pipeline while its first rank plans in the background, one plan after
+the other.
 """
 
 from __future__ import annotations

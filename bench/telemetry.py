@@ -1,9 +1,10 @@
-"""What telemetry costs a step: a file, metrics, scalars and a user's function, all told of every step.
+"""What telemetry costs a step: a file, metrics, scalars and a user's function, which all get every step.
 
-The first two rows take what a rank measured in a real step and tell it many times: how long the thread of the step is held up
-each time, and how much processor time telemetry's own thread then needs; both beside the iteration they belong to. The other
-rows are four processes over gloo with two pipelines of the same model, one that tells nobody and one that tells everybody,
-their steps in turn: the iteration with emulated devices, and the processor time of a step of small tensors, mean of the ranks.
+The first two rows take what a rank measured in a real step and record it many times. They show how long the thread of the
+step is delayed each time, and how much processor time telemetry's own thread then needs. Both stand beside their iteration.
+The other rows are four processes over gloo with two pipelines of the same model, one without sinks and one with all. Their
+steps run in turn. They show the iteration with emulated devices, and the processor time of a step of small tensors, mean of
+the ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PORT = 9400
 
 
 def everything(folder: Path) -> adaptra.Telemetry:
-    """Everything that can be told."""
+    """Every kind of sink."""
     return adaptra.Telemetry(folder=folder, metrics_port=PORT, tensorboard=folder / "scalars", on_record=ignore)
 
 
@@ -62,7 +63,7 @@ def tell_often(ranks: int, microbatches: int, times: int) -> tuple[float, float]
 
 
 def measure(rank: int, ranks: int, microbatches: int, runs: int, emulated_runs: int, seconds: float) -> dict[str, Any]:
-    """One rank: steps that are told and steps that are not, in turn."""
+    """One rank: steps that are recorded and steps that are not, in turn."""
     problem = small_problem(ranks, microbatches)
 
     def pairs(count: int, **options: Any) -> list[Any]:

@@ -2,9 +2,9 @@
 
     bench/verbs.py --lab-kernel FILE
 
-Bandwidth: messages of 1 MiB through two engines, 16 outstanding, beside ib_write_bw. Latency: a chunk of 4 KiB passed to and
-fro by the wire alone, without an engine, beside ib_write_lat; median and mean differ much, since both sides and the device
-share one processor.
+Bandwidth is measured by messages of 1 MiB through two engines, 16 outstanding, beside ib_write_bw. Latency is that of a chunk
+of 4 KiB, passed to and fro by the wire alone, without an engine, beside ib_write_lat. Median and mean differ much, since both
+sides and the device share one processor.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def measure(runs: int, clock: str) -> list[tuple[str, float, float | None, str, 
         "median": ("4 KiB one way, median of the best run", "µs"),
         "mean": ("4 KiB one way, mean of the best run", "µs"),
     }
-    # In many of its runs perftest spins on the processor that the other side and the device need, until the kernel takes it
-    # away after 10 ms: the best run is one without that.
+    # In many of its runs perftest spins on the processor that the other side and the device need. The kernel takes it away only
+    # after 10 ms. The best run is one without that.
     of_runs = {key: statistics.median if key == "per_mib" else min for key in names}
     rows: list[tuple[str, float, float | None, str, int]] = [
         (name, of_runs[key](ours[key]), of_runs[key](theirs[key]), unit, runs) for key, (name, unit) in names.items()

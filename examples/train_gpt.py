@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node=4 examples/train_gpt.py
 
-The model, the text, the gradients and the messages are real. Two things are emulated, and the output says so: every op is
-padded by sleeping to a stated duration, so that four ranks on a few cores have the timeline of four devices; and at a stated
-step a fault delays all messages between stages 1 and 2. Nobody tells adaptra: it measures, re-plans and switches. At the end
-one process trains the same model without a pipeline, and every loss and every weight must be bitwise the same.
+The model, the text, the gradients and the messages are real. Two things are emulated, and the output says so. Every op is
+padded by sleeping to a stated duration, so that four ranks on a few cores have the timeline of four devices. And at a stated
+step a fault delays all messages between stages 1 and 2. adaptra has to find that out: it measures, re-plans and switches. At
+the end one process trains the same model without a pipeline. Every loss and every weight must be bitwise the same.
 """
 
 from __future__ import annotations

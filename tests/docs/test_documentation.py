@@ -18,7 +18,8 @@ from installed import install_transport
 from paths import DOCS, ROOT
 
 ELSEWHERE = {"command-line.md"}
-PAGES = {path.name: page for path in sorted(DOCS.glob("*.md")) if (page := Page.read(path)).program or page.files}
+ALL = {path.relative_to(DOCS).as_posix(): Page.read(path) for path in sorted(DOCS.rglob("*.md"))}
+PAGES = {name: page for name, page in ALL.items() if page.program or page.files}
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -51,11 +52,11 @@ def test_what_a_page_shows_runs(name: str, tmp_path: Path) -> None:
 
 
 def test_every_command_shown_is_run_by_some_test() -> None:
-    assert {path.name for path in DOCS.glob("*.md") if Page.read(path).examples} == ELSEWHERE | {
+    assert {name for name, page in ALL.items() if page.examples} == ELSEWHERE | {
         name for name, page in PAGES.items() if page.examples
     }
 
 
 def test_every_page_is_in_the_site() -> None:
     listed = (ROOT / "mkdocs.yml").read_text()
-    assert [path.name for path in DOCS.glob("*.md") if f": {path.name}" not in listed] == []
+    assert [name for name in ALL if f": {name}\n" not in listed] == []
