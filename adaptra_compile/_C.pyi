@@ -1,5 +1,5 @@
 # ruff: noqa: N999 - the underscore and capital say that this is the extension module, as in torch._C
-"""The C++ part: event simulation and list scheduling. Its callers are ``simulation.simulate`` and the passes, nobody else."""
+"""The C++ extension: simulation, search for orders, and the engine of the delegate transport."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
@@ -16,11 +16,11 @@ class Orders:
 
 @final
 class Simulated:
-    """What a simulation found. Tuples have one entry per rank, ``peak_in_flight`` one per stage."""
+    """The result of a simulation. Tuples have one entry per rank, ``peak_in_flight`` one per stage."""
 
     @property
     def complete(self) -> bool:
-        """False when the ranks deadlock or an op is misplaced or occurs twice; nothing else has a meaning then."""
+        """False if the ranks deadlock, or an op is misplaced or occurs twice. No other result is valid then."""
 
     @property
     def makespan(self) -> float: ...
@@ -41,17 +41,17 @@ class Simulated:
         """One record ``=3i4x3d`` per message: source stage, destination stage, microbatch; posted, departed, arrived."""
 
 def to_orders(orders: tuple[tuple[Op, ...], ...]) -> Orders:
-    """Take the compute ops of a program out of Python."""
+    """Copy the compute ops of a program out of Python."""
 
 def simulate(program: Program, cost: CostModel, orders: Orders, rule: Mapping[Kind, Sequence[Row]]) -> Simulated:
-    """Run ``orders`` (of ``program``, whose placement and microbatches count) under the rule; releases the interpreter lock.
+    """Simulate ``orders``, with ``program``'s placement and microbatches, under the rule. Releases the interpreter lock.
 
     Raises:
         ValueError: The program and the cost model have different numbers of stages.
     """
 
 def lower_bound(planning_case: Case) -> tuple[float, str, int]:
-    """The greatest lower bound: its value, its name, and the stage, edge or rank that binds."""
+    """Return the greatest lower bound: its value, its name, and the stage, edge or rank that causes it."""
 
 def search_orders(
     planning_case: Case,
@@ -66,55 +66,59 @@ def search_orders(
     enough: float = 0.0,
     start: Orders | None = None,
 ) -> tuple[float, tuple[tuple[Op, ...], ...]] | None:
-    """The shortest makespan found for a case and its orders, rank by rank, or None when nothing was found within the limits.
+    """Search for the orders of a case with the shortest makespan.
 
-    Releases the interpreter lock while it searches. However soon it is stopped, it looks until it has orders or has tried
-    everything it starts from.
+    Releases the interpreter lock during the search. Even if stopped early, it continues until it has orders or has tried all
+    starting points.
 
     Args:
-        planning_case: Times, memory, placement and microbatches; ``memory_limit`` is kept.
-        in_flight: Per stage, the most microbatches in flight.
-        warm_ups: Where to start; every one has a number per stage, at least 1.
-        alternations: (warm-up, W deferred by) per stage; the result is never worse than any of these that fits.
-        effort: About how many ops to dispatch and simulate before the search ends.
-        seed: Of all random choices.
-        seconds: How long to search, if that is limited.
-        should_stop: Asked every few milliseconds; True ends the search.
+        planning_case: Times, memory, placement and microbatches. ``memory_limit`` is observed.
+        in_flight: The most microbatches in flight per stage.
+        warm_ups: Warm-up counts to start from, each with one number per stage, at least 1.
+        alternations: (warm-up, number of microbatches by which W is deferred) per stage. The result is never worse than any of
+            these that fits.
+        effort: The approximate number of ops to dispatch and simulate.
+        seed: Seed of all random choices.
+        seconds: Time limit of the search, or None.
+        should_stop: Called every few milliseconds. True ends the search.
         rule: The dependency rule.
-        enough: The search ends once orders take no longer; 0 for the shortest.
+        enough: Makespan at which the search ends; 0 to find the shortest.
         start: Orders of the case, made to fit its memory and tried first.
+
+    Returns:
+        The makespan and the orders, rank by rank, or None if nothing was found within the limits.
 
     Raises:
         ValueError: The numbers per stage are not as many as the case has stages.
-        Exception: What ``should_stop`` raised.
+        Exception: The exception of ``should_stop``.
     """
 
 def spare_memory(
     planning_case: Case, orders: Orders, at_most: float, effort: int, rule: Mapping[Kind, Sequence[Row]]
 ) -> tuple[tuple[Op, ...], ...]:
-    """Orders of F, I and W that take at most so long and hold less, on no rank more; releases the interpreter lock.
+    """Find orders of F, I and W within a makespan that need less memory, and on no rank more. Releases the interpreter lock.
 
     Args:
-        planning_case: Times, memory, placement and microbatches; ``memory_limit`` doesn't matter.
-        orders: Of this case, each kind in microbatch order.
+        planning_case: Times, memory, placement and microbatches. ``memory_limit`` is not used.
+        orders: Orders of this case, each kind in microbatch order.
         at_most: The longest makespan.
-        effort: How many ops to time before it ends.
+        effort: The number of ops to simulate.
         rule: The dependency rule.
     """
 
 @final
 class Turns:
-    """How long a thread that gives way works, and rests."""
+    """Working and resting times of a thread that yields."""
 
 def give_way(work: float, rest: float) -> None:
-    """From now on this thread rests for ``rest`` seconds without the interpreter lock whenever it has worked for ``work``.
+    """Let this thread rest for ``rest`` seconds, without the interpreter lock, after every ``work`` seconds of work.
 
-    It is the thread's profile function that does so, with every call of a function: ``sys.setprofile(None)`` ends it.
+    The thread's profile function does this at every function call. ``sys.setprofile(None)`` ends it.
     """
 
 @final
 class Memory:
-    """Page-aligned host memory of the engine's, kept alive by this object. ``len()`` is its size in bytes."""
+    """Page-aligned host memory of the engine, kept alive by this object. ``len()`` is its size in bytes."""
 
     def __len__(self) -> int: ...
     @property
@@ -122,21 +126,21 @@ class Memory:
 
 @final
 class Request:
-    """A message under way."""
+    """A message in transit."""
 
     @property
     def done(self) -> bool:
-        """Whether it was exchanged or failed."""
+        """Whether the message was exchanged or failed."""
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait at most ``timeout`` seconds until it is done, without holding the interpreter; whether it is."""
+        """Wait at most ``timeout`` seconds until it is done, without the interpreter lock. Return whether it is done."""
 
     def cancel(self, why: str) -> None:
         """End every wait with this error, unless it is done."""
 
     @property
     def error(self) -> str | None:
-        """Why it failed, if it did."""
+        """The reason of its failure, or None."""
 
     @property
     def other(self) -> bytes | None:
@@ -144,29 +148,29 @@ class Request:
 
     @property
     def memory(self) -> Memory | None:
-        """The message, if one arrived; to be left alone once it is released."""
+        """The message, if one arrived. Do not use it after its release."""
 
     @property
     def moment(self) -> float:
-        """When it was done, in seconds of ``time.monotonic``."""
+        """The time of its end, in seconds of ``time.monotonic``."""
 
 @final
 class Engine:
-    """One rank's engine: one thread moves all of its messages.
+    """The engine of one rank. One thread moves all of its messages.
 
     Args:
         rank: This rank.
         world_size: The number of ranks.
         secret: 32 bytes that only this job's ranks know.
-        heartbeat: Seconds between the signs of life on each connection.
-        silence: Seconds without one after which a path has failed.
+        heartbeat: Seconds between heartbeats on each connection.
+        silence: Seconds without a heartbeat after which a path has failed.
         healthy_for: Seconds for which a better path must have been up before messages return to it.
-        lost_after: Seconds without any path after which what is pending fails.
-        handshake: Seconds that a new connection has to prove that it knows the secret.
-        session: What tells the engines that join each other from others with the same secret.
+        lost_after: Seconds without any path after which pending messages fail.
+        handshake: Seconds within which a new connection must prove that it knows the secret.
+        session: Bytes that distinguish engines that join each other from others with the same secret.
 
     Raises:
-        ValueError: The secret has another length; so do all methods for arguments that can't be.
+        ValueError: The secret has another length. All methods raise it for impossible arguments.
     """
 
     def __init__(
@@ -183,53 +187,61 @@ class Engine:
         session: bytes = b"",
     ) -> None: ...
     def add_tcp_path(self, local: str) -> int:
-        """The next path in the order of preference, TCP over this local address; the port that it listens on. Before start.
+        """Add the next path in the order of preference: TCP over this local address. Call it before the start.
+
+        Returns:
+            The port on which it listens.
 
         Raises:
-            RuntimeError: The system refuses; carries its text.
+            RuntimeError: The system refuses. The text includes its reason.
         """
 
     def add_verbs_path(self, device: str, port: int, local: str) -> int:
-        """The next path, RDMA over a port, whose connections are made by way of this local address; the port it listens on.
+        """Add the next path: RDMA over a port, with connections made over this local address.
+
+        Returns:
+            The port on which it listens.
 
         Raises:
-            ValueError: There is no such RDMA port here, or it can't be used now; says why.
-            RuntimeError: The system refuses; carries its text.
+            ValueError: The RDMA port does not exist or can't be used now. The text says why.
+            RuntimeError: The system refuses. The text includes its reason.
         """
 
     def set_peer(self, peer: int, endpoints: Sequence[tuple[str, int]]) -> None:
-        """Where a peer listens: address and port of each path. Before start."""
+        """Set the address and port on which a peer listens, for each path. Call it before the start."""
 
     def start(self) -> None: ...
     def allocate(self, size: int) -> Memory:
-        """Memory for messages to be sent."""
+        """Allocate memory for messages to be sent."""
 
     def reserve(self, peer: int, size: int, count: int) -> None:
         """Let a peer send at least ``count`` messages of ``size`` bytes in each direction before any is released."""
 
     def send(self, peer: int, is_backward: bool, message: Memory, size: int, posted_at: float) -> Request:
-        """Send the first ``size`` bytes of ``message``, which stays untouched until the request is done."""
+        """Send the first ``size`` bytes of ``message``. Do not write to it until the request is done."""
 
     def receive(self, peer: int, is_backward: bool, size: int) -> Request:
         """Expect the channel's next message."""
 
     def release(self, request: Request) -> None:
-        """Give back the memory of a message that arrived."""
+        """Release the memory of a message that arrived."""
 
     def statistics(self) -> list[tuple[int, int, bool, bool, dict[str, int]]]:
-        """Per channel: source, destination, whether it is backward, whether this rank sends, and its counters by name."""
+        """Return, per channel: source, destination, whether it is backward, whether this rank sends, and its counters."""
 
     def refusals(self) -> list[tuple[str, str, int]]:
-        """Strangers who were turned away: from which address, why the first time, how often."""
+        """Return the refused connections: address, reason of the first refusal, number of refusals."""
 
     def close(self, reason: str, linger: float) -> None:
-        """Fail what is pending, say good-bye to the peers within ``linger`` seconds, and end the thread. May be repeated."""
+        """Fail pending messages, notify the peers within ``linger`` seconds, and end the thread. May be called again."""
 
 def crc32c(data: bytes, before: int = 0) -> int:
-    """The CRC32C of ``data``, or of what had the checksum ``before`` and then ``data``."""
+    """Return the CRC32C of ``data``, or of earlier data with the checksum ``before`` followed by ``data``."""
 
 def find_verbs_ports() -> tuple[list[tuple[str, int, str, str, str]], str]:
-    """Every RDMA port as libibverbs finds it: device, number, address, interface, and why it is unusable ("" if it is not).
+    """Find all RDMA ports by libibverbs.
 
-    If there is none, the second value says why: no library, no device, or an extension that was built without its header.
+    Returns:
+        Per port: device, number, address, interface, and why it is unusable ("" if it is usable). If there are none, the second
+        value says why: no library, no device, or an extension built without libibverbs' header.
     """

@@ -1,6 +1,6 @@
 """adaptra: a PyTorch compiler and runtime that keeps pipeline-parallel training fast while links and workers slow down.
 
-Importing this package imports neither torch nor sympy; what needs them loads them when it is used.
+The import of this package imports neither torch nor sympy. Modules that need them load them when they are used.
 """
 
 from __future__ import annotations

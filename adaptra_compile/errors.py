@@ -1,7 +1,7 @@
-"""Every error adaptra raises on purpose, in one place, so that a user can catch them by name.
+"""All errors that adaptra raises on purpose, so that users can catch them by name.
 
-Errors of the user's input also derive from ValueError, errors of the running system from RuntimeError, so code that knows
-nothing of adaptra still catches them.
+Errors of the user's input also derive from ValueError, errors of the running system from RuntimeError. So code that does not
+import adaptra can catch them too.
 """
 
 
@@ -10,7 +10,7 @@ class AdaptraError(Exception):
 
 
 class ScheduleError(AdaptraError, ValueError):
-    """A schedule that can't be read, or that no set of ranks could execute."""
+    """A schedule that can't be parsed, or that no set of ranks can execute."""
 
 
 class CaseError(AdaptraError, ValueError):
@@ -18,7 +18,7 @@ class CaseError(AdaptraError, ValueError):
 
 
 class PassError(AdaptraError, ValueError):
-    """A pass pipeline that can't be read, or a pass that refuses the program it is given."""
+    """A pass pipeline that can't be parsed, or a pass that refuses its program."""
 
 
 class PlanError(AdaptraError, ValueError):
@@ -26,27 +26,27 @@ class PlanError(AdaptraError, ValueError):
 
 
 class ReportError(AdaptraError, ValueError):
-    """A picture or trace that can't be drawn, read or written as asked."""
+    """A picture or trace that can't be drawn, read or written."""
 
 
 class CaptureError(AdaptraError, ValueError):
-    """A model that can't become one graph; names the module and the line of the user's model."""
+    """A model that can't become one graph. The text names the module and the line of the user's model."""
 
 
 class PartitionError(AdaptraError, ValueError):
-    """A graph that can't be cut into the number of stages asked for."""
+    """A graph that can't be cut into the requested stages."""
 
 
 class BatchError(AdaptraError, ValueError):
-    """Inputs of a step that don't fit what the pipeline was compiled for."""
+    """Inputs of a step that differ from those for which the pipeline was compiled."""
 
 
 class OptionError(AdaptraError, ValueError):
-    """An argument of compile() or an option that is not what it should be."""
+    """An invalid argument of compile(), or an invalid option."""
 
 
 class StateError(AdaptraError, ValueError):
-    """A checkpoint that does not fit the pipeline it is loaded into."""
+    """A checkpoint that does not fit the pipeline that loads it."""
 
 
 class PipelineError(AdaptraError, RuntimeError):
@@ -58,16 +58,16 @@ class LaunchError(AdaptraError, ValueError):
 
 
 class TransportError(AdaptraError, RuntimeError):
-    """A message that could not be sent or received; names the edge and carries the system's own text."""
+    """A message that could not be sent or received. The text names the edge and includes the system's own text."""
 
 
 class PeerLostError(TransportError):
     """Another rank of the job failed, died or stopped answering.
 
     Attributes:
-        rank: The rank that is lost, or None when it is not a rank: the control store's host.
-        edge: The directed edge of stages (source, destination) where it was noticed, if known.
-        op: The op of the message that was waited for, such as ``1SEND_F3``, if known.
+        rank: The lost rank, or None if the control store's host is lost.
+        edge: The directed edge (source stage, destination stage) on which the loss was noticed, if known.
+        op: The op of the awaited message, such as ``1SEND_F3``, if known.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class PeerLostError(TransportError):
 
 
 class ControlError(AdaptraError, RuntimeError):
-    """The control plane failed: ranks disagree about a plan, a control message is not what it should be, the store is lost."""
+    """The control plane failed: ranks disagree about a plan, a control message is invalid, or the store is lost."""
 
 
 class MissingExtraError(AdaptraError, ImportError):
-    """An optional part is not installed; says what to install."""
+    """An optional part is not installed. The text says what to install."""

@@ -1,6 +1,6 @@
-"""Import paths of version 0.1 that have moved: each still works, and its warning says where it went.
+"""Import paths of version 0.1 that have moved. Each still works, with a warning that names the new path.
 
-Only paths that documentation, examples or benchmarks named are kept. They go with version 0.3.
+Only paths that documentation, examples or benchmarks named are supported. Version 0.3 will remove them.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ MOVED: Final = {
     "adaptra.training_state": "adaptra.frontend.checkpoint_state",
     "adaptra.verify": "adaptra.program.verify",
 }
-"""Each path of version 0.1, and the module's path today."""
+"""Each path of version 0.1, and the module's current path."""
 
 
 class MovedModules(MetaPathFinder, Loader):
-    """Finds a module of :data:`MOVED` that nothing else finds: a stand-in with the attributes of the module at its new path."""
+    """Finds modules of :data:`MOVED` that no other finder finds, as stand-ins with the attributes of the moved module."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The stand-in of a module that moved, or None."""
+        """Return the spec of the stand-in of a moved module, or None."""
         return ModuleSpec(fullname, self) if fullname in MOVED else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """None: a plain module will do."""
+        """Return None, for a plain module."""
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Warn, and hand on every attribute of the module at its new path."""
+        """Warn, and copy every attribute of the module at its new path."""
         home = MOVED[module.__name__]
         warnings.warn(f"{module.__name__} is now {home}", DeprecationWarning, stacklevel=2)
         moved = importlib.import_module(home)
@@ -68,6 +68,6 @@ class MovedModules(MetaPathFinder, Loader):
 
 
 def keep_moved_paths() -> None:
-    """Let the paths of :data:`MOVED` be imported, from now on."""
+    """Make the paths of :data:`MOVED` importable from now on."""
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(MovedModules())

@@ -1,4 +1,4 @@
-"""What a compilation tells of how far it is: to the log, and to whoever waits at a terminal."""
+"""Progress of a compilation, in the log and on a terminal."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from rich.progress import Progress as Bars
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
-"""Called as ``progress(what, done, total)`` whenever one more of ``total`` is done; ``what`` is a participle: "captured"."""
+"""Called as ``progress(what, done, total)`` after each of ``total`` parts. ``what`` is a participle such as "captured"."""
 
 PATIENCE: Final = 3.0
-"""Seconds that nobody minds to wait without being told for what."""
+"""Seconds before progress bars appear."""
 
 
 def log_progress(what: str, done: int, total: int) -> None:
-    """Write to the log, at level INFO."""
+    """Log the progress at level INFO."""
     logger.info("%s: %d of %d", what, done, total)
 
 
 @contextmanager
 def shown_progress(console: Console | None = None, *, after: float = PATIENCE) -> Generator[Progress]:
-    """What happens within this context is logged, and on a terminal shown as bars, which are gone when it ends.
+    """Log the progress within this context, and show it as bars on a terminal. The bars disappear at the end.
 
     Args:
-        console: Where to; standard error when None. Nothing is written where that is no terminal.
+        console: The terminal; standard error if None. No bars are written if it is not a terminal.
         after: Seconds until bars are shown.
     """
     console = Console(stderr=True) if console is None else console

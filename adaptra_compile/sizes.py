@@ -14,7 +14,7 @@ UNITS: Final = {"B": 1} | {
 
 
 def size_text(size: float) -> str:
-    """A size for people: at least three digits of the largest binary unit that it fills."""
+    """Return a size as text for people: at least three digits of the largest binary unit that it fills."""
     for unit in ("GiB", "MiB", "KiB"):
         if size >= UNITS[unit]:
             return f"{size / UNITS[unit]:.1f} {unit}"
@@ -25,10 +25,10 @@ _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B)")
 
 
 def parse_size(text: str) -> int:
-    """Bytes from a text such as ``2GiB`` or ``500 MB``.
+    """Return the bytes of a text such as ``2GiB`` or ``500 MB``.
 
     Raises:
-        OptionError: It is no such text, or says less than a byte.
+        OptionError: The text is not a size, or the size is below one byte.
     """
     found = _SIZE.fullmatch(text.strip())
     size = 0 if found is None or found[2] not in UNITS else int(float(found[1]) * UNITS[found[2]])

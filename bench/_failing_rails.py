@@ -6,6 +6,7 @@ import sys
 import time
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "rxe")]
@@ -19,7 +20,7 @@ from adaptra import _C
 RAILS = 2
 START = 120.0
 """Seconds for processes to begin or to end, on a machine that is busy."""
-TIMING = {"heartbeat": 0.2, "silence": 0.8, "healthy_for": 1.0, "lost_after": 10.0, "handshake": 3.0}
+TIMING: dict[str, Any] = {"heartbeat": 0.2, "silence": 0.8, "healthy_for": 1.0, "lost_after": 10.0, "handshake": 3.0}
 ENOUGH = 16 * SIZE
 """Bytes by which a rail is known to carry the messages."""
 FAILS_WITHIN = 4.0

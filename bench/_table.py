@@ -35,7 +35,7 @@ class Row:
         return {**asdict(self), "ratio": self.ratio}
 
 
-def parser(description: str) -> argparse.ArgumentParser:
+def parser(description: str | None) -> argparse.ArgumentParser:
     """An argument parser that knows ``--json``; a benchmark adds its own arguments."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", action="store_true", help="print the rows as JSON: name, ours, baseline, ratio, unit, runs")

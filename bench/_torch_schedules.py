@@ -29,8 +29,8 @@ class _TakesLong(torch.autograd.Function):
         return given.view_as(given)
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(context.seconds)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
         return gradients[0], None
 
 

@@ -28,12 +28,14 @@ def measure(name: str, runs: int) -> tuple[tuple[str, ...], float]:
     example = ARCHITECTURES[name]
     args, kwargs, targets = example_microbatch(example.rows(6, 0), 3, "example")
     seconds: list[float] = []
+    row: tuple[str, ...] = ()
     for _ in range(runs):
         model = example.make()
         begun = time.process_time()
         compiled = compile_stages(model, args, kwargs, stages=STAGES, loss=example.loss, targets=targets)
         seconds.append(time.process_time() - begun)
-    return row_of(name, model, compiled), median(seconds)
+        row = row_of(name, model, compiled)
+    return row, median(seconds)
 
 
 def main() -> int:

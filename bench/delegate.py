@@ -59,9 +59,11 @@ def measure_messages(
     pairs = [(timed(ours.exchange, count), timed(gloo.exchange, count)) for _ in range(rounds)]
     name = f"{link}: {size // MIB} MiB, {outstanding} outstanding"
     gib = count * size / 2**30
+    took, theirs = (median(pair[side][0] for pair in pairs) / count * 1e3 for side in (0, 1))
+    worked, they_worked = (median(pair[side][1] for pair in pairs) / gib for side in (0, 1))
     return [
-        Row(name, *(median(pair[side][0] for pair in pairs) / count * 1e3 for side in (0, 1)), "ms/message", rounds),
-        Row(name, *(median(pair[side][1] for pair in pairs) / gib for side in (0, 1)), "processor s/GiB", rounds),
+        Row(name, took, theirs, "ms/message", rounds),
+        Row(name, worked, they_worked, "processor s/GiB", rounds),
     ]
 
 

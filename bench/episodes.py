@@ -1,10 +1,10 @@
 """Detection on noisy machines: false switches in hours of healthy training, and random faults found, located and named.
 
-Steps are simulated and their records disturbed (``tests/support/noisy_steps.py``): ops scatter and drift, ranks pause, messages have
-a long tail. Monitor, detector, planner and cost test are the real ones. A fault matters when another plan would win by more
-than a switch costs. Its kind can't be known where neither a queue nor a probe shows how much of a flight is occupancy; such
-faults are counted apart. A lossy path shows itself only as often as it loses messages, so the steps until it is detected are
-rows of their own. Figures of episodes are shares of the faults, with the bar as baseline.
+Steps are simulated and their records disturbed (``tests/support/noisy_steps.py``): ops scatter and drift, ranks pause, messages
+have a long tail. Monitor, detector, planner and cost test are the real ones. A fault matters when another plan would win by
+more than a switch costs. Its kind can't be known where neither a queue nor a probe shows how much of a flight is occupancy;
+such faults are counted apart. A lossy path shows itself only as often as it loses messages, so the steps until it is detected
+are rows of their own. Figures of episodes are shares of the faults, with the bar as baseline.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from os import cpu_count
 from statistics import median
@@ -29,7 +29,7 @@ BESIDE = 20
 
 
 @contextmanager
-def busy(processes: int) -> Iterator[None]:
+def busy(processes: int) -> Generator[None, None, None]:
     """So many processes that compute until the end."""
     burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:

@@ -17,6 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from _table import Row, parser, print_rows
@@ -56,7 +57,7 @@ class Counted(Connection):
         self.questions = 0
         self.told = 0
 
-    def _request(self, make):
+    def _request(self, make: Any) -> Any:
         self.questions += 1
         return super()._request(make)
 
@@ -99,7 +100,7 @@ def _store(port: int, *, serves: bool = False) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=300))
 
 
-def _run_ranks(ranks: list[int], case: Case, ports: dict[bool, int], told, ends, silent: int) -> None:
+def _run_ranks(ranks: list[int], case: Case, ports: dict[bool, int], told: Any, ends: Any, silent: int) -> None:
     """Some of the ranks, until ``ends`` is set; the silent one ends its beats once the event of that name is set."""
     stores = {rank: Counted(_store(ports[rank >= case.ranks - case.far])) for rank in ranks}
     told.put(("ready", ranks, None))
@@ -114,7 +115,8 @@ def _run_ranks(ranks: list[int], case: Case, ports: dict[bool, int], told, ends,
     for rank, store in stores.items():
         told.put(("asked", rank, (store.questions, store.told, members[rank]._beat)))
     if silent in members:
-        stores[silent]._client = _Frozen()
+        frozen: Any = _Frozen()
+        stores[silent]._client = frozen
     ends["end"].wait()
     with ThreadPoolExecutor(len(members)) as pool:
         list(pool.map(Membership.close, (member for rank, member in members.items() if rank != silent)))
@@ -123,7 +125,7 @@ def _run_ranks(ranks: list[int], case: Case, ports: dict[bool, int], told, ends,
 class _Frozen:
     """What a frozen host hears of the store."""
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> None:
         time.sleep(3600)
 
 
@@ -177,7 +179,7 @@ def measure(case: Case, seconds: float, processes: int) -> list[Row]:
     return rows
 
 
-def _losses(told, seconds: float, most: int, but: int | None = None) -> list[tuple]:
+def _losses(told: Any, seconds: float, most: int, but: int | None = None) -> list[tuple]:
     """What ranks learned of a loss within a time, until ``most`` did; all ``but`` one."""
     deadline, found = time.monotonic() + seconds, []
     while len(found) < most and time.monotonic() < deadline:

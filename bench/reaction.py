@@ -1,8 +1,8 @@
 """Steps from the onset of a fault to the switch and from its end to the way back, in training over gloo, with real faults.
 
-Episodes have one fault or two that overlap, of random kind, location, size and length (``tests/support/fault_episodes.py``): messages
-are delayed and ops lengthened. Devices are emulated; planning, detection and switching are not. At the end every parameter
-must be bitwise that of plain torch in one process that met no fault.
+Episodes have one fault or two that overlap, of random kind, location, size and length (``tests/support/fault_episodes.py``):
+messages are delayed and ops lengthened. Devices are emulated; planning, detection and switching are not. At the end every
+parameter must be bitwise that of plain torch in one process that met no fault.
 
 A fault matters when another plan than the one that ran when it began gains more than a switch is worth. Switches are counted
 for faults that are alone and for which the cost test found a better plan. The way back counts only where another plan is

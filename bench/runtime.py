@@ -56,7 +56,8 @@ def measure(rank: int, program: Program, runs: int, emulated_runs: int, seconds:
             theirs.step(*args, target=target)
 
         for _ in range(3):
-            timed(our_step), timed(their_step)
+            timed(our_step)
+            timed(their_step)
         pairs = [(timed(our_step), timed(their_step)) for _ in range(runs)]
     device = adaptra.EmulatedDevice(seconds, seconds, seconds)
     with adaptra.compile(**problem, options=adaptra.Options(adapt=False, schedule=program, emulate=device)) as pipe:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from typing import Any
 
 from _table import Row, median_seconds, parser, print_rows
 
@@ -102,7 +103,7 @@ def measure_torch() -> Iterator[Row]:
         program = generate("zb_h1", stages, microbatches)
         cost = CostModel.uniform(stages, 10, 11, 5)
         quarter = generate("zb_h1", stages, microbatches // 4)
-        actions = {
+        actions: Any = {
             rank: [torch_schedules._Action.from_str(str(op)) for op in order] for rank, order in enumerate(quarter.orders)
         }
         lowered = torch_schedules._add_send_recv(actions, lambda stage: stage, stages)

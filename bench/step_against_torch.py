@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import adaptra
 
-DECODER = {
+DECODER: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 704,
     "num_attention_heads": 8,

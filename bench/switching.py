@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from statistics import quantiles
 from typing import Any
@@ -47,7 +47,7 @@ def alternatives(ranks: int, microbatches: int) -> tuple[Program, Program]:
 
 
 @contextmanager
-def planning(rank: int, case: Case) -> Iterator[None]:
+def planning(rank: int, case: Case) -> Generator[None, None, None]:
     """Let the first rank plan all the time, on a thread of its own as the coordinator does."""
     ended = threading.Event()
 
@@ -73,6 +73,7 @@ class Timed:
     def __init__(self, pipe: adaptra.Pipeline, batch: Any) -> None:
         self._pipe = pipe
         self._batch = batch
+        assert pipe._built is not None
         self._controller = pipe._built.workers[0].controller
         self.seconds: list[float] = []
         self.versions: list[int] = []
@@ -119,7 +120,7 @@ def measure(rank: int, programs: tuple[Program, Program], switches: int, seconds
             with planning(rank, case):
                 for _ in range(BLOCK):
                     beside.step()
-        found = {"switching": switching.slowest, "resting": resting.slowest, "beside": beside.slowest}
+        found: dict[str, Any] = {"switching": switching.slowest, "resting": resting.slowest, "beside": beside.slowest}
         found["versions"] = switching.versions
         dist.barrier()
     return found

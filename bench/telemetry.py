@@ -68,7 +68,7 @@ def measure(rank: int, ranks: int, microbatches: int, runs: int, emulated_runs: 
 
     def pairs(count: int, **options: Any) -> list[Any]:
         with tempfile.TemporaryDirectory() as folder:
-            common = {"adapt": False, "schedule": "zb_h1", **options}
+            common: dict[str, Any] = {"adapt": False, "schedule": "zb_h1", **options}
             loud = adaptra.compile(**problem, options=adaptra.Options(**common, telemetry=everything(Path(folder))))
             quiet = adaptra.compile(**problem, options=adaptra.Options(**common))
             with loud, quiet:

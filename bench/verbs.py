@@ -16,6 +16,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests" / "rxe"))
@@ -33,7 +34,7 @@ OUTSTANDING = 16
 ROUNDS = 300
 PATIENCE = 120.0
 """Processes of a lab on a busy machine are slow to begin."""
-TIMING = {"heartbeat": 0.2, "silence": 0.8, "healthy_for": 1.0, "lost_after": 10.0, "handshake": 3.0}
+TIMING: dict[str, Any] = {"heartbeat": 0.2, "silence": 0.8, "healthy_for": 1.0, "lost_after": 10.0, "handshake": 3.0}
 
 
 def main() -> None:
@@ -98,6 +99,7 @@ def tell_clock(line: str) -> None:
 def perftest(program: str, size: int, count: int) -> list[float]:
     """The columns of perftest's table for one size. Repeated while it can't make sense of the processor's clock."""
     command = [program, "-F", "-s", str(size), "-n", str(count), "-x", "1"]
+    client = None
     for _ in range(20):
         server = subprocess.Popen(
             ["ip", "netns", "exec", "n1", *command, "-d", "rxe1_0"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -115,10 +117,11 @@ def perftest(program: str, size: int, count: int) -> list[float]:
         finally:
             server.kill()
             server.wait()
+        assert client is not None
         for line in client.stdout.splitlines():
             if re.match(rf" *{size} +{count} ", line) and "inf" not in line and "nan" not in line:
                 return [float(word) for word in line.split()]
-    raise AssertionError(f"{program}: no figures: {client.stdout} {client.stderr}")
+    raise AssertionError(f"{program}: no figures: {client and client.stdout + client.stderr}")
 
 
 def our_halves() -> list[float]:

@@ -218,7 +218,8 @@ def main() -> int:
 
     arguments.output.mkdir(parents=True, exist_ok=True)
     named = [(titles[phase], timelines[phase]) for phase in titles]
-    slow_edges = [SLOW_EDGE, SLOW_EDGE[::-1]]
+    source, destination = SLOW_EDGE
+    slow_edges = [(source, destination), (destination, source)]
     for suffix in ("svg", "png"):
         draw(named, arguments.output / f"timeline.{suffix}", slow_edges=slow_edges, title="One training step, measured")
     write_trace(named, arguments.output / "trace.json")

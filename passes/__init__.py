@@ -1,4 +1,4 @@
-"""adaptra.passes: one pass per file, the file name is the pass name.
+"""Passes over programs, one per file. The file name is the pass name.
 
 A pass turns a valid program into a valid program; see :class:`adaptra.passes.base.Pass`.
 """
@@ -35,9 +35,9 @@ PASSES: Final[Mapping[str, type[Pass]]] = MappingProxyType(
 
 
 def parse_pipeline(text: str) -> PassPipeline:
-    """Read a pipeline of adaptra's passes, such as ``split-backward,adapt-order{memory=12}``.
+    """Parse a pipeline of adaptra's passes, such as ``split-backward,adapt-order{memory=12}``.
 
     Raises:
-        PassError: Names the token, its column and the form expected.
+        PassError: The text is invalid. The error names the token, its column and the expected form.
     """
     return PassPipeline.parse(text, PASSES)

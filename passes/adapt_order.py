@@ -1,4 +1,4 @@
-"""The pass ``adapt-order``: the order of compute ops that suits links and stages as they are now."""
+"""The pass ``adapt-order``: the best order of compute ops for the current cost model."""
 
 from __future__ import annotations
 
@@ -17,46 +17,47 @@ from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.simulate import Simulation, simulate
 
 LEAST_EFFORT: Final = 1_500_000
-"""Ops to dispatch and simulate at least: some 40 ms."""
+"""Least number of ops to dispatch and simulate, about 40 ms."""
 
 LEAST_ROUNDS: Final = 40
-"""How often to go over the whole program at least, for large programs."""
+"""Least number of passes over the whole program, for large programs."""
 
 UNLIMITED: Final = 2**62
-"""More effort than anybody waits for."""
+"""Effort without a limit in practice."""
 
 MEMORY_TOLERANCE: Final = 1e-9
-"""How far rounding may take a sum of memory above its limit."""
+"""Tolerated excess of a sum of memory over its limit, for rounding."""
 
 
 @dataclass(frozen=True)
 class AdaptOrder(Pass):
     """Reorder the compute ops of every rank so that the simulated step is as short as the search can make it.
 
-    The bubble equations give warm-up counts; from there a search over list-scheduling policies finds orders, in which a local
-    search then moves ops (``csrc/schedule``, ``docs/planner.md``). Each is timed exactly.
+    The bubble equations give warm-up counts. From there a search over list-scheduling policies finds orders, in which a local
+    search then moves ops (``csrc/schedule``, ``docs/planner.md``). Each order is simulated exactly.
 
     Guarantees, for any number of stages and microbatches, any placement and mode of communication:
 
     - never more microbatches in flight on a stage than ``memory``, never more memory on a rank than the cost model's limit;
-    - if the incoming program is within these limits, the result's simulated makespan is not longer: if nothing better is found,
-      the incoming program is the result;
+    - if the incoming program is within these limits, the result's simulated makespan is not longer;
+    - if no better program is found, the incoming program is the result;
     - with one stage per rank, not longer than gpipe, 1f1b, zb_h1 or zb_h2, of those that fit;
     - F, I and W each in microbatch order on every stage; the same result for the same input on every machine.
 
-    Where the incoming program is not within the limits and the search finds nothing, which only ranks with several stages
-    competing for memory can cause, the result runs one microbatch at a time.
+    If the incoming program is not within the limits and the search finds nothing, the result runs one microbatch at a time.
+    Only ranks with several stages that compete for memory can cause this.
 
-    A forward-only program is returned as it is: its order leaves no choice that matters.
+    A forward-only program is returned unchanged, since no other order of it is better.
 
-    Refuses: a program with communication ops (they would stand in the wrong place afterwards), and a cost model with another
-    number of stages. Where no order could fit the limits, PlanError says the smallest limit that would do.
+    Refuses: a program with communication ops (their positions would be wrong afterwards), and a cost model with another number
+    of stages. If no order fits the limits, PlanError names the smallest limit that works.
 
     Attributes:
         memory: The most microbatches in flight (F started, I not ended), for every stage or one number per stage.
-        effort: About how many ops the search dispatches and simulates; by default enough for thousands of tries on small
-            programs and 20 on large ones. No time is measured, so results do not depend on the machine's speed.
-        seed: Of all random choices.
+        effort: The approximate number of ops that the search dispatches and simulates. The default is enough for thousands of
+            tries on small programs and 20 on large ones. Results do not depend on the machine's speed, since no time is
+            measured.
+        seed: Seed of all random choices.
     """
 
     name: ClassVar[str] = "adapt-order"
@@ -65,7 +66,7 @@ class AdaptOrder(Pass):
     seed: int = option(0, Count(0))
 
     def apply(self, program: Program, cost: CostModel) -> Program:
-        """The adapted program, named ``adapted``, or ``program`` itself where that is as good."""
+        """Return the adapted program, named ``adapted``, or ``program`` itself if it is equally good."""
         if program.stages != cost.stages:
             raise PassError(
                 f"{self}: {program.name} has {program.stages} stages, the cost model {cost.stages}: expected as many"
@@ -86,22 +87,22 @@ def search(
     start: Program | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Program:
-    """What :class:`AdaptOrder` does, for callers that may also end the search by time, and need no program to start from.
+    """Search like :class:`AdaptOrder`, for callers that need a time limit or have no program to start from.
 
     Args:
         case: Costs, microbatches and placement.
         memory: See :class:`AdaptOrder`.
         incumbent: A valid compute-only program of the same placement and microbatches, with I and W.
         effort: See :class:`AdaptOrder`. With a ``budget``, by default unlimited.
-        seed: Of all random choices.
-        budget: Seconds after which the search ends, and with it that equal inputs give equal programs.
-        enough: The search ends once a program takes no longer; 0 for the shortest.
-        start: A program like ``incumbent`` that may hold more than the limits: made to fit, it is one more to start from.
-        should_stop: Asked every few milliseconds; once it returns true the search ends with the best found so far.
+        seed: Seed of all random choices.
+        budget: Seconds after which the search ends. With a budget, equal inputs may give different programs.
+        enough: Makespan at which the search ends; 0 to find the shortest.
+        start: A program like ``incumbent`` that may exceed the limits. It is made to fit and is one more starting point.
+        should_stop: Called every few milliseconds. Once it returns true, the search ends with the best program found so far.
 
     Raises:
-        PlanError: No order fits the limits; says the smallest that would do.
-        PassError: The incumbent holds communication ops.
+        PlanError: No order fits the limits. The text names the smallest limit that works.
+        PassError: The incumbent has communication ops.
     """
     if incumbent is not None and incumbent.is_lowered:
         raise PassError(f"{AdaptOrder.name}: {incumbent.name} holds SEND and RECV ops: run it before insert-comm")
@@ -137,11 +138,14 @@ def search(
 
 
 ADAPTED: Final = "adapted"
-"""The name of programs whose orders this pass found."""
+"""Name of the programs found by this pass."""
 
 
 def _refuse_impossible_limit(case: Case) -> None:
-    """A microbatch holds its memory on all stages of a rank between its last F and its first I, whatever the order."""
+    """Refuse a limit below one microbatch's memory on a rank.
+
+    In every order, a microbatch needs its memory on all stages of a rank between its last F and its first I.
+    """
     for rank, limit in enumerate(case.cost.memory_limit or ()):
         held = sum(held for held, at in zip(case.cost.memory_forward, case.placement, strict=True) if at == rank)
         if held > limit + MEMORY_TOLERANCE:
@@ -154,7 +158,7 @@ def _fits(simulation: Simulation, limits: Sequence[int]) -> bool:
 
 
 def one_at_a_time(placement: tuple[int, ...], microbatches: int) -> Program:
-    """Every microbatch goes all the way before the next starts: slow, and within every limit that is not impossible."""
+    """Return the program that finishes each microbatch before the next starts. It is slow but fits every possible limit."""
     orders: list[list[Op]] = [[] for _ in range(max(placement) + 1)]
     for microbatch in range(microbatches):
         for stage, rank in enumerate(placement):
@@ -165,7 +169,7 @@ def one_at_a_time(placement: tuple[int, ...], microbatches: int) -> Program:
 
 
 def _starts(case: Case, limits: Sequence[int]) -> list[tuple[int, ...]]:
-    """Warm-up counts to start from: what each slackness rule asks for, 1F1B's, and all that fits."""
+    """Return warm-up counts to start from: those of each slackness rule, those of 1F1B, and the most that fit."""
     shares = [min(limit, share) for limit, share in zip(limits, _memory_shares(case), strict=True)]
     asked = [warm_up(case.cost, case.microbatches, rule=rule).x for rule in SlackRule]
     asked += [tuple(range(case.cost.stages, 0, -1)), tuple(shares)]
@@ -174,7 +178,7 @@ def _starts(case: Case, limits: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _memory_shares(case: Case) -> list[int]:
-    """Per stage, how many microbatches it may keep if all stages of its rank keep as many."""
+    """Return, per stage, the number of microbatches that fit if all stages of its rank keep the same number."""
     cost = case.cost
     if cost.memory_limit is None:
         return [case.microbatches] * cost.stages
@@ -189,10 +193,10 @@ def _memory_shares(case: Case) -> list[int]:
 
 
 def _known_alternations(stages: int, microbatches: int) -> list[tuple[list[int], list[int]]]:
-    """zb_h2, zb_h1, 1f1b and gpipe of :mod:`adaptra.program.schedules`: warm-up and by how many microbatches W is late, per
-    stage.
+    """Return zb_h2, zb_h1, 1f1b and gpipe of :mod:`adaptra.program.schedules` in the form that the search takes.
 
-    Mostly from short to long: of what is no better than what is known, the search asks nothing but its makespan.
+    Each has, per stage, the warm-up count and the number of microbatches by which W is deferred. They are mostly sorted from
+    short to long, since the search spends little on a schedule that is no better than the best so far.
     """
     ahead = [stages - stage for stage in range(stages)]
     late, at_once = list(range(stages)), [0] * stages

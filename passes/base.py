@@ -1,12 +1,12 @@
-"""What a pass is, and how passes are put in a row.
+"""Passes, and pipelines of passes.
 
-A pass is a frozen dataclass whose fields are its options; it turns a valid program into a valid program. A pipeline is
-passes in a row, and has a text form that parses and prints::
+A pass is a frozen dataclass whose fields are its options. It turns a valid program into a valid program. A pipeline is a
+sequence of passes, with a text form that parses and prints::
 
     split-backward,adapt-order{memory=12},insert-comm{receives=ahead},lower-comm{slow=1>2}
 
-Options left at their default are not printed. The runner knows no pass: it verifies the program before the first and after
-each.
+Options with default values are not printed. The runner depends on no pass. It verifies the program before the first pass and
+after each.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 class Pass(ABC):
     """A transformation of programs. Subclasses are frozen dataclasses; each field is an option made by :func:`option`.
 
-    Contract of :meth:`apply`: it never changes its input, gives the same program for the same input on every machine, and its
-    result verifies if its input does. A subclass's docstring says what it guarantees beyond that and what it refuses.
+    :meth:`apply` never changes its input. It gives the same program for the same input on every machine. Its result verifies if
+    its input does. A subclass's docstring states its further guarantees and the programs that it refuses.
     """
 
     name: ClassVar[str]
@@ -41,7 +41,7 @@ class Pass(ABC):
 
     @abstractmethod
     def apply(self, program: Program, cost: CostModel) -> Program:
-        """The transformed program.
+        """Return the transformed program.
 
         Raises:
             PassError: The pass refuses the program.
@@ -53,7 +53,7 @@ class Pass(ABC):
         """Make the pass from the texts of its options.
 
         Raises:
-            PassError: An option is unknown or its value has not the form expected.
+            PassError: An option is unknown, or its value does not have the expected form.
         """
         forms = {entry.name: entry.metadata["form"] for entry in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
@@ -78,22 +78,26 @@ class Pass(ABC):
 
 
 class OptionForm(ABC):
-    """How the value of an option is written: :meth:`parse` and :meth:`print` are each other's inverse."""
+    """The text form of an option's value. :meth:`parse` and :meth:`print` are inverse to each other."""
 
     expected: str
-    """What to write, for error messages."""
+    """The expected form, for error messages."""
 
     @abstractmethod
     def parse(self, text: str) -> Any:
-        """The value that the text stands for; ValueError if it stands for none."""
+        """Return the value of a text.
+
+        Raises:
+            ValueError: The text has no value.
+        """
 
     def print(self, value: Any) -> str:
-        """The text of a value."""
+        """Return the text of a value."""
         return str(value)
 
 
 def option(default: Any, form: OptionForm) -> Any:
-    """A dataclass field that is an option of a pass."""
+    """Return a dataclass field that is an option of a pass."""
     return field(default=default, metadata={"form": form})
 
 
@@ -105,7 +109,7 @@ class Count(OptionForm):
         self.expected = f"N with N a whole number of at least {least}"
 
     def parse(self, text: str) -> int:
-        """The number."""
+        """Return the number."""
         return _count(text, self.least)
 
 
@@ -115,12 +119,12 @@ class CountPerStage(OptionForm):
     expected = "N or N+N+… (one per stage) with whole numbers of at least 1"
 
     def parse(self, text: str) -> int | tuple[int, ...]:
-        """One number, or a tuple of them."""
+        """Return one number, or a tuple of them."""
         numbers = tuple(_count(part, 1) for part in text.split("+"))
         return numbers[0] if len(numbers) == 1 else numbers
 
     def print(self, value: Any) -> str:
-        """One number, or all joined by ``+``."""
+        """Return one number, or all joined by ``+``."""
         return str(value) if isinstance(value, int) else "+".join(map(str, value))
 
 
@@ -132,7 +136,7 @@ class Word(OptionForm):
         self.expected = expected
 
     def parse(self, text: str) -> str:
-        """The word."""
+        """Return the word."""
         if self.pattern.fullmatch(text) is None:
             raise ValueError(text)
         return text
@@ -144,7 +148,7 @@ class EdgeSet(OptionForm):
     expected = "SOURCE>DESTINATION, several joined by +, such as 1>2+2>1"
 
     def parse(self, text: str) -> tuple[tuple[int, int], ...]:
-        """Pairs of source and destination stage."""
+        """Return pairs of source and destination stage."""
         edges: list[tuple[int, int]] = []
         for part in text.split("+"):
             source, _, destination = part.partition(">")
@@ -152,16 +156,16 @@ class EdgeSet(OptionForm):
         return tuple(edges)
 
     def print(self, value: Any) -> str:
-        """The edges joined by ``+``."""
+        """Return the edges joined by ``+``."""
         return "+".join(f"{source}>{destination}" for source, destination in value)
 
 
 @dataclass(frozen=True)
 class PassPipeline:
-    """Passes in a row.
+    """A sequence of passes.
 
     Attributes:
-        passes: They are applied first to last.
+        passes: The passes, applied first to last.
     """
 
     passes: tuple[Pass, ...]
@@ -170,14 +174,14 @@ class PassPipeline:
         """Run all passes, and verify the program before the first and after each that changes it.
 
         Args:
-            program: Where to start.
-            cost: What the passes plan for.
+            program: The program to transform.
+            cost: The cost model for which the passes plan.
 
         Raises:
             ScheduleError: ``program`` is not valid.
             PassError: A pass refuses its program.
             PlanError: No program satisfies the limits.
-            AssertionError: A pass turned a valid program into one that is not: a bug of that pass, which it names.
+            AssertionError: A pass turned a valid program into an invalid one. This is a bug of the pass, which the text names.
         """
         verify(program)
         for step in self.passes:
@@ -196,14 +200,14 @@ class PassPipeline:
 
     @staticmethod
     def parse(text: str, known: Mapping[str, type[Pass]]) -> PassPipeline:
-        """Read the text form.
+        """Parse the text form.
 
         Args:
             text: Pass names separated by commas, each with its options in braces.
-            known: The passes by name; :func:`adaptra.passes.parse_pipeline` hands over all of adaptra's.
+            known: The passes by name; :func:`adaptra.passes.parse_pipeline` gives all of adaptra's.
 
         Raises:
-            PassError: Names the token, its column and the form expected.
+            PassError: The text is invalid. The error names the token, its column and the expected form.
         """
         passes: list[Pass] = []
         position = 0
@@ -254,7 +258,7 @@ def _one_of(names: Mapping[str, Any]) -> str:
 
 
 def __getattr__(name: str) -> object:
-    """The name that :class:`PassPipeline` had in version 0.1."""
+    """Support the name that :class:`PassPipeline` had in version 0.1."""
     if name == "Pipeline":
         warnings.warn("adaptra.passes.base.Pipeline is now adaptra.passes.base.PassPipeline", DeprecationWarning, stacklevel=2)
         return PassPipeline

@@ -1,4 +1,4 @@
-"""The pass ``fuse-backward``: I and W as one op wherever splitting gains nothing."""
+"""The pass ``fuse-backward``: fuses I and W into one op where the split saves no time."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import Simulation, simulate
 
 TOLERANCE: Final = 1e-9
-"""How much longer, as a part of the makespan, is rounding."""
+"""Lengthening of the step, as a fraction of the makespan, that counts as rounding."""
 
 
 @dataclass(frozen=True)
 class FuseBackward(Pass):
-    """Replace I and the W of the same microbatch right behind it by one B, where the step does not get longer.
+    """Replace I and the W of the same microbatch right after it by one B, if the step does not get longer.
 
-    A B keeps its gradient until W is done, so it can delay the stage before it; split backwards cost kernel launches and keep
-    buffers. On stage 0 nobody waits for the gradient: there every such pair fuses. Elsewhere pairs are tried stage by stage,
-    first all of a stage at once, then halves of those that did not fuse.
+    Split backwards cost kernel launches and keep buffers. A B sends its gradient only after W, so it can delay the stage before
+    it. On stage 0 no stage waits for the gradient, so every adjacent pair fuses. On other stages, all pairs of a stage are
+    tried at once, then halves of those that did not fuse.
 
     Guarantees: the same simulated makespan, up to rounding; no more memory on any rank; a valid program stays valid. It never
-    moves an op, and of pairs that are not side by side, as where W is put off on purpose, it fuses none: run it after
-    adapt-order.
+    moves an op, and fuses only adjacent pairs. Run it after adapt-order, which may defer W on purpose.
 
-    Refuses a program with communication ops, between which I and W would not stand side by side.
+    Refuses a program with communication ops, which would separate I from W.
     """
 
     name: ClassVar[str] = "fuse-backward"
 
     def apply(self, program: Program, cost: CostModel) -> Program:
-        """The program with as many B, or ``program`` itself where none fits."""
+        """Return the program with pairs fused into B, or ``program`` itself if no pair can be fused."""
         if program.is_lowered:
             raise PassError(f"{self}: {program.name} holds SEND and RECV ops: run {self.name} before insert-comm")
         if program.is_forward_only:
@@ -56,7 +55,7 @@ class FuseBackward(Pass):
 
 
 def _pairs(program: Program, stage: int) -> list[int]:
-    """The microbatches whose I and W stand side by side on the stage."""
+    """Return the microbatches whose I and W are adjacent on the stage."""
     order = program.orders[program.placement[stage]]
     return [
         first.microbatch

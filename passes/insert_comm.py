@@ -1,16 +1,14 @@
-"""The pass ``insert-comm``: SEND and RECV for every message between ranks, where the transport wants them.
+"""The pass ``insert-comm``: adds SEND and RECV for every message between ranks, at positions that suit the transport.
 
-Where a receive stands decides what a slow link costs. Measured with one adapted order (four ranks, 16 microbatches of three
-20 ms ops, 60 ms one-way latency on one edge, best possible 1080 ms):
+The position of a receive decides the cost of a slow link. We measured one adapted order on four ranks: 16 microbatches of three
+20 ms ops, 60 ms one-way latency on one edge. The best possible step takes 1080 ms.
 
-=====================================  ====================  ======================  ======================
-transport                              receives as torch's   late, at the consumer   ahead of need
-=====================================  ====================  ======================  ======================
-gloo: a send waits for its receiver    1786 ms               3233 ms                 1188 ms
-one in-order stream per pair of ranks  1683 ms               1115 ms                 not measured
-=====================================  ====================  ======================  ======================
+| transport | receives as torch's | late, at the consumer | ahead of need |
+|---|---|---|---|
+| gloo: a send waits for its receiver | 1786 ms | 3233 ms | 1188 ms |
+| one in-order stream per pair of ranks | 1683 ms | 1115 ms | not measured |
 
-A transport says which of the two it is in its :class:`adaptra.program.transport_contract.Contract`.
+A transport states its kind in its :class:`adaptra.program.transport_contract.Contract`.
 """
 
 from __future__ import annotations
@@ -30,27 +28,27 @@ from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import simulate
 
 LEAST_AHEAD: Final = 4
-"""Receives posted ahead on a channel even when its latency asks for fewer, so that a link that turns slow is only slow."""
+"""Least number of receives posted ahead on a channel, so that a link that becomes slow costs only its own latency."""
 
 
 @dataclass(frozen=True)
 class InsertComm(Pass):
-    """Add SEND and RECV ops for all messages that cross ranks; compute ops keep their order.
+    """Add SEND and RECV ops for all messages that cross ranks. Compute ops keep their order.
 
-    A SEND stands directly behind the op that makes its message. A RECV posts a receive and doesn't wait; the compute op that
-    needs the message does. With ``receives=late`` a RECV stands directly before that op. With ``receives=ahead`` it stands
-    before the op that needs the message ``ahead`` places earlier on the same channel, or at the start of the step.
+    A SEND comes directly after the op that makes its message. A RECV posts a receive and doesn't wait; the compute op that
+    needs the message waits. With ``receives=late`` a RECV comes directly before that op. With ``receives=ahead`` it comes
+    before the op that needs the message ``ahead`` messages earlier on the same channel, or at the start of the step.
 
-    Guarantees: on every channel (source rank, destination rank, forward or backward) messages are received in the order in
-    which they are sent; at most ``ahead + 1`` receives of a channel are posted and not yet used by their op, one with
-    ``receives=late``, unless several stages of one rank share the channel and use its messages in another order.
+    A channel is (source rank, destination rank, forward or backward). Guarantees: messages of a channel are received in the
+    order in which they are sent. At most ``ahead + 1`` receives of a channel are posted and not yet used by their op, or one
+    with ``receives=late``. The exception is a channel that several stages of one rank share and use in another order.
 
-    Refuses: a program that holds communication ops already; ``ahead`` together with ``receives=late``.
+    Refuses: a program that already has communication ops; ``ahead`` together with ``receives=late``.
 
     Attributes:
         receives: ``ahead`` or ``late``.
-        ahead: How many messages ahead receives are posted, on every channel. By default as many as each channel's
-            latency needs under the cost model: so many that no message is late because its receive was, and at least 4.
+        ahead: The number of messages by which receives are posted ahead, on every channel. By default it follows from each
+            channel's latency under the cost model: no message is late because of its receive. It is at least 4.
     """
 
     name: ClassVar[str] = "insert-comm"
@@ -65,18 +63,18 @@ class InsertComm(Pass):
 
     @staticmethod
     def for_contract(contract: Contract, ahead: int | None = None) -> InsertComm:
-        """The pass with the options that suit a transport, ``ahead`` where receives are posted ahead.
+        """Return the pass with the options that suit a transport. ``ahead`` is used only if receives are posted ahead.
 
-        In-order streams get late receives: an early one would hold up the sends behind it. Else, where a send waits for its
-        receiver, receives are posted ahead. Where neither holds, a message travels without its receive, and late ones keep the
-        pools smallest.
+        In-order streams get late receives, since an early one would delay the sends after it. Otherwise, if a send waits for
+        its receiver, receives are posted ahead. If neither is true, messages do not depend on their receives, and late receives
+        keep the pools smallest.
         """
         if contract.send_waits_for_receiver and not contract.in_order:
             return InsertComm(receives="ahead", ahead=ahead)
         return InsertComm(receives="late")
 
     def apply(self, program: Program, cost: CostModel) -> Program:
-        """The program with its messages; ``cost`` decides how far ahead receives are posted, unless ``ahead`` does."""
+        """Return the program with its messages. Without ``ahead``, ``cost`` decides how far ahead receives are posted."""
         if program.is_lowered:
             raise PassError(f"{self}: {program.name} holds SEND and RECV ops already: expected compute ops only")
         channels = _channels(program)
@@ -93,7 +91,7 @@ class InsertComm(Pass):
         return replace(program, orders=orders)
 
     def ahead_of_need(self, program: Program, cost: CostModel) -> Mapping[Channel, int]:
-        """How many messages ahead of need :meth:`apply` posts the receives of each channel of a compute-only program."""
+        """Return, per channel of a compute-only program, by how many messages :meth:`apply` posts receives ahead."""
         return self._counts(program, cost, _channels(program))
 
     def _counts(self, program: Program, cost: CostModel, channels: Mapping[Channel, list[Message]]) -> Mapping[Channel, int]:
@@ -105,7 +103,7 @@ class InsertComm(Pass):
 
 
 class Channel(NamedTuple):
-    """Messages of one direction between two ranks; they are received in the order in which they are sent."""
+    """The messages of one direction between two ranks, which are received in the order in which they are sent."""
 
     source: int
     destination: int
@@ -113,7 +111,7 @@ class Channel(NamedTuple):
 
 
 class Message(NamedTuple):
-    """One message between ranks, and where its two ends stand in the compute-only program."""
+    """One message between ranks, and the positions of its producer and consumer in the compute-only program."""
 
     producer: Op
     send: Op
@@ -123,7 +121,7 @@ class Message(NamedTuple):
 
 
 def _channels(program: Program) -> Mapping[Channel, list[Message]]:
-    """All messages between ranks, on each channel in the order in which they are sent."""
+    """Return all messages between ranks, on each channel in the order in which they are sent."""
     found: defaultdict[Channel, list[Message]] = defaultdict(list)
     places = {op: (rank, index) for rank, order in enumerate(program.orders) for index, op in enumerate(order)}
     for consumer, place in places.items():
@@ -143,7 +141,7 @@ def _channels(program: Program) -> Mapping[Channel, list[Message]]:
 
 
 def _places(messages: Sequence[Message], ahead: int) -> list[tuple[int, int]]:
-    """Before which op of its rank each message's RECV stands: never behind its own consumer or a later message's RECV."""
+    """Return the position of each message's RECV: never after its own consumer or a later message's RECV."""
     late: list[tuple[int, int]] = []
     for message in reversed(messages):
         late.append(min(message.consumer, late[-1]) if late else message.consumer)
@@ -153,16 +151,16 @@ def _places(messages: Sequence[Message], ahead: int) -> list[tuple[int, int]]:
 
 
 def _counts_needed(program: Program, cost: CostModel, channels: Mapping[Channel, list[Message]]) -> dict[Channel, int]:
-    """How many messages ahead each channel's receives must be posted so that none is late because its receive was.
+    """Return, per channel, by how many messages receives must be posted ahead so that no message is late because of them.
 
-    With a rendezvous, the word that a receive is posted takes the way back's latency c' to the sender, and the message takes
-    o + c. A receive posted at p is early enough if p + c' is no later than the end of the producer, or p + c' + o + c no later
-    than the start of the consumer.
+    With a rendezvous, the notice of a posted receive takes the reverse direction's latency c' to the sender, and the message
+    takes o + c. A receive posted at p is early enough if p + c' is no later than the end of the producer. It is also early
+    enough if p + c' + o + c is no later than the start of the consumer.
     """
     ops = simulate(program, cost).timeline.ops
     counts: dict[Channel, int] = {}
     for channel, messages in channels.items():
-        # A RECV is posted once the op before it has ended.
+        # A RECV is posted when the op before it ends.
         posted = [ops[rank][index - 1].end if index else 0.0 for rank, index in _places(messages, 0)]
         needed = LEAST_AHEAD
         for number, message in enumerate(messages):
@@ -175,7 +173,7 @@ def _counts_needed(program: Program, cost: CostModel, channels: Mapping[Channel,
 
 
 def _delays(message: Message, cost: CostModel) -> tuple[float, float]:
-    """What the message takes to its receiver, and what word of the posted receive takes to the sender."""
+    """Return the time of the message to its receiver, and that of the posted receive's notice to the sender."""
     edge = min(message.producer.stage, message.receive.stage)
     forward = cost.latency_forward[edge], cost.occupancy_forward[edge]
     backward = cost.latency_backward[edge], cost.occupancy_backward[edge]

@@ -1,4 +1,4 @@
-"""The pass ``lower-comm``: put the messages of slow edges on another lane."""
+"""The pass ``lower-comm``: puts the messages of slow edges on another lane."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from adaptra.simulation.cost import CostModel
 
 @dataclass(frozen=True)
 class LowerComm(Pass):
-    """Mark SEND and RECV of the named directed edges with a lane, and take the lane from all others.
+    """Mark SEND and RECV of the named directed edges with a lane, and remove the lane from all others.
 
-    One slow edge moves alone: the lanes of a program are a function of ``slow``, whatever lanes it came with, so an edge that
-    recovered goes back by leaving it out.
+    The result's lanes depend only on ``slow``, not on those of the incoming program. So an edge that is no longer named returns
+    to the normal path, and other edges do not change.
 
     Guarantees: no op moves; both ends of a message are on the same lane.
 
-    Refuses: a program without communication ops when an edge is named, and an edge over which the program sends nothing.
+    Refuses: a program without communication ops if an edge is named, and an edge over which the program sends nothing.
 
     Attributes:
         slow: Directed edges between neighbouring stages, as (source, destination): ``slow=1>2+2>1``.
-        lane: What the runtime calls the path they take.
+        lane: The runtime's name of their path.
     """
 
     name: ClassVar[str] = "lower-comm"
@@ -33,7 +33,7 @@ class LowerComm(Pass):
     lane: str = option("delegate", Word(r"[a-z][a-z0-9_.-]*", "a lower-case word such as delegate"))
 
     def apply(self, program: Program, cost: CostModel) -> Program:
-        """The program with its lanes set; ``cost`` does not matter."""
+        """Return the program with its lanes set. ``cost`` is not used."""
         if self.slow and not program.is_lowered:
             raise PassError(f"{self}: {program.name} has no SEND and RECV to mark: run insert-comm first")
         used = {_edge(op) for order in program.orders for op in order if not op.kind.is_compute}
@@ -48,12 +48,12 @@ class LowerComm(Pass):
         if op.kind.is_compute:
             return op
         lane = self.lane if _edge(op) in self.slow else None
-        # Most ops stay as they are, and a program is lowered beside training, whose interpreter this uses.
+        # Most ops do not change, and lowering runs during training and shares its interpreter.
         return op if op.lane == lane else replace(op, lane=lane)
 
 
 def _edge(op: Op) -> tuple[int, int]:
-    """Source and destination stage of a communication op."""
+    """Return source and destination stage of a communication op."""
     match op.kind:
         case Kind.SEND_F | Kind.SEND_B:
             return op.stage, peer_stage(op)

@@ -1,4 +1,4 @@
-"""The pass ``split-backward``: every B becomes its I and its W."""
+"""The pass ``split-backward``: splits every B into I and W."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from adaptra.simulation.cost import CostModel
 class SplitBackward(Pass):
     """Replace every B by I and W of the same stage and microbatch, side by side.
 
-    Guarantees: the result holds no B, and is the program itself if that holds none. No op moves, so nothing that was in
-    order is out of order now. A SEND_B after the B stays where it is, behind the W.
+    Guarantees: the result has no B, and is the program itself if that has none. No op moves, so all orders are kept. A SEND_B
+    after the B stays at its position, after the W.
 
     Refuses nothing.
     """
@@ -24,7 +24,7 @@ class SplitBackward(Pass):
     name: ClassVar[str] = "split-backward"
 
     def apply(self, program: Program, cost: CostModel) -> Program:
-        """The program without B; ``cost`` does not matter."""
+        """Return the program without B. ``cost`` is not used."""
         if not any(op.kind is Kind.B for order in program.orders for op in order):
             return program
         return replace(program, orders=tuple(tuple(_split(order)) for order in program.orders))

@@ -41,7 +41,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """Compares a text with a golden file: ``golden("name.sched", text)``; see golden_files.py."""
-    return partial(check_golden, accept=request.config.getoption("--accept-golden"))
+    return partial(check_golden, accept=bool(request.config.getoption("--accept-golden")))
 
 
 def built_without_verbs() -> str | None:
@@ -57,7 +57,7 @@ def in_lab(request: pytest.FixtureRequest) -> Callable[..., Any]:
     The function is at the top level of a test module, its arguments and its result are JSON values. The test is skipped where
     there can be no lab.
     """
-    kernel = request.config.getoption("--lab-kernel")
+    kernel: Any = request.config.getoption("--lab-kernel")
     if (reason := lab.missing(kernel) or built_without_verbs()) is not None:
         pytest.skip(reason)
 

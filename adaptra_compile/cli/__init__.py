@@ -1,6 +1,6 @@
 """The command ``adaptra``: plan, simulate, explain, trace, schedule, doctor. ``docs/command-line.md`` shows each.
 
-Starting it loads neither torch nor sympy nor matplotlib; a command loads what it uses when it runs.
+The start loads neither torch nor sympy nor matplotlib. Each command loads the modules that it uses when it runs.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ _SLOW: Final = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line; the program's own arguments when None.
+    """Run one command line, or with None the process's own arguments.
 
     Returns:
-        The exit status: 0 done, 1 standard output was closed early, 2 wrong input (one line on standard error says what),
-        130 interrupted.
+        The exit status: 0 done, 1 standard output was closed early, 2 wrong input (with one line on standard error), 130
+        interrupted.
     """
     options = _parser().parse_args(arguments)
     from adaptra.cli import commands
 
     try:
-        # By lines: where Python runs unbuffered, a single write whose reader has gone ends early and without an error.
+        # By lines: in unbuffered Python, a single write to a closed pipe ends early and without an error.
         sys.stdout.writelines(commands.run(options).splitlines(keepends=True))
         sys.stdout.flush()
     except AdaptraError as error:
         sys.stderr.write(f"adaptra: {error}\n")
         return 2
     except BrokenPipeError:
-        # What reads our output has gone; without this, Python would say so again while it exits.
+        # The reader of our output is gone. Without this, Python would report that again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -199,7 +199,7 @@ def _names(text: str) -> list[str]:
 
 
 def _seconds(text: str) -> float:
-    """A duration such as 100ms or 60s."""
+    """Return the seconds of a duration such as 100ms or 60s."""
     for unit, scale in (("ms", 1e-3), ("s", 1.0)):
         number = text.removesuffix(unit)
         if number != text and number.replace(".", "", 1).isdecimal() and number.isascii() and float(number) > 0:

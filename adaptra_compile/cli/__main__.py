@@ -1,4 +1,4 @@
-"""``python -m adaptra.cli``: the command ``adaptra`` where its script is not on the path."""
+"""``python -m adaptra.cli``: the command ``adaptra`` when its script is not on the path."""
 
 import sys
 

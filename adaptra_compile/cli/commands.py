@@ -1,4 +1,4 @@
-"""What each command does, once its arguments are read."""
+"""The commands, run with parsed arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from adaptra.simulation.simulate import Simulation, lower_bound, simulate
 
 
 def run(options: Namespace) -> str:
-    """Run the command that ``options.command`` names, and return what it says on standard output.
+    """Run the command named by ``options.command``, and return its standard output.
 
     Raises:
         AdaptraError: Wrong input.
@@ -105,7 +105,7 @@ def _trace_run(options: Namespace) -> str:
 
 
 def _generate(name: str, stages: int, microbatches: int) -> Program:
-    """A schedule by name; those with several stages on a rank with two."""
+    """Return a schedule by name. Interleaved ones have two stages per rank."""
     if name not in PLACED:
         return generate_for(name, tuple(range(stages)), microbatches)
     if stages % 2:

@@ -1,4 +1,4 @@
-"""What ``adaptra doctor`` reports: what is installed here, and what to install for the rest."""
+"""The command ``doctor``: the installed parts, and instructions for missing ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BACKENDS: Final = ("gloo", "nccl", "mpi", "xccl")
 
 
 def examine() -> dict[str, Any]:
-    """Versions and availability as JSON values. Loads torch; opens RDMA devices to look at them, and no connection."""
+    """Return versions and availability as JSON values. Loads torch, and opens RDMA devices but no connections."""
     return {
         "adaptra": __version__,
         "python": platform.python_version(),
@@ -38,7 +38,7 @@ def examine() -> dict[str, Any]:
 
 
 def report(found: dict[str, Any]) -> str:
-    """What :func:`examine` found, for people."""
+    """Return the findings of :func:`examine` as text for people."""
     torch = found["torch"]
     lines = [
         ("adaptra", found["adaptra"]),
@@ -62,7 +62,7 @@ def report(found: dict[str, Any]) -> str:
 
 
 def _rdma() -> dict[str, Any]:
-    """Where pyverbs is, or why there is none; the ports that it finds, or why it finds none."""
+    """Return the path of pyverbs and the RDMA ports that it finds, or the reason why there are none."""
     from adaptra.runtime.rdma import devices as rdma
 
     found: dict[str, Any] = {"pyverbs": None, "reason": None, "ports": []}

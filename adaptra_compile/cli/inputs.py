@@ -1,4 +1,4 @@
-"""Reading a command line: PROGRAM, which a file, standard input or a name, --sweep, --uncertain."""
+"""Parsing of command-line values: PROGRAM (a file, standard input or a name), --sweep and --uncertain."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from adaptra.simulation.cost import Case
 
 
 def read_program(given: str, case: Case) -> Program:
-    """The program that ``given`` names, verified, and fit for the case.
+    """Read the program that ``given`` names, verify it, and check that it fits the case.
 
-    ``-`` is standard input, a name that :func:`adaptra.program.schedules.generate_for` knows the schedule of the case's size, a
-    file ending in ``.csv`` torch's form, and every other file the text form.
+    ``-`` means standard input. A name of :func:`adaptra.program.schedules.generate_for` means the schedule of the case's size.
+    A file ending in ``.csv`` has torch's form, and every other file the text form.
 
     Raises:
-        ScheduleError: It can't be read, or no set of ranks could execute it.
-        CaseError: It has other stages, ranks or microbatches than the case.
+        ScheduleError: The program can't be parsed, or no set of ranks can execute it.
+        CaseError: The program has other stages, ranks or microbatches than the case.
     """
     program = _generated(given, case) or _read(given)
     _check_fits(given, program, case)
@@ -37,7 +37,7 @@ def read_program(given: str, case: Case) -> Program:
 
 
 class SweepRange(TypedDict):
-    """What a sweep is asked for: arguments of :func:`adaptra.planning.comparison.sweep_delay`."""
+    """Arguments of :func:`adaptra.planning.comparison.sweep_delay`."""
 
     edges: list[tuple[int, int]]
     delays: list[float]
@@ -45,10 +45,10 @@ class SweepRange(TypedDict):
 
 
 def read_sweep(given: Sequence[str]) -> SweepRange:
-    """The words behind ``--sweep``: ``edge=1-2 delay=0:60``, and ``steps=13 names=1f1b,adapted`` if wanted.
+    """Parse the words after ``--sweep``: ``edge=1-2 delay=0:60``, and optionally ``steps=13 names=1f1b,adapted``.
 
     Raises:
-        CaseError: Names the word and the form expected.
+        CaseError: A word is invalid. The text names it and the expected form.
     """
     values: dict[str, str] = {}
     for word in given:
@@ -72,10 +72,10 @@ def read_sweep(given: Sequence[str]) -> SweepRange:
 
 
 def read_uncertain(given: Sequence[str]) -> dict[tuple[int, int], dict[float, float]]:
-    """The words behind ``--uncertain``, such as ``1-2=0:60``: per directed edge its low and its high delay, as likely.
+    """Parse the words after ``--uncertain``, such as ``1-2=0:60``: a low and a high delay per directed edge, equally likely.
 
     Raises:
-        CaseError: Names the word and the form expected.
+        CaseError: A word is invalid. The text names it and the expected form.
     """
     found: dict[tuple[int, int], dict[float, float]] = {}
     for word in given:
@@ -116,10 +116,10 @@ def _generated(name: str, case: Case) -> Program | None:
 
 
 def _check_fits(given: str, program: Program, case: Case) -> None:
-    """Refuse a program that is for another size of problem than the case.
+    """Refuse a program of another size than the case.
 
     Raises:
-        CaseError: Names what differs.
+        CaseError: The sizes differ. The text names the difference.
     """
     for what, has, expected in (
         ("stages", program.stages, len(case.placement)),

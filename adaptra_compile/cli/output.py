@@ -1,4 +1,4 @@
-"""What several commands print and draw: figures as text and as JSON, the picture of a timeline."""
+"""Output shared by several commands: figures as text and as JSON, and the picture of a timeline."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _WIDTH_WITHOUT_TERMINAL: Final = 120
 
 
 def check_outputs(outputs: Mapping[str | None, tuple[str, ...]]) -> None:
-    """Refuse a name that can't be written before any work is done or any file is written."""
+    """Refuse a file name that can't be written, before any work is done or any file is written."""
     for path, suffixes in outputs.items():
         if path is not None:
             check_suffix(path, suffixes)
 
 
 def draw_timeline(options: Namespace, case: Case, simulation: Simulation) -> None:
-    """The picture that ``--picture`` asks for, if it does."""
+    """Draw the picture requested by ``--picture``, if any."""
     if options.picture is not None:
         slow = options.slow_edge or edges_to_mark(case.cost)
         picture.draw([(title_of(case, simulation.program), simulation.timeline)], options.picture, slow_edges=slow)
 
 
 def edges_to_mark(cost: CostModel) -> list[tuple[int, int]]:
-    """The directed edges that are far slower than most."""
+    """Return the directed edges that are far slower than most."""
     times: dict[tuple[int, int], float] = {}
     for edge in range(cost.stages - 1):
         times[edge, edge + 1] = cost.latency_forward[edge] + cost.occupancy_forward[edge]
@@ -45,12 +45,12 @@ def edges_to_mark(cost: CostModel) -> list[tuple[int, int]]:
 
 
 def title_of(case: Case, program: Program) -> str:
-    """What stands above a timeline."""
+    """Return the title of a timeline."""
     return f"{program.name} on {case.name}"
 
 
 def figures(case: Case, simulation: Simulation, bound: Bound | None) -> dict[str, Any]:
-    """The JSON object of ``simulate``."""
+    """Return the JSON object of ``simulate``."""
     return {
         "name": simulation.program.name,
         "case": case.name,
@@ -69,7 +69,7 @@ def _gap(simulation: Simulation, bound: Bound | None) -> float | None:
 
 
 def headline(case: Case, simulation: Simulation, bound: Bound | None) -> str:
-    """Four lines: what ran, makespan, bound, bubble."""
+    """Return four lines: program and case, makespan, bound, bubble."""
     gap = _gap(simulation, bound)
     above = "" if gap is None else f", {text.percent(max(gap, 0.0))} above the bound"
     program = simulation.program
@@ -82,7 +82,7 @@ def headline(case: Case, simulation: Simulation, bound: Bound | None) -> str:
 
 
 def as_json(value: dict[str, Any]) -> str:
-    """One line of JSON, which knows no infinity: such numbers are null."""
+    """Return one line of JSON. Infinite numbers become null, since JSON has no infinity."""
     return json.dumps(_finite(value), allow_nan=False) + "\n"
 
 
@@ -99,7 +99,7 @@ def _finite(value: Any) -> Any:
 
 
 def line_width(options: Namespace) -> int:
-    """``--width`` if the command has it and it is given, else that of the terminal."""
+    """Return the value of ``--width`` if given, else the width of the terminal."""
     width: int | None = getattr(options, "width", None)
     if width is not None:
         return width

@@ -1,4 +1,4 @@
-"""The command ``plan``: one plan, or a comparison, a sweep, a proof, a plan for what is uncertain."""
+"""The command ``plan``: one plan, a comparison, a sweep, an exact solution, or a robust plan for uncertain delays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PROGRAM_SUFFIXES: Final = (".sched", ".csv")
 
 
 def run_plan(options: Namespace) -> str:
-    """Find a plan, or what else ``plan`` is asked, and return what it says on standard output.
+    """Run the command ``plan`` and return its standard output.
 
     Raises:
         AdaptraError: Wrong input.
@@ -56,7 +56,7 @@ def run_plan(options: Namespace) -> str:
 
 
 def _write_program(options: Namespace, case: Case, planned: Program) -> Program:
-    """Lower the plan if asked to, write it where asked to, and return it."""
+    """Lower the plan and write it to a file, both if requested, and return it."""
     program = _lowered(planned, case.cost) if options.lower else planned
     if options.output is not None:
         write_whole(options.output, _program_text(program, options.output))
@@ -126,7 +126,7 @@ def _sweep(options: Namespace, case: Case) -> str:
 
 
 def planned_for(case: Case, memory: int | None = None, budget: float | None = None) -> Program:
-    """The planner's plan; loads what that needs."""
+    """Return the planner's plan. Loads the planner."""
     from adaptra.planning.planner import plan
 
     return plan(case, memory=memory, budget=budget)

@@ -1,4 +1,4 @@
-"""Tables for people: schedules compared, step time against delay, what every edge absorbs."""
+"""Tables for people: a comparison of schedules, makespan against delay, and the sensitivity of each edge."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BAD: Final = "red"
 
 
 def comparison(found: Comparison, width: int) -> str:
-    """One row per schedule, in the order asked for."""
+    """Return a table with one row per schedule, in the requested order."""
     case, bound = found.case, found.bound
     title = f"{case.name}: {case.cost.stages} stages, {case.microbatches} microbatches, bound {bound}"
     table = _table("schedule", "makespan", "÷ bound", "in flight", "bubble", "memory")
@@ -43,7 +43,7 @@ def comparison(found: Comparison, width: int) -> str:
 
 
 def sweep(found: Sweep, width: int) -> str:
-    """One row per delay, one column per schedule; a makespan over memory is in brackets."""
+    """Return a table with one row per delay and one column per schedule. Makespans over the memory limit are in brackets."""
     edges = ", ".join(f"{source}→{destination}" for source, destination in found.edges)
     table = _table("delay", "bound", *found.makespans)
     for row, (delay, bound) in enumerate(zip(found.delays, found.bounds, strict=True)):
@@ -56,7 +56,7 @@ def sweep(found: Sweep, width: int) -> str:
 
 
 def sensitivity(found: Iterable[EdgeSensitivity], width: int) -> str:
-    """One row per directed edge."""
+    """Return a table with one row per directed edge."""
     table = _table("edge", "absorbs", "beyond, per unit", "paid once up to", "in the end, per unit")
     for edge in found:
         table.add_row(
@@ -77,7 +77,7 @@ def _table(*columns: str) -> Table:
 
 
 def _text(title: str, table: Table, width: int) -> str:
-    """The table under its title as text, coloured where standard output is a terminal."""
+    """Return the table with its title as text, coloured if standard output is a terminal."""
     buffer = io.StringIO()
     Console(file=buffer, width=width, force_terminal=os.isatty(1), highlight=False).print(table)
     return title + "\n" + "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()).rstrip("\n") + "\n"

@@ -1,1 +1,1 @@
-"""The bubble equations: the slack that a pipeline needs, in closed form."""
+"""The bubble equations: the slackness that a pipeline needs, in closed form."""

@@ -1,9 +1,9 @@
-"""The bubble equations: how many forwards each stage must run ahead so that a slow link costs its delay once, not N times.
+"""The bubble equations: the warm-up forwards that each stage needs so that a slow link costs its delay once, not N times.
 
 The model is that of the Adaptra paper (arXiv 2504.19232), in its symbols: :data:`SYMBOLS`.
 
-Each equation is written once, below, as a sympy expression; what computes with it is compiled from it on first use, and what
-explains a plan prints it. Importing this module doesn't import sympy.
+Each equation is written once, below, as a sympy expression. Functions that compute with it are compiled from it on first use,
+and explanations of a plan print it. The import of this module doesn't import sympy.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ SYMBOLS: Final = {
     "d": "from the end of an F on stage i to the earliest start of its I there",
     "r": "from the end of the last I on stage i to the earliest end of the step",
 }
-"""What each symbol stands for, without its index. The paper has one c_i for both directions; 2 c_i is cF_i + cB_i here, and its
-A_i is floor(M / M_F).
+"""The meaning of each symbol, without its index.
+
+The paper has one c_i for both directions; its 2 c_i is cF_i + cB_i here. Its A_i is floor(M / M_F).
 """
 
 
@@ -42,8 +43,8 @@ class Equation:
     """One equation of the model.
 
     Attributes:
-        title: What it is about, for people.
-        source: Where it comes from.
+        title: Its subject, for people.
+        source: Its source.
         expression: The sympy relation or expression.
         arguments: Its symbols in the order in which :attr:`evaluate` takes their values.
     """
@@ -60,22 +61,22 @@ class Equation:
 
     @property
     def symbols(self) -> frozenset[str]:
-        """The symbols that stand in the equation, without their indices: keys of :data:`SYMBOLS`."""
+        """The symbols in the equation, without their indices: keys of :data:`SYMBOLS`."""
         return frozenset(str(symbol).partition("_")[0] for symbol in self.expression.free_symbols)
 
     @property
     def is_relation(self) -> bool:
-        """True when :attr:`evaluate` says whether something holds, false when it gives a number."""
+        """Whether the equation is a relation, so that :attr:`evaluate` returns a truth value and not a number."""
         return bool(self.expression.is_Relational)
 
     def with_values(self, *values: float) -> str:
-        """The equation as plain text, its values in the place of its symbols."""
+        """Return the equation as plain text, with values instead of symbols."""
         text = self.text
         given = {str(symbol): f"{value:g}" for symbol, value in zip(self.arguments, values, strict=True)}
         return re.sub(r"[A-Za-z]+(?:_(?:\{[^}]*\}|\w+))?", lambda match: given.get(match[0], match[0]), text)
 
     def evaluate(self, *values: float) -> Any:
-        """The value of the expression, or the truth of the relation, in plain floating-point arithmetic."""
+        """Return the value of the expression, or the truth of the relation, in plain floating-point arithmetic."""
         return _compile(self)(*values)
 
 
@@ -94,23 +95,23 @@ class Equations:
         slackness: Delta_i = x_i - x_{i+1}. The paper's definition.
         monotone: x_i >= x_{i+1} in every valid schedule. The paper's lemma.
         no_cascade: tF_i + tB_i + cF_i + cB_i <= Delta_i (tF_{i+1} + tB_{i+1}): no bubble cascades over edge i. The paper's
-            condition for unequal times, its 2 c_i split into the two directions.
-        needed_slack: The least real Delta_i that meets ``no_cascade``, solved from it.
+            condition for unequal times, with its 2 c_i split into the two directions.
+        needed_slack: The least real Delta_i that satisfies ``no_cascade``, solved from it.
         warm_up_slack: The whole Delta_i of the paper's adaptation: at least 2, and no more than N.
-        fill_slack: The Delta_i of the paper's published code, which lets the fill of the pipeline run ahead of the delay:
-            ceil(c_i / tF_i) + 2 with c_i the mean of the directions.
+        fill_slack: The Delta_i of the paper's published code: ceil(c_i / tF_i) + 2 with c_i the mean of the directions. It lets
+            the fill of the pipeline run ahead of the delay.
         steady_slack: The Delta_i that a steady state needs when W fills the gaps: the window of Delta_i microbatches then lasts
             tF + tB + tW each. Own; ``(2t + 2c) / 3t`` for equal times.
-        threshold: The delay c_i up to which slackness hides all but one passing of it, for equal op times t. The paper's
+        threshold: The delay c_i up to which slackness hides all but one occurrence of it, for equal op times t. The paper's
             theorem.
-        excess: How much longer a step takes with delay c_i on one edge, for equal op times t: c_i within the threshold, and
-            beyond it 2 N / (Delta_i + 1) for every unit more. The paper states the second case up to a constant; the slope is
-            what its own simulated figures show, and this form reproduces them exactly.
+        excess: Lengthening of a step by delay c_i on one edge, for equal op times t. Within the threshold it is c_i. Beyond it
+            every further unit adds 2 N / (Delta_i + 1). The paper states the second case up to a constant. This slope
+            reproduces its simulated figures exactly.
         budget: x_i <= min(A_i, N): forwards in warm-up are in flight. From the paper's memory model.
-        bound_load, bound_drain, bound_chain, bound_memory, bound_link_forward, bound_link_backward: No plan's makespan is less
-            than these, on any stage i. The stage's work; its input gradients and the way home of the last one; the first
-            microbatch's round trip and the chain of input gradients; round trips of A_i microbatches each; the messages of
-            an edge, one after the other.
+        bound_load, bound_drain, bound_chain, bound_memory, bound_link_forward, bound_link_backward: Lower bounds of the
+            makespan, on any stage or edge i. Load: the stage's work. Drain: its input gradients, then the last one's way to
+            stage 0. Chain: the first microbatch's round trip, then the input gradients. Memory: round trips of A_i
+            microbatches each. Links: the messages of an edge, one after the other.
     """
 
     slackness: Equation
@@ -133,7 +134,7 @@ class Equations:
 
 @functools.cache
 def equations() -> Equations:
-    """The equations, built on the first call."""
+    """Return the equations, which are built on the first call."""
     import sympy
 
     def positive(names: str) -> tuple[Any, ...]:
@@ -205,14 +206,14 @@ def equations() -> Equations:
 
 
 def legend(used: Iterable[Equation]) -> dict[str, str]:
-    """What the symbols of these equations stand for, in the order of :data:`SYMBOLS`."""
+    """Return the meanings of these equations' symbols, in the order of :data:`SYMBOLS`."""
     symbols = frozenset[str]().union(*(equation.symbols for equation in used))
     return {symbol: meaning for symbol, meaning in SYMBOLS.items() if symbol in symbols}
 
 
 def excess_delay(delay: float, slack: int, microbatches: int, duration: float) -> float:
-    """How much longer a step becomes when one edge of slackness ``slack`` is delayed by ``delay`` in each direction.
+    """Return the lengthening of a step when an edge of slackness ``slack`` is delayed by ``delay`` in each direction.
 
-    All ops last ``duration``. Within (slack - 1) · duration the delay is paid once, beyond it 2N / (slack + 1) times.
+    All ops last ``duration``. Up to (slack - 1) · duration the delay is paid once, beyond it 2N / (slack + 1) times.
     """
     return float(equations().excess.evaluate(delay, slack, microbatches, duration))

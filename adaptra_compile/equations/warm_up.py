@@ -19,8 +19,8 @@ class WarmUp:
     Attributes:
         x: Per stage, the forwards before its first backward. Non-increasing, 1 on the last stage, never above ``limit``.
         slack: Per edge, x_i - x_{i+1}.
-        needed: Per edge, the real slackness below which a bubble cascades (``needed_slack``); infinite over an edge whose lower
-            stage takes no time at all.
+        needed: Per edge, the real slackness below which a bubble cascades (``needed_slack``). It is infinite if the edge's
+            later stage takes no time.
         limit: Per stage, min(A_i, N).
     """
 
@@ -31,19 +31,19 @@ class WarmUp:
 
     @property
     def short(self) -> tuple[int, ...]:
-        """The edges that get less slackness than they need, because the budget or N is too small."""
+        """The edges with less slackness than they need, because the budget or N is too small."""
         return tuple(edge for edge, (given, needed) in enumerate(zip(self.slack, self.needed, strict=True)) if given < needed)
 
 
 class SlackRule(Enum):
-    """Which equation decides how much slackness an edge asks for."""
+    """The equation for the slackness of an edge."""
 
     NO_CASCADE = "no cascade"
     """``warm_up_slack``: no bubble cascades. The paper's."""
     FILL = "fill"
     """``fill_slack``: more microbatches in flight, a faster fill."""
     STEADY = "steady"
-    """``steady_slack``: as few microbatches in flight as a steady state needs, a slower fill."""
+    """``steady_slack``: as few microbatches in flight as a steady state allows, a slower fill."""
 
 
 def warm_up(
@@ -54,17 +54,17 @@ def warm_up(
 ) -> WarmUp:
     """Solve the equations for the warm-up counts of all stages.
 
-    From the last stage, whose count is 1, every edge adds the slackness it needs. Where that exceeds a stage's limit, the edges
-    behind it give up slackness one by one, always the edge with the most to spare.
+    From the last stage, whose count is 1, every edge adds the slackness it needs. If the sum exceeds a stage's limit, the edges
+    after it give up slackness in steps of one. Each step takes it from the edge with the most to spare.
 
     Args:
         cost: Times of stages and edges.
         microbatches: N.
         in_flight_limit: A_i, one number for all stages or one per stage; None for no limit.
-        rule: Which equation decides how much slackness an edge asks for.
+        rule: The equation for the slackness of an edge.
 
     Raises:
-        PlanError: A limit is below 1, or there is not one per stage.
+        PlanError: A limit is below 1, or the number of limits is not the number of stages.
     """
     stages = cost.stages
     limit = tuple(min(given, microbatches) for given in in_flight_limits(in_flight_limit, stages, microbatches))
@@ -86,7 +86,7 @@ def _needed(cost: CostModel, edge: int) -> float:
 
 
 def _asked(cost: CostModel, edge: int, microbatches: int, rule: SlackRule) -> int:
-    """The slackness that a rule asks for; all microbatches where a stage takes no time and its equation divides by zero."""
+    """Return the slackness by a rule, or N if a stage takes no time and the equation divides by zero."""
     model, times = equations(), edge_times(cost, edge)
     weight_grad = cost.weight_grad[edge + 1]
     match rule:
@@ -102,7 +102,7 @@ def _asked(cost: CostModel, edge: int, microbatches: int, rule: SlackRule) -> in
 
 
 def _fit(slack: list[int], needed: Sequence[float], stage: int, limit: int) -> None:
-    """Take slackness from the edges behind ``stage`` until its warm-up count is within the limit."""
+    """Take slackness from the edges after ``stage`` until its warm-up count is within the limit."""
     surplus = 1 + sum(slack[stage:]) - limit
     for least in (1, 0):
         while surplus > 0:
@@ -115,10 +115,10 @@ def _fit(slack: list[int], needed: Sequence[float], stage: int, limit: int) -> N
 
 
 def in_flight_limits(given: int | Sequence[int] | None, stages: int, microbatches: int) -> tuple[int, ...]:
-    """One limit of microbatches in flight per stage from a number for all, one number each, or None for no limit.
+    """Return the limit of microbatches in flight of each stage, from one number, a number per stage, or None for no limit.
 
     Raises:
-        PlanError: A limit is below 1, or there is not one per stage.
+        PlanError: A limit is below 1, or the number of limits is not the number of stages.
     """
     if given is None:
         return (microbatches,) * stages
@@ -134,7 +134,7 @@ def in_flight_limits(given: int | Sequence[int] | None, stages: int, microbatche
 
 
 def edge_times(cost: CostModel, edge: int) -> tuple[float, float, float, float, float, float]:
-    """tF_i, tB_i, cF_i, cB_i, tF_{i+1}, tB_{i+1} of an edge."""
+    """Return tF_i, tB_i, cF_i, cB_i, tF_{i+1}, tB_{i+1} of an edge."""
     return (
         cost.forward[edge],
         cost.input_grad[edge],

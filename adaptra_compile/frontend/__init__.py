@@ -1,1 +1,1 @@
-"""What users call, and the path from their model to running workers."""
+"""The user's API, and the path from a model to running workers."""

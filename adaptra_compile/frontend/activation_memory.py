@@ -1,6 +1,7 @@
-"""Memory for activations in bytes: what a plan needs, what one microbatch needs, and what helps where that is too much.
+"""Memory of activations in bytes: the needs of a plan and of one microbatch, and remedies if they exceed the limit.
 
-A rank holds what its microbatches keep, from F to I and from I to W, and while an op runs what that op makes for itself.
+A rank needs memory for the activations that its microbatches keep from F to I and from I to W. While an op runs, it also needs
+that op's temporary memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from adaptra.sizes import size_text
 
 
 def in_bytes(cost: CostModel, stages: Sequence[TrainStage]) -> CostModel:
-    """A cost model whose memory is in bytes, without a limit."""
+    """Return the cost model with its memory in bytes and without a memory limit."""
     return replace(
         cost,
         memory_forward=tuple(float(_counted(stage)) for stage in stages),
@@ -27,10 +28,10 @@ def in_bytes(cost: CostModel, stages: Sequence[TrainStage]) -> CostModel:
 
 
 def limits_within(memory: int, stages: Sequence[TrainStage], placement: Sequence[int]) -> tuple[float, ...]:
-    """Per rank, the bytes that microbatches may keep where a rank may hold ``memory``.
+    """Return, per rank, the bytes that microbatches may keep if activations may take ``memory`` bytes in all.
 
     Raises:
-        PlanError: A rank can't hold one microbatch; says what it needs and what would help.
+        PlanError: One microbatch does not fit on a rank. The text says how much it needs and what would help.
     """
     by_rank = _by_rank(stages, placement)
     for rank, held in enumerate(by_rank):
@@ -47,9 +48,9 @@ def limits_within(memory: int, stages: Sequence[TrainStage], placement: Sequence
 
 
 def limits_free(free: Sequence[int], stages: Sequence[TrainStage], placement: Sequence[int]) -> tuple[float, ...]:
-    """Per rank, the bytes that microbatches may keep where its device has ``free`` bytes.
+    """Return, per rank, the bytes that microbatches may keep if its device has ``free`` bytes.
 
-    Left out are a tenth, and what a training step makes beside them: a gradient of each parameter and two numbers of AdamW.
+    A tenth is reserved, and so is the memory for a gradient of each parameter and AdamW's two moments.
     """
     ranks = zip(free, _by_rank(stages, placement), strict=True)
     return tuple(
@@ -62,7 +63,7 @@ def _by_rank(stages: Sequence[TrainStage], placement: Sequence[int]) -> list[lis
 
 
 def predicted_peaks(program: Program, stages: Sequence[TrainStage]) -> tuple[int, ...]:
-    """The most bytes of activations that each rank holds at a time under a program."""
+    """Return the peak bytes of activations on each rank under a program."""
     peaks: list[int] = []
     for rank, order in enumerate(program.orders):
         held = peak = 0
@@ -86,17 +87,17 @@ def predicted_peaks(program: Program, stages: Sequence[TrainStage]) -> tuple[int
 
 
 def _travelling(stage: TrainStage) -> int:
-    """Of messages that the stage has sent and that have not arrived: each way one on its way and one behind it."""
+    """Return the bytes of sent messages that have not arrived: in each direction one in flight and one queued."""
     return 2 * (stage.output_bytes + stage.grad_input_bytes)
 
 
 def _counted(stage: TrainStage) -> int:
-    """What a microbatch counts for in a plan until its I ends. I may keep more than F left."""
+    """Return the bytes that a plan counts for a microbatch until its I ends. I may keep more than F saved."""
     return max(stage.kept_after_forward, stage.kept_after_input_grad)
 
 
 def _beside(stages: Sequence[TrainStage]) -> int:
-    """The most bytes that a rank holds beside what microbatches count for in a plan: those of an op that runs, and messages."""
+    """Return a rank's peak bytes in addition to those counted in a plan: temporary memory of the running op, and messages."""
     return max(map(_running, stages)) + sum(map(_travelling, stages))
 
 

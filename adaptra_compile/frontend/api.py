@@ -1,4 +1,4 @@
-"""What users call: compile a model into a pipeline, train with it, look at it.
+"""The user's API: compile a model into a pipeline, train with it and inspect it.
 
     pipe = adaptra.compile(model, stages=4, microbatches=16, example_inputs=(inputs, targets), loss=loss_function)
     optimizer = torch.optim.AdamW(pipe.parameters())
@@ -6,7 +6,7 @@
     optimizer.step()
     optimizer.zero_grad()
 
-Under torchrun every rank runs the same lines and holds one stage, or two; without a launcher all stages run as threads of this
+Under torchrun every rank runs the same lines and has one stage, or two. Without a launcher all stages run as threads of this
 process.
 """
 
@@ -64,44 +64,46 @@ def compile(
     """Compile a model into a training pipeline that adapts to slow links and stages.
 
     Args:
-        model: Any module that torch.export can capture. Every rank builds the same one; the pipeline keeps only its own
-            stage's parameters, so delete the model to free the others. Or a list of modules, one for every stage, each called
-            with what the one before returned (a tuple is its arguments): they run as they are and nothing is captured, but
-            their W can't be split off I, so plans have less to fill waits with.
+        model: Any module that torch.export can capture. Every rank builds the same one. The pipeline keeps only its own
+            stage's parameters, so delete the model to free the others. Or a list of modules, one per stage, each called with
+            the result of the one before; a tuple gives several arguments. They run unchanged, without capture. But I and W of
+            such stages are one computation, so plans have fewer ops to fill bubbles with.
         stages: Number of pipeline stages, one on each rank unless ``placement`` says otherwise. Under torchrun the number of
-            ranks is a multiple of what they need; more make data-parallel replicas.
-        microbatches: Into how many parts a batch is split along its first dimension.
+            ranks must be a multiple of the ranks of one pipeline. Further multiples are data-parallel replicas.
+        microbatches: The number of parts into which a batch is split along its first dimension.
         example_inputs: The positional arguments of :meth:`Pipeline.step`, a whole batch: inputs alone, or
             ``(inputs, targets)``. Only shapes, dtypes and constants matter, but a list of modules runs with its first
             microbatch. Without it the first call of step compiles.
         example_kwargs: The keyword arguments of step, if the model takes any.
         loss: ``loss(outputs, targets)`` → scalar. Without it the model itself returns the scalar loss, and targets, if given,
             are its last positional argument.
-        reduction: How the losses of microbatches and replicas become that of the batch, and their gradients alike. ``"mean"``
-            gives each the same weight. ``"sum"`` adds them up. ``"weighted"`` divides the sum of all sums by the sum of all
-            weights; ``loss``, or the model, then returns the two scalars ``(sum, weight)`` first, such as the sum over all
-            labels and their number.
-        memory: What a rank may hold of activations at a time: a size such as ``"2GiB"``, with what an op needs while it runs
-            and messages on their way; or a number of microbatches. A microbatch counts from its F to its W; what its I frees is
-            known from the stage's graphs and counts no longer after I. None for what the devices have free, shared among the
-            ranks of a device; the first plan then holds least of those at most a hundredth longer than the best one found.
+        reduction: How the losses of microbatches and replicas are reduced to that of the batch, and their gradients likewise.
+            ``"mean"`` gives each the same weight. ``"sum"`` adds them up. ``"weighted"`` divides the sum of all sums by the sum
+            of all weights. Then ``loss``, or the model, returns the two scalars ``(sum, weight)`` first, such as the sum over
+            all labels and their number.
+        memory: The limit of activations on a rank: a size such as ``"2GiB"``, or a number of microbatches. A size includes
+            temporary memory of ops and messages in flight. A microbatch counts from its F to its W. The memory that its I
+            frees is known from the stage's graphs and no longer counts after I. With None, the limit is the free memory of the
+            devices, shared among the ranks of a device. The first plan then is the one of least memory among those at most 1 %
+            longer than the best one found.
         split: Names of the modules that begin stages 1, 2, …; without it the stages are balanced by estimated cost.
-        placement: ``"straight"`` for one stage on each rank, or ``"v"`` for two, there and back: the first rank then also has
-            the last stage. Two stages half as large fill the pipeline sooner within the same memory, and cross each link
-            twice. Not over NCCL; such stages are not cut elsewhere later, and ranks keep their roles.
-        mesh: A ``torch.distributed`` DeviceMesh of all ranks whose dimensions are ``dp`` and ``pp``, or ``pp`` alone: along
-            ``pp`` lie the stages of a replica. Without it these are consecutive ranks.
+        placement: ``"straight"`` for one stage on each rank, or ``"v"`` for two. In V placement stages go down the ranks and
+            back, so the first rank also has the last stage. Its smaller stages fill the pipeline sooner within the same memory,
+            but messages cross each link twice. It is not available over NCCL, the cut points can't be moved later, and ranks
+            keep their roles.
+        mesh: A ``torch.distributed`` DeviceMesh of all ranks with dimensions ``dp`` and ``pp``, or ``pp`` alone. The stages of
+            a replica are along ``pp``. Without a mesh they are on consecutive ranks.
         transport: ``"local"``, ``"c10d"``, the name of an installed transport, or None for c10d under a launcher, else local.
-        options: How the runtime behaves; see :class:`adaptra.runtime.options.Options`.
+        options: Options of the runtime; see :class:`adaptra.runtime.options.Options`.
 
     Raises:
-        OptionError: An argument is not what it should be; names it.
-        CaseError: A fault to inject can't be read, or names a stage that does not exist.
-        CaptureError, PartitionError: The model can't be captured or cut; says where and what to change.
+        OptionError: An argument is invalid. The text names it.
+        CaseError: A fault to inject can't be parsed, or names a stage that does not exist.
+        CaptureError, PartitionError: The model can't be captured or cut. The text says where and what to change.
         BatchError: The example's batch does not divide into microbatches.
-        LaunchError: The ranks don't fit the stages, there is no such transport, or another rank compiles something else.
-        ScheduleError, PlanError: ``options.schedule`` is unknown, of another pipeline, or does not fit the memory; or one
-            microbatch does not.
+        LaunchError: The ranks don't fit the stages, the transport does not exist, or another rank compiles something else.
+        ScheduleError, PlanError: ``options.schedule`` is unknown, of another pipeline, or does not fit the memory. Or one
+            microbatch does not fit.
     """
     request = CompileArguments(
         model, stages, microbatches, loss, memory, split, mesh, transport, options or Options(), placement, reduction=reduction
@@ -122,9 +124,9 @@ def compile(
 
 
 class Pipeline(NotAModule):
-    """A compiled training pipeline: the ranks of it that run in this process.
+    """A compiled training pipeline, with its ranks that run in this process.
 
-    Made by :func:`compile`. Usable as a context manager; :meth:`close` ends its threads.
+    :func:`compile` makes it. It can be used as a context manager. :meth:`close` ends its threads.
     """
 
     def __init__(self, request: CompileArguments) -> None:
@@ -136,13 +138,13 @@ class Pipeline(NotAModule):
         self._is_closed = False
 
     def build(self, inputs: Any = None, targets: Any = None, /, **kwargs: Any) -> None:
-        """Compile for batches like this one; called by :func:`compile` when it is given an example, else by the first step."""
+        """Compile for batches like this one. :func:`compile` calls this if it has an example, otherwise the first step does."""
         if self._is_closed:
             raise PipelineError("this pipeline is closed: call adaptra.compile for another one")
         if self._request is None:
             raise PipelineError("this pipeline is compiled already: call adaptra.compile again for batches of another shape")
         self._built = build(self._request, *self._arguments(inputs, targets), kwargs)
-        # It holds the whole model, of which each rank keeps its own stage only.
+        # The request refers to the whole model, of which each rank keeps only its own stage.
         self._request = None
 
     def step(self, inputs: Any = None, targets: Any = None, /, **kwargs: Any) -> Tensor:
@@ -150,19 +152,19 @@ class Pipeline(NotAModule):
 
         Args:
             inputs: The model's input, or a tuple of its positional inputs: a whole batch. Needed on the first stage's rank.
-            targets: What the loss compares with: a whole batch. Needed on the last stage's rank (and, when the model returns
-                the loss itself, on the first stage's rank).
+            targets: The targets of the loss: a whole batch. Needed on the last stage's rank. If the model returns the loss
+                itself, also needed on the first stage's rank.
             kwargs: The model's keyword inputs. Needed on the first stage's rank.
 
         Returns:
-            The loss of the batch as ``reduction=`` says, a scalar without gradient, on every rank.
+            The loss of the batch, reduced by ``reduction``, as a scalar without gradient, on every rank.
 
         Raises:
-            BatchError: The batch has no weight (``reduction="weighted"``), gradients are as before and the next step may
-                follow. Or the batch is not what the pipeline was compiled for. Without a launcher nothing has happened and the
-                next step may follow; under a launcher the other ranks are told, and the pipeline has failed on all of them.
-                Or ranks of a replica were given different rows in an earlier call; names it, the ranks and the arguments.
-            PeerLostError: Another rank failed; names it. The pipeline has failed.
+            BatchError: The batch has no weight (``reduction="weighted"``). Then gradients are unchanged and the next step may
+                follow. Or the batch differs from those the pipeline was compiled for. Without a launcher nothing has changed
+                then, and the next step may follow. Under a launcher the pipeline fails on all ranks. Or ranks of a replica
+                got different rows in an earlier call. Then the text names the call, the ranks and the arguments.
+            PeerLostError: Another rank failed. The text names it. The pipeline has failed.
             PipelineError: The pipeline has failed before or is closed.
         """
         if self._built is None:
@@ -181,10 +183,10 @@ class Pipeline(NotAModule):
 
     @property
     def microbatch_losses(self) -> Tensor:
-        """The losses of the last step's microbatches, (microbatches,), in microbatch order.
+        """The losses of the last step's microbatches, of shape (microbatches,), in microbatch order.
 
-        With ``reduction="weighted"`` (microbatches, 2), each a sum and its weight. Of several replicas these are means, or sums
-        unless the reduction is a mean.
+        With ``reduction="weighted"`` the shape is (microbatches, 2), with a sum and its weight in each row. Over several
+        replicas the losses are averaged if the reduction is ``"mean"``, otherwise summed.
         """
         if self._losses is None:
             raise PipelineError("no step has run yet")
@@ -193,13 +195,13 @@ class Pipeline(NotAModule):
     def eval_step(self, inputs: Any = None, targets: Any = None, /, **kwargs: Any) -> Any:
         """Run the model forward in evaluation mode on a batch, microbatch by microbatch, without gradients.
 
-        It does what eager evaluation does: dropout is off and BatchNorm's buffers stay as they are, but a buffer that the
-        model changes in evaluation too does change.
+        It behaves like eager evaluation: dropout is off, and BatchNorm's buffers do not change. A buffer that the model changes
+        in evaluation mode too does change.
 
         Returns:
-            With targets, or when the model returns the loss itself, the loss of the batch as :meth:`step` returns it, over all
-            replicas. Without targets the model's outputs on the rank of the last stage, each tensor concatenated over the
-            microbatches, and None elsewhere; each replica's are those of its own batch.
+            With targets, or if the model returns the loss itself, the loss of the batch as :meth:`step` returns it, over all
+            replicas. Without targets, the model's outputs on the rank of the last stage, and None on other ranks. Each tensor
+            is concatenated over the microbatches. Each replica returns the outputs of its own batch.
         """
         built = self._require()
         with built.at_the_door():
@@ -215,33 +217,34 @@ class Pipeline(NotAModule):
         return built.compiled.outputs.merge([results[index] for index in sorted(results)]) if results else None
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of the stages in this process, for any torch optimizer.
+        """Yield the parameters of the stages in this process, for any torch optimizer.
 
-        Under a launcher that is this rank's stage only, so ``torch.nn.utils.clip_grad_norm_`` over them takes the norm of one
-        stage, not of the model: use :meth:`clip_grad_norm_`. With threads a parameter that several stages use is here once for
-        each copy.
+        Under a launcher these are of this rank's stage only. ``torch.nn.utils.clip_grad_norm_`` over them would use the norm of
+        one stage, not of the model, so use :meth:`clip_grad_norm_`. Without a launcher a parameter that several stages use
+        occurs once for each copy.
         """
         for _, parameter in self.named_parameters():
             yield parameter
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale all gradients, on whatever rank, so that their norm over the whole model is at most ``max_norm``.
+        """Scale all gradients on all ranks so that their norm over the whole model is at most ``max_norm``.
 
-        What ``torch.nn.utils.clip_grad_norm_`` does in one process, bitwise; a parameter that several stages use counts once.
-        All ranks call it between a step and the optimizer's.
+        The result is bitwise that of ``torch.nn.utils.clip_grad_norm_`` in one process. A parameter that several stages use
+        counts once. All ranks call this between a step and the optimizer's step.
 
         Args:
-            max_norm: The largest norm that is left as it is.
-            norm_type: Which p-norm; ``inf`` for the largest absolute value.
-            error_if_nonfinite: Whether a norm that is infinite or no number is an error; else gradients are divided by it.
+            max_norm: The largest norm that is not scaled.
+            norm_type: The p of the p-norm; ``inf`` for the largest absolute value.
+            error_if_nonfinite: Whether to raise an error if the norm is infinite or NaN. Else gradients are divided by it.
 
         Returns:
-            The norm before, a scalar, the same on every rank.
+            The norm before scaling, a scalar, the same on every rank.
 
         Raises:
-            OptionError: No norm is meant by the arguments.
-            PipelineError: No step has run yet, or the norm is not finite and ``error_if_nonfinite``; nothing is changed then.
-            PeerLostError: Another rank failed; names it. The pipeline has failed.
+            OptionError: The arguments are not valid for a norm.
+            PipelineError: No step has run yet, or the norm is not finite and ``error_if_nonfinite`` is set. Nothing changes
+                then.
+            PeerLostError: Another rank failed. The text names it. The pipeline has failed.
         """
         for name, value, least in (("max_norm", max_norm, "0"), ("norm_type", norm_type, "1")):
             given: Any = value
@@ -267,17 +270,18 @@ class Pipeline(NotAModule):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> GradScaler:
-        """A ``torch.amp.GradScaler`` for this pipeline, for training in float16: later steps scale their gradients by it.
+        """Return a ``torch.amp.GradScaler`` for this pipeline, for training in float16.
 
-        After a step call ``scaler.step(optimizer)`` and ``scaler.update()``, before them ``scaler.unscale_(optimizer)`` if
-        gradients are clipped; the loss that step returns is not scaled. If the gradients of any stage are not finite, all ranks
-        skip the optimizer's step and lower the scale: what torch does in one process, bitwise. All ranks call this.
+        Later steps scale their gradients by it. After a step call ``scaler.step(optimizer)`` and ``scaler.update()``; to clip
+        gradients, call ``scaler.unscale_(optimizer)`` before them. The loss that step returns is not scaled. If the gradients
+        of any stage are not finite, all ranks skip the optimizer's step and lower the scale. The result is bitwise that of
+        torch in one process. All ranks call this.
 
         Args:
-            init_scale, growth_factor, backoff_factor, growth_interval, enabled: As torch's GradScaler takes them.
+            init_scale, growth_factor, backoff_factor, growth_interval, enabled: As for torch's GradScaler.
 
         Raises:
-            PipelineError: The pipeline has one already, or is not compiled yet.
+            PipelineError: The pipeline has a scaler already, or is not compiled yet.
         """
         built = self._require()
         if self._scaler is not None:
@@ -293,59 +297,62 @@ class Pipeline(NotAModule):
         return self._scaler
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the stages in this process with their names in the user's model.
+        """Yield the parameters of the stages in this process with their names in the user's model.
 
-        A parameter that several stages use appears once for each of them, under its one name: every stage has a copy.
+        A parameter that several stages use occurs once for each of them, under one name, since every stage has a copy.
         """
         for name, value in self.held_tensors():
             if isinstance(value, nn.Parameter):
                 yield name, value
 
     def held_tensors(self) -> Sequence[tuple[str, Tensor]]:
-        """The parameters and buffers of the stages in this process with their names; what several stages use once for each."""
+        """Return names and tensors of all parameters and buffers in this process, once per stage that uses them."""
         return [one for worker in self._require().workers for one in worker.state.items()]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state of the stages in this process, by the names that the user's model gives it: the tensors, not copies.
+        """Return the state of the stages in this process, by its names in the user's model: the tensors, not copies.
 
-        Without a launcher that is the whole model. Under torchrun it is one stage, and other ranks have the others: it is for
-        what every rank saves in a place of its own. A file of the whole model is what :meth:`full_state_dict` returns.
+        Without a launcher this is the whole model. Under torchrun it is this rank's part, to be saved by every rank in its own
+        file. For a file of the whole model, use :meth:`full_state_dict`.
         """
         built = self._require()
         return built.named(built.state)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's state, as the plain model's ``state_dict()`` has it, on rank 0; an empty dict on other ranks.
+        """Return the whole model's state on the job's rank 0, like the plain model's ``state_dict()``.
 
-        All ranks call it, between two steps; rank 0 is that of the job. It gets the state from one rank after the other, so it
-        needs room for the result, and no rank for more than a few messages beside what it holds. Every name is there, tied
-        parameters and aliases too, as one tensor; buffers that are not persistent are not. The tensors are copies, in memory of
-        the CPU, with the dtypes that they have in the model. Of replicas, whose buffers may differ, these are the first one's.
+        All ranks call this between two steps. Rank 0 receives the state from one rank after the other. So it needs room for the
+        result, and every other rank for a few messages. All names are included, and those of a tied parameter have one tensor.
+        Buffers that are not persistent are not included. The tensors are copies in CPU memory, with the dtypes of the model. If
+        replicas have different buffers, the first replica's are returned.
 
             state = pipe.full_state_dict()
             if rank == 0:
                 torch.save(state, "model.pt")  # or plain.save_pretrained("model", state_dict=state)
 
+        Returns:
+            The state on rank 0, and an empty dict on other ranks.
+
         Raises:
             PipelineError: The pipeline is closed or has failed.
-            PeerLostError: Another rank failed; names it. The pipeline has failed.
+            PeerLostError: Another rank failed. The text names it. The pipeline has failed.
         """
         return self._require().full_state()
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Copy values into the stages of this process. A checkpoint of the plain model works on every rank.
 
-        Under a launcher all ranks call it. What several ranks hold, such as the replicas of a stage, is compared then as when
-        the pipeline is compiled: where copies differ the first rank's are taken, and one line of the log says so.
+        Under a launcher all ranks call this. Copies on several ranks, such as the replicas of a stage, are then compared, as at
+        compilation. If they differ, the first rank's values are used, and the log has one line about it.
 
         Args:
             state: Tensors by their names in the user's model.
             strict: Whether a missing name of these stages, or a name that the model does not have, is an error.
 
         Raises:
-            StateError: Names are missing or unknown, or a value is no tensor or of another shape, here or, where ranks hold
-                copies, on any rank. Nothing is changed then on any of these.
-            PeerLostError: Another rank failed; names it. The pipeline has failed.
+            StateError: Names are missing or unknown, or a value is not a tensor or has another shape. If ranks have copies,
+                an error on any of them is raised on all. Nothing changes then on any of them.
+            PeerLostError: Another rank failed. The text names it. The pipeline has failed.
         """
         built = self._require()
         present = built.agreed_to_load(lambda: self._fitting(state, strict))
@@ -357,7 +364,7 @@ class Pipeline(NotAModule):
         built.align_copies()
 
     def _fitting(self, state: Mapping[str, Tensor], strict: bool) -> dict[str, str]:
-        """What to take of a state, by its name there and in the stages of this process; raises as :meth:`load_state_dict`."""
+        """Return the entries to load: name in ``state`` to name in the stages. Raises as :meth:`load_state_dict`."""
         built = self._require()
         given: Any = state
         if not isinstance(given, Mapping):
@@ -385,35 +392,35 @@ class Pipeline(NotAModule):
 
     @property
     def roles(self) -> Roles | None:
-        """Which stage of which data-parallel replica each rank of the job holds; None if there is one replica."""
+        """The stage and data-parallel replica of each rank of the job; None if there is one replica."""
         return self._require().launched.roles
 
     @property
     def replicas(self) -> int:
-        """How many data-parallel replicas the job has, 1 without a launcher: into how many parts to divide the rows."""
+        """The number of data-parallel replicas of the job, 1 without a launcher. Divide the rows into this number of parts."""
         roles = self._require().launched.roles
         return 1 if roles is None else roles.replicas
 
     @property
     def replica(self) -> int:
-        """The data-parallel replica that this process belongs to, 0 if there is one: whose part of a batch to give to step."""
+        """The data-parallel replica of this process, 0 if there is only one. Give its part of a batch to step."""
         replicas = self._require().launched.replicas
         return 0 if replicas is None else replicas.index
 
     def settle_roles(self, optimizer: torch.optim.Optimizer, *, horizon: int = 1000) -> RoleChange | None:
-        """Measure the links between the ranks of a job, and let them change roles if the simulator says it wins.
+        """Measure the links between the ranks of a job, and change roles if the simulator predicts a saving.
 
-        Averaging gradients over a slow link hides nothing of it, a plan hides much of a slow link between two stages, and a
-        link may carry nothing at all: so a slow link can be worth a change of places, see :meth:`take_roles`. All ranks call
-        it at the same place between two steps, such as every thousand: that is where :attr:`replica` may change. It takes a
-        few round trips per pair of ranks.
+        A slow link hurts the gradient all-reduce in full; between two stages a schedule hides most of it. A change of roles can
+        move a slow link between two stages, or to a pair of ranks that exchanges nothing; see :meth:`take_roles`. All ranks
+        call this at the same point between two steps, for example every thousand steps. :attr:`replica` may change then. It
+        takes a few round trips per pair of ranks.
 
         Args:
             optimizer: As for :meth:`take_roles`.
-            horizon: Over how many steps a change must save more than moving costs.
+            horizon: The number of steps over which a change must save more than it costs.
 
         Returns:
-            The change that was made, the same on every rank, or None; its text says what is gained.
+            The change that was made, the same on every rank, or None. Its text gives the saving.
 
         Raises:
             PipelineError: No step has run yet.
@@ -422,41 +429,42 @@ class Pipeline(NotAModule):
         return self._require().settle_roles(optimizer, horizon)
 
     def take_roles(self, roles: Roles, optimizer: torch.optim.Optimizer) -> None:
-        """Let the ranks of a job with several replicas change places, so that a slow link carries something else.
+        """Change the roles of the ranks of a job with several replicas, so that a slow link carries other messages.
 
-        Parameters, buffers, gradients and the optimizer's state move to the ranks that take the roles; later steps are bitwise
-        what they would have been. All ranks call it between two steps with the same roles. Then :meth:`parameters` are other
-        tensors on the ranks that moved, which ``optimizer`` steps from now on, and each rank gives to :meth:`step` the part of
-        the batch that belongs to its new :attr:`replica` and stage. The plan is the first one again, and adapts again.
+        Parameters, buffers, gradients and the optimizer's state move to the ranks that take the roles. Later steps are bitwise
+        the same as without the change. All ranks call this between two steps with the same roles. On ranks that moved,
+        :meth:`parameters` returns other tensors, and ``optimizer`` steps these from now on. Each rank then gives :meth:`step`
+        the part of the batch for its new :attr:`replica` and stage. Planning starts again from the first plan.
 
         Args:
             roles: The new roles, such as ``pipe.roles.swapped(1, 2)``.
             optimizer: The torch optimizer of this process's parameters, of the same groups on every rank.
 
         Raises:
-            OptionError: There is one replica only, or the roles are those of another job; nothing is changed.
-            StateError: Something of a rank can't be moved; no rank has moved, and the pipeline goes on as it was.
-            LaunchError, PeerLostError: A rank did not come or is lost; the pipeline has failed.
+            OptionError: There is only one replica, or the roles are of another job. Nothing changes.
+            StateError: Some state of a rank can't be moved. No rank has moved, and the pipeline continues as before.
+            LaunchError, PeerLostError: A rank did not join or is lost. The pipeline has failed.
         """
         self._require().take_roles(roles, optimizer)
 
     @property
     def split(self) -> tuple[str | None, ...]:
-        """The modules at which stages 1, 2, … begin; None where a stage begins within one."""
+        """The modules at which stages 1, 2, … begin, with None for a stage that begins inside a module."""
         return tuple(place.module for place in self._require().compiled.places.chosen)
 
     def settle_split(self, optimizer: torch.optim.Optimizer, *, horizon: int = 1000) -> SplitChange | None:
-        """Cut the model elsewhere if an edge's bandwidth binds and the simulator says that a cut where less is sent wins.
+        """Move a cut point if an edge's bandwidth limits the step and the simulator predicts that smaller messages save time.
 
-        No order of ops hides a lack of bandwidth, and a smaller message needs less of it. All ranks call it at the same place
-        between two steps, such as every thousand. The costs are those measured last; what moving takes is estimated.
+        No order of ops hides a lack of bandwidth, but a smaller message needs less of it. All ranks call this at the same point
+        between two steps, for example every thousand steps. It uses the last measured costs and an estimate of the cost of the
+        move.
 
         Args:
             optimizer: As for :meth:`take_split`.
-            horizon: Over how many steps a change must save more than moving costs.
+            horizon: The number of steps over which a change must save more than it costs.
 
         Returns:
-            The change that was made, the same on every rank, or None; its text says what is gained.
+            The change that was made, the same on every rank, or None. Its text gives the saving.
 
         Raises:
             PipelineError: No step has run yet.
@@ -465,39 +473,38 @@ class Pipeline(NotAModule):
         return self._require().settle_split(optimizer, horizon)
 
     def take_split(self, split: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
-        """Begin the stages at other modules, in the running pipeline.
+        """Move the cut points of the running pipeline to other modules.
 
-        Parameters, buffers, gradients and the optimizer's state move to the stages that need them; later steps are bitwise what
-        they would have been, but for rounding to bfloat16 (``lossy_bf16``), which happens where the cuts are. All ranks call it
-        between two steps with the same split. Then :meth:`parameters` are other tensors on the ranks concerned, which
-        ``optimizer`` steps from now on. The plan is a first one for the new stages, and adapts again. It takes the time that
-        cutting and differentiating the captured model took when it was compiled.
+        Parameters, buffers, gradients and the optimizer's state move to the stages that need them. Later steps are bitwise the
+        same as without the change, except for rounding to bfloat16 (``lossy_bf16``), which depends on the cut points. All ranks
+        call this between two steps with the same split. On the ranks concerned, :meth:`parameters` returns other tensors, and
+        ``optimizer`` steps these from now on. Planning starts again with a first plan for the new stages. The call takes as
+        long as cutting and differentiating the captured model took at compilation.
 
         Args:
             split: Names of the modules that begin stages 1, 2, …, as :func:`compile` takes them.
             optimizer: The torch optimizer of this process's parameters, of the same groups on every rank.
 
         Raises:
-            OptionError: The stages were given as modules, or ``split`` is no list of names; nothing is changed.
-            PartitionError, CaptureError, PlanError: The model can't be cut like that; nothing is changed.
-            StateError: Something of a rank can't be moved; no rank has moved, and the pipeline goes on as it was.
-            LaunchError, PeerLostError: A rank did not come, has another split or is lost; the pipeline has failed.
+            OptionError: The stages were given as modules, or ``split`` is not a list of names. Nothing changes.
+            PartitionError, CaptureError, PlanError: The model can't be cut like this. Nothing changes.
+            StateError: Some state of a rank can't be moved. No rank has moved, and the pipeline continues as before.
+            LaunchError, PeerLostError: A rank did not join, has another split or is lost. The pipeline has failed.
         """
         check_split(split)
         self._require().take_split(split, optimizer)
 
     @property
     def plan(self) -> Plan:
-        """The plan that the last step ran under, or that the first one will."""
+        """The plan of the last step, or that of the first step if none has run."""
         return self._require().workers[0].plan
 
     @property
     def events(self) -> tuple[ControlEvent, ...]:
-        """What the controller has told in this process: detections, proposals, switches; oldest first.
+        """The controller's events in this process: detections, proposals and switches, oldest first.
 
-        Those from before a change of roles or of the split are there too.
-
-        Under torchrun the rank of the first stage coordinates and tells most of them.
+        Events before a change of roles or of the split are included. Under torchrun the rank of the first stage coordinates
+        and has most of the events.
         """
         return self._require().workers[0].controller.events
 
@@ -512,10 +519,10 @@ class Pipeline(NotAModule):
         return tuple(sorted(forward + backward))
 
     def explain(self) -> str:
-        """Why the plan is as it is: the bubble equations with its numbers filled in, its bound and what limits it.
+        """Explain the plan: the bubble equations with its numbers, the makespan bound and the cause of that bound.
 
-        Where the bandwidth of an edge does, which no order hides: what more connections, rounding, or a cut elsewhere would
-        give, and what would limit the step then.
+        If the bandwidth of an edge limits the step, no order of ops hides it. Then the text gives the savings by more
+        connections, rounding or another cut point, and the limit that would remain.
         """
         plan, means = self.plan, self._require().means
         explanation = explain(
@@ -532,11 +539,11 @@ class Pipeline(NotAModule):
 
     @property
     def rank(self) -> int:
-        """The rank of this process in the job; 0 where one process runs all stages. For what only one rank should print."""
+        """The rank of this process in the job; 0 if one process runs all stages. Use it to print on one rank only."""
         return torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
 
     def report(self) -> str:
-        """A table of what was compiled: per stage the FLOPs, parameters, activations and their peak, and messages."""
+        """Return a table of the stages with their FLOPs, parameters, activations, peak memory and messages."""
         built = self._require()
         peaks = simulate(self.plan.program, self.plan.case.cost).peak_in_flight
         sizes = predicted_peaks(self.plan.program, built.compiled.train)
@@ -544,7 +551,10 @@ class Pipeline(NotAModule):
         return stage_table(built.compiled.train, self.plan.program, peaks, of_stage)
 
     def timeline(self) -> Timeline | None:
-        """The measured timeline of the last step. Under torchrun all ranks call this; only the first stage's rank gets it."""
+        """Return the measured timeline of the last step.
+
+        Under torchrun all ranks call this. Only the first stage's rank gets the timeline, the others None.
+        """
         return self._timeline("timeline")
 
     def _timeline(self, call: str) -> Timeline | None:
@@ -557,13 +567,13 @@ class Pipeline(NotAModule):
     def save_trace(self, path: str | Path) -> None:
         """Write the measured last step as a trace for Perfetto (.json) or a picture (.svg, .png).
 
-        Slow edges are marked: :attr:`slow_edges`, and those that stand out in this step.
+        Slow edges are marked: :attr:`slow_edges`, and edges that were unusually slow in this step.
 
         Under torchrun all ranks call this; the first stage's rank writes.
 
         Raises:
-            ReportError: Another suffix, or there is no such folder.
-            MissingExtraError: A picture needs matplotlib, and it is not installed; says what to install.
+            ReportError: The suffix is unknown, or the folder does not exist.
+            MissingExtraError: A picture needs matplotlib, which is not installed. The text says what to install.
         """
         suffix = check_suffix(path, (".json", *picture.SUFFIXES))
         timeline = self._timeline("save_trace")
@@ -577,7 +587,7 @@ class Pipeline(NotAModule):
             picture.draw(named, path, slow_edges=slow)
 
     def close(self) -> None:
-        """End the pipeline's threads and connections. May be called twice; the parameters stay usable."""
+        """End the pipeline's threads and connections. It may be called twice. The parameters stay usable."""
         self._is_closed = True
         if self._built is not None:
             self._built.close()
@@ -589,7 +599,7 @@ class Pipeline(NotAModule):
         self.close()
 
     def _arguments(self, inputs: Any, targets: Any) -> tuple[tuple[Any, ...], Any]:
-        """The model's positional arguments and the loss's targets, from what the user gave to step."""
+        """Return the model's positional arguments and the loss's targets from the arguments of step."""
         args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
         if self._returns_loss and targets is not None:
             return (*args, targets), None
@@ -597,7 +607,7 @@ class Pipeline(NotAModule):
 
     @property
     def built(self) -> Session:
-        """The workers and what they run, for adaptra's own modules; it changes from version to version."""
+        """The session with the workers, for adaptra's own modules. It changes from version to version."""
         return self._require()
 
     def _require(self) -> Session:

@@ -1,6 +1,6 @@
-"""From a request to running ranks: capture and cut the model, plan, and start a worker for every rank of this process.
+"""The build of a pipeline: capture and cut the model, plan, and start a worker for every rank of this process.
 
-This is the path from model to instruction list, top to bottom; from the stages on it is :mod:`adaptra.frontend.stage_planning`.
+This is the path from a model to instruction lists. Its part after the cut is in :mod:`adaptra.frontend.stage_planning`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
     """Compile a model for batches like this one and start its workers.
 
     Args:
-        request: What to compile.
+        request: The arguments of ``compile``.
         args, kwargs: The model's arguments, a whole batch.
         targets: The loss's targets, a whole batch, or None.
 
@@ -89,7 +89,7 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
             raise
         if prepared.compiled.difference is not None and _is_first(launched):
             logger.warning("%s; Options(captured='accept') leaves this out", prepared.compiled.difference)
-        if len(launched.transports) == 1:  # the ranks of one process have compiled once, for all
+        if len(launched.transports) == 1:  # ranks of one process compile once together
             agree(launched.transports[0], "pipeline", prepared.facts(), options.timeout)
         ranks = [transport.rank for transport in launched.transports]
         states = sharing.states(model, prepared.compiled, request.placed, ranks)
@@ -105,7 +105,7 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
 
 
 def _progress(launched: Launch) -> AbstractContextManager[Progress]:
-    """Of all ranks, which do the same, the first one shows how far it is."""
+    """Return the progress display. Only the first rank shows it, since all ranks do the same."""
     return shown_progress() if _is_first(launched) else nullcontext(log_progress)
 
 
@@ -121,7 +121,7 @@ def _compile(
     kwargs: Mapping[str, Any],
     progress: Progress,
 ) -> PlannedPipeline:
-    """The stages, the first plan, how to make later ones and what helps them: all that every rank comes to for itself."""
+    """Return the stages, the first plan and the means for later plans. Every rank computes them on its own."""
     if request.loss is not None and targets is None:
         raise BatchError(
             "loss= compares outputs with targets, but no targets were given: expected example_inputs=(inputs, targets), a "
@@ -155,12 +155,12 @@ def _compile(
 
 
 def _is_one(request: CompileArguments, launched: Launch) -> bool:
-    """Whether the batch is one microbatch, whose loss is that of the batch whatever it is."""
+    """Return whether the batch is one microbatch, so that any loss of it is the loss of the batch."""
     return request.microbatches == 1 and launched.replicas is None
 
 
 def _refuse_meta(model: nn.Module, example: Any) -> None:
-    """Refuse a model without memory with an example that has some, which torch would say of an op within."""
+    """Refuse a model on the meta device with an example on a real device. Torch would blame an op of the model."""
     name = next((name for name, one in model.named_parameters() if one.is_meta), None)
     devices = [leaf.device for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor) and not leaf.is_meta]
     if name is not None and devices:
@@ -177,16 +177,16 @@ def _refuse_hooked_copies(model: nn.Module, copied: frozenset[str]) -> None:
 
 
 def _device(model: nn.Module) -> torch.device:
-    """Where a model's first parameter is; the host for one without any, or of the meta device."""
+    """Return the device of a model's first parameter; the CPU if it has none or is on the meta device."""
     found = next((one.device for one in model.parameters()), torch.device("cpu"))
     return torch.device("cpu") if found.type == "meta" else found
 
 
 def _check_contract(request: CompileArguments, launched: Launch) -> None:
-    """Refuse what messages of several stages on a rank would wait for for ever, on every rank alike.
+    """Refuse a transport over which messages of several stages on a rank would deadlock. All ranks refuse it alike.
 
     Raises:
-        LaunchError: Two ranks have one queue for all that they exchange in a direction of the pipeline.
+        LaunchError: The transport has only one queue per pair of ranks and direction of the pipeline.
     """
     if request.placement != STRAIGHT and any(transport.contract.in_order for transport in launched.transports):
         raise LaunchError(

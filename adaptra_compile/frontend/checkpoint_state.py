@@ -1,4 +1,4 @@
-"""What a run needs to go on where another one ended, whatever the number of stages of either."""
+"""The state that a run needs to continue another one, with the same or another number of stages."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class TrainingState:
         state = {"training": adaptra.TrainingState(pipe, optimizer)}
         torch.distributed.checkpoint.save(state, checkpoint_id="checkpoint")  # every rank; load(...) likewise
 
-    torch.distributed.checkpoint takes it for what it calls stateful: each rank writes the stages that it holds and reads those
-    that it then holds. It has the number of the step too, by which dropout and its like draw: a run that goes on is bitwise
-    one that never ended. What replicas have each for itself, such as BatchNorm's statistics, is the first replica's.
+    It is a stateful object of torch.distributed.checkpoint: each rank writes its stages, and reads those that it has after a
+    restart. It includes the number of the step, on which random numbers depend. So a continued run is bitwise equal to one that
+    never ended. Buffers that differ between replicas, such as BatchNorm's statistics, are the first replica's.
 
     Args:
-        pipe: The pipeline; it has to be built, so give ``example_inputs`` or run a step.
-        optimizer: Over parameters of this pipeline.
+        pipe: The pipeline. It must be compiled, so give ``example_inputs`` or run a step.
+        optimizer: An optimizer of this pipeline's parameters.
 
     Raises:
-        StateError: The optimizer holds parameters that are not this pipeline's.
+        StateError: The optimizer has parameters that are not this pipeline's.
     """
 
     def __init__(self, pipe: Pipeline, optimizer: torch.optim.Optimizer) -> None:
@@ -42,9 +42,9 @@ class TrainingState:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's tensors, the optimizer's state by parameter, its groups' settings, and how many steps there were.
+        """Return the model's tensors, the optimizer's state by parameter, its groups' settings, and the number of steps.
 
-        All ranks call it. Settings of groups are such as the learning rate.
+        All ranks call this. A group's settings are, for example, its learning rate.
         """
         built = self._pipe.built
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups]
@@ -52,10 +52,10 @@ class TrainingState:
         return {"model": model, "optimizer": self._by_name(), "groups": groups, "step": built.training_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned, there or in a pipeline of other stages that all of them together hold.
+        """Load the result of :meth:`state_dict`, also of a pipeline with other stages of the same model.
 
         Raises:
-            StateError: The model's part is not this model's, or there is no step's number; nothing is changed then.
+            StateError: The state is of another model, or has no step number. Nothing changes then.
         """
         step: Any = state.get("step")
         if not is_whole(step) or step < 0:
@@ -66,7 +66,7 @@ class TrainingState:
         self._pipe.load_state_dict(state["model"])
         for parameter, name in self._names.items():
             if name in state["optimizer"]:
-                # A parameter that several stages use has a copy on each, and each copy its own state.
+                # Every stage that uses a shared parameter has a copy of it, and each copy its own optimizer state.
                 copied = {key: one.clone() if isinstance(one, Tensor) else one for key, one in state["optimizer"][name].items()}
                 self._optimizer.state[parameter] = copied
         for group, given in zip(self._optimizer.param_groups, state["groups"], strict=True):
@@ -76,7 +76,7 @@ class TrainingState:
     def _by_name(self) -> dict[str, dict[str, Any]]:
         if self._optimizer.state:
             return self._named_state()
-        # What is loaded is put where there is something of its shape, and an optimizer has nothing before its first step.
+        # Loading writes into tensors of the same shape, and an optimizer has no state before its first step.
         before = [group["lr"] for group in self._optimizer.param_groups]
         gradients = {parameter: parameter.grad for parameter in self._names}
         try:

@@ -5,16 +5,16 @@
     loss.backward()
     optimizer.step()
 
-A backend is given the forward pass alone, and what it returns is one call; the backward pass comes later, from outside. If the
-compiled function returns its scalar loss, a call runs a whole adapted step, forward and backward of all microbatches, and keeps
-the gradients; ``backward`` scales them by what comes from above and hands them to autograd, which puts them where it always
-does. The loss is the mean of the microbatches' losses, on every rank.
+A backend gets only the graph of the forward pass, and returns a function that runs it. The backward pass comes later, through
+autograd. If the compiled function returns its scalar loss, a call runs a whole adapted step, forward and backward of all
+microbatches, and keeps the gradients. ``backward`` then scales them by the incoming gradient and returns them to autograd,
+which accumulates them as always. The loss is the mean of the microbatches' losses, on every rank.
 
-If it returns anything else, a call runs the forward pass of all microbatches, and ``backward`` their backward pass, by what
-comes from above. See :mod:`adaptra.frontend.two_pass` for what that costs.
+If the function returns anything else, a call runs the forward pass of all microbatches, and ``backward`` runs their backward
+pass. See :mod:`adaptra.frontend.two_pass` for its cost.
 
-Under torchrun every rank has the whole model and runs the same lines. It computes one stage, and gets the gradients of all, so
-that its module stays the whole, true model: see :mod:`adaptra.frontend.gradients_everywhere`.
+Under torchrun every rank has the whole model and runs the same lines. Each rank computes one stage but gets the gradients of
+all, so that its module stays complete and up to date: see :mod:`adaptra.frontend.gradients_everywhere`.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ T = TypeVar("T", bound=Pipeline)
 EVERYWHERE: Final = "everywhere"
 STAGE: Final = "stage"
 MICROBATCHES_PER_STAGE: Final = 4
-"""Up to how many there are unless told: a quarter of a step is then spent on filling and draining, about."""
+"""Default of the most microbatches per stage. About a quarter of a step is then spent on filling and draining."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendOptions:
-    """What ``options=`` of torch.compile says to this backend; it also takes every field of :class:`adaptra.Options`.
+    """The keys of torch.compile's ``options=`` for this backend. Every field of :class:`adaptra.Options` is a key too.
 
     Attributes:
-        stages, microbatches, memory, transport: As in :func:`adaptra.compile`. Without ``stages`` there are as many as ranks,
-            without ``microbatches`` a number that divides the batch, up to four for each stage.
-        gradients: Under a launcher, ``"everywhere"`` brings the gradients of all stages, and buffers that they change, to every
-            rank, whose module so stays the whole model; with ``"stage"`` a rank has those of its own stage alone.
-        on_pipeline: Called once with each :class:`adaptra.Pipeline` that is made, to explain, trace or close it.
-        runtime: The fields of :class:`adaptra.Options`. Its ``inner`` also compiles what is not a pipeline: everything with one
-            stage and one microbatch, calls without gradients, and what trains no parameters.
+        stages, microbatches, memory, transport: As in :func:`adaptra.compile`. The default of ``stages`` is the number of
+            ranks, that of ``microbatches`` a divisor of the batch, up to four per stage.
+        gradients: Under a launcher, ``"everywhere"`` sends the gradients of all stages, and buffers that they change, to every
+            rank. So every rank's module stays complete. With ``"stage"`` a rank has those of its own stage only.
+        on_pipeline: Called once with each new :class:`adaptra.Pipeline`, to explain, trace or close it.
+        runtime: The fields of :class:`adaptra.Options`. Its ``inner`` also compiles functions that are not pipelined: with one
+            stage and one microbatch, for calls without gradients, and if no parameters are trained.
     """
 
     stages: int | None = None
@@ -81,7 +81,7 @@ class BackendOptions:
         """Read the options.
 
         Raises:
-            OptionError: An option is unknown or not what it should be.
+            OptionError: An option is unknown or invalid.
         """
         own = {one.name for one in fields(cls)} - {"runtime"}
         runtime = {one.name for one in fields(Options)}
@@ -94,7 +94,7 @@ class BackendOptions:
         )
 
     def settled(self, ranks: int, rows: int | None) -> Settled:
-        """These options in a job of so many ranks, for a function of batches of so many rows."""
+        """Return these options with their defaults for a job of ``ranks`` ranks and batches of ``rows`` rows."""
         stages = ranks if self.stages is None else self.stages
         if stages == 1 and ranks > 1:
             warnings.warn(
@@ -126,10 +126,10 @@ class BackendOptions:
 
 @dataclass(frozen=True, slots=True)
 class Settled(BackendOptions):
-    """Options for one function, with a number in place of each that was left out.
+    """Options for one function, with a number for each one that was omitted.
 
     Attributes:
-        ranks: How many ranks the job has.
+        ranks: The number of ranks of the job.
     """
 
     stages: int = 1
@@ -138,13 +138,13 @@ class Settled(BackendOptions):
 
 
 def divisor(rows: int, most: int) -> int:
-    """The largest number of equal parts of so many rows, up to ``most``."""
+    """Return the largest divisor of ``rows`` up to ``most``."""
     return max(number for number in range(1, max(1, min(rows, most)) + 1) if rows % number == 0)
 
 
 @contextmanager
 def naming_the_cut(graph: fx.GraphModule) -> Generator[None]:
-    """Around what may refuse a part of a function: errors then say where and why torch.compile has ended that part."""
+    """Add to errors, within this context, where and why torch.compile broke the function's graph."""
     reason: Any = getattr(graph, "compile_subgraph_reason", None)
     try:
         yield
@@ -168,14 +168,14 @@ def adaptra_backend(
     """Compile one graph; torch.compile calls it.
 
     Args:
-        graph: The forward pass, with everything as input.
+        graph: The forward pass, with all tensors as inputs.
         examples: The inputs of the call that is being compiled.
         options: See :class:`BackendOptions`.
         mode: Must be None.
 
     Raises:
-        OptionError: An option is unknown or not what it should be, or a mode is given.
-        CaptureError: The graph can't become a pipeline; says why and what to change.
+        OptionError: An option is unknown or invalid, or a mode is given.
+        CaptureError: The graph can't become a pipeline. The text says why and what to change.
     """
     if mode is not None:
         raise OptionError(f"mode={mode!r}: expected none: modes are inductor's; options={{'inner': 'inductor'}} compiles by it")
@@ -197,7 +197,7 @@ def adaptra_backend(
             )
         return inner()
     if not any(isinstance(one, nn.Parameter) and one.requires_grad for one in examples):
-        # Such as the criterion of what a pipeline returns, behind a graph break: there is nothing to be trained by stages.
+        # No parameters to train by stages, such as a criterion after a graph break, applied to a pipeline's outputs.
         return inner()
     with naming_the_cut(graph):
         return _pipelined(graph, examples, results, chosen)
@@ -220,7 +220,7 @@ def _pipelined(graph: fx.GraphModule, examples: Sequence[Any], results: Sequence
 
 
 class _Pipelined:
-    """A compiled function: each call is one of a pipeline, which the first one of its shape makes."""
+    """A compiled function. Each call runs a pipeline, which the first call with batches of that shape makes."""
 
     _with_loss = True
 
@@ -235,7 +235,7 @@ class _Pipelined:
         return tuple(given[position] for position in self._model.inputs)
 
     def _pass_on_state(self, pipeline: Pipeline, given: Sequence[Any]) -> None:
-        """Let the stages see what an optimizer did: of a parameter of several stages each has a copy."""
+        """Copy the optimizer's changes to the stages' own copies of shared parameters."""
         with torch.no_grad():
             for name, tensor in pipeline.held_tensors():
                 original = given[self._model.state[name]]
@@ -243,7 +243,7 @@ class _Pipelined:
                     tensor.copy_(original)
 
     def _take_gradients(self, pipeline: Pipeline) -> dict[str, Tensor]:
-        """The gradients of the stages by name, of this process's or of all; the pipeline has them no longer."""
+        """Remove the gradients from the pipeline and return them by name, of this process's stages or of all stages."""
         gradients: dict[str, Tensor] = {}
         for name, tensor in pipeline.held_tensors():
             if tensor.grad is not None:
@@ -258,7 +258,7 @@ class _Pipelined:
             everywhere.take_buffers(self._model)
 
     def _pipeline_for(self, inputs: Sequence[Tensor], make: Callable[[CompileArguments], T]) -> tuple[T, bool]:
-        """The pipeline of batches of this shape, and whether it is the first one; each shape has one of its own."""
+        """Return the pipeline for batches of this shape, and whether it is the first pipeline. Each shape has its own."""
         shapes = tuple(one.shape for one in inputs)
         is_first, options = not self._made, self._options
         if shapes in self._made:
@@ -299,8 +299,8 @@ class _OnePass(_Pipelined):
     _steps = 0
 
     def __call__(self, *given: Any) -> tuple[Tensor]:
-        """Run a step on what the graph takes, in its order."""
-        with without_autocast():  # around the call it is the model's, which enters it
+        """Run a step on the graph's inputs, in order."""
+        with without_autocast():  # an autocast around the call is part of the graph, which enters it
             return self._run(given)
 
     def _run(self, given: Sequence[Any]) -> tuple[Tensor]:
@@ -308,7 +308,7 @@ class _OnePass(_Pipelined):
         pipeline, is_first = self._pipeline_for(inputs, Pipeline)
         whole = self._loss_of_whole_batch(inputs) if is_first else None
         self._pass_on_state(pipeline, given)
-        pipeline.built.go_on_at(self._steps)  # random numbers are those of one training, whichever pipeline runs a step
+        pipeline.built.go_on_at(self._steps)  # random numbers depend on the step of the training, not on the pipeline
         loss = pipeline.step(inputs)
         self._steps += 1
         if whole is not None and looks_like_sum(whole, loss, self._options.microbatches):
@@ -322,7 +322,7 @@ class _OnePass(_Pipelined):
         return (_Deliver.apply(loss, list(gradients.values()), *parameters),)  # pyright: ignore[reportReturnType]
 
     def _loss_of_whole_batch(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """The loss as the uncompiled function would return it, but for random numbers; nothing is changed by asking."""
+        """Return the loss as the uncompiled function would, except for random numbers. Nothing changes."""
         buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             (loss,) = functional_call(self._model, buffers, inputs)
@@ -330,7 +330,7 @@ class _OnePass(_Pipelined):
 
 
 class _Deliver(torch.autograd.Function):
-    """The step's loss as autograd sees it: its gradients are known, and are only scaled."""
+    """The step's loss as an autograd function. Its gradients are known already and are only scaled."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *_: Tensor) -> Tensor:
@@ -345,15 +345,15 @@ class _Deliver(torch.autograd.Function):
 
 
 class _TwoPass(_Pipelined):
-    """A function that returns no loss: each call is a forward pass, whose backward pass comes when autograd asks for it."""
+    """A function that returns no loss. Each call runs the forward pass; autograd later starts the backward pass."""
 
     _with_loss = False
 
     def __call__(self, *given: Any) -> tuple[Tensor, ...]:
-        """Run the forward pass on what the graph takes, in its order."""
+        """Run the forward pass on the graph's inputs, in order."""
         inputs = self._inputs(given)
         parameters = [given[self._model.state[name]] for name, _ in self._model.named_parameters()]
-        with without_autocast():  # around the call it is the model's, which enters it
+        with without_autocast():  # an autocast around the call is part of the graph, which enters it
             pipeline, _ = self._pipeline_for(inputs, partial(TwoPassPipeline))
             self._pass_on_state(pipeline, given)
             outputs, call = pipeline.forward([one.detach() for one in inputs], [*parameters, *inputs])
@@ -361,9 +361,9 @@ class _TwoPass(_Pipelined):
         return _Later.apply(self, pipeline, call, outputs, *parameters, *inputs)  # pyright: ignore[reportReturnType]
 
     def backward(self, pipeline: TwoPassPipeline, call: Call, tangents: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """The gradients of the function's parameters, None of those of other ranks, and of its inputs."""
+        """Return the gradients of the function's parameters, None for those of other ranks, and of its inputs."""
         wanted = [one for one, has_gradient in zip(tangents, pipeline.differentiable, strict=True) if has_gradient]
-        with without_autocast():  # a backward pass runs in what its forward pass ran in
+        with without_autocast():  # a backward pass runs under its forward pass's autocast
             of_inputs = iter(pipeline.backward(call, wanted))
         of_parameters = self._take_gradients(pipeline)
         return (
@@ -373,7 +373,7 @@ class _TwoPass(_Pipelined):
 
 
 class _Later(torch.autograd.Function):
-    """The outputs as autograd sees them: their backward pass is the pipeline's."""
+    """The outputs as an autograd function, whose backward pass is the pipeline's."""
 
     @staticmethod
     def forward(

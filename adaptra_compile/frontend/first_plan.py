@@ -1,6 +1,6 @@
-"""Plan 0, before anything is measured: a schedule asked for, or one for the estimated costs and what delays there may be.
+"""Plan 0, made before anything is measured: the user's schedule, or one for estimated costs and expected delays.
 
-Nothing is searched by time here: every rank finds the first plan for itself and must find the same.
+No search here has a time limit, since every rank finds the first plan on its own and must find the same one.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from adaptra.simulation.simulate import lower_bound, simulate
 
 
 def first_plan(options: Options, case: Case, room: tuple[float, ...] | None = None) -> Plan:
-    """The plan to start with. Without a limit that the user gave it is that of least memory, see
-    :mod:`adaptra.planning.least_memory`.
+    """Return the first plan.
+
+    If the user gave no memory limit, it is the plan of least memory, see :mod:`adaptra.planning.least_memory`.
 
     Args:
-        options: ``schedule``, ``expected_delays`` and ``delegate`` matter.
-        case: The estimated costs, with what the user lets each rank hold.
-        room: Without such limits, what each rank has room for. It becomes the limit of all plans; or what the first plan needs
-            does, where that is more.
+        options: Only ``schedule``, ``expected_delays`` and ``delegate`` are used.
+        case: The estimated costs, with the user's memory limits.
+        room: The memory of each rank, if the user gave no limits. It becomes the limit of all plans, unless the first plan
+            needs more; then the limit is the first plan's need.
 
     Raises:
         CaseError: A delay is expected on an edge that does not exist.
-        PlanError: The schedule is of another size, or nothing fits the memory.
+        PlanError: The schedule is of another size, or no plan fits the memory.
     """
     limited = case if room is None else replace(case, cost=replace(case.cost, memory_limit=room))
     try:
@@ -53,7 +54,7 @@ def first_plan(options: Options, case: Case, room: tuple[float, ...] | None = No
 
 
 def _first_program(options: Options, case: Case, *, is_given: bool) -> tuple[Program, str]:
-    """The program and why it is the first one; ``is_given`` tells whether the user set the limits, and so wants them used."""
+    """Return the first program and the reason for its choice. ``is_given`` is whether the user set the memory limits."""
     if options.schedule is not None:
         program = _asked_for(options.schedule, case)
         return program, f"{program.name}, as asked for"
@@ -72,10 +73,10 @@ def _first_program(options: Options, case: Case, *, is_given: bool) -> tuple[Pro
 
 
 def two_phase_plan(options: Options, case: Case) -> Plan:
-    """The plan of a function without a loss, the only one it has.
+    """Return the only plan of a function without a loss.
 
     Raises:
-        PlanError: All microbatches at once don't fit the memory.
+        PlanError: All microbatches together don't fit the memory.
     """
     program = two_phases(case.cost.stages, case.microbatches)
     check_memory("a function without a loss, which keeps all microbatches from its call to their backward", program, case.cost)
@@ -84,7 +85,7 @@ def two_phase_plan(options: Options, case: Case) -> Plan:
 
 
 def _known(case: Case) -> Program | None:
-    """What the search can't do without where ranks have several stages; where each has one, it finds all that is known."""
+    """Return a known schedule to start from, which the search needs if ranks have several stages; else None."""
     return None if is_straight(case.placement) else generate_for("zbv", case.placement, case.microbatches)
 
 

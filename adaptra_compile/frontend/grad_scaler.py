@@ -1,8 +1,8 @@
-"""Scaling the loss of a pipeline, so that the gradients of float16 don't vanish, and skipping steps whose gradients overflowed.
+"""Gradient scaling for a pipeline, so that float16 gradients don't vanish. Steps with overflowed gradients are skipped.
 
-All is torch's own but two things: the pipeline's last stage scales the gradient that backward passes start from, where one
-process scales the loss; and whether some gradient is not finite is asked of the ranks of all stages, so that all of them skip
-the same steps and their scales stay equal. The replicas of a stage have the same gradients and need not be asked.
+It differs from torch's in two ways. One process scales the loss; a pipeline's last stage scales the gradient from which
+backward passes start. And the ranks of all stages exchange whether a gradient is not finite, so that all skip the same steps
+and their scales stay equal. Replicas of a stage have the same gradients, so they need no exchange.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from adaptra.frontend.session import Session
 
 
 class GradScaler(torch.amp.GradScaler):
-    """What ``torch.amp.GradScaler`` is in one process, for a pipeline; made by
-    :meth:`adaptra.frontend.api.Pipeline.grad_scaler`.
+    """A ``torch.amp.GradScaler`` for a pipeline, made by :meth:`adaptra.frontend.api.Pipeline.grad_scaler`.
 
-    All ranks call its methods in the same order. ``state_dict()`` is the same on every rank, and that of torch's.
+    All ranks call its methods in the same order. ``state_dict()`` is the same on every rank and has torch's form.
 
     Args:
-        built: The pipeline.
-        settings: As torch's take them.
+        built: The pipeline's session.
+        settings: The arguments of torch's GradScaler.
     """
 
     def __init__(self, built: Session, **settings: Any) -> None:
@@ -36,10 +35,10 @@ class GradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(device)
 
     def scale(self, outputs: object) -> NoReturn:
-        """Refuse a call that a pipeline has no use for.
+        """Refuse this call, which a pipeline does not need.
 
         Raises:
-            PipelineError: Says what to call instead.
+            PipelineError: Always. The text says what to call instead.
         """
         raise PipelineError(
             "scaler.scale: the pipeline's step scales the loss and runs the backward passes itself: expected pipe.step, then "
@@ -49,7 +48,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        # Torch comes here once for each step of an optimizer, whether it unscales itself (fused) or not.
+        # Torch calls this once for each step of an optimizer, whether the optimizer unscales (fused) or not.
         with self._built.at_the_door():
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         here = any(bool(one) for one in found.values())

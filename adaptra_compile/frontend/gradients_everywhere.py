@@ -1,4 +1,4 @@
-"""Each stage's gradients and changed buffers on every rank of a job, so that each rank's module stays the whole model."""
+"""Broadcast of each stage's gradients and changed buffers to all ranks of a job, so that each rank's module stays complete."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from adaptra.frontend.session import Session
 
 
 class Everywhere:
-    """Brings tensors from the ranks that have them to all others. All ranks call it at the same places.
+    """Sends tensors from the ranks that have them to all others. All ranks call it at the same points.
 
     Args:
-        built: The pipeline, under a launcher, with one stage on each rank.
-        timeout: Seconds to wait for the other ranks to come, the first time.
+        built: The pipeline's session, under a launcher, with one stage on each rank.
+        timeout: Seconds to wait at first for the other ranks to join.
     """
 
     def __init__(self, built: Session, timeout: float) -> None:
@@ -28,7 +28,7 @@ class Everywhere:
         self._group: Final = job.everyone
         self._rank: Final = job.rank
         pipeline = range(dist.get_world_size()) if roles is None else roles.pipeline(0)
-        # Of replicas it is the first one's that count: gradients are equal there, and buffers are what DDP would take.
+        # The first replica is the source: gradients are equal on all replicas, and DDP would broadcast its buffers too.
         self._source: Final = {name: pipeline[holders[0]] for name, holders in built.compiled.names.items() if holders}
         captured = built.compiled.captured
         assert captured is not None, "torch.compile gives a graph, which is captured"
@@ -36,11 +36,11 @@ class Everywhere:
         self._trainable: Final = tuple(dict.fromkeys(name for stage in built.compiled.train for name in stage.trainable))
 
     def bring(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-        """These tensors as the ranks have them whose stages hold them.
+        """Return the values of tensors from the ranks whose stages have them.
 
         Args:
-            tensors: By name: what this rank has, and of others' anything of their shape and dtype.
-            names: Which; the same on every rank.
+            tensors: This rank's tensors by name, and for those of other ranks any tensor of their shape and dtype.
+            names: The names of the tensors to send, the same on every rank.
 
         Raises:
             PeerLostError: A rank is lost.
@@ -59,11 +59,11 @@ class Everywhere:
         return {name: one for key, members in groups.items() for name, one in self._split(flat[key], members, tensors)}
 
     def gradients(self, own: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        """The gradients of all stages of a model, of which this rank has its ``own``; raises as :meth:`bring`."""
+        """Return the gradients of all stages of a model, given this rank's ``own``. Raises as :meth:`bring`."""
         return self.bring({name: own.get(name, one) for name, one in model.named_parameters()}, self._trainable)
 
     def take_buffers(self, model: nn.Module) -> None:
-        """Let a model have the buffers that other ranks' stages change as they are there; raises as :meth:`bring`."""
+        """Copy the buffers that other ranks' stages change into a model. Raises as :meth:`bring`."""
         buffers = dict(model.named_buffers())
         for name, value in self.bring(buffers, [name for name in buffers if name in self._changed]).items():
             if value is not buffers[name]:
@@ -84,5 +84,5 @@ class Everywhere:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Gloo adds few dtypes but sends any bytes."""
+    """Return a tensor as bytes, since gloo supports few dtypes."""
     return tensor.view(torch.uint8)

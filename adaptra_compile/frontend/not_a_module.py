@@ -1,4 +1,4 @@
-"""What is like a torch.nn.Module and is none says so where something takes it for one."""
+"""A clear error for objects that look like a torch.nn.Module but are not one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch import nn
 
 
 class NotAModule:
-    """Answers a module's methods that a pipeline has not, such as those that ``get_model_state_dict`` calls first."""
+    """Refuses a module's methods that a pipeline does not have, such as those that ``get_model_state_dict`` calls first."""
 
-    if not TYPE_CHECKING:  # else every attribute would be known
+    if not TYPE_CHECKING:  # else the type checker would accept every attribute
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Refuse an attribute that there is not.
+            """Refuse an attribute that does not exist.
 
             Raises:
-                AttributeError: Of a module's names, says what to call instead.
+                AttributeError: Always. For names of a module's methods, the text says what to call instead.
             """
             kind = type(self).__name__
             if not name.startswith("__") and hasattr(nn.Module, name):

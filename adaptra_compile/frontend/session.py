@@ -1,4 +1,4 @@
-"""A compiled pipeline at work: the workers of this process, what each step asks of them, how they change roles and cuts."""
+"""A running pipeline: the workers of this process, their steps, and changes of roles and cut points."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Session:
     """A compiled pipeline: its stages and the workers of this process.
 
     Args:
-        recipe: Makes a pipeline of stages that are cut elsewhere.
-        prepared: What the workers were started with.
-        launched: The ranks run here.
-        workers: One per rank run here, by rank.
-        recorder: Of what the workers tell.
-        sharing: What it holds of the model's tensors.
+        recipe: Plans a pipeline after a change of cut points.
+        prepared: The planned pipeline with which the workers were started.
+        launched: The ranks of this process.
+        workers: One worker per rank of this process, in order of ranks.
+        recorder: The recorder of the workers' events.
+        sharing: The pipeline's use of the model's tensors.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Session:
         sharing.begin(self)
 
     def _end_by(self, error: Exception) -> None:
-        """Ranks have called different methods: end what this one waits for."""
+        """End all waits of this process, since ranks have called different methods."""
         for worker in self.workers:
             worker.abort(error)
 
@@ -89,7 +89,7 @@ class Session:
             for worker in self.workers:
                 worker.explain = self._calls.explain
         self._ranks = {worker.rank for worker in workers}
-        # Also when the process ends without a close: the transports' threads must not outlive the interpreter.
+        # Also if the process ends without a close, since the transports' threads must not outlive the interpreter.
         self._end = weakref.finalize(self, _end, self.workers, self._threads, recorder, launched)
 
     @property
@@ -99,11 +99,11 @@ class Session:
 
     @property
     def means(self) -> BandwidthOptions:
-        """What there is against edges whose bandwidth binds."""
+        """The remedies available against edges whose bandwidth limits the step."""
         return self._prepared.means
 
     def take_roles(self, after: Roles, optimizer: torch.optim.Optimizer) -> None:
-        """Hold another stage, or the same of another replica: see :meth:`adaptra.frontend.api.Pipeline.take_roles`."""
+        """Change the ranks' roles: see :meth:`adaptra.frontend.api.Pipeline.take_roles`."""
         job, before = self._replicated()
         if (after.stages, len(after.ranks)) != (before.stages, len(before.ranks)):
             raise OptionError(
@@ -131,7 +131,7 @@ class Session:
             self._start(self._prepared, launched, [state], opened)
 
     def settle_roles(self, optimizer: torch.optim.Optimizer, horizon: int) -> RoleChange | None:
-        """Take better roles, if there are any: see :meth:`adaptra.frontend.api.Pipeline.settle_roles`."""
+        """Change to better roles if there are any: see :meth:`adaptra.frontend.api.Pipeline.settle_roles`."""
         job, roles = self._replicated()
         (worker,) = self.workers
         if not worker.measured:
@@ -147,14 +147,14 @@ class Session:
         return change
 
     def take_split(self, split: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
-        """Begin the stages elsewhere: see :meth:`adaptra.frontend.api.Pipeline.take_split`."""
+        """Move the cut points: see :meth:`adaptra.frontend.api.Pipeline.take_split`."""
         captured = self._captured()
         self._take_cut(self._cut(captured, captured.positions(split)), optimizer)
 
     def settle_split(self, optimizer: torch.optim.Optimizer, horizon: int) -> SplitChange | None:
-        """Take a better cut, if there is one: see :meth:`adaptra.frontend.api.Pipeline.settle_split`."""
+        """Move to a better cut point if there is one: see :meth:`adaptra.frontend.api.Pipeline.settle_split`."""
         captured, (worker, *_) = self._captured(), self.workers
-        cut = cache(partial(self._cut, captured))  # to see whether the model can be cut so, and then to take it
+        cut = cache(partial(self._cut, captured))  # used to check that the model can be cut, then to change to it
         if not worker.measured:
             raise PipelineError("no step has run yet: a split is settled by what steps took")
         held = self._agreed("split", "settle_split", lambda: (self._held("split", optimizer), Consent()))
@@ -168,7 +168,7 @@ class Session:
                 try:
                     stages = cut(positions_of(places)).compiled.train
                 except AdaptraError:
-                    return None  # such as a buffer that two stages would change
+                    return None  # for example, two stages would change one buffer
                 names = {name for found in transfers(self.compiled.train, stages).values() for name in found}
                 moved = bytes_per_byte * sum(captured.sizes[name] for name in names)
                 return RESTART_SECONDS + time.monotonic() - began, moved
@@ -201,7 +201,7 @@ class Session:
         return self._recipe.prepare(captured.cut(positions))
 
     def _take_cut(self, after: PlannedPipeline, optimizer: torch.optim.Optimizer) -> None:
-        """Go on with other stages: all that may be refused by then is refused before anything ends."""
+        """Continue with other stages. Every check that may refuse the change runs before anything ends."""
         stages_before, stages = self.compiled.train, after.compiled.train
         if after.compiled.places.chosen == self.compiled.places.chosen:
             return
@@ -238,7 +238,7 @@ class Session:
     def _start(
         self, prepared: PlannedPipeline, launched: Launch, states: Sequence[Mapping[str, Tensor]], opened: ExitStack
     ) -> None:
-        """Go on with new workers at the step at which the old ones ended; ``opened`` then closes nothing any more."""
+        """Continue with new workers at the step at which the old ones ended. ``opened`` then no longer closes anything."""
         recorder = open_recorder(self._recipe.options, launched)
         opened.callback(recorder.close)
         (before, *_) = self.workers
@@ -252,7 +252,7 @@ class Session:
 
     @contextmanager
     def _restarting(self, what: str, join: Callable[[], Launch]) -> Generator[tuple[Launch, ExitStack]]:
-        """Around what leads to other workers: their connections, and what closes them unless :meth:`_start` is reached."""
+        """Yield the connections of new workers, and a stack that closes them unless :meth:`_start` is reached."""
         with self._called(f"take_{what}"), self._changing(what), ExitStack() as opened:
             launched = join()
             for transport in launched.transports:
@@ -260,15 +260,18 @@ class Session:
             yield launched, opened
 
     def _agreed(self, what: str, call: str, ready: Callable[[], tuple[Result, Consent]]) -> Result:
-        """What this process holds, once every rank of the job has said that it can move: else nothing moves on any.
+        """Prepare a move and wait until every rank of the job can move. Otherwise no rank moves.
 
         Args:
-            what: What moves.
-            call: The method of the pipeline that the user has called; all ranks call it.
-            ready: Makes ready to move, and returns what is held with what this process says to the others.
+            what: The kind of move, for error texts.
+            call: The method of the pipeline that the user has called. All ranks call it.
+            ready: Prepares the move, and returns its result and this process's consent.
+
+        Returns:
+            The result of ``ready``.
 
         Raises:
-            StateError: A rank can't; the pipeline goes on as it is.
+            StateError: A rank can't move. The pipeline continues as before.
         """
         job = self.launched.job
 
@@ -288,7 +291,7 @@ class Session:
 
     @contextmanager
     def _changing(self, what: str) -> Generator[None]:
-        """Around what all ranks of the job do together: what fails here has failed everywhere, or will."""
+        """Fail the pipeline on any error in this context, since all ranks of the job make the change together."""
         try:
             yield
         except BaseException as error:
@@ -311,7 +314,7 @@ class Session:
             raise OptionError(f"{what}: each rank has several stages: expected a pipeline with one stage on each rank")
 
     def _held(self, what: str, optimizer: torch.optim.Optimizer) -> list[Handover]:
-        """Per stage of this process, what it would hand over."""
+        """Return the state that each stage of this process would transfer."""
         self._sharing.require_alone(what)
         hooked = next((name for worker in self.workers for name, one in worker.trainable.items() if is_hooked(one)), None)
         if hooked is not None:
@@ -323,24 +326,24 @@ class Session:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """The state of this process's stages; of a parameter with several copies the first stage's."""
+        """Return the state of this process's stages. For a parameter with several copies, the first stage's copy counts."""
         merged: dict[str, Tensor] = {}
         for worker in self.workers:
             merged = {**worker.state, **merged}
         return merged
 
     def align_copies(self) -> None:
-        """Give copies on several ranks the first holder's values; all ranks call it. Within a process there are no others'."""
+        """Copy the first rank's values to the copies on other ranks. All ranks call it. One process has nothing to align."""
         if self._has_copies:
             self.on_every_rank(Worker.align_copies, "load_state_dict")
 
     @property
     def _has_copies(self) -> bool:
-        """Whether ranks of other processes hold what ranks of this one hold, and all can compare."""
+        """Return whether ranks of other processes have copies of this process's state, and all can compare them."""
         return self.launched.job is not None and self.workers[0].shares_values and self._end.alive and self._failure is None
 
     def full_state(self) -> dict[str, Tensor]:
-        """The whole model's state on the job's first rank: see :meth:`adaptra.frontend.api.Pipeline.full_state_dict`."""
+        """Return the whole model's state on the job's first rank: see :meth:`adaptra.frontend.api.Pipeline.full_state_dict`."""
         if self.launched.job is None:
             self.require_running()
             found = {name: tensor.detach().cpu().clone() for name, tensor in self.state.items()}
@@ -354,9 +357,9 @@ class Session:
         return self.named(found)
 
     def saved_state(self) -> dict[str, Tensor]:
-        """What of the state of this process's stages a checkpoint keeps, by the stages' own names.
+        """Return the state of this process's stages that a checkpoint saves, by the stages' own names.
 
-        Of buffers that replicas have each for itself these are copies of the first replica's; all ranks call it.
+        Buffers that differ between replicas are copies of the first replica's. All ranks call it.
         """
         if self.launched.replicas is None:
             return self.state
@@ -365,40 +368,40 @@ class Session:
 
     @property
     def training_step(self) -> int:
-        """How many steps the training has had, those of other pipelines from which it goes on included."""
+        """The number of steps of the training, including those of earlier pipelines that it continues."""
         return self.workers[0].training_step
 
     def go_on_at(self, step: int) -> None:
-        """Let the next step be this one of the training: random numbers depend on it."""
+        """Set the number of the next step of the training, on which random numbers depend."""
         for worker in self.workers:
             worker.steps_before = step - worker.next_step
 
     def named(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What of the stages' state the model's state_dict has, under every name that it has there."""
+        """Return the part of the stages' state that is in the model's state_dict, under all its names there."""
         return {name: state[canonical].detach() for name, canonical in self.saved_names.items() if canonical in state}
 
     @property
     def saved_names(self) -> dict[str, str]:
-        """Every name of the model's state_dict, on whatever rank, to the one that stages know the tensor by."""
+        """Return all names of the model's state_dict, of all ranks, with the stages' name of each tensor."""
         left_out = self.compiled.non_persistent
         return {name: canonical for name, canonical in self.compiled.aliases.items() if canonical not in left_out}
 
     def split_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
-        """The microbatches of a batch's inputs, or nothing where the first stage is elsewhere."""
+        """Return the microbatches of a batch's inputs, or nothing if the first stage is not in this process."""
         if self._recipe.placement[0] not in self._ranks:
             return ()
         form = self.compiled.inputs
         return split_batch(form.flatten(args, kwargs), form.specs, self.microbatches, "inputs")
 
     def split_targets(self, targets: Any) -> Batch:
-        """The microbatches of a batch's targets, or nothing where the last stage is elsewhere."""
+        """Return the microbatches of a batch's targets, or nothing if the last stage is not in this process."""
         if self._recipe.placement[-1] not in self._ranks:
             return ()
         form = self.compiled.targets
         return split_batch(form.flatten(targets), form.specs, self.microbatches, "targets")
 
     def compare_rows(self, call: str, inputs: Any, targets: Any, kwargs: Mapping[str, Any]) -> None:
-        """Have it noticed if ranks of other processes are given other rows in this call of a method of the pipeline."""
+        """Start a comparison of this call's rows with those of other processes' ranks. ``call`` is the user's method."""
         if self.launched.job is not None:
             positional = {"inputs": inputs, "targets": targets}
             given = {name: one for name, one in positional.items() if one is not None}
@@ -406,10 +409,10 @@ class Session:
 
     @contextmanager
     def at_the_door(self) -> Generator[None]:
-        """Around what checks a batch before anything runs.
+        """Check a batch within this context, before anything runs.
 
-        Where all ranks are in this process a batch that is refused changes nothing. The ranks of other processes may already
-        wait for this one's messages, so there it ends the pipeline on all of them.
+        If all ranks are in this process, a refused batch changes nothing. Ranks of other processes may already wait for this
+        one's messages, so a refused batch then ends the pipeline on all of them.
         """
         self.require_running()
         with self._telling(others_wait=not self.workers[0].is_alone):
@@ -417,7 +420,7 @@ class Session:
             yield
 
     def agreed_to_load(self, fitting: Callable[[], Result]) -> Result:
-        """What of a state fits this process; where ranks hold copies once it fits all of them, else nothing is taken on any."""
+        """Return the part of a state to load here. If ranks have copies, all of them load it or none does."""
         return self._agreed("state_dict", "load_state_dict", lambda: (fitting(), Consent())) if self._has_copies else fitting()
 
     @contextmanager
@@ -432,11 +435,11 @@ class Session:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has not been closed."""
+        """Return whether the session has not been closed."""
         return self._end.alive
 
     def require_running(self) -> None:
-        """Refuse to go on after the end.
+        """Refuse further calls after the end.
 
         Raises:
             PipelineError: The pipeline is closed or has failed.
@@ -451,20 +454,20 @@ class Session:
 
     @contextmanager
     def _called(self, call: str) -> Generator[None]:
-        """Around what the ranks of all processes do together in a method of the pipeline: see :class:`Calls`."""
+        """Check within this context that the ranks of all processes call the same method: see :class:`Calls`."""
         with nullcontext() if self._calls is None else self._calls.during(call):
             yield
 
     def on_every_rank(self, run: Callable[[Worker], Result], call: str) -> list[Result]:
-        """Run something on every worker of this process, each on its own thread, and wait for all.
+        """Run a function on every worker of this process, each on its own thread, and wait for all.
 
         Args:
-            run: What to run.
-            call: The method of the pipeline that the user has called; all ranks call it.
+            run: The function to run.
+            call: The method of the pipeline that the user has called. All ranks call it.
 
         Raises:
             PipelineError: The pipeline is closed or has failed.
-            Exception: What the first worker to fail raised; the others' errors only say that it failed. The pipeline has
+            Exception: The error of the first worker that failed; the others' errors only say that it failed. The pipeline has
                 failed then.
         """
         self.require_running()
@@ -485,7 +488,7 @@ class Session:
         try:
             errors = [error for error in (future.exception() for future in futures) if error is not None]
         except BaseException as error:
-            # Such as Ctrl-C, which reaches this thread only: the ranks would go on without it.
+            # Ctrl-C, for example, reaches this thread only, and the ranks would continue without it.
             for worker in self.workers:
                 worker.abort(PipelineError(f"the step was interrupted: {type(error).__name__}"))
             raise
@@ -494,7 +497,7 @@ class Session:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End all workers. May be called again."""
+        """End all workers. It may be called again."""
         if self._calls is not None:
             self._calls.close(told=True)
         was_open = self._end.alive
@@ -504,10 +507,10 @@ class Session:
 
 
 def _with_threads_of_this_one(run: Callable[[Worker], Result]) -> Callable[[Worker], Result]:
-    """The same on another thread, where kernels have as many threads as on this one.
+    """Return the same function for another thread, with this thread's number of threads for kernels.
 
-    Libraries below torch, such as MKL's matrix products and transforms, know torch's number on threads only where it was set or
-    asked for; elsewhere they take their own, and sum in another order.
+    Libraries below torch, such as MKL, use torch's number only on threads on which it was set or read. On other threads they
+    use their own number, which changes the order of sums.
     """
     count = torch.get_num_threads()
 

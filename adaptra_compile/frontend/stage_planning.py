@@ -1,4 +1,4 @@
-"""What a pipeline is made by, but for the model: from stages, however they are cut, to what its workers are started with."""
+"""Planning for stages: everything needed to plan and start a pipeline, except the model."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from adaptra.simulation.simulate import lower_bound, simulate
 from adaptra.sizes import parse_size
 
 PLANNER_SHARE: Final = 0.5
-"""The part of a step that a search takes at most: a plan that is there before the next step ends is run a step sooner."""
+"""Time limit of a search, as a fraction of a step. A plan found before the next step ends takes effect a step sooner."""
 
 DRAFT_SHARE: Final = 0.1
-"""The same for what is only suspected: all ranks must have got ready for the plan before the next step ends."""
+"""The same limit for speculative plans, since all ranks must be ready for the plan before the next step ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedPipeline:
-    """What every rank comes to for itself before its worker starts.
+    """The stages and the first plan, which every rank computes on its own before its worker starts.
 
     Attributes:
-        starter: What workers are started with.
+        starter: The factory of the workers.
         initial: The first plan.
-        means: What there is against edges whose bandwidth binds.
+        means: The remedies available against edges whose bandwidth limits the step.
     """
 
     starter: WorkerFactory
@@ -55,19 +55,19 @@ class PlannedPipeline:
         return self.starter.compiled
 
     def facts(self) -> list[object]:
-        """What must be the same on every rank, as JSON values."""
+        """Return the values that must be equal on all ranks, as JSON values."""
         stages = [[str(one.inputs), str(one.outputs), *one.parameters, *one.buffers] for one in self.compiled.train]
         return [str(self.initial.program), [list(edge) for edge in self.initial.delegated], stages]
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineSpec:
-    """How stages become a pipeline; it holds no model, so it can be kept.
+    """The arguments for planning a pipeline of given stages. It has no reference to the model, so it can be kept.
 
     Attributes:
-        placement, microbatches, memory, with_loss, faults, options, reduction: As of
+        placement, microbatches, memory, with_loss, faults, options, reduction: As in
             :class:`adaptra.frontend.arguments.arguments.CompileArguments`.
-        free: Per rank, the bytes that its device has free: the limit of plans where ``memory`` is None.
+        free: The free bytes of each rank's device. They are the limit of plans if ``memory`` is None.
     """
 
     placement: tuple[int, ...]
@@ -83,14 +83,14 @@ class PipelineSpec:
         """Plan for these stages.
 
         Raises:
-            OptionError: A message between them can't be rounded, and the options round; or ranks with several stages share a
+            OptionError: The options round messages, and a message can't be rounded. Or ranks with several stages share a
                 parameter.
-            ScheduleError, PlanError: The schedule asked for does not fit, or one microbatch does not.
+            ScheduleError, PlanError: The user's schedule does not fit, or one microbatch does not fit.
         """
         options = self.options
         compiled = compiled_by(options.inner, compiled)
         if options.lossy_bf16:
-            rounded = round_messages(compiled)  # which also refuses what can't be rounded, before a plan wants to
+            rounded = round_messages(compiled)  # also for "slow", to refuse early what can't be rounded
             compiled = rounded if options.lossy_bf16 is True else compiled
         self._check_shared(compiled)
         cost = estimated_cost(compiled, self.placement)
@@ -107,7 +107,7 @@ class PipelineSpec:
         elif self.memory is None and self.free is not None:
             room = limits_free(self.free, compiled.train, self.placement)
         case = Case(cost, self.microbatches, self.placement, name="compiled")
-        places = compiled.places if is_straight(self.placement) else None  # else they are not cut again
+        places = compiled.places if is_straight(self.placement) else None  # other placements are never cut again
         means = BandwidthOptions(options.uses_delegate, options.lossy_bf16 == "slow", places)
         planner, draft = (partial(_better_plan, options.planning_seconds, share) for share in (PLANNER_SHARE, DRAFT_SHARE))
         remedies = partial(find_remedies, means=means)
@@ -118,7 +118,7 @@ class PipelineSpec:
         return PlannedPipeline(starter, initial, means)
 
     def _check_shared(self, compiled: CompiledStages) -> None:
-        """Refuse gradients that would be in line with activations: where ranks have several stages both take one channel."""
+        """Refuse shared parameters on ranks with several stages, where their gradients and activations share a channel."""
         for one in () if is_straight(self.placement) else compiled.tied:
             ranks = sorted({self.placement[stage] for stage in one.stages})
             if len(ranks) > 1:
@@ -129,7 +129,10 @@ class PipelineSpec:
 
 
 def _better_plan(seconds: float, share: float, case: Case, incumbent: Program) -> Program:
-    """Only the coordinator asks and all ranks get what it found, so the search may end by time: a share of a step at most."""
+    """Search for a better plan within a share of a step.
+
+    The time limit is safe, since only the coordinator searches and all ranks receive its result.
+    """
     return plan(case, incumbent=incumbent, budget=min(seconds, share * _makespan(incumbent, case.cost)))
 
 

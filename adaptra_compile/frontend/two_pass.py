@@ -1,7 +1,7 @@
 """Pipelines of functions that return no loss: a forward pass now, and a backward pass when gradients come from outside.
 
-Each is pipelined over all microbatches. In between every rank holds what all of them keep, which a loss would spare it: then
-the backward pass of the first microbatch would begin as soon as its forward pass has ended.
+Each pass is pipelined over all microbatches. Between the two, every rank keeps the activations of all microbatches. With a loss
+it would need less memory, since the backward pass of a microbatch could begin as soon as its forward pass has ended.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from adaptra.sizes import size_text
 
 @dataclass(slots=True)
 class Call:
-    """A forward pass, for its backward pass. What it holds is freed with it.
+    """A forward pass and the values saved for its backward pass. They are freed with it.
 
     Attributes:
-        kept: What it left on each rank of this process; None once the backward pass has run.
-        watched: Tensors that the backward pass reads, or the copies of which it reads, and their versions in the forward pass.
+        kept: The saved values of each rank of this process; None once the backward pass has run.
+        watched: Tensors that the backward pass reads, directly or as copies, with their versions in the forward pass.
     """
 
     kept: tuple[PendingBackward, ...] | None
@@ -35,7 +35,7 @@ class Call:
 
 
 class TwoPassPipeline(Pipeline):
-    """A pipeline without a loss, of a request with ``with_loss=False``; of :meth:`Pipeline.step` the two halves.
+    """A pipeline without a loss, for a request with ``with_loss=False``. It has the two halves of :meth:`Pipeline.step`.
 
     All ranks call :meth:`forward` and :meth:`backward` in the same order.
     """
@@ -53,10 +53,10 @@ class TwoPassPipeline(Pipeline):
 
         Args:
             inputs: A whole batch.
-            watched: What must not have changed when the backward pass runs.
+            watched: Tensors that must not change before the backward pass.
 
         Returns:
-            The outputs for the whole batch, on every rank, without gradients; and what :meth:`backward` needs.
+            The outputs for the whole batch, on every rank, without gradients; and the call for :meth:`backward`.
 
         Raises:
             BatchError, PeerLostError, PipelineError: As :meth:`Pipeline.step`.
@@ -72,14 +72,14 @@ class TwoPassPipeline(Pipeline):
         """Run the backward pass of all microbatches and add its gradients to every parameter's ``grad``.
 
         Args:
-            call: Of the forward pass, which may be any earlier one.
+            call: The call of any earlier forward pass.
             tangents: The gradient of each output of :attr:`differentiable`.
 
         Returns:
             The gradient of each input that has one, for the whole batch, on every rank.
 
         Raises:
-            PipelineError: It has run before, or what it reads has changed since the forward pass.
+            PipelineError: It has run before, or a tensor that it reads has changed since the forward pass.
             PeerLostError: As :meth:`Pipeline.step`.
         """
         built = self._require()
@@ -98,23 +98,23 @@ class TwoPassPipeline(Pipeline):
             call.kept = None
         count = built.microbatches
         whole = [tangent.contiguous() for tangent in tangents]
-        columns = [one.chunk(count) if count > 1 else (one,) for one in whole]  # a single one may be without dimensions
+        columns = [one.chunk(count) if count > 1 else (one,) for one in whole]  # one may lack dimensions
         microbatches = [tuple(column[index] for column in columns) for index in range(count)]
         of_rank = dict(zip((worker.rank for worker in built.workers), kept, strict=True))
         return built.on_every_rank(lambda worker: worker.backward(of_rank[worker.rank], microbatches), "backward")[0]
 
     @property
     def differentiable(self) -> tuple[bool, ...]:
-        """Of each output, whether there is a gradient of it."""
+        """Whether each output has a gradient."""
         return tuple(one.requires_grad for one in self._require().compiled.train[-1].outputs)
 
     @property
     def differentiated(self) -> tuple[bool, ...]:
-        """Of each input, whether :meth:`backward` returns its gradient."""
+        """Whether :meth:`backward` returns the gradient of each input."""
         return tuple(one.requires_grad for one in self._require().compiled.train[0].inputs)
 
     def report(self) -> str:
-        """The table of :meth:`Pipeline.report`, and what it costs in memory that the function returns no loss."""
+        """Return the table of :meth:`Pipeline.report`, and the additional memory needed because there is no loss."""
         compiled, case = self._require().compiled, self.plan.case
         adapted, least = plan(case), one_f_one_b(case.cost.stages, case.microbatches)
         peaks = (predicted_peaks(program, compiled.train) for program in (self.plan.program, adapted, least))

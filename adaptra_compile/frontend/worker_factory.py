@@ -1,4 +1,4 @@
-"""Starting the workers of this process: in the role that each rank has first, and again whenever it takes another."""
+"""The start of this process's workers: first in each rank's initial role, and again after every change of roles."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from adaptra.runtime.worker.worker import Worker
 
 @dataclass(frozen=True, slots=True)
 class WorkerFactory:
-    """What workers are started with, whatever their role.
+    """Starts workers with the settings that do not depend on their role.
 
     Attributes:
         compiled: The stages.
         microbatches: Microbatches per step.
-        planning: How to make later plans.
+        planning: Functions that make later plans.
         faults: Faults to inject.
-        options: How the runtime behaves.
-        reduction: How the losses of microbatches and replicas become that of the batch.
+        options: Options of the runtime.
+        reduction: How the losses of microbatches and replicas are reduced to that of the batch.
     """
 
     compiled: CompiledStages
@@ -54,14 +54,14 @@ class WorkerFactory:
         initial: Plan,
         first_step: int = 0,
     ) -> tuple[Worker, ...]:
-        """A worker for every rank run here. If one can't be started, those that were are closed.
+        """Start a worker for every rank of this process. If one can't be started, those already started are closed.
 
         Args:
-            launched: The ranks.
-            recorder: Is told what happens.
+            launched: The ranks of this process.
+            recorder: The recorder of events.
             states: Per rank, its stage's parameters and buffers by name.
             initial: The plan of the first step.
-            first_step: Its number.
+            first_step: The number of the first step.
         """
         folder = _telemetry(self.options, launched).folder
         pacing = Pacing(initial.case.cost if self.options.emulate is not None else None, self.faults)
@@ -93,7 +93,7 @@ class WorkerFactory:
 
 
 def open_recorder(options: Options, launched: Launch) -> Recorder:
-    """Open what the user wants to be told by."""
+    """Open the recorder of events that the options ask for."""
     ranks = [transport.rank for transport in launched.transports]
     first = ranks[0] if launched.job is None else launched.job.rank
     return start_recorder(_telemetry(options, launched), options.on_event, ranks, first)

@@ -113,9 +113,9 @@ def choose_placement(
 ) -> tuple[PlacedPlan, ...]:
     """Plan for every placement that fits and sort the plans by makespan, then by memory.
 
-    The placements are straight with one stage per rank; interleaved, for every number of stages per rank that divides the
-    pieces per rank; and V, if each rank can have two stages. No plan is longer than the literature's schedule for its
-    placement, if that schedule fits.
+    The straight placement has one stage per rank. Interleaved placements have every number of stages per rank that divides the
+    pieces per rank. The V placement is included if each rank can have two stages. No plan is longer than the literature's
+    schedule for its placement, if that schedule fits.
 
     Args:
         pieces: Times and memory of consecutive pieces of the model; see :func:`placed_case`. Their number is a multiple of

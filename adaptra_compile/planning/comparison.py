@@ -85,7 +85,7 @@ def compare(
 
     Raises:
         PlanError: A name is unknown, or no plan fits.
-        ScheduleError: The schedule places stages otherwise than the case.
+        ScheduleError: The schedule has another placement than the case.
     """
 
     def run(name: str) -> Simulation:

@@ -64,7 +64,7 @@ class _Activity(NamedTuple):
 
     @property
     def end(self) -> IntVar:
-        # start + constant is a linear expression, which every constraint takes where it takes a variable.
+        # start + constant is a linear expression, which every constraint accepts like a variable.
         return self.start + self.length  # pyright: ignore[reportReturnType]
 
 

@@ -44,7 +44,7 @@ def plan(
     Raises:
         PlanError: No program fits the limits, the incumbent is of another pipeline, or the budget is not a positive number of
             seconds. If no program fits, the text names the smallest limit that works.
-        PassError: The incumbent holds communication ops.
+        PassError: The incumbent has communication ops.
         ScheduleError: The incumbent is not valid.
     """
     if budget is not None and not budget > 0:

@@ -1,9 +1,9 @@
-"""The dependency rule, written once: what each kind of op needs before it can start.
+"""The dependency rule, written once: the ops that each kind of op needs before it can start.
 
-The rule is a table, so that the verifier, the passes and the runtime read it here and the C++ simulator is handed the same
-rows. A row says: an op of this kind on stage ``s`` and microbatch ``k`` needs an op of one of the named kinds on stage
-``s + offset`` and the same microbatch. A need that points before the first or behind the last stage does not exist. A
-need with an offset is met by a message; in a lowered program whose stages lie on different ranks that message is the RECV op.
+The rule is a table. The verifier, the passes and the runtime read it here, and the C++ simulator gets the same rows. A row has
+a kind, an offset and a list of kinds. An op of this kind on stage ``s`` needs an op of one of the listed kinds on
+stage ``s + offset``, of the same microbatch. A need before the first or after the last stage does not exist. A message meets a
+need with an offset. In a lowered program this message is the RECV op, if the stages are on different ranks.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from adaptra.program import Kind, Op
 
 
 class Row(NamedTuple):
-    """One line of the rule: the stage the need points to, relative to the op's own, and the kinds that meet it."""
+    """One row of the rule: the stage of the needed op, relative to the op's own, and the kinds that meet the need."""
 
     offset: int
     kinds: tuple[Kind, ...]
 
 
 class Need(NamedTuple):
-    """One thing an op waits for: the op of one of ``kinds`` on this stage and microbatch."""
+    """One need of an op: an op of one of ``kinds`` on this stage and microbatch."""
 
     stage: int
     kinds: tuple[Kind, ...]
@@ -46,20 +46,20 @@ RULE: Final[dict[Kind, tuple[Row, ...]]] = {
 }
 
 RECEIVED_BY: Final = {-1: Kind.RECV_F, +1: Kind.RECV_B}
-"""Which RECV brings what a need with this offset points to."""
+"""The RECV that meets a need with this offset."""
 
 SENT_BY: Final = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
-"""Which SEND on the neighbouring stage meets a RECV."""
+"""The SEND on the neighbouring stage that meets a RECV."""
 
 
 def needs(op: Op, placement: Sequence[int], lowered: bool) -> tuple[Need, ...]:
-    """What ``op`` waits for, besides the op before it on its own rank.
+    """Return the needs of ``op``, besides the op before it on its own rank.
 
     Args:
         op: The op.
         placement: ``placement[stage]`` is the stage's rank.
-        lowered: Whether messages between ranks are ops of the program. If so, a compute op waits for its own rank's RECV,
-            and the RECV for the other rank's SEND; if not, it waits for the producing op itself.
+        lowered: Whether messages between ranks are ops of the program. If so, a compute op waits for its own rank's RECV, and
+            the RECV for the other rank's SEND. If not, it waits for the producing op itself.
     """
     found: list[Need] = []
     for offset, kinds in RULE[op.kind]:
@@ -75,10 +75,10 @@ def needs(op: Op, placement: Sequence[int], lowered: bool) -> tuple[Need, ...]:
 
 
 def peer_stage(op: Op) -> int:
-    """The stage at the other end of a communication op.
+    """Return the stage at the other end of a communication op.
 
     Raises:
-        ValueError: ``op`` computes.
+        ValueError: ``op`` is a compute op.
     """
     match op.kind:
         case Kind.SEND_F | Kind.RECV_B:

@@ -1,7 +1,7 @@
-"""An abstract run of a program: in every step each rank executes its next op, if it may. No times, no messages.
+"""Lockstep: an abstract run of a program in which each rank executes its next op in every step, if it may.
 
-It shows whether ranks get stuck, where, and the grid of ranks and steps that people read a schedule in. What an op waits for is
-the caller's to say, so this file knows no rule.
+There are no times and no messages. The run shows whether and where ranks deadlock, and gives the grid of ranks and steps in
+which people read a schedule. The caller supplies the dependency rule.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from adaptra.program import Op, Program
 
 @dataclass(frozen=True, slots=True)
 class Lockstep:
-    """How far a program came.
+    """The result of an abstract run.
 
     Attributes:
         program: The program.
         steps: The step in which each executed op ran, counted from zero.
-        stuck: For every rank that did not reach its end, in order of ranks: how many of its ops ran and the op that the next
-            one waits for. Empty if the program ran to its end.
+        stuck: The ranks that did not reach their ends, in order of ranks. Each has the number of its ops that ran, and the op
+            for which the next one waits. Empty if the program ran to its end.
     """
 
     program: Program
@@ -30,7 +30,7 @@ class Lockstep:
     stuck: Mapping[int, tuple[int, Op]]
 
     def grid(self) -> Iterator[str]:
-        """Lines of ranks × steps: the last steps that ran, then per rank ``→`` and the op that waits, then the next ones."""
+        """Yield lines of ranks × steps: the last steps that ran, then ``→`` with the waiting op, then the next ops."""
         end = max(self.steps.values(), default=-1) + 1
         shown = range(max(0, end - _STEPS_SHOWN), end)
         rows = [["step", *map(str, shown)]]
@@ -46,12 +46,12 @@ class Lockstep:
 
 
 def run_in_lockstep(program: Program, waits_for: Callable[[Op, Container[Op]], Op | None]) -> Lockstep:
-    """Execute the program as far as it goes, in time linear in its ops.
+    """Execute the program as far as possible, in time linear in its ops.
 
     Args:
         program: The program.
-        waits_for: Called with an op and the ops that ran in earlier steps; returns one that it still waits for, or None if it
-            may run. It is asked again once that one has run.
+        waits_for: Called with an op and the ops that ran in earlier steps. Returns an op for which it still waits, or None if
+            it may run. It is called again once that op has run.
     """
     position = [0] * program.ranks
     steps: dict[Op, int] = {}

@@ -1,28 +1,28 @@
-"""Which rank holds which stages: one stage each, several in turn, or there and back."""
+"""Placement of stages on ranks: straight, interleaved, or V."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 Edge = tuple[int, int]
-"""A directed edge of stages: (the sending one, the receiving one)."""
+"""A directed edge: (sending stage, receiving stage)."""
 
 
 def in_turn(ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """Stages on ranks 0, 1, … R-1, 0, 1, …: one stage each with one chunk, else as interleaved 1F1B places them."""
+    """Return the placement 0, 1, … R-1, 0, 1, …: straight with one chunk, else that of interleaved 1F1B."""
     return tuple(range(ranks)) * chunks
 
 
 def v_shaped(ranks: int) -> tuple[int, ...]:
-    """Two stages on each rank, there and back, as ZB-V places them: the first rank also holds the last stage."""
+    """Return the V placement of ZB-V, with two stages on each rank: the first rank also has the last stage."""
     return (*range(ranks), *reversed(range(ranks)))
 
 
 def is_straight(placement: Sequence[int]) -> bool:
-    """Whether stage s lies on rank s."""
+    """Return whether every stage s is on rank s."""
     return tuple(placement) == in_turn(len(placement))
 
 
 def stages_of(rank: int, placement: Sequence[int]) -> tuple[int, ...]:
-    """The stages that lie on a rank, where ``placement[stage]`` is a stage's rank."""
+    """Return the stages on a rank. ``placement[stage]`` is the stage's rank."""
     return tuple(stage for stage, holder in enumerate(placement) if holder == rank)

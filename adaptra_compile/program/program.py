@@ -1,8 +1,8 @@
-"""The pipeline program: who runs which op in which order, and nothing about time.
+"""The pipeline program: the order of ops on every rank, without times.
 
-A :class:`Program` is the one thing that travels through the compiler. Passes turn one into another, the verifier proves that
-ranks can execute it, the simulator times it and the runtime runs it. Its text form is what golden tests compare and what
-files hold::
+A :class:`Program` is the representation that all parts of the compiler share. Passes transform it, the verifier proves that
+ranks can execute it, the simulator times it and the runtime runs it. Golden tests compare its text form, and files contain
+it::
 
     schedule 1f1b placement=0,1 microbatches=3
     0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
@@ -24,11 +24,11 @@ from adaptra.errors import ScheduleError
 
 FORMAT_VERSION: Final = 1
 MOST_OPS: Final = 10_000_000
-"""The most F, I and W of a program: some seconds and gigabytes. More are taken for a mistake before they fill the memory."""
+"""The most F, I and W of a program, which take seconds and gigabytes. More are refused before they fill the memory."""
 
 
 class Kind(Enum):
-    """What an op does, named as torch.distributed.pipelining names it."""
+    """The kind of an op, named as in torch.distributed.pipelining."""
 
     F = "F"
     I = "I"  # noqa: E741 - the field's own letter
@@ -41,7 +41,7 @@ class Kind(Enum):
 
     @property
     def is_compute(self) -> bool:
-        """True for ops that occupy the stage's device, false for communication."""
+        """Whether ops of this kind occupy the stage's device. Communication ops do not."""
         return self in COMPUTE_KINDS
 
     def __repr__(self) -> str:
@@ -55,7 +55,7 @@ COMPUTE_KINDS: Final = frozenset({Kind.F, Kind.I, Kind.W, Kind.B})
 
 
 def refuse_size(stages: int, microbatches: int) -> str | None:
-    """Why so many stages and microbatches are too many for one program; None where they are not."""
+    """Return why a program of this size is too large, or None if it is not."""
     ops = 3 * stages * microbatches
     if ops <= MOST_OPS:
         return None
@@ -64,7 +64,7 @@ def refuse_size(stages: int, microbatches: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One op of one stage on one microbatch. ``lane`` says how a message travels and is not part of the op's identity."""
+    """One op of one stage on one microbatch. ``lane`` is the path of a message and is not part of the op's identity."""
 
     stage: int
     kind: Kind
@@ -78,17 +78,17 @@ class Op:
 
 @dataclass(frozen=True)
 class Program:
-    """Which rank executes which ops in which order.
+    """The order of ops on every rank.
 
     Attributes:
         name: A word for people: letters, digits and ``_ . + -``.
-        placement: ``placement[stage]`` is the rank that holds the stage; ranks are 0 … R-1, each holds at least one.
-        microbatches: How many microbatches one step has.
+        placement: ``placement[stage]`` is the stage's rank. Ranks are 0 … R-1, and each has at least one stage.
+        microbatches: The number of microbatches of one step.
         orders: ``orders[rank]`` is the op sequence of that rank.
 
     Raises:
-        ScheduleError: The parts don't fit together. Whether the ranks can execute it is :func:`adaptra.program.verify.verify`'s
-            question, not this one's.
+        ScheduleError: The parts don't fit together. :func:`adaptra.program.verify.verify` checks whether the ranks can
+            execute the program.
     """
 
     name: str
@@ -120,25 +120,25 @@ class Program:
 
     @property
     def is_lowered(self) -> bool:
-        """True when the program holds its communication ops, false when messages are implied."""
+        """Whether the program contains its communication ops. If not, messages are implied."""
         return any(not op.kind.is_compute for order in self.orders for op in order)
 
     @property
     def is_forward_only(self) -> bool:
-        """True when no op computes a gradient."""
+        """Whether no op computes a gradient."""
         return not any(op.kind in _BACKWARD for order in self.orders for op in order)
 
     def compute_only(self) -> Program:
-        """The same program without its communication ops."""
+        """Return the program without its communication ops."""
         return self.only(COMPUTE_KINDS)
 
     def only(self, kinds: Collection[Kind]) -> Program:
-        """The same program without ops of other kinds."""
+        """Return the program with ops of these kinds only."""
         orders = tuple(tuple(op for op in order if op.kind in kinds) for order in self.orders)
         return Program(self.name, self.placement, self.microbatches, orders)
 
     def __str__(self) -> str:
-        """The text form: a header and one line per rank, ending in a newline."""
+        """Return the text form: a header and one line per rank, ending in a newline."""
         placement = ",".join(map(str, self.placement))
         lines = [f"schedule {self.name} placement={placement} microbatches={self.microbatches}"]
         lines += [" ".join([f"{rank}:", *map(str, order)]) for rank, order in enumerate(self.orders)]
@@ -146,12 +146,12 @@ class Program:
 
     @staticmethod
     def parse(text: str) -> Program:
-        """Read the text form. Blank lines and what follows a ``#`` are ignored, everything else must match in full.
+        """Parse the text form. Blank lines and comments after ``#`` are ignored. Everything else must match in full.
 
         A header without ``version=`` is of version 1, the only one so far.
 
         Raises:
-            ScheduleError: Names the line, the token and the form expected.
+            ScheduleError: The text is invalid. The error names the line, the token and the expected form.
         """
         lines = [(n, line.split("#", 1)[0].strip()) for n, line in enumerate(text.splitlines(), 1)]
         lines = [(n, line) for n, line in lines if line]
@@ -173,10 +173,10 @@ _OP = re.compile(rf"({_NUMBER})(SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B)({_NUMBER})(
 
 
 def parse_op(token: str) -> Op:
-    """Read one op such as ``2F0`` or ``1SEND_B3@delegate``.
+    """Parse one op such as ``2F0`` or ``1SEND_B3@delegate``.
 
     Raises:
-        ScheduleError: Names the token and the form expected.
+        ScheduleError: The token is invalid. The error names it and the expected form.
     """
     match = _OP.fullmatch(token)
     if match is None:

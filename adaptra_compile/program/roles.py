@@ -1,4 +1,4 @@
-"""Roles: which stage of which data-parallel replica each rank of a job holds."""
+"""Roles: the stage and the data-parallel replica of each rank of a job."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Roles:
     """One role, a stage of a replica, for every rank of a job.
 
     Attributes:
-        stages: Stages of each replica's pipeline.
-        ranks: ``ranks[replica * stages + stage]`` is the rank of that role; every rank of the job has one.
+        stages: The number of stages of each replica's pipeline.
+        ranks: ``ranks[replica * stages + stage]`` is the rank of that role. Every rank of the job has one role.
 
     Raises:
         OptionError: Ranks are missing, or have two roles, or don't make whole replicas.
@@ -31,36 +31,36 @@ class Roles:
 
     @staticmethod
     def initial(ranks: int, stages: int) -> Roles:
-        """The roles a job starts with: each replica's stages lie on consecutive ranks."""
+        """Return the initial roles of a job: each replica's stages are on consecutive ranks."""
         return Roles(stages, tuple(range(ranks)))
 
     @property
     def replicas(self) -> int:
-        """How many replicas there are."""
+        """The number of replicas."""
         return len(self.ranks) // self.stages
 
     def of(self, rank: int) -> tuple[int, int]:
-        """A rank's replica and stage."""
+        """Return a rank's replica and stage."""
         return divmod(self.ranks.index(rank), self.stages)
 
     def pipeline(self, replica: int) -> tuple[int, ...]:
-        """The ranks of a replica's pipeline, by stage."""
+        """Return the ranks of a replica's pipeline, by stage."""
         return self.ranks[replica * self.stages : (replica + 1) * self.stages]
 
     def column(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold copies of a stage and average its gradients, by replica."""
+        """Return the ranks that have copies of a stage and average its gradients, by replica."""
         return self.ranks[stage :: self.stages]
 
     def swapped(self, one: int, other: int) -> Roles:
-        """These roles, but two ranks have each other's."""
+        """Return these roles with those of two ranks swapped."""
         exchange = {one: other, other: one}
         return replace(self, ranks=tuple(exchange.get(rank, rank) for rank in self.ranks))
 
     def successor(self, rank: int, following: Roles) -> int:
-        """The rank that has, among the ``following`` roles, the one that ``rank`` has here."""
+        """Return the rank that has ``rank``'s role in ``following``."""
         return following.ranks[self.ranks.index(rank)]
 
 
 def moved(before: Roles, after: Roles) -> Sequence[int]:
-    """The ranks whose role changes."""
+    """Return the ranks whose roles change."""
     return [rank for rank in sorted(before.ranks) if before.of(rank) != after.of(rank)]

@@ -1,11 +1,13 @@
 """The schedules of the literature as functions of the number of stages and microbatches.
 
-None of them knows a time: they are the programs that adapting starts from and is compared with. All hold compute ops only and
-are valid for any number of ranks and microbatches of at least one. Those of :data:`GENERATORS` place one stage on each rank;
-:func:`interleaved_1f1b` and :func:`zbv` place several.
+None depends on times: they are the programs from which adaptation starts and with which it is compared. All have compute ops
+only and are valid for any number of ranks and microbatches of at least one. Those of :data:`GENERATORS` have one stage per
+rank; :func:`interleaved_1f1b` and :func:`zbv` have several.
 
-The zero-bubble schedules are the handcrafted ones of "Zero Bubble Pipeline Parallelism" (Qi et al., ICLR 2024), section 2, and
-of "Pipeline Parallelism with Controllable Memory" (Qi et al., NeurIPS 2024).
+The zero-bubble schedules are the handcrafted ones of two papers:
+
+- "Zero Bubble Pipeline Parallelism" (Qi et al., ICLR 2024), section 2;
+- "Pipeline Parallelism with Controllable Memory" (Qi et al., NeurIPS 2024).
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from adaptra.program import Kind, Op, Program, refuse_size
 
 
 def gpipe(stages: int, microbatches: int, split: bool = True) -> Program:
-    """All forwards, then all backwards; every stage holds all microbatches at once.
+    """Generate GPipe: all forwards, then all backwards. On every stage all microbatches are in flight at once.
 
     Args:
         stages: The number of stages, one per rank.
         microbatches: The number of microbatches of one step.
-        split: Emit each backward as I followed by its W, so that the gradient leaves before W; else as one B.
+        split: Whether each backward is I followed by its W, so that the gradient is sent before W, or one B.
 
     Raises:
         ScheduleError: A number is below one, or there are too many ops.
@@ -36,7 +38,9 @@ def gpipe(stages: int, microbatches: int, split: bool = True) -> Program:
 
 
 def one_f_one_b(stages: int, microbatches: int, split: bool = True) -> Program:
-    """Stage s runs S-s forwards ahead, then one backward and one forward in turn; it holds at most S-s microbatches.
+    """Generate 1F1B: stage s runs S-s warm-up forwards, then one backward and one forward in turn.
+
+    At most S-s microbatches are in flight on stage s.
 
     Arguments and errors are those of :func:`gpipe`.
     """
@@ -48,9 +52,9 @@ def one_f_one_b(stages: int, microbatches: int, split: bool = True) -> Program:
 
 
 def zb_h1(stages: int, microbatches: int) -> Program:
-    """Zero-bubble H1: 1F1B whose stage s runs each W s input gradients late, so that W fills the bubbles at the end.
+    """Generate zero-bubble H1: 1F1B in which stage s defers each W by s input gradients, to fill the bubbles at the end.
 
-    Every stage holds at most S microbatches between F and W, what stage 0 of 1F1B holds.
+    Every stage has at most S microbatches between F and W, as many as stage 0 of 1F1B.
 
     Raises:
         ScheduleError: A number is below one, or there are too many ops.
@@ -63,10 +67,10 @@ def zb_h1(stages: int, microbatches: int) -> Program:
 
 
 def zb_h2(stages: int, microbatches: int) -> Program:
-    """Zero-bubble H2: stage s runs 2(S-s)-1 forwards ahead and each W 2s input gradients late.
+    """Generate zero-bubble H2: stage s runs 2(S-s)-1 warm-up forwards and defers each W by 2s input gradients.
 
-    With equal op times, no delays and at least 2S-1 microbatches no stage idles between its first and its last op. Every stage
-    holds at most 2S-1 microbatches between F and W.
+    With equal op times, no delays and at least 2S-1 microbatches, no stage idles between its first and its last op. Every stage
+    has at most 2S-1 microbatches between F and W.
 
     Raises:
         ScheduleError: A number is below one, or there are too many ops.
@@ -79,17 +83,17 @@ def zb_h2(stages: int, microbatches: int) -> Program:
 
 
 def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2) -> Program:
-    """Interleaved 1F1B: rank r holds the stages r, r + ranks, … and alternates between them, which fills the pipeline sooner.
+    """Generate interleaved 1F1B: rank r alternates between stages r, r + ranks, …, which fills the pipeline sooner.
 
-    Microbatches go in rounds of ``ranks``; in a round a rank runs the forwards of its first stage, then those of its second,
-    and so on, and the backwards from its last stage to its first. Rank r runs (chunks-1) ranks + 2 (ranks-r) - 1 forwards
-    ahead and holds at most as many. With one chunk it is 1F1B. From "Efficient Large-Scale Language Model Training on GPU
-    Clusters" (Narayanan et al., SC 2021), section 2.2.
+    Microbatches go in rounds of ``ranks``. In a round a rank runs the forwards from its first stage to its last, and the
+    backwards from its last stage to its first. Rank r runs (chunks-1) ranks + 2 (ranks-r) - 1 warm-up forwards, and at most
+    that number is in flight. With one chunk it is 1F1B. From "Efficient Large-Scale Language Model Training on GPU Clusters"
+    (Narayanan et al., SC 2021), section 2.2.
 
     Args:
         ranks: The number of ranks.
-        microbatches: The number of microbatches; for a last round that is not full, the rest of a full one is left out.
-        chunks: How many stages each rank holds.
+        microbatches: The number of microbatches. A last round that is not full is a full one without the missing microbatches.
+        chunks: The number of stages per rank.
 
     Raises:
         ScheduleError: A number is below one, or there are too many ops.
@@ -118,11 +122,11 @@ def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2) -> Program:
 
 
 def zbv(ranks: int, microbatches: int) -> Program:
-    """ZB-V: rank r holds the stages r and 2 ranks - 1 - r, so that a microbatch turns round on the last rank.
+    """Generate ZB-V: rank r has stages r and 2 ranks - 1 - r, so that a microbatch turns round on the last rank.
 
-    With equal op times, no delays and at least 2 ranks - 1 microbatches no rank idles between its first and its last op. Every
-    rank holds at most 2 ranks microbatches between F and W, each on one stage: as much memory as 1F1B on ranks stages of
-    twice the size. Fewer microbatches are those of a step with 2 ranks - 1, the others left out.
+    With equal op times, no delays and at least 2 ranks - 1 microbatches, no rank idles between its first and its last op. Every
+    rank has at most 2 ranks microbatches between F and W, each on one stage. That is the memory of 1F1B with half as many
+    stages of twice the size. A program of fewer microbatches is that of 2 ranks - 1 without the others.
 
     Raises:
         ScheduleError: A number is below one, or there are too many ops.
@@ -155,13 +159,12 @@ def zbv(ranks: int, microbatches: int) -> Program:
 
 
 def forward_only(placement: Sequence[int], microbatches: int) -> Program:
-    """Every stage runs its forwards in order and nothing else: evaluation.
+    """Generate the program of evaluation: every stage runs its forwards in order and nothing else.
 
-    A rank with several stages begins so many ops after the one before it as a microbatch takes to come there, and then has a
-    microbatch for each of its stages in turn.
+    A rank with several stages alternates between them. Its later stages begin when the first microbatch arrives there.
 
     Args:
-        placement: ``placement[stage]`` is the stage's rank; all ranks have as many stages.
+        placement: ``placement[stage]`` is the stage's rank. All ranks have the same number of stages.
         microbatches: The number of microbatches of one step.
 
     Raises:
@@ -176,11 +179,11 @@ def forward_only(placement: Sequence[int], microbatches: int) -> Program:
 
 
 def two_phases(stages: int, microbatches: int) -> Program:
-    """Every stage runs all its forwards, then all its input gradients, then all its weight gradients, in microbatch order.
+    """Generate the program of two phases: every stage runs all F, then all I, then all W, in microbatch order.
 
-    It can be cut in two between F and I, as where gradients come from outside once all forwards are done. A delay of an edge
-    is paid once on the way forward and once on the way back, and no order in either half does better: nothing is there that
-    could be run in the meantime. Every stage holds all microbatches at once.
+    It can be cut in two between F and I, for gradients that come from outside after all forwards. An edge's delay is paid once
+    forward and once backward. No order of either half is shorter, since there are no other ops to run in the meantime. All
+    microbatches are in flight at once on every stage.
 
     Raises:
         ScheduleError: A number is below one, or there are too many ops.
@@ -198,11 +201,11 @@ GENERATORS: Final[dict[str, Callable[[int, int], Program]]] = {
     "zb_h1": zb_h1,
     "zb_h2": zb_h2,
 }
-"""The training schedules by the name that the command line and :func:`adaptra.compile` take."""
+"""The training schedules by their names on the command line and in :func:`adaptra.compile`."""
 
 
 def generate(name: str, stages: int, microbatches: int) -> Program:
-    """The schedule of this name, its backwards split into I and W.
+    """Generate the schedule of this name, with backwards split into I and W.
 
     Raises:
         ScheduleError: The name is unknown, or a number is below one.
@@ -213,14 +216,14 @@ def generate(name: str, stages: int, microbatches: int) -> Program:
 
 
 PLACED: Final = ("interleaved", "zbv")
-"""The schedules with several stages on each rank, by the name that the command line takes."""
+"""The names on the command line of the schedules with several stages per rank."""
 
 
 def generate_for(name: str, placement: tuple[int, ...], microbatches: int) -> Program:
-    """The schedule of this name, of :data:`GENERATORS` or :data:`PLACED`, for a pipeline placed so.
+    """Generate the schedule of this name, of :data:`GENERATORS` or :data:`PLACED`, for a pipeline with this placement.
 
     Raises:
-        ScheduleError: The name is unknown, a number is out of range, or the schedule places stages otherwise.
+        ScheduleError: The name is unknown, a number is out of range, or the schedule has another placement.
     """
     ranks = len(set(placement))
     if name == "interleaved":
@@ -238,7 +241,7 @@ def generate_for(name: str, placement: tuple[int, ...], microbatches: int) -> Pr
 
 
 def _alternate(stage: int, microbatches: int, warm_up: int, deferred: int, split: bool = True) -> Iterable[Op]:
-    """``warm_up`` forwards, then in turn: I, the W that is ``deferred`` input gradients older, and one forward."""
+    """Yield ``warm_up`` forwards, then in turn: I, the W of the microbatch ``deferred`` earlier, and one forward."""
     forwards = iter([Op(stage, Kind.F, microbatch) for microbatch in range(microbatches)])
     for _ in range(min(warm_up, microbatches)):
         yield next(forwards)

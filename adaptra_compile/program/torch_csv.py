@@ -1,13 +1,13 @@
-"""To and from the schedule CSV of torch.distributed.pipelining, as torch 2.13 reads and writes it.
+"""Conversion to and from the schedule CSV of torch.distributed.pipelining, as torch 2.13 reads and writes it.
 
-One row per rank, one cell per action: ``0F0``, ``1SEND_F0``. An empty cell is an idle step of torch's grid and means nothing
-here. torch knows two forms. "compute_only" holds compute actions, and torch adds the communication itself. "compute_comms"
-holds every action that is run; there torch divides gradients by the number of microbatches only where the CSV says
-``0REDUCE_GRAD``, so export writes it behind a stage's last backward, and import expects it nowhere else. torch's runtime loads
-either with ``_PipelineScheduleRuntime._load_csv(path, format=…)``.
+The CSV has one row per rank and one cell per action: ``0F0``, ``1SEND_F0``. An empty cell is an idle step of torch's grid and
+is ignored here. Torch has two forms. "compute_only" contains compute actions, and torch adds the communication itself.
+"compute_comms" contains every action that is run. In that form torch divides gradients by the number of microbatches only at
+``0REDUCE_GRAD``. So export writes it after a stage's last backward, and import accepts it only there. Torch's runtime loads
+either form with ``_PipelineScheduleRuntime._load_csv(path, format=…)``.
 
-torch's own reader takes a cell that only starts like an action, takes an action twice, and doesn't check "compute_comms" at
-all. This one refuses what it doesn't know, by row and column.
+Torch's own reader accepts a cell that only starts like an action, accepts an action twice, and doesn't check "compute_comms" at
+all. This reader refuses every unknown cell, with its row and column.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from adaptra.program import Kind, Op, Program, parse_op
 
 
 def to_csv(program: Program) -> str:
-    """The program as torch's CSV: "compute_only", or "compute_comms" if the program holds its communication ops.
+    """Return the program as torch's CSV: "compute_only", or "compute_comms" if the program has communication ops.
 
     Raises:
-        ScheduleError: An op names a lane, which torch has no word for.
+        ScheduleError: An op has a lane, which torch's form can't express.
     """
     rows = io.StringIO()
     writer = csv.writer(rows, lineterminator="\n")
@@ -41,17 +41,17 @@ def to_csv(program: Program) -> str:
 def from_csv(
     text: str, *, placement: Sequence[int] | None = None, microbatches: int | None = None, name: str = "csv"
 ) -> Program:
-    """Read torch's CSV, either form. Whether ranks can execute it is :func:`adaptra.program.verify.verify`'s question.
+    """Parse torch's CSV in either form. :func:`adaptra.program.verify.verify` checks whether ranks can execute it.
 
     Args:
         text: The CSV.
-        placement: The rank of each stage; by default, stages lie on the rank in whose row they occur.
-        microbatches: How many microbatches a step has; by default one more than the largest that occurs.
+        placement: The rank of each stage. By default a stage is on the rank in whose row it occurs.
+        microbatches: The number of microbatches of a step. By default one more than the largest that occurs.
         name: The name of the program.
 
     Raises:
-        ScheduleError: Names row and column, counted from one, what stands there and what was expected; or the stage or
-            microbatch that contradicts the arguments.
+        ScheduleError: A cell is invalid, or contradicts the arguments. The text names row and column, counted from one, the
+            cell and the expected form; or the stage or microbatch.
     """
     seen: dict[Op, str] = {}
     rank_of: dict[int, int] = {}
@@ -113,7 +113,7 @@ def _rows(text: str) -> list[list[str]]:
 
 
 def _reduction(stage: int, token: str, where: str, order: Sequence[Op], reduced: set[int]) -> int:
-    """Check a REDUCE_GRAD, whose place follows from the ops around it, and return its stage."""
+    """Check a REDUCE_GRAD, whose position follows from the ops around it, and return its stage."""
     if stage in reduced:
         raise ScheduleError(f"{where}: {token} stands twice: expected it once, behind the stage's last W or B")
     if not any(op.stage == stage and op.kind in _LAST_BACKWARD for op in order):

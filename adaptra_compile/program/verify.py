@@ -1,13 +1,12 @@
-"""The verifier: can these ranks execute this program, and does it train what it says?
+"""The verifier checks that ranks can execute a program and that it is a complete training step or evaluation.
 
-A table of small rules. Rules on one op come first, then rules on all ops of the program, then the program is run abstractly:
-one op per rank and step, nothing timed. Each rule may rely on those before it.
+It is a table of small rules. Rules on one op come first, then rules on all ops of the program. Last comes an abstract run, with
+one op per rank and step and without times. Each rule may rely on those before it.
 
-What the abstract run assumes is what the executor does. A compute op waits for what
-:func:`adaptra.program.dependencies.needs` names and for nothing else. A SEND hands its message over and never waits for the
-receiver.
-A RECV only posts a receive: it is executed at once, and the compute op that uses the message waits for the matching SEND. So a
-RECV must stand before its compute op on its own rank, and may stand any distance before it.
+The abstract run makes the same assumptions as the executor. A compute op waits only for the ops that
+:func:`adaptra.program.dependencies.needs` names. A SEND never waits for the receiver. A RECV only posts a receive and runs at
+once; the compute op that uses the message waits for the matching SEND. So a RECV must come before its compute op on its own
+rank, at any distance.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from adaptra.program.lockstep import run_in_lockstep
 
 
 class Position(NamedTuple):
-    """Where an op stands: the op number ``number`` of its rank, counted from zero."""
+    """Position of an op: its rank, and its number in that rank's order, counted from zero."""
 
     rank: int
     number: int
@@ -36,12 +35,12 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """A program and what every rule wants to know about it.
+    """A program and the facts about it that rules need.
 
     Attributes:
         program: The program.
-        places: Where every op stands, rank by rank in program order.
-        lowered: Whether the program holds its communication ops.
+        places: The position of every op, rank by rank in program order.
+        lowered: Whether the program contains its communication ops.
         forward_only: Whether no op computes a gradient.
     """
 
@@ -51,7 +50,7 @@ class Facts:
     forward_only: bool
 
     def needed(self, op: Op) -> Iterator[Op]:
-        """The ops of the program that meet the needs of ``op``, as the program spells them, lanes included."""
+        """Yield the program's own ops, lanes included, that meet the needs of ``op``."""
         for need in needs(op, self.program.placement, self.lowered):
             for kind in need.kinds:
                 place = self.places.get(Op(need.stage, kind, need.microbatch))
@@ -59,26 +58,31 @@ class Facts:
                     yield self.program.orders[place.rank][place.number]
 
     def error(self, text: str) -> ScheduleError:
-        """The error of a broken rule: names the program, then says what is wrong."""
+        """Return the error of a broken rule: the program's name and the text."""
         return ScheduleError(f"{self.program.name}: {text}")
 
 
 def verify(program: Program, *, ordered_channels: bool = True) -> None:
-    """Prove that the ranks can execute the program and that it is one whole training step, or one whole evaluation.
+    """Prove that the ranks can execute the program and that it is one complete training step or evaluation.
 
-    What holds afterwards: every op stands on its stage's rank, once; every stage and microbatch has F and either I and W or B,
-    or the program has F everywhere and no other compute op; on each stage the F ops, the I and B ops, and the W and B ops
-    stand in microbatch order; if the program holds communication ops, every message between ranks has one SEND and one RECV
-    of the same lane and there are no others; no rank waits forever.
+    A verified program has these properties:
+
+    - Every op is on its stage's rank, once.
+    - Every stage and microbatch has F and either I and W or B. Or the program has F everywhere and no other compute op.
+    - On each stage the F ops, the I and B ops, and the W and B ops are in microbatch order.
+    - If the program has communication ops, every message between ranks has one SEND and one RECV of the same lane. There are no
+      other communication ops.
+    - No rank waits forever.
 
     Args:
         program: The program.
-        ordered_channels: Also prove that on every channel (source rank, destination rank, forward or backward) messages are
-            received in the order in which they are sent, as transports need that keep their order.
+        ordered_channels: Whether to prove also that messages of every channel are received in the order in which they are
+            sent. A channel is (source rank, destination rank, forward or backward). Transports that keep order need this.
 
     Raises:
-        ScheduleError: Names the first rule broken, the op and its place, what was expected and the other side. A deadlock names
-            every waiting rank, its op, what it waits for and where that is, and shows the grid of ranks and steps.
+        ScheduleError: A rule is broken. The text names the first broken rule, the op and its position, the expectation and the
+            other op. For a deadlock it names every waiting rank, its op, the op that it waits for and that op's position. It
+            also shows the grid of ranks and steps.
     """
     for rank, order in enumerate(program.orders):
         for number, op in enumerate(order):
@@ -130,7 +134,7 @@ def _message_crosses_ranks(program: Program, rank: int, op: Op) -> str | None:
 
 
 def _places(program: Program) -> Mapping[Op, Position]:
-    """Where every op stands; refuses an op that stands twice."""
+    """Return the position of every op. An op that occurs twice is refused."""
     places: dict[Op, Position] = {}
     for rank, order in enumerate(program.orders):
         for number, op in enumerate(order):
@@ -189,7 +193,7 @@ def _every_message_has_two_ends(facts: Facts) -> None:
 
 
 def _ends_of_message(program: Program, producer: Op) -> tuple[tuple[Op, Op], ...]:
-    """Each end with the other end of the message that a compute op sends to another rank; empty if it sends none."""
+    """Return (SEND, RECV) and (RECV, SEND) of a compute op's message to another rank; empty if it sends none."""
     match producer.kind:
         case Kind.F:
             send, receive, stage = Kind.SEND_F, Kind.RECV_F, producer.stage + 1
@@ -204,7 +208,7 @@ def _ends_of_message(program: Program, producer: Op) -> tuple[tuple[Op, Op], ...
 
 
 def _sender(receive: Op) -> Op:
-    """The SEND of the message that a RECV receives; equal to the program's own, which may name a lane."""
+    """Return the SEND of the message that a RECV receives. It equals the program's own, which may have a lane."""
     return Op(peer_stage(receive), SENT_BY[receive.kind], receive.microbatch)
 
 
@@ -283,7 +287,7 @@ OP_RULES: Final[tuple[Callable[[Program, int, Op], str | None], ...]] = (
     _lane_belongs_to_a_message,
     _message_crosses_ranks,
 )
-"""What must hold of each op alone, given the rank it stands on."""
+"""The rules on single ops, given the op's rank."""
 
 PROGRAM_RULES: Final[tuple[Callable[[Facts], None], ...]] = (
     _every_microbatch_is_complete,
@@ -291,4 +295,4 @@ PROGRAM_RULES: Final[tuple[Callable[[Facts], None], ...]] = (
     _every_message_has_two_ends,
     _lanes_agree,
 )
-"""What must hold of all ops together; each relies on the rules above it."""
+"""The rules on all ops together. Each relies on the rules before it."""

@@ -1,1 +1,1 @@
-"""What people look at: timelines, traces, tables and the explanation of a plan."""
+"""Output for people: timelines, traces, tables and the explanation of a plan."""

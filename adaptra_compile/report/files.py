@@ -1,4 +1,4 @@
-"""Writing result files so that a reader never meets half of one."""
+"""Atomic writes of result files, so that no reader sees an incomplete one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from adaptra.errors import ReportError
 
 
 def check_suffix(path: str | Path, expected: Iterable[str]) -> str:
-    """The suffix of ``path`` in lower case.
+    """Return the suffix of ``path`` in lower case.
 
     Raises:
-        ReportError: It is none of ``expected``, or the folder does not exist; names the file and what was expected.
+        ReportError: The suffix is not in ``expected``, or the folder does not exist. The text names the file and what was
+            expected.
     """
     path, expected = Path(path), tuple(expected)
     suffix = path.suffix.lower()
@@ -25,10 +26,10 @@ def check_suffix(path: str | Path, expected: Iterable[str]) -> str:
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file under another name and rename it, so that ``path`` holds the old content or all of the new.
+    """Write a file under another name and rename it, so that ``path`` has either the old content or all of the new.
 
     Raises:
-        ReportError: The system refused; carries its text.
+        ReportError: The system refuses. The text includes its reason.
     """
     path = Path(path)
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")

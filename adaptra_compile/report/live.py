@@ -26,14 +26,14 @@ _ABSENT: Final = "-"
 
 
 class LiveTable:
-    """Use as a context manager and call :meth:`update` once per step.
+    """A table with one row per step. Use it as a context manager and call :meth:`update` once per step.
 
-    On a terminal the last ``rows`` steps stay in view and redraw in place. Where standard output is a file or a pipe, a
-    heading and then one aligned line per step are written, without colours.
+    On a terminal the last ``rows`` steps stay in view and are redrawn in place. If standard output is a file or a pipe, it gets
+    a heading and then one aligned line per step, without colours.
 
     Args:
-        console: Where to write. When None, standard output on rank 0 of the launcher's, and nowhere on its other ranks.
-        rows: How many steps stay in view on a terminal.
+        console: The console to write to. With None, standard output on the launcher's rank 0, and nothing on other ranks.
+        rows: The number of steps in view on a terminal.
         title: A heading.
     """
 
@@ -70,17 +70,17 @@ class LiveTable:
         slow_edges: Iterable[tuple[int, int]] = (),
         note: str = "",
     ) -> None:
-        """Add the row of one step; what is None shows as ``-``.
+        """Add the row of one step. A value of None shows as ``-``.
 
         Args:
             step: The step's number.
             loss: Its loss.
             tokens_per_second: Throughput.
-            iteration_seconds: How long the step took, in seconds; shown in ms.
-            bubble: The share of the ranks' time that was idle, 0 … 1; shown in %.
-            plan_version: The plan that the step ran under.
-            slow_edges: (sending stage, receiving stage) pairs now held to be slow.
-            note: Anything else, such as "plan switched".
+            iteration_seconds: Duration of the step in seconds; shown in ms.
+            bubble: Idle share of the ranks' time, 0 … 1; shown in %.
+            plan_version: The version of the step's plan.
+            slow_edges: (sending stage, receiving stage) pairs that currently count as slow.
+            note: Any other text, such as "plan switched".
         """
         row = (
             str(step),

@@ -1,10 +1,9 @@
-"""Timelines as a Chrome trace that Perfetto opens, and back.
+"""Conversion of timelines to and from Chrome traces, which Perfetto opens.
 
-A process per timeline, a thread per rank, and below the ranks the threads of each directed edge between stages: one thread
-holds messages that don't overlap, so an edge has as many as it had messages in flight. An arrow runs from the op that
-produces a message over the message to the op that consumes it. Perfetto reads microseconds; the exact times, in the
-timeline's own unit, stand in each event's ``args``, so that :func:`load_all` gives back equal timelines. The format is
-described in ``docs/formats.md``.
+Each timeline is a process and each rank a thread. Below the ranks are the threads of each directed edge. Messages on one thread
+don't overlap, so an edge has as many threads as it had messages in flight. An arrow goes from the op that produces a message,
+through the message, to the op that consumes it. Perfetto reads microseconds. Each event's ``args`` has the exact times in the
+timeline's own unit, so that :func:`load_all` returns equal timelines. ``docs/formats.md`` describes the format.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ FORMAT: Final = "adaptra-trace"
 FORMAT_VERSION: Final = 1
 
 SECONDS_PER_CASE_UNIT: Final = 1e-3
-"""How long Perfetto shows one unit of a timeline that does not know its unit: a millisecond."""
+"""Seconds that Perfetto shows for one unit of a timeline without a known unit."""
 
 _FIRST_EDGE_THREAD: Final = 1001
 _ARGUMENTS: Final = {"op": ("start", "end"), "message": ("posted", "departed", "arrived")}
 
 
 def trace(timelines: Sequence[tuple[str, Timeline]], slow_edges: Iterable[tuple[int, int]] = ()) -> dict[str, Any]:
-    """The trace as a JSON object, from (title, timeline) pairs; the time axis of each starts where its makespan does.
+    """Return the trace of (title, timeline) pairs as a JSON object. Each time axis starts where the makespan does.
 
     Args:
         timelines: The pairs.
-        slow_edges: (sending stage, receiving stage) pairs whose threads say so.
+        slow_edges: (sending stage, receiving stage) pairs whose threads are marked as slow.
     """
     slow = frozenset(slow_edges)
     ids = count(1)
@@ -63,17 +62,17 @@ def write(timelines: Sequence[tuple[str, Timeline]], path: str | Path, slow_edge
     """Write the trace to a ``.json`` file, which appears whole or not at all.
 
     Raises:
-        ReportError: Another suffix, a folder that is not there, or the system refused.
+        ReportError: The suffix is unknown, the folder does not exist, or the system refuses.
     """
     check_suffix(path, (".json",))
     write_whole(path, json.dumps(trace(timelines, slow_edges), allow_nan=False) + "\n")
 
 
 def load(path: str | Path, run: int = 0) -> Timeline:
-    """One timeline of a trace file, the first unless ``run`` says another.
+    """Read the timeline number ``run`` of a trace file.
 
     Raises:
-        ReportError: As :func:`load_all`, or the file holds no such run.
+        ReportError: As :func:`load_all`, or the file has no such run.
     """
     runs = load_all(path)
     if not 0 <= run < len(runs):
@@ -82,11 +81,11 @@ def load(path: str | Path, run: int = 0) -> Timeline:
 
 
 def load_all(path: str | Path) -> tuple[tuple[str, Timeline], ...]:
-    """All (title, timeline) pairs of a trace file, equal to those that were written.
+    """Read all (title, timeline) pairs of a trace file. They equal those that were written.
 
     Raises:
-        ReportError: The file can't be read, is not a trace of this format and version, or holds an impossible event; names
-            the file and what was expected.
+        ReportError: The file can't be read, is not a trace of this format and version, or has an impossible event. The text
+            names the file and what was expected.
     """
     try:
         data = json.loads(Path(path).read_text())
@@ -137,7 +136,7 @@ def _flow(
     way: tuple[int, float],
     ids: Iterator[int],
 ) -> Iterator[dict[str, Any]]:
-    """The arrow from producer over message to consumer. Its points lie in the middle of slices, where none is ambiguous."""
+    """Yield the arrow from producer through message to consumer. Its points are in the middle of slices, to be unambiguous."""
     ((_, producers),) = RULE[message.kind]
     consumers = (Kind.F,) if message.kind is Kind.SEND_F else producers
     ends = [
@@ -160,7 +159,7 @@ def _flow(
 
 
 def _message_threads(messages: Sequence[MessageInterval], slow: frozenset[tuple[int, int]]) -> Iterator[tuple[int, str]]:
-    """Per message a thread on which it overlaps no other, and the thread's name; threads are numbered by edge."""
+    """Yield, per message, a thread on which it overlaps no other message, and the thread's name. Threads are sorted by edge."""
     by_edge: defaultdict[tuple[int, int], list[MessageInterval]] = defaultdict(list)
     for message in messages:
         by_edge[message.source, message.destination].append(message)

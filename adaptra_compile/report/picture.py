@@ -1,7 +1,7 @@
-"""Timelines as an SVG or PNG picture: ranks × time, several runs one above the other on the same time axis.
+"""Timelines as an SVG or PNG picture: ranks × time, with several runs below each other on the same time axis.
 
-Every op is a box in the colour of its kind with its microbatch in it, where it fits. A rank's lane is white where the rank
-waits. Messages are lines from the sender's lane to the receiver's; those of slow edges are arrows in a marked, wider gap.
+Every op is a box in the colour of its kind, with its microbatch in it if there is room. A rank's lane is white while the rank
+waits. Messages are lines from the sender's lane to the receiver's. Those of slow edges are arrows in a marked, wider gap.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SUFFIXES: Final = (".svg", ".png")
 
 COLOURS: Final = {Kind.F: "#2F78B7", Kind.I: "#F2A93B", Kind.W: "#8FD3BF", Kind.B: "#C8502B"}
-"""One colour per compute kind; told apart without red-green vision and, F and B against I and W, in grey too."""
+"""One colour per compute kind. They differ without red-green vision; in grey, F and B differ from I and W."""
 
 MESSAGE: Final = "#A53C8F"
 _INK: Final = {Kind.F: "white", Kind.I: "black", Kind.W: "black", Kind.B: "white"}
@@ -48,7 +48,7 @@ _POINTS = 72.0
 
 @dataclass(frozen=True, slots=True)
 class _Panel:
-    """One timeline with the scale of its times and the vertical places of its ranks, in inches from its top."""
+    """One timeline with the scale of its times and the vertical positions of its ranks, in inches from its top."""
 
     title: str
     timeline: Timeline
@@ -74,17 +74,18 @@ def draw(
 ) -> None:
     """Write a picture of one or more timelines, the first at the top.
 
-    All share one time axis that starts where the makespan starts to count. From the second on, a dotted line marks where the
-    first ended. Each is headed by its title, makespan and bubble.
+    All share one time axis that starts where the makespan starts. From the second on, a dotted line marks the end of the first.
+    Each has its title, makespan and bubble as a heading.
 
     Args:
-        timelines: (title, timeline) pairs. Either all know what their unit is in seconds or none does.
-        path: A file name ending in ``.svg`` or ``.png``; the file appears whole or not at all.
+        timelines: (title, timeline) pairs. Either all have a known unit in seconds or none has.
+        path: A file name ending in ``.svg`` or ``.png``. The file is written atomically.
         slow_edges: (sending stage, receiving stage) pairs to mark.
         title: A heading of the whole picture.
 
     Raises:
-        ReportError: No timelines, mixed units, another suffix, an edge that no timeline has, or a folder that is not there.
+        ReportError: There are no timelines, units are mixed, the suffix is unknown, no timeline has a slow edge, or the folder
+            does not exist.
         MissingExtraError: matplotlib is not installed.
     """
     suffix = check_suffix(path, SUFFIXES)
@@ -95,8 +96,8 @@ def draw(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtraError("pictures need matplotlib: pip install 'adaptra[viz]'") from error
-    # Text stays text in SVG, so that a picture of thousands of boxes remains small and searchable; the fixed salt makes
-    # the same timelines give the same file.
+    # Text stays text in SVG, so that a picture of thousands of boxes is small and searchable. With the fixed salt the same
+    # timelines give the same file.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "adaptra", "font.family": "DejaVu Sans"}):
         figure = Figure()
         _compose(figure, panels, slow, title)
@@ -116,7 +117,7 @@ def _panels(timelines: Sequence[tuple[str, Timeline]], slow: frozenset[tuple[int
     for source, destination in sorted(slow):
         if abs(source - destination) != 1 or not (0 <= source < most and 0 <= destination < most):
             raise ReportError(f"slow edge {source}→{destination}: expected two neighbouring stages of 0..{most - 1}")
-    # Milliseconds where the unit is known, else the case's own unit.
+    # Milliseconds if the unit is known, else the case's own unit.
     return [_panel(name, timeline, 1e3 * (timeline.seconds_per_unit or 1e-3), slow) for name, timeline in timelines]
 
 
@@ -180,7 +181,7 @@ def _compose(figure: Figure, panels: Sequence[_Panel], slow: frozenset[tuple[int
 
 
 def _number_size(points: float, panels: Sequence[_Panel]) -> float:
-    """One font size for all microbatch numbers: as large as a narrow box allows, within what can be read."""
+    """Return one font size for all microbatch numbers: as large as a narrow box allows, but readable."""
     digits = max(len(str(panel.timeline.program.microbatches - 1)) for panel in panels)
     return min(8.0, max(4.5, 0.95 * points / (0.64 * digits)))
 
@@ -262,7 +263,7 @@ def _messages(axes: Axes, panel: _Panel, slow: frozenset[tuple[int, int]]) -> No
 
 
 def _line(panel: _Panel, message: MessageInterval) -> tuple[tuple[float, float], tuple[float, float]]:
-    """From the edge of the sender's lane that faces the receiver to the facing edge of the receiver's."""
+    """Return the ends of a message's line: the border of the sender's lane that faces the receiver's, and vice versa."""
     placement = panel.timeline.program.placement
     source, destination = panel.lanes[placement[message.source]], panel.lanes[placement[message.destination]]
     down = source < destination
@@ -291,7 +292,7 @@ def _heading(axes: Axes, panel: _Panel, first: _Panel | None) -> None:
 
 
 def _legend(panels: Sequence[_Panel], slow: frozenset[tuple[int, int]]) -> list[Patch | Line2D]:
-    """What stands in the legend: only what is in the picture."""
+    """Return the entries of the legend: only kinds that are in the picture."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -310,12 +311,12 @@ def _legend(panels: Sequence[_Panel], slow: frozenset[tuple[int, int]]) -> list[
 
 
 def _order_on_rank(placement: Sequence[int]) -> tuple[int, ...]:
-    """Per stage, how many earlier stages its rank holds."""
+    """Return, per stage, the number of earlier stages on its rank."""
     return tuple(placement[:stage].count(rank) for stage, rank in enumerate(placement))
 
 
 def _lighter(colour: str, steps: int) -> str:
-    """The colour mixed with white, more so for each of a rank's later stages."""
+    """Return the colour mixed with white, lighter with each of a rank's later stages."""
     share = 1 - 0.55 ** min(steps, 3)
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * share):02X}" for part in parts)

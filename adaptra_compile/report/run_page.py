@@ -1,7 +1,7 @@
-"""A page that shows a run: iteration times over the predicted line, delays seen per edge, and what happened, numbered.
+"""A page about a run: measured and predicted iteration times, delays per edge, and numbered events.
 
-All panels share the steps as their axis. A number in a circle marks a step at which something happened; the list below says
-what. Edges that lead forward are drawn in full, those that lead backward dashed: the two of a slow link often coincide.
+All panels have the steps as their common axis. A number in a circle marks a step with an event, and the list below describes
+it. Forward edges have full lines and backward edges dashed lines, since the two edges of a slow link often coincide.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ _FAINT: Final = "#9A9DA5"
 _MEASURED: Final = "#1F5F99"
 _BAND: Final = "#EEF1F6"
 _EDGES: Final = ("#A53C8F", "#C8502B", "#5F9E8F", "#B08A1E", "#6B6BB5", "#7A5230")
-"""Colours of edges that stand out; when there are more of them, the rest is grey like the others."""
+"""Colours of outlier edges. If there are more, the rest are grey like ordinary edges."""
 
 _MARKS: Final = {"failed": "#B3261E", "path": "#C8502B", "link": "#C8502B", "agreed": "#1F5F99", "detected": "#B08A1E"}
-"""Colours of what happened, the weightiest first; everything else is grey."""
+"""Colours of events, most important first. All other events are grey."""
 
 _STANDS_OUT, _SEEN = 2.0, 0.1
-"""An edge stands out if its slowest flight is so many times what edges usually take, and such a part of the page's slowest."""
+"""Thresholds for an outlier edge: its slowest flight as a multiple of the usual, and as a fraction of the page's slowest."""
 
-# Inches, as everything below that is no time and no step.
+# Inches, like everything below that is not a time or a step.
 _WIDTH, _LEFT, _RIGHT = 11.0, 0.8, 1.15
 _HEAD, _STRIP_ROW, _TIMES, _DELAYS, _GAP, _LINE = 0.75, 0.24, 2.5, 1.9, 0.62, 0.19
 _LETTERS: Final = 150
 """The most letters of the heading's second line."""
 _LISTED_LETTERS: Final = 130
-"""The most letters of a line of the list: where another font takes the place of ours, it may be wider."""
+"""The most letters of a line of the list. The limit leaves room for a wider substitute font."""
 _MOST_LISTED: Final = 24
 _MOST_DOTS: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
 class _EventMark:
-    """What happened at one step, its number on the page, and the row of its circle."""
+    """The events of one step, their number on the page, and the row of their circle."""
 
     number: int
     step: int
@@ -67,12 +67,12 @@ def draw_run(run: Run, path: str | Path, *, title: str | None = None) -> None:
     """Write the page.
 
     Args:
-        run: What to draw.
-        path: A file name ending in ``.svg`` or ``.png``; the file appears whole or not at all.
+        run: The run to draw.
+        path: A file name ending in ``.svg`` or ``.png``. The file is written atomically.
         title: A heading; by default the run's name and size.
 
     Raises:
-        ReportError: The run has no step yet, another suffix, or a folder that is not there.
+        ReportError: The run has no step yet, the suffix is unknown, or the folder does not exist.
         MissingExtraError: matplotlib is not installed.
     """
     suffix = check_suffix(path, SUFFIXES)
@@ -138,7 +138,7 @@ def _heading(figure: Figure, run: Run, title: str | None, height: float) -> None
 
 
 def _weightiest(happenings: Sequence[Happening]) -> list[Happening]:
-    """As many as the page lists, in their order; those that are left out are of the lightest kinds, and the latest of them."""
+    """Return the events that fit on the page, in order. The latest events of the least important kinds are left out."""
     kinds = list(_MARKS)
     weights = [kinds.index(one.kind) if one.kind in kinds else len(kinds) for one in happenings]
     kept = sorted(range(len(happenings)), key=lambda index: weights[index])[:_MOST_LISTED]
@@ -146,7 +146,7 @@ def _weightiest(happenings: Sequence[Happening]) -> list[Happening]:
 
 
 def _marks(happenings: Sequence[Happening], steps: int) -> list[_EventMark]:
-    """One per step at which something happened; circles that would touch stand in different rows."""
+    """Return one mark per step with an event. Circles that would touch are in different rows."""
     apart = steps * 0.3 / (_WIDTH - _LEFT - _RIGHT)
     free: list[float] = []
     marks: list[_EventMark] = []
@@ -160,7 +160,7 @@ def _marks(happenings: Sequence[Happening], steps: int) -> list[_EventMark]:
 
 
 def _list_of(marks: Sequence[_EventMark]) -> list[tuple[str, str]]:
-    """The lines below the panels, with their colours; what is long goes on below itself."""
+    """Return the lines below the panels, with their colours. Long lines are wrapped."""
     lines: list[tuple[str, str]] = []
     for mark in marks:
         colour = _TEXT if mark.colour == _FAINT else mark.colour
@@ -184,7 +184,7 @@ def _strip(axes: Axes, marks: Sequence[_EventMark]) -> None:
 
 
 def _bands(axes: Axes, run: Run) -> None:
-    """Every other plan on a tinted ground, each with its name."""
+    """Draw every other plan on a tinted background, each with its name."""
     for index, (version, group) in enumerate(groupby(run.steps, key=lambda step: step.version)):
         steps = [step.step for step in group]
         if index % 2:
@@ -198,7 +198,7 @@ def _bands(axes: Axes, run: Run) -> None:
 def _times(axes: Axes, run: Run) -> None:
     numbers = [step.step for step in run.steps]
     measured = [1e3 * step.seconds for step in run.steps]
-    # The first step pays for what is done once; it must not press all others flat.
+    # The first step includes one-time costs; it must not flatten all others.
     highest = 1.12 * max(measured[1:] or measured)
     axes.plot(numbers, measured, color=_MEASURED, linewidth=1.3, zorder=3, clip_on=True)
     if len(numbers) <= _MOST_DOTS:
@@ -259,7 +259,7 @@ def _finish(axes: Axes, name: str, below: str) -> None:
 
 
 def _label_ends(axes: Axes, ends: Sequence[tuple[str, str, float]], height: float) -> None:
-    """Names beside the ends of lines, from the bottom up, moved apart where they would touch."""
+    """Write names beside the ends of lines, from the bottom up, moved apart if they would touch."""
     place = -1.0
     for label, colour, value in sorted(ends, key=lambda end: end[2]):
         place = max(min(value / height, 1.0), place + 0.1)

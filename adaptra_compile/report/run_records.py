@@ -1,7 +1,7 @@
-"""A run read back from the files that its ranks wrote: what ``adaptra trace FOLDER`` prints and draws.
+"""A run read from the files that its ranks wrote. ``adaptra trace FOLDER`` prints and draws it.
 
-The files are read to their ends whatever ended the run: the last line of a rank that was killed may be cut off, which is noted
-and no error. A folder may hold several starts of a run, one after the other; the last one counts.
+The files of a failed run are readable too. The last line of a killed rank may be incomplete, which is noted but not an error. A
+folder may contain several consecutive starts of a run. The last one counts.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class RecordedStep:
     """One step of all ranks.
 
     Attributes:
-        step: Its number.
-        seconds: Of the rank that took longest.
-        predicted: By simulation, for the plan it ran under; seconds.
-        version: That plan.
+        step: The number of the step.
+        seconds: Seconds of the slowest rank.
+        predicted: Seconds predicted by simulation of the step's plan.
+        version: Version of the step's plan.
     """
 
     step: int
@@ -49,7 +49,7 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """Something that happened besides steps: ``kind`` in one word, ``text`` in a line for people."""
+    """An event other than a step: ``kind`` is one word, ``text`` one line for people."""
 
     step: int
     rank: int
@@ -59,14 +59,14 @@ class Happening:
 
 @dataclass(frozen=True)
 class Run:
-    """What the ranks of a pipeline told, from its last start on.
+    """The records of a pipeline's ranks since its last start.
 
     Attributes:
-        folder: Where it was read.
-        started: What rank 0 began with.
-        told: The records of each rank, in the order told; empty for a rank whose file is missing.
-        cut_off: The files whose last line was cut off.
-        earlier: How many starts before this one the folder holds.
+        folder: The folder of the files.
+        started: The start record of rank 0.
+        told: The records of each rank in order; empty for a rank without a file.
+        cut_off: The files whose last line is incomplete.
+        earlier: The number of earlier starts in the folder.
     """
 
     folder: Path
@@ -77,7 +77,7 @@ class Run:
 
     @cached_property
     def steps(self) -> tuple[RecordedStep, ...]:
-        """The steps in their order. What rank 0 predicts counts, since it coordinates."""
+        """Return the steps in order. The predictions are rank 0's, since it coordinates."""
         found: dict[int, list[StepTaken]] = {}
         for one in self._all():
             if isinstance(one.record, StepTaken):
@@ -86,7 +86,7 @@ class Run:
 
     @cached_property
     def flights(self) -> dict[tuple[int, int], tuple[tuple[int, float], ...]]:
-        """For every directed edge of stages, (step, seconds that a message took which did not queue)."""
+        """Return, for every directed edge, pairs of a step and the seconds of a message that did not queue."""
         found: dict[tuple[int, int], list[tuple[int, float]]] = {}
         for one in self._all():
             if isinstance(one.record, StepTaken):
@@ -97,14 +97,14 @@ class Run:
 
     @cached_property
     def happenings(self) -> tuple[Happening, ...]:
-        """What the coordinator told, what ranks refused, and what failed or changed anywhere, in the order of the steps."""
+        """Return the coordinator's events, the ranks' refusals, and all failures and changes, in order of steps."""
         found = [(one.record.rank, one) for one in self._all()]
         happenings = [happening for _, one in found if (happening := _happening(one)) is not None]
         return tuple(sorted(happenings, key=lambda one: one.step))
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks that left no records."""
+        """The ranks without records."""
         return tuple(rank for rank, told in enumerate(self.told) if not told)
 
     @property
@@ -117,7 +117,7 @@ class Run:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader should know of the records themselves, one sentence each."""
+        """Return notes on the records themselves, one sentence each."""
         notes = [f"{path.name}: the last line is cut off" for path in self.cut_off]
         if self.missing:
             notes.append(f"nothing from rank {_listed(self.missing)}")
@@ -128,7 +128,7 @@ class Run:
         return tuple(notes)
 
     def to_json(self) -> dict[str, Any]:
-        """The run as one JSON object; times in seconds."""
+        """Return the run as one JSON object, with times in seconds."""
         return {
             "run": self.started.run,
             "ranks": self.started.ranks,
@@ -150,11 +150,11 @@ class Run:
 
 
 def load_run(folder: str | Path) -> Run:
-    """Read the last run in a folder that ``Options(telemetry=...)`` named.
+    """Read the last run in a folder of ``Options(telemetry=...)``.
 
     Raises:
-        ReportError: There are no records there, or a file can't be read, is not adaptra's or of another version, or holds a
-            line that is not as it should be; names the file, the line and what was expected.
+        ReportError: The folder has no records. Or a file can't be read, is not adaptra's, is of another version, or has an
+            invalid line. The text names the file, the line and what was expected.
     """
     folder = Path(folder)
     paths = sorted(folder.glob(_FILES))
@@ -177,7 +177,7 @@ def load_run(folder: str | Path) -> Run:
 
 
 def _last_run(folder: Path, starts: dict[int, list[list[TimestampedRecord]]], cut_off: tuple[Path, ...]) -> Run:
-    """What belongs to the start that was the last of all."""
+    """Return the run of the last start."""
     begun = [(told[0].time, told[0].record) for of_rank in starts.values() for told in of_rank]
     named = [(moment, record) for moment, record in begun if isinstance(record, RunStarted)]
     if not named:
@@ -195,7 +195,7 @@ def _is_of(told: list[TimestampedRecord], run: str) -> bool:
 
 
 def _read(path: Path) -> tuple[list[TimestampedRecord], bool]:
-    """A file's records, and whether its last line is cut off. A cut line before another start is left out silently."""
+    """Return a file's records, and whether its last line is incomplete. Such a line before another start is ignored."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
@@ -232,7 +232,7 @@ def _happening(told: TimestampedRecord) -> Happening | None:
     record = told.record
     match record:
         case ControlEvent(kind=EventKind.CONFIRMED | EventKind.SWITCHED):
-            return None  # of every rank the same: what all agreed on says it once
+            return None  # the same on every rank: the agreement's event reports it once
         case ControlEvent():
             return Happening(record.step, record.rank, record.kind.value, f"plan {record.version}: {record.text}")
         case PathsChanged():
@@ -249,7 +249,7 @@ def _listed(ranks: Iterable[int]) -> str:
 
 
 def summary(run: Run) -> str:
-    """The run as text: a line per stretch of steps under one plan, and what happened."""
+    """Return the run as text: one line per period of steps under one plan, and the events."""
     lines = [
         f"run {run.started.run}: {run.started.ranks} ranks, {run.started.microbatches} microbatches, {len(run.steps)} steps"
     ]

@@ -1,4 +1,4 @@
-"""The table of a compiled pipeline: what each stage computes, holds and sends."""
+"""The table of a compiled pipeline: work, memory and messages of each stage."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _UNITS = ("", "k", "M", "G", "T", "P")
 
 
 def stage_table(stages: Sequence[TrainStage], program: Program, in_flight: Sequence[int], peak_bytes: Sequence[int]) -> str:
-    """One row per stage.
+    """Return a table with one row per stage.
 
     Args:
-        stages: The stages' graphs.
-        program: The program that runs; named in the title.
-        in_flight: How many microbatches each stage has in flight at most under it.
-        peak_bytes: The most bytes of activations that each stage's rank holds under it.
+        stages: The stages.
+        program: The program that runs. The title names it.
+        in_flight: The most microbatches in flight on each stage under the program.
+        peak_bytes: Peak bytes of activations on each stage's rank under the program.
     """
     title = f"{len(stages)} stages, {program.microbatches} microbatches, plan {program.name}; per microbatch"
     if any(spec.lossy_bf16 for stage in stages for spec in stage.outputs):
@@ -66,7 +66,7 @@ def _bytes(number: int) -> str:
 
 
 def _short(number: float) -> str:
-    """Three digits and a decimal prefix: 1234567 is 1.23 M."""
+    """Return three digits and a decimal prefix: 1234567 is 1.23 M."""
     power = 0
     while abs(number) >= 999.5 and power < len(_UNITS) - 1:
         number /= 1000

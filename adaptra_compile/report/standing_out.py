@@ -1,4 +1,4 @@
-"""The edges of a measured step whose messages stand out, for who draws it."""
+"""Outlier edges of a measured step, to be marked in pictures and traces."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from adaptra.program import Kind
 from adaptra.simulation.timeline import Timeline
 
 _TIMES_USUAL: Final = 2.0
-_PART_OF_FORWARD: Final = 0.1  # as in what a plan calls a slow edge
+_PART_OF_FORWARD: Final = 0.1  # the same threshold as for a plan's slow edges
 
 
 def slow_edges_of(timeline: Timeline) -> tuple[tuple[int, int], ...]:
-    """The edges, (sending stage, receiving stage), whose median message took over F / 10 and over twice what is usual."""
+    """Return the edges whose median message took over F / 10 and over twice the usual time.
+
+    An edge is (sending stage, receiving stage).
+    """
     flights: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for message in timeline.messages:
         flights[message.source, message.destination].append(message.arrived - message.departed)

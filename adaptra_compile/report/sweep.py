@@ -1,4 +1,4 @@
-"""A picture of step time against the delay of an edge: one line per schedule over the bound that none beats."""
+"""A picture of makespans against the delay of an edge: one line per schedule, and the makespan bound."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _LINE_SPACING: Final = 0.045
 
 
 def draw_sweep(sweep: Sweep, path: str | Path, *, title: str | None = None) -> None:
-    """Write the picture. The shaded area is below the bound; a dotted line is a schedule that is over memory there.
+    """Write the picture. The shaded area is below the bound. A line is dotted where its schedule exceeds the memory limit.
 
     Args:
-        sweep: What to draw.
-        path: A file name ending in ``.svg`` or ``.png``; the file appears whole or not at all.
+        sweep: The sweep to draw.
+        path: A file name ending in ``.svg`` or ``.png``. The file is written atomically.
         title: A heading of the picture; by default the case and the edges.
 
     Raises:
-        ReportError: Another suffix, or a folder that is not there.
+        ReportError: The suffix is unknown, or the folder does not exist.
         MissingExtraError: matplotlib is not installed.
     """
     suffix = check_suffix(path, SUFFIXES)
@@ -82,7 +82,7 @@ def _compose(figure: Figure, sweep: Sweep, title: str | None) -> None:
 
 
 def _edges(sweep: Sweep) -> str:
-    """The delayed edges, both directions of one as such."""
+    """Return the delayed edges as text. Both directions of an edge are written as one."""
     edges = set(sweep.edges)
     both = {edge for edge in edges if edge[::-1] in edges}
     names = [f"{source}⇄{destination}" for source, destination in sorted(both) if source < destination]
@@ -91,7 +91,7 @@ def _edges(sweep: Sweep) -> str:
 
 
 def _line(axes: Axes, sweep: Sweep, name: str, makespans: tuple[float, ...]) -> None:
-    """One schedule, dotted between neighbouring delays of which one finds it over memory."""
+    """Draw one schedule, dotted between neighbouring delays if it exceeds the memory limit at one of them."""
     over = sweep.over_memory[name]
     width = 2.4 if name == "adapted" else 1.5
     marker = "o" if len(sweep.delays) <= _MARKED_STEPS else None
@@ -104,7 +104,7 @@ def _line(axes: Axes, sweep: Sweep, name: str, makespans: tuple[float, ...]) -> 
 
 
 def _label_ends(axes: Axes, sweep: Sweep, height: float) -> None:
-    """Names beside the ends of the lines, from the bottom up, moved apart where they would touch."""
+    """Write names beside the ends of the lines, from the bottom up, moved apart if they would touch."""
     ends: list[tuple[str, str, float]] = []
     for name, makespans in sweep.makespans.items():
         over = " (over memory)" if any(sweep.over_memory[name]) else ""

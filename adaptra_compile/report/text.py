@@ -13,7 +13,7 @@ LEAST_WIDTH: Final = 40
 
 
 def render(timeline: Timeline, width: int = 120) -> str:
-    """Ranks × time: one line per rank, each op as its letter and microbatch, dots where the rank waits.
+    """Return a text of ranks × time: one line per rank, ops as letter and microbatch, dots where the rank waits.
 
     ::
 
@@ -21,15 +21,15 @@ def render(timeline: Timeline, width: int = 120) -> str:
         rank 0 F0F1.......B0..B1..
         rank 1 ..F0F1..B0..B1.....
 
-    An op whose columns don't hold its number shows its letter alone, one narrower than half a column may not show at all.
-    On ranks that hold several stages the label is the whole op, such as ``2F0``.
+    If an op's columns have no room for its number, only its letter is shown. An op narrower than half a column may be omitted.
+    On ranks with several stages the label is the whole op, such as ``2F0``.
 
     Args:
-        timeline: What to show.
+        timeline: The timeline to show.
         width: The length of the longest line in characters, at least 40.
 
     Returns:
-        The text, ending in a newline; it needs neither colours nor characters beyond ASCII.
+        The text, ending in a newline, without colours and in ASCII only.
 
     Raises:
         ReportError: ``width`` is below 40.
@@ -45,31 +45,31 @@ def render(timeline: Timeline, width: int = 120) -> str:
 
 
 def summary(timeline: Timeline) -> str:
-    """One line: the program's name, where the times come from, makespan and bubble."""
+    """Return one line with the program's name, the origin of the times, makespan and bubble."""
     name, source = timeline.program.name, timeline.source.value
     return f"{name}, {source}: makespan {duration(timeline, timeline.makespan)}, bubble {percent(bubble_ratio(timeline))}"
 
 
 def bubble_ratio(timeline: Timeline) -> float:
-    """The share of all ranks' time within the makespan in which they idled, 0 … 1."""
+    """Return the idle share of all ranks' time within the makespan, 0 … 1."""
     whole = timeline.makespan * len(timeline.ops)
     return sum(timeline.bubble) / whole if whole else 0.0
 
 
 def percent(ratio: float) -> str:
-    """A share as ``12.3 %``."""
+    """Return a share as ``12.3 %``."""
     return f"{100 * ratio:.1f} %"
 
 
 def duration(timeline: Timeline, time: float) -> str:
-    """A time of this timeline for people: in ms when its unit is known, else in the case's own unit and without a name."""
+    """Return a time as text for people: in ms if the timeline's unit is known, else in the case's own unit without a name."""
     if timeline.seconds_per_unit is None:
         return f"{time:.6g}"
     return f"{1e3 * time * timeline.seconds_per_unit:.4g} ms"
 
 
 def origin(timeline: Timeline) -> float:
-    """The time from which the makespan counts."""
+    """Return the time from which the makespan counts."""
     return timeline.end - timeline.makespan
 
 

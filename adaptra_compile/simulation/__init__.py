@@ -1,1 +1,1 @@
-"""What a program costs in time and memory: cost models, the event simulation, timelines. Imports no torch."""
+"""Time and memory of a program: cost models, the event simulation, timelines. Imports no torch."""

@@ -1,8 +1,8 @@
-"""The cost model: how long ops take, how links behave, how much memory a microbatch holds.
+"""The cost model: durations of ops, latency and occupancy of edges, and memory per microbatch.
 
-It is the one thing that changes at run time; every plan is recomputed from it. A :class:`Case` is a cost model with a number
-of microbatches and a placement: what ``adaptra plan`` and ``adaptra simulate`` read. The JSON form is documented in
-``docs/formats.md``. Times may be in any unit as long as all share it; the runtime uses seconds.
+Only the cost model changes at run time, and every new plan is computed from it. A :class:`Case` is a cost model with a number
+of microbatches and a placement. ``adaptra plan`` and ``adaptra simulate`` read it from a file. ``docs/formats.md`` documents
+its JSON form. Times may be in any unit as long as all share it; the runtime uses seconds.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ FORMAT_VERSION: Final = 1
 
 
 class Blocking(Enum):
-    """Whether communication holds the stage that communicates, as GPU-side communication kernels do."""
+    """Which stages communication blocks, as GPU-side communication kernels do."""
 
     NONE = "none"
     SEND = "send"
-    """The sender starts nothing until its message has arrived at the other side."""
+    """The sender starts no op until its message has arrived."""
     BOTH = "both"
-    """As SEND, and the receiver starts nothing while a message to it is in transit."""
+    """As SEND, and the receiver starts no op while a message to it is in transit."""
 
 
 @dataclass(frozen=True)
 class CostModel:
     """Costs per stage and per directed edge. Edge ``i`` joins stages ``i`` and ``i + 1``.
 
-    A message whose producer ends at ``e`` departs at ``d = max(e, edge free)``, occupies the edge until ``d + occupancy`` and
-    arrives at ``d + occupancy + latency``: messages queue for each other's occupancy, never for their latency.
+    A message whose producer ends at ``e`` departs at ``d = max(e, edge free)``. It occupies the edge until ``d + occupancy``
+    and arrives at ``d + occupancy + latency``. So messages queue for each other's occupancy, never for their latency.
 
     Attributes:
         forward, input_grad, weight_grad: Durations of F, I and W, one per stage. B takes ``input_grad + weight_grad``.
         latency_forward, latency_backward: Latency of a message from stage i to i+1, and from i+1 to i; one per edge.
-        occupancy_forward, occupancy_backward: How long one message occupies the edge (size / bandwidth); one per edge.
+        occupancy_forward, occupancy_backward: Time that one message occupies the edge (size / bandwidth); one per edge.
         half_duplex: Whether the two directions of an edge share it, first come first served.
-        blocking: Whether communication holds the stages.
-        memory_forward: What one microbatch holds on a stage from the start of F, one per stage.
-        memory_input_grad: The part of it freed when I ends; W frees the rest when it ends.
-        memory_limit: The most one rank may hold at a time, one per rank, or None.
+        blocking: The stages that communication blocks, if any.
+        memory_forward: Memory of one microbatch on a stage from the start of F, one per stage.
+        memory_input_grad: The part of it that is freed when I ends; W frees the rest when it ends.
+        memory_limit: The memory limit of each rank, or None.
     """
 
     forward: tuple[float, ...]
@@ -84,7 +84,7 @@ class CostModel:
     def uniform(
         stages: int, forward: float, input_grad: float, weight_grad: float, latency: float = 0.0, occupancy: float = 0.0
     ) -> CostModel:
-        """A cost model whose stages are all alike, and whose edges are too."""
+        """Return a cost model with equal stages and equal edges."""
         edges = stages - 1
         return CostModel(
             (float(forward),) * stages,
@@ -103,13 +103,13 @@ class CostModel:
 
     @property
     def once_through(self) -> float:
-        """How long one microbatch alone takes, there and back and with W after all of it."""
+        """The time of one microbatch alone: all forwards, all input gradients, then W."""
         ops = (*self.forward, *self.input_grad, *self.weight_grad)
         messages = (*self.latency_forward, *self.latency_backward, *self.occupancy_forward, *self.occupancy_backward)
         return sum(ops) + sum(messages)
 
     def duration(self, stage: int, kind: Kind) -> float:
-        """How long a compute op takes; communication ops take no time of the stage."""
+        """Return the duration of a compute op. Communication ops take no time of the stage."""
         match kind:
             case Kind.F:
                 return self.forward[stage]
@@ -123,17 +123,17 @@ class CostModel:
                 return 0.0
 
     def with_latency(self, source: int, destination: int, latency: float) -> CostModel:
-        """The same model with another latency on the directed edge between two neighbouring stages."""
+        """Return the model with another latency on the directed edge between two neighbouring stages."""
         return self._with_edge("latency", source, destination, latency)
 
     def with_occupancy(self, source: int, destination: int, occupancy: float) -> CostModel:
-        """The same model with another occupancy per message on the directed edge between two neighbouring stages."""
+        """Return the model with another occupancy per message on the directed edge between two neighbouring stages."""
         return self._with_edge("occupancy", source, destination, occupancy)
 
     def with_stage(
         self, stage: int, forward: float | None = None, input_grad: float | None = None, weight_grad: float | None = None
     ) -> CostModel:
-        """The same model with other durations of a stage's ops; None keeps one."""
+        """Return the model with other durations of a stage's ops. None keeps a duration."""
         given = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad}
         changed: dict[str, tuple[float, ...]] = {}
         for name, value in given.items():
@@ -144,19 +144,19 @@ class CostModel:
         return replace(self, **changed)
 
     def with_occupancies(self, edges: Iterable[tuple[int, int]], factor: float) -> CostModel:
-        """The same model when each message occupies these directed edges for ``factor`` times as long."""
+        """Return the model with the occupancy of these directed edges multiplied by ``factor``."""
         cost = self
         for edge in edges:
             cost = cost.with_occupancy(*edge, factor * cost.occupancy(*edge))
         return cost
 
     def latency(self, source: int, destination: int) -> float:
-        """The latency of the directed edge between two neighbouring stages."""
+        """Return the latency of the directed edge between two neighbouring stages."""
         values: tuple[float, ...] = getattr(self, self._name("latency", source, destination))
         return values[min(source, destination)]
 
     def occupancy(self, source: int, destination: int) -> float:
-        """How long a message occupies the directed edge between two neighbouring stages."""
+        """Return the time that a message occupies the directed edge between two neighbouring stages."""
         values: tuple[float, ...] = getattr(self, self._name("occupancy", source, destination))
         return values[min(source, destination)]
 
@@ -167,7 +167,7 @@ class CostModel:
         return replace(self, **{name: tuple(values)})
 
     def _name(self, what: str, source: int, destination: int) -> str:
-        """The attribute that holds this of a directed edge."""
+        """Return the name of the attribute for this property of a directed edge."""
         if abs(source - destination) != 1 or not 0 <= min(source, destination) < self.stages - 1:
             raise CaseError(f"edge {source}→{destination}: expected two neighbouring stages of 0..{self.stages - 1}")
         return f"{what}_forward" if destination > source else f"{what}_backward"
@@ -175,7 +175,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Case:
-    """A cost model, how many microbatches a step has, and where the stages lie: one planning problem.
+    """One planning problem: a cost model, the number of microbatches of a step, and the placement.
 
     ``name`` is for people; ``placement[stage]`` is the stage's rank.
     """
@@ -210,7 +210,7 @@ class Case:
         """Read a case file.
 
         Raises:
-            CaseError: Names the file, the field, what was given and what was expected.
+            CaseError: The file is invalid. The text names the file, the field, its value and what was expected.
         """
         try:
             data = json.loads(Path(path).read_text())
@@ -260,7 +260,7 @@ class Case:
         return Case(cost, microbatches, placement, name)
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object that :meth:`from_json` reads back to an equal case."""
+        """Return the JSON object from which :meth:`from_json` reads an equal case."""
         cost = self.cost
         ranks = max(self.placement) + 1
         fields: dict[str, Any] = {
@@ -288,7 +288,7 @@ _FIELDS: Final = frozenset("version S M t_f t_b t_w c_f c_b o_f o_b duplex block
 
 
 _MOST: Final = 1_000_000
-"""The most stages or microbatches of a case; more are taken for a mistake before they fill the memory."""
+"""The most stages or microbatches of a case. More are refused before they fill the memory."""
 
 
 def _check_numbers(name: str, values: Sequence[float], count: int) -> None:

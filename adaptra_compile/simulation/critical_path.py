@@ -1,4 +1,4 @@
-"""The critical path of a simulated step: what to shorten if the step is to end earlier."""
+"""The critical path of a simulated step: the ops and messages to shorten so that the step ends earlier."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Interval = OpInterval | MessageInterval
 def critical_path(
     ops: Sequence[Sequence[OpInterval]], messages: Iterable[MessageInterval], placement: Sequence[int], cost: CostModel
 ) -> tuple[Interval, ...]:
-    """A chain of ops and messages without a gap, from time zero to the end of the op that ends last.
+    """Return a chain of ops and messages without gaps, from time zero to the end of the last op.
 
-    Each op starts exactly when the step before it in the chain ends: the op before it on its rank, the message that brings its
-    input or, where communication blocks, a message that held its rank. Each message departs exactly when the op that posted it
-    ends or, if ``departed`` is later than ``posted``, when the message before it in the chain has stopped occupying the edge;
-    that one may arrive later still.
+    Each op starts exactly when its predecessor in the chain ends. The predecessor is the op before it on its rank or the
+    message with its input. If communication blocks, it may also be a message that blocked its rank. Each message departs
+    exactly when its predecessor releases it. If ``departed`` equals ``posted``, the predecessor is the op that posted it.
+    Otherwise it is the message that occupied the edge until then, which may arrive later.
 
     Args:
         ops: Per rank, its compute ops in execution order, as simulated under ``cost``.
@@ -49,7 +49,7 @@ _Sent = tuple[Kind, int, int]  # SEND kind, sending stage, microbatch
 
 
 class _Causes:
-    """Finds what happened last before an op or a message could start. Simulated times are equal to the last digit."""
+    """Finds the last event before an op or a message could start. Simulated times are equal to the last digit."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Where a model's stages begin, where else they could, and what moving a cut there would do to the costs."""
+"""Cut points: the modules at which stages begin, their alternatives, and the cost model after a move."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from adaptra.simulation.cost import CostModel
 
 @dataclass(frozen=True, slots=True)
 class CutPoint:
-    """Where a stage may begin.
+    """A position at which a stage may begin.
 
     Attributes:
-        module: The module whose first operation it is, as ``split=`` takes it; None if no module begins there.
-        bytes: What a microbatch sends across a cut there, in bytes.
-        work: The estimated cost of all that is before it, in FLOPs or bytes moved; only shares of it matter.
-        position: The number of its first operation in the captured model; None where nothing was captured.
+        module: The module that begins there, by its name for ``split=``; None if no module begins there.
+        bytes: Bytes that a microbatch sends across a cut there.
+        work: The estimated cost of everything before it, in FLOPs or bytes moved. Only ratios matter.
+        position: The number of its first operation in the captured model; None if nothing was captured.
     """
 
     module: str | None
@@ -27,14 +27,14 @@ class CutPoint:
 
 @dataclass(frozen=True, slots=True)
 class MovedCut:
-    """The pipeline with one cut elsewhere.
+    """A pipeline with one cut point moved.
 
     Attributes:
-        stage: The stage that begins elsewhere.
-        was: Where it began.
-        to: Where it begins now.
-        places: Where stages 1, 2, … then begin.
-        cost: The costs then, estimated.
+        stage: The stage whose cut point moves.
+        was: Its cut point before.
+        to: Its cut point after.
+        places: The cut points of stages 1, 2, … after the move.
+        cost: The estimated cost model after the move.
     """
 
     stage: int
@@ -45,17 +45,17 @@ class MovedCut:
 
     @property
     def split(self) -> tuple[str | None, ...]:
-        """The modules at which stages 1, 2, … then begin, as ``split=`` takes them; None where a stage begins at none."""
+        """The modules at which stages 1, 2, … then begin, by their names for ``split=``, or None."""
         return tuple(place.module for place in self.places)
 
 
 @dataclass(frozen=True, slots=True)
 class CutPoints:
-    """The cuts of a pipeline and their alternatives.
+    """The cut points of a pipeline and their alternatives.
 
     Attributes:
-        chosen: Where stages 1, 2, … begin, in the order of execution.
-        possible: Where a stage could begin too, at a module, in the order of execution.
+        chosen: The cut points of stages 1, 2, …, in the order of execution.
+        possible: Other cut points at which a module begins, in the order of execution.
         work: The cost of the whole model, in the unit of :attr:`CutPoint.work`.
     """
 
@@ -64,10 +64,10 @@ class CutPoints:
     work: float
 
     def moves(self, cost: CostModel, stage: int) -> Iterator[MovedCut]:
-        """Begin ``stage`` anywhere between its neighbours' beginnings where less is sent than now.
+        """Yield all moves of ``stage``'s cut point, between those of its neighbours, that send fewer bytes than now.
 
-        The work that changes sides takes as long per unit as it did on the stage that had it, a message occupies the edge in
-        proportion to its bytes, and latency and memory stay as they are: estimates, which the first measured steps replace.
+        The cost models are estimates, which the first measured steps replace. Work that moves takes as long per unit as on its
+        former stage. A message's occupancy is proportional to its bytes. Latency and memory do not change.
         """
         was = self.chosen[stage - 1]
         begin = self.chosen[stage - 2].work if stage > 1 else 0.0
@@ -79,7 +79,7 @@ class CutPoints:
 
 
 def positions_of(places: Sequence[CutPoint]) -> tuple[int, ...]:
-    """Where stages begin in a captured model."""
+    """Return the positions of cut points in a captured model."""
     return tuple(place.position for place in places if place.position is not None)
 
 

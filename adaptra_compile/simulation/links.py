@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link between two ranks, alike both ways: its latency in seconds, and the seconds that each byte occupies it."""
+    """A link between two ranks, equal in both directions: its latency in seconds, and its occupancy in seconds per byte."""
 
     latency: float
     per_byte: float

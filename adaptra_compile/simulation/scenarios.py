@@ -1,4 +1,4 @@
-"""Scenarios: what a pipeline might look like, and how likely that is."""
+"""Scenarios: possible cost models of a pipeline and their weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from adaptra.errors import PlanError
 from adaptra.simulation.cost import CostModel
 
 MOST_SCENARIOS: Final = 4096
-"""More than this are taken for a mistake."""
+"""The most scenarios. More are refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What the pipeline might look like: its times, and how likely they are relative to the other scenarios.
+    """One possible cost model, and its weight relative to the other scenarios.
 
-    What microbatches hold and ranks may hold is the case's, not the scenario's.
+    Only its times are used. Memory and memory limits are those of the case.
     """
 
     cost: CostModel
@@ -27,16 +27,16 @@ class Scenario:
 
 
 def delay_scenarios(cost: CostModel, delays: Mapping[tuple[int, int], Mapping[float, float]]) -> tuple[Scenario, ...]:
-    """Every combination of independent delays of directed edges, the most usual case of uncertainty.
+    """Return every combination of independent delays of directed edges, the most usual case of uncertainty.
 
     Args:
-        cost: What holds without added delay.
-        delays: Per (sending stage, receiving stage), which delays may be added to its latency and the weight of each:
-            ``{(1, 2): {0: 0.9, 60: 0.1}}``. For a low and a high delay of which nothing else is known, give both the weight 1.
+        cost: The cost model without added delay.
+        delays: Per (sending stage, receiving stage), the possible additions to its latency with their weights:
+            ``{(1, 2): {0: 0.9, 60: 0.1}}``. If only a low and a high delay are known, give both the weight 1.
 
     Raises:
-        CaseError: An edge that does not exist, or a delay that is negative or not finite.
-        PlanError: No delay for an edge, or more than ``MOST_SCENARIOS`` combinations.
+        CaseError: An edge does not exist, or a delay is negative or not finite.
+        PlanError: An edge has no delay, or there are more than ``MOST_SCENARIOS`` combinations.
     """
     if not all(delays.values()) or math.prod(map(len, delays.values())) > MOST_SCENARIOS:
         sizes = ", ".join(f"{source}→{destination}: {len(given)}" for (source, destination), given in delays.items())

@@ -1,11 +1,10 @@
-"""How much more delay on each directed edge a program absorbs before its step takes longer, and what more delay costs then.
+"""Sensitivity of a program to added delay on each directed edge: the delay that it absorbs, and the cost of more delay.
 
-Exact, from the simulator. Where messages neither hold stages nor share an edge with the other direction, the makespan is the
-longest path of a graph in which all arcs over an edge grow with its latency: as a function of added latency it is convex and
-made of straight lines, whose slope is how many messages of the edge stand on the longest path. From far to the right, the line
-at hand is followed to where it meets a limit, until that is where the makespan is: Newton's method, which takes at most as many
-steps as there are lines. In other modes a longer delay may even shorten a step; there bisection finds a delay beyond which the
-step is above the limit.
+The figures are exact and come from the simulator. First take the case that messages neither block stages nor share an edge with
+the other direction. Then the makespan is the longest path of a graph in which all arcs over an edge grow with its latency. As a
+function of added latency it is convex and piecewise linear. The slope is the number of the edge's messages on the longest path.
+Newton's method starts from a large delay and finds where the makespan meets a limit. It takes at most one step per line. In
+other modes a longer delay may even shorten a step. Bisection then finds a delay beyond which the step exceeds the limit.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ _TOLERANCE: Final = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class EdgeSensitivity:
-    """What added latency on one directed edge does to the step, all else unchanged. In the cost model's unit.
+    """Effect of added latency on one directed edge, in the cost model's unit of time.
 
     Attributes:
         source: The stage that sends.
         destination: The neighbouring stage that receives.
-        absorbs: How much latency can be added to each message before the step takes longer.
-        slope: How much longer the step gets for every unit just beyond.
-        once: How much can be added before the step gets longer by more than that. Up to here a delay is paid once, as it must
-            be where the pipeline fills or drains, and no bubble cascades. Infinite when more is never paid.
-        most: What a unit of a very long delay costs: how many messages of the edge follow each other on the critical path.
+        absorbs: The largest latency that can be added to each message without lengthening the step.
+        slope: Lengthening of the step per unit of latency just beyond ``absorbs``.
+        once: The largest added latency by which the step gets no longer than that latency itself. Up to here a delay is paid
+            once, since the pipeline must fill and drain, and no bubble cascades. Infinite if it is never paid more often.
+        most: Lengthening of the step per unit of a very long delay: the number of the edge's messages on the critical path.
     """
 
     source: int
@@ -46,14 +45,14 @@ class EdgeSensitivity:
     most: int
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as JSON values; an infinite one as None."""
+        """Return the figures as JSON values, with None for infinity."""
         return asdict(self) | {"once": self.once if math.isfinite(self.once) else None}
 
 
 def sensitivity(program: Program, cost: CostModel) -> tuple[EdgeSensitivity, ...]:
-    """One entry per directed edge, 0→1, 1→0, 1→2 and so on; edges between stages of one rank too.
+    """Return one entry per directed edge, 0→1, 1→0, 1→2 and so on, including edges between stages of one rank.
 
-    Each edge takes a handful of simulations (a few dozen where communication blocks or shares an edge).
+    Each edge takes a handful of simulations, or a few dozen if communication blocks or shares an edge.
 
     Raises:
         CaseError, ScheduleError: As :func:`adaptra.simulation.simulate.simulate`.
@@ -71,8 +70,8 @@ def _edges(program: Program) -> Iterator[tuple[int, int]]:
 
 def _of_edge(program: Program, cost: CostModel, source: int, destination: int, now: float) -> EdgeSensitivity:
     latency = cost.latency(source, destination)
-    # No path through the program is longer than `now` without the delay, so that at a longer delay, those with the most
-    # messages of the edge are the longest.
+    # Without the delay no path is longer than `now`. So at a longer delay the paths with the most messages of the edge are the
+    # longest.
     longest = 2 * now if now > 0 else 1.0
     convex = not cost.half_duplex and cost.blocking is Blocking.NONE
 
@@ -88,7 +87,7 @@ def _of_edge(program: Program, cost: CostModel, source: int, destination: int, n
 
 
 def _newton(delayed: Callable[[float], tuple[float, int]], now: float, allowed: int, delay: float) -> tuple[float, int]:
-    """The greatest delay at which the makespan is not above ``now + allowed * delay``, and the slope just beyond."""
+    """Find the greatest delay at which the makespan is at most ``now + allowed * delay``, and the slope just beyond."""
     makespan, slope = delayed(delay)
     while True:
         delay -= (makespan - now - allowed * delay) / (slope - allowed)
@@ -101,7 +100,7 @@ def _newton(delayed: Callable[[float], tuple[float, int]], now: float, allowed: 
 
 
 def _bisection(delayed: Callable[[float], tuple[float, int]], now: float, allowed: int, high: float) -> tuple[float, int]:
-    """A delay at which the makespan is not above ``now + allowed * delay`` but soon beyond is, and the slope there."""
+    """Find a delay just beyond which the makespan exceeds ``now + allowed * delay``, and the slope there."""
     low, beyond, precision = 0.0, delayed(high), _TOLERANCE * high
     while high - low > precision:
         middle = (low + high) / 2
@@ -114,7 +113,7 @@ def _bisection(delayed: Callable[[float], tuple[float, int]], now: float, allowe
 
 
 def _latencies(simulation: Simulation, source: int, destination: int) -> int:
-    """How often the edge's latency counts on the critical path: not where a message only keeps the edge from the next one."""
+    """Return how often the edge's latency counts on the critical path. A message that only occupies the edge does not count."""
     path = simulation.critical_path
     return sum(
         isinstance(step, MessageInterval) and (step.source, step.destination) == (source, destination)

@@ -1,8 +1,8 @@
-"""The simulator: when every op of a program runs under a cost model, exactly; and how short any order of ops could be.
+"""The simulator: the exact times of a program's ops under a cost model, and the makespan bound of all orders.
 
-There are no time steps. Each rank executes its ops strictly in order; an op starts as soon as the one before it has ended and
-its inputs are there, as :data:`adaptra.program.dependencies.RULE` says. Messages follow
-:class:`adaptra.simulation.cost.CostModel`. The hot loop is in C++ and adds and compares the same doubles in the same order
+It is event-driven, without time steps. Each rank executes its ops strictly in order. An op starts as soon as the one before it
+has ended and its needs by :data:`adaptra.program.dependencies.RULE` are met. Messages follow
+:class:`adaptra.simulation.cost.CostModel`. The hot loop is in C++. It adds and compares the same doubles in the same order
 everywhere, so equal inputs give equal digits.
 """
 
@@ -27,18 +27,18 @@ _MEMORY_TOLERANCE: Final = 1e-9
 
 @dataclass(frozen=True)
 class Simulation:
-    """What one step of a program costs. Times are in the cost model's unit and start at zero.
+    """Time and memory of one step of a program. Times are in the cost model's unit and start at zero.
 
     Attributes:
         program: The program, as given.
         cost: The cost model, as given.
-        makespan: When the last op ends.
+        makespan: The end of the last op.
         peak_in_flight: Per stage, the most microbatches whose F has started and whose I or B has not ended. In a forward-only
-            program, which keeps nothing for gradients, whose F has not ended.
-        peak_memory: Per rank, the most it holds at a time.
-        busy: Per rank, how long its device works.
-        first_start: Per rank, when its first op starts; zero for a rank without ops.
-        last_end: Per rank, when its last op ends; zero for a rank without ops.
+            program, the most microbatches whose F has started and not ended.
+        peak_memory: Peak memory per rank.
+        busy: Per rank, the time that its device works.
+        first_start: Per rank, the start of its first op; zero for a rank without ops.
+        last_end: Per rank, the end of its last op; zero for a rank without ops.
     """
 
     program: Program
@@ -53,18 +53,18 @@ class Simulation:
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """Per rank, how long its device idles within the makespan."""
+        """The time per rank that its device idles within the makespan."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
     def bubble_ratio(self) -> float:
-        """The part of all ranks' time, from zero to the makespan, in which they idle; zero when the step takes no time."""
+        """Idle time of all ranks as a fraction of ranks × makespan; zero if the step takes no time."""
         time = self.makespan * self.program.ranks
         return (time - sum(self.busy)) / time if time > 0 else 0.0
 
     @property
     def over_memory(self) -> tuple[int, ...]:
-        """The ranks that hold more than the cost model's memory limit; none when it has no limit."""
+        """The ranks that exceed the cost model's memory limit; none if it has no limit."""
         limits = self.cost.memory_limit or ()
         return tuple(
             rank
@@ -74,18 +74,18 @@ class Simulation:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """When every op ran and every message between ranks travelled."""
+        """Return the timeline of all ops and of all messages between ranks."""
         placement = self.program.placement
         crossing = tuple(message for message in self._messages if placement[message.source] != placement[message.destination])
         return Timeline(self.program, Source.SIMULATED, self._ops, crossing)
 
     @cached_property
     def critical_path(self) -> tuple[Interval, ...]:
-        """A chain of ops and messages without a gap from zero to the makespan; see :mod:`adaptra.simulation.critical_path`."""
+        """Return the chain of ops and messages that makes up the makespan; see :mod:`adaptra.simulation.critical_path`."""
         return critical_path(self._ops, self._messages, self.program.placement, self.cost)
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as JSON values, without the times of single ops."""
+        """Return the figures as JSON values, without the times of single ops."""
         return {
             "makespan": self.makespan,
             "peak_in_flight": list(self.peak_in_flight),
@@ -134,13 +134,14 @@ class Simulation:
 
 
 def simulate(program: Program, cost: CostModel) -> Simulation:
-    """Time one step of ``program`` under ``cost``. Communication ops are skipped: the cost model times messages itself.
+    """Simulate one step of ``program`` under ``cost``. Communication ops are skipped, since the cost model times messages.
 
     Every placement is accepted. Messages between stages of one rank also take the latency and occupancy of their edge.
 
     Raises:
         CaseError: The program and the cost model have different numbers of stages.
-        ScheduleError: The ranks can't execute the program; a deadlock names every waiting rank, its op and what it waits for.
+        ScheduleError: The ranks can't execute the program. For a deadlock, the text names every waiting rank, its op and the
+            op that it waits for.
     """
     if program.stages != cost.stages:
         raise CaseError(f"{program.name} has {program.stages} stages, the cost model {cost.stages}: expected as many")
@@ -164,31 +165,31 @@ def simulate(program: Program, cost: CostModel) -> Simulation:
 
 
 class BoundKind(Enum):
-    """Why no order of ops can be shorter. The formulas stand in ``csrc/schedule/bounds/bounds.cc``."""
+    """The reason why no order of ops is shorter. The formulas are in ``csrc/schedule/bounds/bounds.cc``."""
 
     LOAD = "load"
     """A rank runs all its ops one after the other."""
     DRAIN = "drain"
-    """After a stage's forwards and input gradients, its last gradient travels home and a W ends last."""
+    """After a stage's forwards and input gradients, its last gradient travels to stage 0, and a W ends last."""
     CHAIN = "chain"
     """A first microbatch goes to the last stage and back, then a stage runs the rest of its input gradients."""
     MEMORY = "memory"
-    """A stage that may hold A microbatches makes one round trip for every A of them."""
+    """A stage with room for A microbatches needs one round trip for every A of them."""
     LINK_FORWARD = "link forward"
     """All forward messages of an edge occupy it one after the other."""
     LINK_BACKWARD = "link backward"
     """All backward messages of an edge (of a shared edge: all messages) occupy it one after the other."""
     IDLE = "idle"
-    """A stage's load, and the time it idles before its first input gradients and after its last forwards for want of memory."""
+    """A stage's load, plus its idle time before the first input gradients and after the last forwards for lack of memory."""
     ONE_MACHINE = "one machine"
-    """The best schedule of one rank's ops with interruptions, each with the least time that must pass before and after it."""
+    """The best preemptive schedule of one rank's ops, each with the least time that must pass before and after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A makespan that no order of ops beats, and what binds: a rank (load, one machine), an edge (links) or a stage.
+    """A lower bound of the makespan, and its cause: a rank (load, one machine), an edge (links) or a stage.
 
-    It is a sum of rounded numbers: compare with a relative tolerance of 1e-9.
+    It is a sum of rounded numbers, so compare with a relative tolerance of 1e-9.
     """
 
     value: float
@@ -200,10 +201,10 @@ class Bound:
 
 
 def lower_bound(case: Case) -> Bound:
-    """The greatest of the bounds of :class:`BoundKind`, the simplest of them when several are equal.
+    """Return the greatest of the bounds of :class:`BoundKind`, the simplest one if several are equal.
 
-    Holds for every order, every placement and every mode of communication, with I and W or with B. Infinite when a single
-    microbatch exceeds a memory limit, so that no plan exists.
+    It is valid for every order, every placement and every mode of communication, with I and W or with B. It is infinite if a
+    single microbatch exceeds a memory limit, so that no plan exists.
     """
     value, name, where = _C.lower_bound(case)
     kind = BoundKind(name)

@@ -1,6 +1,6 @@
-"""A timeline: when each op of a program ran and when each message travelled, simulated or measured.
+"""A timeline: the times of a program's ops and messages, simulated or measured.
 
-The simulator and the runtime's monitor both produce it; reports, traces and explanations only read it.
+The simulator and the runtime's monitor produce timelines. Reports, traces and explanations read them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from adaptra.program import Kind, Op, Program
 
 
 class Source(Enum):
-    """Where the times of a timeline come from."""
+    """The origin of a timeline's times."""
 
     SIMULATED = "simulated"
     MEASURED = "measured"
@@ -21,7 +21,7 @@ class Source(Enum):
 
 @dataclass(frozen=True, slots=True)
 class OpInterval:
-    """One compute op and when it held its rank's device."""
+    """One compute op, and the time in which it occupied its rank's device."""
 
     rank: int
     op: Op
@@ -31,10 +31,10 @@ class OpInterval:
 
 @dataclass(frozen=True, slots=True)
 class MessageInterval:
-    """One message between two stages: handed over at ``posted``, on the edge from ``departed``, at its receiver at ``arrived``.
+    """One message between two stages: sent at ``posted``, on the edge from ``departed``, at its receiver at ``arrived``.
 
-    ``kind`` is SEND_F or SEND_B and ``source`` the stage that sends. A measured message does not know how long it queued:
-    it departed when it was handed over, or where sends wait for receivers when its receive was posted.
+    ``kind`` is SEND_F or SEND_B and ``source`` the stage that sends. The queueing time of a measured message is not known. Its
+    ``departed`` is the time of sending, or that of the posted receive if sends wait for receivers.
     """
 
     kind: Kind
@@ -48,14 +48,14 @@ class MessageInterval:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When everything happened in one step.
+    """The times of one step.
 
     Attributes:
         program: The program that ran.
-        source: Simulated or measured.
-        ops: Per rank, its compute ops in execution order.
+        source: Whether the times are simulated or measured.
+        ops: The compute ops of each rank in execution order.
         messages: All messages between stages on different ranks, in order of ``posted``.
-        seconds_per_unit: What one unit of the times is in seconds, or None when the unit is the case's own.
+        seconds_per_unit: The unit of the times in seconds, or None for the case's own unit.
     """
 
     program: Program
@@ -76,17 +76,17 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From time zero (simulated) or the first op's start (measured) to the end of the last op."""
+        """The time from zero (simulated) or the first op's start (measured) to the end of the last op."""
         return self.end - (0.0 if self.source is Source.SIMULATED else self.start)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Per rank, how long its device worked."""
+        """The time per rank that its device worked."""
         return tuple(sum(interval.end - interval.start for interval in order) for order in self.ops)
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """Per rank, how long its device idled within the makespan."""
+        """The time per rank that its device idled within the makespan."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     def __iter__(self) -> Iterator[OpInterval]:

@@ -142,7 +142,7 @@ class Calls:
         except ControlError as error:
             logger.warning("rank %d compares calls no more: %s", self._rank, error)
         except DistError as error:
-            # The membership reports a lost store or a lost rank to those who wait for it.
+            # The membership reports a lost store or a lost rank to every waiting thread.
             logger.debug("rank %d compares calls no more: %s", self._rank, error)
 
     def _within(self, seconds: float, ask: Callable[[], None]) -> None:

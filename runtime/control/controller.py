@@ -4,8 +4,8 @@ Each rank has a control thread that receives mail and takes this rank's part in 
 coordinates. Another thread checks and prepares a proposed plan, so that the control thread keeps following the plan log.
 
 The training thread asks :meth:`Controller.plan_for` for the plan of each step. In steady state that plan has been known for a
-step or two, and the call costs a comparison. :meth:`Controller.report` takes the training thread's measurements and waits for
-nobody.
+step or two, and the call costs a comparison. :meth:`Controller.report` takes the training thread's measurements and does not
+wait.
 
 If coordinating fails, or the coordinator's connection to the store breaks, another rank coordinates. Any rank whose connection
 breaks makes a new one. Any other error on a control thread ends the control plane on all ranks, and so does a second failure in
@@ -70,7 +70,7 @@ log = logging.getLogger(__name__)
 _OF_A_PLAN: Final = (EventKind.PROPOSED, EventKind.AGREED, EventKind.SWITCHED)
 
 _WEIGHED: Final = 8
-"""The number of latest plans whose memory use a rank remembers."""
+"""The number of the latest plans whose memory use a rank remembers."""
 
 
 class _PeerFailedError(ControlError):
@@ -184,7 +184,7 @@ class Controller:
         return plan
 
     def report(self, measurement: StepMeasurement) -> None:
-        """Report the measurement of a step that this rank has run, each step once. Waits for nobody.
+        """Report the measurement of a step that this rank has run, each step once. Does not wait.
 
         Raises:
             ControlError: The store is lost.
@@ -195,7 +195,7 @@ class Controller:
             raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
 
     def tell_rows(self, call: str, number: int, numbers: Mapping[str, int]) -> None:
-        """Send checksums of this rank's batch to rank 0, which compares them with those of the other ranks. Waits for nobody.
+        """Send checksums of this rank's batch to rank 0, which compares them with those of the other ranks. Does not wait.
 
         If they differ, a later step raises the error on all ranks.
 

@@ -154,7 +154,7 @@ def from_json(payload: bytes) -> Mail:
     """Read mail.
 
     Raises:
-        ControlError: It is not mail, or a field is missing, unknown or not what it should be.
+        ControlError: It is not mail, or a field is missing, unknown or invalid.
     """
     fields = decode(payload, "mail")
     mail: Mail

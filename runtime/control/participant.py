@@ -11,7 +11,7 @@ belief about the coordinator costs time and nothing else.
 
 Mail may come late, twice or never, and the rank that misses it recovers. A rank whose training waits for the log asks the
 coordinator and reports its progress again. It then receives the proposals that it has not answered once more.
-``tests/test_protocol.py`` runs this very code through all orders of events of a few ranks.
+``tests/runtime/control/test_protocol.py`` runs this very code through all orders of events of a few ranks.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Participant:
         return proposal if proposal is not None and proposal.version == version else self._plans.get(version)
 
     def start(self) -> None:
-        """Begin: rank 0 coordinates, and everyone confirms plan 0."""
+        """Begin: rank 0 coordinates, and every rank confirms plan 0."""
         if self._rank == self.coordinator:
             self._lead()
         self._confirm(self._initial)

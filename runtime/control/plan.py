@@ -69,7 +69,7 @@ class Plan:
         """Read a plan.
 
         Raises:
-            ControlError: A field is missing, unknown or not what it should be, the digest is not the program's, or the program
+            ControlError: A field is missing, unknown or invalid, the digest is not the program's, or the program
                 has communication ops.
         """
         fields = Fields(data, "plan")

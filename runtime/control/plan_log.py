@@ -77,7 +77,7 @@ class Log:
         An entry counts as read when it is yielded: if the store fails after it, the next call continues behind it.
 
         Raises:
-            ControlError: An entry is not what it should be.
+            ControlError: An entry is malformed.
         """
         while self._store.check([f"log/{self._position}"]):
             fields = decode(self._store.get(f"log/{self._position}"), f"log entry {self._position}")

@@ -63,7 +63,7 @@ def end_connections(connections: set[tuple[int, str]]) -> None:
 def _sockets() -> dict[int, str]:
     """Return this process's sockets by descriptor, with the system's names: numbers are reused, names are not."""
     found: dict[int, str] = {}
-    with contextlib.suppress(OSError):  # a system without /proc: children keep what they inherit
+    with contextlib.suppress(OSError):  # a system without /proc: children keep inherited sockets
         for entry in _DESCRIPTORS.iterdir():
             with contextlib.suppress(OSError):  # closed since
                 name = str(entry.readlink())

@@ -47,7 +47,7 @@ class SignedStore(Store):
 
     @property
     def underlying_store(self) -> Store:
-        """The store that holds the signed records."""
+        """The store of the signed records."""
         return self._store
 
     @property
@@ -86,7 +86,7 @@ class SignedStore(Store):
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         """Set a key if its value is the expected one, where "" means that it is not set, and return its value afterwards."""
-        # A value has but one signature under its key, so signed values are equal where values are.
+        # A value has only one signature under its key, so signed values are equal if and only if the values are.
         expected = self._sealed(key, expected_value) if expected_value else ""
         found = self._store.compare_set(key, expected, self._sealed(key, desired_value))
         return self._opened(key, found) if found else found

@@ -8,7 +8,7 @@ No link gets slower in one direction by exactly as much as it gets faster in the
 clock drift, and any other change is the link's.
 
 Every step sends messages both ways, so every step is a two-way exchange. The drift is known as exactly as these flights
-scatter. A latency that differed by direction from the start can't be told from an offset by any exchange.
+scatter. No exchange can separate an offset from a latency that differed by direction from the start.
 """
 
 from __future__ import annotations

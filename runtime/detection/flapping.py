@@ -103,7 +103,7 @@ class FlapDamping:
         self._places.pop(where, None)
 
     def doubt(self, cost: CostModel) -> PendingRecovery | None:
-        """Return the pending recovery under the current costs; None if nothing that flaps has recovered."""
+        """Return the pending recovery under the current costs; None if no flapping edge or stage has recovered."""
         doubted = {where: place for where, place in self._places.items() if place.relapses.count > 0}
         since = [place.relapses.since_healed for place in doubted.values()]
         healthy = [steps for steps in since if steps is not None]

@@ -127,8 +127,8 @@ class Level:
     def confidence(self) -> float:
         """A lower bound of the probability that the suspects are a shift and not noise.
 
-        In each step, any distribution deviates by ``z`` standard deviations to one side with a probability of at most ``1 / (1
-        + z²)``. That is Cantelli's inequality; steps are taken as independent.
+        Cantelli's inequality: in each step, the probability of a deviation by ``z`` standard deviations to one side is at most
+        ``1 / (1 + z²)``. Steps are taken as independent.
         """
         deviation = DEVIATIONS * self.noise
         if deviation == 0.0:

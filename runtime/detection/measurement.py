@@ -143,7 +143,7 @@ class StepMeasurement:
         """Read a measurement.
 
         Raises:
-            ControlError: A field is missing, unknown or not what it should be.
+            ControlError: A field is missing, unknown or invalid.
         """
         fields = Fields(data, "measurement")
         measurement = StepMeasurement(

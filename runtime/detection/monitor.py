@@ -53,7 +53,7 @@ class MessageRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepRecords:
-    """Everything one rank recorded in one step, in the order it happened there."""
+    """All records of one rank in one step, in the order of the events."""
 
     rank: int
     step: int
@@ -78,7 +78,7 @@ class StepRecords:
         """Read the records of a step.
 
         Raises:
-            ControlError: A field is missing, unknown or not what it should be.
+            ControlError: A field is missing, unknown or invalid.
         """
         fields = Fields(data, "records of a step")
         records = StepRecords(
@@ -180,7 +180,7 @@ class Monitor:
         self._messages.append((kind, source, destination, microbatch, nbytes, *instants))
 
     def wait(self, op: Op, seconds: float) -> None:
-        """Record how long a compute op waited for its message."""
+        """Record the seconds that a compute op waited for its message."""
         self._waits.append((op, seconds))
 
     def probe(self, source: int, destination: int, sent_at: float, arrived_at: float) -> None:

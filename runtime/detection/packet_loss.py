@@ -3,8 +3,8 @@
 Every machine has a single stall now and then. A path counts as lossy under two conditions. Messages stall in several of the
 recent steps, and the total stall time averaged over all messages exceeds the change threshold.
 
-It has recovered after enough stall-free steps: so many that, at the previous stall rate, their probability is below
-:data:`DOUBT`. Each premature recovery doubles that number.
+It has recovered after enough stall-free steps. At the previous stall rate, the probability of that many is below :data:`DOUBT`.
+Each premature recovery doubles their number.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ class Membership:
         return self._own_report_seconds + _KNOWN_SECONDS
 
     def _wait_until_known(self) -> None:
-        """Wait until all know that this rank failed or leaves, and why the job ends. The caller holds the condition."""
+        """Wait until all know that this rank failed or leaves, and why the job ends. The caller has acquired the condition."""
         self._condition.wait_for(lambda: self._is_known or self._ends or self._store_is_lost, self._patience)
 
     def _beat_for_ever(self) -> None:

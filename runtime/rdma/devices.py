@@ -80,7 +80,7 @@ def load_pyverbs() -> ModuleType:
         if spec is None or spec.loader is None:
             raise MissingExtraError(f"pyverbs is not installed: {INSTALL}")
         package = importlib.util.module_from_spec(spec)
-        # Only this package of the distribution, not all that lies beside it.
+        # Only this package of the distribution, not the other packages in that folder.
         sys.modules["pyverbs"] = package
         spec.loader.exec_module(package)
     try:

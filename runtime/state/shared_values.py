@@ -128,7 +128,7 @@ class SharedValues:
     def _among_stages(
         self, stream: StateStream, receive: Callable[[StateStream, int], Mapping[str, Tensor]]
     ) -> list[Difference]:
-        """Align the stages. Each holder reads the first holder's checksums, and the first holder all others', so both know what
+        """Align the stages. Each holder reads the first holder's checksums and that one reads all others', so both know which
         to send.
         """
         if not self._holders:

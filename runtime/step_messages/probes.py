@@ -1,7 +1,7 @@
 """Probes: a few bytes per step over every edge, whose flight is nearly the edge's latency alone.
 
-If no message queues for another, a slow edge's messages can't tell a longer latency from a lower rate, since all have the same
-size. A message of a few bytes can.
+If no message queues for another, a slow edge's messages can't separate a longer latency from a lower rate, since all have the
+same size. A message of a few bytes can.
 
 A rank sends a probe to a neighbour as soon as it has that neighbour's first message of the step. By then the neighbour has
 posted the receive, so transports whose sends wait for receives send it at once. A probe takes the channel of the gradients of

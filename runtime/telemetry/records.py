@@ -157,7 +157,7 @@ def from_json(data: object, where: str) -> TimestampedRecord:
         where: The beginning of every error message, such as a file and the line's number.
 
     Raises:
-        ControlError: It is not adaptra's, of another version, or a field is missing, unknown or not what it should be.
+        ControlError: It is not adaptra's, of another version, or a field is missing, unknown or invalid.
     """
     if not isinstance(data, Mapping) or MARK not in data:
         raise ControlError(f"{where}: not adaptra's: expected a JSON object with a field {MARK!r}")

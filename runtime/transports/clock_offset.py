@@ -4,7 +4,7 @@
 its own time ``p``, and the answer arrives at ``t1``. So the peer's clock is ahead by ``p - (t0 + t1) / 2``, with an error of at
 most half the round trip ``t1 - t0``. The shortest of several round trips counts.
 
-If a link's two directions differ in latency, the estimate is wrong by half the difference. No exchange of messages can tell
+If a link's two directions differ in latency, the estimate is wrong by half the difference. No exchange of messages can separate
 that from an offset.
 """
 

@@ -1,4 +1,4 @@
-"""Programs of one rank, lowered for its transport: the one that runs, and those that may run next."""
+"""Programs of one rank, lowered for its transport: the running one, and those that may run next."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import simulate
 
 MOST_PREPARED: Final = 4
-"""Executors of proposed plans kept. A plan that was evicted is lowered again when it runs."""
+"""The number of executors of proposed plans that are kept. A plan that was evicted is lowered again when it runs."""
 
 
 class RankPrograms:
@@ -39,9 +39,9 @@ class RankPrograms:
         initial: The plan of the first step.
         pacing: Lengthens ops on emulated devices and slowed stages.
         monitor: Records ops and messages.
-        clock: Marks when ops begin and end on this rank's device.
+        clock: Marks the start and end of ops on this rank's device.
         timeout: Seconds an op waits for a message.
-        always: Receive buffers of the messages that no program holds, per source rank and message.
+        always: Receive buffers of the messages that are not in a program, per source rank and message.
 
     Attributes:
         plan: The plan of the last step, or of the first one.
@@ -79,8 +79,8 @@ class RankPrograms:
     def prepare(self, plan: Plan) -> None:
         """Check and lower a proposed plan before the step that switches to it; runs beside training.
 
-        The controller has verified the plan, and passes keep a valid program valid. To prove that again would be half of all
-        that a switch takes of the interpreter.
+        The controller has verified the plan, and passes keep a valid program valid. Verifying it again would double the
+        interpreter time of a switch.
 
         Raises:
             PlanError: The plan holds more activations than this job allows.
@@ -91,7 +91,9 @@ class RankPrograms:
             self._prepared.pop(version, None)
 
     def switch_to(self, plan: Plan, step: int) -> Executor:
-        """Return the executor of the plan that runs ``step``; lanes and buffers follow where the plan is another one."""
+        """Return the executor of the plan that runs ``step``. If the plan is a new one, lanes and buffers are switched
+        as well.
+        """
         if self._running is None or plan.version != self.plan.version:
             self._running = self._prepared.get(plan.version) or self._executor_of(plan)
             self._transport.use_lanes(step, self._running.program)
@@ -102,7 +104,7 @@ class RankPrograms:
         return self._running
 
     def first(self) -> Program:
-        """The lowered program of the first plan, before any other has run."""
+        """Return the lowered program of the first plan, before any other has run."""
         return self._prepared[self.plan.version].program
 
     def evaluation(self, stages: Mapping[int, Stage], microbatches: int) -> Executor:
@@ -123,7 +125,7 @@ class RankPrograms:
         Args:
             lowered: The program, with SEND and RECV.
             stages: This rank's stages.
-            shapes: What the messages of every stage hold; by default those of training under the current plan.
+            shapes: The tensors in the messages of every stage; by default those of training under the current plan.
         """
         return Executor(
             lowered,
@@ -138,7 +140,7 @@ class RankPrograms:
         )
 
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
-        """Let the pool of receive buffers grow to what programs need besides the messages that no program holds."""
+        """Grow the pool of receive buffers to the needs of programs, in addition to messages that are not in a program."""
         self._by_program |= Counter(counts)
         self._transport.reserve(self._always + self._by_program)
 
@@ -154,9 +156,9 @@ class RankPrograms:
         return [MessageShapes(graphs.outputs, graphs.grad_inputs) for graphs in stages]
 
     def _lower(self, plan: Plan) -> Program:
-        """Put SEND and RECV where this transport wants them, those of delegated edges on their lane.
+        """Insert SEND and RECV for this transport, and put those of delegated edges on their lane.
 
-        Without a loss nothing is measured and planned anew, so receives are posted early enough for any delay.
+        Without a loss there is no measurement and no new plan, so receives are posted early enough for any delay.
         """
         ahead = None if self._compiled.with_loss else plan.program.microbatches
         lowered = InsertComm.for_contract(self._transport.contract, ahead).apply(plan.program, plan.case.cost)
@@ -164,7 +166,7 @@ class RankPrograms:
 
 
 def check_memory(what: str, program: Program, cost: CostModel) -> None:
-    """Refuse a program that holds more activations than the job allows, counting what W still needs.
+    """Refuse a program that keeps more activations than the job allows, counting those that W still needs.
 
     Args:
         what: The program's name in the error.
@@ -172,7 +174,7 @@ def check_memory(what: str, program: Program, cost: CostModel) -> None:
         cost: Gives the memory of microbatches and its limits, in microbatches or bytes.
 
     Raises:
-        PlanError: Names the rank, what it would hold and what it may.
+        PlanError: Names the rank, the memory that it would need and its limit.
     """
     found = simulate(program, cost)
     for rank in found.over_memory:

@@ -1,4 +1,4 @@
-"""A training step beside its program: what begins before the program runs, and what ends behind it, in this order."""
+"""The parts of a training step around its program: those that begin before it, and those that end after it, in this order."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class StepParts:
         placement: ``placement[stage]`` is the stage's rank.
         microbatches: Microbatches per step.
         transport: This rank's transport.
-        replicas: The ranks that hold copies of these stages, or None without data parallelism.
+        replicas: The ranks that have copies of these stages, or None without data parallelism.
         monitor: Records the flights of probes.
         options: Seed, timeout, and whether buffers are broadcast.
-        reduction: How the losses of microbatches and replicas become that of the batch.
+        reduction: The reduction of the losses of microbatches and replicas to that of the batch.
 
     Attributes:
         trainable: The trainable parameters of this rank's stages by name.
@@ -101,7 +101,9 @@ class StepParts:
         self._timeout = options.timeout
 
     def receive_counts(self) -> Counter[tuple[int, MessageSpec]]:
-        """Return how many receive buffers the messages of no program take at a time, per source rank and message."""
+        """Return the number of receive buffers for messages that are not in a program, at a time, per source rank and
+        message.
+        """
         senders = (self.gradients, self._losses, self._probes, self.norms)
         return sum((Counter(each.receive_counts()) for each in senders), Counter())
 
@@ -112,8 +114,8 @@ class StepParts:
             executor: Runs the step's program.
             step: The step's number in this pipeline.
             inputs, targets: Per microbatch, as the executor takes them.
-            loss_scale: Gradients are those of the loss times this.
-            steps_before: Steps of the training before this pipeline's first one; random numbers go by their sum.
+            loss_scale: The factor of the loss in the gradients.
+            steps_before: The number of training steps before this pipeline's first one, which random numbers add to the step.
 
         Returns:
             The loss of every microbatch, (microbatches,), on every rank; if weighted (microbatches, 2), each a sum and its

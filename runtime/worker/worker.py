@@ -1,6 +1,6 @@
-"""One rank at work: follows the plan log from step to step, runs its stage, measures and reports.
+"""The worker of one rank: it follows the plan log from step to step, runs its stages, measures and reports.
 
-A worker owns everything of one rank: its stage's state, its transport, its monitor and its end of the controller. Under
+A worker owns everything of one rank: its stages' state, its transport, its monitor and its end of the controller. Under
 torchrun a process has one worker; without a launcher a process has one per rank, each on a thread of its own.
 """
 
@@ -48,7 +48,7 @@ from adaptra.runtime.worker.two_pass import PendingBackward, TwoPassStep
 from adaptra.simulation.timeline import Timeline
 
 KEPT_MEASUREMENTS: Final = 5
-"""Of how many steps a worker keeps what it measured of its stage."""
+"""The number of steps whose stage measurements a worker keeps."""
 
 
 class Worker:
@@ -59,20 +59,20 @@ class Worker:
         state: The parameters and buffers of this rank's stages by their names in the user's model.
         microbatches: Microbatches per step.
         transport: This rank's transport.
-        initial: The plan of the first step, the same on every rank; it says which stages run here.
+        initial: The plan of the first step, the same on every rank; its placement defines this rank's stages.
         planning: The compiler, as the controller uses it.
-        replicas: The ranks that hold copies of these stages, or None without data parallelism.
+        replicas: The ranks that have copies of these stages, or None without data parallelism.
         pacing: Lengthens ops on emulated devices and slowed stages.
-        telemetry: Told what happens here.
+        telemetry: Takes this rank's records.
         options: Seed and timeout.
         first_step: The number of the first step.
-        reduction: How the losses of microbatches and replicas become that of the batch.
+        reduction: The reduction of the losses of microbatches and replicas to that of the batch.
 
     Attributes:
         initial: As given.
-        measured: This rank's stages in the last steps, oldest first.
-        steps_before: How many steps of the training came before this worker's first one; random numbers go by their sum.
-        explain: What an error comes of, for the user and the other ranks to be told.
+        measured: Measurements of this rank's stages in the last steps, oldest first.
+        steps_before: The number of training steps before this worker's first one, which random numbers add to the step.
+        explain: Returns the cause of an error, for the user and the other ranks.
     """
 
     def __init__(
@@ -151,9 +151,9 @@ class Worker:
         """Run one training step and accumulate gradients.
 
         Args:
-            inputs: The model's inputs per microbatch; only looked at on the first stage's rank.
-            targets: The loss's targets per microbatch; only looked at on the last stage's rank.
-            loss_scale: Gradients are those of the loss times this. Losses are returned without it.
+            inputs: The model's inputs per microbatch; only used on the first stage's rank.
+            targets: The loss's targets per microbatch; only used on the last stage's rank.
+            loss_scale: The factor of the loss in the gradients. Losses are returned without it.
 
         Returns:
             The loss of every microbatch, (microbatches,), in microbatch order, on every rank; if weighted (microbatches, 2),
@@ -178,7 +178,7 @@ class Worker:
         return losses
 
     def compare_rows(self, call: str, given: Mapping[str, Any]) -> None:
-        """Have what this rank is given compared with what others are, now and then.
+        """Have this rank's batch compared with those of other ranks, in the first calls and then in every hundredth.
 
         See :mod:`adaptra.runtime.control.same_rows`.
         """
@@ -194,7 +194,7 @@ class Worker:
             inputs: As in :meth:`step`.
 
         Returns:
-            The model's outputs for the whole batch, on every rank, and what :meth:`backward` needs.
+            The model's outputs for the whole batch, on every rank, and the state for :meth:`backward`.
 
         Raises:
             As :meth:`step`.
@@ -211,8 +211,8 @@ class Worker:
         """Run the backward pass of all microbatches and accumulate gradients.
 
         Args:
-            kept: What :meth:`forward` left; it is empty afterwards.
-            tangents: Per microbatch, the gradients of the outputs that have one; only looked at on the last stage's rank.
+            kept: The state that :meth:`forward` returned; it is empty afterwards.
+            tangents: Per microbatch, the gradients of the outputs that have one; only used on the last stage's rank.
 
         Returns:
             The gradients of the inputs that have one, for the whole batch, on every rank.
@@ -246,12 +246,12 @@ class Worker:
         return phases
 
     def gradient_norm(self, norm_type: float) -> Tensor:
-        """The norm of all stages' gradients after the last step, the same on every rank, all of which call it."""
+        """Return the norm of all stages' gradients after the last step, the same on every rank; all ranks call it."""
         with self._telling_the_others():
             return self._parts.norms.total(self._step - 1, norm_type, self._options.timeout)
 
     def found_anywhere(self, found: bool) -> bool:
-        """Whether any rank has ``found`` what it looked for after the last step; all ranks call it."""
+        """Return True if ``found`` is true on any rank after the last step; all ranks call it."""
         with self._telling_the_others():
             return self._parts.norms.found_anywhere(self._step - 1, found, self._options.timeout)
 
@@ -279,7 +279,7 @@ class Worker:
         return results
 
     def timeline(self) -> Timeline | None:
-        """The measured timeline of the last step, gathered from all ranks, on rank 0; None elsewhere. All ranks call it.
+        """Return the measured timeline of the last step, gathered from all ranks, on rank 0; None elsewhere. All ranks call it.
 
         A step must have run.
         """
@@ -298,25 +298,25 @@ class Worker:
         return merge_timelines(self.plan.program, map(StepRecords.from_json, records))
 
     def align_copies(self) -> None:
-        """Give what several ranks hold the first holder's values, and say so if that changes any; all ranks call it."""
+        """Replace copies of values by the first holder's, and log it if any differed; all ranks call it."""
         with self._telling_the_others():
             self._shared.align(self._stream(), self._receive_state)
             self._programs.reserve({})
 
     @property
     def shares_values(self) -> bool:
-        """Whether ranks of this job hold copies of the same values."""
+        """True if ranks of this job have copies of the same values."""
         return self._shared.exist
 
     def full_state(self, collector: int, takes_part: bool, from_first: bool) -> dict[str, Tensor]:
-        """The model's parameters and persistent buffers by name, on one rank of a pipeline; nothing elsewhere.
+        """Return the model's parameters and persistent buffers by name, on one rank of a pipeline; nothing elsewhere.
 
         All ranks call it; their states are sent one after the other.
 
         Args:
-            collector: The rank of the pipeline that gets them, in memory of the CPU that nothing else holds.
+            collector: The rank of the pipeline that gets them, as CPU tensors of its own.
             takes_part: Whether the pipeline is that of the collector.
-            from_first: Whether that is not the first replica, whose buffers these are.
+            from_first: Whether to take the first replica's buffers, because this is another replica.
         """
         with self._telling_the_others():
             buffers = self.buffers_of_first_replica() if from_first else {}
@@ -343,7 +343,9 @@ class Worker:
         return stream.receive(source)
 
     def buffers_of_first_replica(self) -> dict[str, Tensor]:
-        """Copies of the first replica's persistent buffers of these stages; nothing without replicas, all of which call it."""
+        """Return copies of the first replica's persistent buffers of these stages; empty without replicas. All replicas call
+        it.
+        """
         stages = [self._compiled.train[stage] for stage in self._parts.stages]
         parameters = {name for stage in stages for name in stage.parameters}
         buffers = {name: self.state[name] for name in self._saved_here() if name not in parameters}
@@ -366,7 +368,7 @@ class Worker:
 
     @property
     def training_step(self) -> int:
-        """The number of the next step in the whole training, of which other pipelines may have run the first ones."""
+        """The number of the next step in the whole training, including the steps of earlier pipelines."""
         return self.steps_before + self._step
 
     @property
@@ -375,7 +377,7 @@ class Worker:
         return self._step
 
     def leave(self) -> None:
-        """Tell the others that this rank will close; ranks of one process do so before one of them waits for the others."""
+        """Report that this rank will close. Ranks of one process all do so before one of them waits for the others."""
         self._membership.leave()
 
     def close(self) -> None:
@@ -389,11 +391,15 @@ class Worker:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other rank waits for this one's messages or gradients."""
+        """True if no other rank waits for this one's messages or gradients."""
         return self._ranks == 1 and self._replicas is None
 
     def fail(self, error: Exception) -> Exception:
-        """This rank can't go on: tell all ranks. What caused it, wherever that was, to be raised in place of ``error``."""
+        """Report to all ranks that this rank can't continue.
+
+        Returns:
+            The first failure of any rank, to be raised in place of ``error``.
+        """
         cause = self._membership.fail(error)
         cause = cause if isinstance(cause, Exception) else error
         if self._replicas is not None and isinstance(cause, PeerLostError):
@@ -404,11 +410,11 @@ class Worker:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank's waits have been ended by an error."""
+        """True if an error has ended this rank's waits."""
         return self._aborted_by is not None
 
     def abort(self, error: Exception) -> None:
-        """End all waits of this rank, now and later, with this error. Any thread may."""
+        """End all waits of this rank, now and later, with this error. Any thread may call it."""
         if self._aborted_by is None:
             self._aborted_by = error
         self._transport.abort(error)
@@ -417,13 +423,13 @@ class Worker:
             self._replicas.abort(error)
 
     def check(self) -> None:
-        """Raise what has ended this rank's waits, if anything has."""
+        """Raise the error that has ended this rank's waits, if there is one."""
         if self._aborted_by is not None:
             raise self._aborted_by
 
     @contextmanager
     def _telling_the_others(self) -> Generator[None]:
-        """What fails here reaches all ranks; what is raised here is what failed first, wherever that was."""
+        """Report an error to all ranks, and raise the first failure of any rank in its place."""
         try:
             yield
         except Exception as error:
@@ -433,15 +439,15 @@ class Worker:
             raise cause from error
 
     def _link_told(self, event: RdmaEvent) -> None:
-        """The transport goes on by itself, on another path; this is for who looks."""
+        """Record an RDMA event. The transport continues by itself on another path."""
         self.monitor.link(event, time.monotonic())
         self.controller.tell_link(str(event))
 
     def _abort_by_control(self, error: BaseException) -> None:
-        """The control plane failed, and tells the others itself: whoever waits for a message here is told."""
+        """End this rank's waits for messages after a failure of the control plane, which informs the other ranks itself."""
         self._transport.abort(error if isinstance(error, Exception) else AdaptraError(str(error)))
 
 
 def _as_it_is(error: Exception) -> Exception:
-    """What an error comes of where nobody knows more."""
+    """Return the error itself, as no other cause is known."""
     return error

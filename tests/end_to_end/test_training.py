@@ -36,8 +36,10 @@ ROWS = 24
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-CASES = [(name, stages, torch.float32) for name in EXAMPLES for stages in (2, 4)]
-CASES += [(name, 4, torch.bfloat16) for name in EXAMPLES]
+CASES = [
+    *((name, stages, torch.float32) for name in EXAMPLES for stages in (2, 4)),
+    *((name, 4, torch.bfloat16) for name in EXAMPLES),
+]
 
 
 @pytest.mark.parametrize(("name", "stages", "dtype"), CASES, ids=lambda value: str(value).removeprefix("torch."))
@@ -64,7 +66,8 @@ def test_gradients_add_up_over_steps_until_they_are_zeroed() -> None:
         for batch in batches:
             pipe.step(*call(batch)[0])
         for name, parameter in pipe.named_parameters():
-            assert parameter.grad is not None and torch.equal(parameter.grad, expected[name].grad), name
+            alone = expected[name].grad
+            assert parameter.grad is not None and alone is not None and torch.equal(parameter.grad, alone), name
 
 
 # Rule 1: plans never change numbers.
@@ -307,7 +310,7 @@ def test_an_exception_on_one_rank_ends_the_step_on_all() -> None:
         begun = time.monotonic()
         with pytest.raises(IndexError, match="1000 is out of bounds") as caught:
             pipe.step(inputs, wrong)
-        assert time.monotonic() - begun < 20
+        assert time.monotonic() - begun < 100, "a rank waited for its op's own limit"
         assert caught.value.__notes__ == ["in step 1: rank 3 at 3F2"]
         with pytest.raises(PipelineError, match=r"this pipeline has failed .* IndexError"):
             pipe.step(inputs, targets)
@@ -348,7 +351,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing() -> None:
     with compiled(example, batch, stages=STAGES, microbatches=4) as pipe:
         before = {name: value.clone() for name, value in pipe.state_dict().items()}
         good = {name: torch.randn_like(value) if value.is_floating_point() else value for name, value in before.items()}
-        cases = [
+        cases: list[tuple[dict[str, Any], str]] = [
             (good | {"head.biased": torch.zeros(10)}, r"unknown \['head.biased'\]"),
             ({name: value for name, value in good.items() if name != "head.bias"}, r"missing \['head.bias'\], unknown nothing"),
             (good | {"head.bias": torch.zeros(1)}, r"head.bias has shape \[1\]: expected \[10\]"),

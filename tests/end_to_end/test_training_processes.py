@@ -89,11 +89,14 @@ def test_models_train_bitwise_as_one_process_on_four_ranks(cases: Sequence[Examp
     check(run_processes(train_examples, 4, 4, cases))
 
 
-TWO = [("gpt_tied", "float32", 8, "zb_h2", None), ("tied_blocks", "bfloat16", 8, None, ["blocks.1"])]
-TWO += [
-    (name, "float32", microbatches, schedule, None)
-    for name in ("tied_twice", "mixed")
-    for microbatches, schedule in ((8, None), (6, "1f1b, fused"), (1, "gpipe"))
+TWO = [
+    ("gpt_tied", "float32", 8, "zb_h2", None),
+    ("tied_blocks", "bfloat16", 8, None, ["blocks.1"]),
+    *(
+        (name, "float32", microbatches, schedule, None)
+        for name in ("tied_twice", "mixed")
+        for microbatches, schedule in ((8, None), (6, "1f1b, fused"), (1, "gpipe"))
+    ),
 ]
 
 
@@ -124,7 +127,8 @@ def test_two_stages_on_each_rank_train_bitwise_as_one_process(transport: str, ra
 
 def carried(pipe: adaptra.Pipeline) -> set[tuple[int, int]]:
     """The edges over which this process's delegate has sent messages of the pipeline, as (source, destination)."""
-    lanes = pipe._built.workers[0]._transport
+    assert pipe._built is not None
+    lanes: Any = pipe._built.workers[0]._transport
     lanes = getattr(lanes, "_transport", lanes)._lanes["delegate"]
     # Clocks are compared over it too, by messages of a few bytes.
     return {
@@ -191,8 +195,9 @@ def train_while_paths_fail(rank: int) -> tuple[list[str], int, int, int]:
         for number, batch in enumerate(batches):
             steps.append(run_step(pipe, optimizer, batch))
             cut += cut_connections(hosts[(number + rank) % 2])
-        transport = pipe._built.workers[0]._transport
-    # Records are told by a thread of their own, the last as the pipeline closes: what was counted is read after them.
+        assert pipe._built is not None
+        transport: Any = pipe._built.workers[0]._transport
+    # A thread of its own hands records on, the last as the pipeline closes: what was counted is read after them.
     failures = sum(channel[4]["path_failures"] for channel in transport.statistics())
     known = sum(one.record.failures for one in told if isinstance(one.record, PathsChanged))
     return differences(steps, train_alone(MIXED, batches, 8), whole=False), cut, known, failures
@@ -277,7 +282,7 @@ def hold_one_stage(rank: int) -> tuple[Any, ...]:
         alive = {name for name, reference in references.items() if reference() is not None}
         own = {name for name, parameter in pipe.named_parameters()}
         trained = train(pipe, [batch])[-1]
-        gathered = [None] * STAGES
+        gathered: list[Any] = [None] * STAGES
         dist.all_gather_object(gathered, pipe.state_dict())
         saved = {name: value for one in gathered for name, value in one.items()}
         plain = example.make(seed=1)

@@ -51,7 +51,7 @@ def _reference(tensor: Tensor) -> StorageWeakRef:
 def compiled(name: str, **arguments: Any) -> tuple[adaptra.Pipeline, Any]:
     example = EXAMPLES[name]
     args, kwargs, targets = batch = example.rows(ROWS, seed=0)
-    given = {"example_inputs": (args, targets), "example_kwargs": kwargs, "loss": example.loss} | arguments
+    given: dict[str, Any] = {"example_inputs": (args, targets), "example_kwargs": kwargs, "loss": example.loss} | arguments
     return adaptra.compile(example.make(), stages=STAGES, microbatches=MICROBATCHES, **given), batch
 
 

@@ -100,7 +100,7 @@ def test_a_state_without_its_step_is_refused(one_thread: None, change: dict[str,
 
 
 def test_without_a_launcher_a_state_dict_is_the_whole_run(one_thread: None) -> None:
-    """The optimizer of the plain loop halves its rate after every step; the second pipeline has to be told by the first."""
+    """The optimizer of the plain loop halves its rate after every step; the second pipeline gets the rate from the first."""
     expected = train_alone(EXAMPLE, BATCHES, MICROBATCHES, optimizer=halving)
     with compiled(EXAMPLE, BATCHES[0], stages=3, microbatches=MICROBATCHES) as pipe:
         optimizer = halving(pipe.parameters())
@@ -143,8 +143,9 @@ def test_gradients_of_several_steps_add_up_as_those_of_more_microbatches(one_thr
         for half in (slice(None, ROWS), slice(ROWS, None)):
             pipe.step(ids[half], targets[half], **kwargs)
         for name, parameter in pipe.named_parameters():
-            assert parameter.grad is not None
-            assert torch.equal(parameter.grad / 2, dict(expected.gradients)[name]), name
+            alone = dict(expected.gradients)[name]
+            assert parameter.grad is not None and alone is not None
+            assert torch.equal(parameter.grad / 2, alone), name
 
 
 def test_an_optimizer_of_the_plain_model_is_refused(one_thread: None) -> None:

@@ -31,6 +31,8 @@ NO_MODULE = (
 class Everything(nn.Module):
     """A tied weight, statistics, a buffer of several dtypes, one that is not saved, a frozen parameter, and dropout."""
 
+    scratch: Tensor
+
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.first = nn.Linear(width, width)
@@ -81,6 +83,7 @@ def collect(rank: int, folder: str) -> tuple[list[str], list[str]]:
         before = pipe.full_state_dict()
         optimizer = adam(pipe.parameters())
         found: list[str] = []
+        full = before
         for batch, one in zip(BATCHES, expected, strict=True):
             run_step(pipe, optimizer, batch)
             full = pipe.full_state_dict()

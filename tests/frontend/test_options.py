@@ -60,8 +60,9 @@ def test_a_slow_link_is_detected_and_adapted_to(planning_seconds: float) -> None
         return {(1, 2), (2, 1)} <= set(pipe.slow_edges)
 
     told: list[ControlEvent] = []
-    given = {"faults": SLOW, "emulate": DEVICE, "planning_seconds": planning_seconds}
-    pipe, losses = train(MOST, until=expects_it, on_event=told.append, **given)
+    pipe, losses = train(
+        MOST, until=expects_it, on_event=told.append, faults=SLOW, emulate=DEVICE, planning_seconds=planning_seconds
+    )
     kinds = {event.kind for event in told}
     assert {EventKind.DETECTED, EventKind.PROPOSED, EventKind.AGREED, EventKind.CONFIRMED, EventKind.SWITCHED} <= kinds
     assert pipe.plan.version >= 1

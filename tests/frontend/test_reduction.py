@@ -35,7 +35,7 @@ DOCUMENTED = {
 ROWS, MICROBATCHES, CLASSES = 8, 4, 11
 
 
-def make() -> nn.Module:
+def make() -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Embedding(CLASSES, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, CLASSES)
@@ -65,7 +65,7 @@ def weighted(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return summed(logits, labels), (labels != -100).sum()
 
 
-def compiled(loss: Any, reduction: str, model: nn.Module | None = None, **how: Any) -> adaptra.Pipeline:
+def compiled(loss: Any, reduction: str, model: nn.Module | list[nn.Module] | None = None, **how: Any) -> adaptra.Pipeline:
     return adaptra.compile(
         make() if model is None else model,
         stages=how.pop("stages", 3),

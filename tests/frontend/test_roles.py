@@ -97,6 +97,7 @@ def train(rank: int, changes: Mapping[int, tuple[int, int]] | None = None, links
         optimizer, schedule = optimizer_of(pipe)
         for step in range(STEPS):
             if changes and step in changes:
+                assert pipe.roles is not None
                 pipe.take_roles(pipe.roles.swapped(*changes[step]), optimizer)
             if links and step == 3:
                 dist.barrier()
@@ -114,11 +115,12 @@ def train(rank: int, changes: Mapping[int, tuple[int, int]] | None = None, links
             schedule.step()
         state = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in pipe.state_dict().items()}
         dist.barrier()
+        assert pipe.roles is not None
         return losses, pipe.roles.of(rank), state, told
 
 
 def by_role(results: Sequence[Trained]) -> dict[tuple[int, int], tuple[list[float], dict[str, str]]]:
-    return {tuple(role): (losses, state) for losses, role, state, _ in results}
+    return {role: (losses, state) for losses, role, state, _ in results}
 
 
 def train_twice(
@@ -162,8 +164,8 @@ def mistakes(rank: int) -> tuple[list[tuple[str, str]], float]:
 @pytest.mark.processes
 def test_roles_that_do_not_fit_change_nothing() -> None:
     for found, loss in run_processes(mistakes, 2):
-        check_documented(*found[0], DOCUMENTED["other"])
-        check_documented(*found[1], DOCUMENTED["early"])
+        check_documented(found[0][0], found[0][1], DOCUMENTED["other"])
+        check_documented(found[1][0], found[1][1], DOCUMENTED["early"])
         assert loss > 0
 
 
@@ -182,6 +184,7 @@ def lose_a_rank(rank: int, meets: bool) -> tuple[str, str] | None:
         pipe.step(inputs[0], targets)
         if rank == 1:
             if meets:
+                assert pipe._built is not None and pipe._built.launched.job is not None
                 pipe._built.launched.job.meet(30.0, text=Consent().encode())
             os._exit(1)
         try:
@@ -229,7 +232,9 @@ def test_an_optimizer_goes_on_with_what_was_handed_over(optimizer_class: type[to
     assert other.param_groups[1]["params"] == [taken["weight"]] and not isinstance(taken["mean"], nn.Parameter)
     optimizer.step()
     other.step()
-    assert torch.equal(taken["weight"], state["weight"]) and torch.equal(taken["weight"].grad, state["weight"].grad)
+    gradient, before = taken["weight"].grad, state["weight"].grad
+    assert gradient is not None and before is not None
+    assert torch.equal(taken["weight"], state["weight"]) and torch.equal(gradient, before)
 
 
 def test_what_can_not_move_is_refused() -> None:

@@ -29,6 +29,8 @@ def rows(count: int, seed: int) -> Batch:
 
 
 class Rotary(nn.Module):
+    turn: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -133,3 +134,10 @@ def test_every_class_name_has_one_meaning() -> None:
             if isinstance(node, ast.ClassDef):
                 places[node.name.strip("_")].append(module)
     assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_contributing_names_paths_that_exist() -> None:
+    named = re.findall(
+        r"`((?:adaptra_compile|passes|runtime|csrc|tests|bench|docs)/[\w/.]*)`", (ROOT / "CONTRIBUTING.md").read_text()
+    )
+    assert named and not [path for path in named if not (ROOT / path).exists()]

@@ -50,10 +50,10 @@ def test_other_changes_are_refused(text: str, message: str) -> None:
 
 @pytest.mark.root
 def test_each_direction_has_its_delay(linked_hosts: type[LinkedHosts]) -> None:
-    with linked_hosts(2, "0>1 delay=40ms", "1>0 delay=5ms") as hosts:
+    with linked_hosts(2, "0>1 delay=400ms", "1>0 delay=5ms") as hosts:
         backward, forward = hosts.call(one_way, hosts.address(0), 5)
-    assert forward >= 0.04
-    assert 0.005 <= backward < 0.04
+    assert forward >= 0.4
+    assert 0.005 <= backward < 0.4
 
 
 @pytest.mark.root
@@ -119,6 +119,7 @@ def test_hosts_end_with_whoever_made_them(needs_linked_hosts: None) -> None:
     # Processes of processes, which no signal to the launcher reaches: the pipe ends with the last of them.
     line = "setsid sleep 1000 & echo started; wait"
     with subprocess.Popen([*LAUNCH, "--hosts", "2", "--", "sh", "-c", line], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
         assert [launcher.stdout.readline() for _ in range(2)] == ["started\n"] * 2
         launcher.send_signal(signal.SIGKILL)
         assert launcher.stdout.read() == ""

@@ -13,7 +13,7 @@ from strategies import cost_models, programs
 
 from adaptra.errors import PassError
 from adaptra.passes import InsertComm
-from adaptra.passes.insert_comm import LEAST_AHEAD
+from adaptra.passes.insert_comm import LEAST_AHEAD, Channel
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import peer_stage
 from adaptra.program.schedules import gpipe, one_f_one_b, zb_h1
@@ -52,7 +52,7 @@ def test_golden_late(golden: Callable[[str, str], None]) -> None:
 
 
 def test_what_is_posted_ahead_of_need_is_told_for_any_costs() -> None:
-    program, channel = gpipe(3, 12), (0, 1, True)
+    program, channel = gpipe(3, 12), Channel(0, 1, True)
     slow = TEN.with_latency(0, 1, 60).with_latency(1, 0, 60)
     found = [InsertComm("ahead").ahead_of_need(program, cost)[channel] for cost in (TEN, slow)]
     assert found[0] == LEAST_AHEAD < found[1]

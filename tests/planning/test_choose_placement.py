@@ -60,8 +60,9 @@ def test_of_placements_as_fast_the_one_with_less_memory_is_first() -> None:
 
 
 def test_every_plan_is_valid_above_its_bound_and_as_short_as_the_literatures() -> None:
-    times = [tuple(float(3 + stage * step % 5) for stage in range(12)) for step in (1, 2, 3)]
-    pieces = CostModel(*times, *((0.0,) * 11 for _ in range(4)))
+    first, second, third = (tuple(float(3 + stage * step % 5) for stage in range(12)) for step in (1, 2, 3))
+    free = (0.0,) * 11
+    pieces = CostModel(first, second, third, free, free, free, free)
     found = choose_placement(pieces, 7, 2, Links(usual_latency=2.0, usual_occupancy=1.0))
     assert {placed.name for placed in found} == {"straight", "v", "interleaved-2", "interleaved-3", "interleaved-6"}
     names = {"straight": "1f1b", "v": "zbv"}

@@ -23,7 +23,7 @@ LOAD = StageLoad(gradient_bytes=4_000_000, gradients=8, state_bytes=12_000_000)
 
 def job(slow: Collection[tuple[int, int]] = (), ranks: int = 4, stages: int = 2, link: Link = SLOW, **changes: Any) -> JobModel:
     links = {pair: link if pair in slow else FAST for pair in combinations(range(ranks), 2)}
-    fields = {
+    fields: dict[str, Any] = {
         "cost": CostModel.uniform(stages, 0.02, 0.02, 0.02),
         "microbatches": 8,
         "message_bytes": [(100_000, 100_000)] * (stages - 1),

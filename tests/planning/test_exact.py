@@ -1,5 +1,7 @@
-"""The exact reference: its plans are valid and take what the solver says, its optimum is that of trying every order, and the
-planner comes close to it."""
+"""The exact reference: its plans are valid and take what the solver says.
+
+Its optimum is that of trying every order, and the planner comes close to it.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,13 @@ def random_case(seed: int, placement: Sequence[int] | None = None, whole: bool =
     def some(count: int, least: int, most: int) -> tuple[float, ...]:
         return tuple(float(chance.randint(least, most)) if whole else chance.uniform(least, most) for _ in range(count))
 
-    per_stage, per_edge = [some(stages, 1, 10) for _ in range(3)], [some(stages - 1, 0, 20) for _ in range(2)]
-    occupancy = [some(stages - 1, 0, 8) for _ in range(2)]
+    forward, input_grad, weight_grad = (some(stages, 1, 10) for _ in range(3))
+    there, back = (some(stages - 1, 0, 20) for _ in range(2))
+    busy_there, busy_back = (some(stages - 1, 0, 8) for _ in range(2))
     several = stages // ranks
     limit = tuple(float(several * chance.randint(1, microbatches)) for _ in range(ranks)) if chance.random() < 0.5 else None
-    return Case(CostModel(*per_stage, *per_edge, *occupancy, memory_limit=limit), microbatches, placement, f"random-{seed}")
+    cost = CostModel(forward, input_grad, weight_grad, there, back, busy_there, busy_back, memory_limit=limit)
+    return Case(cost, microbatches, placement, f"random-{seed}")
 
 
 def stage_orders(stage: int, microbatches: int) -> Iterator[tuple[Op, ...]]:

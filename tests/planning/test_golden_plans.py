@@ -50,4 +50,4 @@ def test_the_exact_solver_proves_that_no_plan_is_shorter(situation: Situation) -
 
 def test_names_are_unique_and_the_page_shows_them_all(request: pytest.FixtureRequest) -> None:
     assert len({situation.name for situation in SITUATIONS}) == len(SITUATIONS) >= 30
-    check_golden("plans.md", document(), accept=request.config.getoption("--accept-golden"), folder=DOCS)
+    check_golden("plans.md", document(), accept=bool(request.config.getoption("--accept-golden")), folder=DOCS)

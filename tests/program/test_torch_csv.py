@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 from hypothesis import given
@@ -120,7 +120,9 @@ def _gradients_in_one_process(microbatches: int) -> list[list[Tensor | None]]:
     return [[parameter.grad for parameter in stage.parameters()] for stage in (first, second)]
 
 
-def _train_under_torch(rank: int, folder: str, schedules: list[tuple[str, str, int]]) -> None:
+def _train_under_torch(
+    rank: int, folder: str, schedules: list[tuple[str, Literal["compute_only", "compute_comms"], int]]
+) -> None:
     """One rank: for each CSV file, load it into torch's runtime, train one step and compare the gradients."""
     import torch
     from torch import distributed

@@ -352,7 +352,8 @@ def broken(change: str) -> str:
             first["args"]["op"] = "9F0"
         case "kind":
             first["args"] = {"message": "0F0", "destination": 1, "posted": 0, "departed": 0, "arrived": 1}
-        case "unknown":
+        case _:
+            assert change == "unknown"
             first["args"] = {}
     return json.dumps(data)
 

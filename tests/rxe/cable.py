@@ -1,6 +1,6 @@
 """A cable that changes what it carries, in a way that the link's own check does not notice.
 
-RoCE v2 packets end in a checksum (ICRC) that every port along the way could have spoilt and put right again: what changes in a
+RoCE v2 packets end in a checksum (ICRC) that every port along the way could have spoilt and put right again. What changes in a
 switch's memory arrives as if it had been sent so. Soft-RoCE drops and repeats what netem corrupts; only this reaches whoever
 listens.
 """
@@ -43,7 +43,7 @@ class Packet:
     @staticmethod
     def of(frame: bytearray) -> Packet | None:
         """The packet in this frame; None if it has none."""
-        is_udp = len(frame) > _BTH and frame[12:14] == b"\x08\x00" and frame[_IP + 9] == socket.IPPROTO_UDP
+        is_udp = len(frame) > _BTH and bytes(frame[12:14]) == b"\x08\x00" and frame[_IP + 9] == socket.IPPROTO_UDP
         if not is_udp or struct.unpack_from("!H", frame, _UDP + 2) != (_ROCE_PORT,):
             return None
         return Packet(frame)
@@ -65,7 +65,7 @@ class Packet:
     @property
     def is_sound(self) -> bool:
         """Whether its checksum is right."""
-        return self.frame[-_CHECKSUM_BYTES:] == self.checksum
+        return bytes(self.frame[-_CHECKSUM_BYTES:]) == self.checksum
 
     def put_right(self) -> None:
         """Give it the checksum of its contents."""

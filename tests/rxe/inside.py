@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ class Process:
 
 
 @contextlib.contextmanager
-def on_hosts(count: int, function: Callable[..., Any], *arguments: Any) -> Iterator[list[Process]]:
+def on_hosts(count: int, function: Callable[..., Any], *arguments: Any) -> Generator[list[Process], None, None]:
     """Processes that call ``function(host, *arguments)`` on the hosts 0 … count-1; what still runs in the end is killed."""
     processes: list[Process] = []
     try:

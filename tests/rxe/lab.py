@@ -1,7 +1,7 @@
 """A laboratory with real RDMA on a machine that has none: hosts with soft-RoCE devices under a throw-away kernel.
 
 The kernel is User-mode Linux, an ordinary process: it boots within two seconds, sees this machine's files, and programs run in
-it at native speed. It has the verbs that this machine's kernel lacks, and every cable can be pulled or disturbed; see
+it at native speed. It has the verbs that this machine's kernel lacks, and every cable can be pulled or disturbed. See
 ``hosts.sh`` for the topology and ``build_kernel.sh`` for the kernel.
 """
 

@@ -40,7 +40,7 @@ def test_a_lab_ends_with_the_process_that_started_it(
     in_lab: Callable[..., Any], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """Killed as by a terminal that is closed, or by the machine when memory is short."""
-    kernel = request.config.getoption("--lab-kernel").resolve()
+    kernel: Path = Path(str(request.config.getoption("--lab-kernel"))).resolve()
     script = f"import lab, pathlib; lab.run(pathlib.Path({str(kernel)!r}), ['sleep', '600'], pathlib.Path('/'), timeout=600.0)"
     starter = subprocess.Popen([sys.executable, "-c", script], cwd=RXE, env=os.environ | {"TMPDIR": str(tmp_path)})
     try:

@@ -18,7 +18,7 @@ HEADINGS = ("model", "captured", "stages begin at", "parameters", "processor sec
 def row_of(name: str, model: nn.Module, compiled: CompiledStages) -> tuple[str, ...]:
     """A model's row but for the seconds.
 
-    A stage begins at the module whose parameters are the first that no earlier stage has; one that has none holds the end of
+    A stage begins at the module whose parameters are the first that no earlier stage has. One that has none holds the end of
     the model's computation or its loss.
     """
     seen: set[str] = set()

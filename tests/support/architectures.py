@@ -20,6 +20,9 @@ def language_model(model: type[Any], config: type[Any], **settings: Any) -> Call
     return lambda: model(config(vocab_size=VOCABULARY, use_cache=False, **settings))
 
 
+TEN_CLASSES: dict[str, Any] = {"num_labels": 10}
+"""What configurations take, though their signatures do not say so."""
+
 LLAMA = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -106,8 +109,8 @@ class ResNet50(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
-            x = layer(x)
+        for number in (1, 2, 3, 4):
+            x = self.get_submodule(f"layer{number}")(x)
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
@@ -287,13 +290,13 @@ TRANSFORMERS = (
         "ViT",
         lambda: transformers.ViTForImageClassification(
             transformers.ViTConfig(
+                **TEN_CLASSES,
                 hidden_size=32,
                 num_hidden_layers=4,
                 num_attention_heads=4,
                 intermediate_size=48,
                 image_size=16,
                 patch_size=4,
-                num_labels=10,
             )
         ),
         labelled_pictures,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ MADE: list[adaptra.Pipeline] = []
 
 
 @contextmanager
-def fresh_compiler() -> Iterator[None]:
+def fresh_compiler() -> Generator[None, None, None]:
     """Nothing that was compiled before, and an end for the pipelines that are made within."""
     torch._dynamo.reset()
     yield

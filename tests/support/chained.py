@@ -95,6 +95,7 @@ def train_in_stages(compiled: CompiledStages, model: nn.Module, batches: Sequenc
         for stage in compiled.train:
             gradients = stage.run_weight_grad(saved[k][stage.index])
             for name, one in zip(stage.contributions, gradients, strict=True):
+                assert one is not None
                 contributions.setdefault((name, stage.index), []).append(one)
         for name, before in total.items():
             order = orders.get(name, tuple(stage.index for stage in compiled.train if name in stage.trainable))

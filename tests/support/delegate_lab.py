@@ -1,8 +1,9 @@
 """Two engines of the delegate in one process, joined by links that fail to order.
 
-A link is a TCP proxy: real sockets on both sides, so that the engine sees what a network shows it: a reset, silence, or
-bytes that changed on the way.
+A link is a TCP proxy with real sockets on both sides. So the engine sees what a network shows it: a reset, silence, or bytes
+that changed on the way.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -12,17 +13,29 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from typing import TypedDict
 
 from adaptra import _C
 from adaptra.runtime.transports.delegate.endpoints import Endpoint
 from adaptra.runtime.transports.delegate.engine import Listen, listen
 
 SECRET = bytes(range(32))
-QUICK = {"heartbeat": 0.05, "silence": 0.25, "healthy_for": 0.3, "lost_after": 2.0, "handshake": 1.0}
+
+
+class EngineTimes(TypedDict):
+    """The times that an engine is given, in seconds."""
+
+    heartbeat: float
+    silence: float
+    healthy_for: float
+    lost_after: float
+    handshake: float
+
+
+QUICK: EngineTimes = {"heartbeat": 0.05, "silence": 0.25, "healthy_for": 0.3, "lost_after": 2.0, "handshake": 1.0}
 
 # Where no link fails: on a busy machine a quarter of a second without a sign of life says little.
-CALM = QUICK | {"silence": 20.0}
+CALM: EngineTimes = {**QUICK, "silence": 20.0}
 
 
 class Link:
@@ -30,12 +43,12 @@ class Link:
 
     def __init__(self, host: str, target: tuple[str, int]) -> None:
         self.target = target
-        self._listener = socket.create_server((host, 0))
-        self.endpoint = self._listener.getsockname()[:2]
+        self._listener: socket.socket | None = socket.create_server((host, 0))
+        self.endpoint: tuple[str, int] = self._listener.getsockname()[:2]
         self._selector = selectors.DefaultSelector()
         self._lock = threading.RLock()
-        self._pairs = {}
-        self._near = set()
+        self._pairs: dict[socket.socket, socket.socket] = {}
+        self._near: set[socket.socket] = set()
         self.is_corrupting = False
         self.carried = 0
         self.rate: float | None = None
@@ -66,6 +79,7 @@ class Link:
         """As when the process behind the port ends: its connections do, and new ones are refused until :meth:`come_back`."""
         with self._lock:
             listener, self._listener = self._listener, None
+            assert listener is not None, "it has vanished already"
             self._selector.unregister(listener)
             listener.close()
         self.reset()
@@ -103,15 +117,15 @@ class Link:
         while not self._is_closed:
             for key, _ in self._selector.select(0.02 if self.is_silent else None):
                 with self._lock:
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    elif key.fileobj in self._pairs and not self.is_silent:
+                    if self._listener is not None and key.fileobj is self._listener:
+                        self._accept(self._listener)
+                    elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._pairs and not self.is_silent:
                         self._move(key.fileobj)
             if self.is_silent:
                 time.sleep(0.005)
 
-    def _accept(self) -> None:
-        near, _ = self._listener.accept()
+    def _accept(self, listener: socket.socket) -> None:
+        near, _ = listener.accept()
         far = None
         with contextlib.suppress(OSError):
             far = socket.create_connection(self.target)
@@ -155,7 +169,7 @@ def behind_links(links: list[Link]) -> Listen:
 class Pair:
     """Rank 0 sends to rank 1 over several links; rank 1 answers nothing but acknowledgements."""
 
-    def __init__(self, links: int = 2, timing: Mapping[str, float] = QUICK, secret: bytes = SECRET) -> None:
+    def __init__(self, links: int = 2, timing: EngineTimes = QUICK, secret: bytes = SECRET) -> None:
         self.sender, self.receiver = _C.Engine(0, 2, SECRET, **timing), _C.Engine(1, 2, secret, **timing)
         hosts = [f"127.0.0.{2 + k}" for k in range(links)]
         targets = [(host, self.sender.add_tcp_path(host)) for host in hosts]
@@ -192,7 +206,7 @@ class Pair:
     def take(self, request: _C.Request, timeout: float = 10.0) -> bytes:
         """The bytes of a received message, which is released."""
         assert request.wait(timeout), "nothing arrived"
-        assert request.error is None, request.error
+        assert request.error is None and request.memory is not None, request.error
         got = ctypes.string_at(request.memory.address, len(request.memory))
         self.receiver.release(request)
         return got

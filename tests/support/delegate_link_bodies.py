@@ -62,8 +62,8 @@ def until(rank: int, addresses: Sequence[str], change: str, control: str, goal: 
 
 def _send(engine: _C.Engine, change: str, control: str, has_come: Callable[[], bool]) -> list[Any]:
     """The last message begins with a 1; how many there were, and whether the goal was seen before and after the change."""
-    pending = deque()
-    count, is_last, was_there, deadline = 0, 0, False, time.monotonic() + PATIENCE
+    pending: deque[_C.Request] = deque()
+    count, is_last, was_there, is_there, deadline = 0, 0, False, False, time.monotonic() + PATIENCE
     while not is_last:
         if count == WINDOW and change:
             was_there = has_come()
@@ -88,6 +88,7 @@ def _receive(engine: _C.Engine) -> int:
     while not is_last:
         request = pending.popleft()
         _finish(request)
+        assert request.memory is not None
         is_last, number = struct.unpack("<BI", ctypes.string_at(request.memory.address, 5))
         assert number == count
         count += 1

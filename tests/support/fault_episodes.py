@@ -1,6 +1,6 @@
 """Training over processes through episodes of injected faults: random ones, and what was made of each.
 
-An episode is one fault, or two that overlap, on random edges or stages, of random kind, size and length; then the pipeline is
+An episode is one fault, or two that overlap, on random edges or stages, of random kind, size and length. Then the pipeline is
 healthy for a while. ``bench/reaction.py`` runs a hundred of them.
 """
 
@@ -15,6 +15,7 @@ import torch
 from models import Example, square_loss, vectors
 from noisy_steps import best_plan, slower
 from torch import nn
+from training import Step
 
 from adaptra.runtime.control.coordinator import ControllerOptions
 from adaptra.runtime.control.events import ControlEvent, EventKind
@@ -109,8 +110,8 @@ def train_through(
     """One rank; the process group must be there.
 
     Returns:
-        The parameters of this rank that differ at the end by any bit from those of plain torch in one process, without faults,
-        what this rank's controller told, and of every fault whether it matters.
+        The parameters of this rank that differ at the end by any bit from those of plain torch in one process, without faults.
+        Then what this rank's controller told, and of every fault whether it matters.
     """
     from training import adam, compiled, run_step, train_alone
 
@@ -122,6 +123,7 @@ def train_through(
     batches = [example.rows(rows, step) for step in range(steps)]
     told: list[ControlEvent] = []
     ran: list[Plan] = []
+    steps_ran: list[Step] = []
     options = adaptra.Options(
         faults=[str(fault) for faults in planned for fault in faults],
         emulate=adaptra.EmulatedDevice(op_seconds, op_seconds, op_seconds),
@@ -130,10 +132,10 @@ def train_through(
     with compiled(example, batches[0], stages=stages, microbatches=microbatches, options=options) as pipe:
         optimizer = adam(pipe.parameters())
         for batch in batches:
-            last = run_step(pipe, optimizer, batch)
+            steps_ran.append(run_step(pipe, optimizer, batch))
             ran.append(pipe.plan)
     (*_, expected) = train_alone(example, batches, microbatches)
-    differing = [name for name, one in last.state.items() if not torch.equal(one, expected.state[name])]
+    differing = [name for name, one in steps_ran[-1].state.items() if not torch.equal(one, expected.state[name])]
     healthy, every = ran[FIRST - 1].case.cost, [fault for faults in planned for fault in faults]
     important = [matters(fault, ran[fault.from_step], healthy, every) for fault in every] if rank == 0 else []
     return differing, [event.to_json() for event in told], important

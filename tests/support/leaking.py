@@ -20,6 +20,7 @@ ACTIONS = ("compile and close", "cut", "role", "timeline")
 
 def held() -> dict[str, int]:
     """Descriptors, threads, keys in the store and process groups, once every rank has let go of what it can."""
+    assert dist.group.WORLD is not None
     store = dist.group.WORLD.get_group_store()
     for _ in range(2):
         gc.collect()
@@ -43,7 +44,7 @@ def compiled(inputs: Any, targets: Tensor) -> adaptra.Pipeline:
 
 
 def repeat(rank: int, what: str, looks: Sequence[int]) -> list[dict[str, int]]:
-    """What is held after so many rounds, for each number in ``looks``."""
+    """The counts of descriptors, threads, groups and keys after each number of rounds in ``looks``."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     inputs, _, targets = MIXED.rows(ROWS, seed=0)
@@ -61,6 +62,7 @@ def repeat(rank: int, what: str, looks: Sequence[int]) -> list[dict[str, int]]:
                     pipe.take_split([["middle.1"], ["middle.4"]][count % 2], optimizer)
                     pipe.step(inputs[0], targets)
                 case "role":
+                    assert pipe.roles is not None
                     pipe.take_roles(pipe.roles.swapped(count % RANKS, (count + 1) % RANKS), optimizer)
                     pipe.step(inputs[0], targets)
                 case _:

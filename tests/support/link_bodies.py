@@ -83,10 +83,9 @@ def changed_midway(rank: int, address: str, changes: Sequence[str], control: str
     connection = meet(rank, address)
     found = []
     for change in (None, *changes):
-        if rank == 0:
-            if change is not None:
-                change_links(control, change)
-            started = time.monotonic()
+        if rank == 0 and change is not None:
+            change_links(control, change)
+        started = time.monotonic()
         try:
             if rank == 0:
                 connection.sendall(b"x")

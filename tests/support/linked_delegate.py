@@ -1,6 +1,6 @@
 """The delegate as an installed transport, ``linked``, whose ranks reach each other only over links that fail to order.
 
-Every rank listens on two addresses; before each lies a :class:`delegate_lab.Link` in the rank's own process, and all that the
+Every rank listens on two addresses. Before each lies a :class:`delegate_lab.Link` in the rank's own process, and all that the
 rank sends passes one of the two. So a rank's links fail for it and for those that it sends to.
 """
 
@@ -62,9 +62,9 @@ class Disturber:
         self._transport = transport
         self._turn = first
         self._kinds = kinds
-        self._kind = None
-        self._link = None
-        self._stopped = None
+        self._kind: str | None = None
+        self._link: Link | None = None
+        self._stopped: subprocess.Popen[bytes] | None = None
         self._failures = 0
         self._carried = [0 for _ in transport.links]
         self.counts = dict.fromkeys(kinds, 0)
@@ -85,24 +85,26 @@ class Disturber:
         self._turn += 1
         self._failures = self.failures()
         self._link = link
-        self._begin()
+        self._begin(self._kind, link)
 
-    def _begin(self) -> None:
-        match self._kind:
+    def _begin(self, kind: str, link: Link) -> None:
+        match kind:
             case "reset":
-                self._link.reset()
+                link.reset()
             case "corruption":
                 # Traffic may be about to return to the better link.
                 for each in self._transport.links:
                     each.corrupt()
             case "link down":
-                self._link.vanish()
+                link.vanish()
             case "loss":
-                self._link.is_silent = True
+                link.is_silent = True
             case "stop":
                 # This whole process stops for longer than the others bear silence.
                 command = f"kill -STOP {os.getpid()}; sleep {1.4 * TIMING.silence}; kill -CONT {os.getpid()}"
                 self._stopped = subprocess.Popen(["/bin/sh", "-c", command])
+            case _:
+                raise AssertionError(kind)
 
     def _busiest(self) -> Link:
         """The link that carried most since the last call, of those that connections cross."""
@@ -113,9 +115,11 @@ class Disturber:
 
     def end(self) -> None:
         """End the present failure."""
+        if self._link is None:
+            return
         if self._kind == "link down":
             self._link.come_back()
-        if self._kind == "stop":
+        if self._stopped is not None:
             self._stopped.wait()
             self._stopped = None
         self._link.is_silent = False
@@ -129,20 +133,19 @@ class NetworkDisturber(Disturber):
     Rail 0 is the control plane's; the addresses of this rank's paths are on rails 1 and 2.
     """
 
-    def _begin(self) -> None:
-        change = {"reset": "reset", "link down": "down", "loss": "loss=1"}.get(self._kind)
+    def _begin(self, kind: str, link: Link) -> None:
+        change = {"reset": "reset", "link down": "down", "loss": "loss=1"}.get(kind)
         if change is None:
-            super()._begin()
+            super()._begin(kind, link)
         else:
-            change_links(os.environ[CONTROL], f"all/{self._rail} {change}")
+            change_links(os.environ[CONTROL], f"all/{self._rail(link)} {change}")
 
     def end(self) -> None:
         """End the present failure."""
-        if self._kind in ("link down", "loss"):
-            change_links(os.environ[CONTROL], f"all/{self._rail} up loss=0")
+        if self._link is not None and self._kind in ("link down", "loss"):
+            change_links(os.environ[CONTROL], f"all/{self._rail(self._link)} up loss=0")
         else:
             super().end()
 
-    @property
-    def _rail(self) -> int:
-        return 1 + self._transport.links.index(self._link)
+    def _rail(self, link: Link) -> int:
+        return 1 + self._transport.links.index(link)

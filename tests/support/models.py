@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name all of torch uses
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 Batch = tuple[tuple[Any, ...], dict[str, Any], Any]
 
@@ -31,7 +32,7 @@ class Example:
 
     def rows(self, count: int, seed: int, dtype: torch.dtype = torch.float32) -> Batch:
         """A batch whose floating-point tensors are of ``dtype``."""
-        return torch.utils._pytree.tree_map(
+        return tree_map(
             lambda one: one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one, self.batch(count, seed)
         )
 
@@ -178,6 +179,9 @@ class Views(nn.Module):
 class Inplace(nn.Module):
     """Changes a slice in place, counts its calls in a buffer that scales the result, and detaches a branch."""
 
+    calls: Tensor
+    table: Tensor
+
     def __init__(self, width: int = 6) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
@@ -237,7 +241,8 @@ class TiedBlock(nn.Module):
                     x = x @ (self.weight * self.weight) + x
                 case "all steps":
                     hidden, weights = torch.zeros_like(x[:1]), [self.weight, self.weight]
-                    x = torch.rnn_tanh(x.unsqueeze(1), hidden.unsqueeze(0), weights, False, 1, 0.0, False, False, False)[0]
+                    run: Any = torch.rnn_tanh  # whose stub has no weights of one layer alone
+                    x = run(x.unsqueeze(1), hidden.unsqueeze(0), weights, False, 1, 0.0, False, False, False)[0]
                     x = x.squeeze(1)
                 case _:
                     x = F.linear(x, self.weight).detach() + x

@@ -1,9 +1,9 @@
 """Training without devices: what the monitors of all ranks would record, step by step, on noisy machines that now and then
 fail.
 
-A step is simulated under the costs of its moment, and every record of it is disturbed as on real machines: ops scatter and
-drift, one now and then holds a pause of the garbage collector, messages have a long tail, clocks run apart, the first steps
-warm up. Monitor, detector, planner and the cost test are the real ones; hours pass in seconds.
+A step is simulated under the costs of its moment, and every record of it is disturbed as on real machines. Ops scatter and
+drift, and one now and then holds a pause of the garbage collector. Messages have a long tail, clocks run apart, the first
+steps warm up. Monitor, detector, planner and the cost test are the real ones; hours pass in seconds.
 """
 
 from __future__ import annotations

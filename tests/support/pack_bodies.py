@@ -7,6 +7,7 @@ import json
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ def layouts(dtype: torch.dtype, device: str) -> dict[str, list[Tensor]]:
     }
 
 
-def copied(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> Tensor:
+def copied(tensors: Sequence[Tensor], specs: tuple[TensorSpec, ...]) -> Tensor:
     """A message as torch's copies make it, with zeros between the tensors."""
     flat = torch.zeros(flat_bytes(specs), dtype=torch.uint8, device=tensors[0].device)
     for view, tensor in zip(views_of(flat, specs), tensors, strict=True):
@@ -113,7 +114,7 @@ def check_conjugated(device: str) -> None:
     assert torch.equal(flat, copied(tensors, specs))
 
 
-CHECKS = {
+CHECKS: dict[str, tuple[Any, ...]] = {
     **{f"copies {dtype}".replace("torch.", ""): (check_copies, str(dtype).removeprefix("torch.")) for dtype in DTYPES},
     "narrowing": (check_narrowing,),
     "conjugated": (check_conjugated,),

@@ -29,10 +29,10 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many such ports in a row, anywhere, so that who asks twice gets others.
+    """The first of ``count`` such ports in a row, at a random position, so that two calls return different ones.
 
-    A port that the system gives to connections would not do: a rank that tries to reach a store that is not there yet may be
-    given the very port that it tries to reach, is then connected to itself, and the store can't be opened any more.
+    A port that the system gives to connections would not do. A rank that tries to reach a store that is not there yet may be
+    given the very port that it tries to reach. It is then connected to itself, and the store can't be opened any more.
     """
     lowest_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     somewhere = random.Random()

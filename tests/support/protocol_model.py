@@ -1,10 +1,10 @@
 """All orders of events that a few ranks can meet, for the code that agrees on plans: an explicit-state model checker.
 
 What is stepped is :class:`adaptra.runtime.control.participant.Participant` itself, with the log and the agreement that it uses.
-The model supplies what lies around it: a store, mail that travels for as long as it likes and may be lost or told twice, ranks
-that run steps when the log covers them, ranks that think about a proposal, impatience, connections that break, coordinators
-that give up, and processes that die, also in the midst of what they were writing. A plan is its version and who made it; what
-it holds does not matter here.
+The model supplies what lies around it. There is a store, and mail that travels for as long as it likes and may be lost or told
+twice. There are ranks that run steps when the log covers them, and ranks that think about a proposal. There are impatience,
+connections that break and coordinators that give up. Processes die, also in the midst of what they were writing. A plan is its
+version and who made it; what it holds does not matter here.
 
 In every state reached:
 
@@ -17,9 +17,9 @@ In every state reached:
 - an end is still possible without another fault. So every run in which no event waits for ever ends.
 
 Mail between two ranks arrives in order; mail of different ranks in any order, which is more than the real queues permit. Mail
-to oneself is read at once. What a rank does with one mail is one event: of its requests to the store only the append of the log
-has an answer that depends on others, and that the store makes or refuses as a whole. That it dies between two requests is an
-event of its own.
+to oneself is read at once. What a rank does with one mail is one event. Of its requests to the store only the append of the log
+has an answer that depends on others. The store makes that as a whole or refuses it. That the rank dies between two requests is
+an event of its own.
 """
 
 from __future__ import annotations
@@ -184,7 +184,8 @@ class Model:
         """Let a rank that has acted read its mail to itself, and run what it can if it is eager."""
         while True:
             while self._to_oneself:
-                world.participants[rank].handle(self._to_oneself.popleft())
+                mail: Any = self._to_oneself.popleft()  # of which a participant sends some kinds alone
+                world.participants[rank].handle(mail)
             if not (self.bounds.eager and self._can_run(world, rank)):
                 break
             self._run(world, rank)
@@ -318,7 +319,7 @@ class Model:
             lambda until, plan: self._cover(rank, until, plan),
             lambda proposed: self._consider(rank, proposed),
             lambda leads: None,
-            lambda *event: None,
+            lambda kind, step, version, text, predicted=None, predicted_before=None: None,
         )
 
     def _check_plans(self, world: World, path: Callable[[], str]) -> None:

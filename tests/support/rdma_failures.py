@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ Breakage = Callable[[inside.Process, int, int], contextlib.AbstractContextManage
 
 
 @contextlib.contextmanager
-def _between(spoil: str, mend: str) -> Iterator[bool]:
+def _between(spoil: str, mend: str) -> Generator[bool, None, None]:
     inside.shell(spoil)
     try:
         yield True
@@ -54,7 +54,7 @@ def all_packets_lost(_process: inside.Process, host: int, rail: int) -> contextl
 
 
 @contextlib.contextmanager
-def _tapped(change: Callable[[Packet], bool], host: int, rail: int) -> Iterator[bool]:
+def _tapped(change: Callable[[Packet], bool], host: int, rail: int) -> Generator[bool, None, None]:
     with Tap(host, rail, change) as tap:
         # A rail that carries no messages now has nothing to change.
         yield tap.has_changed.wait(0.5)
@@ -71,7 +71,7 @@ def a_bit_changed(_process: inside.Process, host: int, rail: int) -> contextlib.
 
 
 @contextlib.contextmanager
-def process_stopped(process: inside.Process, _host: int, _rail: int) -> Iterator[bool]:
+def process_stopped(process: inside.Process, _host: int, _rail: int) -> Generator[bool, None, None]:
     """The process gets no processor for longer than silence is borne; its devices answer all the same."""
     process.stop()
     try:
@@ -141,8 +141,8 @@ def train_twice(host: int, hosts: int, reference: str) -> dict[str, Any]:
     """Train over the delegate until told to stop, then as many steps without it: over c10d, or in one process.
 
     Returns:
-        What differs between the two, the number of steps, what the devices told as events of the pipeline, how much of that the
-        monitor has, and the counters of the channels that this rank sends on and of those that it receives on.
+        What differs between the two, and the number of steps. What the devices told as events of the pipeline, and how much of
+        that the monitor has. The counters of the channels that this rank sends on and of those that it receives on.
     """
     from training import MIXED, differences, train_alone
 
@@ -169,7 +169,7 @@ def _train(hosts: int, transport: str, steps: int | None) -> tuple[list[Any], di
     ) as pipe:
         optimizer = adam(pipe.parameters())
         (worker,) = pipe._require().workers
-        lanes = worker._transport
+        lanes: Any = worker._transport
         print("training", flush=True)
         while True:
             is_over = torch.tensor(int(STOP.exists() if steps is None else len(done) == steps))

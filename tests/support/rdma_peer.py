@@ -46,7 +46,10 @@ def receive_from_stranger_code(_host: int) -> dict[str, Any]:
         assert request.error is None, request.error
     import ctypes
 
-    held = [ctypes.string_at(request.memory.address, SIZE) == pattern(number, SIZE) for number, request in enumerate(requests)]
+    held: list[bool] = []
+    for number, request in enumerate(requests):
+        assert request.memory is not None
+        held.append(ctypes.string_at(request.memory.address, SIZE) == pattern(number, SIZE))
     ((*_, counters),) = [one for one in engine.statistics() if not one[2] and not one[3]]
     engine.close("the test is over", 0.5)
     assert other.error is not None

@@ -98,9 +98,9 @@ def cost_models(draw: st.DrawFn, stages: int, whole: bool = False) -> CostModel:
     def some(count: int) -> tuple[float, ...]:
         return tuple(draw(st.lists(times(whole), min_size=count, max_size=count)))
 
-    per_stage = [some(stages) for _ in range(3)]
-    per_edge = [some(stages - 1) for _ in range(4)]
-    return CostModel(*per_stage, *per_edge)
+    forward, input_grad, weight_grad = (some(stages) for _ in range(3))
+    there, back, busy_there, busy_back = (some(stages - 1) for _ in range(4))
+    return CostModel(forward, input_grad, weight_grad, there, back, busy_there, busy_back)
 
 
 @st.composite

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -150,7 +150,7 @@ def compiled(
     model: nn.Module | None = None,
     dtype: torch.dtype = torch.float32,
     **arguments: Any,
-) -> Iterator[adaptra.Pipeline]:
+) -> Generator[adaptra.Pipeline, None, None]:
     """A pipeline of a fresh model, or of this one."""
     args, kwargs, targets = batch
     with adaptra.compile(

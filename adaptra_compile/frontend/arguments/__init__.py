@@ -1,1 +1,1 @@
-"""What users give to ``compile``: checked at the door, and agreed on by all ranks."""
+"""The arguments of ``compile``: checked first of all, and agreed on by all ranks."""

@@ -1,4 +1,4 @@
-"""What the user asks compile() for, checked at the door."""
+"""The arguments of ``compile``, checked before anything else happens."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ V: Final = "v"
 
 @dataclass(frozen=True, slots=True)
 class CompileArguments:
-    """The arguments of :func:`adaptra.frontend.api.compile`, which describes them; ``with_loss`` is of
-    :mod:`adaptra.frontend.two_pass`, ``keeps_whole`` of :mod:`adaptra.frontend.dynamo`: whether every rank's model is kept
-    whole and true by the caller.
+    """The arguments of :func:`adaptra.frontend.api.compile`, which describes them.
+
+    Two more are internal. ``with_loss`` is for :mod:`adaptra.frontend.two_pass`. ``keeps_whole`` is for
+    :mod:`adaptra.frontend.dynamo`: whether the caller keeps every rank's model complete and up to date.
 
     Raises:
-        OptionError: An argument is not what it should be; names it, what was given and what is expected.
-        LaunchError: There is no such transport.
-        CaseError: A fault can't be read, or names a stage that does not exist.
+        OptionError: An argument is invalid. The text names it, its value and what is expected.
+        LaunchError: The transport does not exist.
+        CaseError: A fault can't be parsed, or names a stage that does not exist.
     """
 
     model: nn.Module | Sequence[nn.Module]
@@ -130,7 +131,7 @@ class CompileArguments:
             )
 
     def _check_edge(self, what: str, edge: tuple[int, int]) -> None:
-        """Refuse an edge between two stages of one rank, which send each other nothing."""
+        """Refuse an edge between two stages of one rank, since no message crosses it."""
         source, destination = (self.placed[stage] for stage in edge)
         if source == destination:
             raise OptionError(
@@ -149,36 +150,36 @@ class CompileArguments:
 
     @property
     def stage_modules(self) -> nn.ModuleList | None:
-        """The stages, where the model is given as a list of them."""
+        """Return the stages, if the model is given as a list of them, else None."""
         return nn.ModuleList(self.model) if _is_list(self.model) else None  # pyright: ignore[reportArgumentType]
 
     @property
     def whole_model(self) -> nn.Module:
-        """The model as one module; the names of its parameters are those that the pipeline uses."""
+        """Return the model as one module. The pipeline uses its parameters' names."""
         return self.model if isinstance(self.model, nn.Module) else nn.ModuleList(self.model)
 
     @property
     def placed(self) -> tuple[int, ...]:
-        """Which rank of the pipeline holds each stage."""
+        """The rank of the pipeline for each stage."""
         return in_turn(self.stages) if self.placement == STRAIGHT else v_shaped(self.stages // 2)
 
     @property
     def ranks(self) -> int:
-        """How many ranks the pipeline has."""
+        """The number of ranks of the pipeline."""
         return len(set(self.placed))
 
     @property
     def roles(self) -> Roles | None:
-        """Which stage of which replica each rank of the job holds, where a mesh says so."""
+        """Return the stage and replica of each rank of the job, if a mesh gives them, else None."""
         return None if self.mesh is None else roles_of(self.mesh, self.ranks)
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """The faults to inject."""
+        """Return the faults to inject."""
         return tuple(map(Fault.parse, self.options.faults))
 
     def facts(self) -> dict[str, str]:
-        """What must be the same on all ranks, as text by the argument's name; what the model is cut into is compared later."""
+        """Return the values that must be equal on all ranks, as text by argument name. The stages are compared later."""
         options = self.options
         return {
             "stages": str(self.stages),
@@ -207,15 +208,15 @@ class CompileArguments:
 
 
 def check_split(given: Any) -> None:
-    """Refuse what is no list of modules' names.
+    """Refuse a value that is not a list of module names.
 
     Raises:
-        OptionError: Says what was given.
+        OptionError: The value is refused. The text shows it.
     """
     if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):  # pyright: ignore[reportUnknownVariableType]
         raise OptionError(f"split={given!r}: expected a list of module names, one for every stage but the first")
 
 
 def _is_list(model: object) -> bool:
-    """Whether a model is a list of stages: a ModuleList is, but a class derived from it may have a forward of its own."""
+    """Return whether a model is a list of stages. A ModuleList is; a class derived from it may have its own forward."""
     return isinstance(model, list | tuple) or type(model) is nn.ModuleList

@@ -1,4 +1,4 @@
-"""What a user gave, in words that are the same in every process: what the ranks of a job compare before anything else."""
+"""Descriptions of arguments that are the same in every process. The ranks of a job compare them first of all."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torch import Tensor, nn
 from adaptra.runtime.state.checksum import checksums
 
 _DEPTH: Final = 4
-"""How deep a function's own functions and values are looked into."""
+"""Depth to which a function's own functions and values are described."""
 
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def describe_function(function: object) -> str:
-    """A function's name, and a number of all that it computes by: its code, its defaults, and what it refers to by itself.
+    """Describe a function by its name and a hash of its code, its defaults and its enclosed values.
 
-    Two functions of one name that differ in a constant have different numbers. Global variables count by their names only.
+    Two functions of one name that differ in a constant have different hashes. Global variables count by their names only.
     """
     number = hashlib.sha256(_text(function, _DEPTH).encode()).hexdigest()[:8]
     return f"{_name(function)} (code {number})"
 
 
 def describe_model(model: nn.Module | Sequence[nn.Module]) -> str:
-    """A model's class, or those of its stages, and how many numbers its parameters have."""
+    """Describe a model by its class, or those of its stages, and the number of elements of its parameters."""
     modules = [model] if isinstance(model, nn.Module) else list(model)
     count = sum(one.numel() for one in nn.ModuleList(modules).parameters())
     return f"{', '.join(type(one).__qualname__ for one in modules)} ({count:,} parameters)"
@@ -84,5 +84,5 @@ def _text(value: object, depth: int) -> str:  # noqa: PLR0911 - one return for e
 def _content(cell: Any) -> object:
     try:
         return cell.cell_contents
-    except ValueError:  # of a variable that is not set yet
+    except ValueError:  # the variable is not set yet
         return None

@@ -1,4 +1,4 @@
-"""The roles of a job's ranks out of a DeviceMesh, where a user has one."""
+"""The roles of a job's ranks, taken from a DeviceMesh."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from adaptra.program.roles import Roles
 
 
 def roles_of(mesh: Any, size: int) -> Roles:
-    """The ``size`` ranks of a pipeline lie along a mesh's dimension ``pp``, replicas along ``dp`` if it has one.
+    """Return the roles that a mesh gives to a job's ranks.
+
+    The ``size`` ranks of a pipeline are along the mesh's dimension ``pp``, replicas along ``dp`` if it has one.
 
     Raises:
-        OptionError: It is no such mesh, or has another number of ranks there, or not all ranks of the job.
+        OptionError: The mesh has other dimensions, another number of ranks along ``pp``, or not all ranks of the job.
     """
     names = getattr(mesh, "mesh_dim_names", None)
     if names not in (("pp",), ("dp", "pp"), ("pp", "dp")):

@@ -1,9 +1,9 @@
-"""Several pipelines of one model in a process: they share what both hold, or the second one is refused.
+"""Several pipelines of one model in a process: they share their tensors, or the second pipeline is refused.
 
-A pipeline trains the model's own tensors, so pipelines of one model in one process see each other's steps. Two things would
-go stale without a word: the copies of a tied parameter, if each pipeline had its own, and under a launcher what one pipeline
-trains on another rank than the other. So copies are taken over from a pipeline that is open, and pipelines that are open at a
-time hold each tensor on the same ranks.
+A pipeline trains the model's own tensors, so pipelines of one model in one process see each other's steps. Two kinds of tensor
+would silently become stale. One is the copies of a tied parameter, if each pipeline had its own. The other, under a launcher,
+is tensors that two pipelines train on different ranks. So a new pipeline takes over the copies of an open one. Pipelines that
+are open at the same time have each tensor on the same ranks.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from adaptra.program.placement import stages_of
 from adaptra.runtime.launch.launch import Launch
 
 _HELD: Final[Any] = WeakTensorKeyDictionary()
-"""What pipelines hold of each tensor of a model. They know of each other by these tensors alone, so it is of the whole process;
-what no model has any more is forgotten."""
+"""The pipelines that use each tensor of a model.
+
+Pipelines find each other by these tensors alone, so the dictionary is shared by the whole process. Tensors that no model has
+any more drop out of it.
+"""
 
 
 @dataclass(slots=True)
 class _Hold:
-    """What one pipeline holds of a tensor.
+    """One pipeline's use of a tensor.
 
     Attributes:
-        sharing: Of that pipeline.
+        sharing: The pipeline's :class:`Sharing`.
         name: The tensor's name in its model.
-        ranks: The job's ranks that hold it; where all are in this process, as many as there are copies.
-        version: The tensor's, if the pipeline does not hold it in this process but trains it elsewhere.
+        ranks: The job's ranks that have the tensor. If all are in this process, one per copy.
+        version: The tensor's version, if the pipeline trains it only on ranks of other processes.
     """
 
     sharing: Sharing
@@ -44,17 +47,17 @@ class _Hold:
 
 
 class Sharing:
-    """What one pipeline holds of a model's tensors, among other pipelines of it.
+    """One pipeline's use of a model's tensors, checked against other pipelines of the model.
 
     Args:
-        model: The model, or None if whoever calls the pipeline sees to it that every rank has the whole model as it is.
-        compiled: Its stages.
+        model: The model, or None if the caller keeps every rank's model complete and up to date.
+        compiled: The stages of the model.
         placement: ``placement[stage]`` is the stage's rank.
         launched: The ranks of this process.
 
     Raises:
-        OptionError: Another open pipeline holds a tensor of the model on other ranks, or this rank's value of one is older
-            than what a pipeline has trained on another rank.
+        OptionError: Another open pipeline has a tensor of the model on other ranks. Or this rank's value of a tensor is older
+            than the one that a pipeline has trained on another rank.
     """
 
     def __init__(self, model: nn.Module | None, compiled: CompiledStages, placement: Sequence[int], launched: Launch) -> None:
@@ -75,10 +78,10 @@ class Sharing:
     def states(
         self, model: nn.Module, compiled: CompiledStages, placement: Sequence[int], ranks: Iterable[int]
     ) -> list[dict[str, Tensor]]:
-        """The state of each rank of this process: the model's own tensors.
+        """Return the state of each rank of this process: the model's own tensors.
 
-        Of a tied parameter that several ranks of this process use all but the owner's have copies, those of an open pipeline of
-        the same model if there is one.
+        If several ranks of this process use a tied parameter, all but the owner get copies. An open pipeline of the same model
+        shares its copies.
         """
         found = [
             {
@@ -100,7 +103,7 @@ class Sharing:
         return found
 
     def begin(self, built: Any) -> None:
-        """The pipeline, a :class:`adaptra.frontend.session.Session`, runs from now on."""
+        """Record that the pipeline, a :class:`adaptra.frontend.session.Session`, runs from now on."""
         self._built = weakref.ref(built)
         for tensor, hold in self._own.items():
             others = [one for one in _HELD.get(tensor, ()) if one.sharing.is_open or one.version is not None]
@@ -108,15 +111,18 @@ class Sharing:
 
     @property
     def is_open(self) -> bool:
-        """Whether the pipeline may still train."""
+        """Return whether the pipeline may still train."""
         built = self._built and self._built()
         return built is not None and built.is_open
 
     def require_alone(self, what: str) -> None:
-        """Refuse to move tensors that another open pipeline holds.
+        """Refuse to move tensors that another open pipeline uses.
+
+        Args:
+            what: The change that would move them.
 
         Raises:
-            OptionError: Names one; ``what`` is to change.
+            OptionError: Another open pipeline uses a tensor. The text names the tensor.
         """
         for tensor, own in self._own.items():
             if any(hold.sharing is not self and hold.sharing.is_open for hold in _HELD.get(tensor, ())):
@@ -126,7 +132,7 @@ class Sharing:
                 )
 
     def moved(self, states: Iterable[Mapping[str, Tensor]]) -> None:
-        """This pipeline's ranks hold other tensors from now on."""
+        """Record that this pipeline's ranks use other tensors from now on."""
         now = {id(tensor) for state in states for tensor in state.values()}
         for tensor, hold in self._own.items():
             hold.ranks = frozenset()
@@ -164,7 +170,7 @@ def _tensors(model: nn.Module, compiled: CompiledStages) -> Iterator[tuple[str, 
 
 
 def _in_job(holders: Iterable[int], launched: Launch) -> Iterator[int]:
-    """The job's ranks that these ranks of each of its pipelines are."""
+    """Yield the job's ranks that correspond to these ranks of each of its pipelines."""
     roles = launched.roles
     for holder in holders:
         if roles is None:

@@ -1,7 +1,7 @@
-"""Models that something else has wrapped, split or compiled already: refused at the door, with what to give instead.
+"""Refusal of models that are already wrapped, sharded or compiled. The error says what to give instead.
 
-Such wrappers average, gather or shard at moments of their own, inside of forward and backward. A pipeline runs neither of them
-as the wrapper expects, so gradients would be wrong, mostly without a word.
+Such wrappers average, gather or shard inside forward and backward. A pipeline runs neither as the wrapper expects, so gradients
+would be wrong, mostly silently.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _COMPILED: Final = (
 
 
 def refuse_wrapped(model: nn.Module, *, stages_as_given: bool = False) -> None:
-    """Refuse a model of which any module is wrapped, sharded or compiled, or has hooks in the backward pass.
+    """Refuse a model with a module that is wrapped, sharded or compiled, or has hooks in the backward pass.
 
     Args:
         model: The model.
-        stages_as_given: Whether modules run as they are; then they may be compiled and have hooks.
+        stages_as_given: Whether the stages are modules that run unchanged. Then they may be compiled and have hooks.
 
     Raises:
-        OptionError: Names the module, what it is, and what to give instead.
+        OptionError: A module is refused. The text names the module, its kind, and what to give instead.
     """
     _refuse(model.named_modules(), _WRAPPERS if stages_as_given else _WRAPPERS + _COMPILED)
     if stages_as_given:
@@ -71,13 +71,13 @@ def refuse_wrapped(model: nn.Module, *, stages_as_given: bool = False) -> None:
 
 
 def refuse_wrapped_callers(tensors: Iterable[tuple[str, Any]]) -> None:
-    """What :func:`refuse_wrapped` does for a graph that torch.compile hands over while the model is called.
+    """Refuse wrapped modules, as :func:`refuse_wrapped` does, when torch.compile passes a graph during the model's call.
 
-    Of the model itself only its forward is seen then. So the modules whose call is under way are looked at: what is compiled
-    with all below it, what calls it for itself.
+    The graph shows only the model's forward. So the modules whose calls are under way are checked: the compiled module with all
+    its submodules, and each module that calls it without them.
 
     Args:
-        tensors: What the graph takes, and its names.
+        tensors: The graph's inputs with their names.
 
     Raises:
         OptionError: As :func:`refuse_wrapped`.
@@ -92,7 +92,7 @@ def refuse_wrapped_callers(tensors: Iterable[tuple[str, Any]]) -> None:
 
 
 def _under_way() -> Iterator[nn.Module]:
-    """The modules whose call is under way, innermost first."""
+    """Yield the modules whose calls are under way, innermost first."""
     frame = currentframe()
     while frame is not None:
         if frame.f_code is nn.Module._wrapped_call_impl.__code__:  # pyright: ignore[reportPrivateUsage]
@@ -135,5 +135,5 @@ def _placed(what: str, path: str) -> str:
 
 
 def _class(home: str, name: str) -> Any:
-    """A class, unless its module has not been imported: then nothing is of that class, and importing it takes long."""
+    """Return a class, or a placeholder if its module is not imported: then it has no instances, and the import is slow."""
     return getattr(sys.modules.get(home), name, None)

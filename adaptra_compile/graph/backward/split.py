@@ -28,7 +28,7 @@ SavedNodes = tuple[fx.Node, ...]
 
 @dataclass(frozen=True, slots=True)
 class SplitPiece:
-    """F, I and W of one piece, as lists of nodes of the traced graph (or of its functional form, behind F).
+    """F, I and W of one piece, as lists of nodes of the traced graph (or of its functional form, after F).
 
     Attributes:
         forward: Nodes of F.

@@ -60,7 +60,7 @@ class Structure:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What each tensor is called in the user's call, in flat order."""
+        """The names of the tensors in the user's call, in flat order."""
         return tuple(leaf.label for leaf in self._leaves if leaf.spec is not None)
 
     def flatten(self, given: Mapping[str, Any]) -> list[Tensor]:
@@ -132,7 +132,7 @@ class InputFormat:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What each tensor is called in the user's call, in flat order."""
+        """The names of the tensors in the user's call, in flat order."""
         return self._structure.labels
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -165,7 +165,7 @@ class TargetFormat:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What each tensor is called in the user's call, in flat order."""
+        """The names of the tensors in the user's call, in flat order."""
         return self._structure.labels
 
     @property
@@ -269,7 +269,7 @@ def _shown(value: Any) -> _Shown:
 
 
 def _structure_of(given: Mapping[str, Any]) -> str:
-    """Return a nest by argument name as text. A word stands for every tensor."""
+    """Return a nest by argument name as text, with a word instead of every tensor."""
     shown = pytree.tree_map(_shown, dict(given))
     return ", ".join(f"{name}={value!r}" for name, value in shown.items()) or "nothing"
 

@@ -1,6 +1,6 @@
 """The signature of an op's call, by which eager torch and stages are compared: its name, its scalars and its tensors' specs.
 
-Details that cost nothing or change no number are ignored: views, writing a result in place, and the order of two summands.
+Details that cost nothing or change no number are ignored: views, results written in place, and the order of two summands.
 Views show in the strides of the ops that read them.
 """
 

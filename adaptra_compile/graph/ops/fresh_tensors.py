@@ -139,7 +139,7 @@ def _is_whole(node: fx.Node) -> bool:
 
 
 def _are_alike(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two tensors have the same shape, dtype, strides and device."""
+    """Return whether two tensors have the same shape, dtype, strides and device."""
     first, second = one.meta["val"], other.meta["val"]
     return (first.shape, first.dtype, first.stride(), first.device) == (
         second.shape,

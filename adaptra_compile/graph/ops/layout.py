@@ -50,11 +50,11 @@ class Layout:
         return Layout(tuple(sorted(dimensions, key=lambda dimension: (-tensor.stride(dimension), dimension))))
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """The tensor as it is sent."""
+        """Return the tensor as it is sent."""
         return self._permute(tensor, self.order).contiguous()
 
     def unpack(self, message: Tensor) -> Tensor:
-        """The tensor as the sender had it."""
+        """Return the tensor as the sender had it."""
         if self.gaps:
             message = self._spread(message)
         return self._permute(message, tuple(self.order.index(dimension) for dimension in range(len(self.order))))

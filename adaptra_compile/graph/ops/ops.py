@@ -68,7 +68,7 @@ def reads_values(op: Any) -> bool:
 
 
 def returns_first_argument(op: Any) -> bool:
-    """Whether an op changes its first argument in place and returns it."""
+    """Return whether an op changes its first argument in place and returns it."""
     if not isinstance(op, OpOverload):
         return False
     returned: Any = op._schema.returns
@@ -108,12 +108,12 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def arguments_of(node: fx.Node) -> tuple[Any, ...]:
-    """A node's positional arguments."""
+    """Return a node's positional arguments."""
     return node.args
 
 
 def results_of(graph: fx.Graph) -> tuple[fx.Node, ...]:
-    """The nodes a graph returns as a list or tuple."""
+    """Return the nodes a graph returns as a list or tuple."""
     returned: Any = graph.output_node().args[0]
     assert all(isinstance(node, fx.Node) for node in returned), f"a graph returns tensors only: {returned}"
     return tuple(returned)

@@ -39,7 +39,7 @@ class Work:
 
 
 def work_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Work:
-    """The work of one call of an ATen op. Views and allocations are free."""
+    """Return the work of one call of an ATen op. Views and allocations are free."""
     if not isinstance(op, OpOverload) or is_view(op) or op.overloadpacket in _ALLOCATIONS:
         return Work()
     formula = _MORE_FORMULAS.get(op.overloadpacket) or flop_registry.get(op.overloadpacket)
@@ -49,7 +49,7 @@ def work_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 
 
 def flops_of_nodes(nodes: Iterable[fx.Node]) -> int:
-    """The floating-point operations of traced nodes, whose values' shapes are in their ``val``."""
+    """Return the floating-point operations of traced nodes, whose values' shapes are in their ``val``."""
 
     def value(node: fx.Node) -> Any:
         return node.meta.get("val")

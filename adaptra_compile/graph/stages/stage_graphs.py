@@ -72,7 +72,7 @@ class StageGraphs(TrainStage):
         return (self._forward.module, self._input_grad, self._weight_grad)
 
     def with_graphs(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> StageGraphs:
-        """The same stage, but with what ``change`` makes of each of its graphs, to be called as these are."""
+        """Return the same stage, but with what ``change`` makes of each of its graphs, to be called as these are."""
         return replace(
             self,
             _forward=self._forward.with_graph(change),
@@ -127,7 +127,7 @@ class EvalGraphs(EvalStage):
         return tuple(one.module for one in (self._forward, self._loss) if one is not None)
 
     def with_graphs(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> EvalGraphs:
-        """The same stage, but with what ``change`` makes of each of its graphs, to be called as these are."""
+        """Return the same stage, but with what ``change`` makes of each of its graphs, to be called as these are."""
         loss = None if self._loss is None else self._loss.with_graph(change)
         return replace(self, _forward=self._forward.with_graph(change), _loss=loss)
 

@@ -69,7 +69,7 @@ class Boundary:
         return tuple(layout.pack(tensor) for layout, tensor in zip(self.layouts, tensors, strict=True))
 
     def unpack(self, arrived: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The tensors as the module returned them."""
+        """Return the tensors as the module returned them."""
         return tuple(layout.unpack(tensor) for layout, tensor in zip(self.layouts, arrived, strict=True))
 
     def call(self, module: nn.Module, tensors: Sequence[Tensor]) -> Any:

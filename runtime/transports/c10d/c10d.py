@@ -287,7 +287,7 @@ class C10dTransport(Transport):
                 continue
             for peer in range(group.size()):
                 if peer != group.rank():
-                    # Expected to fail: its timeout is what ends the others' waits.
+                    # Expected to fail: its timeout ends the others' waits.
                     with contextlib.suppress(RuntimeError):
                         group.recv([torch.empty(1, dtype=torch.uint8)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
 

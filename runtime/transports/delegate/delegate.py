@@ -147,7 +147,7 @@ class DelegateTransport(Transport):
             self._on_close()
 
     def statistics(self) -> list[tuple[int, int, bool, bool, dict[str, int]]]:
-        """Return each channel's source and destination rank, whether it is backward, whether this rank sends, and its counters.
+        """Return for each channel its source and destination rank, backward or not, sent or received here, and its counters.
 
         Counters are those of ``csrc/delegate/channel/stats.h``; reading them delays no message.
         """

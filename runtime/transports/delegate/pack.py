@@ -39,7 +39,7 @@ def why_not(device: torch.device) -> str | None:
         pack(flat, [sample], specs)
         (view,) = views_of(flat, specs)
         return None if torch.equal(view, sample) else "triton's kernel packs wrongly here"
-    except Exception as error:  # Compilers and drivers raise what they like, and torch can do without them.
+    except Exception as error:  # Compilers and drivers may raise any exception, and torch's copies work without them.
         return f"triton can't compile or run a kernel here: {type(error).__name__}: {error}"
 
 

@@ -139,8 +139,8 @@ def over_processes(rank: int) -> tuple[list[str], list[tuple[str, str]], list[st
 
     def elsewhere() -> adaptra.Pipeline:
         args, _, targets = BATCHES[0]
-        given = {"example_inputs": (args, targets), "loss": TIED.loss, "split": ["blocks.3"]}
-        return adaptra.compile(model, stages=2, microbatches=2, **given)
+        given = (args, targets)
+        return adaptra.compile(model, stages=2, microbatches=2, example_inputs=given, loss=TIED.loss, split=["blocks.3"])
 
     with compiled(model, BATCHES[0], split=["blocks.2"]) as long, compiled(model, BATCHES[1], split=["blocks.2"]) as short:
         unequal = in_turn(long, short)
@@ -163,5 +163,5 @@ def test_pipelines_over_processes_share_what_lies_on_the_same_ranks() -> None:
         check_documented(kind, message, OTHER_RANKS)
     messages = [errors[1] for _, errors, _ in (first, second)]
     (stale,) = [one for one in messages if one[0] == "OptionError"]
-    check_documented(*stale, STALE)
+    check_documented(stale[0], stale[1], STALE)
     assert [one[0] for one in messages if one is not stale] == ["LaunchError"], messages

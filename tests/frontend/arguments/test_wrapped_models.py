@@ -40,7 +40,7 @@ class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)
-        self.rest = Rest()
+        self.rest: nn.Module = Rest()
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return (self.rest(self.first(x).relu()) - y).square().mean()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def test_all_uses_of_a_tied_weight_are_added_in_autograds_order(stages: int, dty
     for seed in range(4):
         example = tied_blocks(stages, 10 * stages + seed)
         batches = [example.rows(ROWS, seed, dtype) for seed in range(MICROBATCHES)]
-        model = example.make(dtype)
+        model: Any = example.make(dtype)
         compiled = compile_example(example, model, batches[0], stages, split=begin_blocks(stages))
         in_stages = train_in_stages(compiled, model, batches)
         assert in_stages.differences(train_eagerly(example, model, batches)) == [], [block.uses for block in model.blocks]
@@ -120,7 +121,8 @@ def test_a_stage_that_ends_in_a_view_sends_its_memory_as_it_lies() -> None:
     compiled, model, batch = compiled_example("views", 4, ["layers.1", "layers.2", "layers.3"])
     stage = compiled.train[0]
     (sent,), _ = stage.run_forward(stage.state(model), batch[0], RandomKey(0, 0, 0))
-    assert torch.equal(sent, model.layers[0](batch[0][0]))
+    layers: Any = model.layers
+    assert torch.equal(sent, layers[0](batch[0][0]))
 
 
 def test_what_a_microbatch_keeps_is_what_the_stage_says_and_is_freed_when_used() -> None:
@@ -181,7 +183,7 @@ def test_a_missing_gradient_counts_as_zeros() -> None:
     for grad_outputs in ([None] * len(stage.grad_outputs), [torch.zeros(spec.shape) for spec in stage.grad_outputs]):
         _, saved = stage.run_forward(stage.state(model), args, RandomKey(0, 0, 0))
         _, left = stage.run_input_grad(saved, grad_outputs)
-        assert not any(gradient.any() for gradient in stage.run_weight_grad(left))
+        assert not any(gradient is not None and gradient.any() for gradient in stage.run_weight_grad(left))
 
 
 def test_gradients_of_another_shape_are_refused() -> None:

@@ -126,6 +126,8 @@ def test_no_cut_separates_a_change_in_place_from_what_it_changes() -> None:
 
 
 class Masked(nn.Module):
+    table: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
@@ -155,6 +157,8 @@ def test_equal_blocks_make_equal_stages() -> None:
 
 class ReadElsewhere(nn.Module):
     """Training changes a buffer in the first layer; evaluation reads it again behind the last."""
+
+    mean: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -114,6 +114,7 @@ class Chain(nn.ModuleList):
     """The list as one model, whose parameters have the names that the pipeline gives them."""
 
     def forward(self, *given: Any) -> Any:
+        returned: Any = None
         for module in self:
             returned = module(*given)
             given = returned if isinstance(returned, tuple) else (returned,)
@@ -122,7 +123,8 @@ class Chain(nn.ModuleList):
 
 def unruly(width: int = 8) -> nn.Module:
     begin = Begin(width)
-    return Chain([begin, Middle(width), End(begin.tokens.weight)])
+    weight = begin.get_parameter("tokens.weight")
+    return Chain([begin, Middle(width), End(weight)])
 
 
 UNRULY = Example("unruly", unruly, tokens, token_loss)
@@ -159,7 +161,7 @@ def test_a_sequential_in_parts_trains_bitwise_as_in_one_process(stages: int) -> 
     architecture = ARCHITECTURES["nn.Sequential"]
 
     def in_parts() -> nn.Module:
-        layers = list(architecture.build())
+        layers = list(architecture.build().children())
         cuts = [len(layers) * stage // stages for stage in range(stages + 1)]
         return Chain([nn.Sequential(*layers[begin:end]) for begin, end in pairwise(cuts)])
 
@@ -286,7 +288,7 @@ def test_mistakes_are_named() -> None:
     rows = torch.randn(4, 2), torch.randn(4, 2)
 
     def error_of(model: Any, batch: Any = None, **arguments: Any) -> tuple[str, str]:
-        given = {"stages": 2, "microbatches": 2, "example_inputs": rows, "loss": F.mse_loss} | arguments
+        given: dict[str, Any] = {"stages": 2, "microbatches": 2, "example_inputs": rows, "loss": F.mse_loss} | arguments
         with pytest.raises(AdaptraError) as caught, adaptra.compile(model, **given) as pipe:
             pipe.step(*batch)
         return type(caught.value).__name__, str(caught.value)

@@ -1,7 +1,7 @@
 """The controller: all ranks run every step under one plan, switch together or not at all, and train on while planning.
 
 Ranks are threads over a HashStore; one test runs processes over a TCPStore. What a rank would measure follows from the plan
-that it runs, so a switch brings about the next change and a run ends at a plan version, not after a time.
+that it runs. So a switch brings about the next change, and a run ends at a plan version, not after a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -120,7 +120,7 @@ def controllers(
     on_error: Callable[[Exception], None] | None = None,
     first_step: int = 0,
     ahead_of_need: Callable[[Program, CostModel], Mapping[Channel, int]] = nothing_ahead,
-) -> Iterator[list[Controller]]:
+) -> Generator[list[Controller], None, None]:
     common = store or dist.HashStore()
     started = [
         Controller(

@@ -13,7 +13,7 @@ from training import MIXED
 
 import adaptra
 from adaptra.runtime.control.events import EventKind
-from adaptra.runtime.control.mail import Measured
+from adaptra.runtime.control.mail import Measured, Proposed
 from adaptra.runtime.control.participant import Participant, Surroundings
 from adaptra.runtime.detection.measurement import StepMeasurement
 
@@ -32,6 +32,7 @@ def test_events_stay_when_the_cut_moves() -> None:
     with pipe:
         optimizer = torch.optim.SGD(pipe.parameters())
         pipe.step(*batch)
+        assert pipe._built is not None
         pipe._built.workers[0].controller.tell_link("a port went down")
         for split in (["middle.4"], ["middle.1"]):
             before = pipe.events
@@ -60,15 +61,25 @@ def test_a_saved_step_shows_its_slow_edge(tmp_path: Path, suffix: str) -> None:
 def test_an_agreement_is_told_before_any_step_can_run_under_it() -> None:
     """One rank, whose mail is handled in order: training goes on as soon as the log covers a step."""
     told, mail = [], []
+    initial: Any = ModelPlan(0, "initial")
+    other: Any = ModelPlan(1, "other")
+
+    def consider(proposed: Proposed) -> None:
+        plan: Any = proposed.plan
+        participant.ready(plan)
+
+    def emit(kind: EventKind, step: int, version: int, *_: object, **_more: object) -> None:
+        told.append((kind, version))
+
     around = Surroundings(
         dist.HashStore(),
         lambda _, one: mail.append(one),
         lambda until, plan: told.append(("covered", plan.version)),
-        lambda proposed: participant.ready(proposed.plan),
+        consider,
         lambda leads: None,
-        lambda kind, step, version, *_: told.append((kind, version)),
+        emit,
     )
-    participant = Participant(0, 1, ModelPlan(0, "initial"), around, 2, 0)
+    participant = Participant(0, 1, initial, around, 2, 0)
 
     def settle() -> None:
         while mail:
@@ -76,7 +87,7 @@ def test_an_agreement_is_told_before_any_step_can_run_under_it() -> None:
 
     participant.start()
     settle()
-    participant.propose(ModelPlan(1, "other"), None, "better")
+    participant.propose(other, None, "better")
     settle()
     participant.handle(Measured(StepMeasurement(0, 0, 0.0, (), ())))
     settle()

@@ -96,6 +96,7 @@ def test_what_several_ranks_were_given_is_compared() -> None:
         tell(0, number, {"inputs": (x, {"mask": y}), "targets": None})
         tell(1, number, {"targets": y, "inputs": None, "scale": 3.0})
     tell(2, 199, {"inputs": (x.clone(), {"mask": y}), "targets": y.clone()})
+    messages: list[str] = []
     for rank, mask in enumerate((y, y.clone(), y.roll(1))):
         given = {"inputs": (x, {"mask": mask}), "targets": y if rank else y[1:]}
         if rank < 2:
@@ -103,7 +104,8 @@ def test_what_several_ranks_were_given_is_compared() -> None:
             continue
         with pytest.raises(BatchError) as error:
             tell(rank, 300, given)
-    message = str(error.value)
+        messages.append(str(error.value))
+    (message,) = messages
     assert message.startswith("step 300: rank 5 was given other targets than rank 4, rank 6 was given other inputs[1]['mask']")
     check_documented("BatchError", message, DIFFERENT)
 

@@ -71,6 +71,7 @@ def test_who_waits_for_a_killed_rank_learns_of_it_while_its_worker_lives(transpo
         for rank in range(2)
     ]
     try:
+        assert ranks[0].stdout is not None
         worker = int(ranks[0].stdout.readline())
         told = ranks[1].communicate(timeout=120)[0]
         os.kill(worker, signal.SIGKILL)  # it lived

@@ -236,7 +236,7 @@ def test_messages_that_follow_each_other_less_closely_are_slower_however_long_ea
     run(detector, [HEALTHY.with_latency(1, 2, 0.03)] * 4)
     (found,) = run(detector, [HEALTHY.with_occupancy(1, 2, 0.03)] * 3, first=4)
     (change,) = found.changes
-    assert change.is_slower and not change.is_healed
+    assert isinstance(change, EdgeChange) and change.is_slower and not change.is_healed
     assert "edge 1→2 slow: " in found.reason
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from fault_episodes import judge, misplaced, random_episodes, train_through
 from processes import run_processes
@@ -10,7 +12,7 @@ from adaptra.runtime.control.events import ControlEvent, EventKind
 from adaptra.runtime.injection.faults import Fault
 
 
-def train(rank: int, *arguments: object) -> tuple[list[str], list[dict[str, object]], list[bool]]:
+def train(rank: int, *arguments: Any) -> tuple[list[str], list[dict[str, object]], list[bool]]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")

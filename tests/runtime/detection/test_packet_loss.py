@@ -16,6 +16,7 @@ from training import Step, adam, call, compiled, differences, run_step, train, t
 import adaptra
 from adaptra.errors import OptionError
 from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.control.plan import Plan
 
 ROWS, MICROBATCHES, WIDTH = 16, 4, 128
 FOREIGN = "lossy_bf16=… with transport '…': expected a transport of adaptra's own, which all can round"
@@ -65,7 +66,7 @@ def train_rounded(rank: int, transports: Sequence[str]) -> dict[str, tuple[list[
     return found
 
 
-def train_while_slow() -> tuple[list[Batch], list[Step], list[tuple[int, Any]], tuple[ControlEvent, ...]]:
+def train_while_slow() -> tuple[list[Batch], list[Step], list[Plan], tuple[ControlEvent, ...]]:
     """The plans of a run whose only edge carries little from step 10 on and heals later, and what its steps left."""
     batches = [example(False).rows(2 * MICROBATCHES, seed) for seed in range(60)]
     steps, plans = [], []
@@ -98,6 +99,7 @@ def test_an_edge_whose_bandwidth_binds_is_rounded_until_it_heals() -> None:
     proposed = next(
         event for event in events if event.kind is EventKind.PROPOSED and event.version == plans[rounded[0]].version
     )
+    assert proposed.predicted is not None and proposed.predicted_before is not None
     assert "rounding to bfloat16" in proposed.text and proposed.predicted < 0.8 * proposed.predicted_before
     exact = train_alone(example(False), batches[: rounded[0] + 1], MICROBATCHES)
     assert differences(steps[: rounded[0]], exact[: rounded[0]]) == []

@@ -1,7 +1,7 @@
-"""How many steps pass from the onset of a fault to the first step under a plan for it, and from its end to the way back.
+"""How many steps pass from the onset of a fault to the first step under a plan for it.
 
-Over processes, counted in steps: the coordinator's rank begins the second slow step only when all have confirmed what is
-planned after the first, as if that step were long enough.
+And how many from its end to the way back. Over processes, counted in steps: the coordinator's rank begins the second slow step
+only when all have confirmed what is planned after the first. It is as if that step were long enough.
 """
 
 from __future__ import annotations

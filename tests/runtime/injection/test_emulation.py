@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from adaptra.errors import OptionError
 from adaptra.program import Kind
+from adaptra.runtime.injection import emulation
 from adaptra.runtime.injection.emulation import EmulatedDevice, Pacing
 from adaptra.runtime.injection.faults import Fault
 from adaptra.simulation.cost import CostModel
@@ -15,14 +14,31 @@ from adaptra.simulation.cost import CostModel
 COST = CostModel.uniform(3, 1.0, 2.0, 3.0, latency=0.5)
 
 
-def lasting(pacing: Pacing, stage: int, kind: Kind, step: int = 0, took: float = 0.0) -> float:
-    """How long an op lasts that itself took so long: the least of a few, since a busy machine only adds to it."""
-    found = []
-    for _ in range(4):
-        started = time.monotonic() - took
-        pacing.pad(stage, kind, step, started)
-        found.append(time.monotonic() - started)
-    return min(found)
+class Clock:
+    """Stands for the module time: seconds pass only in a sleep."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(emulation, "time", made)
+    return made
+
+
+def lasting(clock: Clock, pacing: Pacing, stage: int, kind: Kind, step: int = 0, took: float = 0.0) -> float:
+    """How long an op lasts that itself took so long."""
+    started = clock.monotonic() - took
+    pacing.pad(stage, kind, step, started)
+    return clock.monotonic() - started
 
 
 def test_durations_are_those_of_the_device_and_all_else_stays() -> None:
@@ -47,27 +63,27 @@ def test_what_is_no_duration_is_refused(device: EmulatedDevice, message: str) ->
         device.apply(COST)
 
 
-def test_an_op_is_padded_to_its_duration() -> None:
+def test_an_op_is_padded_to_its_duration(clock: Clock) -> None:
     pacing = Pacing(EmulatedDevice([0.02, 0.05, 0.02], 0.03, 0.04).apply(COST), ())
     for stage, kind, seconds in ((0, Kind.F, 0.02), (1, Kind.F, 0.05), (2, Kind.I, 0.03), (0, Kind.W, 0.04), (0, Kind.B, 0.07)):
-        assert seconds <= lasting(pacing, stage, kind) < seconds + 0.05
+        assert lasting(clock, pacing, stage, kind, took=0.01) == pytest.approx(seconds)
 
 
-def test_an_op_that_took_longer_is_not_padded() -> None:
-    assert lasting(Pacing(EmulatedDevice(0.5, 0.5, 0.5).apply(COST), ()), 0, Kind.F, took=1.0) < 1.2
+def test_an_op_that_took_longer_is_not_padded(clock: Clock) -> None:
+    assert lasting(clock, Pacing(EmulatedDevice(0.5, 0.5, 0.5).apply(COST), ()), 0, Kind.F, took=1.0) == pytest.approx(1.0)
 
 
-def test_a_slow_stage_takes_longer_from_its_step_on() -> None:
+def test_a_slow_stage_takes_longer_from_its_step_on(clock: Clock) -> None:
     pacing = Pacing(EmulatedDevice(0.02, 0.02, 0.02).apply(COST), [Fault.parse("slow 1 3x @4"), Fault.parse("slow 1 40ms @6")])
-    assert lasting(pacing, 0, Kind.F, step=7) < 0.06
-    assert lasting(pacing, 1, Kind.F, step=3) < 0.06
-    assert 0.06 <= lasting(pacing, 1, Kind.F, step=4) < 0.1
-    assert 0.1 <= lasting(pacing, 1, Kind.F, step=7) < 0.15
+    assert lasting(clock, pacing, 0, Kind.F, step=7) == pytest.approx(0.02)
+    assert lasting(clock, pacing, 1, Kind.F, step=3) == pytest.approx(0.02)
+    assert lasting(clock, pacing, 1, Kind.F, step=4) == pytest.approx(0.06)
+    assert lasting(clock, pacing, 1, Kind.F, step=7) == pytest.approx(0.1)
 
 
-def test_without_a_device_and_faults_nothing_waits() -> None:
-    assert lasting(Pacing(None, ()), 0, Kind.F) < 0.01
+def test_without_a_device_and_faults_nothing_waits(clock: Clock) -> None:
+    assert lasting(clock, Pacing(None, ()), 0, Kind.F) == 0
 
 
-def test_a_slow_stage_without_a_device_stretches_what_the_op_took() -> None:
-    assert 0.08 <= lasting(Pacing(None, [Fault.parse("slow 0 4x")]), 0, Kind.F, took=0.02) < 0.12
+def test_a_slow_stage_without_a_device_stretches_what_the_op_took(clock: Clock) -> None:
+    assert lasting(clock, Pacing(None, [Fault.parse("slow 0 4x")]), 0, Kind.F, took=0.02) == pytest.approx(0.08)

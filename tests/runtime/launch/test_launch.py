@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -36,7 +36,7 @@ def on_all_ranks(run: Callable[[Transport], Any], ranks: int = 3) -> list[Any]:
 
 
 @contextmanager
-def process_group() -> Iterator[None]:
+def process_group() -> Generator[None, None, None]:
     """A job of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

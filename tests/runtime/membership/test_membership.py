@@ -123,7 +123,9 @@ def test_a_neighbour_that_ends_its_connections_is_not_blamed_for_the_rank_that_d
         job.wait_until_seen(3, by=(0, 2))
         first = pool.submit(job.members[2].fail, cause)
     told = [job.wait(0), later.result(), first.result()]
-    assert [(error.rank, error.edge, error.op) for error in told] == [(1, (1, 2), "1SEND_F5")] * 3
+    assert [(error.rank, error.edge, error.op) for error in told if isinstance(error, PeerLostError)] == [
+        (1, (1, 2), "1SEND_F5")
+    ] * 3
     assert first.result() is cause
     job.close()
 
@@ -150,7 +152,8 @@ def test_the_rank_with_the_store_stays_until_all_have_found_the_cause() -> None:
         assert job.members[0].fail(cause) is cause
         record = json.loads(job.store.get("rank 2"))
     assert record["settled"] and 0 in record["seen"]
-    assert later.result().rank == 1
+    followed = later.result()
+    assert isinstance(followed, PeerLostError) and followed.rank == 1
     job.close()
 
 
@@ -202,7 +205,7 @@ class FarStore:
 def test_a_rank_far_from_the_store_loses_nobody_and_asks_once_a_beat() -> None:
     """With ten ranks and 0.1 s for an answer, asking for each rank in turn takes longer than makes a rank lost."""
     store, told = dist.HashStore(), []
-    stores = [FarStore(store, 0.1 if rank in (0, 9) else 0.0) for rank in range(10)]
+    stores: list[Any] = [FarStore(store, 0.1 if rank in (0, 9) else 0.0) for rank in range(10)]
     members = [Membership(each, rank, 10, told.append, interval=0.05, lost_after=0.6) for rank, each in enumerate(stores)]
 
     def beats(rank: int) -> int:
@@ -233,7 +236,7 @@ def test_a_rank_that_falls_silent_is_named_to_all_by_the_one_that_reads() -> Non
         ]
         for rank in range(4):
             assert rank == silent or told[rank].wait(100)
-        assert {member.lost.rank for member in members} == {silent}
+        assert {member.lost and member.lost.rank for member in members} == {silent}
         assert any(f"rank {silent} gave no sign of life for 0." in str(member.lost) for member in members)
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(Membership.close, members))
@@ -271,7 +274,7 @@ class Stuck:
 
 
 def test_a_store_that_does_not_answer_is_lost() -> None:
-    store = Stuck()
+    store: Any = Stuck()
     job = Job(2, store=store, lost_after=0.3)
     check_documented("PeerLostError", str(job.wait(0)), DOCUMENTED["store"])
     assert str(job.wait(0)) == (
@@ -329,7 +332,7 @@ class StoreThatGoes:
 
 def test_a_rank_that_was_reported_is_the_cause_also_if_the_store_goes_next() -> None:
     """As when its host learns of the loss by another way and leaves, while the lost rank's own report is waited for."""
-    store = StoreThatGoes()
+    store: Any = StoreThatGoes()
     member = Membership(store, 0, 2, lambda _: None, interval=0.05)
     beats = threading.Event()
 

@@ -27,7 +27,7 @@ RANKS, ROWS = 4, 4
 class Slow:
     """A process group whose messages between some ranks leave later."""
 
-    def __init__(self, group: dist.ProcessGroup, pairs: Collection[set[int]]) -> None:
+    def __init__(self, group: Any, pairs: Collection[set[int]]) -> None:
         self._group, self._pairs = group, pairs
 
     def __getattr__(self, name: str) -> Any:
@@ -47,7 +47,7 @@ def test_all_ranks_make_the_change_that_wins(pairs: Collection[set[int]]) -> Non
     store = dist.HashStore()
 
     def agree(rank: int) -> RoleChange | None:
-        group = Slow(dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=30)), pairs)
+        group: Any = Slow(dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=30)), pairs)
         state = {"weight": nn.Parameter(torch.ones(8, 8))}
         held = gather_state(state, torch.optim.SGD(state.values()))
         measured = [StageMeasurement(rank % 2, 0.02, 0.02, 0.02, None)]
@@ -59,5 +59,7 @@ def test_all_ranks_make_the_change_that_wins(pairs: Collection[set[int]]) -> Non
     if not pairs:
         assert changes[0] is None
     else:
-        assert {frozenset(changes[0].after.column(stage)) for stage in range(2)} == {frozenset({0, 1}), frozenset({2, 3})}
-        assert changes[0].seconds_after < changes[0].seconds_before
+        change = changes[0]
+        assert change is not None
+        assert {frozenset(change.after.column(stage)) for stage in range(2)} == {frozenset({0, 1}), frozenset({2, 3})}
+        assert change.seconds_after < change.seconds_before

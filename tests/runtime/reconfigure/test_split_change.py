@@ -54,7 +54,7 @@ def two_groups_of(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
 def test_a_run_whose_cuts_move_is_bitwise_the_plain_model(options: dict[str, Any]) -> None:
     """Dropout, BatchNorm, skip connections, a tied weight on the first and last stage: cut anew before steps 2, 4."""
     model, found = MIXED.make(), []
-    arguments = {"stages": 3, "microbatches": MICROBATCHES, "split": ["middle.1", "middle.4"], "model": model}
+    arguments: dict[str, Any] = {"stages": 3, "microbatches": MICROBATCHES, "split": ["middle.1", "middle.4"], "model": model}
     with compiled(MIXED, batches()[0], options=adaptra.Options(**options), **arguments) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
         for step, batch in enumerate(batches()):
@@ -100,7 +100,7 @@ def test_a_shared_parameter_gets_and_loses_copies() -> None:
     assert differences(found, train_alone(shared, rows, MICROBATCHES, optimizer=two_groups_of)) == []
 
 
-def losses_with_gradients(change: bool) -> list[float]:
+def losses_with_gradients(change: bool) -> list[Tensor]:
     """Losses of a run that adds the gradients of two steps, with a moved cut between the two, and clips them."""
     found = []
     with compiled(MIXED, batches()[0], stages=2, microbatches=MICROBATCHES, split=["middle.4"]) as pipe:
@@ -213,7 +213,7 @@ SLOW = adaptra.Options(faults=["rate 0-1 40kB @0"], adapt=False)
 """A message of the wide layers occupies the edge for 50 ms, one of the waist for 6 ms."""
 
 
-def settled(rank: int = None, steps: int = 8) -> tuple[list[float], tuple[str | None, ...], list[Any], dict[str, str]]:
+def settled(rank: int | None = None, steps: int = 8) -> tuple[list[float], tuple[str | None, ...], list[Any], dict[str, str]]:
     """Losses, the split, what settling told and how it was told, and digests of the state: a pipeline whose link is slow."""
     import torch.distributed as dist
 
@@ -373,7 +373,7 @@ def test_a_rank_that_is_lost_while_a_cut_moves_ends_the_others(lost_in: str, row
     """Before it has come, when all have met, and when state moves."""
     results = run_processes(lose_a_rank, 3, lost_in, may_die=(1,))
     for kind_and_message, (after, said) in (results[0], results[2]):
-        check_documented(*kind_and_message, row)
+        check_documented(kind_and_message[0], kind_and_message[1], row)
         assert after == "PipelineError" and said.startswith("this pipeline has failed") and kind_and_message[0] in said
 
 

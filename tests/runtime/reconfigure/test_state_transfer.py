@@ -47,14 +47,16 @@ def handed_over(held: Handover) -> Handover:
     store = dist.HashStore()
 
     def run(rank: int) -> Handover | None:
-        group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=300))
+        group: Any = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=300))
         if rank == 1:
             return receive(0, group)
         send(held, 1, group)()
         return None
 
     with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(run, range(2)))[1]
+        arrived = list(threads.map(run, range(2)))[1]
+    assert arrived is not None
+    return arrived
 
 
 def as_bytes(tensor: Tensor) -> bytes:
@@ -93,7 +95,8 @@ def test_numbers_that_are_not_finite_arrive() -> None:
     ("tensor", "reason"),
     [
         (torch.eye(3).to_sparse(), "its layout is sparse_coo"),
-        (torch.empty(3, dtype=torch.int4), "its dtype is int4"),
+        # Torch's stubs lack this dtype.
+        (torch.empty(3, dtype=torch.int4), "its dtype is int4"),  # pyright: ignore[reportAttributeAccessIssue]
         (torch.empty(3, device="meta"), "it is on device meta"),
         (torch.arange(6.0).as_strided((4, 3), (1, 1)), "several of its elements lie in one place"),
     ],
@@ -106,8 +109,8 @@ def test_what_can_not_be_rebuilt_is_refused_before_it_moves(tensor: Tensor, reas
 
 
 def test_a_handover_that_is_not_one_is_refused() -> None:
-    held = Handover({("weight", "value"): torch.ones(2)})
-    held.numbers["weight", "state/step"] = "many"
+    numbers: dict[Any, Any] = {("weight", "state/step"): "many"}
+    held = Handover({("weight", "value"): torch.ones(2)}, numbers)
     with pytest.raises(ControlError, match="expected a name, a key and a number"):
         handed_over(held)
 
@@ -119,7 +122,8 @@ class Convolutions(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(4)))
-        self.to(memory_format=torch.channels_last)
+        # Torch's stubs lack this overload.
+        self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -131,10 +135,12 @@ def square(output: Tensor, target: Tensor) -> Tensor:
 
 def forms(pipe: adaptra.Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, list[tuple[int, ...]]]:
     """By parameter the strides of the value, the gradient and what the optimizer keeps."""
-    return {
-        name: [one.stride(), one.grad.stride(), *(optimizer.state[one][key].stride() for key in ("exp_avg", "exp_avg_sq"))]
-        for name, one in pipe.named_parameters()
-    }
+
+    def kept(one: nn.Parameter) -> list[Tensor]:
+        assert one.grad is not None
+        return [one, one.grad, *(optimizer.state[one][key] for key in ("exp_avg", "exp_avg_sq"))]
+
+    return {name: [value.stride() for value in kept(one)] for name, one in pipe.named_parameters()}
 
 
 def moving(rank: int, changes: Any) -> tuple[Any, ...]:
@@ -155,28 +161,31 @@ def moving(rank: int, changes: Any) -> tuple[Any, ...]:
         options=adaptra.Options(adapt=False),
     ) as pipe:  # fmt: skip
         optimizer = torch.optim.AdamW([{"params": list(pipe.parameters())}, {"params": []}], lr=0.01)
+        kept, roles = next(iter(pipe.parameters())), pipe.roles
+        assert roles is not None
+        assert roles.ranks == (0, 1, 2, 3)
+        swapped = roles.swapped(0, 3)
         for step in range(5):
             losses.append(pipe.step(inputs, targets).item())
             optimizer.step()
             found |= forms(pipe, optimizer)
             if changes and step == 0:
-                kept = next(iter(pipe.parameters()))
                 if rank == 1:
                     optimizer.state[kept]["history"] = [1, 2]
                 attempt(lambda: pipe.take_split(["layers.1"], optimizer))
-                attempt(lambda: pipe.take_roles(pipe.roles.swapped(0, 3), optimizer))
+                attempt(lambda: pipe.take_roles(swapped, optimizer))
                 attempt(lambda: pipe.settle_split(optimizer))
                 attempt(lambda: pipe.settle_roles(optimizer))
                 optimizer.state[kept].pop("history", None)
                 others = [[[], list(pipe.parameters())], [list(pipe.parameters())]]
                 other = torch.optim.AdamW([{"params": some} for some in others[rank == 3]])
-                attempt(partial(pipe.take_roles, pipe.roles.swapped(0, 3), other))
-                assert pipe.split == ("layers.2",) and pipe.roles.ranks == (0, 1, 2, 3)
+                attempt(partial(pipe.take_roles, swapped, other))
+                assert pipe.split == ("layers.2",) and pipe.roles == roles
             if changes and step == 1:
                 optimizer.state[kept]["best"] = float("inf")
                 pipe.take_split(["layers.1"], optimizer)
             if changes and step == 2:
-                pipe.take_roles(pipe.roles.swapped(0, 3), optimizer)
+                pipe.take_roles(swapped, optimizer)
             if changes and step >= 1:
                 for name, one in forms(pipe, optimizer).items():
                     assert one == found.get(name, one), name
@@ -204,4 +213,4 @@ def test_what_one_rank_can_not_move_no_rank_moves_and_what_moves_keeps_its_form(
                 assert kind == "StateError" and "'history'" in message
             else:
                 check_documented(kind, message, DOCUMENTED["refused"])
-        check_documented(*refused[4], DOCUMENTED["groups"])
+        check_documented(refused[4][0], refused[4][1], DOCUMENTED["groups"])

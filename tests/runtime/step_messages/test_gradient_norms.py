@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -44,14 +45,14 @@ def clipped_steps(stages: int, norm_type: float) -> tuple[list[str], list[float]
     batches = [MIXED.rows(4 * MICROBATCHES, step) for step in range(STEPS)]
     alone: list[Clipping] = []
 
-    def clipping_adam(parameters: Iterable[nn.Parameter]) -> Clipping:
+    def clipping_adam(parameters: Iterable[nn.Parameter]) -> Any:
         given = list(parameters)
         alone.append(Clipping(adam(given), lambda: torch.nn.utils.clip_grad_norm_(given, LARGEST, norm_type)))
         return alone[0]
 
     expected = train_alone(MIXED, batches, MICROBATCHES, optimizer=clipping_adam)
     with compiled(MIXED, batches[0], stages=stages, microbatches=MICROBATCHES) as pipe:
-        ours = Clipping(adam(pipe.parameters()), lambda: pipe.clip_grad_norm_(LARGEST, norm_type))
+        ours: Any = Clipping(adam(pipe.parameters()), lambda: pipe.clip_grad_norm_(LARGEST, norm_type))
         steps = [run_step(pipe, ours, batch) for batch in batches]
     found = differences(steps, expected, whole=False)
     found += [f"norm {one} instead of {other}" for one, other in zip(ours.norms, alone[0].norms, strict=True) if one != other]
@@ -92,7 +93,8 @@ def refusal(call: Callable[[], object]) -> tuple[str, str]:
 
 def test_what_is_no_norm_is_refused(pipe: adaptra.Pipeline) -> None:
     check_documented(*refusal(lambda: pipe.clip_grad_norm_(-1)), DOCUMENTED["largest"])
-    check_documented(*refusal(lambda: pipe.clip_grad_norm_(1.0, "nuclear")), DOCUMENTED["kind"])
+    nuclear: Any = "nuclear"
+    check_documented(*refusal(lambda: pipe.clip_grad_norm_(1.0, nuclear)), DOCUMENTED["kind"])
     check_documented(*refusal(lambda: pipe.clip_grad_norm_(1.0)), DOCUMENTED["early"])
 
 
@@ -100,6 +102,7 @@ def test_a_norm_that_is_not_finite_changes_nothing_where_that_is_an_error(pipe: 
     args, _, targets = MIXED.rows(8, 0)
     pipe.step(args, targets)
     first, second = list(pipe.parameters())[:2]
+    assert first.grad is not None and second.grad is not None
     first.grad[0] = float("inf")
     before = second.grad.clone()
     check_documented(*refusal(lambda: pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)), DOCUMENTED["infinite"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -74,7 +75,11 @@ def test_gradients_that_come_slowly_are_told_from_gradients_that_come_late(fault
     """A message of 64 bytes at 3 kB/s occupies its edge for 21 ms."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
     inputs = torch.randn(16, 8)
-    problem = {"example_inputs": (inputs, torch.zeros_like(inputs)), "loss": nn.functional.mse_loss, "split": ["1", "2"]}
+    problem: dict[str, Any] = {
+        "example_inputs": (inputs, torch.zeros_like(inputs)),
+        "loss": nn.functional.mse_loss,
+        "split": ["1", "2"],
+    }
     told: list[ControlEvent] = []
     device = adaptra.EmulatedDevice(0.005, 0.005, 0.005)
     options = adaptra.Options(adapt=False, schedule="1f1b", emulate=device, faults=[fault], on_event=told.append)

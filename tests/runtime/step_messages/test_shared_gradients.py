@@ -42,7 +42,7 @@ class Job:
     def weight_grad(self, stage: int, microbatch: int, **values: float | Sequence[float]) -> None:
         """What W of a stage does, given the gradients of its parameters, of some several."""
         for name, given in values.items():
-            for value in [given] if isinstance(given, float) else given:
+            for value in given if isinstance(given, Sequence) else [given]:
                 self.stages[stage].add(stage, name, microbatch, torch.tensor([value]))
         self.stages[stage].end_microbatch(stage, microbatch)
 
@@ -148,7 +148,7 @@ def test_contributions_may_come_in_any_order_of_the_stages() -> None:
 
 
 def test_the_owner_waits_for_nobody_before_the_end_and_posts_few_receives() -> None:
-    """No other stage has run W; the owner runs all of its own, and holds buffers of so many microbatches only."""
+    """No other stage has run W; the owner runs all of its own, and has buffers for ``POSTED_AHEAD`` microbatches only."""
     job = Job([["tied"], ["tied"]], [SharedParameter("tied", (0, 1), 0, (1, 0))], 6)
     ((_, buffers),) = job.stages[0].receive_counts().items()
     assert buffers == POSTED_AHEAD < 6

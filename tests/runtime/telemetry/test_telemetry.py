@@ -1,4 +1,4 @@
-"""Telemetry: what each record says as a line, as metrics and as scalars; that nobody who is told can stop training."""
+"""Telemetry: what each record says as a line, as metrics and as scalars; that no sink can stop training."""
 
 from __future__ import annotations
 
@@ -194,8 +194,8 @@ def test_a_writer_of_the_users_is_written_to_and_stays_open() -> None:
     calls: list[tuple[Any, ...]] = []
 
     class Writer:
-        def add_scalar(self, *given: Any) -> None:
-            calls.append(given)
+        def add_scalar(self, tag: str, scalar_value: float, global_step: int, walltime: float) -> None:
+            calls.append((tag, scalar_value, global_step, walltime))
 
         def flush(self) -> None:
             calls.append(("flush",))
@@ -207,7 +207,7 @@ def test_a_writer_of_the_users_is_written_to_and_stays_open() -> None:
     assert calls[-1] == ("flush",)
 
 
-# Nobody who is told stops training
+# No sink stops training
 
 
 class Collected:

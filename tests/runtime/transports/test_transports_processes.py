@@ -57,7 +57,7 @@ def test_matrix(matrix: list[dict[str, str]], body: Callable[[Transport], None])
 
 def join_half(rank: int) -> None:
     dist.init_process_group("gloo")
-    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    halves: list[Any] = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     transport = C10dTransport(halves[rank % 2])
     assert (transport.rank, transport.world_size) == (rank // 2, 2)
     bodies.many_in_flight_both_ways(transport)
@@ -94,7 +94,7 @@ def test_c10d_without_a_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def measure_delay(rank: int) -> list[Any]:
-    transport = FaultyTransport(C10dTransport(), (Fault.parse("delay 0>1 200ms @1"),))
+    transport = FaultyTransport(C10dTransport(), (Fault.parse("delay 0>1 2s @1"),))
     found = []
     if rank == 0:
         for step in range(2):
@@ -119,11 +119,11 @@ def measure_delay(rank: int) -> list[Any]:
 
 def test_an_injected_delay_is_measured_by_the_receiver_over_gloo() -> None:
     posting, (healthy, slow) = run_processes(measure_delay, 2)
-    assert all(latency < 0.2 for latency in healthy)
-    assert all(latency >= 0.195 for latency in slow)
-    # The four are under way at the same time, and the sender is not held up.
-    assert max(slow) < 0.6
-    assert max(posting) < 0.2
+    assert all(latency < 1.9 for latency in healthy)
+    assert all(latency >= 1.9 for latency in slow)
+    # The four are under way at the same time, not for eight seconds, and the sender is not held up.
+    assert max(slow) < 7
+    assert max(posting) < 1.9
 
 
 class Rank:
@@ -141,7 +141,7 @@ class Rank:
             lost_after=lost_after,
         )
 
-    def lose(self, error: BaseException) -> None:
+    def lose(self, error: Exception) -> None:
         self.transport.abort(error)
         self.on_lost()
 
@@ -175,6 +175,8 @@ def lose_rank_2(rank: int, how: str, name: str = "c10d") -> Lost | None:
                 mine.membership.close()
                 mine.transport.close()
                 return None
+            case _:
+                raise AssertionError(how)
     mine.transport.store.set(f"waiting {rank}", "")
     source = 2 if rank == 3 else rank + 1
     return mine.wait_in_vain(source, forward(5, 2, 3) if rank == 3 else backward(5, source, rank))
@@ -188,7 +190,7 @@ def test_a_killed_or_stopped_rank_ends_the_others_with_its_name_and_edge(how: st
         message, lost, edge, op, took = outcomes[rank]
         assert lost == 2, message
         assert "rank 2" in message
-        assert took < 30
+        assert took < 90, "it waited for the message's own limit"
         # Neighbours name the edge at which they wait; the others the edge at which a neighbour noticed.
         assert edge in {(2, 1), (2, 3), (1, 0)}, message
         assert op in {"2SEND_B5", "2SEND_F5", "1SEND_B5"}, message
@@ -200,7 +202,7 @@ def test_an_exception_on_one_rank_reaches_all_others() -> None:
         message, lost, edge, op, took = outcomes[rank]
         assert message == "rank 2 failed at 2F5 on edge 1→2: ZeroDivisionError: division by zero in the user's model"
         assert (lost, edge, op) == (2, (1, 2), "2F5")
-        assert took < 30
+        assert took < 90, "it waited for the message's own limit"
 
 
 def lose_the_store(rank: int, how: str) -> Lost:
@@ -220,7 +222,7 @@ def test_a_lost_store_is_named(how: str) -> None:
         message, lost, edge, _, took = outcomes[rank]
         assert "control store is lost" in message or lost in {0, 1, 2}
         assert edge in {(1, 2), (2, 1)}
-        assert took < 30
+        assert took < 90, "it waited for the message's own limit"
     assert any("control store is lost" in outcomes[rank][0] for rank in (1, 2))
 
 

@@ -44,9 +44,14 @@ def train_while_links_fail(
     dist.init_process_group("gloo")
     model = example(stages)
     batches = [model.rows(ROWS, seed) for seed in range(8)]
-    given = {"stages": stages, "microbatches": MICROBATCHES, "split": [str(stage) for stage in range(1, stages)]}
+    given: dict[str, Any] = {
+        "stages": stages,
+        "microbatches": MICROBATCHES,
+        "split": [str(stage) for stage in range(1, stages)],
+    }
     with compiled(model, batches[0], transport="linked", **given) as pipe:
-        transport = pipe._built.workers[0]._transport
+        assert pipe._built is not None
+        transport: Any = pipe._built.workers[0]._transport
         before = by_channel(transport)
         disturber = make_disturber(transport)
         optimizer, found, made = adam(pipe.parameters()), [], 0
@@ -72,7 +77,7 @@ def train_while_links_fail(
 
 
 def by_channel(transport: linked_delegate.Linked) -> dict[tuple[int, int, bool, bool], dict[str, int]]:
-    return {tuple(channel): counters for *channel, counters in transport.statistics()}
+    return {(at, to, backward, sends): counters for at, to, backward, sends, counters in transport.statistics()}
 
 
 def settle(transport: linked_delegate.Linked) -> None:

@@ -7,11 +7,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from delegate_lab import CALM, SECRET
+from delegate_lab import CALM, SECRET, EngineTimes
 from stranger import hello, proof, read
 
 from adaptra import _C
@@ -69,11 +69,12 @@ next(iter(DataLoader(Slow(), num_workers=1, multiprocessing_context="fork")))
 
 
 @contextlib.contextmanager
-def running(code: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def running(code: str) -> Generator[tuple[subprocess.Popen[str], int], None, None]:
     """A process of this code, whose first line is the port on which its engine listens."""
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
+            assert process.stdout is not None
             yield process, int(process.stdout.readline())
         finally:
             process.kill()
@@ -86,6 +87,7 @@ def processor_seconds(pid: int) -> float:
 
 def test_a_caller_for_whom_no_descriptor_is_free_waits_and_costs_nothing() -> None:
     with running(FULL) as (process, port):
+        assert process.stdin is not None and process.stdout is not None
         assert process.stdout.readline() == "full\n"
         with socket.create_connection(("127.0.0.2", port), timeout=30) as caller:
             greeting = hello(path=3)
@@ -104,9 +106,11 @@ def test_a_caller_for_whom_no_descriptor_is_free_waits_and_costs_nothing() -> No
 
 def test_a_worker_of_a_data_loader_keeps_no_dead_rank_alive() -> None:
     """The worker, forked while the rank was connected, outlives it."""
-    engine = _C.Engine(1, 2, SECRET, **CALM | {"lost_after": 60.0})
+    patient: EngineTimes = {**CALM, "lost_after": 60.0}
+    engine = _C.Engine(1, 2, SECRET, **patient)
     port = engine.add_tcp_path("127.0.0.2")
     with running(FORKING) as (process, theirs):
+        assert process.stdin is not None and process.stdout is not None
         engine.set_peer(0, [("127.0.0.2", theirs)])
         engine.start()
         try:
@@ -119,7 +123,7 @@ def test_a_worker_of_a_data_loader_keeps_no_dead_rank_alive() -> None:
             process.kill()
             assert second.wait(100)
             os.kill(worker, 0)  # it lives
-            assert second.error.startswith("rank 0 is gone: ")
+            assert second.error is not None and second.error.startswith("rank 0 is gone: ")
             os.kill(worker, signal.SIGKILL)
         finally:
             engine.close("the test is over", 0.0)

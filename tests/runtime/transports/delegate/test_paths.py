@@ -10,6 +10,7 @@ from typing import Any
 
 import linked_delegate
 import pytest
+from delegate_lab import Link
 from delegate_model import MICROBATCHES, ROWS, example, sum_over_ranks
 from errors_table import check_documented
 from processes import run_processes
@@ -38,8 +39,16 @@ def compiled_over(transport: str, **options: Any) -> contextlib.AbstractContextM
     import adaptra
 
     model = example(2)
-    given = {"stages": 2, "microbatches": MICROBATCHES, "split": ["1"], "options": adaptra.Options(**options)}
-    return compiled(model, model.rows(ROWS, 0), transport=transport, **given)
+    return compiled(
+        model, model.rows(ROWS, 0), stages=2, microbatches=MICROBATCHES, split=["1"], transport=transport,
+        options=adaptra.Options(**options),
+    )  # fmt: skip
+
+
+def links_of(pipe: adaptra.Pipeline) -> list[Link]:
+    assert pipe._built is not None
+    transport: Any = pipe._built.workers[0]._transport
+    return transport.links
 
 
 def step(pipe: adaptra.Pipeline) -> None:
@@ -68,7 +77,7 @@ def go_back(rank: int, folder: str) -> tuple[list[Any], list[str]]:
     handler.emit = lambda record: told.append(record.getMessage())
     logging.getLogger("adaptra").addHandler(handler)
     with compiled_over("linked") as pipe:
-        links = pipe._built.workers[0]._transport.links
+        links = links_of(pipe)
         size = ROWS // MICROBATCHES * 64 * 4
         found = []
         for preferred in (0, 1, 0):
@@ -115,7 +124,7 @@ def run_out_of_paths(rank: int, folder: str) -> dict[str, Failed | None]:
             step(pipe)
             # A step ends with a probe, which the other rank may still be waiting for.
             sum_over_ranks(True)
-            for link in pipe._built.workers[0]._transport.links:
+            for link in links_of(pipe):
                 if rank == 0 and how == "gone":
                     link.vanish()
                 elif rank == 0:
@@ -129,7 +138,7 @@ def test_only_without_a_path_a_step_fails_and_the_error_names_edge_paths_and_rea
     for found in run_processes(run_out_of_paths, 2, str(tmp_path)):
         for how, error in found.items():
             assert error is not None, how
-            check_documented(*error[:2], DOCUMENTED[how])
+            check_documented(error[0], error[1], DOCUMENTED[how])
         for how in ("no path", "gone"):
             _, message, edge, op = found[how]
             assert edge in {(0, 1), (1, 0)} and op is not None
