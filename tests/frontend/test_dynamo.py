@@ -266,7 +266,7 @@ WITHOUT_GRADIENTS = (
 
 
 def plain_loop(model: nn.Module, run: Callable[..., Tensor], batches: list[Any], parts: int | None) -> list[Any]:
-    """Clipped steps, the norm before, and an evaluation after each; with ``parts`` in plain torch, of ``parts`` microbatches."""
+    """Clipped steps, the norm before, and an evaluation after each; given ``parts``, in plain torch with microbatches."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     found: list[Any] = []
     for index, (inputs, _, targets) in enumerate(batches):
