@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from adaptra.errors import BatchError, OptionError, PipelineError, StateError
 from adaptra.frontend.activation_memory import predicted_peaks
 from adaptra.frontend.arguments.arguments import STRAIGHT, CompileArguments, check_split
+from adaptra.frontend.attached_optimizer import given_or_attached, refuse_foreign
 from adaptra.frontend.builder import build
 from adaptra.frontend.grad_scaler import GradScaler
 from adaptra.frontend.not_a_module import NotAModule
@@ -135,6 +136,7 @@ class Pipeline(NotAModule):
         self._built: Session | None = None
         self._losses: Tensor | None = None
         self._scaler: GradScaler | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
         self._is_closed = False
 
     def build(self, inputs: Any = None, targets: Any = None, /, **kwargs: Any) -> None:
@@ -407,7 +409,21 @@ class Pipeline(NotAModule):
         replicas = self._require().launched.replicas
         return 0 if replicas is None else replicas.index
 
-    def settle_roles(self, optimizer: torch.optim.Optimizer, *, horizon: int = 1000) -> RoleChange | None:
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let this optimizer's state move with the parameters, so that changes of roles and cuts need not be given it.
+
+        Every rank attaches its own, with the same groups. Another call replaces it. You still call ``optimizer.step()``.
+
+        Args:
+            optimizer: A torch optimizer of this process's :meth:`parameters`.
+
+        Raises:
+            StateError: The optimizer has parameters that are not this pipeline's.
+        """
+        refuse_foreign(optimizer, list(self.parameters()))
+        self._optimizer = optimizer
+
+    def settle_roles(self, optimizer: torch.optim.Optimizer | None = None, *, horizon: int = 1000) -> RoleChange | None:
         """Measure the links between the ranks of a job, and change roles if the simulator predicts a saving.
 
         A slow link hurts the gradient all-reduce in full; between two stages a schedule hides most of it. A change of roles can
@@ -426,9 +442,9 @@ class Pipeline(NotAModule):
             PipelineError: No step has run yet.
             OptionError, StateError, LaunchError, PeerLostError: As :meth:`take_roles`.
         """
-        return self._require().settle_roles(optimizer, horizon)
+        return self._require().settle_roles(given_or_attached("settle_roles", optimizer, self._optimizer), horizon)
 
-    def take_roles(self, roles: Roles, optimizer: torch.optim.Optimizer) -> None:
+    def take_roles(self, roles: Roles, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Change the roles of the ranks of a job with several replicas, so that a slow link carries other messages.
 
         Parameters, buffers, gradients and the optimizer's state move to the ranks that take the roles. Later steps are bitwise
@@ -438,21 +454,22 @@ class Pipeline(NotAModule):
 
         Args:
             roles: The new roles, such as ``pipe.roles.swapped(1, 2)``.
-            optimizer: The torch optimizer of this process's parameters, of the same groups on every rank.
+            optimizer: The torch optimizer of this process's parameters, of the same groups on every rank; by default the one
+                given to :meth:`attach`.
 
         Raises:
             OptionError: There is only one replica, or the roles are of another job. Nothing changes.
             StateError: Some state of a rank can't be moved. No rank has moved, and the pipeline continues as before.
             LaunchError, PeerLostError: A rank did not join or is lost. The pipeline has failed.
         """
-        self._require().take_roles(roles, optimizer)
+        self._require().take_roles(roles, given_or_attached("take_roles", optimizer, self._optimizer))
 
     @property
     def split(self) -> tuple[str | None, ...]:
         """The modules at which stages 1, 2, … begin, with None for a stage that begins inside a module."""
         return tuple(place.module for place in self._require().compiled.places.chosen)
 
-    def settle_split(self, optimizer: torch.optim.Optimizer, *, horizon: int = 1000) -> SplitChange | None:
+    def settle_split(self, optimizer: torch.optim.Optimizer | None = None, *, horizon: int = 1000) -> SplitChange | None:
         """Move a cut point if an edge's bandwidth limits the step and the simulator predicts that smaller messages save time.
 
         No order of ops hides a lack of bandwidth, but a smaller message needs less of it. All ranks call this at the same point
@@ -470,9 +487,9 @@ class Pipeline(NotAModule):
             PipelineError: No step has run yet.
             OptionError, StateError, LaunchError, PeerLostError: As :meth:`take_split`.
         """
-        return self._require().settle_split(optimizer, horizon)
+        return self._require().settle_split(given_or_attached("settle_split", optimizer, self._optimizer), horizon)
 
-    def take_split(self, split: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
+    def take_split(self, split: Sequence[str], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Move the cut points of the running pipeline to other modules.
 
         Parameters, buffers, gradients and the optimizer's state move to the stages that need them. Later steps are bitwise the
@@ -483,7 +500,8 @@ class Pipeline(NotAModule):
 
         Args:
             split: Names of the modules that begin stages 1, 2, …, as :func:`compile` takes them.
-            optimizer: The torch optimizer of this process's parameters, of the same groups on every rank.
+            optimizer: The torch optimizer of this process's parameters, of the same groups on every rank; by default the one
+                given to :meth:`attach`.
 
         Raises:
             OptionError: The stages were given as modules, or ``split`` is not a list of names. Nothing changes.
@@ -492,7 +510,7 @@ class Pipeline(NotAModule):
             LaunchError, PeerLostError: A rank did not join, has another split or is lost. The pipeline has failed.
         """
         check_split(split)
-        self._require().take_split(split, optimizer)
+        self._require().take_split(split, given_or_attached("take_split", optimizer, self._optimizer))
 
     @property
     def plan(self) -> Plan:

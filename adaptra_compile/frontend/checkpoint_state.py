@@ -10,6 +10,7 @@ from torch import Tensor
 
 from adaptra.errors import StateError
 from adaptra.frontend.api import Pipeline
+from adaptra.frontend.attached_optimizer import refuse_foreign
 from adaptra.runtime.options import is_whole
 
 
@@ -35,11 +36,7 @@ class TrainingState:
         self._pipe = pipe
         self._optimizer = optimizer
         self._names = {parameter: name for name, parameter in pipe.named_parameters()}
-        foreign = sum(parameter not in self._names for group in optimizer.param_groups for parameter in group["params"])
-        if foreign:
-            raise StateError(
-                f"optimizer: {foreign} of its parameters are not this pipeline's: expected an optimizer over pipe.parameters()"
-            )
+        refuse_foreign(optimizer, self._names)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the model's tensors, the optimizer's state by parameter, its groups' settings, and the number of steps.

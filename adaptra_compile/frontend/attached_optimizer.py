@@ -1,0 +1,38 @@
+"""The optimizer whose state moves with a pipeline's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from adaptra.errors import PipelineError, StateError
+
+
+def refuse_foreign(optimizer: torch.optim.Optimizer, own: Collection[Tensor]) -> None:
+    """Refuse an optimizer of parameters that are not a pipeline's own.
+
+    Raises:
+        StateError: Gives the number of foreign parameters.
+    """
+    ids = {id(parameter) for parameter in own}
+    foreign = sum(id(parameter) not in ids for group in optimizer.param_groups for parameter in group["params"])
+    if foreign:
+        raise StateError(
+            f"optimizer: {foreign} of its parameters are not this pipeline's: expected an optimizer over pipe.parameters()"
+        )
+
+
+def given_or_attached(
+    call: str, given: torch.optim.Optimizer | None, attached: torch.optim.Optimizer | None
+) -> torch.optim.Optimizer:
+    """Return the optimizer that a call was given, or else the attached one.
+
+    Raises:
+        PipelineError: There is neither.
+    """
+    optimizer = attached if given is None else given
+    if optimizer is None:
+        raise PipelineError(f"{call}: no optimizer: expected pipe.attach(optimizer) before it, or the optimizer as an argument")
+    return optimizer
