@@ -140,7 +140,7 @@ def test_stages_given_as_modules_have_the_same_hooks() -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
     seen: list[Tensor] = []
-    layers[0].weight.register_hook(lambda gradient: seen.append(gradient) or gradient * 2)  # type: ignore[func-returns-value]
+    layers[0].weight.register_hook(lambda gradient: seen.append(gradient) or gradient * 2)
     x, y = torch.ones(8, 4), torch.zeros(8, 4)
     loss = nn.functional.mse_loss
     with adaptra.compile(layers, stages=2, microbatches=4, example_inputs=(x, y), loss=loss) as pipe:

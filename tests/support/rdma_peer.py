@@ -112,10 +112,10 @@ class Peer:
         from adaptra.runtime.rdma.devices import describe_port, load_pyverbs, open_device
 
         load_pyverbs()
-        from pyverbs import enums  # pyright: ignore[reportMissingImports]
-        from pyverbs.cq import CQ  # pyright: ignore[reportMissingImports]
-        from pyverbs.mr import MR  # pyright: ignore[reportMissingImports]
-        from pyverbs.pd import PD  # pyright: ignore[reportMissingImports]
+        from pyverbs import enums  # pyright: ignore[reportMissingImports] - an extra
+        from pyverbs.cq import CQ  # pyright: ignore[reportMissingImports] - an extra
+        from pyverbs.mr import MR  # pyright: ignore[reportMissingImports] - an extra
+        from pyverbs.pd import PD  # pyright: ignore[reportMissingImports] - an extra
 
         self._socket = connection
         self._socket.settimeout(TIMEOUT)
@@ -139,8 +139,8 @@ class Peer:
         self._connect(domain)
 
     def _connect(self, domain: Any) -> None:
-        from pyverbs.addr import GID, AHAttr, GlobalRoute  # pyright: ignore[reportMissingImports]
-        from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr  # pyright: ignore[reportMissingImports]
+        from pyverbs.addr import GID, AHAttr, GlobalRoute  # pyright: ignore[reportMissingImports] - an extra
+        from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr  # pyright: ignore[reportMissingImports] - an extra
 
         enums = self._enums
         cap = QPCap(max_send_wr=16, max_recv_wr=RECEIVES, max_send_sge=1, max_recv_sge=1)
@@ -201,7 +201,7 @@ class Peer:
 
     def write(self, address: int, key: int, data: bytes, immediate: bytes | None = None) -> int:
         """One RDMA write; how it ended."""
-        from pyverbs.wr import SGE, SendWR  # pyright: ignore[reportMissingImports]
+        from pyverbs.wr import SGE, SendWR  # pyright: ignore[reportMissingImports] - an extra
 
         enums = self._enums
         self._message.write(data, len(data))
@@ -217,7 +217,7 @@ class Peer:
         return self._sent()
 
     def _send(self, data: bytes) -> None:
-        from pyverbs.wr import SGE, SendWR  # pyright: ignore[reportMissingImports]
+        from pyverbs.wr import SGE, SendWR  # pyright: ignore[reportMissingImports] - an extra
 
         self._message.write(data, len(data))
         piece = SGE(self._message.buf, len(data), self._message.lkey)
@@ -235,7 +235,7 @@ class Peer:
         return frame(CHUNK, slot=slot, generation=generation, length=SIZE, sequence=number, total=SIZE, checksum=checksum)
 
     def _post_receive(self, cell: int) -> None:
-        from pyverbs.wr import SGE, RecvWR  # pyright: ignore[reportMissingImports]
+        from pyverbs.wr import SGE, RecvWR  # pyright: ignore[reportMissingImports] - an extra
 
         piece = SGE(self._cells.buf + cell * CELL, CELL, self._cells.lkey)
         self._pair.post_recv(RecvWR(wr_id=cell, num_sge=1, sg=[piece]))

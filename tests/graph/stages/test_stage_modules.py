@@ -59,7 +59,7 @@ class Doubled(torch.autograd.Function):
         return 2 * x
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return 3 * gradient
 
 
@@ -94,7 +94,7 @@ class Middle(nn.Module):
         self.seen = self.seen + 1
         x = x + (self.first(x) if x.sum().item() > 40 else self.second(x))
         x = self.norm(x.transpose(1, 2)).transpose(1, 2)
-        return {"x": Doubled.apply(x), "parity": parity}  # pyright: ignore[reportReturnType]
+        return {"x": Doubled.apply(x), "parity": parity}
 
 
 class End(nn.Module):
@@ -134,7 +134,7 @@ def by_modules(example: Example, **arguments: Any) -> Any:
     whole = example.make()
     assert isinstance(whole, nn.ModuleList)
     given = {"stages": len(whole), "microbatches": MICROBATCHES} | arguments
-    return compiled(example, example.rows(ROWS, 0), model=list(whole), **given)  # pyright: ignore[reportArgumentType]
+    return compiled(example, example.rows(ROWS, 0), model=list(whole), **given)
 
 
 def test_what_can_not_be_captured_trains_bitwise_as_in_one_process() -> None:

@@ -131,4 +131,4 @@ def test_synchronized_statistics_are_refused(one_thread: None) -> None:
 
 def test_what_is_broadcast_is_a_flag() -> None:
     with pytest.raises(adaptra.errors.OptionError, match="broadcast_buffers=1: expected True or False"):
-        adaptra.Options(broadcast_buffers=1)  # type: ignore[arg-type]
+        adaptra.Options(broadcast_buffers=1)

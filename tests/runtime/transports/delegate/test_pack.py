@@ -93,8 +93,8 @@ def test_it_compiles_for_gpus_that_are_not_here(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int, width: int, is_narrowed: bool, is_wide: bool
 ) -> None:
     import triton  # pyright: ignore[reportMissingImports] - an extra
-    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
-    from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
+    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports] - an extra
+    from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports] - an extra
 
     from adaptra.runtime.transports.delegate import pack_kernel
 
