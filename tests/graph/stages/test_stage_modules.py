@@ -59,8 +59,8 @@ class Doubled(torch.autograd.Function):
         return 2 * x
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return 3 * gradient
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return 3 * grad_outputs[0]
 
 
 class Begin(nn.Module):
@@ -133,8 +133,9 @@ UNRULY = Example("unruly", unruly, tokens, token_loss)
 def by_modules(example: Example, **arguments: Any) -> Any:
     whole = example.make()
     assert isinstance(whole, nn.ModuleList)
-    given = {"stages": len(whole), "microbatches": MICROBATCHES} | arguments
-    return compiled(example, example.rows(ROWS, 0), model=list(whole), **given)
+    model: Any = list(whole)
+    given: dict[str, Any] = {"stages": len(whole), "microbatches": MICROBATCHES} | arguments
+    return compiled(example, example.rows(ROWS, 0), model=model, **given)
 
 
 def test_what_can_not_be_captured_trains_bitwise_as_in_one_process() -> None:

@@ -130,5 +130,6 @@ def test_synchronized_statistics_are_refused(one_thread: None) -> None:
 
 
 def test_what_is_broadcast_is_a_flag() -> None:
+    wrong: Any = 1
     with pytest.raises(adaptra.errors.OptionError, match="broadcast_buffers=1: expected True or False"):
-        adaptra.Options(broadcast_buffers=1)
+        adaptra.Options(broadcast_buffers=wrong)
