@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Final
 
 from adaptra.errors import OptionError
@@ -24,14 +25,29 @@ def size_text(size: float) -> str:
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B)")
 
 
-def parse_size(text: str) -> int:
-    """Return the bytes of a text such as ``2GiB`` or ``500 MB``.
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """The limit of a rank's activations, in one of two units.
 
-    Raises:
-        OptionError: The text is not a size, or the size is below one byte.
+    Attributes:
+        microbatches: Microbatches between F and W; None if the limit is in bytes.
+        bytes: Bytes, with the temporary memory of ops and the messages in flight; None if the limit is in microbatches.
     """
-    found = _SIZE.fullmatch(text.strip())
-    size = 0 if found is None or found[2] not in UNITS else int(float(found[1]) * UNITS[found[2]])
-    if size < 1:
-        raise OptionError(f"memory={text!r}: expected a size such as '2GiB' or '500MB', or a number of microbatches")
-    return size
+
+    microbatches: int | None = None
+    bytes: int | None = None
+
+    @staticmethod
+    def parse(given: int | str) -> MemoryLimit:
+        """Return the limit that ``memory=`` asks for: a number of microbatches, or a text such as ``2GiB`` or ``500 MB``.
+
+        Raises:
+            OptionError: The text is not a size, or the size is below one byte.
+        """
+        if isinstance(given, int):
+            return MemoryLimit(microbatches=given)
+        found = _SIZE.fullmatch(given.strip())
+        size = 0 if found is None or found[2] not in UNITS else int(float(found[1]) * UNITS[found[2]])
+        if size < 1:
+            raise OptionError(f"memory={given!r}: expected a size such as '2GiB' or '500MB', or a number of microbatches")
+        return MemoryLimit(bytes=size)

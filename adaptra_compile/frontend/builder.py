@@ -63,9 +63,10 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         for transport in launched.transports:
             opened.callback(transport.close)
         _check_contract(request, launched)
-        free = free_memory(launched, _device(request.whole_model), options.timeout) if request.memory is None else None
+        limit = request.memory_limit
+        free = free_memory(launched, _device(request.whole_model), options.timeout) if limit is None else None
         recipe = PipelineSpec(
-            request.placed, request.microbatches, request.memory, request.with_loss, request.faults, options, reduction, free
+            request.placed, request.microbatches, limit, request.with_loss, request.faults, options, reduction, free
         )
         try:
             recorder = open_recorder(options, launched)

@@ -26,7 +26,7 @@ from adaptra.runtime.options import Options
 from adaptra.runtime.worker.loss_reduction import Reduction
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.simulate import lower_bound, simulate
-from adaptra.sizes import parse_size
+from adaptra.sizes import MemoryLimit
 
 PLANNER_SHARE: Final = 0.5
 """Time limit of a search, as a fraction of a step. A plan found before the next step ends takes effect a step sooner."""
@@ -65,14 +65,15 @@ class PipelineSpec:
     """The arguments for planning a pipeline of given stages. It has no reference to the model, so it can be kept.
 
     Attributes:
-        placement, microbatches, memory, with_loss, faults, options, reduction: As in
+        placement, microbatches, with_loss, faults, options, reduction: As in
             :class:`adaptra.frontend.arguments.arguments.CompileArguments`.
+        memory: The user's limit of a rank's activations, or None.
         free: The free bytes of each rank's device. They are the limit of plans if ``memory`` is None.
     """
 
     placement: tuple[int, ...]
     microbatches: int
-    memory: int | str | None
+    memory: MemoryLimit | None
     with_loss: bool
     faults: Sequence[Fault]
     options: Options
@@ -97,15 +98,15 @@ class PipelineSpec:
         if options.emulate is not None:
             cost = options.emulate.apply(cost)
         room: tuple[float, ...] | None = None
-        if isinstance(self.memory, int):
-            cost = replace(cost, memory_limit=(float(self.memory),) * len(set(self.placement)))
-        else:
-            cost = in_bytes(cost, compiled.train)
-        if isinstance(self.memory, str):
-            limits = limits_within(parse_size(self.memory), compiled.train, self.placement)
-            cost = replace(cost, memory_limit=limits)
-        elif self.memory is None and self.free is not None:
-            room = limits_free(self.free, compiled.train, self.placement)
+        match self.memory:
+            case MemoryLimit(microbatches=int(most)):
+                cost = replace(cost, memory_limit=(float(most),) * len(set(self.placement)))
+            case MemoryLimit(bytes=int(most)):
+                limits = limits_within(most, compiled.train, self.placement)
+                cost = replace(in_bytes(cost, compiled.train), memory_limit=limits)
+            case _:
+                cost = in_bytes(cost, compiled.train)
+                room = None if self.free is None else limits_free(self.free, compiled.train, self.placement)
         case = Case(cost, self.microbatches, self.placement, name="compiled")
         places = compiled.places if is_straight(self.placement) else None  # other placements are never cut again
         means = BandwidthOptions(options.uses_delegate, options.lossy_bf16 == "slow", places)

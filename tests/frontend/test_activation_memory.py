@@ -17,7 +17,7 @@ import adaptra
 from adaptra.errors import OptionError
 from adaptra.frontend.activation_memory import predicted_peaks, size_text
 from adaptra.graph.stages.stage_graphs import StageGraphs
-from adaptra.sizes import parse_size
+from adaptra.sizes import MemoryLimit
 
 ROWS, MICROBATCHES, STAGES = 16, 8, 3
 
@@ -125,13 +125,13 @@ def test_a_list_of_modules_may_be_given_bytes() -> None:
     ("text", "size"), [("2GiB", 2 << 30), ("1.5 MB", 1_500_000), (" 3 KiB ", 3 << 10), ("7 B", 7), ("0.5TB", 5 * 10**11)]
 )
 def test_sizes_are_read(text: str, size: int) -> None:
-    assert parse_size(text) == size
+    assert MemoryLimit.parse(text) == MemoryLimit(bytes=size)
 
 
 @pytest.mark.parametrize("text", ["2", "GiB", "-1 GiB", "2 gib", "0.1 B", ""])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(OptionError, match="expected a size such as"):
-        parse_size(text)
+        MemoryLimit.parse(text)
 
 
 def test_sizes_are_told_in_the_largest_unit_that_they_fill() -> None:

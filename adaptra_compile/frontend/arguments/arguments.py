@@ -19,7 +19,7 @@ from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.options import Options, is_whole
 from adaptra.runtime.transports.registry import is_built_in, transport_names
 from adaptra.runtime.worker.loss_reduction import Reduction
-from adaptra.sizes import parse_size
+from adaptra.sizes import MemoryLimit
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
@@ -141,12 +141,17 @@ class CompileArguments:
     def _check_numbers(self) -> None:
         numbers: dict[str, Any] = {"stages": self.stages, "microbatches": self.microbatches}
         if isinstance(self.memory, str):
-            parse_size(self.memory)
+            MemoryLimit.parse(self.memory)
         elif self.memory is not None:
             numbers["memory"] = self.memory
         for name, given in numbers.items():
             if not is_whole(given) or given < 1:
                 raise OptionError(f"{name}={given!r}: expected a whole number of at least 1")
+
+    @property
+    def memory_limit(self) -> MemoryLimit | None:
+        """The limit of a rank's activations; None if the user gave none."""
+        return None if self.memory is None else MemoryLimit.parse(self.memory)
 
     @property
     def stage_modules(self) -> nn.ModuleList | None:
