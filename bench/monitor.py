@@ -25,7 +25,7 @@ def record_often(ranks: int, microbatches: int, times: int) -> float:
     problem = small_problem(ranks, microbatches)
     with adaptra.compile(**problem) as pipe:
         pipe.step(*problem["example_inputs"])
-        built = pipe._built
+        built = pipe._session
         assert built is not None
         records = built.workers[1].monitor.kept[-1]
     monitor = Monitor(1, tuple(range(ranks)))
@@ -47,7 +47,7 @@ def record_often(ranks: int, microbatches: int, times: int) -> float:
 
 def blind(pipe: adaptra.Pipeline) -> None:
     """Have this process's rank of a pipeline record nothing and send no probes; all ranks do."""
-    built = pipe._built
+    built = pipe._session
     assert built is not None
 
     def ignore(*_: object) -> None:

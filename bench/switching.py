@@ -73,8 +73,8 @@ class Timed:
     def __init__(self, pipe: adaptra.Pipeline, batch: Any) -> None:
         self._pipe = pipe
         self._batch = batch
-        assert pipe._built is not None
-        self._controller = pipe._built.workers[0].controller
+        assert pipe._session is not None
+        self._controller = pipe._session.workers[0].controller
         self.seconds: list[float] = []
         self.versions: list[int] = []
 

@@ -42,7 +42,7 @@ def tell_often(ranks: int, microbatches: int, times: int) -> tuple[float, float]
     problem = small_problem(ranks, microbatches)
     with adaptra.compile(**problem) as pipe, tempfile.TemporaryDirectory() as folder:
         pipe.step(*problem["example_inputs"])
-        built = pipe._built
+        built = pipe._session
         assert built is not None
         worker = built.workers[1]
         records, plan = worker.monitor.kept[-1], pipe.plan

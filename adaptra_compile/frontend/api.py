@@ -133,7 +133,7 @@ class Pipeline(NotAModule):
     def __init__(self, request: CompileArguments) -> None:
         self._request: CompileArguments | None = request
         self._returns_loss = request.loss is None and request.with_loss
-        self._built: Session | None = None
+        self._session: Session | None = None
         self._losses: Tensor | None = None
         self._scaler: GradScaler | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -145,7 +145,7 @@ class Pipeline(NotAModule):
             raise PipelineError("this pipeline is closed: call adaptra.compile for another one")
         if self._request is None:
             raise PipelineError("this pipeline is compiled already: call adaptra.compile again for batches of another shape")
-        self._built = build(self._request, *self._arguments(inputs, targets), kwargs)
+        self._session = build(self._request, *self._arguments(inputs, targets), kwargs)
         # The request refers to the whole model, of which each rank keeps only its own stage.
         self._request = None
 
@@ -169,19 +169,19 @@ class Pipeline(NotAModule):
             PeerLostError: Another rank failed. The text names it. The pipeline has failed.
             PipelineError: The pipeline has failed before or is closed.
         """
-        if self._built is None:
+        if self._session is None:
             self.build(inputs, targets, **kwargs)
-        built = self._require()
-        with built.at_the_door():
+        session = self._require()
+        with session.at_the_door():
             args, given = self._arguments(inputs, targets)
-            microbatches = built.split_inputs(args, kwargs)
-            wanted = built.split_targets(given)
-            require_no_gradient(microbatches, built.compiled.inputs.labels, "inputs")
-            require_no_gradient(wanted, built.compiled.targets.labels, "targets")
-            built.compare_rows("step", inputs, targets, kwargs)
+            microbatches = session.split_inputs(args, kwargs)
+            wanted = session.split_targets(given)
+            require_no_gradient(microbatches, session.compiled.inputs.labels, "inputs")
+            require_no_gradient(wanted, session.compiled.targets.labels, "targets")
+            session.compare_rows("step", inputs, targets, kwargs)
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        self._losses = built.on_every_rank(lambda worker: worker.step(microbatches, wanted, scale), "step")[0]
-        return built.reduction.of_batch(self._losses)
+        self._losses = session.on_every_rank(lambda worker: worker.step(microbatches, wanted, scale), "step")[0]
+        return session.reduction.of_batch(self._losses)
 
     @property
     def microbatch_losses(self) -> Tensor:
@@ -205,18 +205,18 @@ class Pipeline(NotAModule):
             replicas. Without targets, the model's outputs on the rank of the last stage, and None on other ranks. Each tensor
             is concatenated over the microbatches. Each replica returns the outputs of its own batch.
         """
-        built = self._require()
-        with built.at_the_door():
+        session = self._require()
+        with session.at_the_door():
             args, given = self._arguments(inputs, targets)
             with_loss = given is not None or self._returns_loss
-            microbatches = built.split_inputs(args, kwargs)
-            wanted = built.split_targets(given) if with_loss else None
-            built.compare_rows("eval_step", inputs, targets, kwargs)
-        found = built.on_every_rank(lambda worker: worker.evaluate(microbatches, wanted), "eval_step")
+            microbatches = session.split_inputs(args, kwargs)
+            wanted = session.split_targets(given) if with_loss else None
+            session.compare_rows("eval_step", inputs, targets, kwargs)
+        found = session.on_every_rank(lambda worker: worker.evaluate(microbatches, wanted), "eval_step")
         results = next(filter(None, found), {})
         if with_loss:
-            return built.reduction.of_batch(torch.stack([loss for (loss,) in results.values()]))
-        return built.compiled.outputs.merge([results[index] for index in sorted(results)]) if results else None
+            return session.reduction.of_batch(torch.stack([loss for (loss,) in results.values()]))
+        return session.compiled.outputs.merge([results[index] for index in sorted(results)]) if results else None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the stages in this process, for any torch optimizer.
@@ -252,10 +252,10 @@ class Pipeline(NotAModule):
             given: Any = value
             if isinstance(given, bool) or not isinstance(given, int | float) or not given >= float(least):
                 raise OptionError(f"{name}={given!r}: expected a number of at least {least}")
-        built = self._require()
+        session = self._require()
         if self._losses is None:
             raise PipelineError("no step has run yet: there are no gradients to clip")
-        total = built.on_every_rank(lambda worker: worker.gradient_norm(float(norm_type)), "clip_grad_norm_")[0]
+        total = session.on_every_rank(lambda worker: worker.gradient_norm(float(norm_type)), "clip_grad_norm_")[0]
         if error_if_nonfinite and not total.isfinite():
             raise PipelineError(
                 f"the norm of all gradients is {total.item()}: expected a finite one, as error_if_nonfinite=True"
@@ -285,11 +285,11 @@ class Pipeline(NotAModule):
         Raises:
             PipelineError: The pipeline has a scaler already, or is not compiled yet.
         """
-        built = self._require()
+        session = self._require()
         if self._scaler is not None:
             raise PipelineError("this pipeline has a grad_scaler already: expected one, which all optimizers share")
         self._scaler = GradScaler(
-            built,
+            session,
             init_scale=init_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
@@ -317,8 +317,8 @@ class Pipeline(NotAModule):
         Without a launcher this is the whole model. Under torchrun it is this rank's part, to be saved by every rank in its own
         file. For a file of the whole model, use :meth:`full_state_dict`.
         """
-        built = self._require()
-        return built.named(built.state)
+        session = self._require()
+        return session.named(session.state)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's state on the job's rank 0, like the plain model's ``state_dict()``.
@@ -356,23 +356,23 @@ class Pipeline(NotAModule):
                 an error on any of them is raised on all. Nothing changes then on any of them.
             PeerLostError: Another rank failed. The text names it. The pipeline has failed.
         """
-        built = self._require()
-        present = built.agreed_to_load(lambda: self._fitting(state, strict))
+        session = self._require()
+        present = session.agreed_to_load(lambda: self._fitting(state, strict))
         with torch.no_grad():
-            for worker in built.workers:
+            for worker in session.workers:
                 for name, canonical in present.items():
                     if canonical in worker.state:
                         worker.state[canonical].copy_(state[name])
-        built.align_copies()
+        session.align_copies()
 
     def _fitting(self, state: Mapping[str, Tensor], strict: bool) -> dict[str, str]:
         """Return the entries to load: name in ``state`` to name in the stages. Raises as :meth:`load_state_dict`."""
-        built = self._require()
+        session = self._require()
         given: Any = state
         if not isinstance(given, Mapping):
             raise StateError(f"state_dict: a {type(given).__name__}: expected a dict of tensors by their names in the model")
-        names = built.saved_names
-        wanted = {name: canonical for name, canonical in names.items() if canonical in built.state}
+        names = session.saved_names
+        wanted = {name: canonical for name, canonical in names.items() if canonical in session.state}
         missing, unknown = sorted(set(wanted) - set(state)), sorted(set(state) - set(names))
         if strict and (missing or unknown):
             raise StateError(
@@ -383,9 +383,9 @@ class Pipeline(NotAModule):
         for name, canonical in present.items():
             value: Any = state[name]
             shape = list(value.shape) if isinstance(value, Tensor) else f"none: it is a {type(value).__name__}"
-            if shape != list(built.state[canonical].shape):
-                raise StateError(f"state_dict: {name} has shape {shape}: expected {list(built.state[canonical].shape)}")
-            if built.state[canonical].is_meta and not state[name].is_meta:
+            if shape != list(session.state[canonical].shape):
+                raise StateError(f"state_dict: {name} has shape {shape}: expected {list(session.state[canonical].shape)}")
+            if session.state[canonical].is_meta and not state[name].is_meta:
                 raise StateError(
                     f"state_dict: {name} is on the meta device, which holds no values: expected a model with memory, by "
                     "model.to_empty(device=...) before adaptra.compile"
@@ -542,12 +542,12 @@ class Pipeline(NotAModule):
         If the bandwidth of an edge limits the step, no order of ops hides it. Then the text gives the savings by more
         connections, rounding or another cut point, and the limit that would remain.
         """
-        plan, means = self.plan, self._require().means
+        plan, bandwidth = self.plan, self._require().bandwidth
         explanation = explain(
             plan.program,
             plan.case.cost,
             plan.case.microbatches,
-            means=means,
+            bandwidth=bandwidth,
             spread=plan.delegated,
             rounded=plan.rounded,
             unit="seconds",
@@ -562,11 +562,11 @@ class Pipeline(NotAModule):
 
     def report(self) -> str:
         """Return a table of the stages with their FLOPs, parameters, activations, peak memory and messages."""
-        built = self._require()
+        session = self._require()
         peaks = simulate(self.plan.program, self.plan.case.cost).peak_in_flight
-        sizes = predicted_peaks(self.plan.program, built.compiled.train)
+        sizes = predicted_peaks(self.plan.program, session.compiled.train)
         of_stage = [sizes[rank] for rank in self.plan.program.placement]
-        return stage_table(built.compiled.train, self.plan.program, peaks, of_stage)
+        return stage_table(session.compiled.train, self.plan.program, peaks, of_stage)
 
     def timeline(self) -> Timeline | None:
         """Return the measured timeline of the last step.
@@ -576,11 +576,11 @@ class Pipeline(NotAModule):
         return self._timeline("timeline")
 
     def _timeline(self, call: str) -> Timeline | None:
-        built = self._require()
-        built.require_running()
-        if self._losses is None or not built.workers[0].measured:
+        session = self._require()
+        session.require_running()
+        if self._losses is None or not session.workers[0].measured:
             raise PipelineError("no step has run yet: a timeline shows the last step")
-        return built.on_every_rank(Worker.timeline, call)[0]
+        return session.on_every_rank(Worker.timeline, call)[0]
 
     def save_trace(self, path: str | Path) -> None:
         """Write the measured last step as a trace for Perfetto (.json) or a picture (.svg, .png).
@@ -607,8 +607,8 @@ class Pipeline(NotAModule):
     def close(self) -> None:
         """End the pipeline's threads and connections. It may be called twice. The parameters stay usable."""
         self._is_closed = True
-        if self._built is not None:
-            self._built.close()
+        if self._session is not None:
+            self._session.close()
 
     def __enter__(self) -> Self:
         return self
@@ -624,11 +624,11 @@ class Pipeline(NotAModule):
         return args, targets
 
     @property
-    def built(self) -> Session:
+    def session(self) -> Session:
         """The session with the workers, for adaptra's own modules. It changes from version to version."""
         return self._require()
 
     def _require(self) -> Session:
-        if self._built is None:
+        if self._session is None:
             raise PipelineError("this pipeline is not compiled yet: give adaptra.compile example_inputs=, or run a first step")
-        return self._built
+        return self._session

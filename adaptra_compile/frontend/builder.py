@@ -65,44 +65,44 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         _check_contract(request, launched)
         limit = request.memory_limit
         free = free_memory(launched, _device(request.whole_model), options.timeout) if limit is None else None
-        recipe = PipelineSpec(
+        spec = PipelineSpec(
             request.placed, request.microbatches, limit, request.with_loss, request.faults, options, reduction, free
         )
         try:
             recorder = open_recorder(options, launched)
             opened.callback(recorder.close)
             with _progress(launched) as progress:
-                prepared = _compile(request, recipe, args, targets, kwargs, progress)
+                planned = _compile(request, spec, args, targets, kwargs, progress)
                 if request.loss is not None and reduction is Reduction.MEAN and not _is_one(request, launched):
                     example = example_microbatch((args, targets), request.microbatches, "example_inputs")
-                    refuse_sum(request.loss, prepared.compiled, example[1], rows_of(example))
-                _refuse_hooked_copies(request.whole_model, prepared.compiled.copied(request.placed))
+                    refuse_sum(request.loss, planned.compiled, example[1], rows_of(example))
+                _refuse_hooked_copies(request.whole_model, planned.compiled.copied(request.placed))
                 ranks = [transport.rank for transport in launched.transports] if options.inner != EAGER else []
                 own = [stage for rank in ranks for stage in stages_of(rank, request.placed)]
                 for done, stage in enumerate(own, 1):
-                    prepare(prepared.compiled.train[stage])
+                    prepare(planned.compiled.train[stage])
                     progress(f"compiled by {options.inner}", done, len(own))
                 model = request.whole_model
-                sharing = Sharing(None if request.keeps_whole else model, prepared.compiled, request.placed, launched)
+                sharing = Sharing(None if request.keeps_whole else model, planned.compiled, request.placed, launched)
         except Exception as error:
             for transport in launched.transports:
                 disagree(transport, "pipeline", error)
             raise
-        if prepared.compiled.difference is not None and _is_first(launched):
-            logger.warning("%s; Options(captured='accept') leaves this out", prepared.compiled.difference)
+        if planned.compiled.difference is not None and _is_first(launched):
+            logger.warning("%s; Options(captured='accept') leaves this out", planned.compiled.difference)
         if len(launched.transports) == 1:  # ranks of one process compile once together
-            agree(launched.transports[0], "pipeline", prepared.facts(), options.timeout)
+            agree(launched.transports[0], "pipeline", planned.facts(), options.timeout)
         ranks = [transport.rank for transport in launched.transports]
-        states = sharing.states(model, prepared.compiled, request.placed, ranks)
-        workers = prepared.starter.workers(launched, recorder, states, prepared.initial)
+        states = sharing.states(model, planned.compiled, request.placed, ranks)
+        workers = planned.factory.workers(launched, recorder, states, planned.initial)
         opened.pop_all()
-    built = Session(recipe, prepared, launched, workers, recorder, sharing)
+    session = Session(spec, planned, launched, workers, recorder, sharing)
     try:
-        built.align_copies()
+        session.align_copies()
     except BaseException:
-        built.close()
+        session.close()
         raise
-    return built
+    return session
 
 
 def _progress(launched: Launch) -> AbstractContextManager[Progress]:
@@ -116,7 +116,7 @@ def _is_first(launched: Launch) -> bool:
 
 def _compile(
     request: CompileArguments,
-    recipe: PipelineSpec,
+    spec: PipelineSpec,
     args: tuple[Any, ...],
     targets: Any,
     kwargs: Mapping[str, Any],
@@ -129,10 +129,10 @@ def _compile(
             "tuple of two, or a first step with both on every rank"
         )
     _refuse_meta(request.whole_model, (args, targets, kwargs))
-    refuse_number_of_items(kwargs, recipe.reduction)
+    refuse_number_of_items(kwargs, spec.reduction)
     args, targets, kwargs = example_microbatch((args, targets, dict(kwargs)), request.microbatches, "example_inputs")
     modules = request.stage_modules
-    loss = WeightedLoss(request.loss) if recipe.reduction is Reduction.WEIGHTED else request.loss
+    loss = WeightedLoss(request.loss) if spec.reduction is Reduction.WEIGHTED else request.loss
     if modules is not None:
         compiled = compile_modules(modules, args, kwargs, loss=loss, targets=targets)
     else:
@@ -145,14 +145,14 @@ def _compile(
             targets=targets,
             split=request.split,
             with_loss=request.with_loss,
-            compare=recipe.options.captured != "accept",
+            compare=spec.options.captured != "accept",
             progress=progress,
         )
-        if compiled.difference is not None and recipe.options.captured == "error":
+        if compiled.difference is not None and spec.options.captured == "error":
             raise CaptureError(f"{compiled.difference}; expected the same ops, as captured='error' asks")
-    prepared = recipe.prepare(compiled)
+    planned = spec.prepare(compiled)
     progress("planned", 1, 1)
-    return prepared
+    return planned
 
 
 def _is_one(request: CompileArguments, launched: Launch) -> bool:

@@ -43,10 +43,10 @@ class TrainingState:
 
         All ranks call this. A group's settings are, for example, its learning rate.
         """
-        built = self._pipe.built
+        session = self._pipe.session
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups]
-        model = built.named(built.saved_state())
-        return {"model": model, "optimizer": self._by_name(), "groups": groups, "step": built.training_step}
+        model = session.named(session.saved_state())
+        return {"model": model, "optimizer": self._by_name(), "groups": groups, "step": session.training_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`, also of a pipeline with other stages of the same model.
@@ -68,7 +68,7 @@ class TrainingState:
                 self._optimizer.state[parameter] = copied
         for group, given in zip(self._optimizer.param_groups, state["groups"], strict=True):
             group.update(given)
-        self._pipe.built.go_on_at(step)
+        self._pipe.session.go_on_at(step)
 
     def _by_name(self) -> dict[str, dict[str, Any]]:
         if self._optimizer.state:

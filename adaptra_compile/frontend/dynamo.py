@@ -287,7 +287,7 @@ class _Pipelined:
             pipeline.build(tuple(inputs))
         self._made[shapes] = pipeline
         if is_everywhere:
-            self._everywhere[pipeline] = Everywhere(pipeline.built, options.runtime.timeout)
+            self._everywhere[pipeline] = Everywhere(pipeline.session, options.runtime.timeout)
         if options.on_pipeline is not None:
             options.on_pipeline(pipeline)
         return pipeline, is_first
@@ -308,7 +308,7 @@ class _OnePass(_Pipelined):
         pipeline, is_first = self._pipeline_for(inputs, Pipeline)
         whole = self._loss_of_whole_batch(inputs) if is_first else None
         self._pass_on_state(pipeline, given)
-        pipeline.built.go_on_at(self._steps)  # random numbers depend on the step of the training, not on the pipeline
+        pipeline.session.go_on_at(self._steps)  # random numbers depend on the step of the training, not on the pipeline
         loss = pipeline.step(inputs)
         self._steps += 1
         if whole is not None and looks_like_sum(whole, loss, self._options.microbatches):

@@ -22,15 +22,15 @@ class GradScaler(torch.amp.GradScaler):
     All ranks call its methods in the same order. ``state_dict()`` is the same on every rank and has torch's form.
 
     Args:
-        built: The pipeline's session.
+        session: The pipeline's session.
         settings: The arguments of torch's GradScaler.
     """
 
-    def __init__(self, built: Session, **settings: Any) -> None:
-        devices = [parameter.device for worker in built.workers for parameter in worker.trainable.values()]
+    def __init__(self, session: Session, **settings: Any) -> None:
+        devices = [parameter.device for worker in session.workers for parameter in worker.trainable.values()]
         device = devices[0] if devices else torch.device("cpu")
         super().__init__(device.type, **settings)
-        self._built = built
+        self._session = session
         if self.is_enabled():
             self._lazy_init_scale_growth_tracker(device)
 
@@ -49,8 +49,8 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         # Torch calls this once for each step of an optimizer, whether the optimizer unscales (fused) or not.
-        with self._built.at_the_door():
+        with self._session.at_the_door():
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         here = any(bool(one) for one in found.values())
-        anywhere = any(self._built.on_every_rank(lambda worker: worker.found_anywhere(here), "scaler.unscale_"))
+        anywhere = any(self._session.on_every_rank(lambda worker: worker.found_anywhere(here), "scaler.unscale_"))
         return {found_inf.device: torch.full_like(found_inf, float(anywhere))}

@@ -17,23 +17,23 @@ class Everywhere:
     """Sends tensors from the ranks that have them to all others. All ranks call it at the same points.
 
     Args:
-        built: The pipeline's session, under a launcher, with one stage on each rank.
+        session: The pipeline's session, under a launcher, with one stage on each rank.
         timeout: Seconds to wait at first for the other ranks to join.
     """
 
-    def __init__(self, built: Session, timeout: float) -> None:
-        job, roles = built.launched.job, built.launched.roles
+    def __init__(self, session: Session, timeout: float) -> None:
+        job, roles = session.launched.job, session.launched.roles
         assert job is not None, "a pipeline whose ranks are in one process has everything"
         job.meet(timeout)
         self._group: Final = job.everyone
         self._rank: Final = job.rank
         pipeline = range(dist.get_world_size()) if roles is None else roles.pipeline(0)
         # The first replica is the source: gradients are equal on all replicas, and DDP would broadcast its buffers too.
-        self._source: Final = {name: pipeline[holders[0]] for name, holders in built.compiled.names.items() if holders}
-        captured = built.compiled.captured
+        self._source: Final = {name: pipeline[holders[0]] for name, holders in session.compiled.names.items() if holders}
+        captured = session.compiled.captured
         assert captured is not None, "torch.compile gives a graph, which is captured"
         self._changed: Final = captured.analysis.changed_state
-        self._trainable: Final = tuple(dict.fromkeys(name for stage in built.compiled.train for name in stage.trainable))
+        self._trainable: Final = tuple(dict.fromkeys(name for stage in session.compiled.train for name in stage.trainable))
 
     def bring(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
         """Return the values of tensors from the ranks whose stages have them.

@@ -55,23 +55,23 @@ class Session:
 
     def __init__(
         self,
-        recipe: PipelineSpec,
-        prepared: PlannedPipeline,
+        spec: PipelineSpec,
+        planned: PlannedPipeline,
         launched: Launch,
         workers: Sequence[Worker],
         recorder: Recorder,
         sharing: Sharing,
     ) -> None:
-        self._recipe = recipe
-        self.reduction = recipe.reduction
-        self.microbatches = recipe.microbatches
+        self._spec = spec
+        self.reduction = spec.reduction
+        self.microbatches = spec.microbatches
         self._failure: BaseException | None = None
         self._calls: Calls | None = None
         if launched.job is not None and launched.job.ranks > 1:
             end_by = weakref.WeakMethod(self._end_by)
             self._calls = Calls(launched.job.store, launched.job.rank, launched.job.ranks, lambda error: _call(end_by, error))
             weakref.finalize(self, self._calls.close)
-        self._run_by(prepared, launched, workers, recorder)
+        self._run_by(planned, launched, workers, recorder)
         self._sharing = sharing
         sharing.begin(self)
 
@@ -80,8 +80,8 @@ class Session:
         for worker in self.workers:
             worker.abort(error)
 
-    def _run_by(self, prepared: PlannedPipeline, launched: Launch, workers: Sequence[Worker], recorder: Recorder) -> None:
-        self._prepared = prepared
+    def _run_by(self, planned: PlannedPipeline, launched: Launch, workers: Sequence[Worker], recorder: Recorder) -> None:
+        self._planned = planned
         self._threads = ThreadPoolExecutor(len(workers), "adaptra-rank") if len(workers) > 1 else None
         self.launched = launched
         self.workers = tuple(workers)
@@ -95,12 +95,12 @@ class Session:
     @property
     def compiled(self) -> CompiledStages:
         """The stages."""
-        return self._prepared.compiled
+        return self._planned.compiled
 
     @property
-    def means(self) -> BandwidthOptions:
+    def bandwidth(self) -> BandwidthOptions:
         """The remedies available against edges whose bandwidth limits the step."""
-        return self._prepared.means
+        return self._planned.bandwidth
 
     def take_roles(self, after: Roles, optimizer: torch.optim.Optimizer) -> None:
         """Change the ranks' roles: see :meth:`adaptra.frontend.api.Pipeline.take_roles`."""
@@ -128,7 +128,7 @@ class Session:
                 arrived = exchange(held, before, after, job.everyone)
                 state = take_over(arrived, frozenset(graphs.trainable), frozenset(graphs.parameters))
                 give_optimizer(optimizer, arrived, state)
-            self._start(self._prepared, launched, [state], opened)
+            self._start(self._planned, launched, [state], opened)
 
     def settle_roles(self, optimizer: torch.optim.Optimizer, horizon: int) -> RoleChange | None:
         """Change to better roles if there are any: see :meth:`adaptra.frontend.api.Pipeline.settle_roles`."""
@@ -176,7 +176,7 @@ class Session:
             decided: tuple[SplitChange, tuple[CutPoint, ...]] | None = None
             if known is not None and (job is None or job.rank == 0):
                 case = replace(plan.case, cost=known)
-                decided = choose_split(case, plan.program, plan.delegated, plan.rounded, self.means, horizon, moving)
+                decided = choose_split(case, plan.program, plan.delegated, plan.rounded, self.bandwidth, horizon, moving)
             decided = share_split(group, decided, self.compiled.places)
         if decided is None:
             return None
@@ -198,7 +198,7 @@ class Session:
         return captured
 
     def _cut(self, captured: Captured, positions: tuple[int, ...]) -> PlannedPipeline:
-        return self._recipe.prepare(captured.cut(positions))
+        return self._spec.prepare(captured.cut(positions))
 
     def _take_cut(self, after: PlannedPipeline, optimizer: torch.optim.Optimizer) -> None:
         """Continue with other stages. Every check that may refuse the change runs before anything ends."""
@@ -222,7 +222,7 @@ class Session:
         held = self._agreed("split", "take_split", ready)
         with self._restarting("split", self.launched.again) as (launched, opened):
             if job is not None:
-                agree(launched.transports[0], "pipeline", after.facts(), self._recipe.options.timeout)
+                agree(launched.transports[0], "pipeline", after.facts(), self._spec.options.timeout)
             self._end()
             if job is None:
                 states, arrived = move_within(held, states, stages, moving)
@@ -236,18 +236,18 @@ class Session:
             self._start(after, launched, made, opened)
 
     def _start(
-        self, prepared: PlannedPipeline, launched: Launch, states: Sequence[Mapping[str, Tensor]], opened: ExitStack
+        self, planned: PlannedPipeline, launched: Launch, states: Sequence[Mapping[str, Tensor]], opened: ExitStack
     ) -> None:
         """Continue with new workers at the step at which the old ones ended. ``opened`` then no longer closes anything."""
-        recorder = open_recorder(self._recipe.options, launched)
+        recorder = open_recorder(self._spec.options, launched)
         opened.callback(recorder.close)
         (before, *_) = self.workers
-        workers = prepared.starter.workers(launched, recorder, states, prepared.initial, before.next_step)
+        workers = planned.factory.workers(launched, recorder, states, planned.initial, before.next_step)
         for worker, earlier in zip(workers, self.workers, strict=True):
             worker.steps_before = before.steps_before
             worker.controller.go_on_after(earlier.controller)
         opened.pop_all()
-        self._run_by(prepared, launched, workers, recorder)
+        self._run_by(planned, launched, workers, recorder)
         self._sharing.moved(states)
 
     @contextmanager
@@ -279,7 +279,7 @@ class Session:
             if job is None:
                 return []
             with self._called(call), self._changing(what):
-                return job.meet(self._recipe.options.timeout, self.workers[0].check, consent.encode())
+                return job.meet(self._spec.options.timeout, self.workers[0].check, consent.encode())
 
         try:
             found, consent = ready()
@@ -310,7 +310,7 @@ class Session:
         return job, roles
 
     def _require_straight(self, what: str) -> None:
-        if not is_straight(self._recipe.placement):
+        if not is_straight(self._spec.placement):
             raise OptionError(f"{what}: each rank has several stages: expected a pipeline with one stage on each rank")
 
     def _held(self, what: str, optimizer: torch.optim.Optimizer) -> list[Handover]:
@@ -388,14 +388,14 @@ class Session:
 
     def split_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         """Return the microbatches of a batch's inputs, or nothing if the first stage is not in this process."""
-        if self._recipe.placement[0] not in self._ranks:
+        if self._spec.placement[0] not in self._ranks:
             return ()
         form = self.compiled.inputs
         return split_batch(form.flatten(args, kwargs), form.specs, self.microbatches, "inputs")
 
     def split_targets(self, targets: Any) -> Batch:
         """Return the microbatches of a batch's targets, or nothing if the last stage is not in this process."""
-        if self._recipe.placement[-1] not in self._ranks:
+        if self._spec.placement[-1] not in self._ranks:
             return ()
         form = self.compiled.targets
         return split_batch(form.flatten(targets), form.specs, self.microbatches, "targets")

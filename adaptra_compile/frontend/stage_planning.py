@@ -45,14 +45,14 @@ class PlannedPipeline:
         means: The remedies available against edges whose bandwidth limits the step.
     """
 
-    starter: WorkerFactory
+    factory: WorkerFactory
     initial: Plan
-    means: BandwidthOptions
+    bandwidth: BandwidthOptions
 
     @property
     def compiled(self) -> CompiledStages:
         """The stages."""
-        return self.starter.compiled
+        return self.factory.compiled
 
     def facts(self) -> list[object]:
         """Return the values that must be equal on all ranks, as JSON values."""
@@ -109,14 +109,14 @@ class PipelineSpec:
                 room = None if self.free is None else limits_free(self.free, compiled.train, self.placement)
         case = Case(cost, self.microbatches, self.placement, name="compiled")
         places = compiled.places if is_straight(self.placement) else None  # other placements are never cut again
-        means = BandwidthOptions(options.uses_delegate, options.lossy_bf16 == "slow", places)
+        bandwidth = BandwidthOptions(options.uses_delegate, options.lossy_bf16 == "slow", places)
         planner, draft = (partial(_better_plan, options.planning_seconds, share) for share in (PLANNER_SHARE, DRAFT_SHARE))
-        remedies = partial(find_remedies, means=means)
+        remedies = partial(find_remedies, bandwidth=bandwidth)
         holds = partial(predicted_peaks, stages=compiled.train)
         planning = Planning(planner, _makespan, lambda costs: lower_bound(costs).value, remedies, draft, holds=holds)
         initial = first_plan(options, case, room) if self.with_loss else two_phase_plan(options, case)
-        starter = WorkerFactory(compiled, self.microbatches, planning, self.faults, options, self.reduction)
-        return PlannedPipeline(starter, initial, means)
+        factory = WorkerFactory(compiled, self.microbatches, planning, self.faults, options, self.reduction)
+        return PlannedPipeline(factory, initial, bandwidth)
 
     def _check_shared(self, compiled: CompiledStages) -> None:
         """Refuse shared parameters on ranks with several stages, where their gradients and activations share a channel."""

@@ -61,11 +61,11 @@ class TwoPassPipeline(Pipeline):
         Raises:
             BatchError, PeerLostError, PipelineError: As :meth:`Pipeline.step`.
         """
-        built = self._require()
-        with built.at_the_door():
-            microbatches = built.split_inputs(inputs, {})
-            built.compare_rows("forward", tuple(inputs), None, {})
-        *_, (outputs, _) = found = built.on_every_rank(lambda worker: worker.forward(microbatches), "forward")
+        session = self._require()
+        with session.at_the_door():
+            microbatches = session.split_inputs(inputs, {})
+            session.compare_rows("forward", tuple(inputs), None, {})
+        *_, (outputs, _) = found = session.on_every_rank(lambda worker: worker.forward(microbatches), "forward")
         return outputs, Call(tuple(kept for _, kept in found), tuple((one, one._version) for one in watched))
 
     def backward(self, call: Call, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -82,8 +82,8 @@ class TwoPassPipeline(Pipeline):
             PipelineError: It has run before, or a tensor that it reads has changed since the forward pass.
             PeerLostError: As :meth:`Pipeline.step`.
         """
-        built = self._require()
-        with built.at_the_door():
+        session = self._require()
+        with session.at_the_door():
             kept = call.kept
             if kept is None:
                 raise PipelineError(
@@ -96,12 +96,12 @@ class TwoPassPipeline(Pipeline):
                     "optimizer.step() and before its inputs are overwritten"
                 )
             call.kept = None
-        count = built.microbatches
+        count = session.microbatches
         whole = [tangent.contiguous() for tangent in tangents]
         columns = [one.chunk(count) if count > 1 else (one,) for one in whole]  # one may lack dimensions
         microbatches = [tuple(column[index] for column in columns) for index in range(count)]
-        of_rank = dict(zip((worker.rank for worker in built.workers), kept, strict=True))
-        return built.on_every_rank(lambda worker: worker.backward(of_rank[worker.rank], microbatches), "backward")[0]
+        of_rank = dict(zip((worker.rank for worker in session.workers), kept, strict=True))
+        return session.on_every_rank(lambda worker: worker.backward(of_rank[worker.rank], microbatches), "backward")[0]
 
     @property
     def differentiable(self) -> tuple[bool, ...]:

@@ -151,7 +151,7 @@ class Remedies:
 
 
 def find_remedies(
-    case: Case, program: Program, spread: Sequence[Edge] = (), rounded: Sequence[Edge] = (), *, means: BandwidthOptions
+    case: Case, program: Program, spread: Sequence[Edge] = (), rounded: Sequence[Edge] = (), *, bandwidth: BandwidthOptions
 ) -> Remedies | None:
     """Find the remedies for the edges whose bandwidth limits a case.
 
@@ -169,7 +169,7 @@ def find_remedies(
     bound = lower_bound(case)
     if not edges or math.isinf(bound.value):
         return None
-    choices = [_choice(case, program, *candidate) for candidate in _candidates(case, edges, means, spread, rounded)]
+    choices = [_choice(case, program, *candidate) for candidate in _candidates(case, edges, bandwidth, spread, rounded)]
     choices.sort(key=lambda choice: choice.makespan)
     occupancy = max(case.cost.occupancy(*edge) for edge in edges)
     return Remedies(edges, occupancy, load, simulate(program, case.cost).makespan, bound, tuple(choices))
@@ -180,7 +180,7 @@ def choose_split(
     program: Program,
     spread: Sequence[Edge],
     rounded: Sequence[Edge],
-    means: BandwidthOptions,
+    bandwidth: BandwidthOptions,
     horizon: int,
     moving: Callable[[Sequence[CutPoint]], tuple[float, float] | None],
 ) -> tuple[SplitChange, tuple[CutPoint, ...]] | None:
@@ -195,7 +195,7 @@ def choose_split(
         The change and the cut points at which stages 1, 2, … then begin; None if no move pays.
     """
     adapted = plan(case, incumbent=program, effort=EFFORT).compute_only()
-    found = find_remedies(case, adapted, spread, rounded, means=means)
+    found = find_remedies(case, adapted, spread, rounded, bandwidth=bandwidth)
     for choice in () if found is None else found.choices:
         cut = choice.cut
         if found is None or cut is None or choice.makespan >= (1 - LEAST_GAIN) * found.makespan:
@@ -245,7 +245,7 @@ def _occupied(cost: CostModel, edge: Edge) -> float:
 
 
 def _candidates(
-    case: Case, edges: Sequence[Edge], means: BandwidthOptions, spread: Sequence[Edge], rounded: Sequence[Edge]
+    case: Case, edges: Sequence[Edge], bandwidth: BandwidthOptions, spread: Sequence[Edge], rounded: Sequence[Edge]
 ) -> Iterator[tuple[Remedy, str, CostModel, str | None, MovedCut | None]]:
     """Yield candidates as (kind, description, cost model, action that the user must take, moved cut point)."""
     cost = case.cost
@@ -253,14 +253,14 @@ def _candidates(
     if single:
         # An upper bound: throughput scales with the connections if a window limits each; a saturated link gains nothing.
         change = f"at best, up to {MOST_CONNECTIONS} connections"
-        wanted = None if means.spreads else "Options(delegate=True) tries them"
+        wanted = None if bandwidth.spreads else "Options(delegate=True) tries them"
         yield Remedy.PATHS, change, cost.with_occupancies(single, 1 / MOST_CONNECTIONS), wanted, None
     exact = [edge for edge in edges if edge not in rounded]
     if exact:
-        wanted = None if means.rounds else "Options(lossy_bf16='slow') allows it"
+        wanted = None if bandwidth.rounds else "Options(lossy_bf16='slow') allows it"
         yield Remedy.ROUNDING, "rounding to bfloat16", cost.with_occupancies(exact, BFLOAT16_SHARE), wanted, None
-    if means.places is not None:
-        places = means.places
+    if bandwidth.places is not None:
+        places = bandwidth.places
         moved = [move for stage in sorted({max(edge) for edge in edges}) for move in places.moves(cost, stage)]
         moved.sort(key=lambda move: lower_bound(replace(case, cost=move.cost)).value)
         for move in moved[:MOST_CUTS]:

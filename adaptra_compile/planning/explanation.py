@@ -138,7 +138,7 @@ def explain(
     cost: CostModel,
     microbatches: int | None = None,
     *,
-    means: BandwidthOptions | None = None,
+    bandwidth: BandwidthOptions | None = None,
     spread: Sequence[Edge] = (),
     rounded: Sequence[Edge] = (),
     unit: str = "",
@@ -178,7 +178,7 @@ def explain(
         lower_bound(case),
         (*_edge_lines(cost, program.microbatches, x, asked), *_bound_lines(cost, program.microbatches, asked.limit)),
         what_limits(simulation),
-        find_remedies(case, simulation.program, spread, rounded, means=means or BandwidthOptions()),
+        find_remedies(case, simulation.program, spread, rounded, bandwidth=bandwidth or BandwidthOptions()),
         unit,
     )
 

@@ -43,7 +43,7 @@ def test_it_trains_bitwise_as_in_one_process(name: str, stages: int) -> None:
     """Its stages run eager torch's ops; losses, gradients, parameters and buffers of every step; its row of the table."""
     example, expected = ARCHITECTURES[name], alone(name)
     with compiled(example, batches(name)[0], stages=stages, microbatches=MICROBATCHES) as pipe:
-        built = pipe._built
+        built = pipe._session
         assert built is not None
         other = str(built.compiled.difference)
         assert ("module layers.0 (LSTM)" in other and "mkldnn" in other) if name in ROUNDED_OTHERWISE else other == "None"
@@ -80,7 +80,7 @@ def test_skips_and_cross_attention_cross_processes() -> None:
 
 def peaks(model: Example) -> list[int]:
     with compiled(model, model.rows(4, 0), stages=2, microbatches=2) as pipe:
-        built = pipe._built
+        built = pipe._session
         assert built is not None
         return [stage.kept_after_forward for stage in built.compiled.train]
 
@@ -98,7 +98,7 @@ def test_a_checkpointed_block_is_computed_again_on_its_own_stage(dropout: float)
     for example in (plain, checkpointed):
         with compiled(example, given[0], stages=2, microbatches=2, split=["blocks.2"]) as pipe:
             assert differences(train(pipe, given), train_alone(plain, given, 2)) == []
-            built = pipe._built
+            built = pipe._session
             assert built is not None
             stages[example.name] = [one.kept_after_forward for one in built.compiled.train]
             flops[example.name] = [

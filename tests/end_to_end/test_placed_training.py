@@ -110,7 +110,7 @@ def test_a_slow_link_is_slow_on_both_of_its_edges_and_the_plan_adapts() -> None:
         before, optimizer, steps, flights = pipe.plan, adam(pipe.parameters()), list[Step](), list[float]()
         for batch in batches:
             steps.append(run_step(pipe, optimizer, batch))
-            built: Any = pipe._built
+            built: Any = pipe._session
             cost = built.workers[0].controller.measured_cost
             flights = [cost.latency(*edge) + cost.occupancy(*edge) for edge in edges]
             if pipe.plan.version > before.version and min(flights) > 0.015:

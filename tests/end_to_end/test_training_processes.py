@@ -127,8 +127,8 @@ def test_two_stages_on_each_rank_train_bitwise_as_one_process(transport: str, ra
 
 def carried(pipe: adaptra.Pipeline) -> set[tuple[int, int]]:
     """The edges over which this process's delegate has sent messages of the pipeline, as (source, destination)."""
-    assert pipe._built is not None
-    lanes: Any = pipe._built.workers[0]._transport
+    assert pipe._session is not None
+    lanes: Any = pipe._session.workers[0]._transport
     lanes = getattr(lanes, "_transport", lanes)._lanes["delegate"]
     # Clocks are compared over it too, by messages of a few bytes.
     return {
@@ -195,8 +195,8 @@ def train_while_paths_fail(rank: int) -> tuple[list[str], int, int, int]:
         for number, batch in enumerate(batches):
             steps.append(run_step(pipe, optimizer, batch))
             cut += cut_connections(hosts[(number + rank) % 2])
-        assert pipe._built is not None
-        transport: Any = pipe._built.workers[0]._transport
+        assert pipe._session is not None
+        transport: Any = pipe._session.workers[0]._transport
     # A thread of its own hands records on, the last as the pipeline closes: what was counted is read after them.
     failures = sum(channel[4]["path_failures"] for channel in transport.statistics())
     known = sum(one.record.failures for one in told if isinstance(one.record, PathsChanged))

@@ -74,7 +74,7 @@ def test_predicted_is_what_tensors_take_within_a_tenth(name: str, monkeypatch: p
     pipe, (args, kwargs, targets) = compiled(name, options=adaptra.Options(schedule="zb_h1"))
     with pipe:
         pipe.step(args, targets, **kwargs)
-        built = pipe._built
+        built = pipe._session
         assert built is not None
         for worker in built.workers:
             state = list(worker.state.values())
@@ -100,7 +100,7 @@ def test_a_plan_holds_no_more_than_it_may(share: float) -> None:
 
 
 def peaks_of(pipe: adaptra.Pipeline) -> tuple[int, ...]:
-    built = pipe._built
+    built = pipe._session
     assert built is not None
     return predicted_peaks(pipe.plan.program, built.compiled.train)
 

@@ -120,7 +120,7 @@ def test_autocast_in_the_model_and_around_the_call_are_cut_and_stay_bitwise(insi
 
     losses, state = loop(model, call, batches)
     assert unequal(losses, state, train_alone(within, batches, MICROBATCHES)) == []
-    built = MADE[0]._built
+    built = MADE[0]._session
     assert built is not None and "bfloat16" in str(built.compiled.train[0].outputs)
 
 

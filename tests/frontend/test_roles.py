@@ -184,8 +184,8 @@ def lose_a_rank(rank: int, meets: bool) -> tuple[str, str] | None:
         pipe.step(inputs[0], targets)
         if rank == 1:
             if meets:
-                assert pipe._built is not None and pipe._built.launched.job is not None
-                pipe._built.launched.job.meet(30.0, text=Consent().encode())
+                assert pipe._session is not None and pipe._session.launched.job is not None
+                pipe._session.launched.job.meet(30.0, text=Consent().encode())
             os._exit(1)
         try:
             pipe.settle_roles(torch.optim.SGD(pipe.parameters()))

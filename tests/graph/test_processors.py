@@ -25,7 +25,7 @@ for name in sys.argv[2:]:
     example = ARCHITECTURES[name]
     batches = [example.rows(6, seed) for seed in range(2)]
     with compiled(example, batches[0], stages=2, microbatches=3) as pipe:
-        other = pipe._built.compiled.difference
+        other = pipe._session.compiled.difference
         found[name] = [str(other)] * (other is not None) + differences(train(pipe, batches), train_alone(example, batches, 3))
 print(json.dumps([torch.backends.cpu.get_cpu_capability(), found]))
 """

@@ -50,8 +50,10 @@ def case(cost: CostModel, microbatches: int = 12) -> Case:
     return Case(cost, microbatches, ALONE)
 
 
-def remedies(cost: CostModel, means: BandwidthOptions | None = None, **used: tuple[tuple[int, int], ...]) -> Remedies | None:
-    return find_remedies(case(cost), plan(case(cost)), means=means or BandwidthOptions(), **used)
+def remedies(
+    cost: CostModel, bandwidth: BandwidthOptions | None = None, **used: tuple[tuple[int, int], ...]
+) -> Remedies | None:
+    return find_remedies(case(cost), plan(case(cost)), bandwidth=bandwidth or BandwidthOptions(), **used)
 
 
 @pytest.mark.parametrize("cost", [TEN, TEN.with_latency(1, 2, 600), TEN.with_occupancy(1, 2, 30)])
@@ -110,8 +112,8 @@ def test_a_cut_that_wins_more_than_it_costs_is_chosen() -> None:
     def choose(
         places: CutPoints, moving: tuple[float, float] | None, horizon: int = 100, cost: CostModel = FULL
     ) -> tuple[SplitChange, tuple[CutPoint, ...]] | None:
-        means = BandwidthOptions(places=places)
-        return choose_split(case(cost), plan(case(cost)), (), (), means, horizon, lambda _: moving)
+        bandwidth = BandwidthOptions(places=places)
+        return choose_split(case(cost), plan(case(cost)), (), (), bandwidth, horizon, lambda _: moving)
 
     chosen = choose(known(PLACES), (1000.0, 6000.0))
     assert chosen is not None
@@ -146,7 +148,7 @@ def test_an_edge_rounds_no_longer_than_it_would_bind_as_it_is(rounded_time: floa
 @given(cases())
 def test_no_remedy_promises_more_than_its_bound(found: Case) -> None:
     program = plan(found)
-    remedies = find_remedies(found, program, means=BandwidthOptions(spreads=True, rounds=True))
+    remedies = find_remedies(found, program, bandwidth=BandwidthOptions(spreads=True, rounds=True))
     assert (remedies is None) == (not bound_edges(found)[0])
     if remedies is not None:
         assert list(remedies.choices) == sorted(remedies.choices, key=lambda choice: choice.makespan)

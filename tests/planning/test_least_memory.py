@@ -167,8 +167,8 @@ def test_a_plan_for_a_slow_link_takes_more_and_its_events_say_how_much() -> None
 
 def test_what_is_free_leaves_room_for_gradients_and_the_optimizer() -> None:
     with compiled() as pipe:
-        assert pipe._built is not None
-        stages = pipe._built.compiled.train
+        assert pipe._session is not None
+        stages = pipe._session.compiled.train
         limits = limits_free((10**9,) * 4, stages, (0, 1, 2, 3))
         for limit, stage in zip(limits, stages, strict=True):
             assert 0.8e9 < limit <= 0.9e9 - 3 * stage.parameter_bytes

@@ -62,7 +62,7 @@ class Sharing:
 
     def __init__(self, model: nn.Module | None, compiled: CompiledStages, placement: Sequence[int], launched: Launch) -> None:
         self.has_trained = False
-        self._built: weakref.ref[Any] | None = None
+        self._session: weakref.ref[Any] | None = None
         self._own: Any = WeakTensorKeyDictionary()
         here = {transport.rank for transport in launched.transports}
         is_alone = launched.job is None
@@ -102,9 +102,9 @@ class Sharing:
                     state[tied.name] = nn.Parameter(state[tied.name].detach().clone()) if copy is None else copy
         return found
 
-    def begin(self, built: Any) -> None:
+    def begin(self, session: Any) -> None:
         """Record that the pipeline, a :class:`adaptra.frontend.session.Session`, runs from now on."""
-        self._built = weakref.ref(built)
+        self._session = weakref.ref(session)
         for tensor, hold in self._own.items():
             others = [one for one in _HELD.get(tensor, ()) if one.sharing.is_open or one.version is not None]
             _HELD[tensor] = [*others, hold]
@@ -112,8 +112,8 @@ class Sharing:
     @property
     def is_open(self) -> bool:
         """Return whether the pipeline may still train."""
-        built = self._built and self._built()
-        return built is not None and built.is_open
+        session = self._session and self._session()
+        return session is not None and session.is_open
 
     def require_alone(self, what: str) -> None:
         """Refuse to move tensors that another open pipeline uses.
@@ -141,9 +141,9 @@ class Sharing:
 
     def _copies(self, tensor: Tensor) -> Iterator[nn.Parameter]:
         for hold in _HELD.get(tensor, ()):
-            built: Any = hold.sharing._built and hold.sharing._built()
+            session: Any = hold.sharing._session and hold.sharing._session()
             if hold.sharing.is_open:
-                held = (worker.state.get(hold.name) for worker in built.workers)
+                held = (worker.state.get(hold.name) for worker in session.workers)
                 yield from (one for one in held if one is not None and one is not tensor)
                 return
 

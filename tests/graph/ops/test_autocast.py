@@ -63,7 +63,7 @@ def autocast_steps(dtype: torch.dtype, split: Sequence[str]) -> tuple[list[str],
     one = example(dtype)
     batches = [one.rows(4 * MICROBATCHES, step) for step in range(3)]
     with compiled(one, batches[0], stages=len(split) + 1, microbatches=MICROBATCHES, split=split) as pipe:
-        built: Any = pipe._built
+        built: Any = pipe._session
         sent = {spec.dtype for stage in built.compiled.train[:-1] for spec in stage.outputs}
         return differences(train(pipe, batches), train_alone(one, batches, MICROBATCHES), whole=False), sent
 

@@ -106,8 +106,8 @@ def suggest(pipe: adaptra.Pipeline, schedule: str, reason: str) -> None:
     """Have a schedule proposed, if this rank coordinates."""
     import adaptra
 
-    assert pipe._built is not None
-    pipe._built.workers[0].controller.suggest(adaptra.generate(schedule, RANKS, MICROBATCHES), reason)
+    assert pipe._session is not None
+    pipe._session.workers[0].controller.suggest(adaptra.generate(schedule, RANKS, MICROBATCHES), reason)
 
 
 def fail_in(

@@ -32,8 +32,8 @@ def test_events_stay_when_the_cut_moves() -> None:
     with pipe:
         optimizer = torch.optim.SGD(pipe.parameters())
         pipe.step(*batch)
-        assert pipe._built is not None
-        pipe._built.workers[0].controller.tell_link("a port went down")
+        assert pipe._session is not None
+        pipe._session.workers[0].controller.tell_link("a port went down")
         for split in (["middle.4"], ["middle.1"]):
             before = pipe.events
             pipe.take_split(split, optimizer)

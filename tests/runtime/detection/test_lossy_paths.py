@@ -183,7 +183,7 @@ def test_an_edge_whose_bandwidth_binds_is_relieved_while_another_is_lossy_and_ex
     )
 
     def remedies(case: Case, program: Program, spread: Edges, rounded: Edges) -> Remedies | None:
-        return find_remedies(case, program, spread, rounded, means=BandwidthOptions(rounds=True))
+        return find_remedies(case, program, spread, rounded, bandwidth=BandwidthOptions(rounds=True))
 
     planning = replace(PLANNING, remedies=remedies)
     found, told = planning.plan_for(full, current, (), is_draft=False)

@@ -50,8 +50,8 @@ def train_while_links_fail(
         "split": [str(stage) for stage in range(1, stages)],
     }
     with compiled(model, batches[0], transport="linked", **given) as pipe:
-        assert pipe._built is not None
-        transport: Any = pipe._built.workers[0]._transport
+        assert pipe._session is not None
+        transport: Any = pipe._session.workers[0]._transport
         before = by_channel(transport)
         disturber = make_disturber(transport)
         optimizer, found, made = adam(pipe.parameters()), [], 0

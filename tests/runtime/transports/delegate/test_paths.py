@@ -46,8 +46,8 @@ def compiled_over(transport: str, **options: Any) -> contextlib.AbstractContextM
 
 
 def links_of(pipe: adaptra.Pipeline) -> list[Link]:
-    assert pipe._built is not None
-    transport: Any = pipe._built.workers[0]._transport
+    assert pipe._session is not None
+    transport: Any = pipe._session.workers[0]._transport
     return transport.links
 
 
