@@ -141,3 +141,10 @@ def test_contributing_names_paths_that_exist() -> None:
         r"`((?:adaptra_compile|passes|runtime|csrc|tests|bench|docs)/[\w/.]*)`", (ROOT / "CONTRIBUTING.md").read_text()
     )
     assert named and not [path for path in named if not (ROOT / path).exists()]
+
+
+def test_the_map_of_the_code_names_every_room() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    folders = {path.parent.relative_to(ROOT) for path in MODULES.values()}
+    rooms = {str(folder) for folder in folders if len(folder.parts) == 2 or folder.name == "arguments"} | {"passes"}
+    assert not [room for room in sorted(rooms) if f"| `{room}/` |" not in page]
