@@ -120,7 +120,8 @@ def train(rank: int, changes: Mapping[int, tuple[int, int]] | None = None, links
 
 
 def by_role(results: Sequence[Trained]) -> dict[tuple[int, int], tuple[list[float], dict[str, str]]]:
-    return {role: (losses, state) for losses, role, state, _ in results}
+    # Hosts return JSON, which has lists for tuples.
+    return {(role[0], role[1]): (losses, state) for losses, role, state, _ in results}
 
 
 def train_twice(
