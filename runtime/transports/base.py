@@ -68,7 +68,10 @@ class Purpose(Enum):
     """A part of a rank's parameters and buffers."""
 
 
-_SENT_BY: Final = {Purpose.ACTIVATION: Kind.SEND_F, Purpose.GRADIENT: Kind.SEND_B}
+PURPOSE_OF: Final = {Kind.SEND_F: Purpose.ACTIVATION, Kind.SEND_B: Purpose.GRADIENT}
+"""The purpose of the message that an op sends."""
+
+_SENT_BY: Final = {purpose: kind for kind, purpose in PURPOSE_OF.items()}
 _OF_EACH_MICROBATCH: Final = frozenset({Purpose.OUTPUT, Purpose.INPUT_GRADIENT, Purpose.SHARED_GRADIENT})
 
 

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -22,11 +21,9 @@ from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import RECEIVED_BY, SENT_BY, peer_stage
 from adaptra.runtime.detection.monitor import Monitor
 from adaptra.runtime.injection.emulation import Pacing
-from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
+from adaptra.runtime.transports.base import PURPOSE_OF, Identity, Pending, Transport
 from adaptra.runtime.worker.device_clock import Mark
 from adaptra.runtime.worker.stage import Stage
-
-_PURPOSE: Final = {Kind.SEND_F: Purpose.ACTIVATION, Kind.SEND_B: Purpose.GRADIENT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +243,10 @@ class Executor:
     def _send(self, op: Op, tensors: tuple[Tensor, ...]) -> None:
         destination = peer_stage(op)
         spec = self._spec(op.kind, op.stage)
-        identity = Identity(self._step, _PURPOSE[op.kind], op.stage, destination, op.microbatch, spec)
+        identity = Identity(self._step, PURPOSE_OF[op.kind], op.stage, destination, op.microbatch, spec)
         self._transport.send(self.program.placement[destination], identity, tensors)
 
     def _receive(self, op: Op) -> None:
         source, sent = peer_stage(op), SENT_BY[op.kind]
-        identity = Identity(self._step, _PURPOSE[sent], source, op.stage, op.microbatch, self._spec(sent, source))
+        identity = Identity(self._step, PURPOSE_OF[sent], source, op.stage, op.microbatch, self._spec(sent, source))
         self._receives[op] = self._transport.receive(self.program.placement[source], identity)
