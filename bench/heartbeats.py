@@ -113,7 +113,7 @@ def _run_ranks(ranks: list[int], case: Case, ports: dict[bool, int], told: Any, 
     }
     ends["kill"].wait()
     for rank, store in stores.items():
-        told.put(("asked", rank, (store.questions, store.told, members[rank]._beat)))
+        told.put(("asked", rank, (store.questions, store.told, members[rank]._protocol.view._beat)))
     if silent in members:
         frozen: Any = _Frozen()
         stores[silent]._client = frozen

@@ -11,7 +11,7 @@ and it can miss nothing that was written before. A rank's silence counts only up
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from adaptra.runtime.control_store.stores import Connection
-    from adaptra.runtime.membership.awake_clock import AwakeClock
 
 LEADER: Final = 0
 """The rank that reads all other ranks' records while all is well."""
@@ -55,18 +54,18 @@ class Board:
         store: Shared by all ranks.
         rank: This rank.
         peers: The other ranks.
-        clock: The clock of all times.
+        now: Returns the time, in seconds of the clock that runs while this process does.
     """
 
-    def __init__(self, store: Store | Connection, rank: int, peers: Sequence[int], clock: AwakeClock) -> None:
+    def __init__(self, store: Store | Connection, rank: int, peers: Sequence[int], now: Callable[[], float]) -> None:
         self._store = store
         self._rank = rank
-        self._clock = clock
+        self._now = now
         self._rank_of = {key_of(peer): peer for peer in peers}
         # The bulletin too: a connection that breaks may lose the first one.
         self._absent = {_BULLETIN, *self._rank_of}
         self._written = 0
-        self.answered_at = clock.now()
+        self.answered_at = now()
         """The time of the store's last answer, in seconds of the clock."""
 
     def write(self, text: str, calls: bool, reads_all: bool) -> None:
@@ -96,21 +95,21 @@ class Board:
             finds_absent: True to find the ranks that have not joined and to read the others' records. False reads all records
                 once all ranks have joined.
         """
-        asked_at = self._clock.now()
+        asked_at = self._now()
         if self._rank != LEADER and not reads_all:
             return self._read_bulletin(asked_at)
         if self._absent and not self._have_come(sorted(self._absent), finds_absent) and not finds_absent:
             return self._read_bulletin(asked_at)
         keys = [key for key in (_BULLETIN, *self._rank_of) if key not in self._absent]
         values = dict(zip(keys, self._store.multi_get(keys), strict=True)) if keys else {}
-        self.answered_at = self._clock.now()
+        self.answered_at = self._now()
         is_called = values.pop(_BULLETIN, b"") == _CALL.encode()
         return Answer(asked_at, {self._rank_of[key]: value for key, value in values.items()}, 0, is_called)
 
     def _read_bulletin(self, asked_at: float) -> Answer:
         # The only request that neither waits for a key nor has to check first that it exists.
         bulletin = self._store.compare_set(_BULLETIN, _ABSENT, _ABSENT).decode()
-        self.answered_at = self._clock.now()
+        self.answered_at = self._now()
         if bulletin in (_ABSENT, _CALL):
             return Answer(asked_at, {}, 0, bulletin == _CALL)
         if not (bulletin.isascii() and bulletin.isdecimal()):
@@ -120,7 +119,7 @@ class Board:
     def _have_come(self, keys: list[str], finds_absent: bool) -> bool:
         """Return True if keys are set. If ``finds_absent``, find the missing ones by bisection."""
         have_come = self._store.check(keys)
-        self.answered_at = self._clock.now()
+        self.answered_at = self._now()
         if have_come:
             self._absent.difference_update(keys)
         elif finds_absent and len(keys) > 1:

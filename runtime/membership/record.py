@@ -1,20 +1,13 @@
-"""A rank's record in the control store, and its meaning to the others.
-
-A record is JSON, read field by field. Failures are numbered by the store, and one failure soon looks like many, so
-:func:`cause_of` finds the one that came first.
-"""
+"""A rank's record in the control store: JSON, read field by field."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from adaptra.errors import ControlError, PeerLostError
+from adaptra.errors import ControlError
 from adaptra.runtime.control_store.schema import Fields, decode, encode
-
-if TYPE_CHECKING:
-    from adaptra.runtime.transports.base import Identity
 
 VERSION: Final = 1
 TEXT_LIMIT: Final = 4000
@@ -64,50 +57,6 @@ class RankRecord:
     failure: Failure | None
     seen: tuple[int, ...]
     is_settled: bool
-
-
-def placed(error: PeerLostError, failure: Failure) -> PeerLostError:
-    """Add the edge and the op of this rank's own ``failure`` to ``error``, if that has none."""
-    if error.edge is not None or failure.edge is None:
-        return error
-    message = f"{error}, noticed at {failure.op} on edge {failure.edge[0]}→{failure.edge[1]}"
-    return PeerLostError(message, rank=error.rank, edge=failure.edge, op=failure.op)
-
-
-def lost_error(rank: int | None, message: str, awaited: Identity | None) -> PeerLostError:
-    """Return the error for a lost rank (or the store, rank None), with the message that this rank waits for from it."""
-    if awaited is None:
-        return PeerLostError(message, rank=rank)
-    message = f"{message}, while edge {awaited.source}→{awaited.destination} waits for {awaited.op} of step {awaited.step}"
-    return PeerLostError(message, rank=rank, edge=awaited.edge, op=awaited.op)
-
-
-def cause_of(failures: dict[int, Failure]) -> int:
-    """Return the rank whose failure caused the others.
-
-    That is the first failure's rank. If it reports the loss of a rank that failed by itself, that rank is the cause.
-    """
-    rank = min(failures, key=lambda rank: failures[rank].ordinal)
-    passed = {rank}
-    while (lost := failures[rank].lost) is not None and lost in failures and lost not in passed:
-        rank = lost
-        passed.add(rank)
-    return rank
-
-
-def failure_error(rank: int, failure: Failure, reader: int) -> PeerLostError:
-    """Return the error for the failure of ``rank``."""
-    where = "".join(
-        [
-            f" at {failure.op}" if failure.op else "",
-            f" on edge {failure.edge[0]}→{failure.edge[1]}" if failure.edge else "",
-        ]
-    )
-    if failure.lost is None or failure.lost == reader:
-        message, who = f"rank {rank} failed{where}: {failure.message}", rank
-    else:
-        message, who = f"rank {failure.lost} is lost, as rank {rank} noticed{where}: {failure.message}", failure.lost
-    return PeerLostError(message, rank=who, edge=failure.edge, op=failure.op)
 
 
 def key_of(rank: int) -> str:

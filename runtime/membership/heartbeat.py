@@ -1,0 +1,295 @@
+"""One rank's part in the membership, one heartbeat per call: publish this rank's record, ask for news, judge them.
+
+It starts no thread and waits for nothing but the store's answers. So one process can step the heartbeats of a thousand ranks,
+and :class:`.membership.Membership` is this beside threads, a condition and a callback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from adaptra.errors import ControlError, PeerLostError, TransportError
+from adaptra.runtime.membership.board import LEADER, Board
+from adaptra.runtime.membership.cause import awaited_report, cause_of, failure_error, lost_error, placed
+from adaptra.runtime.membership.failure_detector import FailureDetector
+from adaptra.runtime.membership.record import TEXT_LIMIT, Failure, RankRecord, State, parse_record, write_record
+from adaptra.runtime.membership.view import Phase, View
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from adaptra.runtime.control_store.stores import Connection
+    from adaptra.runtime.transports.base import Identity
+
+KNOWN_SECONDS: Final = 3.0
+"""The time that a rank which fails or leaves stays until the others know it, once it knows the cause itself; seconds."""
+_HURRY_INTERVAL: Final = 0.01
+"""Seconds between two heartbeats of a rank in a hurry, per eight ranks, because all ranks in a hurry read all records."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatTiming:
+    """The limits of a membership.
+
+    Attributes:
+        interval: Seconds between two heartbeats.
+        lost_after: Seconds without a heartbeat after which a rank is lost.
+
+    Raises:
+        ValueError: ``lost_after`` does not leave time for several heartbeats.
+    """
+
+    interval: float = 0.5
+    lost_after: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.interval <= self.lost_after / 3:
+            raise ValueError(f"interval={self.interval}, lost_after={self.lost_after}: expected 0 < interval <= lost_after / 3")
+
+    @property
+    def own_report_seconds(self) -> float:
+        """The time that a rank that is reported lost but sends heartbeats has to report the cause itself, seconds."""
+        return self.lost_after / 2
+
+    @property
+    def farewell_seconds(self) -> float:
+        """The longest time that a rank stays until the others know that it failed or leaves, seconds."""
+        return self.own_report_seconds + KNOWN_SECONDS
+
+    def hurry_interval(self, world_size: int) -> float:
+        """Return the seconds between two heartbeats of a rank in a hurry."""
+        return min(self.interval, _HURRY_INTERVAL * max(1, world_size / 8))
+
+
+@dataclass(frozen=True, slots=True)
+class BeatOutcome:
+    """The outcome of a heartbeat.
+
+    Attributes:
+        lost: The loss that ends the job, if this heartbeat was the first to show one.
+        is_last: True if the store failed, so that no heartbeat can follow.
+    """
+
+    lost: PeerLostError | None
+    is_last: bool = False
+
+
+class HeartbeatProtocol:
+    """One rank's part in the membership, for one thread that calls :meth:`beat`, and for others that report by the rest.
+
+    Args:
+        store: Shared by all ranks, over a connection of its own.
+        rank: This rank.
+        world_size: The number of ranks.
+        waiting_for: Returns the message that this rank waits for from a given rank, or None.
+        timing: The limits.
+        now: Returns the time, in seconds of a clock that stands still while this process does.
+        guard: A lock that is held while threads read or change what they share, never during a request to the store. It may
+            be acquired again by the thread that holds it.
+
+    Attributes:
+        view: The members of the job, as this rank knows them.
+    """
+
+    def __init__(
+        self,
+        store: Store | Connection,
+        rank: int,
+        world_size: int,
+        waiting_for: Callable[[int], Identity | None],
+        timing: HeartbeatTiming,
+        now: Callable[[], float],
+        guard: AbstractContextManager[Any],
+    ) -> None:
+        self.view = View(rank, world_size)
+        self._store = store
+        self._waiting_for = waiting_for
+        self._timing = timing
+        self._now = now
+        self._guard = guard
+        self._detector = FailureDetector(timing.interval, timing.lost_after, now())
+        self._board = Board(store, rank, self.view.others, now)
+        self._written: RankRecord | None = None
+        self._read_failure_at: float | None = None
+        self._hurry_until = 0.0
+
+    def beat(self) -> BeatOutcome:
+        """Publish this rank's record, ask for news, and judge them."""
+        try:
+            written = self._publish()
+            lost = self._read()
+        except ControlError as error:
+            found = self._lose(PeerLostError(str(error)))
+            with self._guard:
+                self.view.cut_off()
+            return BeatOutcome(found, is_last=True)
+        except RuntimeError as error:
+            return BeatOutcome(self.lose_store(str(error)), is_last=True)
+        with self._guard:
+            self.view.note_known(written, self._detector.is_quiet)
+        return BeatOutcome(lost)
+
+    def pause(self) -> float:
+        """Return the seconds until the next heartbeat is due; 0 if the last record no longer says what this rank knows."""
+        written, view = self._written, self.view
+        if written is None or (view.state, view.is_settled, view.gone()) != (
+            written.state,
+            written.is_settled,
+            written.seen,
+        ):
+            return 0.0
+        is_awaited = not view.is_settled or (written.state is not State.RUNNING and view.phase is not Phase.KNOWN)
+        if is_awaited and self._now() < self._hurry_until:
+            return self._timing.hurry_interval(len(view.others) + 1)
+        return self._timing.interval
+
+    def fail(self, failure: Failure, error: BaseException) -> None:
+        """Take an error of this rank as its failure, or as a consequence of what is known: then this rank leaves."""
+        with self._guard:
+            # After the loss of another rank a failed message is a consequence; any other error is a failure of this rank.
+            is_own = self.view.lost is None or not isinstance(error, TransportError)
+            if not (is_own and self._report(failure)):
+                self.leave()
+
+    def leave(self) -> None:
+        """Leave the job, unless this rank has failed or left already."""
+        with self._guard:
+            if self.view.leave():
+                self._hurry()
+
+    def error_for(self, error: BaseException, failure: Failure) -> BaseException:
+        """Return the error to be raised for one of this rank: the failure of another rank if that was first, else itself."""
+        with self._guard:
+            return error if self.view.lost is None or self.view.is_cause else placed(self.view.lost, failure)
+
+    def is_stuck(self) -> bool:
+        """Return True if the store has not answered for as long as makes a rank lost, and no loss is known."""
+        return self.view.lost is None and self._now() - self._board.answered_at > self._timing.lost_after
+
+    def lose_store(self, text: str) -> PeerLostError | None:
+        """Take the loss of the store. Returns the error to be reported, or None if there is nothing to report."""
+        # Ranks that left may have ended the store: then no rank is left to train with, and there is nothing to report.
+        with self._guard:
+            is_expected = self.view.expects_the_end
+            # If this rank has reported another one lost and still awaits that one's own report, that loss is the cause.
+            has_reported = self.view.has_reported_a_loss
+        awaited = self._awaited()
+        if self.view.is_cause or has_reported or (is_expected and awaited is None):
+            with self._guard:
+                self.view.end()
+            return None
+        message = f"the control store is lost: the process that hosts it died or can't be reached: {text}"
+        lost = self._lose(lost_error(None, message, awaited))
+        with self._guard:
+            self.view.cut_off()
+        return lost
+
+    def _publish(self) -> RankRecord:
+        """Write this rank's record, and return it."""
+        view = self.view
+        with self._guard:
+            record = view.next_record()
+            calls = record.state is not State.RUNNING and view.phase is not Phase.KNOWN
+        if record.failure is not None and record.failure.ordinal == 0:
+            record = replace(record, failure=replace(record.failure, ordinal=int(self._store.add("failures", 1))))
+        view.reads_all = view.reads_all or calls
+        self._board.write(write_record(record), calls, view.reads_all)
+        if record.failure is not None:
+            view.failure = record.failure
+        self._written = record
+        return record
+
+    def _read(self) -> PeerLostError | None:
+        """Read this heartbeat's news and act on it. Returns a loss if they show one for the first time."""
+        view = self.view
+        is_called = self._ask()
+        if not view.reads_all and (is_called or view.gone()):
+            view.reads_all = True
+            self._ask()
+        if failures := view.failures():
+            cause = cause_of(failures)
+            with self._guard:
+                is_found = view.find(cause, self._is_final(awaited_report(cause, failures)))
+            return self._lose(failure_error(cause, failures[cause], view.rank)) if is_found and not view.is_cause else None
+        silent = next(filter(self._ends_the_job_by_silence, self._judged()), None)
+        return None if silent is None else self._lose_silent(silent)
+
+    def _ask(self) -> bool:
+        """Ask this heartbeat's question, and record the answer. Returns True if a rank has called for all records."""
+        finds_absent = self.view.reads_all or self._detector.is_overdue(self._now())
+        answer = self._board.read(self.view.reads_all, finds_absent)
+        now = self._now()
+        self._detector.answered(answer.asked_at, now)
+        records = {rank: parse_record(payload, rank) for rank, payload in answer.records.items()}
+        with self._guard:
+            heard = [rank for rank, record in records.items() if self.view.read_record(rank, record)]
+        for rank in heard:
+            self._detector.heard(rank, now)
+        if self.view.rank != LEADER and self.view.read_bulletin(answer.bulletin):
+            self._detector.heard(LEADER, now)
+        return answer.is_called
+
+    def _is_final(self, awaited: int | None) -> bool:
+        """Return True if no report of the rank ``awaited`` is to come that would replace the cause found so far."""
+        now = self._now()
+        if self._read_failure_at is None:
+            self._read_failure_at = now
+            self._hurry_until = max(self._hurry_until, now + self._timing.farewell_seconds)
+        is_late = now - self._read_failure_at > self._timing.own_report_seconds
+        return awaited is None or is_late or (awaited in self.view.others and self._detector.is_quiet(awaited))
+
+    def _judged(self) -> Sequence[int]:
+        """Return the ranks whose heartbeats this rank reads."""
+        return self.view.others if self.view.reads_all or self.view.rank == LEADER else (LEADER,)
+
+    def _ends_the_job_by_silence(self, rank: int) -> bool:
+        """Return True if a rank is lost, unless it has left and nobody waits for it."""
+        return self._detector.is_lost(rank) and (not self.view.has_left(rank) or self._waiting_for(rank) is not None)
+
+    def _lose_silent(self, rank: int) -> PeerLostError | None:
+        """Take a silent rank as lost, and report that to the others at once, which they would notice a moment later."""
+        silence = self._detector.silence(rank)
+        what = "left the job" if self.view.has_left(rank) else f"gave no sign of life for {silence:.1f} s"
+        # A rank that is not a neighbour waits for another rank, which waits for the lost one.
+        lost = lost_error(rank, f"rank {rank} {what}", self._waiting_for(rank) or self._awaited())
+        with self._guard:
+            if self.view.lost is None and self.view.state is State.RUNNING:
+                self._report(Failure(0, str(lost), lost.rank, lost.edge, lost.op))
+        return self._lose(lost)
+
+    def _report(self, failure: Failure) -> bool:
+        is_first = self.view.fail(failure)
+        if is_first:
+            self._hurry()
+        return is_first
+
+    def _hurry(self) -> None:
+        self._hurry_until = self._now() + self._timing.farewell_seconds
+
+    def _awaited(self) -> Identity | None:
+        """Return a message that this rank waits for, or None."""
+        return next(filter(None, map(self._waiting_for, self.view.others)), None)
+
+    def _lose(self, error: PeerLostError) -> PeerLostError | None:
+        with self._guard:
+            return error if self.view.lose(error) else None
+
+
+def failure_of(error: BaseException, edge: tuple[int, int] | None, op: str | None) -> Failure:
+    """Return an error as this rank's failure, or as its report of another rank's loss; the store numbers it later.
+
+    Args:
+        error: The error.
+        edge, op: The directed edge of stages and the op at that time, if known; else those of the error.
+    """
+    is_report = isinstance(error, PeerLostError)
+    return Failure(
+        ordinal=0,
+        message=f"{type(error).__name__}: {error}"[:TEXT_LIMIT],
+        lost=error.rank if is_report else None,
+        edge=edge or (error.edge if is_report else None),
+        op=op or (error.op if is_report else None),
+    )

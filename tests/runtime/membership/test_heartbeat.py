@@ -1,0 +1,189 @@
+"""Heartbeats of many ranks, stepped in one thread on a clock of the test's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from stepped_ranks import SteppedRanks
+from transport_bodies import backward
+
+from adaptra.errors import PeerLostError, TransportError
+from adaptra.runtime.membership.heartbeat import HeartbeatProtocol, HeartbeatTiming, failure_of
+from adaptra.runtime.membership.record import State
+from adaptra.runtime.membership.view import Phase
+
+
+def fail(job: SteppedRanks, rank: int, error: BaseException) -> BaseException:
+    """What a rank raises for an error, right after it was reported."""
+    failure = failure_of(error, None, None)
+    job.ranks[rank].fail(failure, error)
+    return job.ranks[rank].error_for(error, failure)
+
+
+def test_at_rest_a_heartbeat_is_one_write_and_one_question_however_many_ranks_there_are() -> None:
+    job = SteppedRanks(200)
+    for _ in range(3):
+        job.beat()
+    job.store.forget()
+    for _ in range(10):
+        job.beat()
+    assert job.store.requests[0] == Counter(multi_set=10, multi_get=10)
+    assert all(job.store.requests[rank] == Counter(multi_set=10, compare_set=10) for rank in range(1, 200))
+    assert not job.told
+
+
+def test_a_failure_is_known_to_a_hundred_ranks_after_three_heartbeats() -> None:
+    """The leader's next bulletin may replace the call once; the rank then repeats it."""
+    job = SteppedRanks(100)
+    for _ in range(3):
+        job.beat()
+    error = ZeroDivisionError("by zero")
+    assert fail(job, 7, error) is error
+    assert job.ranks[7].pause() == 0, "its record is out of date"
+    for _ in range(3):
+        job.beat()
+    assert {str(lost) for lost in job.told.values()} == {"rank 7 failed: ZeroDivisionError: by zero"}
+    assert set(job.told) == set(range(100)) - {7}
+    job.beat()
+    job.beat()
+    assert job.ranks[7].view.phase is Phase.KNOWN and job.ranks[7].view.is_cause
+
+
+def test_a_silent_rank_is_named_to_all_once_its_time_is_over() -> None:
+    job = SteppedRanks(6, waiting_for=lambda rank, other: backward(4) if (rank, other) == (0, 1) else None)
+    for _ in range(4):
+        job.beat()
+    living = [rank for rank in range(6) if rank != 4]
+    for _ in range(20):
+        job.beat(living)
+    assert not job.told
+    for _ in range(3):
+        job.beat(living)
+    assert set(job.told) == {0}
+    # The others read rank 4's record for the first time now, and confirm that it is silent.
+    for _ in range(4):
+        job.beat(living)
+    assert set(job.told) == set(living)
+    assert str(job.told[0]) == "rank 4 gave no sign of life for 10.5 s, while edge 1→0 waits for 1SEND_B4 of step 0"
+    assert str(job.told[5]).startswith("rank 4 is lost, as rank 0 noticed at 1SEND_B4 on edge 1→0: rank 4 gave no sign")
+    assert job.ranks[0].view.state is State.FAILED
+
+
+def test_the_leader_that_falls_silent_is_named_by_those_that_read_its_bulletin() -> None:
+    job = SteppedRanks(5)
+    for _ in range(4):
+        job.beat()
+    for _ in range(25):
+        job.beat(range(1, 5))
+    assert set(job.told) == {1, 2, 3, 4} and {lost.rank for lost in job.told.values()} == {0}
+
+
+def test_a_rank_that_never_comes_is_found_and_named() -> None:
+    job = SteppedRanks(9)
+    for _ in range(25):
+        job.beat(range(8))
+    assert {lost.rank for lost in job.told.values()} == {8} and len(job.told) == 8
+
+
+def test_a_reported_rank_that_lives_has_half_the_time_to_say_why() -> None:
+    """Rank 2 reports rank 1, which reports itself a moment later: nobody blames a lost connection."""
+    job = SteppedRanks(4)
+    for _ in range(3):
+        job.beat()
+    fail(job, 2, PeerLostError("connection closed", rank=1, edge=(1, 2), op="1SEND_F0"))
+    for _ in range(4):
+        job.beat()
+    assert not job.told
+    assert [rank.view.is_settled for rank in job.ranks] == [False] * 4
+    fail(job, 1, MemoryError("no memory"))
+    job.beat()
+    job.beat()
+    assert {rank: str(lost) for rank, lost in job.told.items()} == dict.fromkeys(
+        (0, 2, 3), "rank 1 failed: MemoryError: no memory"
+    )
+    # What follows from a loss is no failure of one's own: the rank leaves.
+    followed = fail(job, 3, TransportError("connection closed"))
+    assert followed is job.told[3] and job.ranks[3].view.state is State.LEFT
+
+
+def test_a_reported_rank_that_says_nothing_is_lost_after_that_time() -> None:
+    job = SteppedRanks(3)
+    for _ in range(3):
+        job.beat()
+    fail(job, 2, PeerLostError("no message", rank=1))
+    for _ in range(10):
+        job.beat()
+    assert not job.told
+    for _ in range(4):
+        job.beat()
+    assert {rank: lost.rank for rank, lost in job.told.items()} == {0: 1, 1: 2}
+
+
+def test_all_leave_and_nobody_is_lost() -> None:
+    job = SteppedRanks(4)
+    for _ in range(3):
+        job.beat()
+    for rank in job.ranks:
+        rank.leave()
+        job.beat()
+    job.beat()
+    assert [rank.view.phase for rank in job.ranks] == [Phase.KNOWN] * 4
+    for rank in job.ranks:
+        rank.view.end()
+    for _ in range(40):
+        job.beat([0])
+    assert not job.told
+
+
+def test_a_rank_hurries_while_others_must_learn_why_it_goes() -> None:
+    job = SteppedRanks(16)
+    for _ in range(3):
+        job.beat()
+    assert {rank.pause() for rank in job.ranks} == {0.5}
+    job.ranks[3].leave()
+    job.beat([3])
+    assert job.ranks[3].pause() == 0.02
+    job.now += HeartbeatTiming().farewell_seconds
+    assert job.ranks[3].pause() == 0.5
+
+
+class Gone:
+    """A store that can't be reached."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("connection closed")
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_store_that_fails_ends_the_heartbeats_with_a_loss_unless_a_rank_has_left(has_left: bool) -> None:
+    job = SteppedRanks(2)
+    job.beat()
+    job.beat()
+    if has_left:
+        job.ranks[1].leave()
+        job.beat()
+        job.beat()
+    gone: Any = Gone()
+    rank: HeartbeatProtocol = job.ranks[0]
+    rank._store = rank._board._store = gone
+    outcome = rank.beat()
+    assert outcome.is_last
+    if has_left:
+        assert outcome.lost is None and rank.view.phase is Phase.ENDED
+    else:
+        assert str(outcome.lost) == (
+            "the control store is lost: the process that hosts it died or can't be reached: connection closed"
+        )
+        assert rank.view.phase is Phase.CUT_OFF and rank.view.lost is outcome.lost
+
+
+def test_a_store_that_does_not_answer_is_noticed_from_outside() -> None:
+    job = SteppedRanks(2)
+    job.beat()
+    assert not job.ranks[0].is_stuck()
+    job.now += 10.5
+    assert job.ranks[0].is_stuck()
+    lost = job.ranks[0].lose_store("no answer for 10 s")
+    assert lost is not None and "no answer for 10 s" in str(lost) and not job.ranks[0].is_stuck()
