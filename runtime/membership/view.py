@@ -1,7 +1,7 @@
 """A rank's view of the job: its members, and what this rank knows of them and of itself.
 
-Three enumerations say how far the end of the job has come: a record's :class:`State` for this rank, its :class:`Phase` on the
-way out, and its :class:`Inquiry` into the cause. Each method that changes one says so.
+Three enumerations say how far the end of the job has come. They are this rank's :class:`State` in its record, its
+:class:`Phase` on the way out, and its :class:`Inquiry` into the cause.
 """
 
 from __future__ import annotations
