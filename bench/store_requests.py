@@ -1,13 +1,13 @@
 """What the control plane asks of its store, counted rank by rank, up to 1,000 ranks in one process.
 
 The store is in memory and counts requests, and the bytes of their keys and values. Prefixes of keys, signatures and frames come
-on top. Heartbeats are stepped one rank after the
-other on a clock of the bench's, half a second each, with no thread. Nothing here depends on the machine's speed.
+on top. Heartbeats are stepped one rank after the other on a clock of the bench's, half a second each, with no thread. Nothing
+here depends on the machine's speed.
 
     python bench/store_requests.py --ranks 64 --ranks 256 --ranks 1000
 
 At rest the bar is 4 requests per rank and second. Then one rank fails, and the heartbeats go on until each rank names it. Then
-all ranks leave because of it, which is counted up to 256 ranks: each lists all that left, so the bytes grow with their square.
+all ranks leave because of it. That is counted up to 256 ranks, because each lists all that left: bytes grow with their square.
 """
 
 from __future__ import annotations

@@ -27,8 +27,9 @@ from adaptra.graph.ops.autocast import refuse_autocast
 from adaptra.graph.ops.weighted_loss import WeightedLoss
 from adaptra.program.placement import stages_of
 from adaptra.progress import Progress, log_progress, shown_progress
+from adaptra.runtime.launch.agreement import agree, disagree
 from adaptra.runtime.launch.free_memory import free_memory
-from adaptra.runtime.launch.launch import Launch, agree, disagree, launch
+from adaptra.runtime.launch.launch import Launch, launch
 from adaptra.runtime.worker.batch import example_microbatch, rows_of
 from adaptra.runtime.worker.gradient_hooks import copy_is_hooked, is_hooked
 from adaptra.runtime.worker.loss_reduction import Reduction, refuse_number_of_items, refuse_sum

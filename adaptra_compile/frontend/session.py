@@ -27,7 +27,8 @@ from adaptra.planning.layout_change import RoleChange, SplitChange
 from adaptra.program.placement import is_straight
 from adaptra.program.roles import Roles
 from adaptra.runtime.control.calls import Calls
-from adaptra.runtime.launch.launch import Job, Launch, agree
+from adaptra.runtime.launch.agreement import agree
+from adaptra.runtime.launch.launch import Job, Launch
 from adaptra.runtime.reconfigure.agreement import RESTART_SECONDS, agree_on_roles, gather_costs, share_split
 from adaptra.runtime.reconfigure.consent import Consent, check_consents
 from adaptra.runtime.reconfigure.cut_transfer import exchange_parts, leaving, move_within, new_state, regroup, transfers

@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import logging
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Final, TypeVar, cast
+from typing import TypeVar
 
 import torch.distributed as dist
-from torch.distributed import DistError, DistStoreError, Store
 
-from adaptra.errors import ControlError, LaunchError
+from adaptra.errors import LaunchError
 from adaptra.program.roles import Roles
-from adaptra.runtime.control_store.schema import decode
 from adaptra.runtime.control_store.secret import VARIABLE, fingerprint, given_secret
-from adaptra.runtime.control_store.signed_store import new_nonce, signed, under
+from adaptra.runtime.control_store.signed_store import signed, under
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+from adaptra.runtime.launch.arguments import agree_on_arguments
 from adaptra.runtime.launch.connecting import connect
+from adaptra.runtime.launch.exchange import Check, exchange, no_check
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.transports.lanes import LanedTransport
 from adaptra.runtime.transports.local import LocalHub
 from adaptra.runtime.transports.process_groups import end_group, end_keys, job_store, keys_of, new_group, sweep
 from adaptra.runtime.transports.registry import create_transport
 
-logger = logging.getLogger(__name__)
-
-Check = Callable[[], None]
 T = TypeVar("T")
-
-
-def _nothing() -> None:
-    """Do nothing: only the timeout ends the wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +150,12 @@ class Job:
             end_group(everyone)
         end_keys(self._keys, self.rank, dist.get_world_size())
 
-    def meet(self, timeout: float, check: Check = _nothing, text: str = "") -> list[str]:
+    def meet(self, timeout: float, check: Check = no_check, text: str = "") -> list[str]:
         """Wait for all ranks of the job, which call it together.
 
         Args:
             timeout: Seconds to wait for them.
-            check: As of :func:`gather`.
+            check: As of :func:`.exchange.gather`.
             text: This rank's text for the others.
 
         Returns:
@@ -180,7 +167,7 @@ class Job:
             ControlError: The store is lost.
         """
         self._met += 1
-        said = _exchange(self.store, f"change/{self._met}", self.rank, text, range(dist.get_world_size()), timeout, check)
+        said = exchange(self.store, f"change/{self._met}", self.rank, text, range(dist.get_world_size()), timeout, check)
         if self._met > 1:  # all ranks have read the previous text, since all are here
             self.store.delete_key(f"change/{self._met - 1}/{self.rank}")
         if self.rank == 0:
@@ -246,7 +233,7 @@ def launch(
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # Making groups waits for all ranks, so the ranks first agree on which groups to make.
     call = job_store().add(f"adaptra launches/{rank}", 1)
-    told = _agree_on_arguments(
+    told = agree_on_arguments(
         keys_of(_name_of_call(call)), rank, ranks, {**arguments, VARIABLE: fingerprint(given_secret())}, timeout
     )
     if rank == 0:
@@ -278,168 +265,5 @@ def _name_of_call(call: int) -> str:
     return f"adaptra launch {call}"
 
 
-def _agree_on_arguments(store: Store, rank: int, ranks: int, arguments: Mapping[str, str], timeout: float) -> list[str]:
-    """Compare the arguments, and return each rank's text, by rank. The texts aren't signed and only compared."""
-    own = json.dumps({"arguments": dict(arguments), "nonce": new_nonce()})
-    found = _exchange(store, "arguments", rank, own, range(ranks), timeout)
-    found[rank] = own
-    given = [_arguments_of(text, other) for other, text in enumerate(found)]
-    for other, theirs in enumerate(given):
-        for name, value in given[0].items():
-            if theirs.get(name) != value:
-                raise LaunchError(
-                    f"adaptra.compile: rank {other} was given {name}={theirs.get(name)}, rank 0 {name}={value}: expected the "
-                    "same arguments on every rank"
-                )
-    return found
-
-
-def _arguments_of(text: str, rank: int) -> dict[str, object]:
-    fields = decode(text.encode(), f"arguments of rank {rank}")
-    given = fields.raw("arguments")
-    fields.raw("nonce")
-    fields.end()
-    if not isinstance(given, dict):
-        raise ControlError(f"arguments of rank {rank}: expected an object")
-    return cast("dict[str, object]", given)
-
-
 def _nearest_multiple(ranks: int, size: int) -> int:
     return max(1, round(ranks / size)) * size
-
-
-def agree(transport: Transport, what: str, facts: object, timeout: float) -> None:
-    """Check that every rank of the pipeline has the same facts. All ranks call this or :func:`disagree`.
-
-    Args:
-        transport: This rank's transport; its store carries the comparison.
-        what: The name of the facts, for the error; each comparison has a name of its own.
-        facts: Any JSON value.
-        timeout: Seconds to wait for the other ranks.
-
-    Raises:
-        LaunchError: Ranks differ, or have failed or not answered; names them.
-        ControlError: The store is lost.
-    """
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    ranks = range(transport.world_size)
-    found = _exchange(transport.store, f"agree/{what}", transport.rank, digest, ranks, timeout)
-    for rank, text in enumerate(found):
-        if text.startswith(_FAILED):
-            raise LaunchError(f"{what}: rank {rank} failed: {text.removeprefix(_FAILED)}")
-    different = [rank for rank, other in enumerate(found) if other != found[0]]
-    if different:
-        raise LaunchError(
-            f"{what}: rank {', '.join(map(str, different))} compiled something else than rank 0: expected every rank to build "
-            "the same model and to call adaptra.compile with the same arguments"
-        )
-
-
-def disagree(transport: Transport, what: str, error: BaseException) -> None:
-    """Report, in place of :func:`agree`, that this rank has failed, so that the others' :func:`agree` raises it."""
-    text = f"{_FAILED}{type(error).__name__}: {error}"[:_TEXT_LIMIT]
-    with contextlib.suppress(DistError):  # without the store no report is possible, and the others notice themselves
-        transport.store.set(f"agree/{what}/{transport.rank}", text)
-
-
-def gather(transport: Transport, what: str, data: object, timeout: float, check: Check = _nothing) -> list[object] | None:
-    """Gather every rank's data on rank 0. All ranks call it.
-
-    Args:
-        transport: This rank's transport; its store carries the data.
-        what: A name that no other call uses.
-        data: Any JSON value.
-        timeout: Seconds to wait for the other ranks.
-        check: Called each second meanwhile; an error that it raises ends the wait.
-
-    Returns:
-        The data by rank on rank 0, None elsewhere.
-
-    Raises:
-        LaunchError: Ranks have not answered; names them.
-        ControlError: The store is lost.
-    """
-    wanted = range(transport.world_size) if transport.rank == 0 else range(0)
-    found = _exchange(transport.store, f"gather/{what}", transport.rank, json.dumps(data), wanted, timeout, check)
-    for rank in wanted:  # no other rank reads them
-        transport.store.delete_key(f"gather/{what}/{rank}")
-    return [json.loads(text) for text in found] if transport.rank == 0 else None
-
-
-def tell(
-    transport: Transport, what: str, data: object, wanted: Sequence[int], timeout: float, check: Check = _nothing
-) -> list[object]:
-    """Send data to the other ranks, and read the data that the wanted ranks send under the same name. They call it too.
-
-    Args:
-        transport, what, data, timeout, check: As of :func:`gather`.
-        wanted: The ranks whose data are read.
-
-    Returns:
-        The data of the wanted ranks, in their order.
-
-    Raises:
-        LaunchError, ControlError: As :func:`gather`.
-    """
-    found = _exchange(transport.store, f"tell/{what}", transport.rank, json.dumps(data), wanted, timeout, check)
-    return [json.loads(text) for text in found]
-
-
-_FAILED: Final = "failed: "
-_TEXT_LIMIT: Final = 4000
-_LATE_SECONDS: Final = 10.0
-"""Seconds after which a waiting rank logs the ranks that are late; each further log entry comes after twice the time."""
-
-
-def _exchange(
-    store: Store, name: str, rank: int, text: str, wanted: Sequence[int], timeout: float, check: Check = _nothing
-) -> list[str]:
-    """Publish this rank's text under a name and read the texts of the wanted ranks."""
-    keys = {f"{name}/{one}": one for one in wanted}
-
-    def absent() -> str:
-        return ", ".join(str(keys[key]) for key in _not_set(store, list(keys)))
-
-    try:
-        store.set(f"{name}/{rank}", text)
-        if keys:
-            _wait(store, list(keys), timeout, check, lambda seconds: _say_who_is_late(name, absent(), seconds))
-        return [store.get(key).decode() for key in keys]
-    except DistStoreError as error:
-        raise LaunchError(f"{name}: rank {absent()} did not answer within {timeout:g} s") from error
-    except DistError as error:
-        raise ControlError(f"{name}: rank {rank} lost the control store: {error}") from error
-
-
-def _wait(store: Store, keys: list[str], timeout: float, check: Check, on_late: Callable[[float], None]) -> None:
-    began, say_after = time.monotonic(), _LATE_SECONDS
-    while True:
-        waited = time.monotonic() - began
-        try:
-            store.wait(keys, timedelta(seconds=max(0.001, min(1.0, timeout - waited))))
-        except DistStoreError:
-            if timeout - waited <= 1.0:
-                raise
-            check()
-            if waited >= say_after:
-                on_late(waited)
-                say_after *= 2
-        else:
-            return
-
-
-def _say_who_is_late(name: str, absent: str, seconds: float) -> None:
-    if absent:
-        logger.warning("%s: rank %s has not answered for %.0f s; still waiting", name, absent, seconds)
-
-
-def _not_set(store: Store, keys: list[str]) -> list[str]:
-    """Return the keys that are not set, found by bisection: few ranks are late, and each question takes a round trip to the
-    store.
-    """
-    if store.check(keys):
-        return []
-    if len(keys) == 1:
-        return keys
-    half = len(keys) // 2
-    return _not_set(store, keys[:half]) + _not_set(store, keys[half:])

@@ -19,7 +19,7 @@ from torch import Tensor
 from adaptra.errors import ControlError
 from adaptra.graph.stages.stages import TrainStage
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
-from adaptra.runtime.launch.launch import Check, gather, tell
+from adaptra.runtime.launch.exchange import Check, gather, tell
 from adaptra.runtime.state.checksum import checksums
 from adaptra.runtime.state.state_stream import StateStream
 from adaptra.runtime.transports.base import Transport
@@ -55,7 +55,7 @@ class SharedValues:
         transport: This rank's transport.
         replicas: The ranks that have copies of all of them, or None.
         timeout: Seconds to wait for another rank.
-        check: As of :func:`adaptra.runtime.launch.launch.gather`.
+        check: As of :func:`adaptra.runtime.launch.exchange.gather`.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.detection.measurement import StageMeasurement
 from adaptra.runtime.detection.monitor import Monitor, StepRecords, merge_timelines
 from adaptra.runtime.injection.emulation import Pacing
-from adaptra.runtime.launch.launch import gather
+from adaptra.runtime.launch.exchange import gather
 from adaptra.runtime.membership.membership import Membership
 from adaptra.runtime.options import Options
 from adaptra.runtime.rdma.watch import RdmaEvent, watch

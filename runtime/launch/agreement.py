@@ -1,0 +1,51 @@
+"""The ranks' check that all of them have computed the same."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from typing import Final
+
+from torch.distributed import DistError
+
+from adaptra.errors import LaunchError
+from adaptra.runtime.launch.exchange import exchange
+from adaptra.runtime.transports.base import Transport
+
+_FAILED: Final = "failed: "
+_TEXT_LIMIT: Final = 4000
+
+
+def agree(transport: Transport, what: str, facts: object, timeout: float) -> None:
+    """Check that every rank of the pipeline has the same facts. All ranks call this or :func:`disagree`.
+
+    Args:
+        transport: This rank's transport; its store carries the comparison.
+        what: The name of the facts, for the error; each comparison has a name of its own.
+        facts: Any JSON value.
+        timeout: Seconds to wait for the other ranks.
+
+    Raises:
+        LaunchError: Ranks differ, or have failed or not answered; names them.
+        ControlError: The store is lost.
+    """
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    ranks = range(transport.world_size)
+    found = exchange(transport.store, f"agree/{what}", transport.rank, digest, ranks, timeout)
+    for rank, text in enumerate(found):
+        if text.startswith(_FAILED):
+            raise LaunchError(f"{what}: rank {rank} failed: {text.removeprefix(_FAILED)}")
+    different = [rank for rank, other in enumerate(found) if other != found[0]]
+    if different:
+        raise LaunchError(
+            f"{what}: rank {', '.join(map(str, different))} compiled something else than rank 0: expected every rank to build "
+            "the same model and to call adaptra.compile with the same arguments"
+        )
+
+
+def disagree(transport: Transport, what: str, error: BaseException) -> None:
+    """Report, in place of :func:`agree`, that this rank has failed, so that the others' :func:`agree` raises it."""
+    text = f"{_FAILED}{type(error).__name__}: {error}"[:_TEXT_LIMIT]
+    with contextlib.suppress(DistError):  # without the store no report is possible, and the others notice themselves
+        transport.store.set(f"agree/{what}/{transport.rank}", text)

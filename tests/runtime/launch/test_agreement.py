@@ -1,0 +1,56 @@
+"""Ranks that compare what they computed, and those that failed at it."""
+
+from __future__ import annotations
+
+import threading
+
+from errors_table import check_documented
+from hub_ranks import on_all_ranks
+
+from adaptra.errors import LaunchError
+from adaptra.runtime.launch.agreement import agree, disagree
+from adaptra.runtime.transports.base import Transport
+
+
+def test_ranks_that_hold_the_same_facts_agree() -> None:
+    assert on_all_ranks(lambda transport: agree(transport, "plan", {"a": [1, "x"]}, 5)) == [None] * 3
+
+
+def test_ranks_that_differ_are_named_on_all_ranks() -> None:
+    for error in on_all_ranks(lambda transport: agree(transport, "plan", transport.rank % 2, 5)):
+        assert isinstance(error, LaunchError) and "plan: rank 1 compiled something else than rank 0" in str(error)
+
+
+def test_a_rank_that_fails_instead_is_told_to_the_others() -> None:
+    def run(transport: Transport) -> None:
+        if transport.rank == 2:
+            disagree(transport, "plan", ValueError("no such layer"))
+            return
+        agree(transport, "plan", 1, 5)
+
+    first, second, third = on_all_ranks(run)
+    assert third is None
+    for error in (first, second):
+        assert isinstance(error, LaunchError) and str(error) == "plan: rank 2 failed: ValueError: no such layer"
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    came = threading.Barrier(2)
+
+    def run(transport: Transport) -> None:
+        if transport.rank != 1:
+            came.wait()
+            agree(transport, "plan", 1, 0.2)
+
+    first, _, third = on_all_ranks(run)
+    for error in (first, third):
+        check_documented(type(error).__name__, str(error), "…: rank … did not answer within … s")
+        assert "rank 1 did not answer within 0.2 s" in str(error)
+
+
+def test_comparisons_of_several_names_do_not_meet() -> None:
+    def run(transport: Transport) -> None:
+        agree(transport, "first", 1, 5)
+        agree(transport, "second", 2, 5)
+
+    assert on_all_ranks(run) == [None] * 3
