@@ -147,7 +147,8 @@ def signed(store: Store, path: str, told: Sequence[str]) -> Store:
         store: Its keys are used for nothing else.
         path: The store's name, the same on all ranks and unique in the job.
         told: The text that each rank sent to all others, by rank, with an unpredictable number; this rank's own as it was sent.
-            Ranks that read different texts refuse each other's records.
+            Or one digest over these texts, which each rank computes from its own. Ranks that read different texts refuse each
+            other's records.
 
     Raises:
         LaunchError: See :func:`adaptra.runtime.control_store.secret.given_secret`.

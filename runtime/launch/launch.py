@@ -63,7 +63,7 @@ class Job:
     Args:
         name: The transport's name.
         call: The number of this launch in the job.
-        told: The arguments that each rank sent to the others in this launch, by rank; see :func:`.signed_store.signed`.
+        contributed: A digest over what all ranks sent in this launch; see :func:`.signed_store.signed`.
         with_delegate, addresses: As :func:`launch`.
         changes_roles: Whether roles can change.
 
@@ -77,7 +77,7 @@ class Job:
         self,
         name: str,
         call: int,
-        told: Sequence[str],
+        contributed: str,
         with_delegate: bool,
         addresses: Sequence[str],
         changes_roles: bool = True,
@@ -86,8 +86,8 @@ class Job:
         self.ranks = dist.get_world_size()
         self._name = name
         self._keys = _name_of_call(call)
-        self._told = told
-        self.store = signed(keys_of(self._keys), self._keys, told)
+        self._contributed = contributed
+        self.store = signed(keys_of(self._keys), self._keys, [contributed])
         self._with_delegate = with_delegate
         self._addresses = addresses
         self._joined = 0
@@ -117,7 +117,7 @@ class Job:
     def connect(self, name: str, make: Callable[[], T]) -> T:
         """Connect this rank to others; see :func:`.connecting.connect`."""
         name = f"{name} connecting"
-        return connect(name, signed(keys_of(name), name, self._told), self.rank, self.ranks, make)
+        return connect(name, signed(keys_of(name), name, [self._contributed]), self.rank, self.ranks, make)
 
     def _join(self, roles: Roles | None, name: str) -> Launch:
         if roles is None:
@@ -233,7 +233,7 @@ def launch(
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # Making groups waits for all ranks, so the ranks first agree on which groups to make.
     call = job_store().add(f"adaptra launches/{rank}", 1)
-    told = agree_on_arguments(
+    contributed = agree_on_arguments(
         keys_of(_name_of_call(call)), rank, ranks, {**arguments, VARIABLE: fingerprint(given_secret())}, timeout
     )
     if rank == 0:
@@ -245,10 +245,10 @@ def launch(
         )
     usual = Roles.initial(ranks, size)
     if roles in (None, usual) and ranks == size:
-        job = Job(name, call, told, with_delegate, addresses, changes_roles=False)
+        job = Job(name, call, contributed, with_delegate, addresses, changes_roles=False)
         made = job.connect(_name_of_call(call), lambda: _join(name, None, with_delegate, addresses))
         return Launch((made,), None, job)
-    return Job(name, call, told, with_delegate, addresses).join(roles or usual)
+    return Job(name, call, contributed, with_delegate, addresses).join(roles or usual)
 
 
 def _join(name: str, group: dist.ProcessGroup | None, with_delegate: bool, addresses: Sequence[str]) -> Transport:
