@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Final
 
@@ -27,7 +28,7 @@ from torch.distributed import DistError, DistNetworkError, Store
 from adaptra.errors import BatchError, ControlError
 from adaptra.planning.layout_change import RoleChange, SplitChange
 from adaptra.program import Program
-from adaptra.runtime.control.coordinator import ControllerOptions, Coordinator
+from adaptra.runtime.control.coordinator import Coordinator
 from adaptra.runtime.control.events import ControlEvent, EventKind
 from adaptra.runtime.control.mail import (
     Confirmed,
@@ -48,6 +49,7 @@ from adaptra.runtime.control.mailbox import Mailbox
 from adaptra.runtime.control.participant import Participant, Surroundings
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.control.plan_log import Coverage
+from adaptra.runtime.control.policy import ControllerOptions, Policy
 from adaptra.runtime.control.preparation import Preparation
 from adaptra.runtime.control.replanning import Planning
 from adaptra.runtime.control.same_rows import SameRows
@@ -180,7 +182,7 @@ class Controller:
         plan = self._coverage.plan_for(step)
         if plan.version != self._running.version:
             self._running = plan
-            self._emit(EventKind.SWITCHED, step, plan.version, plan.reason, plan.predicted)
+            self._emit_now(EventKind.SWITCHED, plan.reason, plan.predicted)
         return plan
 
     def report(self, measurement: StepMeasurement) -> None:
@@ -223,12 +225,12 @@ class Controller:
 
     def tell_link(self, text: str) -> None:
         """Emit an event about one of this rank's links. Any thread may call it."""
-        self._emit(EventKind.LINK, self._step, self._running.version, text)
+        self._emit_now(EventKind.LINK, text)
 
     def tell_change(self, change: RoleChange | SplitChange) -> None:
         """Emit the event of a role change or a cut change before the next step. Any thread may call it."""
         kind = EventKind.ROLES if isinstance(change, RoleChange) else EventKind.SPLIT
-        self._emit(kind, self._step, self._running.version, str(change), change.seconds_after, change.seconds_before)
+        self._emit_now(kind, str(change), change.seconds_after, change.seconds_before)
 
     @property
     def measured_cost(self) -> CostModel | None:
@@ -262,20 +264,18 @@ class Controller:
         if (coordinator := self._coordinator) is not None:
             coordinator.close(CLOSE_SECONDS)
 
-    def _emit(
-        self,
-        kind: EventKind,
-        step: int,
-        version: int,
-        text: str,
-        predicted: float | None = None,
-        predicted_before: float | None = None,
-    ) -> None:
-        held = self._held_by(version) if kind in _OF_A_PLAN else (None, None)
-        event = ControlEvent(kind, self._rank, step, version, text, predicted, predicted_before, *held)
+    def _emit(self, event: ControlEvent) -> None:
+        """Keep an event and pass it on, with its plan's activation memory if it is about a plan that may run."""
+        if event.kind in _OF_A_PLAN:
+            in_flight, memory = self._held_by(event.version)
+            event = replace(event, in_flight=in_flight, memory=memory)
         self._events.append(event)
         if self._on_event is not None:
             self._on_event(event)
+
+    def _emit_now(self, kind: EventKind, text: str, predicted: float | None = None, before: float | None = None) -> None:
+        """Emit an event about the plan that this rank runs."""
+        self._emit(ControlEvent(kind, self._rank, self._step, self._running.version, text, predicted, before))
 
     def _held_by(self, version: int) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
         """Return a plan's microbatches in flight per stage, and its activation bytes per rank."""
@@ -368,15 +368,9 @@ class Controller:
         self._coordinator = None
         agreement = self._participant.agreement
         if leads and agreement is not None:
-            self._coordinator = Coordinator(
-                self._ranks,
-                self._participant,
-                agreement.current or self._initial,
-                self._planning,
-                self._options,
-                self._emit,
-                self._mailbox.wake,
-            )
+            running = agreement.current or self._initial
+            policy = Policy(self._rank, self._ranks, running, self._planning, self._options)
+            self._coordinator = Coordinator(self._participant, policy, self._emit, self._mailbox.wake)
 
     def _coordinate(self, act: Callable[[Coordinator], None]) -> None:
         """Run the coordinator's part. The first failure hands coordination to another rank, and a second one is raised."""
@@ -391,7 +385,7 @@ class Controller:
                 raise
             self._has_resigned = True
             log.exception("rank %d: coordinating failed, another rank takes over", self._rank)
-            self._emit(EventKind.RESIGNED, self._step, self._running.version, f"{type(error).__name__}: {error}")
+            self._emit_now(EventKind.RESIGNED, f"{type(error).__name__}: {error}")
             self._participant.resign()
 
     def _is_ready(self, plan: Plan) -> None:

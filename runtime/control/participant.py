@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from adaptra.errors import ControlError
-from adaptra.runtime.control.events import EventKind
+from adaptra.runtime.control.events import ControlEvent, EventKind
 from adaptra.runtime.control.mail import Confirmed, Joined, LogGrew, Mail, Measured, Proposed, Refused, Term, Withdrawn
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.control.plan_log import Agreement, Entry, Log, LogStore
@@ -32,22 +32,6 @@ class ProtocolStore(LogStore, Protocol):
 
     def add(self, key: str, amount: int, /) -> int:
         """Add to a counter and return its new value."""
-        ...
-
-
-class Emit(Protocol):
-    """A function that emits events; see :class:`adaptra.runtime.control.events.ControlEvent`."""
-
-    def __call__(
-        self,
-        kind: EventKind,
-        step: int,
-        version: int,
-        text: str,
-        predicted: float | None = None,
-        predicted_before: float | None = None,
-    ) -> None:
-        """Emit an event of this rank."""
         ...
 
 
@@ -70,7 +54,7 @@ class Surroundings:
     cover: Callable[[int, Plan], None]
     consider: Callable[[Proposed], None]
     lead: Callable[[bool], None]
-    emit: Emit
+    emit: Callable[[ControlEvent], None]
 
 
 class Participant:
@@ -169,30 +153,30 @@ class Participant:
         if plan.version in self._considered and not self._is_past(plan.version):
             self._plans[plan.version] = plan
             # The event comes before the mail, so that the switch is never emitted before the confirmation.
-            self._around.emit(EventKind.CONFIRMED, self._reached, plan.version, plan.reason, plan.predicted)
+            self._emit(EventKind.CONFIRMED, self._reached, plan.version, plan.reason, plan.predicted)
             self._confirm(plan)
         self._considered.discard(plan.version)
 
     def refuse(self, version: int, why: str) -> None:
         """Refuse a proposed plan that this rank can't run."""
         self._considered.discard(version)
-        self._around.emit(EventKind.REFUSED, self._reached, version, why)
+        self._emit(EventKind.REFUSED, self._reached, version, why)
         self._around.send(self.coordinator, Refused(self._rank, version, why))
 
-    def propose(self, plan: Plan, before: float | None, text: str, is_held: bool = False) -> None:
+    def propose(self, plan: Plan, before: float | None, text: str, is_speculative: bool = False) -> None:
         """Propose a plan to the ranks under a new version. Only the coordinator does, while no other proposal is pending.
 
         Args:
             plan: The plan; its version does not matter.
             before: The predicted makespan of the plan that it is to replace, seconds.
             text: The text of the event.
-            is_held: True for a speculative proposal: the ranks prepare for it and keep the old plan until :meth:`release`.
+            is_speculative: Whether the ranks only prepare for it, and keep the old plan until :meth:`release`.
         """
         assert self._agreement is not None, "only the coordinator proposes"
         plan = replace(plan, version=self._initial.version + self._around.store.add("versions", 1))
-        self._agreement.propose(plan, is_held)
+        self._agreement.propose(plan, is_speculative)
         self._before = before
-        self._around.emit(EventKind.PROPOSED, self._agreement.slowest, plan.version, text, plan.predicted, before)
+        self._emit(EventKind.PROPOSED, self._agreement.slowest, plan.version, text, plan.predicted, before)
         mail = Proposed(plan.version, plan.to_json())
         for rank in range(self._ranks):
             self._around.send(rank, mail)
@@ -214,7 +198,7 @@ class Participant:
         ):
             return
         agreement.withdraw()
-        self._around.emit(EventKind.WITHDRAWN, agreement.slowest, version, why)
+        self._emit(EventKind.WITHDRAWN, agreement.slowest, version, why)
         for rank in range(self._ranks):
             self._around.send(rank, Withdrawn(version))
 
@@ -234,6 +218,11 @@ class Participant:
     def resign(self) -> None:
         """Leave the coordination to the next rank."""
         self._join(self._term + 1)
+
+    def _emit(
+        self, kind: EventKind, step: int, version: int, text: str, predicted: float | None = None, before: float | None = None
+    ) -> None:
+        self._around.emit(ControlEvent(kind, self._rank, step, version, text, predicted, before))
 
     def _check_rank(self, rank: int) -> None:
         if rank >= self._ranks:
@@ -310,7 +299,7 @@ class Participant:
         self._agreement = agreement
         if self._term > 0:
             version = self._initial.version if self._last is None else self._last.version
-            self._around.emit(
+            self._emit(
                 EventKind.COORDINATES, max(self._reached, 0), version, f"in place of rank {(self._term - 1) % self._ranks}"
             )
         self._around.lead(True)
@@ -351,7 +340,7 @@ class Participant:
             if before is not None and entry.version != before.version:
                 # The event comes before training can run the plan, so this rank's switch is emitted after the agreement.
                 plan = self._plans[entry.version]
-                self._around.emit(EventKind.AGREED, before.until, plan.version, plan.reason, plan.predicted, self._before)
+                self._emit(EventKind.AGREED, before.until, plan.version, plan.reason, plan.predicted, self._before)
             self._take(entry)
             self._log.forget(agreement.slowest + 1)
             for rank in range(self._ranks):

@@ -134,7 +134,7 @@ class Agreement:
         self._ahead = ahead
         self._current: Plan | None = None
         self._proposal: Plan | None = None
-        self._is_held = False
+        self._is_speculative = False
         self._confirmed: set[int] = set()
 
     @property
@@ -148,9 +148,9 @@ class Agreement:
         return self._proposal
 
     @property
-    def is_held(self) -> bool:
+    def is_speculative(self) -> bool:
         """True if the pending proposal is speculative."""
-        return self._proposal is not None and self._is_held
+        return self._proposal is not None and self._is_speculative
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -167,14 +167,14 @@ class Agreement:
         """The first step that the log does not cover."""
         return self._until
 
-    def propose(self, plan: Plan, is_held: bool = False) -> None:
+    def propose(self, plan: Plan, is_speculative: bool = False) -> None:
         """Begin a proposal. There is one at a time, and versions only grow.
 
-        For a speculative one (``is_held``) the ranks prepare, and the log names it only after its release.
+        For a speculative one (``is_speculative``) the ranks prepare, and the log names it only after its release.
         """
         assert self._proposal is None, "one proposal at a time"
         assert self._current is None or plan.version > self._current.version, "versions only grow"
-        self._proposal, self._is_held, self._confirmed = plan, is_held, set()
+        self._proposal, self._is_speculative, self._confirmed = plan, is_speculative, set()
 
     def confirm(self, rank: int, version: int, digest: str) -> bool:
         """Record a rank's confirmation of a version. One for another version than the proposal's comes late and changes
@@ -200,11 +200,11 @@ class Agreement:
         Returns:
             True if all had confirmed it, so that it is the current plan now.
         """
-        self._is_held = False
+        self._is_speculative = False
         return self._proposal is not None and self._conclude(self._proposal)
 
     def _conclude(self, proposal: Plan) -> bool:
-        if self.missing or self._is_held:
+        if self.missing or self._is_speculative:
             return False
         self._current, self._proposal = proposal, None
         return True

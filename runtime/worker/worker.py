@@ -21,8 +21,8 @@ from adaptra.graph import CompiledStages
 from adaptra.graph.inner_compiler import prepare
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.runtime.control.controller import Controller
-from adaptra.runtime.control.coordinator import ControllerOptions
 from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.control.policy import ControllerOptions
 from adaptra.runtime.control.replanning import Planning
 from adaptra.runtime.control.same_rows import is_due, numbers_of
 from adaptra.runtime.control_store.signed_store import under

@@ -3,7 +3,7 @@ fail.
 
 A step is simulated under the costs of its moment, and every record of it is disturbed as on real machines. Ops scatter and
 drift, and one now and then holds a pause of the garbage collector. Messages have a long tail, clocks run apart, the first
-steps warm up. Monitor, detector, planner and the cost test are the real ones; hours pass in seconds.
+steps warm up. Monitor, policy, detector and planner are the real ones; hours pass in seconds.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+from policy_world import PolicyWorld
+
 from adaptra.planning.planner import plan
 from adaptra.program import Program
-from adaptra.runtime.control.coordinator import ControllerOptions
+from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.control.policy import BeginPlanning, ControllerOptions
 from adaptra.runtime.control.replanning import Planning
 from adaptra.runtime.detection.changes import Change, ChangeKind
-from adaptra.runtime.detection.detector import Detection, Detector
+from adaptra.runtime.detection.detector import Detection
 from adaptra.runtime.detection.measurement import StepMeasurement
 from adaptra.runtime.detection.monitor import Monitor
-from adaptra.runtime.detection.step_noise import steps_until_sure
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.simulate import lower_bound, simulate
 from adaptra.simulation.timeline import MessageInterval
@@ -136,11 +138,11 @@ class NoisySteps:
         self._phases = [self._dice.uniform(0, 2 * math.pi) for _ in self.case.placement]
         self._clocks = [self._dice.uniform(-self.noise.clocks, self.noise.clocks) for _ in set(self.case.placement)]
         self._monitors = [Monitor(rank, self.case.placement) for rank in sorted(set(self.case.placement))]
-        self._detector = Detector(self.case.cost)
-        self._options = ControllerOptions()
         self._steps = count()
-        self._waiting: tuple[Program, int] | None = None
-        self.program = plan(self.case, effort=EFFORT)
+        program = plan(self.case, effort=EFFORT).compute_only()
+        predicted, bound = PLANNING.predict(program, self.case.cost), PLANNING.bound(self.case)
+        initial = Plan(0, program, self.case, predicted, bound, "initial")
+        self._world = PolicyWorld(initial, len(self._monitors), PLANNING)
         self.seconds = 0.0
 
     def cost_at(self, step: int) -> CostModel:
@@ -153,32 +155,20 @@ class NoisySteps:
             cost = slower(cost, stage, 1 + self.noise.drift * math.sin(phase + 2 * math.pi * step / self.noise.drift_steps))
         return cost
 
-    def step(self) -> Detection | None:
-        """Make a step, detect, and switch to a better plan where it wins by enough."""
-        step = next(self._steps)
-        detection = self._observe(step)
-        if self._waiting is not None and self._waiting[1] <= step:
-            self.program, self._waiting = self._waiting[0], None
-            self.switches.append(step + 1)
-        return detection
+    @property
+    def program(self) -> Program:
+        """What the next step runs."""
+        return self._world.plan.program
 
-    def _observe(self, step: int) -> Detection | None:
-        detection = self._detector.observe(self._measured(step))
-        if detection is None:
-            return None
-        self.detections.append(detection)
-        self._waiting = None
-        before = PLANNING.predict(self.program, detection.cost)
-        better, after = best_plan(self.case, detection.cost, self.program)
-        meanwhile = PLANNING.meanwhile(better, self.program, self.case, detection)
-        least = 1 - self._options.switch_gain
-        if meanwhile is not None and (at_once := PLANNING.predict(meanwhile, detection.cost)) < least * before:
-            self.program, before = meanwhile, at_once
+    def step(self) -> Detection | None:
+        """Make a step, and let the policy see it."""
+        step, version = next(self._steps), self._world.plan.version
+        self._world.actions.clear()
+        if self._world.step(self._measured(step)).version != version:
             self.switches.append(step + 1)
-        if after < least * before:
-            patience = math.ceil(PLANNING.patience(better, self.program, detection))
-            self._waiting = better, step + max(patience, steps_until_sure(before - after, detection.noise))
-        return detection
+        begun = [one.detection for one in self._world.actions if isinstance(one, BeginPlanning) and not one.is_draft]
+        self.detections += begun
+        return begun[0] if begun else None
 
     def _measured(self, step: int) -> list[StepMeasurement]:
         noise, dice = self.noise, self._dice

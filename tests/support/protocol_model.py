@@ -9,7 +9,7 @@ version and who made it; what it holds does not matter here.
 In every state reached:
 
 - all ranks that have run a step have run it under one plan, which every rank had confirmed before the log named it;
-- the log names no plan that is held and has not been released;
+- the log names no speculative plan that has not been released;
 - the versions and the steps of the log only grow;
 - at an end no rank holds a plan that was withdrawn, as long as mail arrives and nobody takes over from a coordinator;
 - no rank has met what it takes for an error;
@@ -229,12 +229,17 @@ class Model:
         if agreement is not None and agreement.current is not None:
             if agreement.proposal is None and world.proposals:
                 yield f"proposal of {rank}", "", rank, lambda world: self._propose(world, rank)
-                if self.bounds.held:
-                    yield f"proposal of {rank}, held", "", rank, lambda world: self._propose(world, rank, is_held=True)
-            elif agreement.proposal is not None and (is_quiet or agreement.is_held or world.faults.refused):
-                fault = "" if is_quiet or agreement.is_held else "refused"
+                if self.bounds.speculative:
+                    yield (
+                        f"proposal of {rank}, speculative",
+                        "",
+                        rank,
+                        lambda world: self._propose(world, rank, is_speculative=True),
+                    )
+            elif agreement.proposal is not None and (is_quiet or agreement.is_speculative or world.faults.refused):
+                fault = "" if is_quiet or agreement.is_speculative else "refused"
                 yield f"withdrawal of {rank}", fault, rank, lambda world: self._withdraw(world, rank)
-            if agreement.is_held:
+            if agreement.is_speculative:
                 yield f"release of {rank}", "", rank, lambda world: self._release(world, rank)
         if world.faults.broken:
             yield f"broken connection of {rank}", "broken", rank, lambda world: world.participants[rank].rejoin()
@@ -283,16 +288,16 @@ class Model:
         world.considering[rank] = tuple(rest)
         world.participants[rank].refuse(plan.version, "")
 
-    def _propose(self, world: World, rank: int, *, is_held: bool = False) -> None:
+    def _propose(self, world: World, rank: int, *, is_speculative: bool = False) -> None:
         plan: Any = ModelPlan(0, f"{rank}.{world.proposals}")
         world.proposals -= 1
-        world.held |= {plan.digest} if is_held else frozenset[str]()
-        world.participants[rank].propose(plan, None, "", is_held)
+        world.unreleased |= {plan.digest} if is_speculative else frozenset[str]()
+        world.participants[rank].propose(plan, None, "", is_speculative)
 
     def _release(self, world: World, rank: int) -> None:
         agreement = world.participants[rank].agreement
         assert agreement is not None and agreement.proposal is not None
-        world.held -= {agreement.proposal.digest}
+        world.unreleased -= {agreement.proposal.digest}
         world.participants[rank].release()
 
     def _withdraw(self, world: World, rank: int) -> None:
@@ -319,11 +324,11 @@ class Model:
             lambda until, plan: self._cover(rank, until, plan),
             lambda proposed: self._consider(rank, proposed),
             lambda leads: None,
-            lambda kind, step, version, text, predicted=None, predicted_before=None: None,
+            lambda event: None,
         )
 
     def _check_plans(self, world: World, path: Callable[[], str]) -> None:
-        """Whether plans are held that nobody needs."""
+        """Whether ranks keep plans that nobody needs."""
         if world.mail or any(world.considering) or replace(self.bounds.faults, refused=0, repeated=0) != Faults():
             return
         # All have confirmed the coordinator's current plan; earlier ones go when the log names it.
@@ -398,8 +403,8 @@ class Model:
         if until <= last_until or version < last_version:
             raise ViolationError(f"entry ({until}, {version}) after ({last_until}, {last_version}): the log only grows")
         self._world.written = until, version
-        held: list[Any] = [participant._plans.get(version) for participant in self._world.participants]
-        if len({plan and plan.digest for plan in held}) != 1 or held[0] is None:
-            raise ViolationError(f"the log names plan {version}, which not all ranks have confirmed: {held}")
-        if held[0].digest in self._world.held:
-            raise ViolationError(f"the log names plan {version}, which was held and has not been released")
+        confirmed: list[Any] = [participant._plans.get(version) for participant in self._world.participants]
+        if len({plan and plan.digest for plan in confirmed}) != 1 or confirmed[0] is None:
+            raise ViolationError(f"the log names plan {version}, which not all ranks have confirmed: {confirmed}")
+        if confirmed[0].digest in self._world.unreleased:
+            raise ViolationError(f"the log names plan {version}, which is speculative and has not been released")

@@ -44,7 +44,7 @@ class Bounds:
         ahead: How many steps the log is ahead of the slowest rank.
         eager: Whether a rank runs a step as soon as the log covers it, so that only its report lags. Far fewer states.
         faults: What may go wrong.
-        held: Whether plans may also be proposed that are held, and then released or withdrawn at any time.
+        speculative: Whether speculative plans may also be proposed, and then released or withdrawn at any time.
     """
 
     ranks: int
@@ -53,7 +53,7 @@ class Bounds:
     ahead: int = 1
     eager: bool = False
     faults: Faults = field(default_factory=Faults)
-    held: bool = False
+    speculative: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ class World:
     """The latest entry of the log, whether it is still there or not."""
     proposals: int
     faults: Faults
-    held: frozenset[str] = frozenset()
-    """The digests of the plans that were proposed as held and have not been released."""
+    unreleased: frozenset[str] = frozenset()
+    """The digests of the speculative plans that have not been released."""
 
     def copied(self) -> World:
         """A state that can be changed without changing this one."""
@@ -110,7 +110,7 @@ class World:
             self.written,
             self.proposals,
             self.faults,
-            self.held,
+            self.unreleased,
         )
 
     def key(self) -> Hashable:
@@ -126,7 +126,7 @@ class World:
             frozenset(self.store.items()),
             self.proposals,
             self.faults,
-            self.held,
+            self.unreleased,
         )
 
 

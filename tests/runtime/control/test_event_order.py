@@ -68,16 +68,13 @@ def test_an_agreement_is_told_before_any_step_can_run_under_it() -> None:
         plan: Any = proposed.plan
         participant.ready(plan)
 
-    def emit(kind: EventKind, step: int, version: int, *_: object, **_more: object) -> None:
-        told.append((kind, version))
-
     around = Surroundings(
         dist.HashStore(),
         lambda _, one: mail.append(one),
         lambda until, plan: told.append(("covered", plan.version)),
         consider,
         lambda leads: None,
-        emit,
+        lambda event: told.append((event.kind, event.version)),
     )
     participant = Participant(0, 1, initial, around, 2, 0)
 

@@ -31,12 +31,14 @@ RUNS = {
     "three ranks, a connection breaks": Bounds(3, steps=2, proposals=1, eager=True, faults=Faults(broken=1)),
     "a connection breaks and mail is lost": Bounds(2, steps=2, proposals=1, eager=True, faults=Faults(broken=1, lost=1)),
     "a connection breaks and a process dies": Bounds(2, steps=2, proposals=1, faults=Faults(broken=1, crashes=1)),
-    "two ranks, plans are held": Bounds(2, steps=3, proposals=2, ahead=2, held=True),
-    "three ranks, plans are held": Bounds(3, steps=2, proposals=1, held=True),
-    "plans are held, one lags and mail is lost": Bounds(
-        2, steps=3, proposals=1, eager=True, faults=Faults(early=1, lost=1), held=True
+    "two ranks, plans are speculative": Bounds(2, steps=3, proposals=2, ahead=2, speculative=True),
+    "three ranks, plans are speculative": Bounds(3, steps=2, proposals=1, speculative=True),
+    "plans are speculative, one lags and mail is lost": Bounds(
+        2, steps=3, proposals=1, eager=True, faults=Faults(early=1, lost=1), speculative=True
     ),
-    "plans are held and a connection breaks": Bounds(2, steps=3, proposals=1, eager=True, faults=Faults(broken=1), held=True),
+    "plans are speculative and a connection breaks": Bounds(
+        2, steps=3, proposals=1, eager=True, faults=Faults(broken=1), speculative=True
+    ),
     "three ranks, a process dies": Bounds(3, steps=2, proposals=1, eager=True, faults=Faults(crashes=1)),
 }
 
@@ -101,7 +103,7 @@ def lead_without_reading_the_log(self: Participant) -> None:
     self._agreement.propose(self._initial)
 
 
-def forget_that_it_is_held(self: Agreement, plan: Any, is_held: bool = False) -> None:
+def forget_that_it_is_speculative(self: Agreement, plan: Any, is_speculative: bool = False) -> None:
     propose(self, plan)
 
 
@@ -118,8 +120,8 @@ append, forget, lead, propose, ready = Log.append, Log.forget, Participant._lead
 
 MUTATIONS: list[tuple[type, str, Callable[..., Any], Bounds, str]] = [
     (Agreement, "confirm", first_confirmation_is_enough, RUNS["three ranks"], "which not all ranks have confirmed"),
-    (Agreement, "propose", forget_that_it_is_held, RUNS["two ranks, plans are held"], "has not been released"),
-    (Agreement, "release", release_unconfirmed, RUNS["two ranks, plans are held"], "which not all ranks have confirmed"),
+    (Agreement, "propose", forget_that_it_is_speculative, RUNS["two ranks, plans are speculative"], "has not been released"),
+    (Agreement, "release", release_unconfirmed, RUNS["two ranks, plans are speculative"], "which not all ranks have confirmed"),
     (Participant, "ready", switch_once_ready, RUNS["three ranks"], "ends at|runs step"),
     (Log, "forget", forget_what_is_not_run_yet, RUNS["two ranks, mail is lost"], "where the log ends"),
     (Log, "hear", take_what_is_told_wherever_it_stands, RUNS["two ranks, mail is lost"], "ends at|runs step"),
@@ -127,7 +129,7 @@ MUTATIONS: list[tuple[type, str, Callable[..., Any], Bounds, str]] = [
     (Participant, "_welcome", welcome_without_asking_again, RUNS["two ranks, mail is lost"], "no end can be reached"),
     (Participant, "_join", keep_what_was_reached, RUNS["two ranks, mail is lost"], "no end can be reached"),
     (Participant, "_confirm", answer_only_the_first_coordinator, RUNS["two ranks, connections break"], "no end can be reached"),
-    (Participant, "_forget", keep_what_was_withdrawn, RUNS["two ranks, plans are held"], "still holds plans"),
+    (Participant, "_forget", keep_what_was_withdrawn, RUNS["two ranks, plans are speculative"], "still holds plans"),
     (Participant, "_lead", lead_without_reading_the_log, RUNS["two ranks, connections break"], "Error"),
 ]
 

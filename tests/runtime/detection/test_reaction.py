@@ -23,7 +23,7 @@ STEPS_TO_SWITCH = 3
 
 
 class StandingBy:
-    """Tells in the coordinator's process when all ranks have confirmed a plan that is held."""
+    """Tells in the coordinator's process when all ranks have confirmed a speculative plan."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._is_ready = threading.Event()
@@ -31,7 +31,7 @@ class StandingBy:
 
         def confirm_and_tell(agreement: Agreement, rank: int, version: int, digest: str) -> bool:
             found = confirm(agreement, rank, version, digest)
-            if agreement.is_held and not agreement.missing:
+            if agreement.is_speculative and not agreement.missing:
                 self._is_ready.set()
             return found
 
