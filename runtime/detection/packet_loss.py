@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from copy import copy
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
@@ -64,6 +65,12 @@ class LossyPath:
 
     def __post_init__(self) -> None:
         self._recent = deque(maxlen=self.window)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> LossyPath:
+        # The steps' values never change: a suspicion need not copy them one by one.
+        copied = copy(self)
+        copied.relapses, copied._recent = copy(self.relapses), self._recent.copy()
+        return copied
 
     def changes(self, measured: EdgeMeasurement, pause: float, options: DetectorOptions, smallest: float) -> bool:
         """Take the measurement of a step.
