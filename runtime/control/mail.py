@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from adaptra.runtime.control_store.schema import Fields, decode
@@ -121,33 +123,63 @@ class Wake:
 Mail = Measured | Proposed | Confirmed | Refused | Withdrawn | Joined | Term | LogGrew | Given | Differed | Failed
 
 
+_KINDS: Final[Mapping[str, type[Mail]]] = {
+    "measured": Measured,
+    "proposed": Proposed,
+    "confirmed": Confirmed,
+    "refused": Refused,
+    "withdrawn": Withdrawn,
+    "joined": Joined,
+    "term": Term,
+    "log": LogGrew,
+    "given": Given,
+    "differed": Differed,
+    "failed": Failed,
+}
+"""The kinds of mail by their names on the wire."""
+
+_NAMES: Final = {kind: name for name, kind in _KINDS.items()}
+
+
+def _as_it_is(value: object) -> object:
+    return value
+
+
+def _shortened(text: str) -> str:
+    return text[:MAX_TEXT]
+
+
+def _pairs(numbers: Mapping[str, int]) -> list[list[str | int]]:
+    return [[name, number] for name, number in numbers.items()]
+
+
+def _numbers(fields: Fields, name: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for item in fields.items(name):
+        match item:
+            case [str(tensor), int(number)]:
+                found[tensor] = number
+            case _:
+                raise fields.refuse(name, "a name and a whole number", item)
+    return found
+
+
+_FIELDS: Final[Mapping[str, tuple[Callable[[Any], object], Callable[[Fields, str], object]]]] = {
+    "measurement": (StepMeasurement.to_json, lambda fields, name: StepMeasurement.from_json(fields.raw(name))),
+    "plan": (_as_it_is, Fields.raw),
+    **dict.fromkeys(("rank", "version", "term", "position", "until", "number"), (_as_it_is, Fields.whole)),
+    "reached": (_as_it_is, partial(Fields.whole, at_least=-1)),
+    **dict.fromkeys(("digest", "call"), (_as_it_is, partial(Fields.text, at_most=64))),
+    **dict.fromkeys(("why", "error"), (_shortened, partial(Fields.text, at_most=MAX_TEXT))),
+    "numbers": (_pairs, _numbers),
+}
+"""How a field of mail is written as a JSON value, and how it is read and checked."""
+
+
 def to_json(mail: Mail) -> dict[str, Any]:
     """Return the JSON object that :func:`from_json` reads back to equal mail."""
-    data: dict[str, Any]
-    match mail:
-        case Measured(measurement):
-            data = {"mail": "measured", "measurement": measurement.to_json()}
-        case Proposed(version, plan):
-            data = {"mail": "proposed", "version": version, "plan": plan}
-        case Confirmed(rank, version, digest):
-            data = {"mail": "confirmed", "rank": rank, "version": version, "digest": digest}
-        case Refused(rank, version, why):
-            data = {"mail": "refused", "rank": rank, "version": version, "why": why[:MAX_TEXT]}
-        case Withdrawn(version):
-            data = {"mail": "withdrawn", "version": version}
-        case Joined(rank, term, reached):
-            data = {"mail": "joined", "rank": rank, "term": term, "reached": reached}
-        case Term(term):
-            data = {"mail": "term", "term": term}
-        case LogGrew(position, until, version):
-            data = {"mail": "log", "position": position, "until": until, "version": version}
-        case Given(rank, call, number, numbers):
-            data = {"mail": "given", "rank": rank, "call": call, "number": number, "numbers": [*map(list, numbers.items())]}
-        case Differed(error):
-            data = {"mail": "differed", "error": error[:MAX_TEXT]}
-        case Failed(rank, error):
-            data = {"mail": "failed", "rank": rank, "error": error[:MAX_TEXT]}
-    return data
+    written = {one.name: _FIELDS[one.name][0](getattr(mail, one.name)) for one in dataclasses.fields(mail)}
+    return {"mail": _NAMES[type(mail)], **written}
 
 
 def from_json(payload: bytes) -> Mail:
@@ -157,43 +189,10 @@ def from_json(payload: bytes) -> Mail:
         ControlError: It is not mail, or a field is missing, unknown or invalid.
     """
     fields = decode(payload, "mail")
-    mail: Mail
-    match fields.text("mail", at_most=16):
-        case "measured":
-            mail = Measured(StepMeasurement.from_json(fields.raw("measurement")))
-        case "proposed":
-            mail = Proposed(fields.whole("version"), fields.raw("plan"))
-        case "confirmed":
-            mail = Confirmed(fields.whole("rank"), fields.whole("version"), fields.text("digest", at_most=64))
-        case "refused":
-            mail = Refused(fields.whole("rank"), fields.whole("version"), fields.text("why", at_most=MAX_TEXT))
-        case "withdrawn":
-            mail = Withdrawn(fields.whole("version"))
-        case "joined":
-            mail = Joined(fields.whole("rank"), fields.whole("term"), fields.whole("reached", at_least=-1))
-        case "term":
-            mail = Term(fields.whole("term"))
-        case "log":
-            mail = LogGrew(fields.whole("position"), fields.whole("until"), fields.whole("version"))
-        case "given":
-            mail = Given(fields.whole("rank"), fields.text("call", at_most=64), fields.whole("number"), _numbers(fields))
-        case "differed":
-            mail = Differed(fields.text("error", at_most=MAX_TEXT))
-        case "failed":
-            mail = Failed(fields.whole("rank"), fields.text("error", at_most=MAX_TEXT))
-        case other:
-            expected = "one of measured, proposed, confirmed, refused, withdrawn, joined, term, log, given, differed, failed"
-            raise fields.refuse("mail", expected, other)
+    name = fields.text("mail", at_most=16)
+    if name not in _KINDS:
+        raise fields.refuse("mail", f"one of {', '.join(_KINDS)}", name)
+    kind: Any = _KINDS[name]
+    mail = kind(**{one.name: _FIELDS[one.name][1](fields, one.name) for one in dataclasses.fields(kind)})
     fields.end()
     return mail
-
-
-def _numbers(fields: Fields) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for item in fields.items("numbers"):
-        match item:
-            case [str(name), int(number)]:
-                found[name] = number
-            case _:
-                raise fields.refuse("numbers", "a name and a whole number", item)
-    return found
