@@ -5,23 +5,31 @@ have a long tail. Monitor, detector, planner and cost test are the real ones. A 
 more than a switch costs. Its kind can't be known where neither a queue nor a probe shows how much of a flight is occupancy;
 such faults are counted apart. A lossy path shows itself only as often as it loses messages, so the steps until it is detected
 are rows of their own. Figures of episodes are shares of the faults, with the bar as baseline.
+
+``--flapping N`` compares flap damping instead: N episodes in which a link or a stage comes and goes, and N random ones. Ours is
+the control loop's rule, the baseline a plain one: a recovery after the n-th relapse waits 2^n steps. A step's time is compared
+with that of the best plan for it, as if it had been known before.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from _table import Row, parser, print_rows
 from rich.console import Console
 from rich.progress import Progress, track
 
+from adaptra.program import Program
+from adaptra.runtime.control.replanning import Planning
 from adaptra.runtime.detection.changes import ChangeKind
+from adaptra.runtime.detection.detector import Detection
 from adaptra.simulation.cost import Case, CostModel
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
-from noisy_steps import NoisySteps, judge, random_episode
+from noisy_steps import PLANNING, NoisySteps, flapping_episode, judge, over_the_best, random_episode
 
 
 def healthy(case: Case, hours: float, seed: int) -> NoisySteps:
@@ -35,6 +43,37 @@ def healthy(case: Case, hours: float, seed: int) -> NoisySteps:
     return run
 
 
+class PlainDamping(Planning):
+    """Holds a recovery off for two steps after one relapse, and for twice as long after each further one."""
+
+    def patience(self, program: Program, running: Program, detection: Detection) -> float:
+        """Steps from the detection."""
+        doubt = detection.doubt
+        return 0.0 if doubt is None else max(min(1 << doubt.relapses, doubt.within) - doubt.since, 0)
+
+    def meanwhile(self, program: Program, running: Program, case: Case, detection: Detection) -> None:
+        """Nothing runs instead."""
+
+
+def damping(case: Case, episodes: int, seed: int) -> list[Row]:
+    """The same episodes under both rules."""
+    plain = PlainDamping(**{one.name: getattr(PLANNING, one.name) for one in fields(PLANNING)})
+    flapping = [flapping_episode(case, seed + episode) for episode in range(episodes)]
+    steady = [(case, random_episode(case, seed + episode)) for episode in range(episodes)]
+    rows: list[Row] = []
+    for name, drawn, steps in (("flapping", flapping, 300), ("other", steady, 60)):
+        shares, switches = ([list[float](), list[float]()] for _ in range(2))
+        for index, (one, faults) in enumerate(track(drawn, f"{name} episodes", console=Console(stderr=True))):
+            for side, planning in enumerate((PLANNING, plain)):
+                run = NoisySteps(one, seed + index, faults=faults, planning=planning)
+                shares[side].append(over_the_best(run, steps))
+                switches[side].append(len(run.switches))
+        rows.append(Row(f"{name}: step over the best known before", fmean(shares[0]), fmean(shares[1]), "times", episodes))
+        rows.append(Row(f"{name}: worst episode of these", max(shares[0]), max(shares[1]), "times", episodes))
+        rows.append(Row(f"{name}: switches", sum(switches[0]), sum(switches[1]), "switches", episodes))
+    return rows
+
+
 def main() -> int:
     """Measure and print."""
     arguments = parser(__doc__)
@@ -44,10 +83,15 @@ def main() -> int:
     arguments.add_argument("--hours", type=float, default=2.0, help="of healthy training, as its emulated clock says")
     arguments.add_argument("--episodes", type=int, default=100)
     arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--flapping", type=int, metavar="N", help="compare flap damping in N episodes instead")
     given = arguments.parse_args()
     seconds = given.op_ms / 1e3
     cost = CostModel.uniform(given.stages, seconds, seconds, seconds, latency=2e-4)
     case = Case(cost, given.microbatches, tuple(range(given.stages)))
+    if given.flapping:
+        rows = damping(case, given.flapping, given.seed)
+        print_rows(f"flap damping, {given.flapping} episodes each", rows, baseline="plain", as_json=given.json)
+        return 0
     calm = healthy(case, given.hours, given.seed)
     verdicts = [
         verdict

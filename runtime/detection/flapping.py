@@ -55,11 +55,13 @@ class PendingRecovery(NamedTuple):
         since: The number of healthy steps since the latest of these recoveries.
         within: The number of healthy steps after which they do not count as flapping any more.
         cost: The cost model if all of them were as slow again as before.
+        relapses: The largest number of relapses of these edges and stages.
     """
 
     since: int
     within: int
     cost: CostModel
+    relapses: int = 1
 
 
 @dataclass(slots=True)
@@ -112,7 +114,8 @@ class FlapDamping:
         for where, place in doubted.items():
             if place.relapses.since_healed is not None:
                 cost = _as_slow_as(cost, where, place.slow)
-        return PendingRecovery(min(healthy), self._within, cost)
+        count = max(place.relapses.count for place in doubted.values() if place.relapses.since_healed is not None)
+        return PendingRecovery(min(healthy), self._within, cost, count)
 
 
 def _as_slow_as(cost: CostModel, where: Where, slow: CostModel) -> CostModel:

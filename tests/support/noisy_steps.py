@@ -122,6 +122,7 @@ class NoisySteps:
         case: The healthy pipeline, in seconds.
         seed: Of all noise.
         faults: What is slow and when.
+        planning: The compiler.
         detections: All that were made, calibration included.
         switches: The first steps under another plan.
     """
@@ -130,6 +131,7 @@ class NoisySteps:
     seed: int
     noise: Noise = field(default_factory=Noise)
     faults: Sequence[Fault] = ()
+    planning: Planning = PLANNING
     detections: list[Detection] = field(default_factory=list[Detection])
     switches: list[int] = field(default_factory=list[int])
 
@@ -142,7 +144,7 @@ class NoisySteps:
         program = plan(self.case, effort=EFFORT).compute_only()
         predicted, bound = PLANNING.predict(program, self.case.cost), PLANNING.bound(self.case)
         initial = Plan(0, program, self.case, predicted, bound, "initial")
-        self._world = PolicyWorld(initial, len(self._monitors), PLANNING)
+        self._world = PolicyWorld(initial, len(self._monitors), self.planning)
         self.seconds = 0.0
 
     def cost_at(self, step: int) -> CostModel:
@@ -269,6 +271,65 @@ def random_episode(case: Case, seed: int) -> list[Fault]:
         if not set(range(stages - 1)) - taken:
             break
     return faults
+
+
+def flapping_episode(case: Case, seed: int) -> tuple[Case, list[Fault]]:
+    """A link or a stage that comes and goes until about step 240, where memory is plenty or scarce.
+
+    In a third of the episodes another link is slow for a while.
+
+    Returns:
+        The case with its memory, and the faults.
+    """
+    dice = random.Random(seed)
+    stages, forward = case.cost.stages, case.cost.forward[0]
+    scarce = dice.choice((None, 4.0, 6.0))
+    if scarce is not None:
+        case = replace(case, cost=replace(case.cost, memory_limit=(scarce,) * stages))
+    kind = dice.choice((ChangeKind.LATENCY, ChangeKind.LATENCY, ChangeKind.BANDWIDTH, ChangeKind.COMPUTE))
+    where = dice.randrange(stages - 1)
+    slow, healthy = dice.choice((3, 6, 12, 30)), dice.choice((3, 6, 12, 30))
+    size = {
+        ChangeKind.LATENCY: dice.uniform(1.0, 5.0) * forward,
+        ChangeKind.BANDWIDTH: dice.uniform(1.3, 3.0) * forward,
+    }.get(kind) or dice.uniform(1.3, 2.5)
+    places = ((where,),) if kind is ChangeKind.COMPUTE else ((where, where + 1), (where + 1, where))
+    faults: list[Fault] = []
+    first = 10
+    while first < 240:
+        length = max(2, round(slow * dice.uniform(0.7, 1.3)))
+        faults.append(Fault(kind, places, size, first, first + length - 1))
+        first += length + max(2, round(healthy * dice.uniform(0.7, 1.3)))
+    if dice.random() < 1 / 3:
+        other, first = (where + 2) % (stages - 1), dice.randint(40, 200)
+        both = ((other, other + 1), (other + 1, other))
+        faults.append(Fault(ChangeKind.LATENCY, both, dice.uniform(1.0, 5.0) * forward, first, first + dice.randint(10, 60)))
+    return case, faults
+
+
+def over_the_best(run: NoisySteps, steps: int) -> float:
+    """Run so many steps, and compare their makespans with those of the best plan of each step, as if it were known before.
+
+    The calibrating steps do not count, and noise counts on neither side.
+    """
+    best: dict[tuple[Fault, ...], Program] = {}
+    first = run.program
+    ours = clairvoyant = 0.0
+    for step in range(steps):
+        lasting = tuple(fault for fault in run.faults if fault.first <= step <= fault.last)
+        if lasting not in best:
+            cost = run.case.cost
+            for fault in lasting:
+                cost = fault.apply(cost)
+            found = (best_plan(run.case, cost, start)[0] for start in (run.program, first))
+            best[lasting] = min(found, key=lambda program, cost=cost: PLANNING.predict(program, cost))
+        if step >= 4:
+            cost = run.cost_at(step)
+            taken = PLANNING.predict(run.program, cost)
+            ours += taken
+            clairvoyant += min(taken, PLANNING.predict(best[lasting], cost))
+        run.step()
+    return ours / clairvoyant
 
 
 @dataclass(frozen=True, slots=True)
