@@ -11,8 +11,8 @@ A speculative round begins as soon as one step shows a change that the next may 
 go on under the old plan. If the change is confirmed and the plan wins under the new costs, the next log entry names it. Another
 round then looks for an even better plan. Otherwise the proposal is withdrawn.
 
-Flap damping postpones a plan for the recovery of flapping edges until waiting has cost as much as a relapse would. Any
-detection in the meantime discards it. If another edge has turned slow as well, a plan for that change alone runs until then.
+Flap damping postpones a plan for the recovery of flapping edges, for longer after each relapse. A plan whose gain may still be
+noise is postponed as well. Any detection in the meantime discards it.
 """
 
 from __future__ import annotations
@@ -107,15 +107,13 @@ class PlanningOutcome:
     """The outcome of planning for ``detection``: a plan without a version yet, or none, or the error; and the bandwidth
     remedies.
 
-    ``before`` is the makespan of the running plan under the detected costs, in seconds. If flap damping postpones the plan,
-    ``meanwhile`` is a plan that may run at once, if any gains enough. ``same`` is the running plan if its receives have to be
-    posted sooner, for the case that no plan gains enough.
+    ``before`` is the makespan of the running plan under the detected costs, in seconds. ``same`` is the running plan if its
+    receives have to be posted sooner, for the case that no plan gains enough.
     """
 
     detection: Detection
     before: float | None = None
     plan: Plan | None = None
-    meanwhile: Plan | None = None
     same: Plan | None = None
     error: AdaptraError | None = None
     remedies: Remedies | None = None
@@ -145,6 +143,21 @@ def _delegated(current: Plan, detection: Detection) -> tuple[tuple[int, int], ..
             case EdgeChange() | StageChange():
                 pass
     return tuple(sorted(edges))
+
+
+def _steps_to_wait(detection: Detection, gain: float) -> int:
+    """Return the steps from its detection for which a plan is postponed.
+
+    Flap damping postpones it, and noise does until the gain exceeds it. ``gain`` is in seconds per step.
+    """
+    return max(detection.hold_off, steps_until_sure(gain, detection.noise))
+
+
+def _why_postponed(detection: Detection, plan: Plan, before: float) -> str:
+    change = f"{1e3 * plan.predicted:.1f} ms instead of {1e3 * before:.1f} ms"
+    if detection.hold_off:
+        return f"what flaps may turn slow again: {change} wait until"
+    return f"steps scatter by {1e3 * detection.noise:.1f} ms: {change} are beyond that"
 
 
 class Policy:
@@ -280,8 +293,7 @@ class Policy:
         """Return True if a program gains enough over the running plan under the detected costs and need not be postponed."""
         expect = self._planning.expect
         predicted, before = expect(program, detection), expect(current.program, detection)
-        steps = self._hold_off(program, current.program, detection, before - predicted)
-        return self._is_gain(predicted, before) and steps == 0.0
+        return self._is_gain(predicted, before) and _steps_to_wait(detection, before - predicted) == 0
 
     def _still_wins(self, plan: Plan, current: Plan) -> bool:
         """Return True if a postponed plan still gains enough under the costs of the steps since then."""
@@ -289,14 +301,6 @@ class Policy:
             return True  # those steps don't show edges whose messages would take the delegate or round
         predict, latest = self._planning.predict, self._detector.latest
         return self._is_gain(predict(plan.program, latest), predict(current.program, latest))
-
-    def _hold_off(self, program: Program, running: Program, detection: Detection, gain: float) -> float:
-        """Return the steps from its detection for which a program is postponed: by flap damping, or until its gain exceeds the
-        noise.
-
-        ``gain``, in seconds per step, is that of the whole plan, whose messages may also take the delegate or round.
-        """
-        return max(self._planning.patience(program, running, detection), steps_until_sure(gain, detection.noise))
 
     def _is_gain(self, predicted: float, before: float, rounds_less: bool = False) -> bool:
         """Return True if a plan saves enough of a step. Fewer rounded edges are worth as much as a switch has to gain."""
@@ -313,14 +317,8 @@ class Policy:
             return PlanningOutcome(detection, before)
         delegated = _delegated(current, detection) if self._options.delegate else current.delegated
         plan, remedies = self._planning.plan_for(detection, current, delegated, is_draft)
-        other = self._planning.meanwhile(plan.program, current.program, current.case, detection)
-        meanwhile = other and replace(plan, program=other, predicted=self._planning.expect(other, detection))
-        if meanwhile is not None and (
-            not self._is_gain(meanwhile.predicted, before) or steps_until_sure(before - meanwhile.predicted, detection.noise)
-        ):
-            meanwhile = None
         same = self._planning.lowered_anew(current, detection)
-        return PlanningOutcome(detection, before, plan, meanwhile, same, remedies=remedies)
+        return PlanningOutcome(detection, before, plan, same, remedies=remedies)
 
     def _conclude(self, outcome: PlanningOutcome, current: Plan, step: int, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -336,33 +334,13 @@ class Policy:
             actions.append(self._event(EventKind.KEPT, step, current, text, before, before))
             if outcome.same is not None:
                 actions.append(self._propose(outcome.same, before, now))
-        elif (meanwhile := outcome.meanwhile) is not None:
-            steps = self._steps_to_wait(plan, meanwhile, meanwhile.predicted, outcome.detection, rounds_less)
-            actions += self._postpone(plan, meanwhile, meanwhile.predicted, outcome.detection, steps)
-            actions.append(self._propose(meanwhile, before, now))
-        elif steps := self._steps_to_wait(plan, current, before, outcome.detection, rounds_less):
-            actions += self._postpone(plan, current, before, outcome.detection, steps)
+        elif steps := _steps_to_wait(outcome.detection, math.inf if rounds_less else before - plan.predicted):
+            self._postponed = _Postponed(plan, before, outcome.detection.step + steps, current.program)
+            text = f"{_why_postponed(outcome.detection, plan, before)} {steps} steps after step {outcome.detection.step}"
+            actions.append(self._event(EventKind.KEPT, self._observed, current, text, before, before))
         else:
             actions.append(self._propose(plan, before, now))
         return actions
-
-    def _steps_to_wait(self, plan: Plan, running: Plan, before: float, detection: Detection, rounds_less: bool) -> int:
-        """Return the steps from its detection for which ``plan`` is postponed. Until then steps take ``before`` seconds."""
-        gain = math.inf if rounds_less else before - plan.predicted  # exact messages are a gain without seconds
-        return math.ceil(self._hold_off(plan.program, running.program, detection, gain))
-
-    def _postpone(self, plan: Plan, running: Plan, before: float, detection: Detection, steps: int) -> list[Action]:
-        """Postpone ``plan``, if it has to wait and still gains enough, and return the event of that."""
-        if steps == 0 or not self._is_gain(plan.predicted, before):
-            return []
-        change = f"{1e3 * plan.predicted:.1f} ms instead of {1e3 * before:.1f} ms"
-        if self._planning.patience(plan.program, running.program, detection):
-            text = f"what flaps may turn slow again: {change} are worth that {steps} steps after step {detection.step}"
-        else:
-            noise = f"steps scatter by {1e3 * detection.noise:.1f} ms"
-            text = f"{noise}: {change} are beyond that {steps} steps after step {detection.step}"
-        self._postponed = _Postponed(plan, before, detection.step + steps, running.program)
-        return [self._event(EventKind.KEPT, self._observed, running, text, before, before)]
 
     def _conclude_draft(self, outcome: PlanningOutcome, current: Plan, now: float) -> list[Action]:
         """Propose a speculative plan: pending while its change is suspected, at once if the change has been detected
@@ -370,7 +348,7 @@ class Policy:
         """
         if outcome.plan is None or outcome.before is None:
             return []
-        plan = outcome.meanwhile or outcome.plan
+        plan = outcome.plan
         if plan.rounded != current.rounded:
             return []  # its time depends on which edges round, and that is decided only for confirmed changes
         if self._speculation.suspicion is outcome.detection:

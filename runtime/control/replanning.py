@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Final
 
 from adaptra.passes.insert_comm import Channel
 from adaptra.planning.bandwidth_remedies import BFLOAT16_SHARE, Remedies, Remedy, needed_rounding
@@ -15,9 +13,6 @@ from adaptra.runtime.control.plan import Edges, Plan
 from adaptra.runtime.detection.detector import Detection
 from adaptra.runtime.detection.step_noise import steps_until_sure
 from adaptra.simulation.cost import Case, CostModel
-
-REACTION: Final = 3
-"""Steps that a relapse takes from its onset to the first step under a plan for it."""
 
 
 def nothing_helps(_case: Case, _program: Program, _spread: Edges, _rounded: Edges) -> None:
@@ -85,22 +80,6 @@ class Planning:
         weights = [scenario.weight for scenario in detection.scenarios]
         return fmean((self.predict(program, scenario.cost) for scenario in detection.scenarios), weights)
 
-    def patience(self, program: Program, running: Program, detection: Detection) -> float:
-        """Steps, counted from the detection, to hold off a switch back after a flapping edge or stage has recovered.
-
-        The rule of ski rental: wait until the time lost by waiting equals the cost of one relapse right after the switch. The
-        total cost is then at most twice the optimum.
-        """
-        doubt = detection.doubt
-        if doubt is None:
-            return 0.0
-        risked = REACTION * (self.predict(program, doubt.cost) - self.predict(running, doubt.cost))
-        gained = self.expect(running, detection) - self.expect(program, detection)
-        if risked <= 0.0:
-            return 0.0
-        worth = risked / gained if gained > 0.0 else math.inf
-        return max(min(worth, doubt.within) - doubt.since, 0.0)
-
     def lowered_anew(self, current: Plan, detection: Detection) -> Plan | None:
         """The running program with its receives posted in time for the detected costs.
 
@@ -117,23 +96,6 @@ class Planning:
         case = replace(current.case, cost=detection.cost)
         predicted, reason = self.expect(current.program, detection), f"{detection.reason}; the same order, receives sooner"
         return replace(current, case=case, predicted=predicted, bound=self.bound(case), reason=reason)
-
-    def meanwhile(self, program: Program, running: Program, case: Case, detection: Detection) -> Program | None:
-        """The program to run while ``program`` waits for flap damping; None if ``program`` need not wait.
-
-        It is made for the costs in which everything that flaps is slow. So a new slowdown is planned for at once, while a
-        recovery at the same time is still in doubt.
-
-        Args:
-            program: The best program for what was detected.
-            running: The one that runs now.
-            case: The case; its costs don't matter.
-            detection: What was detected.
-        """
-        if detection.doubt is None or self.patience(program, running, detection) == 0.0:
-            return None
-        planner = self.draft or self.planner
-        return planner(replace(case, cost=detection.doubt.cost), running).compute_only()
 
     def _search(self, detection: Detection, current: Plan, is_draft: bool) -> tuple[Case, Program]:
         """Return the case that was planned for, and the best program without messages.

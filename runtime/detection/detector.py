@@ -21,7 +21,7 @@ from typing import Final
 from adaptra.errors import ControlError
 from adaptra.runtime.detection.changes import Change, EdgeChange, LossChange, StageChange
 from adaptra.runtime.detection.clock_drift import ClockDrift
-from adaptra.runtime.detection.flapping import FlapDamping, PendingRecovery, Relapses
+from adaptra.runtime.detection.flapping import FlapDamping, Relapses
 from adaptra.runtime.detection.level_shift import DetectorOptions, Level
 from adaptra.runtime.detection.measurement import EdgeMeasurement, StageMeasurement, Stalls, StepMeasurement
 from adaptra.runtime.detection.packet_loss import LossyPath
@@ -41,7 +41,7 @@ class Detection:
     Attributes:
         cost: The new costs; for a lossy edge, those of its mean message.
         scenarios: The possible delays of messages on lossy edges, if there are any.
-        doubt: The pending recovery, if edges or stages that flap have recovered.
+        hold_off: Steps for which no plan for it runs, because all that has changed is the recovery of flapping edges or stages.
         noise: The standard deviation of a step's time, seconds.
     """
 
@@ -49,7 +49,7 @@ class Detection:
     changes: tuple[Change, ...]
     cost: CostModel
     scenarios: tuple[Scenario, ...] = ()
-    doubt: PendingRecovery | None = None
+    hold_off: int = 0
     noise: float = 0.0
 
     @property
@@ -60,8 +60,7 @@ class Detection:
     def with_occupancies(self, edges: Sequence[tuple[int, int]], factor: float) -> Detection:
         """Return the detection as it would be if each message occupied these edges for ``factor`` times as long."""
         scenarios = tuple(replace(one, cost=one.cost.with_occupancies(edges, factor)) for one in self.scenarios)
-        doubt = self.doubt and self.doubt._replace(cost=self.doubt.cost.with_occupancies(edges, factor))
-        return replace(self, cost=self.cost.with_occupancies(edges, factor), scenarios=scenarios, doubt=doubt)
+        return replace(self, cost=self.cost.with_occupancies(edges, factor), scenarios=scenarios)
 
 
 @dataclass(slots=True)
@@ -167,7 +166,7 @@ class Detector:
         changes = tuple(change for change in moved if change is not None)
         if not changes:
             return None
-        return Detection(step, changes, self._cost, self._scenarios(), self._flapping.doubt(self._cost), noise)
+        return Detection(step, changes, self._cost, self._scenarios(), self._flapping.hold_off(changes), noise)
 
     def foresee(self, measurements: Sequence[StepMeasurement]) -> Detection | None:
         """Return the detection that would follow if the next step measured the same as the last one, which is already observed.
@@ -219,7 +218,7 @@ class Detector:
         confidence = level.confidence
         was, now = level.level, level.settle(self._now.persist)
         healed = abs(now - level.calibrated) <= level.limit(near, self._options.noise)
-        flapping = self._flapping.changed((stage,), now > was, self._cost)
+        flapping = self._flapping.changed((stage,), now > was)
         self._set_stage(measured)
         return StageChange(stage, was, now, level.calibrated, healed, flapping, confidence)
 
@@ -271,7 +270,7 @@ class Detector:
         if change is None:
             return None
         if path.loss is None:
-            change = replace(change, is_flapping=self._flapping.changed(edge, change.is_slower, self._cost))
+            change = replace(change, is_flapping=self._flapping.changed(edge, change.is_slower))
         else:
             path.loss = replace(path.loss, prompt=change.now)
         self._set_edge(edge)

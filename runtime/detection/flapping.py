@@ -1,15 +1,18 @@
-"""Flap damping: edges and stages that turn slow again soon after they recovered, and the cost of another relapse."""
+"""Flap damping: the recovery of an edge or stage that turned slow again soon after earlier recoveries is not acted on at once.
+
+Its hold-off is two steps after one relapse, and doubles with each further one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
-from adaptra.runtime.detection.changes import Where
-from adaptra.simulation.cost import CostModel
+from adaptra.runtime.detection.changes import Change, Where
 
 MOST_RELAPSES: Final = 5
-"""Cap of the relapse counter."""
+"""Cap of the relapse counter, and so of the hold-off: 32 steps."""
 
 
 @dataclass(slots=True)
@@ -48,28 +51,6 @@ class Relapses:
             self.count, self._since_healed = min(self.count + 1, MOST_RELAPSES), None
 
 
-class PendingRecovery(NamedTuple):
-    """A recovery of flapping edges and stages that may not last.
-
-    Attributes:
-        since: The number of healthy steps since the latest of these recoveries.
-        within: The number of healthy steps after which they do not count as flapping any more.
-        cost: The cost model if all of them were as slow again as before.
-        relapses: The largest number of relapses of these edges and stages.
-    """
-
-    since: int
-    within: int
-    cost: CostModel
-    relapses: int = 1
-
-
-@dataclass(slots=True)
-class _History:
-    relapses: Relapses
-    slow: CostModel
-
-
 class FlapDamping:
     """Tracks which edges and stages flap.
 
@@ -79,52 +60,40 @@ class FlapDamping:
 
     def __init__(self, within: int) -> None:
         self._within = within
-        self._places: dict[Where, _History] = {}
+        self._relapses: dict[Where, Relapses] = {}
 
     def step(self) -> None:
         """Advance by one step."""
-        for place in self._places.values():
-            place.relapses.step()
+        for relapses in self._relapses.values():
+            relapses.step()
 
-    def changed(self, where: Where, is_slower: bool, before: CostModel) -> bool:
-        """Record a change at an edge or stage, whose costs were ``before``.
+    def changed(self, where: Where, is_slower: bool) -> bool:
+        """Record a change at an edge or stage.
 
         Returns:
             True if it is flapping.
         """
-        place = self._places.setdefault(where, _History(Relapses(self._within), before))
+        relapses = self._relapses.setdefault(where, Relapses(self._within))
         if is_slower:
-            place.relapses.turned_slow()
+            relapses.turned_slow()
         else:
-            place.relapses.healed()
-            place.slow = before
-        return place.relapses.count > 0
+            relapses.healed()
+        return relapses.count > 0
 
     def forget(self, where: Where) -> None:
         """Discard the history of an edge or stage, because another detector follows it now."""
-        self._places.pop(where, None)
+        self._relapses.pop(where, None)
 
-    def doubt(self, cost: CostModel) -> PendingRecovery | None:
-        """Return the pending recovery under the current costs; None if no flapping edge or stage has recovered."""
-        doubted = {where: place for where, place in self._places.items() if place.relapses.count > 0}
-        since = [place.relapses.since_healed for place in doubted.values()]
-        healthy = [steps for steps in since if steps is not None]
-        if not healthy:
-            return None
-        for where, place in doubted.items():
-            if place.relapses.since_healed is not None:
-                cost = _as_slow_as(cost, where, place.slow)
-        count = max(place.relapses.count for place in doubted.values() if place.relapses.since_healed is not None)
-        return PendingRecovery(min(healthy), self._within, cost, count)
+    def hold_off(self, changes: Iterable[Change]) -> int:
+        """Return the steps for which these changes are not acted on: the longest hold-off of the edges and stages in them.
 
+        It is 0 unless all of them are recoveries of flapping edges and stages.
+        """
+        steps = [self._hold_off_of(change.where) for change in changes]
+        return max(steps, default=0) if all(steps) else 0
 
-def _as_slow_as(cost: CostModel, where: Where, slow: CostModel) -> CostModel:
-    """Return a cost model with the costs of one edge or stage taken from another."""
-    match where:
-        case (stage,):
-            return cost.with_stage(stage, slow.forward[stage], slow.input_grad[stage], slow.weight_grad[stage])
-        case source, destination:
-            latency, occupancy = slow.latency(source, destination), slow.occupancy(source, destination)
-            return cost.with_latency(source, destination, latency).with_occupancy(source, destination, occupancy)
-        case _:
-            raise AssertionError(f"{where} is no place")
+    def _hold_off_of(self, where: Where) -> int:
+        relapses = self._relapses.get(where)
+        if relapses is None or relapses.count == 0 or relapses.since_healed is None:
+            return 0
+        return 1 << relapses.count

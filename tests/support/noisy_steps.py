@@ -122,7 +122,7 @@ class NoisySteps:
         case: The healthy pipeline, in seconds.
         seed: Of all noise.
         faults: What is slow and when.
-        planning: The compiler.
+        options: The controller's.
         detections: All that were made, calibration included.
         switches: The first steps under another plan.
     """
@@ -131,7 +131,7 @@ class NoisySteps:
     seed: int
     noise: Noise = field(default_factory=Noise)
     faults: Sequence[Fault] = ()
-    planning: Planning = PLANNING
+    options: ControllerOptions = field(default_factory=ControllerOptions)
     detections: list[Detection] = field(default_factory=list[Detection])
     switches: list[int] = field(default_factory=list[int])
 
@@ -144,7 +144,7 @@ class NoisySteps:
         program = plan(self.case, effort=EFFORT).compute_only()
         predicted, bound = PLANNING.predict(program, self.case.cost), PLANNING.bound(self.case)
         initial = Plan(0, program, self.case, predicted, bound, "initial")
-        self._world = PolicyWorld(initial, len(self._monitors), self.planning)
+        self._world = PolicyWorld(initial, len(self._monitors), PLANNING, self.options)
         self.seconds = 0.0
 
     def cost_at(self, step: int) -> CostModel:

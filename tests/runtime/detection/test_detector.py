@@ -11,7 +11,7 @@ from measurements import ESTIMATED, HEALTHY, SLOW, STAGES, calibrated, measured,
 from adaptra.errors import ControlError
 from adaptra.runtime.detection.changes import EdgeChange, StageChange
 from adaptra.runtime.detection.detector import Detector
-from adaptra.runtime.detection.flapping import PendingRecovery
+from adaptra.runtime.detection.flapping import MOST_RELAPSES
 from adaptra.runtime.detection.level_shift import DetectorOptions, Level
 from adaptra.runtime.detection.measurement import EdgeEstimate, EdgeMeasurement, Stalls, StepMeasurement
 from adaptra.simulation.cost import CostModel
@@ -174,32 +174,37 @@ def flapping() -> tuple[Detector, int]:
     return detector, 13
 
 
-def test_the_healing_of_what_flaps_is_found_as_soon_as_any_and_said_to_be_doubtful() -> None:
+def test_the_recovery_of_a_flapping_edge_is_detected_as_soon_as_any_and_held_off() -> None:
     detector, first = flapping()
     (healed,) = run(detector, [HEALTHY] * 6, first)
     assert healed.step == first + 1
     assert healed.reason == "edge 1→2 healed (flapping): 0.2 ms (was 60.0 ms)"
     assert healed.cost == HEALTHY
-    assert healed.doubt == PendingRecovery(0, 40, SLOW)
+    assert healed.hold_off == 2
 
 
-def test_what_has_never_relapsed_is_not_doubted() -> None:
-    found = run(calibrated(), [SLOW] * 3 + [HEALTHY] * 3, first=4)
-    assert [detection.doubt for detection in found] == [None, None]
-
-
-def test_what_is_slow_is_not_doubted_however_often_it_was_healthy() -> None:
+def test_the_hold_off_doubles_with_each_relapse_up_to_a_cap() -> None:
     detector, first = flapping()
-    found = run(detector, [HEALTHY] * 3 + [SLOW] * 3, first)
-    assert [detection.doubt is None for detection in found] == [False, True]
+    found = run(detector, ([HEALTHY] * 3 + [SLOW] * 3) * (MOST_RELAPSES + 1), first)
+    recoveries, relapses = found[::2], found[1::2]
+    assert [healed.hold_off for healed in recoveries] == [2, 4, 8, 16, 32, 32]
+    assert {slow.hold_off for slow in relapses} == {0}, "a slowdown is acted on at once"
 
 
-def test_doubt_goes_on_while_something_else_changes() -> None:
+def test_a_first_recovery_is_not_held_off() -> None:
+    found = run(calibrated(), [SLOW] * 3 + [HEALTHY] * 3, first=4)
+    assert [detection.hold_off for detection in found] == [0, 0]
+
+
+def test_another_edge_that_turns_slow_is_not_held_off() -> None:
+    """Neither after the recovery of a flapping edge nor in the same step."""
     detector, first = flapping()
     other = HEALTHY.with_latency(3, 2, 0.04)
     *_, found = run(detector, [HEALTHY] * 6 + [other] * 2, first)
-    assert found.reason == "edge 3→2 slow: 40.0 ms (was 0.3 ms)"
-    assert found.doubt == PendingRecovery(6, 40, other.with_latency(1, 2, SLOW.latency(1, 2)))
+    assert (found.reason, found.hold_off) == ("edge 3→2 slow: 40.0 ms (was 0.3 ms)", 0)
+    detector, first = flapping()
+    (both,) = run(detector, [other] * 3, first)
+    assert len(both.changes) == 2 and both.hold_off == 0
 
 
 @pytest.mark.parametrize("latency", [0.02, 0.09])
@@ -212,12 +217,12 @@ def test_another_fault_where_it_flaps_is_found_by_its_own_level(latency: float) 
     assert found.cost == other
 
 
-def test_a_stage_that_flaps_is_doubted_in_the_same_way() -> None:
+def test_the_recovery_of_a_flapping_stage_is_held_off_in_the_same_way() -> None:
     detector = calibrated()
     slow = HEALTHY.with_stage(2, forward=0.05)
     assert len(run(detector, [slow] * 3 + [HEALTHY] * 3 + [slow] * 3, first=4)) == 3
     (healed,) = run(detector, [HEALTHY] * 3, first=13)
-    assert (healed.step, healed.cost, healed.doubt) == (14, HEALTHY, PendingRecovery(0, 40, slow))
+    assert (healed.step, healed.cost, healed.hold_off) == (14, HEALTHY, 2)
 
 
 def test_relapses_are_forgotten_after_a_healthy_while() -> None:
@@ -240,13 +245,13 @@ def test_messages_that_follow_each_other_less_closely_are_slower_however_long_ea
     assert "edge 1→2 slow: " in found.reason
 
 
-def test_what_may_change_next_is_foreseen_with_its_doubt() -> None:
+def test_a_change_that_the_next_step_may_confirm_is_foreseen_with_its_hold_off() -> None:
     detector, first = flapping()
     assert detector.foresee(measured(first - 1, SLOW)) is None
     assert run(detector, [HEALTHY], first) == []
     foreseen = detector.foresee(measured(first, HEALTHY))
     assert foreseen is not None
-    assert (foreseen.cost, foreseen.doubt) == (HEALTHY, PendingRecovery(0, 40, SLOW))
+    assert (foreseen.cost, foreseen.hold_off) == (HEALTHY, 2)
     assert detector.cost == SLOW
 
 

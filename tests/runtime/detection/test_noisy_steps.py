@@ -51,22 +51,21 @@ def test_a_link_that_comes_and_goes_does_not_make_the_plan_come_and_go(slow: int
     assert flapping(CASE, slow, period).switches == [12]
 
 
-def test_where_memory_is_scarce_a_flapping_link_is_planned_for_as_healthy_once_that_is_worth_a_relapse() -> None:
-    """What absorbs the delay takes a third longer on a healthy link; a relapse costs some steps of that."""
+def test_where_memory_is_scarce_the_way_back_takes_longer_after_each_relapse() -> None:
+    """What absorbs the delay takes a third longer on a healthy link."""
     scarce = replace(CASE, cost=replace(CASE.cost, memory_limit=(4.0,) * 4))
-    *believed, last = flapping(scarce, 6, 12).switches
-    assert believed == [12, 18, 24], "slow, healed, slow again: from then on no healing lasts for long enough"
-    assert 250 + 2 < last < 250 + 12, "but the last one"
+    *switches, last = flapping(scarce, 6, 12).switches
+    assert switches == [12, 18, 24, 33, 36, 47, 48], "at once, after two steps and after four; then none lasts for long enough"
+    assert last == 245 + 32 + 2, "but the last one"
     switches = flapping(scarce, 30, 60).switches
     assert switches[::2] == [12, 72, 132, 192], "as soon as the delay is found"
-    first, *doubted = (back - slow for slow, back in zip(switches[::2], switches[1::2], strict=True))
-    assert first == 30
-    assert all(30 + 2 < steps < 30 + 12 for steps in doubted)
+    waits = [back - slow for slow, back in zip(switches[::2], switches[1::2], strict=True)]
+    assert waits == [30, 30 + 2 + 1, 30 + 4 + 1, 30 + 8 + 1]
 
 
 @pytest.mark.parametrize(("flapping_edge", "edge"), [(1, 0), (2, 0), (2, 1)])
 def test_what_turns_slow_while_a_flapping_link_heals_has_its_plan_as_soon_as_anything(flapping_edge: int, edge: int) -> None:
-    """In the second slow step, and another plan once the healing has lasted."""
+    """In the second slow step."""
 
     def late(between: int, first: int, last: int) -> Fault:
         return Fault(ChangeKind.LATENCY, ((between, between + 1), (between + 1, between)), 0.06, first, last)
@@ -75,8 +74,7 @@ def test_what_turns_slow_while_a_flapping_link_heals_has_its_plan_as_soon_as_any
     run = NoisySteps(replace(CASE, cost=replace(CASE.cost, memory_limit=(4.0,) * 4)), seed=4, faults=faults)
     for _ in range(60):
         run.step()
-    at_once, *later = [step for step in run.switches if step >= 28]
-    assert at_once == 30 and later and all(32 < step < 45 for step in later)
+    assert [step for step in run.switches if step >= 28] == [30]
 
 
 @pytest.mark.parametrize("seed", range(12))
