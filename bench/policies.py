@@ -97,11 +97,7 @@ def main() -> int:
     case = Case(cost, 8, tuple(range(given.stages)))
     program = one_f_one_b(given.stages, 8)
     initial = Plan(0, program, case, simulate(program, cost).makespan, lower_bound(case).value, "initial")
-    planning = Planning(
-        lambda case, incumbent: incumbent,
-        lambda program, cost: simulate(program, cost).makespan,
-        lambda case: lower_bound(case).value,
-    )
+    planning = Planning(lambda case, incumbent: incumbent)
     before = resident_bytes()
     pipelines = [Pipeline(initial, planning) for _ in range(given.policies)]
     seconds: dict[str, float] = {"healthy": 0.0, "suspicious": 0.0}

@@ -20,12 +20,11 @@ from adaptra.planning.planner import plan
 from adaptra.program import Program
 from adaptra.program.placement import is_straight
 from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.control.replanning import Planning
+from adaptra.runtime.control.replanning import Planning, makespan
 from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.options import Options
 from adaptra.runtime.worker.loss_reduction import Reduction
-from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.simulate import lower_bound, simulate
+from adaptra.simulation.cost import Case
 from adaptra.sizes import MemoryLimit
 
 PLANNER_SHARE: Final = 0.5
@@ -112,8 +111,8 @@ class PipelineSpec:
         bandwidth = BandwidthOptions(options.uses_delegate, options.lossy_bf16 == "slow", places)
         planner, draft = (partial(_better_plan, options.planning_seconds, share) for share in (PLANNER_SHARE, DRAFT_SHARE))
         remedies = partial(find_remedies, bandwidth=bandwidth)
-        holds = partial(predicted_peaks, stages=compiled.train)
-        planning = Planning(planner, _makespan, lambda costs: lower_bound(costs).value, remedies, draft, holds=holds)
+        peaks = partial(predicted_peaks, stages=compiled.train)
+        planning = Planning(planner, remedies, draft, activation_bytes=peaks)
         initial = first_plan(options, case, room) if self.with_loss else two_phase_plan(options, case)
         factory = WorkerFactory(compiled, self.microbatches, planning, self.faults, options, self.reduction)
         return PlannedPipeline(factory, initial, bandwidth)
@@ -134,8 +133,4 @@ def _better_plan(seconds: float, share: float, case: Case, incumbent: Program) -
 
     The time limit is safe, since only the coordinator searches and all ranks receive its result.
     """
-    return plan(case, incumbent=incumbent, budget=min(seconds, share * _makespan(incumbent, case.cost)))
-
-
-def _makespan(program: Program, cost: CostModel) -> float:
-    return simulate(program, cost).makespan
+    return plan(case, incumbent=incumbent, budget=min(seconds, share * makespan(incumbent, case.cost)))

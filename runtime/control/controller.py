@@ -286,10 +286,10 @@ class Controller:
 
     def _weigh(self, plan: Plan) -> None:
         """Compute the activation memory of a plan. Results of the last few plans are remembered."""
-        if self._planning.holds is not None and plan.version not in self._held:
+        if self._planning.activation_bytes is not None and plan.version not in self._held:
             self._held[plan.version] = (
                 simulate(plan.program, plan.case.cost).peak_in_flight,
-                self._planning.holds(plan.program),
+                self._planning.activation_bytes(plan.program),
             )
             for version in sorted(self._held)[:-_WEIGHED]:
                 self._held.pop(version, None)

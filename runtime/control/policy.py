@@ -26,7 +26,7 @@ from adaptra.program import Program
 from adaptra.runtime.control.events import ControlEvent, EventKind
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.control.plan_log import Agreement
-from adaptra.runtime.control.replanning import Planning
+from adaptra.runtime.control.replanning import Planning, makespan
 from adaptra.runtime.detection.changes import EdgeChange, LossChange, StageChange
 from adaptra.runtime.detection.detector import Detection, Detector
 from adaptra.runtime.detection.level_shift import DetectorOptions
@@ -238,8 +238,8 @@ class Policy:
             return []
         if self._suggested is not None:
             (program, reason), self._suggested = self._suggested, None
-            before = self._planning.predict(current.program, current.case.cost)
-            predicted = self._planning.predict(program, current.case.cost)
+            before = makespan(current.program, current.case.cost)
+            predicted = makespan(program, current.case.cost)
             return [self._propose(replace(current, program=program, predicted=predicted, reason=reason), before, now)]
         if self._unplanned is not None:
             detection, self._unplanned = self._unplanned, None
@@ -299,8 +299,8 @@ class Policy:
         """Return True if a postponed plan still gains enough under the costs of the steps since then."""
         if (plan.delegated, plan.rounded) != (current.delegated, current.rounded):
             return True  # those steps don't show edges whose messages would take the delegate or round
-        predict, latest = self._planning.predict, self._detector.latest
-        return self._is_gain(predict(plan.program, latest), predict(current.program, latest))
+        latest = self._detector.latest
+        return self._is_gain(makespan(plan.program, latest), makespan(current.program, latest))
 
     def _is_gain(self, predicted: float, before: float, rounds_less: bool = False) -> bool:
         """Return True if a plan saves enough of a step. Fewer rounded edges are worth as much as a switch has to gain."""

@@ -13,10 +13,16 @@ from adaptra.runtime.control.plan import Edges, Plan
 from adaptra.runtime.detection.detector import Detection
 from adaptra.runtime.detection.step_noise import steps_until_sure
 from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.simulate import lower_bound, simulate
 
 
 def nothing_helps(_case: Case, _program: Program, _spread: Edges, _rounded: Edges) -> None:
     """No remedies, where nobody looks for them."""
+
+
+def makespan(program: Program, cost: CostModel) -> float:
+    """Return the predicted time of a step, in the unit of the cost model."""
+    return simulate(program, cost).makespan
 
 
 def nothing_ahead(_program: Program, _cost: CostModel) -> Mapping[Channel, int]:
@@ -30,23 +36,19 @@ class Planning:
 
     Attributes:
         planner: The best program for a case, given the one that runs now. May raise an AdaptraError: the old plan is then kept.
-        predict: The makespan of a program under a cost model; seconds.
-        bound: What no program can beat in a case; seconds.
         remedies: Relief for the edges whose bandwidth binds in a case, given its program and the edges that already take the
             delegate or round; see :func:`adaptra.planning.bandwidth_remedies.find_remedies`.
         draft: As ``planner``, but sooner, for what is only suspected; by default the planner itself.
         ahead_of_need: How many messages ahead of need the receives of each channel are posted when a program is lowered for a
             cost model; see :meth:`adaptra.passes.insert_comm.InsertComm.ahead_of_need`.
-        holds: The most bytes of activations that each rank holds at a time under a program, where it is known.
+        activation_bytes: The most bytes of activations on each rank at a time under a program, where they are known.
     """
 
     planner: Callable[[Case, Program], Program]
-    predict: Callable[[Program, CostModel], float]
-    bound: Callable[[Case], float]
     remedies: Callable[[Case, Program, Edges, Edges], Remedies | None] = nothing_helps
     draft: Callable[[Case, Program], Program] | None = None
     ahead_of_need: Callable[[Program, CostModel], Mapping[Channel, int]] = nothing_ahead
-    holds: Callable[[Program], tuple[int, ...]] | None = None
+    activation_bytes: Callable[[Program], tuple[int, ...]] | None = None
 
     def plan_for(self, detection: Detection, current: Plan, delegated: Edges, is_draft: bool) -> tuple[Plan, Remedies | None]:
         """The best plan for what was detected that the time allows, and what would relieve edges whose bandwidth binds.
@@ -70,15 +72,15 @@ class Planning:
             exact = tuple(edge for edge in remedies.edges if edge not in rounded)
             detection, rounded = detection.with_occupancies(exact, BFLOAT16_SHARE), tuple(sorted({*rounded, *exact}))
             case, program, reason = replace(case, cost=rounding.cost), rounding.program, f"{reason}; {rounding.change}"
-        predicted, bound = self.expect(program, detection), self.bound(case)
+        predicted, bound = self.expect(program, detection), lower_bound(case).value
         return Plan(current.version, program, case, predicted, bound, reason, delegated, rounded), remedies
 
     def expect(self, program: Program, detection: Detection) -> float:
         """The makespan of a program under the detected costs; with lossy edges the mean over their scenarios."""
         if not detection.scenarios:
-            return self.predict(program, detection.cost)
+            return makespan(program, detection.cost)
         weights = [scenario.weight for scenario in detection.scenarios]
-        return fmean((self.predict(program, scenario.cost) for scenario in detection.scenarios), weights)
+        return fmean((makespan(program, scenario.cost) for scenario in detection.scenarios), weights)
 
     def lowered_anew(self, current: Plan, detection: Detection) -> Plan | None:
         """The running program with its receives posted in time for the detected costs.
@@ -90,12 +92,12 @@ class Planning:
         now = self.ahead_of_need(current.program, detection.cost)
         if all(count <= before[channel] for channel, count in now.items()):
             return None
-        longer = self.expect(current.program, detection) - self.predict(current.program, current.case.cost)
+        longer = self.expect(current.program, detection) - makespan(current.program, current.case.cost)
         if steps_until_sure(max(longer, _added_latency(current.case.cost, detection.cost)), detection.noise) > 0:
             return None
         case = replace(current.case, cost=detection.cost)
         predicted, reason = self.expect(current.program, detection), f"{detection.reason}; the same order, receives sooner"
-        return replace(current, case=case, predicted=predicted, bound=self.bound(case), reason=reason)
+        return replace(current, case=case, predicted=predicted, bound=lower_bound(case).value, reason=reason)
 
     def _search(self, detection: Detection, current: Plan, is_draft: bool) -> tuple[Case, Program]:
         """Return the case that was planned for, and the best program without messages.

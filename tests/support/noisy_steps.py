@@ -20,7 +20,7 @@ from adaptra.planning.planner import plan
 from adaptra.program import Program
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.control.policy import BeginPlanning, ControllerOptions
-from adaptra.runtime.control.replanning import Planning
+from adaptra.runtime.control.replanning import Planning, makespan
 from adaptra.runtime.detection.changes import Change, ChangeKind
 from adaptra.runtime.detection.detector import Detection
 from adaptra.runtime.detection.measurement import StepMeasurement
@@ -35,11 +35,7 @@ CASE = Case(CostModel.uniform(4, 0.02, 0.02, 0.02, latency=2e-4), 16, (0, 1, 2, 
 EFFORT = 30_000
 """Of the planner, about a millisecond: the same plans everywhere."""
 
-PLANNING = Planning(
-    planner=lambda case, incumbent: plan(case, incumbent=incumbent, effort=EFFORT),
-    predict=lambda program, cost: simulate(program, cost).makespan,
-    bound=lambda case: lower_bound(case).value,
-)
+PLANNING = Planning(lambda case, incumbent: plan(case, incumbent=incumbent, effort=EFFORT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +138,7 @@ class NoisySteps:
         self._monitors = [Monitor(rank, self.case.placement) for rank in sorted(set(self.case.placement))]
         self._steps = count()
         program = plan(self.case, effort=EFFORT).compute_only()
-        predicted, bound = PLANNING.predict(program, self.case.cost), PLANNING.bound(self.case)
+        predicted, bound = makespan(program, self.case.cost), lower_bound(self.case).value
         initial = Plan(0, program, self.case, predicted, bound, "initial")
         self._world = PolicyWorld(initial, len(self._monitors), PLANNING, self.options)
         self.seconds = 0.0
@@ -237,7 +233,7 @@ class NoisySteps:
 def best_plan(case: Case, cost: CostModel, incumbent: Program) -> tuple[Program, float]:
     """The planner's program under these costs, and its makespan."""
     found = PLANNING.planner(replace(case, cost=cost), incumbent).compute_only()
-    return found, PLANNING.predict(found, cost)
+    return found, makespan(found, cost)
 
 
 def random_episode(case: Case, seed: int) -> list[Fault]:
@@ -322,12 +318,12 @@ def over_the_best(run: NoisySteps, steps: int) -> float:
             for fault in lasting:
                 cost = fault.apply(cost)
             found = (best_plan(run.case, cost, start)[0] for start in (run.program, first))
-            best[lasting] = min(found, key=lambda program, cost=cost: PLANNING.predict(program, cost))
+            best[lasting] = min(found, key=lambda program, cost=cost: makespan(program, cost))
         if step >= 4:
             cost = run.cost_at(step)
-            taken = PLANNING.predict(run.program, cost)
+            taken = makespan(run.program, cost)
             ours += taken
-            clairvoyant += min(taken, PLANNING.predict(best[lasting], cost))
+            clairvoyant += min(taken, makespan(best[lasting], cost))
         run.step()
     return ours / clairvoyant
 
@@ -368,9 +364,9 @@ def judge(run: NoisySteps, faults: Sequence[Fault]) -> list[Verdict]:
                 cost = run.cost_at(step)
                 _, best = best_plan(run.case, cost, run.program)
                 # Its share and size are such that it always does.
-                matters[fault] = fault.kind is ChangeKind.LOSS or best < (
-                    1 - ControllerOptions().switch_gain
-                ) * PLANNING.predict(run.program, cost)
+                matters[fault] = fault.kind is ChangeKind.LOSS or best < (1 - ControllerOptions().switch_gain) * makespan(
+                    run.program, cost
+                )
         detection = run.step()
         said += [(step, change) for change in detection.changes if not change.is_healed] if detection else []
     verdicts: list[Verdict] = []

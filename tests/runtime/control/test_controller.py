@@ -29,7 +29,6 @@ from controller_world import (
     SLOW,
     SLOW_PROGRAM,
     best,
-    bound,
     measurement,
     plan_zero,
     predict,
@@ -125,7 +124,7 @@ def controllers(
             RANKS,
             common,
             initial(rank),
-            Planning(planner, predict, bound, ahead_of_need=ahead_of_need),
+            Planning(planner, ahead_of_need=ahead_of_need),
             options=options,
             prepare=lambda plan, rank=rank: prepare(rank, plan),
             on_event=journal.event,
@@ -627,7 +626,7 @@ def test_events_are_plain_data() -> None:
 def rank_process(rank: int, port: int) -> None:
     """One rank of the test below: trains until plan 2, and puts what it ran into the store."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
-    controller = Controller(rank, RANKS, dist.PrefixStore("control", store), plan_zero(), Planning(best, predict, bound))
+    controller = Controller(rank, RANKS, dist.PrefixStore("control", store), plan_zero(), Planning(best))
     ran: list[int] = []
     while (plan := controller.plan_for(len(ran))).version < 2:
         controller.report(measurement(rank, len(ran), against(plan)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 import pytest
-from controller_world import HEALTHY, RANKS, SLOW, SLOW_PROGRAM, best, bound, measurement, plan_zero, predict
+from controller_world import HEALTHY, RANKS, SLOW, SLOW_PROGRAM, best, measurement, plan_zero
 from policy_world import SECONDS, PolicyWorld
 
 from adaptra.errors import PlanError
@@ -15,7 +15,7 @@ from adaptra.runtime.control.policy import BeginPlanning, ControllerOptions, Pro
 from adaptra.runtime.control.replanning import Planning
 from adaptra.simulation.cost import Case, CostModel
 
-PLANNING = Planning(best, predict, bound)
+PLANNING = Planning(best)
 
 Kind = TypeVar("Kind")
 
@@ -155,7 +155,7 @@ def test_a_planner_without_a_plan_keeps_the_old_one() -> None:
     def no_plan(case: Case, incumbent: Program) -> Program:
         raise PlanError("fits nowhere")
 
-    run = Run(PolicyWorld(plan_zero(), RANKS, Planning(no_plan, predict, bound)))
+    run = Run(PolicyWorld(plan_zero(), RANKS, Planning(no_plan)))
     run.steps(CALIBRATED, HEALTHY)
     assert [event.text for event in run.world.events(EventKind.KEPT)] == ["no other plan: fits nowhere"]
 
@@ -164,7 +164,7 @@ def test_a_bug_in_the_planner_is_raised() -> None:
     def broken(case: Case, incumbent: Program) -> Program:
         return [][len(case.name)]
 
-    run = Run(PolicyWorld(plan_zero(), RANKS, Planning(broken, predict, bound)))
+    run = Run(PolicyWorld(plan_zero(), RANKS, Planning(broken)))
     with pytest.raises(IndexError):
         run.steps(CALIBRATED, HEALTHY)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from controller_world import HEALTHY, SLOW, SLOW_PROGRAM, bound, plan_zero, predict
+from controller_world import HEALTHY, SLOW, SLOW_PROGRAM, plan_zero, predict
 
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.runtime.control.replanning import Planning
 from adaptra.runtime.detection.detector import Detection
 
-PLANNING = Planning(lambda case, incumbent: incumbent, predict, bound, ahead_of_need=InsertComm("ahead").ahead_of_need)
+PLANNING = Planning(lambda case, incumbent: incumbent, ahead_of_need=InsertComm("ahead").ahead_of_need)
 ADDED = SLOW.latency(1, 2) - HEALTHY.latency(1, 2)
 
 

@@ -17,7 +17,6 @@ from adaptra.runtime.detection.changes import Change, ChangeKind, LossChange
 from adaptra.runtime.detection.detector import Detection, Detector
 from adaptra.runtime.detection.measurement import Stalls, StepMeasurement
 from adaptra.simulation.cost import Case
-from adaptra.simulation.simulate import lower_bound, simulate
 
 EDGE = (1, 2)
 STALLED = Stalls(count=1, late=4, lateness=0.5)
@@ -144,7 +143,7 @@ def search(case: Case, incumbent: Program) -> Program:
     return plan(case, incumbent=incumbent, effort=30_000)
 
 
-PLANNING = Planning(search, lambda program, cost: simulate(program, cost).makespan, lambda case: lower_bound(case).value)
+PLANNING = Planning(search)
 
 
 def lossy_pipeline() -> tuple[Plan, Detection]:

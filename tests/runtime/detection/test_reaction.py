@@ -50,7 +50,7 @@ def follow_costs(rank: int, port: int, onset: int, healed: int, after: tuple[int
         The names of the programs that its steps ran, and what was made of proposals.
     """
     import torch.distributed as dist
-    from controller_world import HEALTHY, RANKS, SLOW, best, bound, measurement, plan_zero, predict
+    from controller_world import HEALTHY, RANKS, SLOW, best, measurement, plan_zero
 
     from adaptra.errors import PlanError
     from adaptra.runtime.control.controller import Controller
@@ -64,7 +64,7 @@ def follow_costs(rank: int, port: int, onset: int, healed: int, after: tuple[int
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
     with pytest.MonkeyPatch.context() as patch:
         standing_by = StandingBy(patch)
-        planning, control = Planning(search, predict, bound, draft=best), dist.PrefixStore("control", store)
+        planning, control = Planning(search, draft=best), dist.PrefixStore("control", store)
         controller = Controller(rank, RANKS, control, plan_zero(), planning, on_event=told.append)
         for step in range(healed + 6):
             if rank == 0 and step - 1 in after:
