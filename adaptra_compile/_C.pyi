@@ -1,7 +1,7 @@
 # ruff: noqa: N999 - the underscore and capital say that this is the extension module, as in torch._C
 """The C++ extension: simulation, search for orders, and the engine of the delegate transport."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 from adaptra.program import Kind, Op, Program
@@ -61,7 +61,6 @@ def search_orders(
     effort: int,
     seed: int,
     seconds: float | None,
-    should_stop: Callable[[], bool] | None,
     rule: Mapping[Kind, Sequence[Row]],
     enough: float = 0.0,
     start: Orders | None = None,
@@ -80,7 +79,6 @@ def search_orders(
         effort: The approximate number of ops to dispatch and simulate.
         seed: Seed of all random choices.
         seconds: Time limit of the search, or None.
-        should_stop: Called every few milliseconds. True ends the search.
         rule: The dependency rule.
         enough: Makespan at which the search ends; 0 to find the shortest.
         start: Orders of the case, made to fit its memory and tried first.
@@ -90,7 +88,6 @@ def search_orders(
 
     Raises:
         ValueError: The numbers per stage are not as many as the case has stages.
-        Exception: The exception of ``should_stop``.
     """
 
 def spare_memory(
@@ -104,16 +101,6 @@ def spare_memory(
         at_most: The longest makespan.
         effort: The number of ops to simulate.
         rule: The dependency rule.
-    """
-
-@final
-class Turns:
-    """Working and resting times of a thread that yields."""
-
-def give_way(work: float, rest: float) -> None:
-    """Let this thread rest for ``rest`` seconds, without the interpreter lock, after every ``work`` seconds of work.
-
-    The thread's profile function does this at every function call. ``sys.setprofile(None)`` ends it.
     """
 
 @final

@@ -27,7 +27,6 @@ from _table import Row, parser, print_rows
 import adaptra
 from adaptra.planning.planner import plan
 from adaptra.program import Program
-from adaptra.runtime.control.yielding import yielding_gil
 from adaptra.simulation.cost import Case, CostModel
 
 BLOCK = 40
@@ -53,8 +52,7 @@ def planning(rank: int, case: Case) -> Generator[None, None, None]:
 
     def work() -> None:
         while not ended.is_set():
-            with yielding_gil():
-                plan(case)
+            plan(case)
 
     thread = threading.Thread(target=work)
     if rank == 0:

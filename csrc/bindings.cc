@@ -307,42 +307,17 @@ void bind_bounds(nb::module_& m) {
 
 using Clock = std::chrono::steady_clock;
 
-// Tells a search when to end: `seconds` after it began, or when the Python callable `should_stop` says so. That is asked every
-// few milliseconds. If it raises, the search ends too, and `rethrow` raises it again.
-class Stop {
+// Tells a search to end `seconds` after it began.
+class Deadline {
  public:
-  Stop(std::optional<double> seconds, nb::object should_stop) : should_stop_(std::move(should_stop)) {
-    if (seconds) deadline_ = began_ + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(*seconds));
+  explicit Deadline(std::optional<double> seconds) {
+    if (seconds) at_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(*seconds));
   }
 
-  bool operator()() {
-    if (stopped_ || (!deadline_ && should_stop_.is_none())) return stopped_;
-    const Clock::time_point now = Clock::now();
-    if (deadline_ && now >= *deadline_) stopped_ = true;
-    if (!should_stop_.is_none() && now - asked_ >= kAskEvery) {
-      asked_ = now;
-      const nb::gil_scoped_acquire acquire;
-      try {
-        stopped_ = stopped_ || nb::cast<bool>(should_stop_());
-      } catch (...) {
-        stopped_ = true;
-        raised_ = std::current_exception();
-      }
-    }
-    return stopped_;
-  }
-
-  void rethrow() const {
-    if (raised_) std::rethrow_exception(raised_);
-  }
+  bool operator()() const { return at_ && Clock::now() >= *at_; }
 
  private:
-  static constexpr std::chrono::milliseconds kAskEvery{2};
-  nb::object should_stop_;
-  Clock::time_point began_ = Clock::now(), asked_ = began_;
-  std::optional<Clock::time_point> deadline_;
-  bool stopped_ = false;
-  std::exception_ptr raised_;
+  std::optional<Clock::time_point> at_;
 };
 
 void bind_search(nb::module_& m) {
@@ -351,9 +326,8 @@ void bind_search(nb::module_& m) {
       [](nb::handle planning_case, const std::vector<std::int32_t>& in_flight,
          const std::vector<std::vector<std::int32_t>>& warm_ups,
          const std::vector<std::pair<std::vector<std::int32_t>, std::vector<std::int32_t>>>& alternations, std::int64_t effort,
-         std::uint64_t seed, std::optional<double> seconds, nb::object should_stop, const nb::dict& rule, double enough,
+         std::uint64_t seed, std::optional<double> seconds, const nb::dict& rule, double enough,
          const Orders* start) -> nb::object {
-        Stop stop(seconds, std::move(should_stop));
         const schedule::Problem problem = to_problem(planning_case, nb::getattr(planning_case, "cost"));
         const schedule::Rule rows = to_rule(rule);
         const auto one_per_stage = [&](const std::vector<std::int32_t>& counts) {
@@ -365,7 +339,7 @@ void bind_search(nb::module_& m) {
           one_per_stage(warm_up);
           one_per_stage(deferred);
         }
-        schedule::SearchOptions options{in_flight, warm_ups, {}, {}, effort, seed, enough, std::ref(stop)};
+        schedule::SearchOptions options{in_flight, warm_ups, {}, {}, effort, seed, enough, Deadline(seconds)};
         for (const auto& [warm_up, deferred] : alternations) options.alternations.push_back({warm_up, deferred});
         if (start != nullptr) options.start = start->orders;
         std::optional<schedule::Plan> plan;
@@ -373,13 +347,11 @@ void bind_search(nb::module_& m) {
           const nb::gil_scoped_release release;
           plan = schedule::search_orders(problem, rows, options);
         }
-        stop.rethrow();
         if (!plan) return nb::none();
         return nb::make_tuple(plan->makespan, to_python(plan->orders, problem.microbatches));
       },
       nb::arg("planning_case"), nb::arg("in_flight"), nb::arg("warm_ups"), nb::arg("alternations"), nb::arg("effort"),
-      nb::arg("seed"), nb::arg("seconds").none(), nb::arg("should_stop").none(), nb::arg("rule"), nb::arg("enough") = 0.0,
-      nb::arg("start") = nb::none());
+      nb::arg("seed"), nb::arg("seconds").none(), nb::arg("rule"), nb::arg("enough") = 0.0, nb::arg("start") = nb::none());
   m.def(
       "spare_memory",
       [](nb::handle planning_case, const Orders& orders, double at_most, std::int64_t effort, const nb::dict& rule) {
@@ -395,37 +367,6 @@ void bind_search(nb::module_& m) {
       nb::arg("planning_case"), nb::arg("orders"), nb::arg("at_most"), nb::arg("effort"), nb::arg("rule"));
 }
 
-// The time for which a thread works with the interpreter lock, and then rests without it.
-struct Turns {
-  std::chrono::duration<double> work, rest;
-  Clock::time_point began;
-  unsigned calls = 0;
-};
-
-int rest_after_work(PyObject* given, PyFrameObject* /*frame*/, int /*event*/, PyObject* /*argument*/) {
-  // Reading the clock takes longer than a call, of which there are thousands in a turn.
-  constexpr unsigned kCalls = 16;
-  Turns& turns = *nb::inst_ptr<Turns>(given);
-  if (++turns.calls % kCalls != 0 || Clock::now() - turns.began < turns.work) return 0;
-  {
-    const nb::gil_scoped_release release;
-    std::this_thread::sleep_for(turns.rest);
-  }
-  turns.began = Clock::now();
-  return 0;
-}
-
-void bind_giving_way(nb::module_& m) {
-  nb::class_<Turns>(m, "Turns");
-  m.def(
-      "give_way",
-      [](double work, double rest) {
-        using Seconds = std::chrono::duration<double>;
-        PyEval_SetProfile(&rest_after_work, nb::cast(Turns{Seconds(work), Seconds(rest), Clock::now()}).ptr());
-      },
-      nb::arg("work"), nb::arg("rest"));
-}
-
 }  // namespace
 
 NB_MODULE(_C, m) {
@@ -433,6 +374,5 @@ NB_MODULE(_C, m) {
   bind_simulation(m);
   bind_bounds(m);
   bind_search(m);
-  bind_giving_way(m);
   bind_delegate(m);
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
@@ -85,7 +85,6 @@ def search(
     budget: float | None = None,
     enough: float = 0.0,
     start: Program | None = None,
-    should_stop: Callable[[], bool] | None = None,
 ) -> Program:
     """Search like :class:`AdaptOrder`, for callers that need a time limit or have no program to start from.
 
@@ -98,7 +97,6 @@ def search(
         budget: Seconds after which the search ends. With a budget, equal inputs may give different programs.
         enough: Makespan at which the search ends; 0 to find the shortest.
         start: A program like ``incumbent`` that may exceed the limits. It is made to fit and is one more starting point.
-        should_stop: Called every few milliseconds. Once it returns true, the search ends with the best program found so far.
 
     Raises:
         PlanError: No order fits the limits. The text names the smallest limit that works.
@@ -121,7 +119,6 @@ def search(
         effort,
         seed,
         budget,
-        should_stop,
         RULE,
         enough,
         None if start is None else _C.to_orders(start.orders),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from adaptra.errors import PlanError
 from adaptra.passes.adapt_order import search
@@ -20,7 +20,6 @@ def plan(
     effort: int | None = None,
     budget: float | None = None,
     seed: int = 0,
-    should_stop: Callable[[], bool] | None = None,
 ) -> Program:
     """Find the best compute-only program for a case, by the passes ``split-backward,adapt-order``.
 
@@ -38,8 +37,6 @@ def plan(
         budget: Seconds to search. Conversion of the result to Python takes a few more microseconds per op. A first valid plan
             is found even with the shortest budget.
         seed: Seed of all random choices of the search.
-        should_stop: Called every few milliseconds, from the calling thread. Once it returns true, the search ends with the best
-            plan found so far. An exception from it ends the search and is raised to the caller.
 
     Raises:
         PlanError: No program fits the limits, the incumbent is of another pipeline, or the budget is not a positive number of
@@ -58,4 +55,4 @@ def plan(
                 f"{','.join(map(str, case.placement))} and {case.microbatches}"
             )
         incumbent = PassPipeline((SplitBackward(),)).apply(incumbent, case.cost)
-    return search(case, limits, incumbent=incumbent, effort=effort, seed=seed, budget=budget, should_stop=should_stop)
+    return search(case, limits, incumbent=incumbent, effort=effort, seed=seed, budget=budget)

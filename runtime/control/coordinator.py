@@ -17,7 +17,6 @@ from adaptra.runtime.control.events import ControlEvent
 from adaptra.runtime.control.participant import Participant
 from adaptra.runtime.control.plan_log import Agreement
 from adaptra.runtime.control.policy import Action, BeginPlanning, PlanningOutcome, Policy, Propose, Release, Withdraw
-from adaptra.runtime.control.yielding import yielding_gil
 from adaptra.runtime.detection.measurement import StepMeasurement
 from adaptra.simulation.cost import CostModel
 
@@ -49,12 +48,7 @@ class Coordinator:
 
     def measured(self, measurement: StepMeasurement) -> None:
         """Take the measurement of a step by one rank."""
-
-        def observe(agreement: Agreement, now: float) -> list[Action]:
-            with yielding_gil():
-                return self._policy.observe(measurement, agreement, now)
-
-        self._decide(observe)
+        self._decide(partial(self._policy.observe, measurement))
 
     def suggest(self, program: Program, reason: str) -> None:
         """Propose a program in the next round, even if it gains nothing."""
@@ -103,8 +97,7 @@ class Coordinator:
         """Plan on the planning thread, and pass the outcome to the control thread in any case."""
         outcome: PlanningOutcome | Exception
         try:
-            with yielding_gil():
-                outcome = self._policy.plan(begin)
+            outcome = self._policy.plan(begin)
         except Exception as error:
             outcome = error
         self._outcomes.put(outcome)

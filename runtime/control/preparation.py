@@ -10,7 +10,6 @@ from adaptra.program import Program
 from adaptra.program.verify import verify
 from adaptra.runtime.control.mail import Proposed
 from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.control.yielding import yielding_gil
 
 
 class Preparation:
@@ -54,7 +53,7 @@ class Preparation:
             thread.join(timeout)
 
     def _consider(self, proposal: Proposed) -> None:
-        with self._one_at_a_time, yielding_gil():
+        with self._one_at_a_time:
             try:
                 plan = Plan.from_json(proposal.plan)
                 self._check(plan, proposal.version)

@@ -34,18 +34,7 @@ WITHOUT_TORCH = """
 
 MODULES_WITHOUT_TORCH = [
     f"runtime.control.{name}"
-    for name in (
-        "coordinator",
-        "events",
-        "mail",
-        "participant",
-        "plan",
-        "plan_log",
-        "policy",
-        "preparation",
-        "replanning",
-        "yielding",
-    )
+    for name in ("coordinator", "events", "mail", "participant", "plan", "plan_log", "policy", "preparation", "replanning")
 ]
 """The part of the control plane that the model checker steps; its threads and stores are in the room's other modules."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -128,33 +127,6 @@ def test_a_budget_that_is_no_time_is_refused(budget: float) -> None:
         plan(Case(TEN, 8, (0, 1, 2, 3)), budget=budget)
 
 
-def test_a_search_can_be_stopped_from_outside_while_other_threads_run() -> None:
-    """Without a limit of its own the search goes on until the other thread, which needs the interpreter lock, ends it."""
-    case = Case.load(paths.CASES / "L02.json")
-    asked, stop = threading.Event(), threading.Event()
-
-    def should_stop() -> bool:
-        asked.set()
-        return stop.is_set()
-
-    def stop_it() -> None:
-        asked.wait()
-        stop.set()
-
-    thread = threading.Thread(target=stop_it)
-    thread.start()
-    check(plan(case, effort=2**62, should_stop=should_stop), case.cost)
-    thread.join()
-
-
-def test_what_should_stop_raises_reaches_the_caller() -> None:
-    def fail() -> bool:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        plan(Case.load(paths.CASES / "L02.json"), effort=2**62, should_stop=fail)
-
-
 # ── what always holds ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -219,7 +191,7 @@ def test_the_searchs_own_clock_is_the_simulators(case: Case, data: st.DataObject
     cost = replace(case.cost, blocking=blocking, half_duplex=half_duplex, memory_limit=most)
     case = replace(case, cost=cost, placement=placement)
     limits = (case.microbatches,) * stages
-    found = _C.search_orders(case, limits, [(1,) * stages, limits], [], 60_000, 0, None, None, RULE)
+    found = _C.search_orders(case, limits, [(1,) * stages, limits], [], 60_000, 0, None, RULE)
     if found is None:
         assert limit is not None
         return
