@@ -144,7 +144,7 @@ class Session:
         if change is not None:
             self.take_roles(change.after, optimizer)
             (worker,) = self.workers
-            worker.controller.tell_change(change)
+            worker.controller.emit_change(change)
         return change
 
     def take_split(self, split: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
@@ -184,7 +184,7 @@ class Session:
         change, places = decided
         self._take_cut(cut(positions_of(places)), optimizer)
         for one in self.workers:
-            one.controller.tell_change(change)
+            one.controller.emit_change(change)
         return change
 
     def _captured(self) -> Captured:
@@ -500,7 +500,7 @@ class Session:
     def close(self) -> None:
         """End all workers. It may be called again."""
         if self._calls is not None:
-            self._calls.close(told=True)
+            self._calls.close(informs=True)
         was_open = self._end.alive
         self._end()
         if was_open and self._failure is None and self.launched.job is not None:

@@ -25,12 +25,12 @@ from adaptra.runtime.control_store.schema import decode, encode
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.control_store.stores import Connection
 
-PATIENCE: Final = 1.0
+COMPARE_SECONDS: Final = 1.0
 """Seconds that a call may take before the ranks compare. Each further comparison comes after twice the time."""
 
 _INTERVAL: Final = 0.25
 _KEPT: Final = 64
-_TOLD: Final = 16
+_WRITTEN: Final = 16
 _OTHER_NAMES: Final = {"save_trace": "timeline"}
 """Names of methods that do the same on all ranks as the method that they call."""
 
@@ -67,7 +67,7 @@ class Calls:
             self._depth += 1
             if self._depth == 1:
                 self._begin(name)
-                self._compare_at = time.monotonic() + PATIENCE
+                self._compare_at = time.monotonic() + COMPARE_SECONDS
         try:
             yield
         finally:
@@ -86,40 +86,40 @@ class Calls:
         found: list[PipelineError] = []
 
         def compare() -> None:
-            deadline = time.monotonic() + 2 * PATIENCE
+            deadline = time.monotonic() + 2 * COMPARE_SECONDS
             try:
-                self._tell()
+                self._write()
                 while time.monotonic() < deadline and not self._ended.wait(_INTERVAL):
                     for neighbour in self._neighbours:
                         self._compare(neighbour)
             except PipelineError as difference:
                 found.append(difference)
 
-        self._within(3 * PATIENCE, compare)
+        self._within(3 * COMPARE_SECONDS, compare)
         return found[0] if found else error
 
-    def close(self, *, told: bool = False) -> None:
+    def close(self, *, informs: bool = False) -> None:
         """End the thread. May be called again.
 
         Args:
-            told: True to inform a rank that still waits for this one.
+            informs: True to inform a rank that still waits for this one.
         """
         if self._ended.is_set():
             return
         self._ended.set()
-        if told:
+        if informs:
             with self._lock:
                 self._begin("close")
-            self._within(PATIENCE, self._tell)
+            self._within(COMPARE_SECONDS, self._write)
         if threading.current_thread() is not self._thread:
-            self._thread.join(PATIENCE)
+            self._thread.join(COMPARE_SECONDS)
 
     def _begin(self, name: str) -> None:
         self._number += 1
         self._names.append(name)
 
     def _run(self) -> None:
-        waited = PATIENCE
+        waited = COMPARE_SECONDS
         try:
             while not self._ended.wait(_INTERVAL):
                 now = time.monotonic()
@@ -128,7 +128,7 @@ class Calls:
                     number = self._number
                 if not is_due:
                     continue
-                self._tell()
+                self._write()
                 for neighbour in self._neighbours:
                     self._compare(neighbour)
                 with self._lock:
@@ -136,7 +136,7 @@ class Calls:
                         self._compare_at = now + waited
                         waited *= 2
                     else:
-                        waited = PATIENCE
+                        waited = COMPARE_SECONDS
         except PipelineError as error:
             self._on_difference(error)
         except ControlError as error:
@@ -158,10 +158,10 @@ class Calls:
         thread.start()
         thread.join(seconds)
 
-    def _tell(self) -> None:
+    def _write(self) -> None:
         with self._lock:
-            told = {"number": self._number, "names": list(self._names)[-_TOLD:]}
-        self._store.set(str(self._rank), encode(told))
+            calls = {"number": self._number, "names": list(self._names)[-_WRITTEN:]}
+        self._store.set(str(self._rank), encode(calls))
 
     def _compare(self, neighbour: int) -> None:
         if not self._store.check([str(neighbour)]):

@@ -17,11 +17,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from queue import SimpleQueue
-from typing import Final
 
 from torch.distributed import DistError, DistNetworkError, Store
 
@@ -29,6 +26,7 @@ from adaptra.errors import BatchError, ControlError
 from adaptra.planning.layout_change import RoleChange, SplitChange
 from adaptra.program import Program
 from adaptra.runtime.control.coordinator import Coordinator
+from adaptra.runtime.control.event_recorder import EventRecorder
 from adaptra.runtime.control.events import ControlEvent, EventKind
 from adaptra.runtime.control.mail import (
     Confirmed,
@@ -55,10 +53,6 @@ from adaptra.runtime.control.replanning import Planning
 from adaptra.runtime.control.same_rows import SameRows
 from adaptra.runtime.detection.measurement import StepMeasurement
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.simulate import simulate
-
-KEPT_EVENTS = 4096
-"""The number of events that are kept."""
 
 CLOSE_SECONDS = 10.0
 """The longest time that closing waits for the control thread, and for planning that is under way; seconds."""
@@ -69,12 +63,6 @@ DEAF_WAITS = 8
 log = logging.getLogger(__name__)
 
 
-_OF_A_PLAN: Final = (EventKind.PROPOSED, EventKind.AGREED, EventKind.SWITCHED)
-
-_WEIGHED: Final = 8
-"""The number of the latest plans whose memory use a rank remembers."""
-
-
 class _PeerFailedError(ControlError):
     """The control thread of another rank has failed, and that rank has informed all others itself."""
 
@@ -82,14 +70,17 @@ class _PeerFailedError(ControlError):
 class Controller:
     """One rank's end of the control plane. It starts its thread at once.
 
+    It has more than 15 attributes, because it joins the parts: mailbox, coverage, preparation, participant, coordinator, row
+    comparison and event recorder. The rest is what the control thread and the training thread say to each other.
+
     Args:
         rank: This rank within the pipeline.
         world_size: The number of ranks of the pipeline.
         store: The pipeline's store, with a prefix that no other controller uses or has used. It is cloned.
         initial: Plan 0; every rank must give the same program.
         planning: The compiler; used while this rank coordinates.
-        options: The coordinating rank's options apply, except for ``plan_seconds`` and ``patience``, which each rank has for
-            itself.
+        options: The coordinating rank's options apply, except for ``plan_seconds`` and ``answer_seconds``, which each rank has
+            for itself.
         prepare: Called with a proposed plan before it is confirmed, one at a time on a thread of its own, to prepare a switch.
             An exception that it raises refuses the plan.
         on_event: Called with each event by the thread on which it happens: the training thread for SWITCHED, else mostly the
@@ -120,11 +111,8 @@ class Controller:
         self._initial = initial
         self._planning = planning
         self._options = options
-        self._on_event = on_event
         self._on_error = on_error
-        self._earlier: tuple[ControlEvent, ...] = ()
-        self._events: deque[ControlEvent] = deque(maxlen=KEPT_EVENTS)
-        self._held: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._recorder = EventRecorder(on_event, self._known, planning.activation_bytes)
         self._running = initial
         self._step = first_step
         self._coverage = Coverage(first_step)
@@ -141,7 +129,12 @@ class Controller:
             world_size,
             initial,
             Surroundings(
-                self._mailbox.store, self._mailbox.send, self._coverage.extend, self._preparation.begin, self._lead, self._emit
+                self._mailbox.store,
+                self._mailbox.send,
+                self._coverage.extend,
+                self._preparation.begin,
+                self._lead,
+                self._recorder.emit,
             ),
             options.ahead,
             first_step,
@@ -149,8 +142,8 @@ class Controller:
         self._coordinator: Coordinator | None = None
         self._has_resigned = False
         self._rows = SameRows(job_ranks or range(world_size))
-        self._is_told = False
-        self._told: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._has_mailed_difference = False
+        self._requests: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_impatient = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"adaptra-controller-{rank}", daemon=True)
@@ -159,11 +152,11 @@ class Controller:
     @property
     def events(self) -> tuple[ControlEvent, ...]:
         """The last events of this rank, oldest first."""
-        return (*self._earlier, *self._events)[-KEPT_EVENTS:]
+        return self._recorder.events
 
     def go_on_after(self, earlier: Controller) -> None:
         """Keep the events of the controller that this one replaces."""
-        self._earlier = earlier.events
+        self._recorder.go_on_after(earlier._recorder)
 
     def plan_for(self, step: int) -> Plan:
         """Return the plan under which all ranks run this step.
@@ -196,7 +189,7 @@ class Controller:
         except DistError as error:
             raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
 
-    def tell_rows(self, call: str, number: int, numbers: Mapping[str, int]) -> None:
+    def send_checksums(self, call: str, number: int, numbers: Mapping[str, int]) -> None:
         """Send checksums of this rank's batch to rank 0, which compares them with those of the other ranks. Does not wait.
 
         If they differ, a later step raises the error on all ranks.
@@ -221,13 +214,13 @@ class Controller:
         Only the coordinator's rank can do so. On another rank, or if this rank stops coordinating before that round, nothing
         happens.
         """
-        self._tell(lambda: None if self._coordinator is None else self._coordinator.suggest(program, reason))
+        self._request(lambda: None if self._coordinator is None else self._coordinator.suggest(program, reason))
 
-    def tell_link(self, text: str) -> None:
+    def emit_link_event(self, text: str) -> None:
         """Emit an event about one of this rank's links. Any thread may call it."""
         self._emit_now(EventKind.LINK, text)
 
-    def tell_change(self, change: RoleChange | SplitChange) -> None:
+    def emit_change(self, change: RoleChange | SplitChange) -> None:
         """Emit the event of a role change or a cut change before the next step. Any thread may call it."""
         kind = EventKind.ROLES if isinstance(change, RoleChange) else EventKind.SPLIT
         self._emit_now(kind, str(change), change.seconds_after, change.seconds_before)
@@ -264,41 +257,18 @@ class Controller:
         if (coordinator := self._coordinator) is not None:
             coordinator.close(CLOSE_SECONDS)
 
-    def _emit(self, event: ControlEvent) -> None:
-        """Keep an event and pass it on, with its plan's activation memory if it is about a plan that may run."""
-        if event.kind in _OF_A_PLAN:
-            in_flight, memory = self._held_by(event.version)
-            event = replace(event, in_flight=in_flight, memory=memory)
-        self._events.append(event)
-        if self._on_event is not None:
-            self._on_event(event)
+    def _known(self, version: int) -> Plan | None:
+        return self._participant.known(version)
 
     def _emit_now(self, kind: EventKind, text: str, predicted: float | None = None, before: float | None = None) -> None:
         """Emit an event about the plan that this rank runs."""
-        self._emit(ControlEvent(kind, self._rank, self._step, self._running.version, text, predicted, before))
-
-    def _held_by(self, version: int) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-        """Return a plan's microbatches in flight per stage, and its activation bytes per rank."""
-        plan = self._participant.known(version) if version not in self._held else None
-        if plan is not None:
-            self._weigh(plan)
-        return self._held.get(version, (None, None))
-
-    def _weigh(self, plan: Plan) -> None:
-        """Compute the activation memory of a plan. Results of the last few plans are remembered."""
-        if self._planning.activation_bytes is not None and plan.version not in self._held:
-            self._held[plan.version] = (
-                simulate(plan.program, plan.case.cost).peak_in_flight,
-                self._planning.activation_bytes(plan.program),
-            )
-            for version in sorted(self._held)[:-_WEIGHED]:
-                self._held.pop(version, None)
+        self._recorder.emit(ControlEvent(kind, self._rank, self._step, self._running.version, text, predicted, before))
 
     def _wait_for(self, step: int) -> None:
         """Wait until the log covers a step, and ask the coordinator after each control timeout."""
         waited, unheard, limit = 0.0, 0, self._options.plan_seconds
         while True:
-            left = self._options.patience if limit is None else min(self._options.patience, limit - waited)
+            left = self._options.answer_seconds if limit is None else min(self._options.answer_seconds, limit - waited)
             started = time.monotonic()
             if self._coverage.wait_for(step, left):
                 return
@@ -312,7 +282,7 @@ class Controller:
             if unheard == DEAF_WAITS:
                 raise ControlError(
                     f"step {step} has no plan: rank {self._rank} lost the control channel: the store has not answered for "
-                    f"{unheard * self._options.patience:g} s"
+                    f"{unheard * self._options.answer_seconds:g} s"
                 )
             self._is_impatient.set()
             self._mailbox.wake()
@@ -341,7 +311,7 @@ class Controller:
             case Given():
                 self._rows.add(mail)
             case Differed(error):
-                self._is_told = True
+                self._has_mailed_difference = True
                 raise BatchError(error)
             case Failed(rank, error):
                 raise _PeerFailedError(f"the controller of rank {rank} failed: {error}")
@@ -356,8 +326,8 @@ class Controller:
         self._coordinate(Coordinator.begin_round)
 
     def _woken(self) -> None:
-        while not self._told.empty():
-            self._told.get()()
+        while not self._requests.empty():
+            self._requests.get()()
         if self._is_impatient.is_set():
             self._is_impatient.clear()
             self._participant.impatient()
@@ -370,7 +340,7 @@ class Controller:
         if leads and agreement is not None:
             running = agreement.current or self._initial
             policy = Policy(self._rank, self._ranks, running, self._planning, self._options)
-            self._coordinator = Coordinator(self._participant, policy, self._emit, self._mailbox.wake)
+            self._coordinator = Coordinator(self._participant, policy, self._recorder.emit, self._mailbox.wake)
 
     def _coordinate(self, act: Callable[[Coordinator], None]) -> None:
         """Run the coordinator's part. The first failure hands coordination to another rank, and a second one is raised."""
@@ -389,15 +359,15 @@ class Controller:
             self._participant.resign()
 
     def _is_ready(self, plan: Plan) -> None:
-        self._weigh(plan)  # here, beside training, because the training thread needs the result at the switch
-        self._tell(lambda: self._participant.ready(plan))
+        self._recorder.compute_memory(plan)  # here, beside training, because the training thread needs the result at the switch
+        self._request(lambda: self._participant.ready(plan))
 
     def _is_refused(self, version: int, why: str) -> None:
-        self._tell(lambda: self._participant.refuse(version, why))
+        self._request(lambda: self._participant.refuse(version, why))
 
-    def _tell(self, act: Callable[[], None]) -> None:
+    def _request(self, act: Callable[[], None]) -> None:
         """Have ``act`` called on the control thread. Any thread may call this."""
-        self._told.put(act)
+        self._requests.put(act)
         self._mailbox.wake()
 
     def _fail(self, error: Exception) -> None:
@@ -407,12 +377,12 @@ class Controller:
         else:
             log.error("rank %d: the control plane failed", self._rank, exc_info=error)
         self._coverage.fail(error)
-        if not isinstance(error, _PeerFailedError) and not self._is_told:
+        if not isinstance(error, _PeerFailedError) and not self._has_mailed_difference:
             for rank in range(self._ranks):
                 if rank != self._rank:
                     try:
                         self._mailbox.send(rank, mail)
                     except DistError as lost:
-                        log.warning("rank %d: could not tell rank %d of the failure: %s", self._rank, rank, lost)
+                        log.warning("rank %d: could not inform rank %d of the failure: %s", self._rank, rank, lost)
         if self._on_error is not None:
             self._on_error(error)

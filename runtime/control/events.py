@@ -77,11 +77,11 @@ class ControlEvent:
     memory: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
-        held = f"; {self._held}" if self.memory and self.in_flight else ""
+        held = f"; {self._memory_text}" if self.memory and self.in_flight else ""
         return f"step {self.step}: {self.kind.value} plan {self.version}: {self.text}{held}"
 
     @property
-    def _held(self) -> str:
+    def _memory_text(self) -> str:
         return f"at most {max(self.in_flight or ())} microbatches in flight, {size_text(max(self.memory or ()))} on a rank"
 
     def to_json(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from adaptra.runtime.control.mail import Mail, Wake, from_json, to_json
 from adaptra.runtime.control_store.schema import encode
 from adaptra.runtime.control_store.stores import Connection, clone, renewed
 
-PATIENCE: Final = timedelta(days=30)
+RECEIVE_TIMEOUT: Final = timedelta(days=30)
 """The timeout of a wait for mail, in effect none: a wait ends with mail, never by this timeout."""
 
 
@@ -36,7 +36,7 @@ class Mailbox:
         self._sending = Connection(store)
         self._posting = Connection(store)
         self._waiting = clone(store)
-        self._waiting.set_timeout(PATIENCE)
+        self._waiting.set_timeout(RECEIVE_TIMEOUT)
         self._arrived: SimpleQueue[bytes | Wake | Exception] = SimpleQueue()
         self._is_closed = threading.Event()
         self._fetching = self._fetch()

@@ -48,7 +48,7 @@ class ControllerOptions:
             steps after the last confirmation. A control round trip may take up to ``ahead`` steps without stalling training.
         confirm_seconds: A proposal that is not confirmed by all within this time is withdrawn with the next measurement.
         plan_seconds: The longest time that a rank waits for the log to cover its next step, seconds; None for no limit.
-        patience: The seconds that a rank waits for that before it asks the coordinator. A coordinator that does not answer
+        answer_seconds: The time that a rank waits for that before it asks the coordinator. A coordinator that does not answer
             within the same time again is replaced.
         detector: The thresholds of a change.
     """
@@ -59,7 +59,7 @@ class ControllerOptions:
     ahead: int = 2
     confirm_seconds: float = 30.0
     plan_seconds: float | None = 300.0
-    patience: float = 2.5
+    answer_seconds: float = 2.5
     detector: DetectorOptions = field(default_factory=DetectorOptions)
 
 

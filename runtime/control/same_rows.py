@@ -62,18 +62,18 @@ class SameRows:
             BatchError: Several ranks were given different tensors; names the call, the arguments and the ranks.
         """
         key = (given.call, given.number)
-        told = self._pending.setdefault(key, {})
-        told[given.rank] = given
-        if len(told) == len(self._ranks):
+        received = self._pending.setdefault(key, {})
+        received[given.rank] = given
+        if len(received) == len(self._ranks):
             del self._pending[key]
-            self._compare(given, [told[rank] for rank in sorted(told)])
+            self._compare(given, [received[rank] for rank in sorted(received)])
         elif len(self._pending) > MOST_PENDING:
             del self._pending[next(iter(self._pending))]
 
-    def _compare(self, call: Given, told: Sequence[Given]) -> None:
+    def _compare(self, call: Given, received: Sequence[Given]) -> None:
         first: dict[str, Given] = {}
         differing: dict[tuple[int, int], list[str]] = {}
-        for given in told:
+        for given in received:
             for name, number in given.numbers.items():
                 before = first.setdefault(name, given)
                 if before.numbers[name] != number:

@@ -185,7 +185,7 @@ class Worker:
         number = self._calls[call]
         self._calls[call] += 1
         if self._ranks > 1 and is_due(number):
-            self.controller.tell_rows(call, number, numbers_of(given))
+            self.controller.send_checksums(call, number, numbers_of(given))
 
     def forward(self, inputs: Batch) -> tuple[tuple[Tensor, ...], PendingBackward]:
         """Run the forward pass of all microbatches of a pipeline without a loss.
@@ -441,7 +441,7 @@ class Worker:
     def _link_told(self, event: RdmaEvent) -> None:
         """Record an RDMA event. The transport continues by itself on another path."""
         self.monitor.link(event, time.monotonic())
-        self.controller.tell_link(str(event))
+        self.controller.emit_link_event(str(event))
 
     def _abort_by_control(self, error: BaseException) -> None:
         """End this rank's waits for messages after a failure of the control plane, which informs the other ranks itself."""

@@ -292,7 +292,7 @@ def test_a_coordinator_that_fails_is_replaced() -> None:
 def test_a_coordinator_that_does_not_answer_is_replaced() -> None:
     """Rank 0 begins after the others have lost patience with it; it joins the one that they turned to."""
     journal, store = Journal(), dist.HashStore()
-    options = ControllerOptions(patience=0.05)
+    options = ControllerOptions(answer_seconds=0.05)
     with controllers(journal, ranks=range(1, RANKS), store=store, options=options) as others:
         waiting = [threading.Thread(target=controller.plan_for, args=(0,)) for controller in others]
         for thread in waiting:
@@ -591,7 +591,7 @@ def test_a_store_that_falls_silent_ends_training_with_an_error() -> None:
     proxy = Proxy(server.port)
     client = dist.TCPStore("127.0.0.1", proxy.port, is_master=False, wait_for_workers=False)
     journal = Journal()
-    with controllers(journal, store=client, options=ControllerOptions(patience=0.05)) as started:
+    with controllers(journal, store=client, options=ControllerOptions(answer_seconds=0.05)) as started:
         raised = train(started, journal, lambda step, plan: proxy.stall() if step == 5 else False)
         # Closing wakes the control threads, which then see what came meanwhile.
         proxy.go_on()
