@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from adaptra.checks import is_real
 from adaptra.errors import BatchError, OptionError, PipelineError, StateError
 from adaptra.frontend.activation_memory import predicted_peaks
 from adaptra.frontend.arguments.arguments import STRAIGHT, CompileArguments, check_split
@@ -250,7 +251,7 @@ class Pipeline(NotAModule):
         """
         for name, value, least in (("max_norm", max_norm, "0"), ("norm_type", norm_type, "1")):
             given: Any = value
-            if isinstance(given, bool) or not isinstance(given, int | float) or not given >= float(least):
+            if not is_real(given) or not given >= float(least):
                 raise OptionError(f"{name}={given!r}: expected a number of at least {least}")
         session = self._require()
         if self._losses is None:

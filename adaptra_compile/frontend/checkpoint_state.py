@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adaptra.checks import is_whole
 from adaptra.errors import StateError
 from adaptra.frontend.api import Pipeline
 from adaptra.frontend.attached_optimizer import refuse_foreign
-from adaptra.runtime.options import is_whole
 
 
 class TrainingState:

@@ -32,6 +32,7 @@ from torch._dynamo import lookup_backend
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
+from adaptra.checks import require_call, require_count, require_word
 from adaptra.errors import CaptureError, OptionError, PartitionError
 from adaptra.frontend.api import Pipeline
 from adaptra.frontend.arguments.arguments import CompileArguments
@@ -44,7 +45,7 @@ from adaptra.graph.inner_compiler import check_inner
 from adaptra.graph.ops.autocast import DEVICES, without_autocast
 from adaptra.graph.ops.ops import results_of
 from adaptra.runtime.launch.launch import world_size
-from adaptra.runtime.options import Options, is_whole
+from adaptra.runtime.options import Options
 from adaptra.runtime.worker.loss_reduction import looks_like_sum
 
 T = TypeVar("T", bound=Pipeline)
@@ -112,16 +113,11 @@ class BackendOptions:
 
     def __post_init__(self) -> None:
         for name in ("stages", "microbatches"):
-            number: Any = getattr(self, name)
-            if number is not None and (not is_whole(number) or number < 1):
-                raise OptionError(f"{name}={number!r}: expected a whole number of at least 1")
-        given: Any = self.gradients
-        if given not in (EVERYWHERE, STAGE):
-            raise OptionError(f"gradients={given!r}: expected {EVERYWHERE!r} or {STAGE!r}")
+            if (number := getattr(self, name)) is not None:
+                require_count(name, number)
+        require_word("gradients", self.gradients, (EVERYWHERE, STAGE))
         check_inner(self.runtime.inner)
-        called: Any = self.on_pipeline
-        if called is not None and not callable(called):
-            raise OptionError(f"on_pipeline={called!r}: expected a function that is called with each pipeline, or None")
+        require_call("on_pipeline", self.on_pipeline, "pipeline")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,23 +16,26 @@ from adaptra.program import Program
 from adaptra.program.placement import is_straight
 from adaptra.program.schedules import generate_for, two_phases
 from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.options import Options
+from adaptra.runtime.options.planning_options import PlanningOptions
 from adaptra.runtime.worker.rank_programs import check_memory
 from adaptra.simulation.cost import Case
 from adaptra.simulation.scenarios import delay_scenarios
 from adaptra.simulation.simulate import lower_bound, simulate
 
+Edges = tuple[tuple[int, int], ...]
 
-def first_plan(options: Options, case: Case, room: tuple[float, ...] | None = None) -> Plan:
+
+def first_plan(options: PlanningOptions, case: Case, room: tuple[float, ...] | None = None, delegated: Edges = ()) -> Plan:
     """Return the first plan.
 
     If the user gave no memory limit, it is the plan of least memory, see :mod:`adaptra.planning.least_memory`.
 
     Args:
-        options: Only ``schedule``, ``expected_delays`` and ``delegate`` are used.
+        options: Options of planning.
         case: The estimated costs, with the user's memory limits.
         room: The memory of each rank, if the user gave no limits. It becomes the limit of all plans, unless the first plan
             needs more; then the limit is the first plan's need.
+        delegated: The directed edges that take the delegate from the start, in ascending order.
 
     Raises:
         CaseError: A delay is expected on an edge that does not exist.
@@ -50,10 +53,10 @@ def first_plan(options: Options, case: Case, room: tuple[float, ...] | None = No
         limits = tuple(map(max, room, needed))
         case = replace(case, cost=replace(case.cost, memory_limit=limits))
     predicted = simulate(program, case.cost).makespan
-    return Plan(0, program, case, predicted, lower_bound(case).value, reason, options.delegated)
+    return Plan(0, program, case, predicted, lower_bound(case).value, reason, delegated)
 
 
-def _first_program(options: Options, case: Case, *, is_given: bool) -> tuple[Program, str]:
+def _first_program(options: PlanningOptions, case: Case, *, is_given: bool) -> tuple[Program, str]:
     """Return the first program and the reason for its choice. ``is_given`` is whether the user set the memory limits."""
     if options.schedule is not None:
         program = _asked_for(options.schedule, case)
@@ -72,7 +75,7 @@ def _first_program(options: Options, case: Case, *, is_given: bool) -> tuple[Pro
     return program, reason
 
 
-def two_phase_plan(options: Options, case: Case) -> Plan:
+def two_phase_plan(case: Case, delegated: Edges) -> Plan:
     """Return the only plan of a function without a loss.
 
     Raises:
@@ -81,7 +84,7 @@ def two_phase_plan(options: Options, case: Case) -> Plan:
     program = two_phases(case.cost.stages, case.microbatches)
     check_memory("a function without a loss, which keeps all microbatches from its call to their backward", program, case.cost)
     reason = "all forwards, then all backwards, as the function returns no loss"
-    return Plan(0, program, case, simulate(program, case.cost).makespan, lower_bound(case).value, reason, options.delegated)
+    return Plan(0, program, case, simulate(program, case.cost).makespan, lower_bound(case).value, reason, delegated)
 
 
 def _known(case: Case) -> Program | None:

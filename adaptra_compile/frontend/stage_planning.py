@@ -113,7 +113,9 @@ class PipelineSpec:
         remedies = partial(find_remedies, bandwidth=bandwidth)
         peaks = partial(predicted_peaks, stages=compiled.train)
         planning = Planning(planner, remedies, draft, activation_bytes=peaks)
-        initial = first_plan(options, case, room) if self.with_loss else two_phase_plan(options, case)
+        initial = (
+            first_plan(options, case, room, options.delegated) if self.with_loss else two_phase_plan(case, options.delegated)
+        )
         factory = WorkerFactory(compiled, self.microbatches, planning, self.faults, options, self.reduction)
         return PlannedPipeline(factory, initial, bandwidth)
 

@@ -18,6 +18,7 @@ from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.injection.faulty_transport import FaultyTransport
 from adaptra.runtime.launch.launch import Launch
 from adaptra.runtime.options import Options
+from adaptra.runtime.options.recording_options import RecordingOptions
 from adaptra.runtime.telemetry.options import Telemetry
 from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.telemetry.recorder import Recorder
@@ -92,12 +93,12 @@ class WorkerFactory:
         return tuple(workers)
 
 
-def open_recorder(options: Options, launched: Launch) -> Recorder:
+def open_recorder(options: RecordingOptions, launched: Launch) -> Recorder:
     """Open the recorder of events that the options ask for."""
     ranks = [transport.rank for transport in launched.transports]
     first = ranks[0] if launched.job is None else launched.job.rank
     return start_recorder(_telemetry(options, launched), options.on_event, ranks, first)
 
 
-def _telemetry(options: Options, launched: Launch) -> Telemetry:
+def _telemetry(options: RecordingOptions, launched: Launch) -> Telemetry:
     return of_replica(options.telemetry, None if launched.replicas is None else launched.replicas.index)

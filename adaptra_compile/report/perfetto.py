@@ -9,13 +9,13 @@ timeline's own unit, so that :func:`load_all` returns equal timelines. ``docs/fo
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
+from adaptra.checks import is_finite
 from adaptra.errors import ReportError, ScheduleError
 from adaptra.program import Kind, Program, parse_op
 from adaptra.program.dependencies import RULE
@@ -223,7 +223,7 @@ def _read_run(run: Any, events: Iterable[Mapping[str, Any]]) -> tuple[str, Timel
         case _:
             raise ReportError(f"run {run!r}: expected title, source (simulated or measured), program and seconds_per_unit")
     unit = run.get("seconds_per_unit")
-    if unit is not None and not (_is_time(unit) and unit > 0):
+    if unit is not None and not (is_finite(unit) and unit > 0):
         raise ReportError(f"seconds_per_unit {unit!r}: expected a number above 0 or null")
     orders: list[list[OpInterval]] = [[] for _ in range(program.ranks)]
     messages: list[MessageInterval] = []
@@ -253,11 +253,7 @@ def _read_run(run: Any, events: Iterable[Mapping[str, Any]]) -> tuple[str, Timel
 def _times(token: str, arguments: Mapping[str, Any], what: str) -> tuple[float, ...]:
     names = _ARGUMENTS[what]
     given: list[Any] = [arguments.get(name) for name in names]
-    times = tuple(float(value) for value in given if _is_time(value))
+    times = tuple(float(value) for value in given if is_finite(value))
     if len(times) < len(names) or list(times) != sorted(times):
         raise ReportError(f"event {token}: expected finite {' <= '.join(names)}, got {', '.join(map(str, given))}")
     return times
-
-
-def _is_time(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -15,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
+from adaptra.checks import is_real, is_whole
 from adaptra.errors import CaseError
 from adaptra.program import Kind, refuse_size
 
@@ -304,7 +305,7 @@ def _numbers(name: str, given: Any, count: int) -> tuple[float, ...]:
     if len(values) != count:
         raise CaseError(f"{name}: expected a number or a list of {count}, got a list of {len(values)}")
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not is_real(value):
             raise CaseError(f"{name}: expected a number or a list of {count}, got {value!r}")
     try:
         numbers = tuple(float(value) for value in values)
@@ -322,7 +323,7 @@ def _required(fields: Mapping[str, Any], name: str) -> Any:
 
 def _count(fields: Mapping[str, Any], name: str) -> int:
     value = _required(fields, name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_whole(value) or value < 1:
         raise CaseError(f"{name}: expected a whole number of at least 1, got {value!r}")
     if value > _MOST:
         raise CaseError(f"{name}: expected at most {_MOST}, got {value}")

@@ -7,9 +7,9 @@ its type and range. :meth:`Fields.end` refuses unknown fields. Nothing is ever u
 from __future__ import annotations
 
 import json
-import math
 from typing import Any, Final, cast
 
+from adaptra.checks import is_finite, is_whole
 from adaptra.errors import ControlError
 
 MAX_BYTES: Final = 64 * 1024 * 1024
@@ -64,7 +64,7 @@ class Fields:
     def whole(self, name: str, at_least: int = 0) -> int:
         """Read a whole number."""
         value = self._take(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        if not is_whole(value) or value < at_least:
             raise self.refuse(name, f"a whole number of at least {at_least}", value)
         return value
 
@@ -85,7 +85,7 @@ class Fields:
         if not isinstance(value, list):
             raise self.refuse(name, "a list of whole numbers or null", value)
         items = cast("list[object]", value)
-        wholes = tuple(one for one in items if isinstance(one, int) and not isinstance(one, bool) and one >= 0)
+        wholes = tuple(one for one in items if is_whole(one) and one >= 0)
         if len(wholes) < len(items):
             raise self.refuse(name, "a list of whole numbers or null", value)
         return wholes
@@ -93,7 +93,7 @@ class Fields:
     def instant(self, name: str) -> float:
         """Read a finite number of either sign, such as a time of a clock."""
         value = self._take(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not is_finite(value):
             raise self.refuse(name, "a finite number", value)
         return float(value)
 
@@ -137,7 +137,7 @@ class Fields:
         return self._left.pop(name)
 
     def _number(self, name: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
+        if not is_finite(value) or value < 0:
             raise self.refuse(name, "a finite number that is not negative", value)
         return float(value)
 

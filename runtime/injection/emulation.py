@@ -6,12 +6,12 @@ output.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from adaptra.checks import is_finite
 from adaptra.errors import OptionError
 from adaptra.program import Kind
 from adaptra.runtime.injection.faults import Fault, compute_extra, compute_factor
@@ -47,7 +47,7 @@ def _per_stage(name: str, given: float | Sequence[float], stages: int) -> tuple[
             f"EmulatedDevice: {name} has {len(values)} durations: expected one number for all stages or {stages}, one per stage"
         )
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
+        if not is_finite(value) or value < 0:
             raise OptionError(f"EmulatedDevice: {name}={given!r}: expected seconds, finite and not negative")
     return tuple(map(float, values))
 

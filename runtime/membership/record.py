@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Final
 
+from adaptra.checks import is_whole
 from adaptra.errors import ControlError
 from adaptra.runtime.control_store.schema import Fields, decode, encode
 
@@ -122,7 +123,7 @@ def _parse_failure(data: object, where: str) -> Failure:
 
 
 def _whole_numbers(values: list[object], where: str) -> list[int]:
-    numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool) and value >= 0]
+    numbers = [value for value in values if is_whole(value) and value >= 0]
     if len(numbers) != len(values):
         raise ControlError(f"{where}: expected whole numbers, got {values!r:.80}")
     return numbers

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from adaptra.checks import is_whole
 from adaptra.errors import OptionError
 from adaptra.runtime.telemetry.records import TimestampedRecord
 from adaptra.runtime.telemetry.tensorboard import ScalarWriter
@@ -42,7 +43,7 @@ class Telemetry:
         if given is not None and not isinstance(given, str | Path):
             raise OptionError(f"Telemetry: folder={given!r}: expected a folder's name, or None")
         given = self.metrics_port
-        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or not 0 < given < 2**16):
+        if given is not None and (not is_whole(given) or not 0 < given < 2**16):
             raise OptionError(f"Telemetry: metrics_port={given!r}: expected a port of 1..65535, or None")
         given = self.metrics_address
         if not isinstance(given, str):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from adaptra.checks import is_whole
 from adaptra.errors import ControlError
 from adaptra.runtime.control.events import ControlEvent, EventKind
 from adaptra.runtime.control_store.schema import Fields
@@ -237,7 +238,7 @@ def _read_step(fields: Fields, where: str) -> StepTaken:
         raise ControlError(f"{where}: {error}") from None
     nbytes: list[int] = []
     for value in fields.items("bytes"):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if not is_whole(value) or value < 0:
             raise fields.refuse("bytes", "whole numbers", value)
         nbytes.append(value)
     if len(nbytes) != len(measurement.edges):

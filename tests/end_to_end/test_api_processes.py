@@ -164,11 +164,13 @@ def compile_differently(rank: int) -> tuple[dict[str, Caught | None], list[Any],
 
     is_odd = rank == 1
     args, _, targets = EXAMPLES["skip_mlp"].rows(ROWS, seed=0)
+    schedules = [adaptra.generate(name, 2, MICROBATCHES) for name in ("gpipe", "1f1b")]
     found = {
         "stages": caught(lambda: set_up(stages=1 if is_odd else 2)),
         "loss": caught(lambda: set_up(stages=2, loss=doubled if is_odd else square_loss)),
         "constant": caught(lambda: set_up(stages=2, loss=scaled(rank + 1.0))),
         "seed": caught(lambda: set_up(stages=2, options=adaptra.Options(seed=rank))),
+        "schedule": caught(lambda: set_up(stages=2, options=adaptra.Options(schedule=schedules[rank]))),
         "model": caught(lambda: set_up("tied_twice" if is_odd else "frozen_upstream", stages=2)),
         "rows": caught(lambda: set_up(stages=2, example_inputs=EXAMPLES["skip_mlp"].rows(ROWS << rank, seed=0)[::2])),
         "targets": caught(lambda: set_up(stages=2, example_inputs=args if is_odd else (args, targets))),
@@ -195,6 +197,8 @@ def test_ranks_that_compile_something_else_are_named() -> None:
         assert "rank 0 loss=models.square_loss (code " in found["loss"][1]
         assert "rank 1 was given loss=test_api_processes.scaled.<locals>.loss (code" in found["constant"][1]
         assert "rank 1 was given options.seed=1, rank 0 options.seed=0" in found["seed"][1]
+        assert "rank 1 was given options.schedule=schedule 1f1b placement=0,1 " in found["schedule"][1]
+        assert len(found["schedule"][1]) < 400
         assert "rank 1 was given model=TiedTwice (352 parameters), rank 0 model=FrozenUpstream (288 " in found["model"][1]
         check_documented(found["rows"][0], found["rows"][1], DOCUMENTED["models"])
         assert "rank 1 compiled" in found["rows"][1]

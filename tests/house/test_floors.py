@@ -13,13 +13,13 @@ from pathlib import Path
 from paths import ROOT
 
 FLOORS = """
-    errors sizes progress moved
+    errors checks sizes progress moved
     program simulation equations
     graph.ops graph.capture graph.partition graph.stages graph.backward graph
     passes planning
     runtime.control_store runtime.transports runtime.transports.c10d runtime.transports.delegate
     runtime.rdma runtime.injection runtime.detection runtime.data_parallel
-    runtime.membership runtime.launch runtime.state runtime.control runtime.telemetry runtime
+    runtime.membership runtime.launch runtime.state runtime.control runtime.telemetry runtime.options runtime
     runtime.step_messages runtime.reconfigure runtime.worker
     report frontend.arguments frontend cli
 """.split()

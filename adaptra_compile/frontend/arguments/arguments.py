@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
+from adaptra.checks import is_list_of, require_count, require_word
 from adaptra.errors import LaunchError, OptionError
 from adaptra.frontend.arguments.fingerprints import describe_function, describe_model
-from adaptra.frontend.arguments.mesh import roles_of
+from adaptra.frontend.arguments.mesh import describe_mesh, roles_of
 from adaptra.frontend.arguments.wrapped_models import refuse_wrapped
 from adaptra.graph.inner_compiler import EAGER, check_inner
 from adaptra.program.placement import in_turn, v_shaped
 from adaptra.program.roles import Roles
 from adaptra.runtime.injection.faults import Fault
-from adaptra.runtime.options import Options, is_whole
+from adaptra.runtime.options import Options
+from adaptra.runtime.options.rank_agreement import agreed, agreed_values, each_field
 from adaptra.runtime.transports.registry import is_built_in, transport_names
 from adaptra.runtime.worker.loss_reduction import Reduction
 from adaptra.sizes import MemoryLimit
@@ -42,19 +44,19 @@ class CompileArguments:
         CaseError: A fault can't be parsed, or names a stage that does not exist.
     """
 
-    model: nn.Module | Sequence[nn.Module]
-    stages: int
-    microbatches: int
-    loss: Callable[..., Any] | None
-    memory: int | str | None
-    split: Sequence[str] | None
-    mesh: DeviceMesh | None
-    transport: str | None
-    options: Options
-    placement: str = STRAIGHT
-    with_loss: bool = True
-    reduction: str = Reduction.MEAN
-    keeps_whole: bool = False
+    model: nn.Module | Sequence[nn.Module] = field(metadata=agreed(describe_model))
+    stages: int = field(metadata=agreed())
+    microbatches: int = field(metadata=agreed())
+    loss: Callable[..., Any] | None = field(metadata=agreed(describe_function))
+    memory: int | str | None = field(metadata=agreed())
+    split: Sequence[str] | None = field(metadata=agreed())
+    mesh: DeviceMesh | None = field(metadata=agreed(describe_mesh))
+    transport: str | None = field(metadata=agreed())
+    options: Options = field(metadata=each_field())
+    placement: str = field(default=STRAIGHT, metadata=agreed())
+    with_loss: bool = field(default=True, metadata=agreed())
+    reduction: str = field(default=Reduction.MEAN, metadata=agreed())
+    keeps_whole: bool = field(default=False, metadata=agreed())
 
     def __post_init__(self) -> None:
         self._check_model()
@@ -67,9 +69,7 @@ class CompileArguments:
         if self.split is not None:
             check_split(self.split)
         self._check_placement()
-        given = self.reduction
-        if given not in tuple(Reduction):
-            raise OptionError(f"reduction={given!r}: expected 'mean', 'sum' or 'weighted'")
+        require_word("reduction", self.reduction, [str(one) for one in Reduction])
         given = self.transport
         if given is not None and given not in transport_names():
             raise LaunchError(f"transport {given!r}: expected one of {', '.join(transport_names())}")
@@ -122,12 +122,10 @@ class CompileArguments:
             )
 
     def _check_placement(self) -> None:
-        given: Any = self.placement
-        if given not in (STRAIGHT, V):
-            raise OptionError(f"placement={given!r}: expected {STRAIGHT!r} or {V!r}")
-        if given == V and self.stages % 2:
+        require_word("placement", self.placement, (STRAIGHT, V))
+        if self.placement == V and self.stages % 2:
             raise OptionError(
-                f"placement={given!r} with stages={self.stages}: expected an even number, two stages for each rank"
+                f"placement={self.placement!r} with stages={self.stages}: expected an even number, two stages for each rank"
             )
 
     def _check_edge(self, what: str, edge: tuple[int, int]) -> None:
@@ -139,14 +137,12 @@ class CompileArguments:
             )
 
     def _check_numbers(self) -> None:
-        numbers: dict[str, Any] = {"stages": self.stages, "microbatches": self.microbatches}
         if isinstance(self.memory, str):
             MemoryLimit.parse(self.memory)
-        elif self.memory is not None:
-            numbers["memory"] = self.memory
-        for name, given in numbers.items():
-            if not is_whole(given) or given < 1:
-                raise OptionError(f"{name}={given!r}: expected a whole number of at least 1")
+        require_count("stages", self.stages)
+        require_count("microbatches", self.microbatches)
+        if self.memory is not None and not isinstance(self.memory, str):
+            require_count("memory", self.memory)
 
     @property
     def memory_limit(self) -> MemoryLimit | None:
@@ -185,31 +181,7 @@ class CompileArguments:
 
     def facts(self) -> dict[str, str]:
         """Return the values that must be equal on all ranks, as text by argument name. The stages are compared later."""
-        options = self.options
-        return {
-            "stages": str(self.stages),
-            "placement": str(self.placement),
-            "microbatches": str(self.microbatches),
-            "memory": str(self.memory),
-            "split": str(None if self.split is None else list(self.split)),
-            "mesh": str(self.roles and list(self.roles.ranks)),
-            "transport": str(self.transport),
-            "model": describe_model(self.model),
-            "loss": "None" if self.loss is None else describe_function(self.loss),
-            "with_loss": str(self.with_loss),
-            "reduction": str(self.reduction),
-            "keeps_whole": str(self.keeps_whole),
-            "options.adapt": str(options.adapt),
-            "options.schedule": str(options.schedule),
-            "options.expected_delays": str({edge: dict(delays) for edge, delays in options.expected_delays.items()}),
-            "options.seed": str(options.seed),
-            "options.faults": str(list(options.faults)),
-            "options.emulate": str(options.emulate),
-            "options.delegate": str(options.delegate),
-            "options.lossy_bf16": str(options.lossy_bf16),
-            "options.inner": str(options.inner),
-            "options.broadcast_buffers": str(options.broadcast_buffers),
-        }
+        return agreed_values(self)
 
 
 def check_split(given: Any) -> None:
@@ -218,7 +190,7 @@ def check_split(given: Any) -> None:
     Raises:
         OptionError: The value is refused. The text shows it.
     """
-    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):  # pyright: ignore[reportUnknownVariableType]
+    if not is_list_of(str, given):
         raise OptionError(f"split={given!r}: expected a list of module names, one for every stage but the first")
 
 

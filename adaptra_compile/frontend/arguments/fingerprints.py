@@ -20,10 +20,12 @@ _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype,
 
 
 def describe_function(function: object) -> str:
-    """Describe a function by its name and a hash of its code, its defaults and its enclosed values.
+    """Describe a function by its name and a hash of its code, its defaults and its enclosed values; ``"None"`` for None.
 
     Two functions of one name that differ in a constant have different hashes. Global variables count by their names only.
     """
+    if function is None:
+        return "None"
     number = hashlib.sha256(_text(function, _DEPTH).encode()).hexdigest()[:8]
     return f"{_name(function)} (code {number})"
 

@@ -23,10 +23,20 @@ def roles_of(mesh: Any, size: int) -> Roles:
         raise OptionError(
             f"mesh={mesh!r}: expected a torch.distributed DeviceMesh whose mesh_dim_names are ('dp', 'pp'), or ('pp',)"
         )
-    ranks = mesh.mesh.T if names == ("pp", "dp") else mesh.mesh
+    ranks = _by_replica(mesh)
     if ranks.shape[-1] != size:
         raise OptionError(f"mesh={mesh!r}: {ranks.shape[-1]} ranks along pp: expected {size}, as many as the pipeline has")
     found = tuple(ranks.flatten().tolist())
     if len(found) != (job := torch.distributed.get_world_size()):
         raise OptionError(f"mesh={mesh!r}: {len(found)} ranks in a job of {job}: expected a mesh of all ranks")
     return Roles(size, found)
+
+
+def describe_mesh(mesh: Any) -> str:
+    """Describe a mesh by its ranks, replica by replica; ``"None"`` for no mesh."""
+    return "None" if mesh is None else str(_by_replica(mesh).flatten().tolist())
+
+
+def _by_replica(mesh: Any) -> torch.Tensor:
+    """Return the mesh's ranks with the dimension ``pp`` last."""
+    return mesh.mesh.T if mesh.mesh_dim_names == ("pp", "dp") else mesh.mesh

@@ -1,0 +1,36 @@
+"""The user's options of injection: faults and devices that a run is to behave as if it had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from adaptra.checks import is_list_of
+from adaptra.errors import OptionError
+from adaptra.runtime.injection.emulation import EmulatedDevice
+from adaptra.runtime.options.rank_agreement import agreed
+
+
+@dataclass(frozen=True, kw_only=True)
+class InjectionOptions:
+    """Options of injection, for experiments and tests.
+
+    Attributes:
+        faults: Faults to inject, such as ``"delay 1-2 60ms @8"``: see :mod:`adaptra.runtime.injection.faults`.
+        emulate: Pad every op to a stated duration by sleeping, to see the timeline of devices that this machine doesn't have.
+
+    Raises:
+        OptionError: An option is invalid; names it, the given value and the expected one.
+    """
+
+    faults: Sequence[str] = field(default=(), metadata=agreed())
+    emulate: EmulatedDevice | None = field(default=None, metadata=agreed())
+
+    def __post_init__(self) -> None:
+        given: Any = self.faults
+        if not is_list_of(str, given):
+            raise OptionError(f"faults={given!r}: expected a list of texts such as ['delay 1-2 60ms @8']")
+        given = self.emulate
+        if given is not None and not isinstance(given, EmulatedDevice):
+            raise OptionError(f"emulate={given!r}: expected an adaptra.EmulatedDevice or None")

@@ -1,0 +1,46 @@
+"""The user's options of what stages compute: random numbers, compilers, and buffers that the model changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from adaptra.checks import is_whole, require_flag, require_word
+from adaptra.errors import OptionError
+from adaptra.runtime.options.rank_agreement import agreed, per_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOptions:
+    """Options of what stages compute.
+
+    Attributes:
+        seed: Seed of random numbers such as those of dropout. They depend only on the seed, the step and the number of the
+            microbatch, which counts on through the replicas. So two replicas of M microbatches draw the same numbers as one
+            process with 2·M.
+        inner: The backend of torch.compile that compiles the graphs of F, I and W, such as ``"inductor"``. ``"eager"`` runs
+            them op by op, bitwise equal to one process. Evaluation graphs are compiled by the first evaluation.
+        captured: The reaction if captured stages run other ops than eager torch does for the same microbatch. Such ops may
+            round differently or take longer. ``"warn"`` of the first such op with its module and line, ``"error"``, or
+            ``"accept"``.
+        broadcast_buffers: With several replicas, broadcast the first one's buffers to all before each forward pass, as DDP
+            does. These are the buffers that the model changes, such as the statistics of BatchNorm. False: each replica has its
+            own.
+
+    Raises:
+        OptionError: An option is invalid; names it, the given value and the expected one.
+    """
+
+    seed: int = field(default=0, metadata=agreed())
+    inner: str = field(default="eager", metadata=agreed())
+    captured: Literal["warn", "error", "accept"] = field(
+        default="warn", metadata=per_rank("each rank compares and reacts on its own; an error ends all of them")
+    )
+    broadcast_buffers: bool = field(default=True, metadata=agreed())
+
+    def __post_init__(self) -> None:
+        given: Any = self.seed
+        if not is_whole(given) or not 0 <= given < 2**63:
+            raise OptionError(f"seed={given!r}: expected a whole number of 0..2**63-1")
+        require_word("captured", self.captured, ("warn", "error", "accept"))
+        require_flag("broadcast_buffers", self.broadcast_buffers)
