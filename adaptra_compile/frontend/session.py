@@ -22,6 +22,7 @@ from adaptra.graph import CompiledStages
 from adaptra.graph.compile import Captured
 from adaptra.graph.inner_compiler import prepare
 from adaptra.graph.ops.autocast import refuse_autocast
+from adaptra.graph.stages.stages import TrainStage
 from adaptra.planning.bandwidth_remedies import BandwidthOptions, choose_split
 from adaptra.planning.layout_change import RoleChange, SplitChange
 from adaptra.program.placement import is_straight
@@ -31,8 +32,9 @@ from adaptra.runtime.launch.agreement import agree
 from adaptra.runtime.launch.launch import Job, Launch
 from adaptra.runtime.reconfigure.agreement import RESTART_SECONDS, agree_on_roles, gather_costs, share_split
 from adaptra.runtime.reconfigure.consent import Consent, check_consents
-from adaptra.runtime.reconfigure.cut_transfer import exchange_parts, leaving, move_within, new_state, regroup, transfers
+from adaptra.runtime.reconfigure.cut_transfer import move_within, new_state, regroup
 from adaptra.runtime.reconfigure.state_transfer import Handover, exchange, gather_state, give_optimizer, take_over
+from adaptra.runtime.reconfigure.transfers import Transfer, cut_transfers, role_transfers, senders_to, sent_by
 from adaptra.runtime.telemetry.recorder import Recorder
 from adaptra.runtime.worker.batch import split_batch
 from adaptra.runtime.worker.gradient_hooks import is_hooked
@@ -113,20 +115,22 @@ class Session:
         if after == before:
             return
         (worker,) = self.workers
-        moves = before.of(job.rank) != after.of(job.rank)
+        moving = role_transfers(before, after)
+        receivers, senders = sent_by(job.rank, moving), senders_to(job.rank, moving)
         graphs = self.compiled.train[after.of(job.rank)[1]]
 
-        def ready() -> tuple[Handover, Consent]:
+        def ready() -> tuple[dict[int, Handover], Consent]:
             (held,) = self._held("roles", optimizer)
             prepare(graphs)
-            return held, Consent.to(len(optimizer.param_groups), {before.successor(job.rank, after): held} if moves else {})
+            leaving = dict.fromkeys(receivers, held)
+            return leaving, Consent.to(len(optimizer.param_groups), leaving)
 
-        held = self._agreed("roles", "take_roles", ready)
+        leaving = self._agreed("roles", "take_roles", ready)
         with self._restarting("roles", partial(job.join, after)) as (launched, opened):
             self._end()
             state = worker.state
-            if moves:
-                arrived = exchange(held, before, after, job.everyone)
+            if senders:
+                arrived = exchange(leaving, senders, job.everyone)
                 state = take_over(arrived, frozenset(graphs.trainable), frozenset(graphs.parameters))
                 give_optimizer(optimizer, arrived, state)
             self._start(self._planned, launched, [state], opened)
@@ -170,7 +174,7 @@ class Session:
                     stages = cut(positions_of(places)).compiled.train
                 except AdaptraError:
                     return None  # for example, two stages would change one buffer
-                names = {name for found in transfers(self.compiled.train, stages).values() for name in found}
+                names = {one.item for one in self._cut_transfers(stages)}
                 moved = bytes_per_byte * sum(captured.sizes[name] for name in names)
                 return RESTART_SECONDS + time.monotonic() - began, moved
 
@@ -201,26 +205,32 @@ class Session:
     def _cut(self, captured: Captured, positions: tuple[int, ...]) -> PlannedPipeline:
         return self._spec.prepare(captured.cut(positions))
 
+    def _cut_transfers(self, after: Sequence[TrainStage]) -> list[Transfer[str]]:
+        """Return the transfers within this process's pipeline to the stages of another cut."""
+        replicas, roles = self.launched.replicas, self.launched.roles
+        ranks = range(len(after)) if roles is None else roles.pipeline(0 if replicas is None else replicas.index)
+        names_before, names_after = ([one.state_names for one in stages] for stages in (self.compiled.train, after))
+        return cut_transfers(names_before, names_after, ranks)
+
     def _take_cut(self, after: PlannedPipeline, optimizer: torch.optim.Optimizer) -> None:
         """Continue with other stages. Every check that may refuse the change runs before anything ends."""
-        stages_before, stages = self.compiled.train, after.compiled.train
+        stages = after.compiled.train
         if after.compiled.places.chosen == self.compiled.places.chosen:
             return
         states: list[Mapping[str, Tensor]] = [worker.state for worker in self.workers]
         before = [one for state in states for one in state.values()]
-        moving = transfers(stages_before, stages)
-        job, launched = self.launched.job, self.launched
-        stage, replica = self.workers[0].rank, 0 if launched.replicas is None else launched.replicas.index
-        ranks = range(len(stages)) if launched.roles is None else launched.roles.pipeline(replica)
+        moving = self._cut_transfers(stages)
+        job = self.launched.job
 
-        def ready() -> tuple[list[Handover], Consent]:
+        def ready() -> tuple[tuple[list[Handover], dict[int, Handover]], Consent]:
             held = self._held("split", optimizer)
             for worker in self.workers:
                 prepare(stages[worker.rank])
-            parts = {} if job is None else leaving(held[0], stage, moving, ranks)
-            return held, Consent.to(len(optimizer.param_groups), parts)
+            receivers = {} if job is None else sent_by(job.rank, moving)
+            leaving = {receiver: held[0].part(names) for receiver, names in receivers.items()}
+            return (held, leaving), Consent.to(len(optimizer.param_groups), leaving)
 
-        held = self._agreed("split", "take_split", ready)
+        held, leaving = self._agreed("split", "take_split", ready)
         with self._restarting("split", self.launched.again) as (launched, opened):
             if job is not None:
                 agree(launched.transports[0], "pipeline", after.facts(), self._spec.options.timeout)
@@ -228,7 +238,7 @@ class Session:
             if job is None:
                 states, arrived = move_within(held, states, stages, moving)
             else:
-                arrived = [exchange_parts(held[0], stage, moving, ranks, job.everyone)]
+                arrived = [exchange(leaving, senders_to(job.rank, moving), job.everyone)]
             made = [
                 new_state(stages[worker.rank], state, one)
                 for worker, state, one in zip(self.workers, states, arrived, strict=True)

@@ -1,7 +1,6 @@
-"""State transfer of a cut change: from the stages that had the state to those that need it, with the optimizer updated.
+"""State transfer of a cut change: the new tensors of each stage, with the optimizer updated.
 
-State that several stages have, such as a tied parameter, comes from the first of them, and a stage keeps what it has. The
-copies of a tied parameter have the same value, gradient and optimizer state, so any of them may continue.
+The copies of a tied parameter have the same value, gradient and optimizer state, so any of them may continue.
 """
 
 from __future__ import annotations
@@ -10,63 +9,19 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from adaptra.graph.stages.stages import TrainStage
-from adaptra.runtime.reconfigure.state_transfer import Handover, receive, send, set_state, take_over
-
-Transfers = Mapping[tuple[int, int], tuple[str, ...]]
-"""The names of the tensors that move, by the stage that hands them over and the one that takes them."""
-
-
-def transfers(before: Sequence[TrainStage], after: Sequence[TrainStage]) -> Transfers:
-    """Return the transfers between two ways of cutting the same model."""
-    first: dict[str, int] = {}
-    for stage in reversed(before):
-        first |= dict.fromkeys(stage.state_names, stage.index)
-    found: dict[tuple[int, int], list[str]] = {}
-    for stage in after:
-        had = set(before[stage.index].state_names)
-        for name in stage.state_names:
-            if name not in had:
-                found.setdefault((first[name], stage.index), []).append(name)
-    return {pair: tuple(names) for pair, names in found.items()}
-
-
-def leaving(held: Handover, stage: int, moving: Transfers, ranks: Sequence[int]) -> dict[int, Handover]:
-    """Return the state that leaves a stage, by the rank that takes it."""
-    return {ranks[to]: held.part(names) for (source, to), names in moving.items() if source == stage}
-
-
-def exchange_parts(held: Handover, stage: int, moving: Transfers, ranks: Sequence[int], group: ProcessGroup) -> Handover:
-    """Send the state that leaves this rank's stage, and receive the state that comes to it. The ranks of a pipeline call it
-    together.
-
-    Args:
-        held: The state of the stage.
-        stage: The stage of this rank.
-        moving: The transfers.
-        ranks: The rank of every stage in the group.
-        group: The process group that carries them.
-
-    Raises:
-        ControlError: What arrived is not a handover.
-        RuntimeError: A rank is lost.
-    """
-    waits = [send(part, rank, group) for rank, part in leaving(held, stage, moving, ranks).items()]
-    arrived = Handover()
-    for source, to in moving:
-        if to == stage:
-            arrived.add(receive(ranks[source], group))
-    for wait in waits:
-        wait()
-    return arrived
+from adaptra.runtime.reconfigure.state_transfer import Handover, set_state, take_over
+from adaptra.runtime.reconfigure.transfers import Transfer, sent_by
 
 
 def move_within(
-    held: Sequence[Handover], states: Sequence[Mapping[str, Tensor]], after: Sequence[TrainStage], moving: Transfers
+    held: Sequence[Handover],
+    states: Sequence[Mapping[str, Tensor]],
+    after: Sequence[TrainStage],
+    moving: Sequence[Transfer[str]],
 ) -> tuple[list[Mapping[str, Tensor]], list[Handover]]:
-    """Move state between the stages of one process.
+    """Move state between the stages of one process, which are its ranks.
 
     A tensor that its stage gives away stays the same object, so that references to it still see it trained. It is copied only
     for further stages that need it.
@@ -75,13 +30,19 @@ def move_within(
         Per stage the tensors that it has or is given, and copies for it of other stages' tensors.
     """
     given = [dict(state) for state in states]
-    copies = [Handover() for _ in states]
+    copied: list[list[Transfer[str]]] = [[] for _ in states]
+    kept = [set(stage.state_names) for stage in after]
     taken: set[str] = set()
-    for (source, to), names in moving.items():
-        whole = [name for name in names if name not in after[source].state_names and name not in taken]
-        taken |= set(whole)
-        given[to] |= {name: states[source][name] for name in whole}
-        copies[to].add(held[source].part([name for name in names if name not in whole]).copy())
+    for one in moving:
+        if one.item in kept[one.sender] or one.item in taken:
+            copied[one.sender].append(one)
+        else:
+            taken.add(one.item)
+            given[one.receiver][one.item] = states[one.sender][one.item]
+    copies = [Handover() for _ in states]
+    for sender, some in enumerate(copied):
+        for receiver, names in sent_by(sender, some).items():
+            copies[receiver].add(held[sender].part(names).copy())
     return list(given), copies
 
 

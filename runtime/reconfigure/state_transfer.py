@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from adaptra.errors import StateError
 from adaptra.graph.ops.specs import dtype_name
-from adaptra.program.roles import Roles
 from adaptra.runtime.control_store.schema import Fields, decode
 from adaptra.runtime.reconfigure.tensor_memory import MOVABLE, byte_count, bytes_of, copied, from_bytes, why_not_movable
 
@@ -116,25 +115,27 @@ def check_movable(held: Handover) -> None:
             )
 
 
-def exchange(held: Handover, before: Roles, after: Roles, group: ProcessGroup) -> Handover:
-    """Send this rank's state to the rank that takes its role, and receive the state of its own new role.
-
-    All ranks whose role changes call it, each with a role before and after.
+def exchange(leaving: Mapping[int, Handover], senders: Sequence[int], group: ProcessGroup) -> Handover:
+    """Send the state that leaves this rank, and receive the state that comes to it. All ranks that do either call it.
 
     Args:
-        held: The state that this rank hands over.
-        before, after: The roles.
+        leaving: The state that leaves, by the rank that takes it.
+        senders: The ranks that send state to this one.
         group: All ranks of the job, by rank.
+
+    Returns:
+        The state received from all of them.
 
     Raises:
         ControlError: What arrived is not a handover.
         RuntimeError: A rank is lost.
     """
-    rank = distributed.get_rank(group)
-    to, source = before.successor(rank, after), after.successor(rank, before)
-    wait = send(held, to, group)
-    arrived = receive(source, group)
-    wait()
+    waits = [send(part, rank, group) for rank, part in leaving.items()]
+    arrived = Handover()
+    for sender in senders:
+        arrived.add(receive(sender, group))
+    for wait in waits:
+        wait()
     return arrived
 
 

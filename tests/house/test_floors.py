@@ -35,8 +35,8 @@ WITHOUT_TORCH = """
 MODULES_WITHOUT_TORCH = [
     f"runtime.control.{name}"
     for name in ("coordinator", "events", "mail", "participant", "plan", "plan_log", "policy", "preparation", "replanning")
-]
-"""The part of the control plane that the model checker steps; its threads and stores are in the room's other modules."""
+] + ["runtime.reconfigure.transfers"]
+"""The part of the control plane that the model checker steps, and who sends what to whom in a change of layout."""
 
 MOST_FILES = 16
 """More modules in one folder, and somebody new has to read a list instead of a plan."""

@@ -364,9 +364,9 @@ def lose_a_rank(rank: int, lost_in: str) -> list[tuple[str, str] | None]:
 @pytest.mark.parametrize(
     ("lost_in", "row"),
     [
-        ("transfers", "…: rank … did not answer within … s"),
+        ("cut_transfers", "…: rank … did not answer within … s"),
         ("agree", "…: rank … did not answer within … s"),
-        ("exchange_parts", "…: a rank is lost: …"),
+        ("exchange", "…: a rank is lost: …"),
     ],
 )
 def test_a_rank_that_is_lost_while_a_cut_moves_ends_the_others(lost_in: str, row: str) -> None:
