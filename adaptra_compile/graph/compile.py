@@ -19,6 +19,7 @@ from adaptra.graph.capture.op_signature import Signature, sum_of
 from adaptra.graph.capture.ops_comparison import OpsDifference, compare_ops
 from adaptra.graph.ops.checkpoints import region_of
 from adaptra.graph.ops.fake import fake_like, fake_mode
+from adaptra.graph.ops.specs import tensor_bytes
 from adaptra.graph.partition.analyze import Analysis, analyze
 from adaptra.graph.partition.balance import Cuts, balance
 from adaptra.graph.partition.partition import Piece, align, cut_before, find_cuts, pieces, places_of, state_uses
@@ -349,4 +350,4 @@ def _tied(names: StateNames, holders: Mapping[str, tuple[int, ...]], train: Sequ
 
 def _state_bytes(model: nn.Module) -> dict[str, int]:
     tensors: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
-    return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    return {name: tensor_bytes(tensor) for name, tensor in tensors.items()}

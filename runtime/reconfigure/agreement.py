@@ -11,6 +11,7 @@ from typing import Final
 import torch
 from torch.distributed import ProcessGroup
 
+from adaptra.graph.ops.specs import tensor_bytes
 from adaptra.graph.stages.stages import TrainStage
 from adaptra.planning.choose_roles import JobModel, StageLoad, choose_roles
 from adaptra.planning.layout_change import RoleChange, SplitChange
@@ -54,7 +55,7 @@ def agree_on_roles(
     rank, stage = group.rank(), roles.of(group.rank())[1]
     trained = [held.tensors[name, VALUE] for name in held.groups]
     facts = torch.zeros(group.size(), 6, dtype=torch.float64)
-    sizes = (sum(one.numel() * one.element_size() for one in trained), len(trained), held.nbytes)
+    sizes = (sum(map(tensor_bytes, trained)), len(trained), held.nbytes)
     facts[rank] = torch.tensor([*_durations(case, stage, measured), *sizes])
     group.allreduce([facts]).wait()
     links = measure_links(group)
@@ -98,9 +99,7 @@ def gather_costs(
     """
     known = [] if measured is None else [value for name in _MEASURED for value in getattr(measured, name)]
     count = sum(len(getattr(planned, name)) for name in _MEASURED)
-    values = sum(
-        one.numel() * one.element_size() for state in held for (_, what), one in state.tensors.items() if what == VALUE
-    )
+    values = sum(tensor_bytes(one) for state in held for (_, what), one in state.tensors.items() if what == VALUE)
     moves = sum(state.nbytes for state in held)
     row = torch.tensor([measured is not None, moves, values, *(known or [0.0] * count)], dtype=torch.float64)
     facts = row[None]

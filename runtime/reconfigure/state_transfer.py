@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from adaptra.errors import StateError
-from adaptra.graph.ops.specs import dtype_name
+from adaptra.graph.ops.specs import dtype_name, tensor_bytes
 from adaptra.runtime.control_store.schema import Fields, decode
 from adaptra.runtime.reconfigure.tensor_memory import MOVABLE, byte_count, bytes_of, copied, from_bytes, why_not_movable
 
@@ -47,7 +47,7 @@ class Handover:
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        return sum(map(tensor_bytes, self.tensors.values()))
 
     def part(self, names: Collection[str]) -> Handover:
         """Return the state of these parameters and buffers."""

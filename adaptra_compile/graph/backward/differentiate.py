@@ -17,7 +17,7 @@ from adaptra.graph.backward.trace import GradientMessage, TracedPiece
 from adaptra.graph.capture.capture import FlatGraph, StateNames
 from adaptra.graph.ops.fresh_tensors import fresh_results, reuse_sums
 from adaptra.graph.ops.layout import Layout
-from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.graph.ops.specs import MessageSpec, TensorSpec, tensor_bytes
 from adaptra.graph.ops.work import flops_of_nodes
 from adaptra.graph.partition.analyze import Analysis
 from adaptra.graph.partition.partition import Piece
@@ -254,8 +254,7 @@ def _backward_peak(
 
 
 def _size(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return value.numel() * value.element_size()
+    return tensor_bytes(node.meta["val"])
 
 
 def _specs(nodes: Sequence[fx.Node]) -> MessageSpec:

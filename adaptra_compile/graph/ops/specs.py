@@ -14,6 +14,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def tensor_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements. Torch's ``nbytes`` refuses sparse tensors."""
+    return tensor.numel() * tensor.element_size()
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Shape and dtype of one tensor, whether it has a gradient, and whether it is rounded when sent.

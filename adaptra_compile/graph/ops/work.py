@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from adaptra.graph.ops.ops import is_random, is_view
+from adaptra.graph.ops.specs import tensor_bytes
 
 FLOPS_PER_BYTE: Final = 16.0
 """Floating-point operations in the time that a device moves one byte. The value is of the order of a CPU core's.
@@ -45,7 +46,7 @@ def work_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     formula = _MORE_FORMULAS.get(op.overloadpacket) or flop_registry.get(op.overloadpacket)
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
-    return Work(flops, sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+    return Work(flops, sum(map(tensor_bytes, tensors)))
 
 
 def flops_of_nodes(nodes: Iterable[fx.Node]) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from adaptra.errors import PartitionError
 from adaptra.graph.capture.capture import FlatGraph
+from adaptra.graph.ops.specs import tensor_bytes
 from adaptra.graph.partition.analyze import Analysis
 from adaptra.graph.partition.balance import Cuts
 from adaptra.simulation.cut_points import CutPoint, CutPoints
@@ -58,7 +59,7 @@ def find_cuts(flat: FlatGraph, analysis: Analysis) -> Cuts:
     work = [0.0]
     for node, cost in zip(analysis.nodes, analysis.cost, strict=True):
         work.append(work[-1] + (0.0 if node in analysis.free else cost))
-    sizes = tuple(0 if nodes is None else sum(_bytes(analysis.values[node]) for node in nodes) for nodes in crossing)
+    sizes = tuple(0 if nodes is None else sum(tensor_bytes(analysis.values[node]) for node in nodes) for nodes in crossing)
     return Cuts(tuple(crossing), sizes, tuple(work))
 
 
@@ -263,7 +264,3 @@ def _first_node_of_module(flat: FlatGraph, analysis: Analysis) -> dict[str, int]
             for name in flat.placements[node]:
                 first.setdefault(name, index)
     return {name: index for name, index in first.items() if name}
-
-
-def _bytes(value: Tensor) -> int:
-    return value.numel() * value.element_size()
