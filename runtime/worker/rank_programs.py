@@ -20,7 +20,8 @@ from adaptra.runtime.detection.monitor import Monitor
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.worker.device_clock import OpClock
-from adaptra.runtime.worker.executor import Executor, MessageShapes
+from adaptra.runtime.worker.executor import Executor
+from adaptra.runtime.worker.program_messages import MessageShapes
 from adaptra.runtime.worker.stage import Stage
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import simulate

@@ -15,7 +15,8 @@ from adaptra.program.verify import verify
 from adaptra.runtime.detection.monitor import Monitor
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.transports.base import Transport
-from adaptra.runtime.worker.executor import Executor, MessageShapes
+from adaptra.runtime.worker.executor import Executor
+from adaptra.runtime.worker.program_messages import MessageShapes
 
 SPEC = (TensorSpec((1,), torch.float32),)
 SHAPES = MessageShapes(SPEC, SPEC)
