@@ -47,6 +47,44 @@ class SharedParameter:
     order: tuple[int, ...]
 
 
+class _SharedMessages:
+    """The names of the parameters in each message of a rank, by the stages at both ends, source first.
+
+    Messages to the owner have a name once for each contribution, messages from the owner once for each copy.
+
+    Args:
+        rank: The rank.
+        shared: The shared parameters of which it has a copy.
+        placement: ``placement[stage]`` is the stage's rank.
+
+    Attributes:
+        given: Contributions that the rank sends to owners on other ranks.
+        taken: Contributions that it receives as the owner.
+        sums_from: Sums that it receives from owners.
+        sums_to: Sums that it sends as the owner.
+        contributing: Its stages whose contributions it awaits as the owner.
+    """
+
+    def __init__(self, rank: int, shared: Sequence[SharedParameter], placement: Sequence[int]) -> None:
+        here = frozenset(stages_of(rank, placement))
+        owned = [one for one in shared if one.owner in here]
+        borrowed = [one for one in shared if one.owner not in here]
+
+        def copy_of(one: SharedParameter, other: int) -> Edge:
+            """Return the edge from the owner of a parameter to the first stage of a rank that uses it."""
+            return one.owner, next(user for user in one.stages if placement[user] == other)
+
+        self.given: Final = _by_edge(((user, one.owner), one.name) for one in borrowed for user in one.order if user in here)
+        self.taken: Final = _by_edge(((user, one.owner), one.name) for one in owned for user in one.order if user not in here)
+        self.sums_from: Final = _by_edge((copy_of(one, rank), one.name) for one in borrowed)
+        self.sums_to: Final = _by_edge(
+            (copy_of(one, other), one.name)
+            for one in owned
+            for other in sorted({placement[user] for user in one.stages} - {rank})
+        )
+        self.contributing: Final = {user for one in owned for user in one.stages if user in here}
+
+
 class Gradients:
     """Accumulates the gradients of one rank's parameters into ``parameter.grad``.
 
@@ -68,38 +106,24 @@ class Gradients:
         transport: Transport,
         timeout: float,
     ) -> None:
-        self._here = frozenset(stages_of(rank, placement))
         self._parameters = parameters
         self._placement = placement
         self._transport = transport
         self._timeout = timeout
         self._step = -1
-        self._shared = [one for one in shared if one.name in parameters]
-        self._owned = [one for one in self._shared if one.owner in self._here]
-        borrowed = [one for one in self._shared if one.owner not in self._here]
-        # The names in one message, by the stages at both ends, source first. Messages to the owner have a name once for each
-        # contribution, messages from the owner once for each copy.
-        self._given = _by_edge(((user, one.owner), one.name) for one in borrowed for user in one.order if user in self._here)
-        self._taken = _by_edge(
-            ((user, one.owner), one.name) for one in self._owned for user in one.order if user not in self._here
-        )
-        self._sums_from = _by_edge((self._copy_of(one, rank), one.name) for one in borrowed)
-        self._sums_to = _by_edge(
-            (self._copy_of(one, other), one.name)
-            for one in self._owned
-            for other in sorted({placement[user] for user in one.stages} - {rank})
-        )
+        here = [one for one in shared if one.name in parameters]
+        self._shared = {one.name for one in here}
+        self._owned = [one for one in here if placement[one.owner] == rank]
+        self._messages = _SharedMessages(rank, here, placement)
         self._own: dict[int, dict[tuple[int, str], list[Tensor]]] = {}
-        self._awaited = {user for one in self._owned for user in one.stages if user in self._here}
         self._ended: dict[int, set[int]] = {}
         self._arriving: dict[int, dict[Edge, Pending]] = {}
         self._next = self._posted = 0
-        self._is_shared = {one.name for one in self._shared}
 
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
         """Return the number of receive buffers needed at a time, per source rank and message."""
         counts: Counter[tuple[int, MessageSpec]] = Counter()
-        for incoming, count in ((self._taken, POSTED_AHEAD), (self._sums_from, 1)):
+        for incoming, count in ((self._messages.taken, POSTED_AHEAD), (self._messages.sums_from, 1)):
             for (source, _), names in incoming.items():
                 counts[self._placement[source], self._spec(names)] += count
         return counts
@@ -117,7 +141,7 @@ class Gradients:
 
         No other code refers to a ``fresh`` gradient: it may become the parameter's ``grad``.
         """
-        if name in self._is_shared:
+        if name in self._shared:
             gradient = torch.zeros_like(self._parameters[name]) if gradient is None else gradient
             # Kept or sent beyond the end of W, when the buffers it may be a view of are reused.
             self._own.setdefault(microbatch, {}).setdefault((stage, name), []).append(gradient.clone())
@@ -129,7 +153,7 @@ class Gradients:
         if not self._shared:
             return
         own = self._own.setdefault(microbatch, {})
-        for edge, names in self._given.items():
+        for edge, names in self._messages.given.items():
             if edge[0] == stage:
                 gradients = [gradient for name in dict.fromkeys(names) for gradient in own.pop((stage, name))]
                 self._send(Purpose.SHARED_GRADIENT, edge, microbatch, names, gradients)
@@ -141,20 +165,22 @@ class Gradients:
     def end_step(self) -> None:
         """Finish the step: after this every copy of a shared parameter has the same gradient."""
         self._add_up(wait=True)
-        for edge, names in self._sums_to.items():
+        for edge, names in self._messages.sums_to.items():
             self._send(Purpose.SHARED_SUM, edge, 0, names, [_gradient(self._parameters[name]) for name in names])
-        returning = {edge: self._receive(Purpose.SHARED_SUM, edge, 0, names) for edge, names in self._sums_from.items()}
+        returning = {
+            edge: self._receive(Purpose.SHARED_SUM, edge, 0, names) for edge, names in self._messages.sums_from.items()
+        }
         for edge, pending in returning.items():
-            for name, gradient in zip(self._sums_from[edge], pending.wait(self._timeout), strict=True):
+            for name, gradient in zip(self._messages.sums_from[edge], pending.wait(self._timeout), strict=True):
                 self._parameters[name].grad = torch.empty_like(self._parameters[name]).copy_(gradient)
             self._transport.release(pending)
 
     def _add_up(self, wait: bool) -> None:
         while self._owned:
-            while len(self._arriving) < POSTED_AHEAD and self._awaited <= self._ended.get(self._posted, set()):
+            while len(self._arriving) < POSTED_AHEAD and self._messages.contributing <= self._ended.get(self._posted, set()):
                 self._arriving[self._posted] = {
                     edge: self._receive(Purpose.SHARED_GRADIENT, edge, self._posted, names)
-                    for edge, names in self._taken.items()
+                    for edge, names in self._messages.taken.items()
                 }
                 self._posted += 1
             arriving = self._arriving.get(self._next)
@@ -164,7 +190,7 @@ class Gradients:
                 return
             contributions = self._own.pop(self._next, {})
             for edge, pending in arriving.items():
-                for name, gradient in zip(self._taken[edge], pending.wait(self._timeout), strict=True):
+                for name, gradient in zip(self._messages.taken[edge], pending.wait(self._timeout), strict=True):
                     contributions.setdefault((edge[0], name), []).append(gradient)
             for one in self._owned:
                 total, *others = (contributions[user, one.name].pop(0) for user in one.order)
@@ -179,10 +205,6 @@ class Gradients:
     def _spec(self, names: Sequence[str]) -> MessageSpec:
         parameters = (self._parameters[name] for name in names)
         return tuple(TensorSpec(tuple(one.shape), one.dtype) for one in parameters)
-
-    def _copy_of(self, one: SharedParameter, rank: int) -> Edge:
-        """Return the edge from the owner of a parameter to the first stage of a rank that uses it."""
-        return one.owner, next(user for user in one.stages if self._placement[user] == rank)
 
     def _send(self, purpose: Purpose, edge: Edge, microbatch: int, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         identity = Identity(self._step, purpose, *edge, microbatch, self._spec(names))
