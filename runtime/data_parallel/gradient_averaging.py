@@ -11,7 +11,6 @@ import contextlib
 import threading
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch.distributed import Store
 
 from adaptra.errors import PeerLostError
 from adaptra.runtime.control_store.stores import clone
+from adaptra.runtime.transports.process_groups import end_gloo_waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +181,7 @@ class Replicas:
             text = f"the pipeline of the job's ranks {ranks} failed: {type(error).__name__}: {error}"[:4000]
             self._store.compare_set("why", "", text)
         for group in (self._group, self._aside):
-            for peer in range(self._count):
-                if peer != dist.get_rank(group):
-                    # gloo closes all connections of a group when one of its waits times out, which ends the others.
-                    with contextlib.suppress(RuntimeError):
-                        group.recv([torch.empty(1, dtype=torch.uint8)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
+            end_gloo_waits(group)
 
     def _why(self) -> str | None:
         try:

@@ -17,11 +17,13 @@ from datetime import timedelta
 from itertools import combinations
 from typing import Any, Final
 
+import torch
 from torch import distributed
 from torch.distributed import DistError, PrefixStore, ProcessGroup, Store, distributed_c10d
 
 from adaptra.errors import LaunchError
 from adaptra.runtime.control_store.forked_children import keep_store_from_children, kept_from_children
+from adaptra.runtime.control_store.signed_store import signed_together
 from adaptra.runtime.control_store.stores import clone
 
 # The membership detects lost ranks: a wait for a message may last as long as its sender lives.
@@ -87,6 +89,12 @@ def keys_of(name: str) -> Store:
     return PrefixStore(f"{name}/", job_store())
 
 
+def control_plane(name: str, rank: int, size: int) -> Store:
+    """Return a client for the records under a name, which ``size`` ranks use and sign; all of them call it."""
+    # A connection of its own, so that a wait on the control plane blocks no other user.
+    return signed_together(PrefixStore("adaptra", clone(keys_of(name))), name, rank, size)
+
+
 def next_name(group: ProcessGroup | None) -> str:
     """Return a new name for an object that the members of a group, or all ranks, make together; all call it equally often."""
     parent = group or distributed.group.WORLD
@@ -108,6 +116,17 @@ def make_groups(
                 which = f"{name}/{'backward' if is_backward else 'forward'}/{pair or 'all'}"
                 groups[is_backward, pair] = new_group(members, which, backend)
     return groups
+
+
+def end_gloo_waits(group: ProcessGroup) -> None:
+    """End all waits for operations of a gloo group, here and at its other members.
+
+    gloo can't cancel a wait, but it closes all connections of a group when one of its waits times out.
+    """
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):  # its timeout
+                group.recv([torch.empty(1, dtype=torch.uint8)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
 
 
 def end_group(group: ProcessGroup) -> None:

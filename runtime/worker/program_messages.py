@@ -1,7 +1,7 @@
 """The messages of one rank's program: its sends and receives, and the buffers that received messages keep.
 
-All of it follows from the lowered program and is worked out once: the number of buffers, the last use of each message, and the
-message after which the next step's receives on a channel may be pre-posted.
+All of it follows from the lowered program and is worked out once. So the number of buffers and the last use of each message are
+known before a step, and also after which message a channel's receives may be pre-posted for the next step.
 """
 
 from __future__ import annotations

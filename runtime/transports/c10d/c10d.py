@@ -6,8 +6,7 @@ has one per direction and pair of ranks. A message is one operation, or two if i
 process that receives more than it expects.
 
 A thread per incoming channel waits for messages, so that the arrival time is exact, whatever the rank computes then. A thread
-per outgoing channel keeps the buffers of messages until they are sent. gloo can't cancel a wait. So an abort lets a dummy
-operation time out, upon which gloo closes all connections of the group and every wait ends.
+per outgoing channel keeps the buffers of messages until they are sent.
 
 One lost rank ends the job's step, so the first failure of a channel fails all operations of this rank's transport.
 """
@@ -20,25 +19,21 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import PrefixStore, ProcessGroup, Work
+from torch.distributed import ProcessGroup, Work
 
 from adaptra.errors import LaunchError, TransportError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program.transport_contract import Contract
-from adaptra.runtime.control_store.signed_store import signed_together, under
-from adaptra.runtime.control_store.stores import clone
-from adaptra.runtime.transports import clock_offset as clock
 from adaptra.runtime.transports.base import Identity, MessageLayout, Pending, Transport, check_tensors, layout_of, now
+from adaptra.runtime.transports.c10d.communicators import Communicators
 from adaptra.runtime.transports.c10d.preposted import FIRST_TAG, PrepostedReceives
 from adaptra.runtime.transports.message_format import MessageBuffer
 from adaptra.runtime.transports.pending import Completion, PendingOperations, peer_lost
 from adaptra.runtime.transports.pool import Pool
-from adaptra.runtime.transports.process_groups import end_group, end_keys, initialise, keys_of, make_groups, next_name
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +50,11 @@ class _Direction(NamedTuple):
     peer: int
     is_backward: bool
     is_receive: bool
+
+
+class _ServedChannel(NamedTuple):
+    posted: queue.SimpleQueue[_Posted | None]
+    thread: threading.Thread
 
 
 class _Posted(NamedTuple):
@@ -91,27 +91,20 @@ class C10dTransport(Transport):
         backend = backend or ("nccl" if self._device.type == "cuda" else "gloo")
         if backend not in CONTRACTS or not distributed.is_backend_available(backend):
             raise LaunchError(f"backend {backend!r}: expected one of {', '.join(CONTRACTS)} that this torch was built with")
-        self._owns_default = group is None and initialise(backend)
-        ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
         self.contract = CONTRACTS[backend]
-        self.rank = distributed.get_rank(group)
-        self.world_size = len(ranks)
-        self._wire_device = torch.device("cpu") if backend == "gloo" else self._device
-        self._name = next_name(group)
-        self._groups = make_groups(ranks, self.rank, backend, self._name)
-        self._stream = torch.cuda.Stream(self._wire_device) if self._wire_device.type == "cuda" else None
+        self._communicators = Communicators(group, self._device, backend)
+        self.rank = self._communicators.rank
+        self.world_size = self._communicators.size
         self._guard = PendingOperations(self.rank, self.world_size)
         self._pool = Pool(self._allocate)
         self._standing: dict[_Direction, PrepostedReceives] = {}
         self._held: dict[Pending, tuple[_Direction, MessageBuffer]] = {}
         self._sent: dict[MessageLayout, list[MessageBuffer]] = {}
         self._lock = threading.Lock()
-        self._channels: dict[_Direction, queue.SimpleQueue[_Posted | None]] = {}
-        self._threads: list[threading.Thread] = []
-        self._closed = False
-        # A connection of its own, so that a wait on the control plane blocks no other user.
-        self.store = signed_together(PrefixStore("adaptra", clone(keys_of(self._name))), self._name, self.rank, self.world_size)
-        self.clock_offsets = self._compare_clocks()
+        self._channels: dict[_Direction, _ServedChannel] = {}
+        self._is_closed = False
+        self.store = self._communicators.control_plane()
+        self.clock_offsets = self._communicators.compare_clocks(self.store)
 
     def send(
         self, destination_rank: int, identity: Identity, tensors: Sequence[Tensor], *, posted_at: float | None = None
@@ -127,7 +120,7 @@ class C10dTransport(Transport):
             buffer = self._allocate(identity.specs)
         buffer.pack(identity, tensors, posted_at)
         channel = _Direction(destination_rank, identity.is_backward, False)
-        group, peer = self._group_of(channel)
+        group, peer = self._communicators.between(channel.peer, channel.is_backward)
 
         def post() -> _Posted:
             first = group.send([buffer.first], peer, FIRST_TAG)
@@ -175,13 +168,13 @@ class C10dTransport(Transport):
     def abort(self, error: Exception) -> None:
         """See :meth:`Transport.abort`. Also closes the connections, so the ranks at their other ends notice."""
         if self._guard.end(error):
-            self._end_waits()
+            self._communicators.end_waits()
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
-        if self._closed:
+        if self._is_closed:
             return
-        self._closed = True
+        self._is_closed = True
         deadline = now() + _CLOSE_SECONDS
         with contextlib.suppress(Exception):
             for pending in self._guard.sends():
@@ -189,26 +182,17 @@ class C10dTransport(Transport):
         unfinished = self._guard.has_pending()
         is_whole = self._guard.end(TransportError(f"the transport of rank {self.rank} is closed"))
         if is_whole and unfinished:
-            self._end_waits()
+            self._communicators.end_waits()
+        threads = [channel.thread for channel in self._channels.values()]
         for channel in self._channels.values():
-            channel.put(None)
-        for thread in self._threads:
+            channel.posted.put(None)
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(_CLOSE_SECONDS)
                 if thread.is_alive():
                     logger.warning("rank %d: %s still waits for its last message", self.rank, thread.name)
         self._standing.clear()
-        self._give_back(is_whole and not unfinished)
-        if self._owns_default:
-            distributed.destroy_process_group()
-
-    def _give_back(self, is_idle: bool) -> None:
-        groups, self._groups = self._groups, {}
-        # Ending a group waits for its operations, which may never end once a rank is lost.
-        if is_idle and not any(thread.is_alive() for thread in self._threads):
-            for group in groups.values():
-                end_group(group)
-            end_keys(self._name, self.rank, self.world_size)
+        self._communicators.close(is_whole and not unfinished and not any(thread.is_alive() for thread in threads))
 
     def _start(self, channel: _Direction, pending: Completion, post: Callable[[], _Posted]) -> None:
         try:
@@ -216,7 +200,7 @@ class C10dTransport(Transport):
             with self._lock:
                 if channel not in self._channels:
                     self._open(channel)
-                self._channels[channel].put(post())
+                self._channels[channel].posted.put(post())
         except RuntimeError as error:
             lost = peer_lost(channel.peer, pending.identity, str(error))
             self.abort(lost)
@@ -229,18 +213,18 @@ class C10dTransport(Transport):
 
     def _standing_on(self, channel: _Direction) -> PrepostedReceives:
         if channel not in self._standing:
-            group, peer = self._group_of(channel)
+            group, peer = self._communicators.between(channel.peer, channel.is_backward)
             self._standing[channel] = PrepostedReceives(
                 lambda memory, tag: group.recv([memory], peer, tag), self._pool, channel.peer
             )
         return self._standing[channel]
 
     def _open(self, channel: _Direction) -> None:
-        self._channels[channel] = posted = queue.SimpleQueue()
+        posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
         direction = f"{'backward' if channel.is_backward else 'forward'} {'from' if channel.is_receive else 'to'}"
         name = f"adaptra rank {self.rank} {direction} {channel.peer}"
         thread = threading.Thread(target=self._serve, args=(channel, posted), name=name, daemon=True)
-        self._threads.append(thread)
+        self._channels[channel] = _ServedChannel(posted, thread)
         thread.start()
 
     def _serve(self, channel: _Direction, queued: queue.SimpleQueue[_Posted | None]) -> None:
@@ -248,13 +232,13 @@ class C10dTransport(Transport):
         while (posted := queued.get()) is not None:
             try:
                 first, *rest = posted.works
-                self._await(first)
+                self._communicators.wait(first)
                 if posted.landing is not None:
                     with self._lock:
                         self._standing[channel].land(posted.landing, posted.buffer)
                 sent_at = posted.buffer.check(posted.pending.identity) if channel.is_receive else 0.0
                 for work in rest:
-                    self._await(work)
+                    self._communicators.wait(work)
             except TransportError as error:
                 # Later messages would not match their receives either.
                 self.abort(error)
@@ -272,57 +256,5 @@ class C10dTransport(Transport):
                 self._sent[layout_of(posted.pending.identity.specs)].append(posted.buffer)
             self._guard.settle(posted.pending)
 
-    def _await(self, work: Work) -> None:
-        if self._stream is None:
-            work.wait()
-            return
-        with torch.cuda.stream(self._stream):
-            work.wait()
-            self._stream.synchronize()
-
-    def _end_waits(self) -> None:
-        for group in self._groups.values():
-            if self._stream is not None:
-                group.abort()
-                continue
-            for peer in range(group.size()):
-                if peer != group.rank():
-                    # Expected to fail: its timeout ends the others' waits.
-                    with contextlib.suppress(RuntimeError):
-                        group.recv([torch.empty(1, dtype=torch.uint8)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
-
     def _allocate(self, specs: MessageSpec) -> MessageBuffer:
-        return MessageBuffer(specs, self._wire_device)
-
-    def _group_of(self, channel: _Direction) -> tuple[ProcessGroup, int]:
-        """Return the communicator of a channel and the peer's rank within it."""
-        group = self._groups.get((channel.is_backward, None))
-        if group is not None:
-            return group, channel.peer
-        pair = (min(self.rank, channel.peer), max(self.rank, channel.peer))
-        return self._groups[channel.is_backward, pair], pair.index(channel.peer)
-
-    def _compare_clocks(self) -> tuple[clock.Offset, ...]:
-        cell = torch.zeros(1, dtype=torch.float64, device=self._wire_device)
-        to_next: clock.Offset | None = None
-        # From rank to rank, each pair over both communicators: NCCL sets them up on first use.
-        for lower in (self.rank - 1, self.rank):
-            if lower < 0 or lower + 1 >= self.world_size:
-                continue
-            is_initiator = lower == self.rank
-            peer = lower + 1 if is_initiator else lower
-            out, out_peer = self._group_of(_Direction(peer, not is_initiator, False))
-            back, back_peer = self._group_of(_Direction(peer, is_initiator, True))
-
-            def send(value: float, out: ProcessGroup = out, peer: int = out_peer) -> None:
-                out.send([torch.full_like(cell, value)], peer, FIRST_TAG).wait()
-
-            def receive(back: ProcessGroup = back, peer: int = back_peer) -> float:
-                back.recv([cell], peer, FIRST_TAG).wait()
-                return float(cell.item())
-
-            if is_initiator:
-                to_next = clock.initiate(send, receive)
-            else:
-                clock.answer(send, receive)
-        return clock.share(under("clock", self.store), self.rank, self.world_size, to_next)
+        return MessageBuffer(specs, self._communicators.device)

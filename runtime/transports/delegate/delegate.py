@@ -22,16 +22,14 @@ from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program.transport_contract import Contract
 from adaptra.runtime.transports.base import (
     Identity,
-    MessageLayout,
     PathCounts,
     Pending,
     Transport,
     check_tensors,
-    layout_of,
     now,
 )
 from adaptra.runtime.transports.delegate.engine import StartedEngine
-from adaptra.runtime.transports.delegate.engine_memory import EngineMessage
+from adaptra.runtime.transports.delegate.engine_memory import EngineMessage, EngineMessages
 from adaptra.runtime.transports.delegate.engine_pending import EnginePending
 from adaptra.runtime.transports.delegate.rejected import RejectedConnections
 from adaptra.runtime.transports.message_format import HEADER_BYTES, Header, flat_bytes
@@ -56,8 +54,9 @@ class DelegateTransport(Transport):
         clock_offsets: For every rank, how far its clock is ahead of this one's, with the uncertainty; seconds.
     """
 
+    contract = CONTRACT
+
     def __init__(self, started: StartedEngine, on_close: Callable[[], None] | None = None) -> None:
-        self.contract = CONTRACT
         self.rank = started.rank
         self.world_size = started.world_size
         self.store = started.store
@@ -67,10 +66,8 @@ class DelegateTransport(Transport):
         self._guard = PendingOperations(self.rank, self.world_size)
         self._pool: Pool[None] = Pool(lambda _: None)
         self._lock = threading.Lock()
-        self._held: dict[Pending, int] = {}
         self._sent: deque[EnginePending] = deque()
-        self._free: dict[MessageLayout, list[EngineMessage]] = {}
-        self._slots: dict[tuple[int, MessageLayout], EngineMessage] = {}
+        self._messages = EngineMessages(self._engine, self._make_message)
         self._refusals = RejectedConnections(self._engine, self.rank)
         self._is_closed = False
         self._on_close = on_close
@@ -83,7 +80,7 @@ class DelegateTransport(Transport):
         check_tensors(identity, tensors)
         self._sweep()
         pending = self._guard.post(destination_rank, identity, is_receive=False, make=EnginePending)
-        pending.message = message = self._outgoing(identity.specs)
+        pending.message = message = self._messages.free(identity.specs)
         message.rule.pack_into(message.header, identity, posted_at)
         self._fill(message, tensors, lambda: self._start(pending, destination_rank, message, posted_at))
         return pending
@@ -93,7 +90,7 @@ class DelegateTransport(Transport):
         self._refusals.look(now())
         pending = self._guard.post(source_rank, identity, is_receive=True, make=self._arriving)
         self._pool.take(source_rank, identity)
-        self._held[pending] = source_rank
+        pending.source_rank = source_rank
         request = self._engine.receive(source_rank, identity.is_backward, HEADER_BYTES + flat_bytes(identity.specs))
         pending.begin(self.settle, request)
         self._expect(pending, source_rank)
@@ -102,7 +99,9 @@ class DelegateTransport(Transport):
     def release(self, pending: Pending) -> None:
         """See :meth:`Transport.release`."""
         assert isinstance(pending, EnginePending), "every pending of this transport is one"
-        self._pool.give(self._held.pop(pending), pending.identity, None)
+        source_rank, pending.source_rank = pending.source_rank, None
+        assert source_rank is not None, "only a received message is released, and once"
+        self._pool.give(source_rank, pending.identity, None)
         self._give_back(pending)
 
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
@@ -141,8 +140,7 @@ class DelegateTransport(Transport):
         # Views of the engine's memory: torch can't release them any more once the interpreter ends.
         with self._lock:
             self._sent.clear()
-            self._free.clear()
-            self._slots.clear()
+            self._messages.clear()
         if self._on_close is not None:
             self._on_close()
 
@@ -179,7 +177,7 @@ class DelegateTransport(Transport):
 
     def _taken(self, pending: EnginePending, request: _C.Request) -> tuple[tuple[Tensor, ...], float]:
         identity = pending.identity
-        source = self._held.get(pending)
+        source = pending.source_rank
         if (reason := request.error) is not None:
             raise peer_lost(identity.destination if source is None else source, identity, reason)
         if source is None:
@@ -189,7 +187,7 @@ class DelegateTransport(Transport):
             raise TransportError(f"receive of {identity}: got a message of another size under the same header")
         memory = request.memory
         assert memory is not None, "an arrived message lies somewhere"
-        message = self._slot(memory, identity.specs)
+        message = self._messages.at(memory, identity.specs)
         sent_at = message.rule.check(message.header, identity) - self.clock_offsets[source].ahead
         return self._deliver(pending, message), sent_at
 
@@ -227,20 +225,6 @@ class DelegateTransport(Transport):
             self._sent.append(pending)
         pending.begin(self.settle, request)
 
-    def _slot(self, memory: _C.Memory, specs: MessageSpec) -> EngineMessage:
-        key = (memory.address, layout_of(specs))
-        message = self._slots.get(key)
-        if message is None:
-            message = self._slots[key] = self._make_message(memory, specs)
-        return message
-
-    def _outgoing(self, specs: MessageSpec) -> EngineMessage:
-        with self._lock:
-            free = self._free.get(layout_of(specs))
-            if free:
-                return free.pop()
-        return self._make_message(self._engine.allocate(HEADER_BYTES + flat_bytes(specs)), specs)
-
     def _sweep(self) -> None:
         """Recycle the memory of messages that were sent, because no thread waits for a send."""
         self._refusals.look(now())
@@ -251,6 +235,5 @@ class DelegateTransport(Transport):
         for pending in finished:
             self.settle(pending)
             if pending.request is not None and pending.request.error is None and pending.message is not None:
-                with self._lock:
-                    self._free.setdefault(layout_of(pending.identity.specs), []).append(pending.message)
+                self._messages.recycle(pending.message)
             pending.message = None

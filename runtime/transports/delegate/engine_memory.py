@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -13,7 +15,7 @@ from adaptra import _C
 from adaptra.errors import LaunchError, TransportError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.runtime.transports import clock_offset as clock
-from adaptra.runtime.transports.base import now
+from adaptra.runtime.transports.base import MessageLayout, layout_of, now
 from adaptra.runtime.transports.message_format import HEADER_BYTES, Header, flat_bytes, views_of
 
 _READING: Final = struct.Struct("<d")
@@ -42,6 +44,49 @@ class EngineMessage:
         self.header = memoryview(array).cast("B")
         self.flat = torch.frombuffer(array, dtype=torch.uint8)[HEADER_BYTES : HEADER_BYTES + flat_bytes(specs)]
         self.views = views_of(self.flat, specs)
+
+
+class EngineMessages:
+    """The messages that one rank's engine has memory for. Those that were sent are used again.
+
+    Args:
+        engine: Allocates the memory.
+        make: Makes a message in memory.
+    """
+
+    def __init__(self, engine: _C.Engine, make: Callable[[_C.Memory, MessageSpec], EngineMessage]) -> None:
+        self._engine = engine
+        self._make = make
+        self._lock = threading.Lock()
+        self._free: dict[MessageLayout, list[EngineMessage]] = {}
+        self._arrived: dict[tuple[int, MessageLayout], EngineMessage] = {}
+
+    def free(self, specs: MessageSpec) -> EngineMessage:
+        """Return a message to be sent, in memory of its own."""
+        with self._lock:
+            free = self._free.get(layout_of(specs))
+            if free:
+                return free.pop()
+        return self._make(self._engine.allocate(HEADER_BYTES + flat_bytes(specs)), specs)
+
+    def recycle(self, message: EngineMessage) -> None:
+        """Use a message again, because it was sent."""
+        with self._lock:
+            self._free.setdefault(layout_of(message.specs), []).append(message)
+
+    def at(self, memory: _C.Memory, specs: MessageSpec) -> EngineMessage:
+        """Return the message that arrived in this memory."""
+        key = (memory.address, layout_of(specs))
+        message = self._arrived.get(key)
+        if message is None:
+            message = self._arrived[key] = self._make(memory, specs)
+        return message
+
+    def clear(self) -> None:
+        """Forget all messages, and with them the views of the engine's memory."""
+        with self._lock:
+            self._free.clear()
+            self._arrived.clear()
 
 
 class _Pair:

@@ -20,6 +20,8 @@ class EnginePending(Completion):
     def __init__(self, identity: Identity) -> None:
         super().__init__(identity)
         self.request: _C.Request | None = None
+        self.source_rank: int | None = None
+        """The rank that sends the message, from the post of its receive until its release; None for a send."""
         self._settle: Callable[[EnginePending], None] | None = None
         self.message: EngineMessage | None = None
         self._begun = threading.Event()

@@ -6,16 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import distributed
-from torch.distributed import PrefixStore, ProcessGroup
+from torch.distributed import ProcessGroup
 
-from adaptra.runtime.control_store.signed_store import signed_together
-from adaptra.runtime.control_store.stores import clone
 from adaptra.runtime.transports.delegate import rdma_paths
 from adaptra.runtime.transports.delegate.delegate import DelegateTransport
 from adaptra.runtime.transports.delegate.endpoints import address_towards
 from adaptra.runtime.transports.delegate.engine import Listen, Timing, listen, start_engine
 from adaptra.runtime.transports.delegate.gpu import GpuDelegateTransport
-from adaptra.runtime.transports.process_groups import end_keys, initialise, keys_of, next_name
+from adaptra.runtime.transports.process_groups import control_plane, end_keys, initialise, keys_of, next_name
 
 
 def join(
@@ -42,11 +40,9 @@ def join(
     owns_default = group is None and initialise("gloo")
     ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
     name = next_name(group)
-    control = keys_of(name)
-    # A connection of its own, so that a wait on the control plane blocks no other user.
     rank, place = distributed.get_rank(group), torch.device(device)
-    store = signed_together(PrefixStore("adaptra", clone(control)), name, rank, len(ranks))
-    found = addresses or [*rdma_paths.agree_on_ports(store, rank, len(ranks)), address_towards(control)]
+    store = control_plane(name, rank, len(ranks))
+    found = addresses or [*rdma_paths.agree_on_ports(store, rank, len(ranks)), address_towards(keys_of(name))]
     started = start_engine(rank, len(ranks), store, found, timing or Timing(), listen)
 
     def end() -> None:

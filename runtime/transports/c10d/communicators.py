@@ -1,0 +1,121 @@
+"""The communicators of one rank's transport: one per direction, and over NCCL one per direction and pair of ranks."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import distributed
+from torch.distributed import ProcessGroup, Store, Work
+
+from adaptra.runtime.control_store.signed_store import under
+from adaptra.runtime.transports import clock_offset as clock
+from adaptra.runtime.transports.c10d.preposted import FIRST_TAG
+from adaptra.runtime.transports.process_groups import (
+    control_plane,
+    end_gloo_waits,
+    end_group,
+    end_keys,
+    initialise,
+    make_groups,
+    next_name,
+)
+
+
+class Communicators:
+    """Makes the communicators of all pairs of ranks, and ends their operations and them. All ranks create it together.
+
+    Args:
+        group: The ranks to join. None for the default group, which is set up from the launcher's environment if it does not
+            exist.
+        device: The device of sent and received tensors.
+        backend: The name of the backend: ``gloo`` or ``nccl``.
+
+    Attributes:
+        rank: This rank.
+        size: The number of ranks.
+        device: The device of the tensors that the backend carries.
+
+    Raises:
+        LaunchError: There is no group and no launcher.
+    """
+
+    def __init__(self, group: ProcessGroup | None, device: torch.device, backend: str) -> None:
+        self._owns_default = group is None and initialise(backend)
+        ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
+        self.rank: Final = distributed.get_rank(group)
+        self.size: Final = len(ranks)
+        self.device: Final = torch.device("cpu") if backend == "gloo" else device
+        self._name = next_name(group)
+        self._groups = make_groups(ranks, self.rank, backend, self._name)
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def control_plane(self) -> Store:
+        """Return a new client of the ranks' control plane; all ranks call it."""
+        return control_plane(self._name, self.rank, self.size)
+
+    def between(self, peer: int, is_backward: bool) -> tuple[ProcessGroup, int]:
+        """Return the communicator of a peer's messages in a direction, and the peer's rank within it."""
+        group = self._groups.get((is_backward, None))
+        if group is not None:
+            return group, peer
+        pair = (min(self.rank, peer), max(self.rank, peer))
+        return self._groups[is_backward, pair], pair.index(peer)
+
+    def wait(self, work: Work) -> None:
+        """Wait for an operation, on a stream of its own if it runs on a GPU.
+
+        Raises:
+            RuntimeError: The operation failed, or the communicators' operations were ended.
+        """
+        if self._stream is None:
+            work.wait()
+            return
+        with torch.cuda.stream(self._stream):
+            work.wait()
+            self._stream.synchronize()
+
+    def end_waits(self) -> None:
+        """End all waits, here and at the other ranks."""
+        for group in self._groups.values():
+            if self._stream is None:
+                end_gloo_waits(group)
+            else:
+                group.abort()
+
+    def close(self, is_idle: bool) -> None:
+        """Release the communicators if none of their operations is under way, and the default group if it was set up here."""
+        groups, self._groups = self._groups, {}
+        # Ending a group waits for its operations, which may never end once a rank is lost.
+        if is_idle:
+            for group in groups.values():
+                end_group(group)
+            end_keys(self._name, self.rank, self.size)
+        if self._owns_default:
+            distributed.destroy_process_group()
+
+    def compare_clocks(self, store: Store) -> tuple[clock.Offset, ...]:
+        """Measure how far every rank's clock is ahead of this one's, from neighbour to neighbour over both directions."""
+        cell = torch.zeros(1, dtype=torch.float64, device=self.device)
+        to_next: clock.Offset | None = None
+        # From rank to rank, each pair over both communicators: NCCL sets them up on first use.
+        for lower in (self.rank - 1, self.rank):
+            if lower < 0 or lower + 1 >= self.size:
+                continue
+            is_initiator = lower == self.rank
+            peer = lower + 1 if is_initiator else lower
+            out, out_peer = self.between(peer, not is_initiator)
+            back, back_peer = self.between(peer, is_initiator)
+
+            def send(value: float, out: ProcessGroup = out, peer: int = out_peer) -> None:
+                out.send([torch.full_like(cell, value)], peer, FIRST_TAG).wait()
+
+            def receive(back: ProcessGroup = back, peer: int = back_peer) -> float:
+                back.recv([cell], peer, FIRST_TAG).wait()
+                return float(cell.item())
+
+            if is_initiator:
+                to_next = clock.initiate(send, receive)
+            else:
+                clock.answer(send, receive)
+        return clock.share(under("clock", store), self.rank, self.size, to_next)
