@@ -1,7 +1,7 @@
 """The messages of one rank's program: its sends and receives, and the buffers that received messages keep.
 
 All of it follows from the lowered program and is worked out once. So the number of buffers and the last use of each message are
-known before a step, and also after which message a channel's receives may be pre-posted for the next step.
+known before a step. It is also known after which message of a channel the next step's receives may be pre-posted.
 """
 
 from __future__ import annotations

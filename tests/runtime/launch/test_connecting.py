@@ -58,14 +58,14 @@ def join(rank: int, how: str, where: str, note: Path) -> Raised | None:
     import torch.distributed as dist
 
     from adaptra.runtime.transports import process_groups as groups
-    from adaptra.runtime.transports.c10d import c10d
+    from adaptra.runtime.transports.c10d import communicators
     from adaptra.runtime.transports.delegate import engine as delegate_engine
 
     # The store is a rank's that lives.
     dist.init_process_group("gloo")
     end = ended_by(how, rank, note)
     if end is not None and where == "groups":
-        c10d.make_groups = end
+        communicators.make_groups = end
     elif end is not None and where == "group of replicas":
         groups.distributed_c10d._new_process_group_helper = end
     elif end is not None:
@@ -80,7 +80,7 @@ def change(rank: int, how: str, note: Path) -> Raised | None:
     import torch
     import torch.distributed as dist
 
-    from adaptra.runtime.transports.c10d import c10d
+    from adaptra.runtime.transports.c10d import communicators
 
     dist.init_process_group("gloo")
     inputs, _, targets = MIXED.rows(ROWS, seed=0)
@@ -88,7 +88,7 @@ def change(rank: int, how: str, note: Path) -> Raised | None:
         pipe.step(inputs[0], targets)
         end = ended_by(how, rank, note)
         if end is not None:
-            c10d.make_groups = end
+            communicators.make_groups = end
         return raised(lambda: pipe.take_split(["middle.3", "middle.5"], torch.optim.SGD(pipe.parameters())))
 
 
