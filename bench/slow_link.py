@@ -29,14 +29,14 @@ def delayed(ranks: int, seconds: float, delay: float) -> CostModel:
     return cost.with_latency(1, 2, delay).with_latency(2, 1, delay)
 
 
-def programs(ranks: int, microbatches: int, memory: int, cost: CostModel) -> dict[str, Program]:
+def programs(ranks: int, microbatches: int, in_flight: int, cost: CostModel) -> dict[str, Program]:
     """What is compared, by name."""
     case = Case(cost, microbatches, tuple(range(ranks)))
     return {
         "1f1b": one_f_one_b(ranks, microbatches, split=False),
         "zb_h1": adaptra.generate("zb_h1", ranks, microbatches),
         "zb_h2": adaptra.generate("zb_h2", ranks, microbatches),
-        "adapted": plan(case, memory=memory),
+        "adapted": plan(case, in_flight=in_flight),
     }
 
 
@@ -64,7 +64,9 @@ def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--ranks", type=int, default=4)
     arguments.add_argument("--microbatches", type=int, default=16)
-    arguments.add_argument("--memory", type=int, default=10, help="most microbatches in flight per stage of the adapted plan")
+    arguments.add_argument(
+        "--in-flight", type=int, default=10, help="most microbatches in flight per stage of the adapted plan"
+    )
     arguments.add_argument("--op-ms", type=float, default=20.0, help="duration of every op, milliseconds")
     arguments.add_argument("--delays", type=float, nargs="+", default=[0, 20, 40, 60], help="one way, milliseconds")
     arguments.add_argument("--runs", type=int, default=3)
@@ -74,7 +76,7 @@ def main() -> int:
     table = [
         (delay, name, program)
         for delay, cost in costs.items()
-        for name, program in programs(given.ranks, given.microbatches, given.memory, cost).items()
+        for name, program in programs(given.ranks, given.microbatches, given.in_flight, cost).items()
     ]
     measured = run_on_ranks(measure, given.ranks, [(delay / 1e3, program) for delay, _, program in table], seconds, given.runs)
     baseline = {delay: found for (delay, name, _), found in zip(table, measured, strict=True) if name == "1f1b"}

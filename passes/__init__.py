@@ -35,7 +35,7 @@ PASSES: Final[Mapping[str, type[Pass]]] = MappingProxyType(
 
 
 def parse_pipeline(text: str) -> PassPipeline:
-    """Parse a pipeline of adaptra's passes, such as ``split-backward,adapt-order{memory=12}``.
+    """Parse a pipeline of adaptra's passes, such as ``split-backward,adapt-order{in_flight=12}``.
 
     Raises:
         PassError: The text is invalid. The error names the token, its column and the expected form.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
@@ -13,6 +13,7 @@ from adaptra.errors import PassError, PlanError
 from adaptra.passes.base import Count, CountPerStage, Pass, option
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import RULE
+from adaptra.renamed import former_keyword
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.simulate import Simulation, simulate
 
@@ -29,6 +30,7 @@ MEMORY_TOLERANCE: Final = 1e-9
 """Tolerated excess of a sum of memory over its limit, for rounding."""
 
 
+@former_keyword("memory", "in_flight")
 @dataclass(frozen=True)
 class AdaptOrder(Pass):
     """Reorder the compute ops of every rank so that the simulated step is as short as the search can make it.
@@ -38,7 +40,7 @@ class AdaptOrder(Pass):
 
     Guarantees, for any number of stages and microbatches, any placement and mode of communication:
 
-    - never more microbatches in flight on a stage than ``memory``, never more memory on a rank than the cost model's limit;
+    - never more microbatches in flight on a stage than ``in_flight``, never more memory on a rank than the cost model's limit;
     - if the incoming program is within these limits, the result's simulated makespan is not longer;
     - if no better program is found, the incoming program is the result;
     - with one stage per rank, not longer than gpipe, 1f1b, zb_h1 or zb_h2, of those that fit;
@@ -53,7 +55,7 @@ class AdaptOrder(Pass):
     of stages. If no order fits the limits, PlanError names the smallest limit that works.
 
     Attributes:
-        memory: The most microbatches in flight (F started, I not ended), for every stage or one number per stage.
+        in_flight: The most microbatches in flight (F started, I not ended), for every stage or one number per stage.
         effort: The approximate number of ops that the search dispatches and simulates. The default is enough for thousands of
             tries on small programs and 20 on large ones. Results do not depend on the machine's speed, since no time is
             measured.
@@ -61,7 +63,8 @@ class AdaptOrder(Pass):
     """
 
     name: ClassVar[str] = "adapt-order"
-    memory: int | tuple[int, ...] | None = option(None, CountPerStage())
+    former_options: ClassVar[Mapping[str, str]] = {"memory": "in_flight"}
+    in_flight: int | tuple[int, ...] | None = option(None, CountPerStage())
     effort: int | None = option(None, Count(1))
     seed: int = option(0, Count(0))
 
@@ -72,12 +75,12 @@ class AdaptOrder(Pass):
                 f"{self}: {program.name} has {program.stages} stages, the cost model {cost.stages}: expected as many"
             )
         case = Case(cost, program.microbatches, program.placement, program.name)
-        return search(case, self.memory, incumbent=program, effort=self.effort, seed=self.seed)
+        return search(case, self.in_flight, incumbent=program, effort=self.effort, seed=self.seed)
 
 
 def search(
     case: Case,
-    memory: int | tuple[int, ...] | None,
+    in_flight: int | tuple[int, ...] | None,
     *,
     incumbent: Program | None = None,
     effort: int | None = None,
@@ -90,7 +93,7 @@ def search(
 
     Args:
         case: Costs, microbatches and placement.
-        memory: See :class:`AdaptOrder`.
+        in_flight: See :class:`AdaptOrder`.
         incumbent: A valid compute-only program of the same placement and microbatches, with I and W.
         effort: See :class:`AdaptOrder`. With a ``budget``, by default unlimited.
         seed: Seed of all random choices.
@@ -107,7 +110,7 @@ def search(
     if incumbent is not None and incumbent.is_forward_only:
         return incumbent
     cost, stages, microbatches = case.cost, case.cost.stages, case.microbatches
-    limits = in_flight_limits(memory, stages, microbatches)
+    limits = in_flight_limits(in_flight, stages, microbatches)
     _refuse_impossible_limit(case)
     if effort is None:
         effort = UNLIMITED if budget is not None else max(LEAST_EFFORT, LEAST_ROUNDS * 3 * stages * microbatches)

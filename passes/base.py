@@ -3,7 +3,7 @@
 A pass is a frozen dataclass whose fields are its options. It turns a valid program into a valid program. A pipeline is a
 sequence of passes, with a text form that parses and prints::
 
-    split-backward,adapt-order{memory=12},insert-comm{receives=ahead},lower-comm{slow=1>2}
+    split-backward,adapt-order{in_flight=12},insert-comm{receives=ahead},lower-comm{slow=1>2}
 
 Options with default values are not printed. The runner depends on no pass. It verifies the program before the first pass and
 after each.
@@ -39,6 +39,9 @@ class Pass(ABC):
     name: ClassVar[str]
     """The name in pipelines: the file name with ``-`` for ``_``."""
 
+    former_options: ClassVar[Mapping[str, str]] = {}
+    """Former names of options, which texts of earlier versions have, and the present ones."""
+
     @abstractmethod
     def apply(self, program: Program, cost: CostModel) -> Program:
         """Return the transformed program.
@@ -57,7 +60,10 @@ class Pass(ABC):
         """
         forms = {entry.name: entry.metadata["form"] for entry in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
-        for name, text in options.items():
+        for given, text in options.items():
+            name = cls.former_options.get(given, given)
+            if name in values:
+                raise PassError(f"{cls.name}: option {name!r} is given twice")
             if name not in forms:
                 raise PassError(f"{cls.name}: option {name!r}: expected {_one_of(forms)}")
             form: OptionForm = forms[name]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+import warnings
+from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from adaptra import __version__
 from adaptra.errors import AdaptraError
@@ -30,6 +31,15 @@ _SLOW: Final = (
     "mark messages from stage A to its neighbour B in the picture; repeatable. Without it, directed edges that take "
     "more than twice the time of the median edge are marked"
 )
+
+
+class _FormerName(Action):
+    """An option under its former name, which warns of the present one."""
+
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option_string: str | None = None) -> None:
+        present = f"--{self.dest.replace('_', '-')}"
+        warnings.warn(f"{parser.prog} {option_string} is now {present}", DeprecationWarning, stacklevel=2)
+        setattr(namespace, self.dest, values)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,8 +117,9 @@ def _plan(add: _Add) -> None:
         "--objective", choices=("expected", "worst"), default="expected", help="with --uncertain: mean or longest step time"
     )
     parser.add_argument(
-        "--memory", type=_at_least_one, metavar="N", help="microbatches in flight per stage at most (F started, I not ended)"
+        "--in-flight", type=_at_least_one, metavar="N", help="microbatches in flight per stage at most (F started, I not ended)"
     )
+    parser.add_argument("--memory", dest="in_flight", type=_at_least_one, action=_FormerName, help=SUPPRESS)
     parser.add_argument(
         "--budget", type=_seconds, metavar="TIME", help="search each plan so long at most, such as 100ms; not with --exact"
     )

@@ -38,7 +38,7 @@ def run_plan(options: Namespace) -> str:
     if options.uncertain is not None:
         return _robust(options, case)
     exact = None if options.exact is None else _exact(options, case)
-    planned = planned_for(case, options.memory, options.budget) if exact is None else exact.program
+    planned = planned_for(case, options.in_flight, options.budget) if exact is None else exact.program
     simulation, bound = simulate(planned, case.cost), lower_bound(case)
     program = _write_program(options, case, planned)
     if options.compare is not None:
@@ -69,7 +69,9 @@ def _robust(options: Namespace, case: Case) -> str:
     from adaptra.simulation.scenarios import delay_scenarios
 
     scenarios = delay_scenarios(case.cost, read_uncertain(options.uncertain))
-    found = robust_plan(case, scenarios, objective=Objective(options.objective), memory=options.memory, budget=options.budget)
+    found = robust_plan(
+        case, scenarios, objective=Objective(options.objective), in_flight=options.in_flight, budget=options.budget
+    )
     program = _write_program(options, case, found.program)
     simulation, bound = simulate(found.program, case.cost), lower_bound(case)
     draw_timeline(options, case, simulation)
@@ -93,7 +95,7 @@ def _robust(options: Namespace, case: Case) -> str:
 def _exact(options: Namespace, case: Case) -> Exact:
     from adaptra.planning.exact import solve_exactly
 
-    return solve_exactly(case, memory=options.memory, seconds=options.exact)
+    return solve_exactly(case, in_flight=options.in_flight, seconds=options.exact)
 
 
 def _compare(options: Namespace, case: Case, planned: Program) -> str:
@@ -101,7 +103,7 @@ def _compare(options: Namespace, case: Case, planned: Program) -> str:
     from adaptra.passes.adapt_order import ADAPTED
     from adaptra.planning.comparison import compare
 
-    found = compare(case, [*options.compare, ADAPTED], memory=options.memory, adapted=planned)
+    found = compare(case, [*options.compare, ADAPTED], in_flight=options.in_flight, adapted=planned)
     if options.picture is not None:
         timelines = [(title_of(case, run.program), run.timeline) for run in found.runs]
         picture.draw(timelines, options.picture, slow_edges=options.slow_edge or edges_to_mark(case.cost))
@@ -117,7 +119,7 @@ def _sweep(options: Namespace, case: Case) -> str:
     from adaptra.cli.inputs import read_sweep
     from adaptra.planning.comparison import sweep_delay
 
-    found = sweep_delay(case, **read_sweep(options.sweep), memory=options.memory, budget=options.budget)
+    found = sweep_delay(case, **read_sweep(options.sweep), in_flight=options.in_flight, budget=options.budget)
     if options.picture is not None:
         from adaptra.report.sweep import draw_sweep
 
@@ -125,11 +127,11 @@ def _sweep(options: Namespace, case: Case) -> str:
     return as_json(found.to_json()) if options.json else tables.sweep(found, line_width(options))
 
 
-def planned_for(case: Case, memory: int | None = None, budget: float | None = None) -> Program:
+def planned_for(case: Case, in_flight: int | None = None, budget: float | None = None) -> Program:
     """Return the planner's plan. Loads the planner."""
     from adaptra.planning.planner import plan
 
-    return plan(case, memory=memory, budget=budget)
+    return plan(case, in_flight=in_flight, budget=budget)
 
 
 def _lowered(program: Program, cost: CostModel) -> Program:

@@ -124,11 +124,11 @@ def in_flight_limits(given: int | Sequence[int] | None, stages: int, microbatche
         return (microbatches,) * stages
     limits = (given,) * stages if isinstance(given, int) else tuple(given)
     if len(limits) != stages:
-        raise PlanError(f"memory: expected one number or {stages}, one per stage, got {len(limits)}")
+        raise PlanError(f"in_flight: expected one number or {stages}, one per stage, got {len(limits)}")
     for stage, limit in enumerate(limits):
         if limit < 1:
             raise PlanError(
-                f"memory: stage {stage} may keep {limit} microbatches in flight: the smallest budget that works is 1"
+                f"in_flight: stage {stage} may keep {limit} microbatches in flight: the smallest limit that works is 1"
             )
     return limits
 

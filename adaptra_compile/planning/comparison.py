@@ -12,6 +12,7 @@ from adaptra.planning.planner import plan
 from adaptra.planning.published import PAPER, paper_rule
 from adaptra.program import Program
 from adaptra.program.schedules import GENERATORS, PLACED, generate_for
+from adaptra.renamed import former_keyword
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.simulate import Bound, Simulation, lower_bound, simulate
 
@@ -72,15 +73,16 @@ class Sweep:
         }
 
 
+@former_keyword("memory", "in_flight")
 def compare(
-    case: Case, names: Iterable[str], *, memory: int | Sequence[int] | None = None, adapted: Program | None = None
+    case: Case, names: Iterable[str], *, in_flight: int | Sequence[int] | None = None, adapted: Program | None = None
 ) -> Comparison:
     """Simulate schedules by name: those that :func:`adaptra.program.schedules.generate_for` knows, ``paper`` and ``adapted``.
 
     Args:
         case: The problem.
         names: Some of :data:`COMPARED`.
-        memory: The most microbatches in flight per stage. Only ``paper`` and ``adapted`` observe it.
+        in_flight: The most microbatches in flight per stage. Only ``paper`` and ``adapted`` observe it.
         adapted: The plan to show as ``adapted``, or None to plan here.
 
     Raises:
@@ -91,19 +93,20 @@ def compare(
     def run(name: str) -> Simulation:
         if name == ADAPTED and adapted is not None:
             return simulate(adapted, case.cost)
-        return simulate(_program(case, name, memory), case.cost)
+        return simulate(_program(case, name, in_flight), case.cost)
 
     names = check_names(names, COMPARED)
     return Comparison(case, lower_bound(case), tuple(map(run, names)))
 
 
+@former_keyword("memory", "in_flight")
 def sweep_delay(
     case: Case,
     edges: Iterable[tuple[int, int]],
     delays: Iterable[float],
     names: Iterable[str] = ("1f1b", "zb_h1", "zb_h2", PAPER, KEPT, ADAPTED),
     *,
-    memory: int | Sequence[int] | None = None,
+    in_flight: int | Sequence[int] | None = None,
     budget: float | None = None,
 ) -> Sweep:
     """Simulate schedules while a delay is added to the latency of some directed edges.
@@ -116,7 +119,7 @@ def sweep_delay(
         edges: The directed edges to delay, all by the same amount.
         delays: The delays to add, in the case's unit of time.
         names: Some of :data:`SWEPT`.
-        memory: As for :func:`compare`.
+        in_flight: As for :func:`compare`.
         budget: As for :func:`adaptra.planning.planner.plan`, for each of the plans.
 
     Raises:
@@ -127,11 +130,11 @@ def sweep_delay(
     if not delays:
         raise PlanError("no delays: expected at least one")
     slowed = [replace(case, cost=_slower(case.cost, edges, delay)) for delay in delays]
-    kept = plan(slowed[0], memory=memory, budget=budget) if KEPT in names else None
+    kept = plan(slowed[0], in_flight=in_flight, budget=budget) if KEPT in names else None
     found: dict[str, list[Simulation]] = {name: [] for name in names}
     for slow in slowed:
         for name, runs in found.items():
-            program = kept if name == KEPT and kept is not None else _program(slow, name, memory, budget)
+            program = kept if name == KEPT and kept is not None else _program(slow, name, in_flight, budget)
             runs.append(simulate(program, slow.cost))
     return Sweep(
         case,
@@ -157,11 +160,11 @@ def check_names(names: Iterable[str], known: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def _program(case: Case, name: str, memory: int | Sequence[int] | None, budget: float | None = None) -> Program:
+def _program(case: Case, name: str, in_flight: int | Sequence[int] | None, budget: float | None = None) -> Program:
     if name == ADAPTED:
-        return plan(case, memory=memory, budget=budget)
+        return plan(case, in_flight=in_flight, budget=budget)
     if name == PAPER:
-        return paper_rule(case, memory=memory)
+        return paper_rule(case, in_flight=in_flight)
     return generate_for(name, case.placement, case.microbatches)
 
 

@@ -18,6 +18,7 @@ from adaptra.equations.warm_up import in_flight_limits
 from adaptra.errors import MissingExtraError, PlanError
 from adaptra.planning.planner import plan
 from adaptra.program import Kind, Op, Program
+from adaptra.renamed import former_keyword
 from adaptra.simulation.cost import Blocking, Case, CostModel
 from adaptra.simulation.simulate import Simulation, simulate
 
@@ -68,10 +69,11 @@ class _Activity(NamedTuple):
         return self.start + self.length  # pyright: ignore[reportReturnType]
 
 
+@former_keyword("memory", "in_flight")
 def solve_exactly(
     case: Case,
     *,
-    memory: int | Sequence[int] | None = None,
+    in_flight: int | Sequence[int] | None = None,
     incumbent: Program | None = None,
     seconds: float = 60.0,
     workers: int = 0,
@@ -84,7 +86,7 @@ def solve_exactly(
 
     Args:
         case: Costs, microbatches and placement. Every placement is allowed.
-        memory: As for :func:`adaptra.planning.planner.plan`.
+        in_flight: As for :func:`adaptra.planning.planner.plan`.
         incumbent: The program that runs now, as for :func:`adaptra.planning.planner.plan`. The solver starts from the plan
             that this function makes of it.
         seconds: Time limit, after which the best program and bound so far are returned.
@@ -100,9 +102,9 @@ def solve_exactly(
         raise MissingExtraError("exact plans need OR-tools: pip install 'adaptra[exact]'") from error
     if case.cost.blocking is not Blocking.NONE:
         raise PlanError(f"{case.name}: blocking {case.cost.blocking.value}: expected none for an exact plan")
-    start = simulate(plan(case, memory=memory, incumbent=incumbent), case.cost)
+    start = simulate(plan(case, in_flight=in_flight, incumbent=incumbent), case.cost)
     units = _Units(case, start.makespan)
-    problem = _Problem(cp_model.CpModel(), case, in_flight_limits(memory, case.cost.stages, case.microbatches), units)
+    problem = _Problem(cp_model.CpModel(), case, in_flight_limits(in_flight, case.cost.stages, case.microbatches), units)
     problem.hint(start)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds

@@ -16,6 +16,7 @@ from adaptra.passes.adapt_order import ADAPTED, LEAST_EFFORT, LEAST_ROUNDS, MEMO
 from adaptra.planning.planner import plan
 from adaptra.program import Program
 from adaptra.program.dependencies import RULE
+from adaptra.renamed import former_keyword
 from adaptra.simulation.cost import Case
 from adaptra.simulation.simulate import lower_bound, simulate
 
@@ -29,10 +30,11 @@ _SHARE: Final = 3
 """Divisor of the search effort for all limits that are tried but the last."""
 
 
+@former_keyword("memory", "in_flight")
 def plan_least_memory(
     case: Case,
     *,
-    memory: int | Sequence[int] | None = None,
+    in_flight: int | Sequence[int] | None = None,
     incumbent: Program | None = None,
     within: float = WITHIN,
 ) -> Program:
@@ -42,15 +44,15 @@ def plan_least_memory(
 
     Args:
         case: Costs, microbatches, placement and memory limits.
-        memory: As for :func:`adaptra.planning.planner.plan`.
+        in_flight: As for :func:`adaptra.planning.planner.plan`.
         incumbent: A program to start from, as for :func:`adaptra.planning.planner.plan`.
         within: Tolerated excess of the makespan over the best program's, as a fraction of it.
 
     Raises:
         PlanError: No program fits the limits. The text names the smallest limit that works.
     """
-    limits = memory if memory is None or isinstance(memory, int) else tuple(memory)
-    best = plan(case, memory=memory, incumbent=incumbent)
+    limits = in_flight if in_flight is None or isinstance(in_flight, int) else tuple(in_flight)
+    best = plan(case, in_flight=in_flight, incumbent=incumbent)
     return _Descent(case, limits, simulate(best, case.cost).makespan * (1.0 + within)).descend(best)
 
 
@@ -79,7 +81,7 @@ class _Descent:
     """Search for the lowest memory limit of all ranks that a program of makespan ``at_most`` fits."""
 
     case: Case
-    memory: int | tuple[int, ...] | None
+    in_flight: int | tuple[int, ...] | None
     at_most: float
 
     def descend(self, best: Program) -> Program:
@@ -99,7 +101,7 @@ class _Descent:
         ):
             found = spare_memory(self.case, other, self.at_most)
         held = replace(self.case, cost=replace(self.case.cost, memory_limit=self._held(found)))
-        return search(held, self.memory, incumbent=found)
+        return search(held, self.in_flight, incumbent=found)
 
     def _within(self, limit: float, effort: int, start: Program) -> Program | None:
         """Return a program that is short enough and within ``limit`` on every rank, or None if none is found."""
@@ -109,7 +111,7 @@ class _Descent:
         case = replace(self.case, cost=replace(self.case.cost, memory_limit=tuple(min(limit, own) for own in limits)))
         if lower_bound(case).value > self.at_most:
             return None
-        program = search(case, self.memory, effort=effort, enough=self.at_most, start=start)
+        program = search(case, self.in_flight, effort=effort, enough=self.at_most, start=start)
         return program if simulate(program, case.cost).makespan <= self.at_most else None
 
     def _held(self, program: Program) -> tuple[float, ...]:

@@ -9,13 +9,15 @@ from adaptra.passes.adapt_order import search
 from adaptra.passes.base import PassPipeline
 from adaptra.passes.split_backward import SplitBackward
 from adaptra.program import Program
+from adaptra.renamed import former_keyword
 from adaptra.simulation.cost import Case
 
 
+@former_keyword("memory", "in_flight")
 def plan(
     case: Case,
     *,
-    memory: int | Sequence[int] | None = None,
+    in_flight: int | Sequence[int] | None = None,
     incumbent: Program | None = None,
     effort: int | None = None,
     budget: float | None = None,
@@ -28,8 +30,8 @@ def plan(
 
     Args:
         case: Costs, microbatches and placement.
-        memory: The most microbatches in flight per stage, one number for all stages or one each. The case's own memory limits
-            apply as well.
+        in_flight: The most microbatches in flight per stage, one number for all stages or one each. The case's own memory
+            limits apply as well.
         incumbent: The program that runs now, of the same placement and number of microbatches. If it is within the limits, the
             plan is not longer.
         effort: See :class:`adaptra.passes.adapt_order.AdaptOrder`. With a budget too, the search ends at whichever is reached
@@ -46,7 +48,7 @@ def plan(
     """
     if budget is not None and not budget > 0:
         raise PlanError(f"budget of {budget} seconds: expected a positive number")
-    limits = memory if memory is None or isinstance(memory, int) else tuple(memory)
+    limits = in_flight if in_flight is None or isinstance(in_flight, int) else tuple(in_flight)
     if incumbent is not None:
         if incumbent.placement != case.placement or incumbent.microbatches != case.microbatches:
             raise PlanError(

@@ -15,6 +15,7 @@ from typing import Final
 from adaptra.equations.warm_up import in_flight_limits, warm_up
 from adaptra.errors import PlanError
 from adaptra.program import Kind, Op, Program
+from adaptra.renamed import former_keyword
 from adaptra.simulation.cost import Case, CostModel
 
 PAPER: Final = "paper"
@@ -26,34 +27,36 @@ UNIFORM_SLACK: Final = "uniform_slack"
 _TOLERANCE: Final = 1e-9
 
 
-def paper_rule(case: Case, *, memory: int | Sequence[int] | None = None) -> Program:
+@former_keyword("memory", "in_flight")
+def paper_rule(case: Case, *, in_flight: int | Sequence[int] | None = None) -> Program:
     """Plan by the paper's rule for a case with one stage per rank, with the case's delays.
 
     Args:
         case: Costs and microbatches. As in the paper, the rule assumes that communication does not block and that the
             directions of an edge do not share it.
-        memory: The most microbatches in flight per stage. The case's own memory limits apply as well.
+        in_flight: The most microbatches in flight per stage. The case's own memory limits apply as well.
 
     Raises:
         PlanError: A rank has several stages, which the rule does not support, or a limit leaves no room for one microbatch.
     """
-    return _greedy(case, PAPER, memory, warm_up(case.cost, case.microbatches).x)
+    return _greedy(case, PAPER, in_flight, warm_up(case.cost, case.microbatches).x)
 
 
-def uniform_slack(case: Case, *, memory: int | Sequence[int] | None = None) -> Program:
+@former_keyword("memory", "in_flight")
+def uniform_slack(case: Case, *, in_flight: int | Sequence[int] | None = None) -> Program:
     """Plan as the paper does for unknown delays: all memory becomes slackness, spread evenly over the edges.
 
     Stage 0 runs as many warm-up forwards as fit, the last stage one; in between the number falls evenly. No stage exceeds its
     number later. Arguments and errors are those of :func:`paper_rule`.
     """
-    most, last = _reachable(case, memory)[0], case.cost.stages - 1
+    most, last = _reachable(case, in_flight)[0], case.cost.stages - 1
     counts = [1 + (most - 1) * (last - stage) // last if last else most for stage in range(case.cost.stages)]
-    limits = in_flight_limits(memory, case.cost.stages, case.microbatches)
+    limits = in_flight_limits(in_flight, case.cost.stages, case.microbatches)
     return _greedy(case, UNIFORM_SLACK, list(map(min, limits, counts)), counts)
 
 
-def _greedy(case: Case, name: str, memory: int | Sequence[int] | None, counts: Sequence[int]) -> Program:
-    reachable, limits = _reachable(case, memory), in_flight_limits(memory, case.cost.stages, case.microbatches)
+def _greedy(case: Case, name: str, in_flight: int | Sequence[int] | None, counts: Sequence[int]) -> Program:
+    reachable, limits = _reachable(case, in_flight), in_flight_limits(in_flight, case.cost.stages, case.microbatches)
     stages = [
         _GreedyStage(case.cost, stage, limits[stage], min(counts[stage], reachable[stage]), _room(case, stage) + _TOLERANCE)
         for stage in range(case.cost.stages)
@@ -69,12 +72,12 @@ def _room(case: Case, stage: int) -> float:
     return math.inf if case.cost.memory_limit is None else case.cost.memory_limit[case.placement[stage]]
 
 
-def _reachable(case: Case, memory: int | Sequence[int] | None) -> list[int]:
+def _reachable(case: Case, in_flight: int | Sequence[int] | None) -> list[int]:
     """Return the most warm-up forwards of each stage: those that fit its memory and that the stages before it can send."""
     if len(set(case.placement)) < len(case.placement):
         placement = ",".join(map(str, case.placement))
         raise PlanError(f"{case.name}: placement {placement}: expected one stage per rank, as the paper's rule knows no other")
-    limits = in_flight_limits(memory, case.cost.stages, case.microbatches)
+    limits = in_flight_limits(in_flight, case.cost.stages, case.microbatches)
     found: list[int] = []
     for stage, held in enumerate(case.cost.memory_forward):
         room = _room(case, stage)

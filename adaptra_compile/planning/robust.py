@@ -20,6 +20,7 @@ from adaptra.planning.planner import plan
 from adaptra.planning.published import paper_rule, uniform_slack
 from adaptra.program import Program
 from adaptra.program.schedules import GENERATORS, generate
+from adaptra.renamed import former_keyword
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.scenarios import Scenario
 from adaptra.simulation.simulate import lower_bound, simulate
@@ -58,12 +59,13 @@ class RobustPlan:
     candidates: int
 
 
+@former_keyword("memory", "in_flight")
 def robust_plan(
     case: Case,
     scenarios: Sequence[Scenario],
     *,
     objective: Objective = Objective.EXPECTED,
-    memory: int | Sequence[int] | None = None,
+    in_flight: int | Sequence[int] | None = None,
     incumbent: Program | None = None,
     effort: int | None = None,
     budget: float | None = None,
@@ -77,7 +79,7 @@ def robust_plan(
             listed as one.
         scenarios: The possible cost models with their weights.
         objective: Expected or worst makespan.
-        memory: As for :func:`adaptra.planning.planner.plan`.
+        in_flight: As for :func:`adaptra.planning.planner.plan`.
         incumbent: The program that runs now. It is a candidate if it is within the limits.
         effort, budget: As for :func:`adaptra.planning.planner.plan`, for each of about twenty plans at most.
 
@@ -86,13 +88,13 @@ def robust_plan(
             as :func:`adaptra.planning.planner.plan`.
     """
     _check(case, scenarios)
-    limits = in_flight_limits(memory, case.cost.stages, case.microbatches)
+    limits = in_flight_limits(in_flight, case.cost.stages, case.microbatches)
     sizes = {name: getattr(case.cost, name) for name in ("memory_forward", "memory_input_grad", "memory_limit")}
     costs = [replace(scenario.cost, **sizes) for scenario in scenarios]
     weights = [scenario.weight for scenario in scenarios]
     best: tuple[tuple[float, float], Program, tuple[float, ...]] | None = None
-    search = partial(plan, memory=memory, incumbent=incumbent, effort=effort, budget=budget)
-    programs = dict.fromkeys(_candidates(case, costs, weights, search, memory, incumbent))
+    search = partial(plan, in_flight=in_flight, incumbent=incumbent, effort=effort, budget=budget)
+    programs = dict.fromkeys(_candidates(case, costs, weights, search, in_flight, incumbent))
     for program in programs:
         runs = [simulate(program, cost) for cost in costs]
         if any(run.over_memory for run in runs) or any(map(int.__gt__, runs[0].peak_in_flight, limits)):
@@ -123,7 +125,7 @@ def _candidates(
     costs: Sequence[CostModel],
     weights: Sequence[float],
     search: Callable[[Case], Program],
-    memory: int | Sequence[int] | None,
+    in_flight: int | Sequence[int] | None,
     incumbent: Program | None,
 ) -> Iterator[Program]:
     likeliest = sorted(range(len(costs)), key=lambda index: -weights[index])[:_MOST_PLANNED]
@@ -134,8 +136,8 @@ def _candidates(
     if incumbent is not None:
         yield incumbent
     if len(set(case.placement)) == len(case.placement):
-        yield uniform_slack(case, memory=memory)
-        yield paper_rule(replace(case, cost=harshest), memory=memory)
+        yield uniform_slack(case, in_flight=in_flight)
+        yield paper_rule(replace(case, cost=harshest), in_flight=in_flight)
     if case.placement == tuple(range(case.cost.stages)):
         for name in GENERATORS:
             yield generate(name, case.cost.stages, case.microbatches)

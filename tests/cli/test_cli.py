@@ -218,14 +218,20 @@ def test_plan_writes_torch_csv_by_suffix(folder: Path, capsys: pytest.CaptureFix
 
 
 def test_plan_keeps_within_the_memory_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_json(capsys, "plan", "slow.json", "--memory", "2", "--json")
+    found = run_json(capsys, "plan", "slow.json", "--in-flight", "2", "--json")
     in_flight = found["peak_in_flight"]
     assert isinstance(in_flight, list)
     assert max(in_flight) <= 2
 
 
+def test_plan_takes_the_limit_under_its_former_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(DeprecationWarning, match="adaptra plan --memory is now --in-flight"):
+        found = run_json(capsys, "plan", "slow.json", "--memory", "2", "--json")
+    assert found == run_json(capsys, "plan", "slow.json", "--in-flight", "2", "--json")
+
+
 def test_compare_shows_the_figures_that_simulate_shows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_json(capsys, "plan", "slow.json", "--memory", "4", "--compare", "1f1b,paper", "--json")
+    found = run_json(capsys, "plan", "slow.json", "--in-flight", "4", "--compare", "1f1b,paper", "--json")
     first, paper, adapted = found["runs"]
     assert first == run_json(capsys, "simulate", "1f1b", "slow.json", "--json")
     assert (paper["name"], adapted["name"]) == ("paper", "adapted")
@@ -274,7 +280,7 @@ def test_explain_says_what_every_edge_absorbs(folder: Path, capsys: pytest.Captu
 
 def test_an_exact_plan_is_proven(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ortools", reason="needs OR-tools: pip install 'adaptra[exact]'")
-    found = run_json(capsys, "plan", "slow.json", "--memory", "3", "--exact", "20s", "--json")
+    found = run_json(capsys, "plan", "slow.json", "--in-flight", "3", "--exact", "20s", "--json")
     assert found["proven"] is True
     assert found["exact_bound"] == found["makespan"]
     assert max(found["peak_in_flight"]) <= 3
@@ -289,7 +295,7 @@ def test_a_budget_ends_the_search_with_a_plan(folder: Path, capsys: pytest.Captu
 
 
 def test_a_robust_plan_is_short_under_every_combination_of_delays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "slow.json", "--memory", "4", "--json", "-o", "p.sched"]
+    arguments = ["plan", "slow.json", "--in-flight", "4", "--json", "-o", "p.sched"]
     found = run_json(capsys, *arguments, "--uncertain", "1-2=0:20", "--uncertain", "0>1=1:2", "--objective", "worst")
     assert len(found["makespans"]) == len(found["bounds"]) == 8
     assert found["worst"] == max(found["makespans"])
@@ -431,7 +437,7 @@ def test_an_impossible_case_is_refused_by_file_and_field(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("plan slow.json --memory 0", "argument --memory: '0': expected a whole number of at least 1"),
+        ("plan slow.json --in-flight 0", "argument --in-flight: '0': expected a whole number of at least 1"),
         ("simulate 1f1b slow.json --slow-edge 1", "argument --slow-edge: '1': expected two stages such as 1-2"),
         ("plan", "the following arguments are required: CASE"),
         ("plan slow.json --exact 10", "argument --exact: '10': expected a duration such as 100ms or 2s"),

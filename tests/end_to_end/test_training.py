@@ -99,7 +99,7 @@ def schedule_of(name: str, microbatches: int) -> str | Program:
         case "adapted":
             return plan(slow_case(microbatches))
         case "adapted, little memory":
-            return plan(slow_case(microbatches), memory=2)
+            return plan(slow_case(microbatches), in_flight=2)
         case _:
             return name
 

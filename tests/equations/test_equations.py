@@ -141,9 +141,9 @@ def test_with_room_enough_no_edge_is_short(case: Case) -> None:
 @pytest.mark.parametrize(
     ("memory", "message"),
     [
-        (0, "memory: stage 0 may keep 0 microbatches in flight: the smallest budget that works is 1"),
-        ([2, 0], "memory: stage 1 may keep 0 microbatches in flight: the smallest budget that works is 1"),
-        ([2, 2, 2], "memory: expected one number or 2, one per stage, got 3"),
+        (0, "in_flight: stage 0 may keep 0 microbatches in flight: the smallest limit that works is 1"),
+        ([2, 0], "in_flight: stage 1 may keep 0 microbatches in flight: the smallest limit that works is 1"),
+        ([2, 2, 2], "in_flight: expected one number or 2, one per stage, got 3"),
     ],
 )
 def test_impossible_limits_are_refused(memory: int | list[int], message: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from paths import ROOT
 
 FLOORS = """
-    errors checks sizes progress moved
+    errors checks sizes progress moved renamed
     program simulation equations
     graph.ops graph.capture graph.partition graph.stages graph.backward graph
     passes planning

@@ -203,7 +203,7 @@ def test_the_searchs_own_clock_is_the_simulators(case: Case, data: st.DataObject
 @pytest.mark.parametrize("memory", [None, 1, 100])
 def test_sizes_that_break_the_papers_formulas(stages: int, microbatches: int, memory: int | None) -> None:
     cost = CostModel.uniform(stages, 10, 10, 10, latency=100)
-    found = check(plan(Case(cost, microbatches, tuple(range(stages))), memory=memory, effort=QUICK), cost)
+    found = check(plan(Case(cost, microbatches, tuple(range(stages))), in_flight=memory, effort=QUICK), cost)
     assert max(found.peak_in_flight) <= (memory or microbatches)
 
 
@@ -211,7 +211,7 @@ def test_less_memory_never_makes_a_plan_shorter() -> None:
     cost = TEN.with_latency(1, 2, 60).with_latency(2, 1, 60)
     case = Case(cost, 16, (0, 1, 2, 3))
     bound = lower_bound(case).value
-    makespans = [check(plan(case, memory=memory), cost, (memory,) * 4).makespan for memory in (4, 8, 16)]
+    makespans = [check(plan(case, in_flight=memory), cost, (memory,) * 4).makespan for memory in (4, 8, 16)]
     assert makespans[0] > makespans[1] >= makespans[2] >= bound
 
 
@@ -241,7 +241,7 @@ def test_forward_only_programs_stay() -> None:
 
 def test_golden(golden: Callable[[str, str], None]) -> None:
     cost = TEN.with_latency(1, 2, 30).with_latency(2, 1, 30)
-    golden("pass_adapt_order.sched", str(AdaptOrder(memory=6).apply(one_f_one_b(4, 8), cost)))
+    golden("pass_adapt_order.sched", str(AdaptOrder(in_flight=6).apply(one_f_one_b(4, 8), cost)))
 
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -21,16 +21,16 @@ COST = CostModel.uniform(2, 10, 10, 10)
     ("text", "passes"),
     [
         ("split-backward", (SplitBackward(),)),
-        ("adapt-order{memory=12}", (AdaptOrder(memory=12),)),
-        ("adapt-order{memory=4+3+2}", (AdaptOrder(memory=(4, 3, 2)),)),
-        ("adapt-order{memory=12,effort=1000}", (AdaptOrder(memory=12, effort=1000),)),
+        ("adapt-order{in_flight=12}", (AdaptOrder(in_flight=12),)),
+        ("adapt-order{in_flight=4+3+2}", (AdaptOrder(in_flight=(4, 3, 2)),)),
+        ("adapt-order{in_flight=12,effort=1000}", (AdaptOrder(in_flight=12, effort=1000),)),
         ("insert-comm", (InsertComm(),)),
         ("insert-comm{receives=late}", (InsertComm(receives="late"),)),
         ("insert-comm{ahead=3}", (InsertComm(ahead=3),)),
         ("lower-comm{slow=1>2+2>1}", (LowerComm(slow=((1, 2), (2, 1))),)),
         ("lower-comm{slow=0>1,lane=rdma}", (LowerComm(slow=((0, 1),), lane="rdma"),)),
         (
-            "split-backward,adapt-order{memory=12},insert-comm,lower-comm{slow=1>2}",
+            "split-backward,adapt-order{in_flight=12},insert-comm,lower-comm{slow=1>2}",
             (SplitBackward(), AdaptOrder(12), InsertComm(), LowerComm(((1, 2),))),
         ),
     ],
@@ -38,6 +38,12 @@ COST = CostModel.uniform(2, 10, 10, 10)
 def test_text_form_parses_and_prints(text: str, passes: tuple[Pass, ...]) -> None:
     assert parse_pipeline(text) == PassPipeline(passes)
     assert str(PassPipeline(passes)) == text
+
+
+def test_a_text_of_an_earlier_version_has_the_limit_under_its_former_name() -> None:
+    assert parse_pipeline("adapt-order{memory=4+3}") == PassPipeline((AdaptOrder(in_flight=(4, 3)),))
+    with pytest.raises(PassError, match="option 'in_flight' is given twice"):
+        parse_pipeline("adapt-order{memory=4,in_flight=4}")
 
 
 def test_options_at_their_default_may_be_written() -> None:
@@ -61,21 +67,21 @@ def test_options_at_their_default_may_be_written() -> None:
             "insert-comm: receives=soon: expected receives=ahead or late",
         ),
         (
-            "adapt-order{memory=0}",
-            "pipeline 'adapt-order{memory=0}': column 1: adapt-order: memory=0: "
-            "expected memory=N or N+N+… (one per stage) with whole numbers of at least 1",
+            "adapt-order{in_flight=0}",
+            "pipeline 'adapt-order{in_flight=0}': column 1: adapt-order: in_flight=0: "
+            "expected in_flight=N or N+N+… (one per stage) with whole numbers of at least 1",
         ),
         (
-            "adapt-order{memory}",
-            "pipeline 'adapt-order{memory}': column 1: adapt-order: option 'memory': expected OPTION=VALUE",
+            "adapt-order{in_flight}",
+            "pipeline 'adapt-order{in_flight}': column 1: adapt-order: option 'in_flight': expected OPTION=VALUE",
         ),
         (
-            "adapt-order{memory=1,memory=2}",
-            "pipeline 'adapt-order{memory=1,memory=2}': column 1: adapt-order: option 'memory' is given twice",
+            "adapt-order{in_flight=1,in_flight=2}",
+            "pipeline 'adapt-order{in_flight=1,in_flight=2}': column 1: adapt-order: option 'in_flight' is given twice",
         ),
         (
             "adapt-order{budget=1}",
-            "pipeline 'adapt-order{budget=1}': column 1: adapt-order: option 'budget': expected one of effort, memory, seed",
+            "pipeline 'adapt-order{budget=1}': column 1: adapt-order: option 'budget': expected one of effort, in_flight, seed",
         ),
         (
             "split-backward{x=1}",

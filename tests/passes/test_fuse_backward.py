@@ -63,7 +63,7 @@ def test_a_stage_that_nobody_waits_for_fuses_too() -> None:
 
 def test_adapted_plans_fuse_where_w_follows_its_i() -> None:
     case = Case(TEN, 6, (0, 1, 2))
-    adapted = plan(case, memory=1)
+    adapted = plan(case, in_flight=1)
     found = FuseBackward().apply(adapted, TEN)
     assert simulate(found, TEN).makespan == simulate(adapted, TEN).makespan
     assert any(op.kind is Kind.B for order in found.orders for op in order)

@@ -123,7 +123,7 @@ def test_the_planner_is_within_one_percent_of_the_optimum_on_average(placement: 
 @needs_solver
 def test_limits_of_microbatches_in_flight_hold_and_cost_time() -> None:
     case = Case(CostModel.uniform(3, 2, 2, 1, latency=3), 6, (0, 1, 2))
-    free, bound = solve_exactly(case, workers=1), solve_exactly(case, memory=(3, 1, 1), workers=1)
+    free, bound = solve_exactly(case, workers=1), solve_exactly(case, in_flight=(3, 1, 1), workers=1)
     in_flight = simulate(bound.program, case.cost).peak_in_flight
     assert all(peak <= limit for peak, limit in zip(in_flight, (3, 1, 1), strict=True))
     assert bound.proven

@@ -28,13 +28,13 @@ def test_each_plan_is_within_its_limits_and_close_to_the_bound(situation: Situat
     verify(program)
     run = simulate(program, case.cost)
     assert not run.over_memory
-    assert max(run.peak_in_flight) <= (situation.memory or case.microbatches)
-    if situation.memory is None:
+    assert max(run.peak_in_flight) <= (situation.in_flight or case.microbatches)
+    if situation.in_flight is None:
         assert lower_bound(case).value * (1 - 1e-9) <= run.makespan <= lower_bound(case).value * 1.05
     if case.placement == tuple(range(case.cost.stages)):
         for name in ("gpipe", "1f1b", "zb_h1", "zb_h2"):
             known = simulate(generate(name, case.cost.stages, case.microbatches), case.cost)
-            fits = not known.over_memory and max(known.peak_in_flight) <= (situation.memory or case.microbatches)
+            fits = not known.over_memory and max(known.peak_in_flight) <= (situation.in_flight or case.microbatches)
             assert not fits or run.makespan <= known.makespan
 
 
@@ -43,7 +43,7 @@ def test_each_plan_is_within_its_limits_and_close_to_the_bound(situation: Situat
     "situation", [s for s in SITUATIONS if s.case.cost.blocking is Blocking.NONE], ids=lambda situation: situation.name
 )
 def test_the_exact_solver_proves_that_no_plan_is_shorter(situation: Situation) -> None:
-    found = solve_exactly(situation.case, memory=situation.memory, workers=1)
+    found = solve_exactly(situation.case, in_flight=situation.in_flight, workers=1)
     assert found.proven
     assert simulate(situation.plan(), situation.case.cost).makespan == found.makespan
 

@@ -40,7 +40,7 @@ def test_valid_and_within_every_limit(case: Case, limit: int, data: st.DataObjec
     room = tuple(size * data.draw(st.integers(1, 4)) for size in sizes)
     cost = replace(case.cost, memory_forward=sizes, memory_input_grad=tuple(size / 2 for size in sizes), memory_limit=room)
     limited = replace(case, cost=cost)
-    for program in (paper_rule(limited, memory=limit), uniform_slack(limited, memory=limit)):
+    for program in (paper_rule(limited, in_flight=limit), uniform_slack(limited, in_flight=limit)):
         verify(program)
         simulated = simulate(program, limited.cost)
         assert not simulated.over_memory
@@ -52,7 +52,7 @@ def test_valid_and_within_every_limit(case: Case, limit: int, data: st.DataObjec
 )
 def test_memory_becomes_slack_spread_evenly(memory: int, in_flight: tuple[int, ...]) -> None:
     case = Case(CostModel.uniform(4, 10, 10, 10), 12, (0, 1, 2, 3))
-    assert simulate(uniform_slack(case, memory=memory), case.cost).peak_in_flight == in_flight
+    assert simulate(uniform_slack(case, in_flight=memory), case.cost).peak_in_flight == in_flight
 
 
 def test_a_single_stage_has_no_edge_to_spread_slack_over() -> None:

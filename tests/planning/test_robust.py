@@ -51,7 +51,7 @@ def test_between_two_delays_no_plan_for_one_of_them_is_better(objective: Objecti
 
 @pytest.mark.parametrize("memory", [5, 6, 8])
 def test_each_objective_is_best_by_its_own_measure(memory: int) -> None:
-    expected, worst = (robust_plan(CASE, UNCERTAIN, objective=objective, memory=memory) for objective in Objective)
+    expected, worst = (robust_plan(CASE, UNCERTAIN, objective=objective, in_flight=memory) for objective in Objective)
     assert expected.expected <= worst.expected
     assert worst.worst <= expected.worst
 
@@ -70,7 +70,7 @@ def test_valid_within_limits_not_below_the_bound_and_not_worse_than_the_incumben
     case = Case(replace(costs[0], memory_limit=(float(limit),) * stages), microbatches, tuple(range(stages)))
     incumbent = one_f_one_b(stages, microbatches)
     scenarios = [Scenario(cost, data.draw(st.sampled_from([1.0, 2.5]))) for cost in costs]
-    found = robust_plan(case, scenarios, memory=2, incumbent=incumbent, effort=QUICK)
+    found = robust_plan(case, scenarios, in_flight=2, incumbent=incumbent, effort=QUICK)
     verify(found.program)
     run = simulate(found.program, case.cost)
     assert not run.over_memory

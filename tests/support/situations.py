@@ -27,11 +27,11 @@ class Situation:
     name: str
     sentence: str
     case: Case
-    memory: int | None = None
+    in_flight: int | None = None
 
     def plan(self) -> Program:
         """What the golden file holds."""
-        return plan(self.case, memory=self.memory)
+        return plan(self.case, in_flight=self.in_flight)
 
 
 def _even(stages: int = 4, time: float = 2.0) -> CostModel:
@@ -61,10 +61,10 @@ def _situation(
     cost: CostModel,
     microbatches: int = 6,
     placement: Sequence[int] | None = None,
-    memory: int | None = None,
+    in_flight: int | None = None,
 ) -> Situation:
     placed = tuple(range(cost.stages)) if placement is None else tuple(placement)
-    return Situation(group, name, sentence, Case(cost, microbatches, placed, name), memory)
+    return Situation(group, name, sentence, Case(cost, microbatches, placed, name), in_flight)
 
 
 _HEALTHY = "Nothing is slow"
@@ -242,7 +242,9 @@ SITUATIONS = (
         "A delay of 6 on edge 1-2 asks for more microbatches in flight than the room for four allows.",
         _capped(_delayed(_even(), (1, 2), (2, 1)), 4, 4, 4, 4),
     ),
-    _situation(_MEMORY, "two_in_flight", "No stage may have more than two microbatches between F and I.", _even(3), memory=2),
+    _situation(
+        _MEMORY, "two_in_flight", "No stage may have more than two microbatches between F and I.", _even(3), in_flight=2
+    ),
     _situation(_SEVERAL, "interleaved", "Each of two ranks holds two stages in turn.", _even(4, 3), 4, (0, 1, 0, 1)),
     _situation(
         _SEVERAL, "v_shaped", "There and back: rank 0 holds the first and the last stage.", _even(4, 3), 4, (0, 1, 1, 0)
@@ -297,14 +299,14 @@ def _section(situation: Situation) -> str:
     per_unit = math.ceil((text.LEAST_WIDTH - _MARGIN) / run.makespan)
     picture = text.render(run.timeline, _MARGIN + per_unit * round(run.makespan)).split("\n", 1)[1]
     figures = [f"The plan takes {run.makespan:g}, in flight are {_in_flight(run)}."]
-    if situation.memory is None:
+    if situation.in_flight is None:
         below = (
             "no order takes less" if run.makespan <= bound.value * (1 + 1e-9) else f"no order takes less than {bound.value:g}"
         )
         figures.append(f"{below[0].upper()}{below[1:]} ({bound.kind.value}, {bound.where}).")
     if case.placement == tuple(range(case.cost.stages)):
         known = simulate(one_f_one_b(case.cost.stages, case.microbatches), case.cost)
-        over = any(peak > situation.memory for peak in known.peak_in_flight) if situation.memory else known.over_memory
+        over = any(peak > situation.in_flight for peak in known.peak_in_flight) if situation.in_flight else known.over_memory
         figures.append(f"1F1B takes {known.makespan:g}{', and more memory than there is' if over else ''}.")
     description = textwrap.fill(" ".join([situation.sentence, *figures]), _WIDTH)
     return f"### {situation.name}\n\n{description}\n\n```\n{picture}```\n"
