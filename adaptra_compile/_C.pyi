@@ -50,6 +50,49 @@ def simulate(program: Program, cost: CostModel, orders: Orders, rule: Mapping[Ki
         ValueError: The program and the cost model have different numbers of stages.
     """
 
+@final
+class Job:
+    """The numbers of a job of several replicas. ``durations`` are those of F, I, W, STEP and REDUCE, each one per stage."""
+
+    def __init__(
+        self,
+        *,
+        replicas: int,
+        microbatches: int,
+        durations: Sequence[Sequence[float]],
+        slow: Sequence[float],
+        port: Sequence[float],
+        latency: float,
+        occupancy: float,
+        links: Sequence[tuple[int, int, float, float]],
+        hand_over: float,
+        hands_over: bool,
+        holder: Sequence[int],
+        columns: Sequence[Sequence[int]],
+    ) -> None: ...
+
+@final
+class SimulatedPeriod:
+    """The result of simulating several steps of several replicas."""
+
+    @property
+    def complete(self) -> bool:
+        """False if the workers deadlock. No other result is valid then."""
+
+    @property
+    def period(self) -> float: ...
+    @property
+    def makespan(self) -> float: ...
+    def intervals(self, worker: int) -> bytes:
+        """One record ``=2d`` per op of the worker's order, once per step: start, end."""
+
+def simulate_period(job: Job, orders: Sequence[bytes], steps: int) -> SimulatedPeriod:
+    """Simulate steps of all workers' orders. Releases the interpreter lock.
+
+    Raises:
+        ValueError: An op names what does not exist, is on another worker, occurs twice or is missing.
+    """
+
 def lower_bound(planning_case: Case) -> tuple[float, str, int]:
     """Return the greatest lower bound: its value, its name, and the stage, edge or rank that causes it."""
 

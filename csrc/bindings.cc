@@ -1,4 +1,4 @@
-// The extension adaptra._C. Only this file and bindings_delegate.cc know nanobind. Each concern has one bind_… function. How
+// The extension adaptra._C. Only the files bindings*.cc know nanobind. Each concern has one bind_… function. How
 // Python's Program, CostModel and RULE become plain numbers is written once, at the top.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "bindings_delegate.h"
+#include "bindings_replicas.h"
 #include "schedule/bounds/bounds.h"
 #include "schedule/search/search_orders.h"
 #include "schedule/search/spare_memory.h"
@@ -192,6 +193,7 @@ nb::tuple to_python(const std::vector<schedule::Order>& orders, std::int32_t mic
   auto* const type = reinterpret_cast<PyTypeObject*>(op_type.ptr());
   const auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
   const Slot stage(op_type, "stage"), kind(op_type, "kind"), number(op_type, "microbatch"), lane(op_type, "lane");
+  const Slot replica(op_type, "replica");
   std::vector<nb::int_> numbers;
   for (std::int32_t microbatch = 0; microbatch < microbatches; ++microbatch) numbers.emplace_back(microbatch);
   const auto converted = nb::steal<nb::tuple>(PyTuple_New(static_cast<Py_ssize_t>(orders.size())));
@@ -214,6 +216,7 @@ nb::tuple to_python(const std::vector<schedule::Order>& orders, std::int32_t mic
       kind.fill(made, kinds.member(op.kind));
       number.fill(made, numbers[static_cast<std::size_t>(op.microbatch)]);
       lane.fill(made, nb::none());
+      replica.fill(made, nb::none());
     }
   }
   return converted;
@@ -375,4 +378,5 @@ NB_MODULE(_C, m) {
   bind_bounds(m);
   bind_search(m);
   bind_delegate(m);
+  bind_replicas(m);
 }

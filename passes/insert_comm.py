@@ -125,7 +125,7 @@ def _channels(program: Program) -> Mapping[Channel, list[Message]]:
     found: defaultdict[Channel, list[Message]] = defaultdict(list)
     places = {op: (rank, index) for rank, order in enumerate(program.orders) for index, op in enumerate(order)}
     for consumer, place in places.items():
-        for offset, kinds in RULE[consumer.kind]:
+        for offset, kinds, _ in RULE[consumer.kind]:
             stage = consumer.stage + offset
             if offset == 0 or not 0 <= stage < program.stages or program.placement[stage] == place[0]:
                 continue

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from adaptra.errors import PassError
 from adaptra.passes.base import EdgeSet, Pass, Word, option
-from adaptra.program import Kind, Op, Program
-from adaptra.program.dependencies import peer_stage
+from adaptra.program import Op, Program
+from adaptra.program.dependencies import SENT_BY, other_end
 from adaptra.simulation.cost import CostModel
 
 
@@ -54,10 +54,5 @@ class LowerComm(Pass):
 
 def _edge(op: Op) -> tuple[int, int]:
     """Return source and destination stage of a communication op."""
-    match op.kind:
-        case Kind.SEND_F | Kind.SEND_B:
-            return op.stage, peer_stage(op)
-        case Kind.RECV_F | Kind.RECV_B:
-            return peer_stage(op), op.stage
-        case Kind.F | Kind.I | Kind.W | Kind.B:
-            raise ValueError(f"{op} has no edge: it computes")
+    peer = other_end(op).stage
+    return (peer, op.stage) if op.kind in SENT_BY else (op.stage, peer)

@@ -266,7 +266,7 @@ class _Problem:
                         total.append(-freed[other.stage] * self._ended(other, op))
                     case Kind.W:
                         total.append((freed[other.stage] - taken[other.stage]) * self._ended(other, op))
-                    case Kind.F | Kind.B | Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B:
+                    case _:
                         pass
             self.model.add(sum(total) + taken[op.stage] <= room)
 

@@ -1,24 +1,27 @@
 """The dependency rule, written once: the ops that each kind of op needs before it can start.
 
 The rule is a table. The verifier, the passes and the runtime read it here, and the C++ simulator gets the same rows. A row has
-a kind, an offset and a list of kinds. An op of this kind on stage ``s`` needs an op of one of the listed kinds on
-stage ``s + offset``, of the same microbatch. A need before the first or after the last stage does not exist. A message meets a
-need with an offset. In a lowered program this message is the RECV op, if the stages are on different ranks.
+a kind, an offset, a list of kinds and ``later``. An op of this kind on stage ``s`` and microbatch ``m`` needs another op: one
+of the listed kinds on stage ``s + offset`` and microbatch ``m + later``. A need before the first or after the last stage does not exist. A
+message meets a need with an offset. In a lowered program this message is the RECV op, if the stages are on different ranks.
+
+Where a microbatch's W is on another worker than the one before it, the accumulator is handed over between them, and a message
+meets that need too. So weight gradients are added in microbatch order whoever computes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from adaptra.program import Kind, Op
+from adaptra.program import Kind, Op, Program
 
 
 class Row(NamedTuple):
-    """One row of the rule: the stage of the needed op, relative to the op's own, and the kinds that meet the need."""
+    """One row of the rule: the kinds that meet a need, and their stage and microbatch relative to the op's own."""
 
     offset: int
     kinds: tuple[Kind, ...]
+    later: int = 0
 
 
 class Need(NamedTuple):
@@ -27,12 +30,20 @@ class Need(NamedTuple):
     stage: int
     kinds: tuple[Kind, ...]
     microbatch: int
+    replica: int | None = None
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """The ops that meet the need; a program has one of them."""
+        return tuple(Op(self.stage, kind, self.microbatch, None, self.replica) for kind in self.kinds)
 
     def __str__(self) -> str:
-        return " or ".join(f"{self.stage}{kind.value}{self.microbatch}" for kind in self.kinds)
+        return " or ".join(map(str, self.ops))
 
 
 _INPUT_GRADIENT = (Kind.I, Kind.B)
+WEIGHT_GRADIENT: Final = (Kind.W, Kind.B)
+"""The kinds that add to a stage's accumulator of weight gradients."""
 
 RULE: Final[dict[Kind, tuple[Row, ...]]] = {
     Kind.F: (Row(-1, (Kind.F,)),),
@@ -43,47 +54,76 @@ RULE: Final[dict[Kind, tuple[Row, ...]]] = {
     Kind.SEND_B: (Row(0, _INPUT_GRADIENT),),
     Kind.RECV_F: (Row(-1, (Kind.SEND_F,)),),
     Kind.RECV_B: (Row(+1, (Kind.SEND_B,)),),
+    Kind.SEND_W: (Row(0, WEIGHT_GRADIENT),),
+    Kind.RECV_W: (Row(0, (Kind.SEND_W,), -1),),
+    Kind.REDUCE: (),
+    Kind.STEP: (),
 }
 
 RECEIVED_BY: Final = {-1: Kind.RECV_F, +1: Kind.RECV_B}
 """The RECV that meets a need with this offset."""
 
-SENT_BY: Final = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
-"""The SEND on the neighbouring stage that meets a RECV."""
+SENT_BY: Final = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B, Kind.RECV_W: Kind.SEND_W}
+"""The SEND at the other end of a RECV."""
+
+_OTHER_END: Final = {
+    Kind.SEND_F: (Kind.RECV_F, +1, 0),
+    Kind.RECV_F: (Kind.SEND_F, -1, 0),
+    Kind.SEND_B: (Kind.RECV_B, -1, 0),
+    Kind.RECV_B: (Kind.SEND_B, +1, 0),
+    Kind.SEND_W: (Kind.RECV_W, 0, +1),
+    Kind.RECV_W: (Kind.SEND_W, 0, -1),
+}
+"""The kind at the other end of a message, its stage and its microbatch relative to the op's own."""
 
 
-def needs(op: Op, placement: Sequence[int], lowered: bool) -> tuple[Need, ...]:
-    """Return the needs of ``op``, besides the op before it on its own rank.
+def needs(op: Op, program: Program, lowered: bool, hands_over: bool = True) -> tuple[Need, ...]:
+    """Return the needs of ``op``, besides the ops before it on its own rank.
 
     Args:
         op: The op.
-        placement: ``placement[stage]`` is the stage's rank.
+        program: The program, whose stages and holders count and whose orders don't.
         lowered: Whether messages between ranks are ops of the program. If so, a compute op waits for its own rank's RECV, and
             the RECV for the other rank's SEND. If not, it waits for the producing op itself.
+        hands_over: Whether the accumulator of weight gradients is handed over between workers. If not, each worker adds up its
+            own, and the order of W matters on each worker alone.
     """
     found: list[Need] = []
-    for offset, kinds in RULE[op.kind]:
+    here = program.holder(op.replica, op.stage, op.microbatch)
+    for offset, kinds, later in RULE[op.kind]:
         stage = op.stage + offset
-        if not 0 <= stage < len(placement):
+        if not 0 <= stage < program.stages:
             continue
-        crosses = offset != 0 and placement[stage] != placement[op.stage]
+        crosses = offset != 0 and program.holder(op.replica, stage, op.microbatch) != here
         if crosses and lowered and op.kind.is_compute:
-            found.append(Need(op.stage, (RECEIVED_BY[offset],), op.microbatch))
+            found.append(Need(op.stage, (RECEIVED_BY[offset],), op.microbatch, op.replica))
         else:
-            found.append(Need(stage, kinds, op.microbatch))
+            found.append(Need(stage, kinds, op.microbatch + later, op.replica))
+    before = op.microbatch - 1
+    if hands_over and op.kind in WEIGHT_GRADIENT and before >= 0 and program.holder(op.replica, op.stage, before) != here:
+        if lowered:
+            found.append(Need(op.stage, (Kind.RECV_W,), op.microbatch, op.replica))
+        else:
+            found.append(Need(op.stage, WEIGHT_GRADIENT, before, op.replica))
     return tuple(found)
+
+
+def other_end(op: Op) -> Op:
+    """Return the op at the other end of a communication op, on the same lane.
+
+    Raises:
+        ValueError: ``op`` is no communication op.
+    """
+    if op.kind not in _OTHER_END:
+        raise ValueError(f"{op} has no peer: it sends and receives nothing")
+    kind, offset, later = _OTHER_END[op.kind]
+    return Op(op.stage + offset, kind, op.microbatch + later, op.lane, op.replica)
 
 
 def peer_stage(op: Op) -> int:
     """Return the stage at the other end of a communication op.
 
     Raises:
-        ValueError: ``op`` is a compute op.
+        ValueError: ``op`` is no communication op.
     """
-    match op.kind:
-        case Kind.SEND_F | Kind.RECV_B:
-            return op.stage + 1
-        case Kind.RECV_F | Kind.SEND_B:
-            return op.stage - 1
-        case Kind.F | Kind.I | Kind.W | Kind.B:
-            raise ValueError(f"{op} has no peer: it computes")
+    return other_end(op).stage

@@ -10,19 +10,33 @@ it::
 
 The letters are those of torch.distributed.pipelining and never change their meaning: F forward, I input gradient,
 W weight gradient, B both gradients at once.
+
+A program of several replicas is of version 2. Its text also has the :class:`.routing.Routing`, ops name the replica of their
+microbatch, and every worker may end with REDUCE and STEP::
+
+    schedule rerouted version=2 stages=2 microbatches=2
+    workers 0,1 2,-
+    route 0 0-1 by 0,1
+    route 1 0-1 by 2,1
+    0: 0:0F0 0:0F1 0:0B0 0:0B1 0REDUCE 0STEP
+    1: 0:1F0 0:1B0 1:1F0 1:1B0 0:1F1 0:1B1 1:1F1 1:1B1 1REDUCE 1STEP
+    2: 1:0F0 1:0F1 1:0B0 1:0B1 0REDUCE 0STEP
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Final
 
 from adaptra.errors import ScheduleError
+from adaptra.program.routing import NUMBER, Routing
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
+"""The newest version of the text form. A program of one pipeline has version 1."""
 MOST_OPS: Final = 10_000_000
 """The most F, I and W of a program, which take seconds and gigabytes. More are refused before they fill the memory."""
 
@@ -38,11 +52,25 @@ class Kind(Enum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+    SEND_W = "SEND_W"
+    RECV_W = "RECV_W"
+    REDUCE = "REDUCE"
+    STEP = "STEP"
 
     @property
     def is_compute(self) -> bool:
-        """Whether ops of this kind occupy the stage's device. Communication ops do not."""
+        """Whether ops of this kind compute a microbatch on the stage's device."""
         return self in COMPUTE_KINDS
+
+    @property
+    def is_message(self) -> bool:
+        """Whether ops of this kind send or receive."""
+        return self in MESSAGE_KINDS
+
+    @property
+    def is_update(self) -> bool:
+        """Whether ops of this kind update the stage's parameters, once per step: REDUCE and STEP."""
+        return self in UPDATE_KINDS
 
     def __repr__(self) -> str:
         return self.value
@@ -52,6 +80,8 @@ class Kind(Enum):
 
 
 COMPUTE_KINDS: Final = frozenset({Kind.F, Kind.I, Kind.W, Kind.B})
+UPDATE_KINDS: Final = frozenset({Kind.REDUCE, Kind.STEP})
+MESSAGE_KINDS: Final = frozenset(Kind) - COMPUTE_KINDS - UPDATE_KINDS
 
 
 def refuse_size(stages: int, microbatches: int) -> str | None:
@@ -64,15 +94,27 @@ def refuse_size(stages: int, microbatches: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One op of one stage on one microbatch. ``lane`` is the path of a message and is not part of the op's identity."""
+    """One op of one stage on one microbatch.
+
+    Attributes:
+        stage: The stage.
+        kind: The kind.
+        microbatch: The number of the microbatch in its replica; 0 for REDUCE and STEP, which have none.
+        lane: The path of a message. It is not part of the op's identity.
+        replica: The replica of the microbatch, and for REDUCE and STEP that of the worker. None in a program of one pipeline.
+    """
 
     stage: int
     kind: Kind
     microbatch: int
     lane: str | None = field(default=None, compare=False)
+    replica: int | None = None
 
     def __str__(self) -> str:
+        if self.kind.is_update:
+            return f"{self.stage}{self.kind.value}"
         text = f"{self.stage}{self.kind.value}{self.microbatch}"
+        text = text if self.replica is None else f"{self.replica}:{text}"
         return text if self.lane is None else f"{text}@{self.lane}"
 
 
@@ -82,9 +124,12 @@ class Program:
 
     Attributes:
         name: A word for people: letters, digits and ``_ . + -``.
-        placement: ``placement[stage]`` is the stage's rank. Ranks are 0 … R-1, and each has at least one stage.
-        microbatches: The number of microbatches of one step.
-        orders: ``orders[rank]`` is the op sequence of that rank.
+        placement: ``placement[stage]`` is the stage's rank. Ranks are 0 … R-1, and each has at least one stage. Empty in a
+            program of several replicas, whose routing says who has which stage.
+        microbatches: The number of microbatches of one step, of each replica.
+        orders: ``orders[rank]`` is the op sequence of that rank. The ranks of several replicas are called workers; a lost
+            worker has no ops.
+        routing: The workers and routes of several replicas; None in a program of one pipeline.
 
     Raises:
         ScheduleError: The parts don't fit together. :func:`adaptra.program.verify.verify` checks whether the ranks can
@@ -95,6 +140,7 @@ class Program:
     placement: tuple[int, ...]
     microbatches: int
     orders: tuple[tuple[Op, ...], ...]
+    routing: Routing | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -102,26 +148,58 @@ class Program:
         if self.microbatches < 1:
             raise ScheduleError(f"microbatches={self.microbatches}: expected at least 1")
         ranks = len(self.orders)
+        if self.routing is not None:
+            self._check_routing(self.routing)
+            return
         if not self.placement or set(self.placement) != set(range(ranks)):
             raise ScheduleError(
                 f"placement={','.join(map(str, self.placement))} with {ranks} op sequences: "
                 f"expected every rank 0..{ranks - 1} to hold at least one stage and no other rank to be named"
             )
 
+    def _check_routing(self, routing: Routing) -> None:
+        if self.placement:
+            raise ScheduleError("placement and routing: expected no placement, since the routing says who has which stage")
+        if routing.microbatches != self.microbatches:
+            raise ScheduleError(f"routes of {routing.microbatches} microbatches: expected {self.microbatches}")
+        workers = routing.live[-1] + 1
+        if len(self.orders) != workers:
+            raise ScheduleError(f"{len(self.orders)} op sequences: expected {workers}, one for each worker 0..{workers - 1}")
+
     @property
     def stages(self) -> int:
-        """The number of stages."""
-        return len(self.placement)
+        """The number of stages of each replica."""
+        return len(self.placement) if self.routing is None else self.routing.stages
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
+        """The number of ranks, lost workers included."""
         return len(self.orders)
+
+    @property
+    def replicas(self) -> tuple[int | None, ...]:
+        """The replicas that ops can have: (None,) in a program of one pipeline."""
+        return (None,) if self.routing is None else tuple(range(self.routing.replicas))
+
+    def holder(self, replica: int | None, stage: int, microbatch: int) -> int:
+        """Return the rank that computes a microbatch of a replica on a stage."""
+        if self.routing is None:
+            return self.placement[stage]
+        return self.routing.holder(replica or 0, stage, microbatch)
+
+    def require_one_pipeline(self, user: str) -> None:
+        """Refuse a program of several replicas where only one pipeline has a meaning.
+
+        Raises:
+            ScheduleError: The program has several replicas; names it and the ``user`` of the program.
+        """
+        if self.routing is not None:
+            raise ScheduleError(f"{user}: {self.name} has {self.routing.replicas} replicas: expected a program of one pipeline")
 
     @property
     def is_lowered(self) -> bool:
         """Whether the program contains its communication ops. If not, messages are implied."""
-        return any(not op.kind.is_compute for order in self.orders for op in order)
+        return any(op.kind in MESSAGE_KINDS for order in self.orders for op in order)
 
     @property
     def is_forward_only(self) -> bool:
@@ -134,21 +212,27 @@ class Program:
 
     def only(self, kinds: Collection[Kind]) -> Program:
         """Return the program with ops of these kinds only."""
-        orders = tuple(tuple(op for op in order if op.kind in kinds) for order in self.orders)
-        return Program(self.name, self.placement, self.microbatches, orders)
+        return replace(self, orders=tuple(tuple(op for op in order if op.kind in kinds) for order in self.orders))
 
     def __str__(self) -> str:
-        """Return the text form: a header and one line per rank, ending in a newline."""
-        placement = ",".join(map(str, self.placement))
-        lines = [f"schedule {self.name} placement={placement} microbatches={self.microbatches}"]
-        lines += [" ".join([f"{rank}:", *map(str, order)]) for rank, order in enumerate(self.orders)]
+        """Return the text form: a header, the routing of several replicas, and one line per live rank; ends in a newline."""
+        if self.routing is None:
+            lines, ranks = (
+                [f"placement={','.join(map(str, self.placement))} microbatches={self.microbatches}"],
+                range(self.ranks),
+            )
+        else:
+            first = f"version={FORMAT_VERSION} stages={self.stages} microbatches={self.microbatches}"
+            lines, ranks = [first, *self.routing.lines()], self.routing.live
+        lines[0] = f"schedule {self.name} {lines[0]}"
+        lines += [" ".join([f"{rank}:", *map(str, self.orders[rank])]) for rank in ranks]
         return "\n".join(lines) + "\n"
 
     @staticmethod
     def parse(text: str) -> Program:
         """Parse the text form. Blank lines and comments after ``#`` are ignored. Everything else must match in full.
 
-        A header without ``version=`` is of version 1, the only one so far.
+        A header without ``version=`` is of version 1, a program of one pipeline.
 
         Raises:
             ScheduleError: The text is invalid. The error names the line, the token and the expected form.
@@ -157,23 +241,47 @@ class Program:
         lines = [(n, line) for n, line in lines if line]
         if not lines:
             raise ScheduleError("empty schedule: expected a line 'schedule NAME placement=0,1 microbatches=M'")
-        name, placement, microbatches = _parse_header(*lines[0])
-        orders = tuple(_parse_order(n, line, rank) for rank, (n, line) in enumerate(lines[1:]))
-        return Program(name, placement, microbatches, orders)
+        (number, header), *rest = lines
+        match = _HEADER.fullmatch(header) or _ROUTED_HEADER.fullmatch(header)
+        if match is None:
+            expected = (
+                "'schedule NAME placement=RANK,RANK,… microbatches=M' or 'schedule NAME version=2 stages=S microbatches=M'"
+            )
+            raise ScheduleError(f"line {number}: header {header!r}: expected {expected}")
+        name, version, microbatches = match["name"], int(match["version"] or 1), int(match["microbatches"])
+        is_routed = match.re is _ROUTED_HEADER
+        if version != (2 if is_routed else 1):
+            expected = "version 2 with stages=, or version 1 with placement="
+            raise ScheduleError(f"line {number}: schedule version {match['version']}: this adaptra reads {expected}")
+        if not is_routed:
+            placement = tuple(map(int, match["placement"].split(",")))
+            orders = tuple(_parse_order(n, line, rank, parse_op) for rank, (n, line) in enumerate(rest))
+            return Program(name, placement, microbatches, orders)
+        if refused := refuse_size(int(match["stages"]), microbatches):
+            raise ScheduleError(f"line {number}: {refused}")
+        split = next((i for i, (_, line) in enumerate(rest) if not line.startswith(("workers ", "route "))), len(rest))
+        routing = Routing.parse(rest[:split], int(match["stages"]), microbatches)
+        return Program(name, (), microbatches, _parse_routed_orders(rest[split:], routing), routing)
 
 
 _BACKWARD = frozenset({Kind.I, Kind.W, Kind.B})
-_NUMBER = "(?:0|[1-9][0-9]{0,8})"
 _NAME = re.compile(r"[A-Za-z0-9_.+-]+")
 _HEADER = re.compile(
-    rf"schedule (?P<name>[A-Za-z0-9_.+-]+)(?: version=(?P<version>{_NUMBER}))?"
-    rf" placement=(?P<placement>{_NUMBER}(?:,{_NUMBER})*) microbatches=(?P<microbatches>{_NUMBER})"
+    rf"schedule (?P<name>[A-Za-z0-9_.+-]+)(?: version=(?P<version>{NUMBER}))?"
+    rf" placement=(?P<placement>{NUMBER}(?:,{NUMBER})*) microbatches=(?P<microbatches>{NUMBER})"
 )
-_OP = re.compile(rf"({_NUMBER})(SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B)({_NUMBER})(?:@([a-z][a-z0-9_.-]*))?")
+_ROUTED_HEADER = re.compile(
+    rf"schedule (?P<name>[A-Za-z0-9_.+-]+) version=(?P<version>{NUMBER})"
+    rf" stages=(?P<stages>[1-9][0-9]{{0,8}}) microbatches=(?P<microbatches>{NUMBER})"
+)
+_LANE_SUFFIX = "(?:@([a-z][a-z0-9_.-]*))?"
+_OP = re.compile(rf"({NUMBER})(SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B)({NUMBER}){_LANE_SUFFIX}")
+_ROUTED_OP = re.compile(rf"({NUMBER}):({NUMBER})((?:SEND|RECV)_[FBW]|F|I|W|B)({NUMBER}){_LANE_SUFFIX}")
+_UPDATE = re.compile(rf"({NUMBER})(REDUCE|STEP)")
 
 
 def parse_op(token: str) -> Op:
-    """Parse one op such as ``2F0`` or ``1SEND_B3@delegate``.
+    """Parse one op of one pipeline, such as ``2F0`` or ``1SEND_B3@delegate``.
 
     Raises:
         ScheduleError: The token is invalid. The error names it and the expected form.
@@ -185,20 +293,34 @@ def parse_op(token: str) -> Op:
     return Op(int(stage), Kind(kind), int(microbatch), lane)
 
 
-def _parse_header(number: int, line: str) -> tuple[str, tuple[int, ...], int]:
-    match = _HEADER.fullmatch(line)
-    if match is None:
-        raise ScheduleError(f"line {number}: header {line!r}: expected 'schedule NAME placement=RANK,RANK,… microbatches=M'")
-    if int(match["version"] or FORMAT_VERSION) != FORMAT_VERSION:
-        raise ScheduleError(f"line {number}: schedule version {match['version']}: this adaptra reads version {FORMAT_VERSION}")
-    return match["name"], tuple(map(int, match["placement"].split(","))), int(match["microbatches"])
-
-
-def _parse_order(number: int, line: str, rank: int) -> tuple[Op, ...]:
+def _parse_order(number: int, line: str, rank: int, parse: Callable[[str], Op], what: str = "rank") -> tuple[Op, ...]:
     label, *tokens = line.split()
     if label != f"{rank}:":
-        raise ScheduleError(f"line {number}: {label!r}: expected the line of rank {rank} to start with '{rank}:'")
+        raise ScheduleError(f"line {number}: {label!r}: expected the line of {what} {rank} to start with '{rank}:'")
     try:
-        return tuple(map(parse_op, tokens))
+        return tuple(map(parse, tokens))
     except ScheduleError as error:
         raise ScheduleError(f"line {number}: {error}") from None
+
+
+def _parse_routed_orders(lines: Sequence[tuple[int, str]], routing: Routing) -> tuple[tuple[Op, ...], ...]:
+    live = routing.live
+    if len(lines) != len(live):
+        raise ScheduleError(f"{len(lines)} lines of ops: expected {len(live)}, one for each live worker")
+    orders: list[tuple[Op, ...]] = [()] * (live[-1] + 1)
+    for worker, (number, line) in zip(live, lines, strict=True):
+        orders[worker] = _parse_order(number, line, worker, partial(_parse_routed_op, routing.replica_of(worker)), "worker")
+    return tuple(orders)
+
+
+def _parse_routed_op(home: int, token: str) -> Op:
+    """Parse one op of several replicas; ``home`` is the replica of its worker."""
+    if update := _UPDATE.fullmatch(token):
+        return Op(int(update[1]), Kind(update[2]), 0, None, home)
+    match = _ROUTED_OP.fullmatch(token)
+    if match is None:
+        raise ScheduleError(
+            f"op {token!r}: expected REPLICA:STAGE KIND MICROBATCH [@LANE] such as 1:2F0, or STAGE with REDUCE or STEP"
+        )
+    replica, stage, kind, microbatch, lane = match.groups()
+    return Op(int(stage), Kind(kind), int(microbatch), lane, int(replica))

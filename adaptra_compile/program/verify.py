@@ -15,22 +15,24 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Final, NamedTuple
 
 from adaptra.errors import ScheduleError
 from adaptra.program import Kind, Op, Program
-from adaptra.program.dependencies import SENT_BY, needs, peer_stage
+from adaptra.program.dependencies import SENT_BY, WEIGHT_GRADIENT, needs, other_end
 from adaptra.program.lockstep import run_in_lockstep
 
 
 class Position(NamedTuple):
-    """Position of an op: its rank, and its number in that rank's order, counted from zero."""
+    """Position of an op: its rank or worker, and its number in that one's order, counted from zero."""
 
     rank: int
     number: int
+    word: str
 
     def __str__(self) -> str:
-        return f"op {self.number} of rank {self.rank}"
+        return f"op {self.number} of {self.word} {self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +44,20 @@ class Facts:
         places: The position of every op, rank by rank in program order.
         lowered: Whether the program contains its communication ops.
         forward_only: Whether no op computes a gradient.
+        hands_over: Whether workers hand over the accumulator of weight gradients.
     """
 
     program: Program
     places: Mapping[Op, Position]
     lowered: bool
     forward_only: bool
+    hands_over: bool
 
     def needed(self, op: Op) -> Iterator[Op]:
         """Yield the program's own ops, lanes included, that meet the needs of ``op``."""
-        for need in needs(op, self.program.placement, self.lowered):
-            for kind in need.kinds:
-                place = self.places.get(Op(need.stage, kind, need.microbatch))
+        for need in needs(op, self.program, self.lowered, self.hands_over):
+            for one in need.ops:
+                place = self.places.get(one)
                 if place is not None:
                     yield self.program.orders[place.rank][place.number]
 
@@ -62,22 +66,25 @@ class Facts:
         return ScheduleError(f"{self.program.name}: {text}")
 
 
-def verify(program: Program, *, ordered_channels: bool = True) -> None:
+def verify(program: Program, *, ordered_channels: bool = True, hands_over: bool = True) -> None:
     """Prove that the ranks can execute the program and that it is one complete training step or evaluation.
 
     A verified program has these properties:
 
-    - Every op is on its stage's rank, once.
+    - Every op is on its stage's rank, once. With several replicas that is the worker on the microbatch's route.
     - Every stage and microbatch has F and either I and W or B. Or the program has F everywhere and no other compute op.
-    - On each stage the F ops, the I and B ops, and the W and B ops are in microbatch order.
+    - On each rank and stage, a replica's F ops are in microbatch order. So are its I and B ops, and its W and B ops.
     - If the program has communication ops, every message between ranks has one SEND and one RECV of the same lane. There are no
       other communication ops.
+    - No op is a REDUCE or STEP, or each live worker has one of each per stage, behind the stage's last W.
     - No rank waits forever.
 
     Args:
         program: The program.
         ordered_channels: Whether to prove also that messages of every channel are received in the order in which they are
-            sent. A channel is (source rank, destination rank, forward or backward). Transports that keep order need this.
+            sent. A channel is (source rank, destination rank, forward, backward or accumulators). Transports that keep order
+            need this.
+        hands_over: Whether workers hand over the accumulator of weight gradients, so that each W waits for the one before it.
 
     Raises:
         ScheduleError: A rule is broken. The text names the first broken rule, the op and its position, the expectation and the
@@ -89,8 +96,8 @@ def verify(program: Program, *, ordered_channels: bool = True) -> None:
             for check in OP_RULES:
                 problem = check(program, rank, op)
                 if problem is not None:
-                    raise ScheduleError(f"{program.name}: {op}, {Position(rank, number)}: {problem}")
-    facts = Facts(program, _places(program), program.is_lowered, program.is_forward_only)
+                    raise ScheduleError(f"{program.name}: {op}, {Position(rank, number, _word(program))}: {problem}")
+    facts = Facts(program, _places(program), program.is_lowered, program.is_forward_only, hands_over)
     for rule in PROGRAM_RULES:
         rule(facts)
     if ordered_channels:
@@ -98,12 +105,22 @@ def verify(program: Program, *, ordered_channels: bool = True) -> None:
     _no_deadlock(facts)
 
 
-def _stage_is_on_this_rank(program: Program, rank: int, op: Op) -> str | None:
+def _word(program: Program) -> str:
+    return "rank" if program.routing is None else "worker"
+
+
+def _stage_exists(program: Program, rank: int, op: Op) -> str | None:
     if not 0 <= op.stage < program.stages:
         return f"stage {op.stage} does not exist: expected 0..{program.stages - 1}"
-    if program.placement[op.stage] != rank:
-        return f"the placement puts stage {op.stage} on rank {program.placement[op.stage]}"
     return None
+
+
+def _replica_exists(program: Program, rank: int, op: Op) -> str | None:
+    if op.replica in program.replicas:
+        return None
+    if program.routing is None:
+        return f"names replica {op.replica} in a program of one pipeline"
+    return f"replica {op.replica} does not exist: expected 0..{program.routing.replicas - 1}"
 
 
 def _microbatch_exists(program: Program, rank: int, op: Op) -> str | None:
@@ -112,10 +129,25 @@ def _microbatch_exists(program: Program, rank: int, op: Op) -> str | None:
     return None
 
 
+def _stage_is_on_this_rank(program: Program, rank: int, op: Op) -> str | None:
+    routing = program.routing
+    if routing is None:
+        if op.kind.is_update:
+            return "updates the parameters of several replicas, but this is a program of one pipeline"
+        if program.placement[op.stage] != rank:
+            return f"the placement puts stage {op.stage} on rank {program.placement[op.stage]}"
+    elif op.kind.is_update:
+        if op.stage not in routing.stages_of(rank):
+            return f"worker {rank} does not have stage {op.stage}"
+    elif (holder := program.holder(op.replica, op.stage, op.microbatch)) != rank:
+        return f"the route of microbatch {op.microbatch} of replica {op.replica} passes stage {op.stage} on worker {holder}"
+    return None
+
+
 def _lane_belongs_to_a_message(program: Program, rank: int, op: Op) -> str | None:
     if op.lane is None:
         return None
-    if op.kind.is_compute:
+    if not op.kind.is_message:
         return f"a compute op has no lane, this one has {op.lane!r}"
     if not _LANE.fullmatch(op.lane):
         return f"lane {op.lane!r}: expected a lower-case letter, then lower-case letters, digits and _ . -"
@@ -123,22 +155,28 @@ def _lane_belongs_to_a_message(program: Program, rank: int, op: Op) -> str | Non
 
 
 def _message_crosses_ranks(program: Program, rank: int, op: Op) -> str | None:
-    if op.kind.is_compute:
+    if not op.kind.is_message:
         return None
-    peer = peer_stage(op)
-    if not 0 <= peer < program.stages:
-        return f"there is no stage {peer} at the other end: stages are 0..{program.stages - 1}"
-    if program.placement[peer] == rank:
-        return f"no message is needed: stages {op.stage} and {peer} are both on rank {rank}"
-    return None
+    end = other_end(op)
+    if not 0 <= end.stage < program.stages:
+        return f"there is no stage {end.stage} at the other end: stages are 0..{program.stages - 1}"
+    if not 0 <= end.microbatch < program.microbatches:
+        last = program.microbatches - 1
+        return f"there is no microbatch {end.microbatch} at the other end: microbatches are 0..{last}"
+    if program.holder(end.replica, end.stage, end.microbatch) != rank:
+        return None
+    if end.stage != op.stage:
+        return f"no message is needed: stages {op.stage} and {end.stage} are both on {_word(program)} {rank}"
+    return f"no message is needed: microbatches {op.microbatch} and {end.microbatch} are both on {_word(program)} {rank}"
 
 
 def _places(program: Program) -> Mapping[Op, Position]:
     """Return the position of every op. An op that occurs twice is refused."""
     places: dict[Op, Position] = {}
+    word = _word(program)
     for rank, order in enumerate(program.orders):
         for number, op in enumerate(order):
-            place = Position(rank, number)
+            place = Position(rank, number, word)
             first = places.setdefault(op, place)
             if first is not place:
                 raise ScheduleError(f"{program.name}: {op} stands twice: {first} and {place}")
@@ -146,76 +184,101 @@ def _places(program: Program) -> Mapping[Op, Position]:
 
 
 def _every_microbatch_is_complete(facts: Facts) -> None:
-    found: defaultdict[tuple[int, int], set[Kind]] = defaultdict(set)
+    found: defaultdict[tuple[int | None, int, int], set[Kind]] = defaultdict(set)
     for op in facts.places:
         if op.kind.is_compute:
-            found[op.stage, op.microbatch].add(op.kind)
+            found[op.replica, op.stage, op.microbatch].add(op.kind)
     allowed = _FORWARD_ONLY if facts.forward_only else _TRAINING
-    for stage in range(facts.program.stages):
-        for microbatch in range(facts.program.microbatches):
-            kinds = found[stage, microbatch]
-            if kinds not in allowed:
-                has, *expected = [
-                    " ".join(str(Op(stage, kind, microbatch)) for kind in Kind if kind in some) for some in (kinds, *allowed)
-                ]
-                raise facts.error(
-                    f"stage {stage}, microbatch {microbatch}: rank {facts.program.placement[stage]} has {has or 'nothing'}: "
-                    f"expected {' or '.join(expected)}"
-                )
+    program = facts.program
+    for replica, stage, microbatch in product(program.replicas, range(program.stages), range(program.microbatches)):
+        kinds = found[replica, stage, microbatch]
+        if kinds not in allowed:
+            has, *expected = [
+                " ".join(str(Op(stage, kind, microbatch, None, replica)) for kind in Kind if kind in some)
+                for some in (kinds, *allowed)
+            ]
+            where = (
+                f"stage {stage}, microbatch {microbatch}"
+                if replica is None
+                else f"replica {replica}, stage {stage}, microbatch {microbatch}"
+            )
+            raise facts.error(
+                f"{where}: {_word(program)} {program.holder(replica, stage, microbatch)} has {has or 'nothing'}: "
+                f"expected {' or '.join(expected)}"
+            )
 
 
 def _stages_keep_microbatch_order(facts: Facts) -> None:
-    latest: dict[tuple[int, str], Op] = {}
+    latest: dict[tuple[int, int | None, int, str], Op] = {}
     for op, place in facts.places.items():
-        for what in _IN_ORDER[op.kind]:
-            before = latest.get((op.stage, what))
+        for what in _IN_ORDER.get(op.kind, ()):
+            key = place.rank, op.replica, op.stage, what
+            before = latest.get(key)
             if before is not None and before.microbatch > op.microbatch:
                 raise facts.error(
                     f"{op}, {place}, stands behind {before}, {facts.places[before]}: expected the {what} of a stage in "
                     f"microbatch order, which makes results independent of the plan"
                 )
-            latest[op.stage, what] = op
+            latest[key] = op
 
 
 def _every_message_has_two_ends(facts: Facts) -> None:
     if not facts.lowered:
         return
     for producer in facts.places:
-        for end, other in _ends_of_message(facts.program, producer):
-            if end not in facts.places:
-                rank = facts.program.placement[end.stage]
-                there = facts.places.get(other, "missing too")
-                raise facts.error(f"{end} is missing on rank {rank}: {producer} has a message to send; {other} is {there}")
-    if facts.forward_only:
-        for op, place in facts.places.items():
-            if op.kind in (Kind.SEND_B, Kind.RECV_B):
-                raise facts.error(f"{op}, {place}: expected no backward message, as no op computes a gradient")
+        for send in _sends_of(facts, producer):
+            for end, other in ((send, other_end(send)), (other_end(send), send)):
+                if end not in facts.places:
+                    rank = facts.program.holder(end.replica, end.stage, end.microbatch)
+                    there = facts.places.get(other, "missing too")
+                    where = f"{_word(facts.program)} {rank}"
+                    raise facts.error(f"{end} is missing on {where}: {producer} has a message to send; {other} is {there}")
+    for op, place in facts.places.items():
+        if facts.forward_only and op.kind.is_message and op.kind not in (Kind.SEND_F, Kind.RECV_F):
+            raise facts.error(f"{op}, {place}: expected no backward message, as no op computes a gradient")
+        if not facts.hands_over and op.kind in (Kind.SEND_W, Kind.RECV_W):
+            raise facts.error(f"{op}, {place}: expected no accumulator to be handed over, as each worker adds up its own")
 
 
-def _ends_of_message(program: Program, producer: Op) -> tuple[tuple[Op, Op], ...]:
-    """Return (SEND, RECV) and (RECV, SEND) of a compute op's message to another rank; empty if it sends none."""
-    match producer.kind:
-        case Kind.F:
-            send, receive, stage = Kind.SEND_F, Kind.RECV_F, producer.stage + 1
-        case Kind.I | Kind.B:
-            send, receive, stage = Kind.SEND_B, Kind.RECV_B, producer.stage - 1
-        case Kind.W | Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B:
-            return ()
-    if not 0 <= stage < program.stages or program.placement[stage] == program.placement[producer.stage]:
-        return ()
-    source, destination = Op(producer.stage, send, producer.microbatch), Op(stage, receive, producer.microbatch)
-    return (source, destination), (destination, source)
+def _sends_of(facts: Facts, producer: Op) -> Iterator[Op]:
+    """Yield the SEND of each message of a compute op to another rank."""
+    program, (stage, microbatch, replica) = facts.program, (producer.stage, producer.microbatch, producer.replica)
+    sends = [Op(stage, kind, microbatch, None, replica) for kind in _SENT_AFTER.get(producer.kind, ())]
+    for send in sends:
+        end = other_end(send)
+        exists = 0 <= end.stage < program.stages and end.microbatch < program.microbatches
+        if send.kind is Kind.SEND_W and not facts.hands_over:
+            continue
+        if exists and program.holder(replica, end.stage, end.microbatch) != program.holder(replica, stage, microbatch):
+            yield send
 
 
-def _sender(receive: Op) -> Op:
-    """Return the SEND of the message that a RECV receives. It equals the program's own, which may have a lane."""
-    return Op(peer_stage(receive), SENT_BY[receive.kind], receive.microbatch)
+def _updates_stand_behind_gradients(facts: Facts) -> None:
+    routing = facts.program.routing
+    if routing is None or not any(op.kind.is_update for op in facts.places):
+        return
+    last: dict[tuple[int, int], Position] = {}
+    for op, place in facts.places.items():
+        if op.kind in WEIGHT_GRADIENT:
+            last[place.rank, op.stage] = place
+    for worker in routing.live:
+        for stage in routing.stages_of(worker):
+            before = last.get((worker, stage))
+            for kind in (Kind.REDUCE, Kind.STEP):
+                update = Op(stage, kind, 0, None, routing.replica_of(worker))
+                place = facts.places.get(update)
+                if place is None:
+                    raise facts.error(f"worker {worker} has no {update}: expected one REDUCE and one STEP per worker and stage")
+                if before is not None and place < before:
+                    there = facts.program.orders[before.rank][before.number]
+                    raise facts.error(f"{update}, {place}, stands before {there}, {before}: expected it behind")
+                before = place
 
 
 def _lanes_agree(facts: Facts) -> None:
     for receive, place in facts.places.items():
         if receive.kind in SENT_BY:
-            there = facts.places[_sender(receive)]
+            there = facts.places[other_end(receive)]
             send = facts.program.orders[there.rank][there.number]
             if send.lane != receive.lane:
                 raise facts.error(f"{send}, {there}, but {receive}, {place}: expected both ends of a message on one lane")
@@ -225,16 +288,16 @@ def _channels_keep_their_order(facts: Facts) -> None:
     sent: defaultdict[tuple[int, int, str], list[Op]] = defaultdict(list)
     received: defaultdict[tuple[int, int, str], list[Op]] = defaultdict(list)
     for op, place in facts.places.items():
-        match op.kind:
-            case Kind.SEND_F | Kind.SEND_B:
-                sent[place.rank, facts.program.placement[peer_stage(op)], _DIRECTION[op.kind]].append(op)
-            case Kind.RECV_F | Kind.RECV_B:
-                received[facts.program.placement[peer_stage(op)], place.rank, _DIRECTION[op.kind]].append(op)
-            case Kind.F | Kind.I | Kind.W | Kind.B:
-                pass
+        if op.kind in _DIRECTION:
+            end = other_end(op)
+            peer = facts.program.holder(end.replica, end.stage, end.microbatch)
+            if op.kind in SENT_BY:
+                received[peer, place.rank, _DIRECTION[op.kind]].append(op)
+            else:
+                sent[place.rank, peer, _DIRECTION[op.kind]].append(op)
     for channel, sends in sent.items():
         for number, (send, receive) in enumerate(zip(sends, received[channel], strict=True)):
-            expected = _sender(receive)
+            expected = other_end(receive)
             if send != expected:
                 raise facts.error(
                     f"channel {channel[0]}→{channel[1]} {channel[2]}, message {number}: sent is {send}, {facts.places[send]}, "
@@ -244,46 +307,71 @@ def _channels_keep_their_order(facts: Facts) -> None:
 
 
 def _no_deadlock(facts: Facts) -> None:
+    arrivals = _arrivals(facts)
+
     def waits_for(op: Op, executed: Container[Op]) -> Op | None:
         if op.kind in SENT_BY:
             return None
+        if op.kind is Kind.REDUCE:
+            return next((before for before in arrivals[op.stage] if before not in executed), None)
         for needed in facts.needed(op):
             if needed not in executed:
                 return needed
-            if needed.kind in SENT_BY and _sender(needed) not in executed:
-                return _sender(needed)
+            if needed.kind in SENT_BY and other_end(needed) not in executed:
+                return other_end(needed)
         return None
 
     run = run_in_lockstep(facts.program, waits_for)
     if run.stuck:
-        lines = [f"deadlock: {len(run.stuck)} of {facts.program.ranks} ranks wait forever"]
+        word = _word(facts.program)
+        lines = [f"deadlock: {len(run.stuck)} of {facts.program.ranks} {word}s wait forever"]
         for rank, (number, missing) in run.stuck.items():
             there = facts.places[missing]
             behind = ", behind it" if there.rank == rank else ""
             lines.append(
-                f"  rank {rank}: {facts.program.orders[rank][number]}, op {number}, waits for {missing}, {there}{behind}"
+                f"  {word} {rank}: {facts.program.orders[rank][number]}, op {number}, waits for {missing}, {there}{behind}"
             )
         raise facts.error("\n".join([*lines, *(f"  {line}" for line in run.grid())]))
+
+
+def _arrivals(facts: Facts) -> Mapping[int, list[Op]]:
+    """Return, per stage, the op before each worker's REDUCE, since a REDUCE begins when the last worker has come to it."""
+    found: defaultdict[int, list[Op]] = defaultdict(list)
+    for op, place in facts.places.items():
+        if op.kind is Kind.REDUCE and place.number > 0:
+            found[op.stage].append(facts.program.orders[place.rank][place.number - 1])
+    return found
 
 
 _LANE: Final = re.compile(r"[a-z][a-z0-9_.-]*")
 _FORWARD_ONLY: Final = ({Kind.F},)
 _TRAINING: Final = ({Kind.F, Kind.I, Kind.W}, {Kind.F, Kind.B})
-_DIRECTION: Final = {Kind.SEND_F: "forward", Kind.RECV_F: "forward", Kind.SEND_B: "backward", Kind.RECV_B: "backward"}
+_DIRECTION: Final = {
+    Kind.SEND_F: "forward",
+    Kind.RECV_F: "forward",
+    Kind.SEND_B: "backward",
+    Kind.RECV_B: "backward",
+    Kind.SEND_W: "accumulators",
+    Kind.RECV_W: "accumulators",
+}
+_SENT_AFTER: Final[dict[Kind, tuple[Kind, ...]]] = {
+    Kind.F: (Kind.SEND_F,),
+    Kind.I: (Kind.SEND_B,),
+    Kind.W: (Kind.SEND_W,),
+    Kind.B: (Kind.SEND_B, Kind.SEND_W),
+}
 _IN_ORDER: Final[dict[Kind, tuple[str, ...]]] = {
     Kind.F: ("forwards",),
     Kind.I: ("input gradients",),
     Kind.W: ("weight gradients",),
     Kind.B: ("input gradients", "weight gradients"),
-    Kind.SEND_F: (),
-    Kind.RECV_F: (),
-    Kind.SEND_B: (),
-    Kind.RECV_B: (),
 }
 
 OP_RULES: Final[tuple[Callable[[Program, int, Op], str | None], ...]] = (
-    _stage_is_on_this_rank,
+    _stage_exists,
+    _replica_exists,
     _microbatch_exists,
+    _stage_is_on_this_rank,
     _lane_belongs_to_a_message,
     _message_crosses_ranks,
 )
@@ -294,5 +382,6 @@ PROGRAM_RULES: Final[tuple[Callable[[Facts], None], ...]] = (
     _stages_keep_microbatch_order,
     _every_message_has_two_ends,
     _lanes_agree,
+    _updates_stand_behind_gradients,
 )
 """The rules on all ops together. Each relies on the rules before it."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from adaptra.errors import ScheduleError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program import Kind, Op, Program
 from adaptra.runtime.detection.monitor import Monitor
@@ -142,6 +143,8 @@ class Executor:
                 self._messages.send(op, self._values.pop((stage, Kind.I, microbatch)))
             case Kind.RECV_F | Kind.RECV_B:
                 self._messages.post(op)
+            case _:
+                raise ScheduleError(f"{op}: expected an op of one pipeline")
 
     def _finish(self, op: Op, started: tuple[float, Mark]) -> None:
         at, mark = started

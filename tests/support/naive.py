@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import Need, needs
 from adaptra.simulation.cost import Blocking, CostModel
+from adaptra.simulation.job_case import JobCase, WorkerLink
 
 
 def neighbour_waiting(op: Op, stages: int) -> int | None:
@@ -19,7 +21,7 @@ def neighbour_waiting(op: Op, stages: int) -> int | None:
             return op.stage + 1 if op.stage + 1 < stages else None
         case Kind.I | Kind.B:
             return op.stage - 1 if op.stage > 0 else None
-        case Kind.W | Kind.SEND_F | Kind.RECV_F | Kind.SEND_B | Kind.RECV_B:
+        case _:
             return None
 
 
@@ -47,8 +49,8 @@ def _one_round(program: Program, cost: CostModel, previous: dict[Op, tuple[float
         received = [w for op, w in windows.items() if program.placement[neighbour_waiting(op, program.stages) or 0] == rank]
         for op in order:
             start = now
-            for need in needs(op, program.placement, lowered=False):
-                for producer in (Op(need.stage, kind, need.microbatch) for kind in need.kinds):
+            for need in needs(op, program, lowered=False):
+                for producer in need.ops:
                     if producer in previous:
                         start = max(start, previous[producer][1] if need.stage == op.stage else windows[producer][1])
             if cost.blocking is Blocking.BOTH:
@@ -94,18 +96,19 @@ def random_program(seed: int, placement: Sequence[int], microbatches: int, *, fo
             kinds = (Kind.B,) if chance.random() < 0.3 else (Kind.I, Kind.W)
             waiting += [Op(stage, kind, microbatch) for kind in kinds]
     orders: list[list[Op]] = [[] for _ in range(max(placement) + 1)]
+    empty = Program("random", tuple(placement), microbatches, tuple(() for _ in orders))
     done: set[Op] = set()
     while waiting:
-        ready = [op for op in waiting if all(_met(need, done) for need in needs(op, placement, lowered=False))]
+        ready = [op for op in waiting if all(_met(need, done) for need in needs(op, empty, lowered=False))]
         op = chance.choice(ready)
         waiting.remove(op)
         done.add(op)
         orders[placement[op.stage]].append(op)
-    return Program("random", tuple(placement), microbatches, tuple(map(tuple, orders)))
+    return replace(empty, orders=tuple(map(tuple, orders)))
 
 
 def _met(need: Need, done: set[Op]) -> bool:
-    return any(Op(need.stage, kind, need.microbatch) in done for kind in need.kinds)
+    return any(op in done for op in need.ops)
 
 
 def greedy(cost: CostModel, microbatches: int, quotas: Sequence[int]) -> Program:
@@ -145,3 +148,90 @@ def _choose(there: dict[Op, float], free: float, order: list[Op], stage: int, qu
     mine = [(start, op) for start, op in mine if not warming_up or op.kind is Kind.F]
     rank = {Kind.I: 0, Kind.F: 1, Kind.W: 2}
     return min(mine, key=lambda choice: (choice[0], rank[choice[1].kind], choice[1].microbatch), default=None)
+
+
+_At = tuple[int, Op]  # a step, and an op of it
+_Times = dict[_At, tuple[float, float]]
+
+
+def simulate_steps(program: Program, case: JobCase, steps: int) -> _Times:
+    """Start and end of every op in every step of a program of several replicas, as the fixed point of the definition.
+
+    Needs REDUCE and STEP in the program and, where messages share links and ports, ops that take time.
+    """
+    previous: _Times = {(step, op): (0.0, 0.0) for step in range(steps) for order in program.orders for op in order}
+    for _ in range(4 * len(previous) + 10):
+        times = _one_round_of_steps(program, case, steps, previous)
+        if times == previous:
+            return times
+        previous = times
+    raise AssertionError("no fixed point")
+
+
+def _one_round_of_steps(program: Program, case: JobCase, steps: int, previous: _Times) -> _Times:
+    arrived = _arrivals(program, case, previous)
+    routing = program.routing
+    assert routing is not None
+    before = {op: (order[index - 1] if index else None) for order in program.orders for index, op in enumerate(order)}
+    times: _Times = {}
+    for worker, order in enumerate(program.orders):
+        now = 0.0
+        for step in range(steps):
+            for op in order:
+                start = now
+                for need in needs(op, program, lowered=False, hands_over=case.hands_over):
+                    for producer in need.ops:
+                        if (step, producer) in previous:
+                            start = max(start, _there(program, case, worker, (step, producer), op, previous, arrived))
+                if op.kind is Kind.REDUCE:
+                    reduces = [Op(op.stage, Kind.REDUCE, 0, None, routing.replica_of(one)) for one in routing.column(op.stage)]
+                    came = [previous[step, last][1] for one in reduces if (last := before[one]) is not None]
+                    ended = [previous[step - 1, program.orders[one][-1]][1] for one in routing.column(op.stage) if step]
+                    start = max(start, *came, *(ended if len(came) < len(reduces) else ())) + case.reduce[op.stage]
+                factor = case.slow.get(worker, 1.0)
+                now = start + _duration(case, op) * factor
+                times[step, op] = (start, now)
+    return times
+
+
+def _duration(case: JobCase, op: Op) -> float:
+    backward = case.input_grad[op.stage], case.weight_grad[op.stage]
+    of = {Kind.F: case.forward[op.stage], Kind.I: backward[0], Kind.W: backward[1], Kind.B: sum(backward)}
+    return {**of, Kind.STEP: case.step[op.stage], Kind.REDUCE: 0.0}[op.kind]
+
+
+def _there(
+    program: Program, case: JobCase, worker: int, producer: _At, op: Op, previous: _Times, arrived: dict[_At, float]
+) -> float:
+    """When what ``op`` needs of its producer is on its worker."""
+    _, made = producer
+    ended = previous[producer][1]
+    if program.holder(made.replica, made.stage, made.microbatch) == worker:
+        return ended
+    return ended + case.hand_over if made.microbatch != op.microbatch else arrived[producer]
+
+
+def _arrivals(program: Program, case: JobCase, previous: _Times) -> dict[_At, float]:
+    """When the activation or the gradient of every F, I and B arrives; messages take their links and ports in order of time."""
+    place = {op: (worker, index) for worker, order in enumerate(program.orders) for index, op in enumerate(order)}
+    free: defaultdict[tuple[str, int, int], float] = defaultdict(float)
+    arrived: dict[_At, float] = {}
+    for (step, op), (_, posted) in sorted(previous.items(), key=lambda item: (item[1][1], place[item[0][1]])):
+        neighbour = neighbour_waiting(op, program.stages) if op.kind.is_compute else None
+        if neighbour is None:
+            continue
+        source, to = place[op][0], program.holder(op.replica, neighbour, op.microbatch)
+        if source == to:
+            continue
+        link = case.links.get((source, to), WorkerLink(case.latency, case.occupancy))
+        occupied = {
+            ("sends", source, 0): case.ports.get(source, 0.0),
+            ("link", source, to): link.occupancy,
+            ("takes", to, 0): case.ports.get(to, 0.0),
+        }
+        departed = max([posted, *(free[one] for one in occupied)]) if any(occupied.values()) else posted
+        for one, seconds in occupied.items():
+            if any(occupied.values()):
+                free[one] = departed + seconds
+        arrived[step, op] = max(departed + seconds for seconds in occupied.values()) + link.latency
+    return arrived

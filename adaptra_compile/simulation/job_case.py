@@ -1,0 +1,210 @@
+"""The planning problem of a job: several replicas of a pipeline, with lost and slow workers and unequal links.
+
+``docs/formats.md`` documents its JSON form. Times may be in any unit as long as all share it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from adaptra.errors import CaseError
+from adaptra.program import refuse_size
+from adaptra.simulation.case_fields import CaseFields
+
+FORMAT_VERSION: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLink:
+    """The directed link between two workers.
+
+    Attributes:
+        latency: Latency of a message.
+        occupancy: Time that a message occupies the link.
+    """
+
+    latency: float = 0.0
+    occupancy: float = 0.0
+
+
+@dataclass(frozen=True)
+class JobCase:
+    """One planning problem of several replicas.
+
+    Worker ``replica · stages + stage`` has a stage of a replica. A message between two workers departs once their link and both
+    workers' ports are free. It occupies each of them for its time, and arrives when all are free again, plus the latency.
+
+    Attributes:
+        replicas: The number of replicas.
+        microbatches: The number of microbatches of each replica in one step.
+        forward, input_grad, weight_grad: Durations of F, I and W, one per stage. B takes ``input_grad + weight_grad``.
+        step: Duration of STEP, the optimizer, one per stage.
+        reduce: Duration of REDUCE, from the time at which the last worker of a stage has come to it, one per stage.
+        latency: Latency of a message between two workers without a link of their own.
+        occupancy: Time that such a message occupies its link.
+        links: Links by (sending worker, receiving worker).
+        ports: Per worker, the time that a message occupies its port, in each direction; 0 for workers that are not named.
+        slow: Per worker, the factor on the durations of its ops; 1 for workers that are not named.
+        lost: The workers that are lost.
+        hand_over: Latency of an accumulator that passes from one worker to another.
+        hands_over: Whether workers hand the accumulator over. If not, each adds up its own, and W ops wait for no other W.
+        memory: Per stage, the most microbatches that a worker holds from the start of F to the end of W; None for no limit.
+        name: A name for people.
+
+    Raises:
+        CaseError: A field is invalid; names it, the given value and the expected one.
+    """
+
+    replicas: int
+    microbatches: int
+    forward: tuple[float, ...]
+    input_grad: tuple[float, ...]
+    weight_grad: tuple[float, ...]
+    step: tuple[float, ...]
+    reduce: tuple[float, ...]
+    latency: float = 0.0
+    occupancy: float = 0.0
+    links: Mapping[tuple[int, int], WorkerLink] = field(default_factory=dict[tuple[int, int], WorkerLink])
+    ports: Mapping[int, float] = field(default_factory=dict[int, float])
+    slow: Mapping[int, float] = field(default_factory=dict[int, float])
+    lost: frozenset[int] = frozenset()
+    hand_over: float = 0.0
+    hands_over: bool = True
+    memory: tuple[int, ...] | None = None
+    name: str = "case"
+
+    def __post_init__(self) -> None:
+        if refused := refuse_size(self.replicas * self.stages, self.microbatches):
+            raise CaseError(f"P, S, M: {refused}")
+        for what, workers in (("slow", self.slow), ("ports", self.ports), ("lost", self.lost)):
+            for worker in workers:
+                self._check_worker(what, worker)
+        for source, destination in self.links:
+            self._check_worker("links", source)
+            self._check_worker("links", destination)
+        for worker, factor in self.slow.items():
+            if not factor > 0:
+                raise CaseError(
+                    f"slow: {factor:g} for worker {worker}: expected a factor above 0, such as 2 for half the speed"
+                )
+        for stage in range(self.stages):
+            if all(self.worker(replica, stage) in self.lost for replica in range(self.replicas)):
+                raise CaseError(f"lost: all {self.replicas} workers of stage {stage}: expected one that lives on each stage")
+
+    @property
+    def stages(self) -> int:
+        """The number of stages of each replica."""
+        return len(self.forward)
+
+    @property
+    def workers(self) -> int:
+        """The number of workers, lost ones included."""
+        return self.replicas * self.stages
+
+    def worker(self, replica: int, stage: int) -> int:
+        """Return the worker that has a stage of a replica."""
+        return replica * self.stages + stage
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any], name: str = "case") -> JobCase:
+        """Read a case from its JSON object."""
+        fields = CaseFields(data)
+        fields.only(_FIELDS)
+        if fields.given("version", FORMAT_VERSION) != FORMAT_VERSION:
+            raise CaseError(f"version {data['version']!r}: a case with replicas, P, has version {FORMAT_VERSION}")
+        replicas, stages, microbatches = fields.count("P"), fields.count("S"), fields.count("M")
+        if refused := refuse_size(replicas * stages, microbatches):
+            raise CaseError(f"P, S, M: {refused}")
+        fold = fields.given("fold", "handover")
+        if fold not in ("handover", "contributions"):
+            raise CaseError(f"fold: {fold!r}: expected 'handover' or 'contributions'")
+        caps = None if fields.given("mem_cap", None) is None else fields.numbers("mem_cap", stages)
+        return JobCase(
+            replicas,
+            microbatches,
+            fields.numbers("t_f", stages),
+            fields.numbers("t_i", stages),
+            fields.numbers("t_w", stages),
+            fields.numbers("t_opt", stages, 0),
+            fields.numbers("t_reduce", stages, 0),
+            fields.number("c", 0),
+            fields.number("o", 0),
+            _links(fields),
+            {_worker("ports", one, stages): value for one, value in fields.numbers_by_name("ports").items()},
+            {_worker("slow", one, stages): value for one, value in fields.numbers_by_name("slow").items()},
+            frozenset(_worker("lost", one, stages) for one in fields.texts("lost")),
+            fields.number("handover", 0),
+            fold == "handover",
+            None if caps is None else tuple(map(_whole_cap, caps)),
+            str(fields.given("name", name)),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object from which :meth:`from_json` reads an equal case."""
+        return {
+            "version": FORMAT_VERSION,
+            "name": self.name,
+            "P": self.replicas,
+            "S": self.stages,
+            "M": self.microbatches,
+            "t_f": list(self.forward),
+            "t_i": list(self.input_grad),
+            "t_w": list(self.weight_grad),
+            "t_opt": list(self.step),
+            "t_reduce": list(self.reduce),
+            "c": self.latency,
+            "o": self.occupancy,
+            "links": {f"{a}-{b}": {"c": link.latency, "o": link.occupancy} for (a, b), link in self.links.items()},
+            "ports": {str(worker): value for worker, value in self.ports.items()},
+            "slow": {str(worker): value for worker, value in self.slow.items()},
+            "lost": [f"{worker // self.stages}.{worker % self.stages}" for worker in sorted(self.lost)],
+            "handover": self.hand_over,
+            "fold": "handover" if self.hands_over else "contributions",
+            "mem_cap": None if self.memory is None else list(self.memory),
+        }
+
+    def _check_worker(self, what: str, worker: int) -> None:
+        if not 0 <= worker < self.workers:
+            raise CaseError(
+                f"{what}: worker {worker} does not exist: expected 0..{self.workers - 1}, replica · {self.stages} + stage"
+            )
+
+
+_FIELDS: Final = frozenset(
+    "version name P S M t_f t_i t_w t_opt t_reduce c o links ports slow lost handover fold mem_cap".split()
+)
+_PLACE: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})")
+_INDEX: Final = re.compile(r"0|[1-9][0-9]{0,8}")
+
+
+def _worker(what: str, text: str, stages: int) -> int:
+    """Read a worker: its number, or ``REPLICA.STAGE``."""
+    if match := _PLACE.fullmatch(text):
+        replica, stage = int(match[1]), int(match[2])
+        if stage >= stages:
+            raise CaseError(f"{what}: {text!r}: stage {stage} does not exist: expected 0..{stages - 1}")
+        return replica * stages + stage
+    if _INDEX.fullmatch(text):
+        return int(text)
+    raise CaseError(f"{what}: {text!r}: expected a worker such as '1.2' for stage 2 of replica 1, or its number")
+
+
+def _links(fields: CaseFields) -> dict[tuple[int, int], WorkerLink]:
+    found: dict[tuple[int, int], WorkerLink] = {}
+    for name, value in fields.objects("links").items():
+        ends = name.split("-")
+        if len(ends) != 2 or not all(_INDEX.fullmatch(end) for end in ends):
+            raise CaseError(f"links: {name!r}: expected two workers such as '1-2', from 1 to 2")
+        link = CaseFields(value, f"links {name}: ")
+        link.only(frozenset({"c", "o"}))
+        found[int(ends[0]), int(ends[1])] = WorkerLink(link.number("c", 0), link.number("o", 0))
+    return found
+
+
+def _whole_cap(given: float) -> int:
+    if given < 1 or given != int(given):
+        raise CaseError(f"mem_cap: {given:g}: expected a whole number of microbatches, at least 1")
+    return int(given)

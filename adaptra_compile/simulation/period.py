@@ -1,0 +1,190 @@
+"""The simulator of several replicas: the exact times of a program that repeats, and its period.
+
+A worker's next step begins when its last op has ended, so fill and drain overlap across steps. The period is the steady
+distance between the ends of steps. The hot loop is in C++.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+from adaptra import _C
+from adaptra.errors import CaseError, ScheduleError
+from adaptra.program import Kind, Op, Program
+from adaptra.program.routing import Routing
+from adaptra.program.verify import verify
+from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.timeline import OpInterval
+
+STEPS: Final = 8
+"""The number of steps from which the period is taken."""
+
+KINDS: Final = (Kind.F, Kind.I, Kind.W, Kind.B, Kind.REDUCE, Kind.STEP)
+"""The kinds of the ops that the simulator executes, in the order of their codes."""
+_CODE: Final = {kind: code for code, kind in enumerate(KINDS)}
+
+
+@dataclass(frozen=True)
+class PeriodicSimulation:
+    """Time and memory of a repeated program. Times are in the case's unit and start at zero.
+
+    Attributes:
+        program: The program, with its REDUCE and STEP.
+        case: The case.
+        period: The steady distance between the ends of steps, of the slowest worker.
+        makespan: The end of the first step.
+        held: Per worker, the most microbatches from the start of F to the end of W.
+    """
+
+    program: Program
+    case: JobCase
+    period: float
+    makespan: float
+    held: tuple[int, ...]
+    _simulated: _C.SimulatedPeriod = field(repr=False, compare=False)
+
+    @property
+    def over_memory(self) -> tuple[int, ...]:
+        """The workers that hold more microbatches than the case allows."""
+        routing, memory = self.program.routing, self.case.memory
+        if routing is None or memory is None:
+            return ()
+        return tuple(
+            worker for worker in routing.live if self.held[worker] > max(memory[stage] for stage in routing.stages_of(worker))
+        )
+
+    @cached_property
+    def steps(self) -> tuple[tuple[tuple[OpInterval, ...], ...], ...]:
+        """The intervals of all ops: per simulated step, per worker."""
+        by_worker = [
+            [
+                OpInterval(worker, op, start, end)
+                for op, (start, end) in zip(
+                    order * STEPS, struct.iter_unpack("=2d", self._simulated.intervals(worker)), strict=True
+                )
+            ]
+            for worker, order in enumerate(_executed(self.program))
+        ]
+        counts = [len(intervals) // STEPS for intervals in by_worker]
+        return tuple(
+            tuple(tuple(one[step * count : (step + 1) * count]) for one, count in zip(by_worker, counts, strict=True))
+            for step in range(STEPS)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as JSON values, without the times of single ops."""
+        return {
+            "period": self.period,
+            "makespan": self.makespan,
+            "held": list(self.held),
+            "over_memory": list(self.over_memory),
+        }
+
+
+def simulate_period(program: Program, case: JobCase) -> PeriodicSimulation:
+    """Simulate :data:`STEPS` steps of a program of several replicas. Communication ops are skipped: the case times messages.
+
+    Without REDUCE and STEP in the program, each worker ends its step with them.
+
+    Raises:
+        ScheduleError: The workers can't execute the program, or it is no training step of several replicas. For a deadlock it
+            shows who waits for whom.
+        CaseError: The program and the case have different replicas, stages or microbatches, or a lost worker has ops.
+    """
+    routing = program.routing
+    if routing is None:
+        raise ScheduleError(f"{program.name}: a program of one pipeline: expected replicas and routes, version 2")
+    if program.is_forward_only:
+        raise ScheduleError(f"{program.name}: no op computes a gradient: expected a training step")
+    _check_fit(program, routing, case)
+    whole = with_updates(program)
+    simulated = None
+    with contextlib.suppress(ValueError):  # an op is misplaced or missing, which the verifier names
+        simulated = _C.simulate_period(job_of(case, routing), [packed(order) for order in _executed(whole)], STEPS)
+    if simulated is None or not simulated.complete:
+        verify(whole, hands_over=case.hands_over)
+        raise AssertionError(f"{program.name}: the simulator can't execute what the verifier accepts")
+    held = tuple(_most_held(order) for order in whole.orders)
+    return PeriodicSimulation(whole, case, simulated.period, simulated.makespan, held, simulated)
+
+
+def with_updates(program: Program) -> Program:
+    """Return the program of several replicas with REDUCE and STEP at each worker's end, if it has none."""
+    routing = program.routing
+    if routing is None or any(op.kind.is_update for order in program.orders for op in order):
+        return program
+    orders = list(program.orders)
+    for worker in routing.live:
+        replica = routing.replica_of(worker)
+        updates = [
+            Op(stage, kind, 0, None, replica) for stage in routing.stages_of(worker) for kind in (Kind.REDUCE, Kind.STEP)
+        ]
+        orders[worker] = (*orders[worker], *updates)
+    return Program(program.name, (), program.microbatches, tuple(orders), routing)
+
+
+def job_of(case: JobCase, routing: Routing) -> _C.Job:
+    """Return the numbers of a case and a routing as the C++ code takes them."""
+    workers = routing.live[-1] + 1
+    holders = [
+        routing.holder(replica, stage, microbatch)
+        for replica in range(case.replicas)
+        for stage in range(case.stages)
+        for microbatch in range(case.microbatches)
+    ]
+    return _C.Job(
+        replicas=case.replicas,
+        microbatches=case.microbatches,
+        durations=[case.forward, case.input_grad, case.weight_grad, case.step, case.reduce],
+        slow=[case.slow.get(worker, 1.0) for worker in range(workers)],
+        port=[case.ports.get(worker, 0.0) for worker in range(workers)],
+        latency=case.latency,
+        occupancy=case.occupancy,
+        links=[(*ends, link.latency, link.occupancy) for ends, link in case.links.items()],
+        hand_over=case.hand_over,
+        hands_over=case.hands_over,
+        holder=holders,
+        columns=[routing.column(stage) for stage in range(case.stages)],
+    )
+
+
+def packed(order: Iterable[Op]) -> bytes:
+    """Return ops as the C++ code takes them: four int32 each, the replica, the stage, the kind's code and the microbatch."""
+    numbers = array("i")
+    for op in order:
+        numbers.extend((op.replica or 0, op.stage, _CODE[op.kind], op.microbatch))
+    return numbers.tobytes()
+
+
+def _check_fit(program: Program, routing: Routing, case: JobCase) -> None:
+    given = routing.replicas, program.stages, program.microbatches
+    expected = case.replicas, case.stages, case.microbatches
+    if given != expected:
+        raise CaseError(
+            f"{program.name} has {given[0]} replicas of {given[1]} stages and {given[2]} microbatches: expected "
+            f"{expected[0]}, {expected[1]} and {expected[2]}, as {case.name} has"
+        )
+    for worker in case.lost:
+        if routing.stages_of(worker):
+            raise CaseError(f"{program.name}: worker {worker} has stages, but {case.name} says that it is lost")
+
+
+def _executed(program: Program) -> list[tuple[Op, ...]]:
+    return [tuple(op for op in order if not op.kind.is_message) for order in program.orders]
+
+
+def _most_held(order: Iterable[Op]) -> int:
+    held = most = 0
+    for op in order:
+        if op.kind is Kind.F:
+            held += 1
+            most = max(most, held)
+        elif op.kind in (Kind.W, Kind.B):
+            held -= 1
+    return most

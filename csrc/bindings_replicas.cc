@@ -1,0 +1,128 @@
+// The simulator of several replicas in the extension adaptra._C.
+#include "bindings_replicas.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "schedule/replicas/job.h"
+#include "schedule/replicas/period.h"
+
+namespace nb = nanobind;
+namespace schedule = adaptra::schedule;
+
+namespace {
+
+using Durations = std::vector<std::vector<double>>;
+using Links = std::vector<std::tuple<std::int32_t, std::int32_t, double, double>>;
+
+schedule::Job to_job(std::int32_t replicas, std::int32_t microbatches, Durations durations, std::vector<double> slow,
+                     std::vector<double> port, double latency, double occupancy, const Links& links, double hand_over,
+                     bool hands_over, std::vector<std::int32_t> holder, std::vector<std::vector<std::int32_t>> columns) {
+  schedule::Job job;
+  if (durations.size() != 5) throw std::invalid_argument("durations: expected those of F, I, W, STEP and REDUCE");
+  job.replicas = replicas;
+  job.stages = static_cast<std::int32_t>(durations[0].size());
+  job.microbatches = microbatches;
+  job.workers = static_cast<std::int32_t>(slow.size());
+  job.forward = std::move(durations[0]);
+  job.input_grad = std::move(durations[1]);
+  job.weight_grad = std::move(durations[2]);
+  job.step = std::move(durations[3]);
+  job.reduce = std::move(durations[4]);
+  job.slow = std::move(slow);
+  job.port = std::move(port);
+  job.latency = latency;
+  job.occupancy = occupancy;
+  for (const auto& [source, destination, delay, keeps] : links) job.links.push_back({source, destination, delay, keeps});
+  job.hand_over = hand_over;
+  job.hands_over = hands_over;
+  job.holder = std::move(holder);
+  job.columns = std::move(columns);
+  if (job.holder.size() != job.index(replicas, 0, 0)) throw std::invalid_argument("holder: expected one worker per microbatch");
+  return job;
+}
+
+std::vector<schedule::JobOrder> to_orders(const std::vector<nb::bytes>& packed) {
+  std::vector<schedule::JobOrder> orders;
+  orders.reserve(packed.size());
+  for (const nb::bytes& bytes : packed) {
+    std::vector<std::int32_t> numbers(bytes.size() / sizeof(std::int32_t));
+    std::memcpy(numbers.data(), bytes.c_str(), numbers.size() * sizeof(std::int32_t));
+    schedule::JobOrder& order = orders.emplace_back();
+    order.reserve(numbers.size() / 4);
+    for (std::size_t at = 0; at + 3 < numbers.size(); at += 4) {
+      order.push_back({numbers[at], numbers[at + 1], static_cast<schedule::JobKind>(numbers[at + 2]), numbers[at + 3]});
+    }
+  }
+  return orders;
+}
+
+// Refuses what the simulator does not expect, since it looks up by these numbers. The verifier says more.
+void check(const schedule::Job& job, const std::vector<schedule::JobOrder>& orders) {
+  std::vector<std::uint8_t> made(job.holder.size(), 0);
+  if (orders.size() != job.slow.size()) throw std::invalid_argument("orders: expected one per worker");
+  for (std::size_t worker = 0; worker < orders.size(); ++worker) {
+    for (const schedule::JobOp& op : orders[worker]) {
+      const bool exists = op.replica >= 0 && op.replica < job.replicas && op.stage >= 0 && op.stage < job.stages &&
+                          op.microbatch >= 0 && op.microbatch < job.microbatches;
+      if (!exists) throw std::invalid_argument("orders: an op names what does not exist");
+      if (op.kind == schedule::JobKind::Reduce || op.kind == schedule::JobKind::Step) continue;
+      const std::size_t at = job.index(op.replica, op.stage, op.microbatch);
+      if (job.holder[at] != static_cast<std::int32_t>(worker))
+        throw std::invalid_argument("orders: an op is on another worker");
+      const auto bits = static_cast<std::uint8_t>(op.kind == schedule::JobKind::B ? 6U : 1U << static_cast<unsigned>(op.kind));
+      if ((made[at] & bits) != 0) throw std::invalid_argument("orders: an op occurs twice");
+      made[at] = static_cast<std::uint8_t>(made[at] | bits);
+    }
+  }
+  for (const std::uint8_t bits : made) {
+    if (bits != 7) throw std::invalid_argument("orders: a microbatch is not complete");
+  }
+}
+
+}  // namespace
+
+void bind_replicas(nb::module_& m) {
+  nb::class_<schedule::Job>(m, "Job").def(
+      "__init__",
+      [](schedule::Job* self, std::int32_t replicas, std::int32_t microbatches, Durations durations, std::vector<double> slow,
+         std::vector<double> port, double latency, double occupancy, const Links& links, double hand_over, bool hands_over,
+         std::vector<std::int32_t> holder, std::vector<std::vector<std::int32_t>> columns) {
+        new (self) schedule::Job(to_job(replicas, microbatches, std::move(durations), std::move(slow), std::move(port), latency,
+                                        occupancy, links, hand_over, hands_over, std::move(holder), std::move(columns)));
+      },
+      nb::kw_only(), nb::arg("replicas"), nb::arg("microbatches"), nb::arg("durations"), nb::arg("slow"), nb::arg("port"),
+      nb::arg("latency"), nb::arg("occupancy"), nb::arg("links"), nb::arg("hand_over"), nb::arg("hands_over"),
+      nb::arg("holder"), nb::arg("columns"));
+
+  nb::class_<schedule::Period>(m, "SimulatedPeriod")
+      .def_ro("complete", &schedule::Period::complete)
+      .def_ro("period", &schedule::Period::period)
+      .def_ro("makespan", &schedule::Period::makespan)
+      .def(
+          "intervals",
+          [](const schedule::Period& self, std::size_t worker) {
+            const std::vector<schedule::Interval>& ops = self.ops.at(worker);
+            return nb::bytes(ops.data(), ops.size() * sizeof(schedule::Interval));
+          },
+          nb::arg("worker"));
+
+  m.def(
+      "simulate_period",
+      [](const schedule::Job& job, const std::vector<nb::bytes>& packed, std::int32_t steps) {
+        const std::vector<schedule::JobOrder> orders = to_orders(packed);
+        check(job, orders);
+        const nb::gil_scoped_release without_gil;
+        return schedule::simulate_period(job, orders, steps, schedule::Detail::Times);
+      },
+      nb::arg("job"), nb::arg("orders"), nb::arg("steps"));
+}

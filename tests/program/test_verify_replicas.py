@@ -1,0 +1,147 @@
+"""The verifier on programs of several replicas: each rule with a program that breaks it alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import random_case, random_job_program
+
+from adaptra.errors import ScheduleError
+from adaptra.program import Program
+from adaptra.program.verify import verify
+from adaptra.simulation.period import with_updates
+
+HEAD = """schedule x version=2 stages=2 microbatches=2
+workers 0,1 2,3
+route 0 0-1 by 0,1
+route 1 0 by 2,3
+route 1 1 by 2,1
+"""
+ORDERS: tuple[str, ...] = (
+    "0:0F0 0:0F1 0:0I0 0:0W0 0:0B1 0REDUCE 0STEP",
+    "0:1F0 0:1B0 0:1F1 0:1B1 1:1F1 1:1I1 1:1W1 1REDUCE 1STEP",
+    "1:0F0 1:0F1 1:0B0 1:0B1 0REDUCE 0STEP",
+    "1:1F0 1:1B0 1REDUCE 1STEP",
+)
+
+
+def program(*orders: str) -> Program:
+    return Program.parse(HEAD + "".join(f"{worker}: {order}\n" for worker, order in enumerate(orders)))
+
+
+def changed(worker: int, old: str, new: str) -> Program:
+    orders: list[str] = [*ORDERS]
+    assert old in orders[worker]
+    orders[worker] = orders[worker].replace(old, new).strip()
+    return program(*orders)
+
+
+def refusal(refused: Program, **options: bool) -> str:
+    with pytest.raises(ScheduleError) as error:
+        verify(refused, **options)
+    return str(error.value)
+
+
+def test_the_program_that_the_others_damage_is_accepted() -> None:
+    verify(program(*ORDERS))
+
+
+@given(st.integers(0, 10_000))
+def test_every_program_grown_by_running_it_verifies(seed: int) -> None:
+    case = random_case(seed)
+    grown = random_job_program(case, seed)
+    verify(grown, hands_over=case.hands_over)
+    verify(with_updates(grown), hands_over=case.hands_over)
+
+
+@pytest.mark.parametrize(
+    ("worker", "old", "new", "message"),
+    [
+        (3, "1:1F0", "2:1F0", "x: 2:1F0, op 0 of worker 3: replica 2 does not exist: expected 0..1"),
+        (3, "1:1F0", "1:2F0", "x: 1:2F0, op 0 of worker 3: stage 2 does not exist: expected 0..1"),
+        (3, "1:1F0", "1:1F2", "x: 1:1F2, op 0 of worker 3: microbatch 2 does not exist: expected 0..1"),
+        (
+            3,
+            "1:1F0",
+            "1:1F1 1:1F0",
+            "x: 1:1F1, op 0 of worker 3: the route of microbatch 1 of replica 1 passes stage 1 on worker 1",
+        ),
+        (3, "1REDUCE", "0REDUCE", "x: 0REDUCE, op 2 of worker 3: worker 3 does not have stage 0"),
+        (3, "1:1B0", "", "x: replica 1, stage 1, microbatch 0: worker 3 has 1:1F0: expected 1:1F0 1:1I0 1:1W0 or 1:1F0 1:1B0"),
+        (3, "1STEP", "", "x: worker 3 has no 1STEP: expected one REDUCE and one STEP per worker and stage"),
+        (
+            3,
+            "1:1B0 1REDUCE",
+            "1REDUCE 1:1B0",
+            "x: 1REDUCE, op 1 of worker 3, stands before 1:1B0, op 2 of worker 3: expected it behind",
+        ),
+        (
+            3,
+            "1REDUCE 1STEP",
+            "1STEP 1REDUCE",
+            "x: 1STEP, op 2 of worker 3, stands before 1REDUCE, op 3 of worker 3: expected it behind",
+        ),
+        (3, "1STEP", "1STEP 1STEP", "x: 1STEP stands twice: op 3 of worker 3 and op 4 of worker 3"),
+        (
+            0,
+            "0:0F0 0:0F1",
+            "0:0F1 0:0F0",
+            "x: 0:0F0, op 1 of worker 0, stands behind 0:0F1, op 0 of worker 0: expected the forwards of a stage in microbatch "
+            "order, which makes results independent of the plan",
+        ),
+    ],
+)
+def test_a_broken_rule_names_the_op_and_both_sides(worker: int, old: str, new: str, message: str) -> None:
+    assert refusal(changed(worker, old, new)) == message
+
+
+def test_replicas_and_updates_are_refused_in_a_program_of_one_pipeline() -> None:
+    routed = program(*ORDERS)
+    orders = tuple(tuple(op for op in order if op.replica == 0 and not op.kind.is_update) for order in routed.orders[:2])
+    assert refusal(Program("y", (0, 1), 2, orders)) == (
+        "y: 0:0F0, op 0 of rank 0: names replica 0 in a program of one pipeline"
+    )
+
+
+def test_a_weight_gradient_waits_for_the_worker_that_has_the_accumulator() -> None:
+    late = changed(3, "1:1F0 1:1B0", "1:1F0 1:1I0 1:1W0")
+    verify(late)
+    # Worker 1 computes W1 of replica 1, whose accumulator comes from worker 3, before something that worker 3 waits for.
+    stuck = program(
+        "0:0F0 0:0F1 0:0B0 0:0B1",
+        "1:1F1 1:1B1 0:1F0 0:1B0 0:1F1 0:1B1",
+        "1:0F1 1:0F0 1:0B0 1:0B1",
+        "1:1F0 1:1B0",
+    )
+    assert "1:0F0, op 1 of worker 2, stands behind 1:0F1" in refusal(stuck)
+    ring = Program.parse(
+        HEAD.replace("route 1 0 by 2,3\nroute 1 1 by 2,1", "route 1 0 by 2,1\nroute 1 1 by 2,3").replace(
+            "route 0 0-1 by 0,1", "route 0 0 by 0,3\nroute 0 1 by 0,1"
+        )
+        + "0: 0:0F0 0:0F1 0:0B0 0:0B1\n1: 0:1F1 0:1B1 1:1F0 1:1B0\n2: 1:0F0 1:0F1 1:0B0 1:0B1\n3: 1:1F1 1:1B1 0:1F0 0:1B0\n"
+    )
+    text = refusal(ring)
+    assert text.startswith("x: deadlock: 4 of 4 workers wait forever\n")
+    assert "  worker 1: 0:1B1, op 1, waits for 0:1B0, op 3 of worker 3" in text
+    assert "worker 3  " in text
+    verify(ring, hands_over=False)
+
+
+def test_an_accumulator_that_is_handed_over_has_two_ends() -> None:
+    messages = (
+        "0:0F0 0:0SEND_F0 0:0F1 0:0SEND_F1 0:0RECV_B0 0:0I0 0:0W0 0:0RECV_B1 0:0B1",
+        "0:1RECV_F0 0:1F0 0:1B0 0:1SEND_B0 0:1RECV_F1 0:1F1 0:1B1 0:1SEND_B1 "
+        "1:1RECV_F1 1:1F1 1:1I1 1:1SEND_B1 1:1RECV_W1 1:1W1",
+        "1:0F0 1:0SEND_F0 1:0F1 1:0SEND_F1 1:0RECV_B0 1:0B0 1:0RECV_B1 1:0B1",
+        "1:1RECV_F0 1:1F0 1:1B0 1:1SEND_B0 1:1SEND_W0",
+    )
+    lowered = program(*messages)
+    verify(lowered)
+    assert "expected no accumulator to be handed over" in refusal(lowered, hands_over=False)
+    orders = [order.replace("1:1RECV_W1 ", "") for order in messages]
+    assert refusal(program(*orders)) == (
+        "x: 1:1RECV_W1 is missing on worker 1: 1:1B0 has a message to send; 1:1SEND_W0 is op 4 of worker 3"
+    )
+    within = [*messages[:3], messages[3].replace("1:1SEND_W0", "1:1SEND_W0 1:1RECV_W0")]
+    assert "there is no microbatch -1 at the other end" in refusal(program(*within))

@@ -1,0 +1,69 @@
+"""Cases of several replicas: their JSON form, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import random_case
+
+from adaptra.errors import CaseError
+from adaptra.simulation.job_case import JobCase, WorkerLink
+
+SMALL: dict[str, Any] = {"P": 2, "S": 2, "M": 3, "t_f": 1, "t_i": [1, 2], "t_w": 0.5}
+
+
+@given(st.integers(0, 10_000))
+def test_a_case_comes_back_from_its_json(seed: int) -> None:
+    case = random_case(seed, links=True)
+    assert JobCase.from_json(case.to_json()) == case
+
+
+def test_the_fields_of_a_case() -> None:
+    given_fields = {"lost": ["1.0"], "slow": {"0.1": 2, "0": 1.5}, "links": {"0-1": {"c": 2}}, "mem_cap": 4, "handover": 1}
+    case = JobCase.from_json(SMALL | given_fields)
+    assert (case.replicas, case.stages, case.microbatches, case.workers) == (2, 2, 3, 4)
+    assert (case.forward, case.input_grad, case.weight_grad) == ((1.0, 1.0), (1.0, 2.0), (0.5, 0.5))
+    assert (case.lost, case.slow) == (frozenset({2}), {1: 2.0, 0: 1.5})
+    assert case.links == {(0, 1): WorkerLink(2.0, 0.0)}
+    assert (case.memory, case.hand_over, case.hands_over) == ((4, 4), 1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"P": None}, r"^P: expected a whole number of at least 1, got None$"),
+        ({"P": 0}, r"^P: expected a whole number of at least 1, got 0$"),
+        ({"P": 2_000_000}, r"^P: expected at most 1000000, got 2000000$"),
+        ({"P": 1000, "S": 1000, "M": 1000}, r"^P, S, M: 1,000,000 stages × 1,000 microbatches are 3,000,000,000 ops"),
+        ({"t_f": -1}, r"^t_f: expected a finite number that is not negative, got -1$"),
+        ({"t_f": [1]}, r"^t_f: expected a number or a list of 2, got a list of 1$"),
+        ({"t_f": "1"}, r"^t_f: expected a number, got '1'$"),
+        ({"t_b": 1}, r"^unknown field 't_b': expected some of "),
+        ({"lost": ["0.0", "1.0"]}, r"^lost: all 2 workers of stage 0: expected one that lives on each stage$"),
+        ({"lost": ["2.0"]}, r"^lost: worker 4 does not exist: expected 0\.\.3, replica · 2 \+ stage$"),
+        ({"lost": ["0.2"]}, r"^lost: '0\.2': stage 2 does not exist: expected 0\.\.1$"),
+        ({"lost": ["x"]}, r"^lost: 'x': expected a worker such as '1\.2' for stage 2 of replica 1, or its number$"),
+        ({"lost": [1]}, r"^lost: expected a list of texts, got \[1\]$"),
+        ({"slow": {"1": 0}}, r"^slow: 0 for worker 1: expected a factor above 0, such as 2 for half the speed$"),
+        ({"slow": {"1": -2}}, r"^slow: 1: expected a finite number that is not negative, got -2$"),
+        ({"slow": {"9": 2}}, r"^slow: worker 9 does not exist: expected 0\.\.3"),
+        ({"links": {"0": {}}}, r"^links: '0': expected two workers such as '1-2', from 1 to 2$"),
+        ({"links": {"0-1": {"d": 1}}}, r"^links 0-1: unknown field 'd': expected some of c, o$"),
+        ({"links": {"0-7": {}}}, r"^links: worker 7 does not exist"),
+        ({"mem_cap": 0}, r"^mem_cap: 0: expected a whole number of microbatches, at least 1$"),
+        ({"mem_cap": 1.5}, r"^mem_cap: 1\.5: expected a whole number of microbatches, at least 1$"),
+        ({"fold": "left"}, r"^fold: 'left': expected 'handover' or 'contributions'$"),
+        ({"version": 1}, r"^version 1: a case with replicas, P, has version 2$"),
+    ],
+)
+def test_a_bad_case_is_refused_with_the_field_its_value_and_what_was_expected(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CaseError, match=message):
+        JobCase.from_json(SMALL | change)
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(CaseError, match=r"^missing field 't_w'$"):
+        JobCase.from_json({name: value for name, value in SMALL.items() if name != "t_w"})

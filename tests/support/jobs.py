@@ -1,0 +1,109 @@
+"""Random jobs of several replicas: cases, routings, and programs that run, for tests to compare with."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from adaptra.program import Kind, Op, Program
+from adaptra.program.dependencies import needs
+from adaptra.program.routing import Route, Routing
+from adaptra.simulation.job_case import JobCase, WorkerLink
+
+
+def random_case(seed: int, *, links: bool = False) -> JobCase:
+    """A small case with unequal stages, and by chance lost and slow workers and unequal links."""
+    chance = random.Random(seed)
+    replicas, stages, microbatches = chance.randint(1, 4), chance.randint(1, 5), chance.randint(1, 6)
+
+    def times(most: int) -> tuple[float, ...]:
+        return tuple(float(chance.randint(0, most)) / 4 for _ in range(stages))
+
+    workers = range(replicas * stages)
+    lost = {chance.choice([*workers]) for _ in range(chance.randint(0, 2))}
+    columns = [[replica * stages + stage for replica in range(replicas)] for stage in range(stages)]
+    lost -= {column[0] for column in columns if set(column) <= lost}
+    pairs = [(a, b) for a in workers for b in workers if a != b]
+    case = JobCase(
+        replicas,
+        microbatches,
+        times(12),
+        times(12),
+        times(12),
+        times(8),
+        times(4),
+        latency=chance.choice([0.0, 0.5, 2.0]),
+        slow={chance.choice([*workers]): chance.choice([1.5, 2.0, 3.7])} if chance.random() < 0.5 else {},
+        lost=frozenset(lost),
+        hand_over=chance.choice([0.0, 0.75]),
+        hands_over=chance.random() < 0.7,
+        name=f"random {seed}",
+    )
+    if not links or not pairs:
+        return case
+    return replace(
+        case,
+        occupancy=chance.choice([0.0, 0.25]),
+        links={chance.choice(pairs): WorkerLink(chance.random() * 3, chance.random() * 3) for _ in range(chance.randint(0, 4))},
+        ports={chance.choice([*workers]): chance.random() * 2 for _ in range(chance.randint(0, 2))},
+    )
+
+
+def random_routing(case: JobCase, seed: int) -> Routing:
+    """A routing of a case in which every microbatch of every replica may pass each stage on any live worker."""
+    chance = random.Random(seed)
+    grid = tuple(
+        tuple(None if (worker := case.worker(replica, stage)) in case.lost else worker for stage in range(case.stages))
+        for replica in range(case.replicas)
+    )
+    routes: list[Route] = []
+    for replica in range(case.replicas):
+        start = 0
+        while start < case.microbatches:
+            stop = chance.randint(start + 1, case.microbatches)
+            path: list[int] = []
+            for stage in range(case.stages):
+                live = [worker for row in grid if (worker := row[stage]) is not None]
+                home = grid[replica][stage]
+                path.append(home if home is not None and chance.random() < 0.7 else chance.choice(live))
+            routes.append(Route(replica, range(start, stop), tuple(path)))
+            start = stop
+    return Routing(grid, tuple(routes), case.microbatches)
+
+
+def random_job_program(case: JobCase, seed: int) -> Program:
+    """A program of a case, without deadlock, whose workers run any op that is ready and keeps microbatch order."""
+    chance = random.Random(seed)
+    routing = random_routing(case, seed)
+    orders: list[list[Op]] = [[] for _ in range(routing.live[-1] + 1)]
+    empty = Program("random", (), case.microbatches, tuple(() for _ in orders), routing)
+    queues: list[list[Op]] = []
+    for replica in range(case.replicas):
+        for stage in range(case.stages):
+            by_worker: dict[int, list[list[Op]]] = {}
+            for microbatch in range(case.microbatches):
+                holder = routing.holder(replica, stage, microbatch)
+                fused = chance.random() < 0.2
+                for queue, kind in enumerate((Kind.F, Kind.B if fused else Kind.I, *(() if fused else (Kind.W,)))):
+                    by_worker.setdefault(holder, [[], [], []])[queue].append(Op(stage, kind, microbatch, None, replica))
+            queues += [queue for three in by_worker.values() for queue in three if queue]
+    done: set[Op] = set()
+
+    def is_ready(op: Op) -> bool:
+        wanted = needs(op, empty, lowered=False, hands_over=case.hands_over)
+        waits = all(any(one in done for one in need.ops) for need in wanted)
+        earlier = [Op(op.stage, Kind.W, before, None, op.replica) for before in range(op.microbatch)]
+        here = [one for one in earlier if routing.holder(op.replica or 0, op.stage, one.microbatch) == holder_of(op)]
+        in_order = op.kind is not Kind.B or all(one in done or replace(one, kind=Kind.B) in done for one in here)
+        return waits and in_order
+
+    def holder_of(op: Op) -> int:
+        return routing.holder(op.replica or 0, op.stage, op.microbatch)
+
+    while queues:
+        queue = chance.choice([queue for queue in queues if is_ready(queue[0])])
+        op = queue.pop(0)
+        queues = [queue for queue in queues if queue]
+        done.add(op)
+        orders[holder_of(op)].append(op)
+    return replace(empty, orders=tuple(map(tuple, orders)))
