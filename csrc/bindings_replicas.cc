@@ -8,12 +8,14 @@
 
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "schedule/replicas/job.h"
+#include "schedule/replicas/network.h"
 #include "schedule/replicas/period.h"
 
 namespace nb = nanobind;
@@ -122,7 +124,10 @@ void bind_replicas(nb::module_& m) {
         const std::vector<schedule::JobOrder> orders = to_orders(packed);
         check(job, orders);
         const nb::gil_scoped_release without_gil;
-        return schedule::simulate_period(job, orders, steps, schedule::Detail::Times);
+        const schedule::Network network(job, orders);
+        std::vector<std::int32_t> sequence(network.nodes.size());
+        std::iota(sequence.begin(), sequence.end(), 0);
+        return schedule::PeriodSimulator(network, steps).run(sequence, schedule::Detail::Times);
       },
       nb::arg("job"), nb::arg("orders"), nb::arg("steps"));
 }

@@ -1,0 +1,83 @@
+#include "schedule/replicas/network.h"
+
+namespace adaptra::schedule {
+
+Network::Network(const Job& given, const std::vector<JobOrder>& orders) : job(given) {
+  for (const Link& link : job.links) links_[{link.source, link.destination}] = &link;
+  const std::size_t ops = job.holder.size();
+  for (std::vector<std::int32_t>& table : made_) table.assign(ops, kNone);
+  for (const JobOrder& order : orders) {
+    first.push_back(static_cast<std::int32_t>(nodes.size()));
+    for (const JobOp& op : order) number(op);
+  }
+  first.push_back(static_cast<std::int32_t>(nodes.size()));
+  std::int32_t node = 0;
+  for (std::size_t worker = 0; worker < orders.size(); ++worker) {
+    for (const JobOp& op : orders[worker])
+      connect(nodes[static_cast<std::size_t>(node++)], op, static_cast<std::int32_t>(worker));
+  }
+  sends.resize(nodes.size());
+  for (const JobNode& one : nodes) {
+    for (const Need& need : one.needs) {
+      if (need.message != kNone) sends[static_cast<std::size_t>(need.node)].push_back(need.message);
+    }
+  }
+}
+
+void Network::number(const JobOp& op) {
+  const auto node = static_cast<std::int32_t>(nodes.size());
+  nodes.push_back({});
+  if (op.kind == JobKind::Reduce || op.kind == JobKind::Step) return;
+  const std::size_t at = job.index(op.replica, op.stage, op.microbatch);
+  if (op.kind == JobKind::F) made_[kForward][at] = node;
+  if (op.kind == JobKind::I || op.kind == JobKind::B) made_[kInputGrad][at] = node;
+  if (op.kind == JobKind::W || op.kind == JobKind::B) made_[kWeightGrad][at] = node;
+}
+
+void Network::connect(JobNode& node, const JobOp& op, std::int32_t worker) {
+  node.worker = worker;
+  node.stage = op.stage;
+  node.kind = op.kind;
+  node.duration = job.duration(op.stage, op.kind) * job.slow[static_cast<std::size_t>(worker)];
+  auto next = node.needs.begin();
+  const auto need = [&](Made made, std::int32_t stage, std::int32_t microbatch, bool is_accumulator = false) {
+    const std::size_t at = job.index(op.replica, stage, microbatch);
+    next->node = made_[made][at];
+    const std::int32_t other = job.holder[at];
+    if (other != worker) carry(*next, other, worker, is_accumulator);
+    ++next;
+  };
+  const bool is_input_grad = op.kind == JobKind::I || op.kind == JobKind::B;
+  const bool is_weight_grad = op.kind == JobKind::W || op.kind == JobKind::B;
+  if (op.kind == JobKind::F && op.stage > 0) need(kForward, op.stage - 1, op.microbatch);
+  if (is_input_grad) {
+    need(kForward, op.stage, op.microbatch);
+    if (op.stage + 1 < job.stages) need(kInputGrad, op.stage + 1, op.microbatch);
+  }
+  if (op.kind == JobKind::W) need(kInputGrad, op.stage, op.microbatch);
+  if (is_weight_grad && op.microbatch > 0 && job.hands_over) need(kWeightGrad, op.stage, op.microbatch - 1, true);
+}
+
+void Network::carry(Need& need, std::int32_t source, std::int32_t destination, bool is_accumulator) {
+  const auto found = links_.find({source, destination});
+  const Link link = found == links_.end() ? Link{source, destination, job.latency, job.occupancy} : *found->second;
+  const double latency = is_accumulator ? job.hand_over : link.latency;
+  const double gives = job.port[static_cast<std::size_t>(source)], takes = job.port[static_cast<std::size_t>(destination)];
+  if (is_accumulator || (link.occupancy == 0.0 && gives == 0.0 && takes == 0.0)) {
+    need.delay = latency;
+    return;
+  }
+  const std::array<std::int32_t, 3> resource = {resource_of(source, kNone), resource_of(source, destination),
+                                                resource_of(kNone, destination)};
+  need.message = static_cast<std::int32_t>(messages.size());
+  messages.push_back({resource, {gives, link.occupancy, takes}, latency});
+}
+
+// A port that sends is (worker, none), one that receives (none, worker), a link both.
+std::int32_t Network::resource_of(std::int32_t source, std::int32_t destination) {
+  const auto [place, is_new] = resource_of_.try_emplace({source, destination}, resources);
+  if (is_new) ++resources;
+  return place->second;
+}
+
+}  // namespace adaptra::schedule

@@ -1,0 +1,66 @@
+// The ops of all workers as numbered nodes with their needs looked up, for whatever order the workers run them in.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "schedule/replicas/job.h"
+
+namespace adaptra::schedule {
+
+constexpr std::int32_t kNone = -1;
+
+// One need of an op: the op that meets it, and the message that brings it, if the two are on different workers.
+struct Need {
+  std::int32_t node = kNone;
+  std::int32_t message = kNone;  // a row of Network::messages
+  double delay = 0.0;            // of a message that occupies nothing
+};
+
+struct JobNode {
+  std::int32_t worker;
+  std::int32_t stage;
+  JobKind kind;
+  double duration;
+  std::array<Need, 3> needs;
+};
+
+// The links and ports that one message occupies, and for how long.
+struct Transfer {
+  std::array<std::int32_t, 3> resource;
+  std::array<double, 3> occupancy;
+  double latency;
+};
+
+// The nodes of the given orders, numbered worker by worker. Keeps a reference to the job.
+class Network {
+ public:
+  Network(const Job& job, const std::vector<JobOrder>& orders);
+
+  const Job& job;
+  std::vector<JobNode> nodes;
+  std::vector<std::int32_t> first;  // per worker: its first node; and one more
+  std::vector<Transfer> messages;
+  std::vector<std::vector<std::int32_t>> sends;  // per node: the rows of the messages that it sends
+  std::int32_t resources = 0;
+
+  [[nodiscard]] std::size_t workers() const { return first.size() - 1; }
+
+ private:
+  enum Made : std::size_t { kForward, kInputGrad, kWeightGrad };
+
+  void number(const JobOp& op);
+  void connect(JobNode& node, const JobOp& op, std::int32_t worker);
+  void carry(Need& need, std::int32_t source, std::int32_t destination, bool is_accumulator);
+  std::int32_t resource_of(std::int32_t source, std::int32_t destination);
+
+  std::map<std::pair<std::int32_t, std::int32_t>, const Link*> links_;
+  std::map<std::pair<std::int32_t, std::int32_t>, std::int32_t> resource_of_;
+  std::array<std::vector<std::int32_t>, 3> made_;
+};
+
+}  // namespace adaptra::schedule
