@@ -68,6 +68,7 @@ class Job:
         hand_over: float,
         hands_over: bool,
         holder: Sequence[int],
+        home: Sequence[int],
         columns: Sequence[Sequence[int]],
     ) -> None: ...
 
@@ -91,6 +92,14 @@ def simulate_period(job: Job, orders: Sequence[bytes], steps: int) -> SimulatedP
 
     Raises:
         ValueError: An op names what does not exist, is on another worker, occurs twice or is missing.
+    """
+
+def search_period(
+    job: Job, memory: Sequence[int], effort: int, seed: int, seconds: float | None, enough: float
+) -> tuple[float, list[bytes]] | None:
+    """Search for the orders of all workers with the shortest period, and return it with them.
+
+    Releases the interpreter lock. None if every try ended in a deadlock, which only memory limits cause.
     """
 
 def lower_bound(planning_case: Case) -> tuple[float, str, int]:

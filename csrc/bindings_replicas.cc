@@ -2,13 +2,16 @@
 #include "bindings_replicas.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <numeric>
+#include <optional>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
@@ -17,6 +20,7 @@
 #include "schedule/replicas/job.h"
 #include "schedule/replicas/network.h"
 #include "schedule/replicas/period.h"
+#include "schedule/replicas/search_period.h"
 
 namespace nb = nanobind;
 namespace schedule = adaptra::schedule;
@@ -28,7 +32,8 @@ using Links = std::vector<std::tuple<std::int32_t, std::int32_t, double, double>
 
 schedule::Job to_job(std::int32_t replicas, std::int32_t microbatches, Durations durations, std::vector<double> slow,
                      std::vector<double> port, double latency, double occupancy, const Links& links, double hand_over,
-                     bool hands_over, std::vector<std::int32_t> holder, std::vector<std::vector<std::int32_t>> columns) {
+                     bool hands_over, std::vector<std::int32_t> holder, std::vector<std::int32_t> home,
+                     std::vector<std::vector<std::int32_t>> columns) {
   schedule::Job job;
   if (durations.size() != 5) throw std::invalid_argument("durations: expected those of F, I, W, STEP and REDUCE");
   job.replicas = replicas;
@@ -48,6 +53,7 @@ schedule::Job to_job(std::int32_t replicas, std::int32_t microbatches, Durations
   job.hand_over = hand_over;
   job.hands_over = hands_over;
   job.holder = std::move(holder);
+  job.home = std::move(home);
   job.columns = std::move(columns);
   if (job.holder.size() != job.index(replicas, 0, 0)) throw std::invalid_argument("holder: expected one worker per microbatch");
   return job;
@@ -66,6 +72,15 @@ std::vector<schedule::JobOrder> to_orders(const std::vector<nb::bytes>& packed) 
     }
   }
   return orders;
+}
+
+nb::bytes to_packed(const schedule::JobOrder& order) {
+  std::vector<std::int32_t> numbers;
+  numbers.reserve(4 * order.size());
+  for (const schedule::JobOp& op : order) {
+    numbers.insert(numbers.end(), {op.replica, op.stage, static_cast<std::int32_t>(op.kind), op.microbatch});
+  }
+  return nb::bytes(numbers.data(), numbers.size() * sizeof(std::int32_t));
 }
 
 // Refuses what the simulator does not expect, since it looks up by these numbers. The verifier says more.
@@ -98,13 +113,14 @@ void bind_replicas(nb::module_& m) {
       "__init__",
       [](schedule::Job* self, std::int32_t replicas, std::int32_t microbatches, Durations durations, std::vector<double> slow,
          std::vector<double> port, double latency, double occupancy, const Links& links, double hand_over, bool hands_over,
-         std::vector<std::int32_t> holder, std::vector<std::vector<std::int32_t>> columns) {
+         std::vector<std::int32_t> holder, std::vector<std::int32_t> home, std::vector<std::vector<std::int32_t>> columns) {
         new (self) schedule::Job(to_job(replicas, microbatches, std::move(durations), std::move(slow), std::move(port), latency,
-                                        occupancy, links, hand_over, hands_over, std::move(holder), std::move(columns)));
+                                        occupancy, links, hand_over, hands_over, std::move(holder), std::move(home),
+                                        std::move(columns)));
       },
       nb::kw_only(), nb::arg("replicas"), nb::arg("microbatches"), nb::arg("durations"), nb::arg("slow"), nb::arg("port"),
       nb::arg("latency"), nb::arg("occupancy"), nb::arg("links"), nb::arg("hand_over"), nb::arg("hands_over"),
-      nb::arg("holder"), nb::arg("columns"));
+      nb::arg("holder"), nb::arg("home"), nb::arg("columns"));
 
   nb::class_<schedule::Period>(m, "SimulatedPeriod")
       .def_ro("complete", &schedule::Period::complete)
@@ -130,4 +146,26 @@ void bind_replicas(nb::module_& m) {
         return schedule::PeriodSimulator(network, steps).run(sequence, schedule::Detail::Times);
       },
       nb::arg("job"), nb::arg("orders"), nb::arg("steps"));
+
+  m.def(
+      "search_period",
+      [](const schedule::Job& job, const std::vector<std::int32_t>& memory, std::int64_t effort, std::uint64_t seed,
+         std::optional<double> seconds, double enough) -> nb::object {
+        using Clock = std::chrono::steady_clock;
+        schedule::PeriodSearch search{memory, effort, seed, enough, {}};
+        if (seconds) {
+          const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(*seconds));
+          search.stop = [end] { return Clock::now() >= end; };
+        }
+        std::optional<schedule::JobPlan> plan;
+        {
+          const nb::gil_scoped_release without_gil;
+          plan = schedule::search_period(job, search);
+        }
+        if (!plan) return nb::none();
+        nb::list orders;
+        for (const schedule::JobOrder& order : plan->orders) orders.append(to_packed(order));
+        return nb::make_tuple(plan->period, orders);
+      },
+      nb::arg("job"), nb::arg("memory"), nb::arg("effort"), nb::arg("seed"), nb::arg("seconds").none(), nb::arg("enough"));
 }

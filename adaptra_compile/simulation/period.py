@@ -150,6 +150,7 @@ def job_of(case: JobCase, routing: Routing) -> _C.Job:
         hand_over=case.hand_over,
         hands_over=case.hands_over,
         holder=holders,
+        home=[routing.replica_of(worker) if routing.stages_of(worker) else 0 for worker in range(workers)],
         columns=[routing.column(stage) for stage in range(case.stages)],
     )
 

@@ -19,7 +19,7 @@ Network::Network(const Job& given, const std::vector<JobOrder>& orders) : job(gi
   sends.resize(nodes.size());
   for (const JobNode& one : nodes) {
     for (const Need& need : one.needs) {
-      if (need.message != kNone) sends[static_cast<std::size_t>(need.node)].push_back(need.message);
+      if (need.transfer != kNone) sends[static_cast<std::size_t>(need.node)].push_back(need.transfer);
     }
   }
 }
@@ -36,6 +36,7 @@ void Network::number(const JobOp& op) {
 
 void Network::connect(JobNode& node, const JobOp& op, std::int32_t worker) {
   node.worker = worker;
+  node.replica = op.replica;
   node.stage = op.stage;
   node.kind = op.kind;
   node.duration = job.duration(op.stage, op.kind) * job.slow[static_cast<std::size_t>(worker)];
@@ -69,8 +70,8 @@ void Network::carry(Need& need, std::int32_t source, std::int32_t destination, b
   }
   const std::array<std::int32_t, 3> resource = {resource_of(source, kNone), resource_of(source, destination),
                                                 resource_of(kNone, destination)};
-  need.message = static_cast<std::int32_t>(messages.size());
-  messages.push_back({resource, {gives, link.occupancy, takes}, latency});
+  need.transfer = static_cast<std::int32_t>(transfers.size());
+  transfers.push_back({resource, {gives, link.occupancy, takes}, latency});
 }
 
 // A port that sends is (worker, none), one that receives (none, worker), a link both.

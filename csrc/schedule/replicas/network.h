@@ -17,11 +17,12 @@ constexpr std::int32_t kNone = -1;
 // One need of an op: the op that meets it, and the message that brings it, if the two are on different workers.
 struct Need {
   std::int32_t node = kNone;
-  std::int32_t message = kNone;  // a row of Network::messages
-  double delay = 0.0;            // of a message that occupies nothing
+  std::int32_t transfer = kNone;  // a row of Network::transfers
+  double delay = 0.0;             // of a message that occupies nothing
 };
 
 struct JobNode {
+  std::int32_t replica;
   std::int32_t worker;
   std::int32_t stage;
   JobKind kind;
@@ -44,8 +45,8 @@ class Network {
   const Job& job;
   std::vector<JobNode> nodes;
   std::vector<std::int32_t> first;  // per worker: its first node; and one more
-  std::vector<Transfer> messages;
-  std::vector<std::vector<std::int32_t>> sends;  // per node: the rows of the messages that it sends
+  std::vector<Transfer> transfers;
+  std::vector<std::vector<std::int32_t>> sends;  // per node: the rows of the transfers that it sends
   std::int32_t resources = 0;
 
   [[nodiscard]] std::size_t workers() const { return first.size() - 1; }

@@ -21,7 +21,7 @@ PeriodSimulator::PeriodSimulator(const Network& network, std::int32_t steps) : n
   const std::size_t workers = network.workers();
   for (Slot& slot : slots_) {
     slot.end.resize(network.nodes.size());
-    slot.arrival.resize(network.messages.size());
+    slot.arrival.resize(network.transfers.size());
   }
   next_waiting_.resize(workers);
   ends_.resize(workers * static_cast<std::size_t>(steps));
@@ -44,7 +44,7 @@ void PeriodSimulator::reset(Detail detail) {
 Period PeriodSimulator::run(const std::vector<std::int32_t>& sequence, Detail detail) {
   sequence_ = &sequence;
   reset(detail);
-  if (network_.messages.empty()) {
+  if (network_.transfers.empty()) {
     run_in_any_order();
   } else {
     run_in_time_order();
@@ -77,7 +77,7 @@ bool PeriodSimulator::find_ready(std::int32_t worker, const JobNode& node, std::
       return false;
     }
     const double there =
-        need.message == kNone ? slot.end[from] + need.delay : slot.arrival[static_cast<std::size_t>(need.message)];
+        need.transfer == kNone ? slot.end[from] + need.delay : slot.arrival[static_cast<std::size_t>(need.transfer)];
     ready = std::max(ready, there);
   }
   return node.kind != JobKind::Reduce || find_reduced(worker, node, step, ready);
@@ -132,14 +132,14 @@ void PeriodSimulator::finish(std::int32_t index, std::int32_t step, double end) 
 void PeriodSimulator::send(std::int32_t node, std::int32_t step, double posted) {
   Slot& slot = slots_[static_cast<std::size_t>(step % 2)];
   for (const std::int32_t number : network_.sends[static_cast<std::size_t>(node)]) {
-    const Transfer& message = network_.messages[static_cast<std::size_t>(number)];
+    const Transfer& transfer = network_.transfers[static_cast<std::size_t>(number)];
     double departs = posted, leaves = 0.0;
-    for (const std::int32_t one : message.resource) departs = std::max(departs, resource_free_[static_cast<std::size_t>(one)]);
-    for (std::size_t i = 0; i < message.resource.size(); ++i) {
-      resource_free_[static_cast<std::size_t>(message.resource[i])] = departs + message.occupancy[i];
-      leaves = std::max(leaves, departs + message.occupancy[i]);
+    for (const std::int32_t one : transfer.resource) departs = std::max(departs, resource_free_[static_cast<std::size_t>(one)]);
+    for (std::size_t i = 0; i < transfer.resource.size(); ++i) {
+      resource_free_[static_cast<std::size_t>(transfer.resource[i])] = departs + transfer.occupancy[i];
+      leaves = std::max(leaves, departs + transfer.occupancy[i]);
     }
-    slot.arrival[static_cast<std::size_t>(number)] = leaves + message.latency;
+    slot.arrival[static_cast<std::size_t>(number)] = leaves + transfer.latency;
   }
 }
 

@@ -12,6 +12,9 @@ class Rng {
 
   std::int32_t below(std::int32_t count) { return static_cast<std::int32_t>(next() % static_cast<std::uint64_t>(count)); }
 
+  // A number of 0 up to, not including, 1.
+  double unit() { return static_cast<double>(next() >> 11U) * 0x1.0p-53; }
+
   // The number of heads before the first tails of a fair coin, at most `most`: small numbers are likely.
   std::int32_t geometric(std::int32_t most) {
     std::int32_t count = 0;

@@ -1,0 +1,186 @@
+#include "schedule/replicas/list_pass.h"
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <map>
+#include <numeric>
+#include <queue>
+#include <tuple>
+
+namespace adaptra::schedule {
+namespace {
+
+// An op's end, or its last input's arrival, or the time from which a worker may start.
+struct Moment {
+  enum class What : std::uint8_t { End, Arrival, Release };
+
+  double time;
+  What what;
+  std::int32_t which;  // a node, or a worker for Release
+  bool operator>(const Moment& other) const {
+    return std::tie(time, what, which) > std::tie(other.time, other.what, other.which);
+  }
+};
+
+[[nodiscard]] bool computes(const JobNode& node) { return node.kind != JobKind::Reduce && node.kind != JobKind::Step; }
+
+[[nodiscard]] bool takes_memory(const JobNode& node, bool backwards) {
+  return backwards ? node.kind == JobKind::W || node.kind == JobKind::B : node.kind == JobKind::F;
+}
+
+}  // namespace
+
+ListPass::ListPass(const Network& network, const std::vector<std::int32_t>& memory) : network_(network), memory_(memory) {
+  const std::size_t count = network.nodes.size();
+  for (Graph* graph : {&forward_, &backward_}) {
+    graph->needed.assign(count, 0);
+    graph->dependents.resize(count);
+  }
+  // Ops of one kind, replica and stage keep microbatch order on their worker; nodes are numbered in that order.
+  std::map<std::tuple<std::int32_t, std::int32_t, JobKind>, std::int32_t> before;
+  for (std::size_t index = 0; index < count; ++index) {
+    const JobNode& node = network.nodes[index];
+    if (!computes(node)) continue;
+    ++ops_;
+    const auto at = static_cast<std::int32_t>(index);
+    for (const Need& need : node.needs) {
+      if (need.node == kNone) continue;
+      double delay = need.delay;
+      if (need.transfer != kNone) {
+        const Transfer& transfer = network.transfers[static_cast<std::size_t>(need.transfer)];
+        delay = *std::max_element(transfer.occupancy.begin(), transfer.occupancy.end()) + transfer.latency;
+      }
+      add(need.node, at, delay);
+    }
+    const auto [place, is_first] =
+        before.try_emplace({node.worker, node.replica * network.job.stages + node.stage, node.kind}, at);
+    if (!is_first) {
+      add(place->second, at, 0.0);
+      place->second = at;
+    }
+  }
+  sequence_.resize(count);
+  std::iota(sequence_.begin(), sequence_.end(), 0);  // Reduce and Step keep their places behind the other ops
+  starts_.resize(count);
+  ends_.resize(count);
+  arrives_.resize(count);
+  offered_.resize(network.workers());
+}
+
+void ListPass::add(std::int32_t before, std::int32_t after, double delay) {
+  forward_.dependents[static_cast<std::size_t>(before)].push_back({after, delay});
+  ++forward_.needed[static_cast<std::size_t>(after)];
+  backward_.dependents[static_cast<std::size_t>(after)].push_back({before, delay});
+  ++backward_.needed[static_cast<std::size_t>(before)];
+}
+
+void ListPass::offer(std::int32_t node) {
+  std::vector<std::int32_t>& heap = offered_[static_cast<std::size_t>(network_.nodes[static_cast<std::size_t>(node)].worker)];
+  heap.push_back(node);
+  std::push_heap(heap.begin(), heap.end(), [this](std::int32_t a, std::int32_t b) {
+    const double first = (*priority_)[static_cast<std::size_t>(a)], second = (*priority_)[static_cast<std::size_t>(b)];
+    return first != second ? first > second : a > b;
+  });
+}
+
+// Takes the op that the worker starts now, or kNone.
+std::int32_t ListPass::take(std::size_t worker) {
+  std::vector<std::int32_t>& heap = offered_[worker];
+  const auto later = [this](std::int32_t a, std::int32_t b) {
+    const double first = (*priority_)[static_cast<std::size_t>(a)], second = (*priority_)[static_cast<std::size_t>(b)];
+    return first != second ? first > second : a > b;
+  };
+  std::int32_t chosen = kNone;
+  put_aside_.clear();
+  while (!heap.empty() && chosen == kNone) {
+    std::pop_heap(heap.begin(), heap.end(), later);
+    const std::int32_t node = heap.back();
+    heap.pop_back();
+    const bool fits =
+        !takes_memory(network_.nodes[static_cast<std::size_t>(node)], backwards_) || held_[worker] < memory_[worker];
+    if (fits) {
+      chosen = node;
+    } else {
+      put_aside_.push_back(node);
+    }
+  }
+  for (const std::int32_t node : put_aside_) {
+    heap.push_back(node);
+    std::push_heap(heap.begin(), heap.end(), later);
+  }
+  return chosen;
+}
+
+bool ListPass::run(bool backwards, const std::vector<double>& priority, const std::vector<double>& release) {
+  const Graph& graph = backwards ? backward_ : forward_;
+  const std::size_t workers = network_.workers();
+  backwards_ = backwards;
+  priority_ = &priority;
+  needed_ = graph.needed;
+  std::fill(arrives_.begin(), arrives_.end(), 0.0);
+  for (std::vector<std::int32_t>& heap : offered_) heap.clear();
+  held_.assign(workers, 0);
+  busy_.assign(workers, true);  // until its release
+  next_.assign(network_.first.begin(), network_.first.end() - 1);
+  std::priority_queue<Moment, std::vector<Moment>, std::greater<>> moments;
+  for (std::size_t node = 0; node < network_.nodes.size(); ++node) {
+    if (needed_[node] == 0 && computes(network_.nodes[node])) offer(static_cast<std::int32_t>(node));
+  }
+  for (std::size_t worker = 0; worker < workers; ++worker) {
+    moments.push({release[worker], Moment::What::Release, static_cast<std::int32_t>(worker)});
+  }
+  std::vector<std::size_t> touched;
+  std::int64_t left = ops_;
+  while (!moments.empty()) {
+    const double now = moments.top().time;
+    touched.clear();
+    while (!moments.empty() && moments.top().time == now) {
+      const Moment moment = moments.top();
+      moments.pop();
+      if (moment.what == Moment::What::Release) {
+        busy_[static_cast<std::size_t>(moment.which)] = false;
+        touched.push_back(static_cast<std::size_t>(moment.which));
+        continue;
+      }
+      const auto at = static_cast<std::size_t>(moment.which);
+      const JobNode& node = network_.nodes[at];
+      const auto worker = static_cast<std::size_t>(node.worker);
+      touched.push_back(worker);
+      if (moment.what == Moment::What::Arrival) {
+        offer(moment.which);
+        continue;
+      }
+      --left;
+      busy_[worker] = false;
+      if (takes_memory(node, !backwards)) --held_[worker];
+      for (const Dependent& dependent : graph.dependents[at]) {
+        const auto to = static_cast<std::size_t>(dependent.node);
+        arrives_[to] = std::max(arrives_[to], now + dependent.delay);
+        if (--needed_[to] > 0) continue;
+        if (arrives_[to] > now) {
+          moments.push({arrives_[to], Moment::What::Arrival, dependent.node});
+        } else {
+          offer(dependent.node);
+          touched.push_back(static_cast<std::size_t>(network_.nodes[to].worker));
+        }
+      }
+    }
+    for (const std::size_t worker : touched) {
+      if (busy_[worker]) continue;
+      const std::int32_t chosen = take(worker);
+      if (chosen == kNone) continue;
+      const auto at = static_cast<std::size_t>(chosen);
+      const JobNode& node = network_.nodes[at];
+      if (takes_memory(node, backwards)) ++held_[worker];
+      busy_[worker] = true;
+      sequence_[static_cast<std::size_t>(next_[worker]++)] = chosen;
+      starts_[at] = now;
+      ends_[at] = now + node.duration;
+      moments.push({ends_[at], Moment::What::End, chosen});
+    }
+  }
+  return left == 0;
+}
+
+}  // namespace adaptra::schedule

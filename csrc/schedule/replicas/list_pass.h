@@ -1,0 +1,65 @@
+// List scheduling of several replicas, forwards or backwards in time.
+//
+// Whenever a worker is free it starts the op with the least priority among those whose inputs are there and whose microbatch
+// fits into memory. Backwards, needs and times are turned round: ops start from their ends, and memory is taken by W and freed
+// by F. Passes in turn, each with the times of the one before as priorities, make schedules denser. This is forward-backward
+// improvement, known from project scheduling under limited resources.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "schedule/replicas/network.h"
+
+namespace adaptra::schedule {
+
+class ListPass {
+ public:
+  // `memory`: per worker, the most microbatches from the start of F to the end of W. Keeps references to both.
+  ListPass(const Network& network, const std::vector<std::int32_t>& memory);
+
+  // Makes starts() and ends(), per node; backwards, both count from the end of the step. Reduce and Step take no part.
+  //
+  // `priority` has a number per node, the least goes first. `release` has the time per worker before which it starts nothing.
+  // False at a deadlock, which only memory limits cause.
+  [[nodiscard]] bool run(bool backwards, const std::vector<double>& priority, const std::vector<double>& release);
+
+  // The nodes of each worker in the order of their starts, one worker after the other as in Network::first. Reduce and Step
+  // come last. Of a run forwards only.
+  [[nodiscard]] const std::vector<std::int32_t>& sequence() const { return sequence_; }
+  [[nodiscard]] const std::vector<double>& starts() const { return starts_; }
+  [[nodiscard]] const std::vector<double>& ends() const { return ends_; }
+
+ private:
+  // An op that waits for another one, and the time that the message between them takes.
+  struct Dependent {
+    std::int32_t node;
+    double delay;
+  };
+  struct Graph {
+    std::vector<std::int32_t> needed;                // per node: how many ops it waits for
+    std::vector<std::vector<Dependent>> dependents;  // per node
+  };
+
+  void add(std::int32_t before, std::int32_t after, double delay);
+  void offer(std::int32_t node);
+  [[nodiscard]] std::int32_t take(std::size_t worker);
+
+  const Network& network_;
+  const std::vector<std::int32_t>& memory_;
+  Graph forward_, backward_;
+  std::int64_t ops_ = 0;
+
+  // The state of one run.
+  bool backwards_ = false;
+  const std::vector<double>* priority_ = nullptr;
+  std::vector<double> starts_, ends_, arrives_;     // per node
+  std::vector<std::int32_t> needed_;                // per node
+  std::vector<std::int32_t> sequence_, next_;       // next_: per worker, the place in sequence_ of its next op
+  std::vector<std::vector<std::int32_t>> offered_;  // per worker: the ops whose inputs are there, as a heap by priority
+  std::vector<std::int32_t> held_;                  // per worker
+  std::vector<bool> busy_;                          // per worker
+  std::vector<std::int32_t> put_aside_;
+};
+
+}  // namespace adaptra::schedule

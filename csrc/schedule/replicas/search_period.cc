@@ -1,0 +1,173 @@
+#include "schedule/replicas/search_period.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "schedule/replicas/list_pass.h"
+#include "schedule/replicas/network.h"
+#include "schedule/replicas/period.h"
+#include "schedule/search/rng.h"
+
+namespace adaptra::schedule {
+namespace {
+
+constexpr std::int32_t kSteps = 8;    // as many as the period is stated for
+constexpr int kFruitless = 4;         // passes in a row that improve nothing before a descent ends
+constexpr double kTolerance = 1e-12;  // relative, for sums that are added in another order
+
+// Every worker's ops, each kind in microbatch order, then its Reduce and Step.
+std::vector<JobOrder> all_ops(const Job& job) {
+  std::vector<JobOrder> orders(static_cast<std::size_t>(job.workers));
+  for (const JobKind kind : {JobKind::F, JobKind::I, JobKind::W}) {
+    for (std::int32_t replica = 0; replica < job.replicas; ++replica) {
+      for (std::int32_t stage = 0; stage < job.stages; ++stage) {
+        for (std::int32_t microbatch = 0; microbatch < job.microbatches; ++microbatch) {
+          const std::int32_t worker = job.holder[job.index(replica, stage, microbatch)];
+          orders[static_cast<std::size_t>(worker)].push_back({replica, stage, kind, microbatch});
+        }
+      }
+    }
+  }
+  for (std::size_t stage = 0; stage < job.columns.size(); ++stage) {
+    for (const std::int32_t worker : job.columns[stage]) {
+      for (const JobKind kind : {JobKind::Reduce, JobKind::Step}) {
+        orders[static_cast<std::size_t>(worker)].push_back(
+            {job.home[static_cast<std::size_t>(worker)], static_cast<std::int32_t>(stage), kind, 0});
+      }
+    }
+  }
+  return orders;
+}
+
+class Search {
+ public:
+  Search(const Job& job, const PeriodSearch& options)
+      : job_(job),
+        options_(options),
+        ops_(all_ops(job)),
+        network_(job, ops_),
+        pass_(network_, options.memory),
+        simulator_(network_, kSteps),
+        rng_(options.seed),
+        no_release_(network_.workers(), 0.0) {
+    for (const JobOrder& order : ops_) flat_.insert(flat_.end(), order.begin(), order.end());
+    double total = 0.0;
+    for (const JobNode& node : network_.nodes) total += node.duration;
+    mean_ = total / static_cast<double>(std::max<std::size_t>(network_.nodes.size(), 1));
+  }
+
+  std::optional<JobPlan> run() {
+    for (const bool weights_first : {false, true}) {
+      for (int own = 0; own < 3 && !ends(); ++own) descend(rule(own, weights_first));
+    }
+    while (!best_.empty() && !ends()) {
+      std::vector<double> priority = best_starts_;
+      const double noise = mean_ * std::exp2(static_cast<double>(rng_.below(7)) - 2.0);
+      for (double& one : priority) one += noise * rng_.unit();
+      descend(priority);
+    }
+    if (best_.empty()) return std::nullopt;
+    JobPlan plan{best_period_, std::vector<JobOrder>(ops_.size())};
+    for (std::size_t worker = 0; worker < ops_.size(); ++worker) {
+      for (std::int32_t at = network_.first[worker]; at < network_.first[worker + 1]; ++at) {
+        plan.orders[worker].push_back(flat_[static_cast<std::size_t>(best_[static_cast<std::size_t>(at)])]);
+      }
+    }
+    return plan;
+  }
+
+ private:
+  [[nodiscard]] bool ends() const {
+    if (best_.empty()) return spent_ > 8 * options_.effort;
+    return best_period_ <= options_.enough * (1.0 + kTolerance) || spent_ > options_.effort ||
+           (options_.stop && options_.stop());
+  }
+
+  // Input gradients first, then forwards, then weight gradients, or the last two the other way round. Within a kind the least
+  // microbatch goes first: ties by whether it is the worker's own replica's; or that before the microbatch, either way.
+  [[nodiscard]] std::vector<double> rule(int own, bool weights_first) const {
+    std::vector<double> priority(network_.nodes.size());
+    for (std::size_t index = 0; index < priority.size(); ++index) {
+      const JobOp& op = flat_[index];
+      const bool is_own = job_.home[static_cast<std::size_t>(network_.nodes[index].worker)] == op.replica;
+      const double kind = op.kind == JobKind::I ? 0.0 : (op.kind == JobKind::F) != weights_first ? 1.0 : 2.0;
+      const double foreign = own == 2 ? (is_own ? 1.0 : 0.0) : (is_own ? 0.0 : 1.0);
+      const double microbatch = op.microbatch, replica = op.replica;
+      const double rank = own == 1 ? (foreign * job_.microbatches + microbatch) : (microbatch * 2.0 + foreign);
+      priority[index] = kind * 1e9 + rank * job_.replicas + replica;
+    }
+    return priority;
+  }
+
+  void descend(std::vector<double> priority) {
+    double least = std::numeric_limits<double>::infinity();
+    for (int fruitless = 0; fruitless < kFruitless && !ends();) {
+      spent_ += static_cast<std::int64_t>(network_.nodes.size());
+      if (!pass_.run(false, priority, no_release_)) return;
+      const Period found = simulator_.run(pass_.sequence());
+      if (!found.complete) return;
+      if (found.period < least * (1.0 - kTolerance)) {
+        least = found.period;
+        fruitless = 0;
+      } else {
+        ++fruitless;
+      }
+      if (found.period < best_period_ * (1.0 - kTolerance)) {
+        best_period_ = found.period;
+        best_ = pass_.sequence();
+        best_starts_ = pass_.starts();
+      }
+      // Backwards, the op that ended last goes first, and a stage may end as much later as it began later.
+      const std::vector<double> starts = pass_.starts();
+      priority = pass_.ends();
+      for (double& one : priority) one = -one;
+      spent_ += static_cast<std::int64_t>(network_.nodes.size());
+      if (!pass_.run(true, priority, release_backwards(starts))) return;
+      priority = pass_.ends();
+      for (double& one : priority) one = -one;
+    }
+  }
+
+  [[nodiscard]] std::vector<double> release_backwards(const std::vector<double>& starts) const {
+    std::vector<double> begins(network_.workers(), 0.0), by_stage(job_.columns.size(), 0.0);
+    double latest = 0.0;
+    for (std::size_t stage = 0; stage < by_stage.size(); ++stage) {
+      double first = std::numeric_limits<double>::infinity();
+      for (const std::int32_t worker : job_.columns[stage]) {
+        for (std::int32_t at = network_.first[static_cast<std::size_t>(worker)];
+             at < network_.first[static_cast<std::size_t>(worker) + 1]; ++at) {
+          if (network_.nodes[static_cast<std::size_t>(at)].kind == JobKind::F)
+            first = std::min(first, starts[static_cast<std::size_t>(at)]);
+        }
+      }
+      by_stage[stage] = first - job_.step[stage] - job_.reduce[stage];
+      latest = std::max(latest, by_stage[stage]);
+    }
+    for (std::size_t stage = 0; stage < by_stage.size(); ++stage) {
+      for (const std::int32_t worker : job_.columns[stage]) begins[static_cast<std::size_t>(worker)] = latest - by_stage[stage];
+    }
+    return begins;
+  }
+
+  const Job& job_;
+  const PeriodSearch& options_;
+  const std::vector<JobOrder> ops_;
+  const Network network_;
+  ListPass pass_;
+  PeriodSimulator simulator_;
+  Rng rng_;
+  const std::vector<double> no_release_;
+  JobOrder flat_;
+  double mean_ = 0.0;
+  std::int64_t spent_ = 0;
+  double best_period_ = std::numeric_limits<double>::infinity();
+  std::vector<std::int32_t> best_;
+  std::vector<double> best_starts_;
+};
+
+}  // namespace
+
+std::optional<JobPlan> search_period(const Job& job, const PeriodSearch& search) { return Search(job, search).run(); }
+
+}  // namespace adaptra::schedule

@@ -1,0 +1,30 @@
+// The search for the orders of several replicas with the shortest period.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "schedule/replicas/job.h"
+
+namespace adaptra::schedule {
+
+struct JobPlan {
+  double period;
+  std::vector<JobOrder> orders;  // per worker, with Reduce and Step at its end
+};
+
+struct PeriodSearch {
+  std::vector<std::int32_t> memory;  // per worker: the most microbatches from the start of F to the end of W
+  std::int64_t effort;               // about how many ops to schedule before giving up
+  std::uint64_t seed;                // of all random choices
+  double enough;                     // the search ends once the period is no longer
+  std::function<bool()> stop;        // asked after every try once there is a plan: true ends the search; may be empty
+};
+
+// Schedules by lists with several rules, improves each by passes forwards and backwards, and then tries again around the best
+// with random priorities. Returns nothing if every try ended in a deadlock, which only memory limits cause.
+[[nodiscard]] std::optional<JobPlan> search_period(const Job& job, const PeriodSearch& search);
+
+}  // namespace adaptra::schedule
