@@ -2,8 +2,9 @@
 
 The rule is a table. The verifier, the passes and the runtime read it here, and the C++ simulator gets the same rows. A row has
 a kind, an offset, a list of kinds and ``later``. An op of this kind on stage ``s`` and microbatch ``m`` needs another op: one
-of the listed kinds on stage ``s + offset`` and microbatch ``m + later``. A need before the first or after the last stage does not exist. A
-message meets a need with an offset. In a lowered program this message is the RECV op, if the stages are on different ranks.
+of the listed kinds on stage ``s + offset`` and microbatch ``m + later``. A need before the first or after the last stage does
+not exist. A message meets a need with an offset. In a lowered program this message is the RECV op, if the stages are on
+different ranks.
 
 Where a microbatch's W is on another worker than the one before it, the accumulator is handed over between them. A message
 meets that need too. So weight gradients are added in microbatch order whoever computes them.

@@ -148,7 +148,7 @@ class ProgramMessages:
     def _taken_by(self, order: Sequence[Op]) -> Iterator[Op]:
         """Yield the RECV of each message in the order in which the compute ops take them."""
         for op in order:
-            for offset, _ in RULE[op.kind] if op.kind.is_compute else ():
+            for offset, _, _ in RULE[op.kind] if op.kind.is_compute else ():
                 source = op.stage + offset
                 if 0 <= source < len(self._placement) and self._placement[source] != self._placement[op.stage]:
                     yield Op(op.stage, RECEIVED_BY[offset], op.microbatch)
