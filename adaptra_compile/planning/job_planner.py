@@ -1,0 +1,78 @@
+"""The planner of several replicas: routes around lost workers, and the orders with the shortest period."""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict
+from typing import Final
+
+from adaptra import _C
+from adaptra.errors import PlanError
+from adaptra.passes.route import route_around_lost
+from adaptra.program import Op, Program
+from adaptra.program.routing import Routing
+from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.period import KINDS, job_of
+
+EFFORT: Final = 3_000_000
+"""The search's effort without a budget, in ops scheduled: a tenth of a second to a few tenths."""
+
+
+def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None = None, seed: int = 0) -> Program:
+    """Find the program of several replicas with the shortest period that the search finds.
+
+    Without a budget the same arguments give the same program on every machine.
+
+    Args:
+        case: The case, with lost and slow workers.
+        effort: About how many ops to schedule; :data:`EFFORT` by default, and no limit with a budget.
+        budget: Seconds to search. A first program is found even with the shortest budget.
+        seed: Seed of all random choices.
+
+    Raises:
+        PlanError: The budget is not above 0, or no order was found that keeps the case's memory limit.
+    """
+    if budget is not None and not budget > 0:
+        raise PlanError(f"budget of {budget} seconds: expected a positive number")
+    routing = route_around_lost(case)
+    effort = effort or (EFFORT if budget is None else 2**62)
+    found = _C.search_period(job_of(case, routing), _memory(case, routing), effort, seed, budget, work_bound(case, routing))
+    if found is None:
+        raise PlanError(
+            f"mem_cap {list(case.memory or ())}: found no order in which no worker waits forever: expected room for more "
+            "microbatches on the workers that compute those of lost ones"
+        )
+    _, orders = found
+    return Program("adapted", (), case.microbatches, tuple(map(_unpacked, orders)), routing)
+
+
+def work_bound(case: JobCase, routing: Routing) -> float:
+    """Return the period that no order under a routing beats: the time that the busiest worker works, in the case's unit."""
+    work: defaultdict[int, float] = defaultdict(float)
+    for stage in range(case.stages):
+        one = case.forward[stage] + case.input_grad[stage] + case.weight_grad[stage]
+        for replica in range(case.replicas):
+            for microbatch in range(case.microbatches):
+                worker = routing.holder(replica, stage, microbatch)
+                work[worker] += one * case.slow.get(worker, 1.0)
+    for stage in range(case.stages):
+        for worker in routing.column(stage):
+            work[worker] += case.step[stage] * case.slow.get(worker, 1.0) + case.reduce[stage]
+    return max(work.values())
+
+
+def _memory(case: JobCase, routing: Routing) -> list[int]:
+    """Return the most microbatches that each worker may hold."""
+    everything = case.replicas * case.microbatches * case.stages
+    if case.memory is None:
+        return [everything] * (routing.live[-1] + 1)
+    memory = case.memory
+    held = [[memory[stage] for stage in routing.stages_of(worker)] for worker in range(routing.live[-1] + 1)]
+    return [max(limits, default=everything) for limits in held]
+
+
+def _unpacked(order: bytes) -> tuple[Op, ...]:
+    return tuple(
+        Op(stage, KINDS[code], microbatch, None, replica)
+        for replica, stage, code, microbatch in struct.iter_unpack("=4i", order)
+    )
