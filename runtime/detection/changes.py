@@ -72,7 +72,24 @@ class StageChange:
 
 
 @dataclass(frozen=True, slots=True)
-class EdgeChange:
+class _ChangeOnEdge:
+    """A change of a directed edge between stages."""
+
+    source: int
+    destination: int
+
+    @property
+    def where(self) -> Where:
+        """The edge."""
+        return self.source, self.destination
+
+    @property
+    def _edge(self) -> str:
+        return f"edge {self.source}→{self.destination}"
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeChange(_ChangeOnEdge):
     """A directed edge between stages whose messages take longer or shorter; seconds.
 
     ``was``, ``now`` and ``calibrated`` are flights of a message that does not queue. ``occupancy`` is the part of ``now`` for
@@ -80,8 +97,6 @@ class EdgeChange:
     upper bound of ``occupancy``.
     """
 
-    source: int
-    destination: int
     was: float
     now: float
     calibrated: float
@@ -91,11 +106,6 @@ class EdgeChange:
     is_healed: bool
     is_flapping: bool = False
     confidence: float = 1.0
-
-    @property
-    def where(self) -> Where:
-        """The edge."""
-        return self.source, self.destination
 
     @property
     def kind(self) -> ChangeKind:
@@ -111,21 +121,18 @@ class EdgeChange:
         return self.now + self.occupancy > self.was + self.occupancy_was
 
     def __str__(self) -> str:
-        edge = f"edge {self.source}→{self.destination} {_word(self)}"
         queueing = f", {_milliseconds(self.occupancy)} of it occupancy" if self.occupancy >= SHOWN_OCCUPANCY else ""
-        return f"{edge}: {_milliseconds(self.now)} (was {_milliseconds(self.was)}){queueing}{_doubt(self)}"
+        return f"{self._edge} {_word(self)}: {_milliseconds(self.now)} (was {_milliseconds(self.was)}){queueing}{_doubt(self)}"
 
 
 @dataclass(frozen=True, slots=True)
-class LossChange:
+class LossChange(_ChangeOnEdge):
     """A directed edge between stages that has turned lossy, alternates between two levels, or has recovered from that.
 
     ``was`` and ``now`` are mean flights and ``extra`` is the additional flight of a late message, in seconds. ``share`` is the
     share of late messages, 0 after a recovery.
     """
 
-    source: int
-    destination: int
     was: float
     now: float
     share: float
@@ -135,22 +142,15 @@ class LossChange:
     confidence: float = 1.0
 
     @property
-    def where(self) -> Where:
-        """The edge."""
-        return self.source, self.destination
-
-    @property
     def kind(self) -> ChangeKind:
         """The property that has changed."""
         return ChangeKind.LOSS
 
     def __str__(self) -> str:
-        edge = f"edge {self.source}→{self.destination}"
-        flapping = " (flapping)" if self.is_flapping else ""
         if self.is_healed:
-            return f"{edge} healed{flapping}: no message is held up any more{_doubt(self)}"
+            return f"{self._edge} healed{_flapping(self)}: no message is held up any more{_doubt(self)}"
         late = f"{100 * self.share:.0f} % of its messages are {_milliseconds(self.extra)} late"
-        return f"{edge} lossy{flapping}: {late}, the others as fast as ever{_doubt(self)}"
+        return f"{self._edge} lossy{_flapping(self)}: {late}, the others as fast as ever{_doubt(self)}"
 
 
 Change = StageChange | EdgeChange | LossChange
@@ -158,8 +158,12 @@ Change = StageChange | EdgeChange | LossChange
 
 
 def _word(change: StageChange | EdgeChange) -> str:
-    said = "healed" if change.is_healed else "slow" if change.is_slower else "faster"
-    return f"{said} (flapping)" if change.is_flapping else said
+    word = "healed" if change.is_healed else "slow" if change.is_slower else "faster"
+    return f"{word}{_flapping(change)}"
+
+
+def _flapping(change: Change) -> str:
+    return " (flapping)" if change.is_flapping else ""
 
 
 def _doubt(change: Change) -> str:
