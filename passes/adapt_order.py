@@ -14,7 +14,7 @@ from adaptra.passes.base import Count, CountPerStage, Pass, option
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import RULE
 from adaptra.renamed import former_keyword
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.cost import MEMORY_TOLERANCE, Case, CostModel
 from adaptra.simulation.simulate import Simulation, simulate
 
 LEAST_EFFORT: Final = 1_500_000
@@ -25,9 +25,6 @@ LEAST_ROUNDS: Final = 40
 
 UNLIMITED: Final = 2**62
 """Effort without a limit in practice."""
-
-MEMORY_TOLERANCE: Final = 1e-9
-"""Tolerated excess of a sum of memory over its limit, for rounding."""
 
 
 @former_keyword("memory", "in_flight")

@@ -19,7 +19,7 @@ from adaptra.errors import MissingExtraError, PlanError
 from adaptra.planning.planner import plan
 from adaptra.program import Kind, Op, Program
 from adaptra.renamed import former_keyword
-from adaptra.simulation.cost import Blocking, Case, CostModel
+from adaptra.simulation.cost import MEMORY_TOLERANCE, Blocking, Case, CostModel
 from adaptra.simulation.simulate import Simulation, simulate
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ class _Problem:
         per_size = _common_unit([*cost.memory_forward, *cost.memory_input_grad])
         if per_size * sum(cost.memory_forward) * self._case.microbatches > _MEMORY_UNITS:
             per_size = _MEMORY_UNITS / max(limit, 1e-300)
-        room = math.floor((limit + 1e-9) * per_size)
+        room = math.floor((limit + MEMORY_TOLERANCE) * per_size)
         taken = [math.ceil(size * per_size - 1e-6) for size in cost.memory_forward]
         freed = [math.floor(size * per_size + 1e-6) for size in cost.memory_input_grad]
         for op in forwards:

@@ -12,7 +12,7 @@ from adaptra.errors import PlanError
 from adaptra.planning.bandwidth_remedies import BandwidthOptions, Edge, Remedies, find_remedies
 from adaptra.planning.limitation import Limitation, what_limits
 from adaptra.program import Kind, Program
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.cost import MEMORY_TOLERANCE, Case, CostModel
 from adaptra.simulation.simulate import Bound, lower_bound, simulate
 
 
@@ -203,7 +203,7 @@ def _limits(program: Program, cost: CostModel) -> tuple[int, ...] | None:
     limits: list[int] = []
     for stage, rank in enumerate(program.placement):
         held = cost.memory_forward[stage]
-        fitting = int((cost.memory_limit[rank] + 1e-9) / held) if held > 0 else program.microbatches
+        fitting = int((cost.memory_limit[rank] + MEMORY_TOLERANCE) / held) if held > 0 else program.microbatches
         limits.append(max(1, min(fitting, program.microbatches)))
     return tuple(limits)
 

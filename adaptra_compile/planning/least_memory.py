@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from adaptra import _C
-from adaptra.passes.adapt_order import ADAPTED, LEAST_EFFORT, LEAST_ROUNDS, MEMORY_TOLERANCE, search
+from adaptra.passes.adapt_order import ADAPTED, LEAST_EFFORT, LEAST_ROUNDS, search
 from adaptra.planning.planner import plan
 from adaptra.program import Program
 from adaptra.program.dependencies import RULE
 from adaptra.renamed import former_keyword
-from adaptra.simulation.cost import Case
+from adaptra.simulation.cost import MEMORY_TOLERANCE, Case
 from adaptra.simulation.simulate import lower_bound, simulate
 
 WITHIN: Final = 0.01

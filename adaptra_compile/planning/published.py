@@ -16,15 +16,13 @@ from adaptra.equations.warm_up import in_flight_limits, warm_up
 from adaptra.errors import PlanError
 from adaptra.program import Kind, Op, Program
 from adaptra.renamed import former_keyword
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.cost import MEMORY_TOLERANCE, Case, CostModel
 
 PAPER: Final = "paper"
 """Name of the programs of the paper's rule."""
 
 UNIFORM_SLACK: Final = "uniform_slack"
 """Name of the program for unknown delays."""
-
-_TOLERANCE: Final = 1e-9
 
 
 @former_keyword("memory", "in_flight")
@@ -58,7 +56,9 @@ def uniform_slack(case: Case, *, in_flight: int | Sequence[int] | None = None) -
 def _greedy(case: Case, name: str, in_flight: int | Sequence[int] | None, counts: Sequence[int]) -> Program:
     reachable, limits = _reachable(case, in_flight), in_flight_limits(in_flight, case.cost.stages, case.microbatches)
     stages = [
-        _GreedyStage(case.cost, stage, limits[stage], min(counts[stage], reachable[stage]), _room(case, stage) + _TOLERANCE)
+        _GreedyStage(
+            case.cost, stage, limits[stage], min(counts[stage], reachable[stage]), _room(case, stage) + MEMORY_TOLERANCE
+        )
         for stage in range(case.cost.stages)
     ]
     _play(stages, case)
@@ -81,10 +81,10 @@ def _reachable(case: Case, in_flight: int | Sequence[int] | None) -> list[int]:
     found: list[int] = []
     for stage, held in enumerate(case.cost.memory_forward):
         room = _room(case, stage)
-        if held > room + _TOLERANCE:
+        if held > room + MEMORY_TOLERANCE:
             rank = case.placement[stage]
             raise PlanError(f"memory limit of rank {rank} is {room:g}: one microbatch holds {held:g}, the smallest that works")
-        fitting = case.microbatches if held == 0.0 else math.floor(min((room + _TOLERANCE) / held, case.microbatches))
+        fitting = case.microbatches if held == 0.0 else math.floor(min((room + MEMORY_TOLERANCE) / held, case.microbatches))
         found.append(min(fitting, limits[stage], found[-1] if found else case.microbatches))
     return found
 

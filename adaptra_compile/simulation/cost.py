@@ -21,6 +21,9 @@ from adaptra.program import Kind, refuse_size
 
 FORMAT_VERSION: Final = 1
 
+MEMORY_TOLERANCE: Final = 1e-9
+"""Tolerated excess of a sum of memory over its limit, for rounding."""
+
 
 class Blocking(Enum):
     """Which stages communication blocks, as GPU-side communication kernels do."""

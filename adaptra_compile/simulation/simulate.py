@@ -12,17 +12,15 @@ import struct
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 from adaptra import _C
 from adaptra.errors import CaseError
 from adaptra.program import Kind, Program
 from adaptra.program.dependencies import RULE
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.cost import MEMORY_TOLERANCE, Case, CostModel
 from adaptra.simulation.critical_path import Interval, critical_path
 from adaptra.simulation.timeline import MessageInterval, OpInterval, Source, Timeline
-
-_MEMORY_TOLERANCE: Final = 1e-9
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Simulation:
         return tuple(
             rank
             for rank, (peak, limit) in enumerate(zip(self.peak_memory, limits, strict=False))
-            if peak > limit + _MEMORY_TOLERANCE
+            if peak > limit + MEMORY_TOLERANCE
         )
 
     @cached_property
