@@ -46,6 +46,11 @@ def are_edges(given: object) -> bool:
     return True
 
 
+def nearest_multiple(given: int, unit: int) -> int:
+    """Return the multiple of ``unit`` that a text suggests in place of a number: the nearest one, at least ``unit`` itself."""
+    return max(1, round(given / unit)) * unit
+
+
 def require_flag(name: str, given: object) -> None:
     """Refuse an option that is not True or False.
 

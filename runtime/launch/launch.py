@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from adaptra.checks import nearest_multiple
 from adaptra.errors import LaunchError
 from adaptra.program.roles import Roles
 from adaptra.runtime.control_store.secret import VARIABLE, fingerprint, given_secret
@@ -241,7 +242,7 @@ def launch(
     if ranks % size:
         raise LaunchError(
             f"{ranks} ranks for a pipeline of {size}: expected a multiple of {size} ranks (more make data-parallel replicas); "
-            f"start {_nearest_multiple(ranks, size)} processes or ask for another number of stages"
+            f"start {nearest_multiple(ranks, size)} processes or ask for another number of stages"
         )
     usual = Roles.initial(ranks, size)
     if roles in (None, usual) and ranks == size:
@@ -263,7 +264,3 @@ def _join(name: str, group: dist.ProcessGroup | None, with_delegate: bool, addre
 def _name_of_call(call: int) -> str:
     """Return the name that all ranks share for their first, second, … call of :func:`launch`."""
     return f"adaptra launch {call}"
-
-
-def _nearest_multiple(ranks: int, size: int) -> int:
-    return max(1, round(ranks / size)) * size

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from adaptra.checks import nearest_multiple
 from adaptra.errors import BatchError
 from adaptra.graph.ops.specs import MessageSpec
 
@@ -36,7 +37,7 @@ def example_microbatch(batch: Any, microbatches: int, what: str) -> Any:
     if rows % microbatches:
         raise BatchError(
             f"{what}: a batch of {rows} rows does not divide into {microbatches} microbatches: use a batch of "
-            f"{_nearest_multiple(rows, microbatches)} rows or another number of microbatches"
+            f"{nearest_multiple(rows, microbatches)} rows or another number of microbatches"
         )
     size = rows // microbatches
 
@@ -93,7 +94,3 @@ def require_no_gradient(batch: Sequence[Sequence[Tensor]], labels: Sequence[str]
                     f"{what}: {label} requires a gradient, which a step gives to parameters alone: expected an input without; "
                     "give its detach(), or make it a parameter of the model"
                 )
-
-
-def _nearest_multiple(rows: int, microbatches: int) -> int:
-    return max(1, round(rows / microbatches)) * microbatches
