@@ -33,11 +33,11 @@ def everything(folder: Path) -> adaptra.Telemetry:
     return adaptra.Telemetry(folder=folder, metrics_port=PORT, tensorboard=folder / "scalars", on_record=ignore)
 
 
-def ignore(told: TimestampedRecord) -> None:
+def ignore(timestamped: TimestampedRecord) -> None:
     """A user's function that does nothing."""
 
 
-def tell_often(ranks: int, microbatches: int, times: int) -> tuple[float, float]:
+def record_often(ranks: int, microbatches: int, times: int) -> tuple[float, float]:
     """Seconds per step on the step's thread, and of processor time on telemetry's, for what a rank with two edges measured."""
     problem = small_problem(ranks, microbatches)
     with adaptra.compile(**problem) as pipe, tempfile.TemporaryDirectory() as folder:
@@ -83,12 +83,12 @@ def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--ranks", type=int, default=4)
     arguments.add_argument("--microbatches", type=int, default=16)
-    arguments.add_argument("--times", type=int, default=2000, help="how often the record of a step is told")
+    arguments.add_argument("--times", type=int, default=2000, help="how often the record of a step is made")
     arguments.add_argument("--runs", type=int, default=60, help="paired steps of small tensors")
     arguments.add_argument("--emulated-runs", type=int, default=15)
     arguments.add_argument("--op-ms", type=float, default=20.0, help="duration of every emulated op, milliseconds")
     given = arguments.parse_args()
-    held, worked = tell_often(given.ranks, given.microbatches, given.times)
+    held, worked = record_often(given.ranks, given.microbatches, given.times)
     found = run_on_ranks(
         measure, given.ranks, given.ranks, given.microbatches, given.runs, given.emulated_runs, given.op_ms / 1e3
     )

@@ -64,14 +64,14 @@ class Run:
     Attributes:
         folder: The folder of the files.
         started: The start record of rank 0.
-        told: The records of each rank in order; empty for a rank without a file.
+        records: The records of each rank in order; empty for a rank without a file.
         cut_off: The files whose last line is incomplete.
         earlier: The number of earlier starts in the folder.
     """
 
     folder: Path
     started: RunStarted
-    told: tuple[tuple[TimestampedRecord, ...], ...]
+    records: tuple[tuple[TimestampedRecord, ...], ...]
     cut_off: tuple[Path, ...]
     earlier: int
 
@@ -105,14 +105,14 @@ class Run:
     @property
     def missing(self) -> tuple[int, ...]:
         """The ranks without records."""
-        return tuple(rank for rank, told in enumerate(self.told) if not told)
+        return tuple(rank for rank, own in enumerate(self.records) if not own)
 
     @property
     def unended(self) -> tuple[int, ...]:
         """The ranks that neither closed nor failed: they are still running, or were killed."""
         ends = (RunEnded, StepFailed)
         return tuple(
-            rank for rank, told in enumerate(self.told) if told and not any(isinstance(one.record, ends) for one in told)
+            rank for rank, own in enumerate(self.records) if own and not any(isinstance(one.record, ends) for one in own)
         )
 
     @property
@@ -146,7 +146,7 @@ class Run:
         }
 
     def _all(self) -> Iterable[TimestampedRecord]:
-        return (one for told in self.told for one in told)
+        return (one for own in self.records for one in own)
 
 
 def load_run(folder: str | Path) -> Run:
@@ -165,10 +165,10 @@ def load_run(folder: str | Path) -> Run:
     starts: dict[int, list[list[TimestampedRecord]]] = {}
     cut_off: list[Path] = []
     for path in paths:
-        told, is_cut = _read(path)
+        records, is_cut = _read(path)
         if is_cut:
             cut_off.append(path)
-        for one in told:
+        for one in records:
             of_rank = starts.setdefault(one.record.rank, [])
             if isinstance(one.record, RunStarted) or not of_rank:
                 of_rank.append([])
@@ -178,19 +178,19 @@ def load_run(folder: str | Path) -> Run:
 
 def _last_run(folder: Path, starts: dict[int, list[list[TimestampedRecord]]], cut_off: tuple[Path, ...]) -> Run:
     """Return the run of the last start."""
-    begun = [(told[0].time, told[0].record) for of_rank in starts.values() for told in of_rank]
+    begun = [(records[0].time, records[0].record) for of_rank in starts.values() for records in of_rank]
     named = [(moment, record) for moment, record in begun if isinstance(record, RunStarted)]
     if not named:
         raise ReportError(f"{folder}: no rank tells of its start: expected records that begin with the event 'started'")
     _, last = max(named, key=lambda one: one[0])
-    told = tuple(
-        next((tuple(told) for told in starts.get(rank, ()) if _is_of(told, last.run)), ()) for rank in range(last.ranks)
+    records = tuple(
+        next((tuple(own) for own in starts.get(rank, ()) if _is_of(own, last.run)), ()) for rank in range(last.ranks)
     )
-    return Run(folder, last, told, cut_off, len({record.run for _, record in named}) - 1)
+    return Run(folder, last, records, cut_off, len({record.run for _, record in named}) - 1)
 
 
-def _is_of(told: list[TimestampedRecord], run: str) -> bool:
-    first = told[0].record
+def _is_of(records: list[TimestampedRecord], run: str) -> bool:
+    first = records[0].record
     return isinstance(first, RunStarted) and first.run == run
 
 
@@ -200,7 +200,7 @@ def _read(path: Path) -> tuple[list[TimestampedRecord], bool]:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
         raise ReportError(f"{path}: {error.strerror}") from error
-    told: list[TimestampedRecord] = []
+    records: list[TimestampedRecord] = []
     broken: tuple[int, ValueError] | None = None
     for number, line in enumerate(lines, 1):
         if not line:
@@ -208,7 +208,7 @@ def _read(path: Path) -> tuple[list[TimestampedRecord], bool]:
         try:
             data = json.loads(line)
         except ValueError as error:
-            if not told:
+            if not records:
                 raise ReportError(f"{path}:{number}: not JSON: {error}: expected a line of adaptra's telemetry") from None
             broken = broken or (number, error)
             continue
@@ -219,8 +219,8 @@ def _read(path: Path) -> tuple[list[TimestampedRecord], bool]:
         if broken is not None and not isinstance(one.record, RunStarted):
             raise ReportError(f"{path}:{broken[0]}: not JSON: {broken[1]}: only a last line may be cut off")
         broken = None
-        told.append(one)
-    return told, broken is not None
+        records.append(one)
+    return records, broken is not None
 
 
 def _step(number: int, ranks: list[StepTaken]) -> RecordedStep:
@@ -228,8 +228,8 @@ def _step(number: int, ranks: list[StepTaken]) -> RecordedStep:
     return RecordedStep(number, max(record.measurement.seconds for record in ranks), first.predicted, first.version)
 
 
-def _happening(told: TimestampedRecord) -> Happening | None:
-    record = told.record
+def _happening(timestamped: TimestampedRecord) -> Happening | None:
+    record = timestamped.record
     match record:
         case ControlEvent(kind=EventKind.CONFIRMED | EventKind.SWITCHED):
             return None  # the same on every rank: the agreement's event reports it once

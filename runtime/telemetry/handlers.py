@@ -16,9 +16,9 @@ class RecordHandler:
     def __init__(self, function: Callable[[TimestampedRecord], object]) -> None:
         self._function = function
 
-    def take(self, told: TimestampedRecord) -> None:
+    def take(self, timestamped: TimestampedRecord) -> None:
         """See :meth:`.recorder.Sink.take`."""
-        self._function(told)
+        self._function(timestamped)
 
     def close(self) -> None:
         """Do nothing, because nothing was opened."""
@@ -35,10 +35,10 @@ class EventHandler:
     def __init__(self, function: Callable[[ControlEvent], object]) -> None:
         self._function = function
 
-    def take(self, told: TimestampedRecord) -> None:
+    def take(self, timestamped: TimestampedRecord) -> None:
         """See :meth:`.recorder.Sink.take`."""
-        if isinstance(told.record, ControlEvent):
-            self._function(told.record)
+        if isinstance(timestamped.record, ControlEvent):
+            self._function(timestamped.record)
 
     def close(self) -> None:
         """Do nothing, because nothing was opened."""

@@ -26,9 +26,9 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return one line of JSON, without its end."""
-        told = getattr(record, _ATTRIBUTE, None)
-        if isinstance(told, TimestampedRecord):
-            return to_line(told)
+        timestamped = getattr(record, _ATTRIBUTE, None)
+        if isinstance(timestamped, TimestampedRecord):
+            return to_line(timestamped)
         text = record.getMessage()
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
@@ -44,10 +44,10 @@ class LogSink:
         """True if records of steps would be logged."""
         return logger.isEnabledFor(logging.DEBUG)
 
-    def take(self, told: TimestampedRecord) -> None:
+    def take(self, timestamped: TimestampedRecord) -> None:
         """See :meth:`.recorder.Sink.take`."""
-        level = logging.DEBUG if isinstance(told.record, StepTaken) else logging.INFO
-        logger.log(level, "rank %d: %s", told.record.rank, told.record, extra={_ATTRIBUTE: told})
+        level = logging.DEBUG if isinstance(timestamped.record, StepTaken) else logging.INFO
+        logger.log(level, "rank %d: %s", timestamped.record.rank, timestamped.record, extra={_ATTRIBUTE: timestamped})
 
     def close(self) -> None:
         """Do nothing, because nothing was opened."""
@@ -85,18 +85,18 @@ class FileSink:
             self.close()
             raise OptionError(f"Telemetry: folder {folder}: {error.strerror}: expected one that can be written") from error
 
-    def take(self, told: TimestampedRecord) -> None:
+    def take(self, timestamped: TimestampedRecord) -> None:
         """See :meth:`.recorder.Sink.take`.
 
         Raises:
             OSError: The system refused. The file keeps the earlier lines, and no more are added.
         """
-        file = self._files.get(told.record.rank)
+        file = self._files.get(timestamped.record.rank)
         if file is not None:
             try:
-                file.write(to_line(told) + "\n")
+                file.write(to_line(timestamped) + "\n")
             except OSError:
-                del self._files[told.record.rank]
+                del self._files[timestamped.record.rank]
                 raise
 
     def close(self) -> None:

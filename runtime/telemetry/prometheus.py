@@ -59,9 +59,9 @@ class PrometheusSink:
                     family.add_metric(sample.labels, sample.value)
             yield family
 
-    def take(self, told: TimestampedRecord) -> None:
+    def take(self, timestamped: TimestampedRecord) -> None:
         """See :meth:`.recorder.Sink.take`."""
-        self._board.update(told.record)
+        self._board.update(timestamped.record)
 
     def close(self) -> None:
         """Free the port."""

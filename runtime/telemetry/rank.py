@@ -62,13 +62,13 @@ class RankTelemetry:
         record = RunStarted(
             self._rank, run, program.ranks, program.microbatches, plan.version, program.name, plan.predicted, plan.bound
         )
-        self._recorder.tell(lambda: (record,))
+        self._recorder.record(lambda: (record,))
 
     def event(self, event: ControlEvent) -> None:
         """Record an event of the controller."""
         if event.kind in (EventKind.KEPT, EventKind.PROPOSED) and event.predicted_before is not None:
             self._predicted = event.predicted_before
-        self._recorder.tell(lambda: (event,))
+        self._recorder.record(lambda: (event,))
 
     def begin_step(self, step: int, plan: Plan) -> None:
         """Record that the rank begins a step."""
@@ -80,7 +80,7 @@ class RankTelemetry:
         """Record that the rank has run the step that it began last."""
         if self._recorder.follows_steps:
             _, _, plan = self._plans[-1]
-            self._recorder.tell(partial(self._step, measurement, records, plan.version, self._predicted))
+            self._recorder.record(partial(self._step, measurement, records, plan.version, self._predicted))
 
     def failed(self, step: int, error: Exception, monitor: Monitor) -> None:
         """Record that the rank can't continue. Writes a trace of its last steps, and adds its path to the error. Only once."""
@@ -91,12 +91,12 @@ class RankTelemetry:
         if trace is not None:
             error.add_note(f"the last steps of rank {self._rank} are in {trace}; adaptra trace draws them")
         record = StepFailed(self._rank, step, f"{type(error).__name__}: {error}", None if trace is None else str(trace))
-        self._recorder.tell(lambda: (record,))
+        self._recorder.record(lambda: (record,))
 
     def ended(self, steps: int) -> None:
         """Record that the rank has closed."""
         record = RunEnded(self._rank, steps)
-        self._recorder.tell(lambda: (record,))
+        self._recorder.record(lambda: (record,))
 
     def _step(self, measurement: StepMeasurement, records: StepRecords, version: int, predicted: float) -> Iterator[Record]:
         nbytes: Counter[tuple[int, int]] = Counter()

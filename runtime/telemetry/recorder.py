@@ -38,7 +38,7 @@ class Sink(Protocol):
         """True if the sink wants the records of steps now."""
         ...
 
-    def take(self, told: TimestampedRecord) -> None:
+    def take(self, timestamped: TimestampedRecord) -> None:
         """Take the next record."""
         ...
 
@@ -68,7 +68,7 @@ class Recorder:
         """True if a sink wants the records of steps."""
         return any(sink.follows_steps for sink in self._sinks)
 
-    def tell(self, records: Callable[[], Iterable[Record]]) -> None:
+    def record(self, records: Callable[[], Iterable[Record]]) -> None:
         """Pass the records that ``records()`` makes to the sinks; it is called on the recorder's thread."""
         if self._queue.qsize() < MOST_WAITING and not self._is_closed:
             self._queue.put((time.time(), records))

@@ -144,10 +144,10 @@ class TimestampedRecord:
     record: Record
 
 
-def to_line(told: TimestampedRecord) -> str:
+def to_line(timestamped: TimestampedRecord) -> str:
     """Return the line of JSON, without its end; :func:`from_json` reads back an equal record."""
-    event, fields = _to_json(told.record)
-    return json.dumps({MARK: VERSION, "time": told.time, "event": event, **fields}, allow_nan=False)
+    event, fields = _to_json(timestamped.record)
+    return json.dumps({MARK: VERSION, "time": timestamped.time, "event": event, **fields}, allow_nan=False)
 
 
 def from_json(data: object, where: str) -> TimestampedRecord:
@@ -166,9 +166,9 @@ def from_json(data: object, where: str) -> TimestampedRecord:
     version = fields.raw(MARK)
     if version != VERSION:
         raise ControlError(f"{where}: version {version!r}: this adaptra reads version {VERSION}")
-    told = TimestampedRecord(fields.instant("time"), _read(fields, fields.text("event", at_most=32), where))
+    timestamped = TimestampedRecord(fields.instant("time"), _read(fields, fields.text("event", at_most=32), where))
     fields.end()
-    return told
+    return timestamped
 
 
 def _to_json(record: Record) -> tuple[str, dict[str, Any]]:

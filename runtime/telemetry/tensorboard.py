@@ -57,11 +57,11 @@ class TensorBoardSink:
             self._owned = writer = SummaryWriter(str(Path(writer) / f"rank-{name}"))
         self._writer: ScalarWriter = writer
 
-    def take(self, told: TimestampedRecord) -> None:
+    def take(self, timestamped: TimestampedRecord) -> None:
         """See :meth:`.recorder.Sink.take`."""
-        step = _step_of(told.record)
-        for sample in self._board.update(told.record):
-            self._writer.add_scalar(_tag(sample), sample.value, step, told.time)
+        step = _step_of(timestamped.record)
+        for sample in self._board.update(timestamped.record):
+            self._writer.add_scalar(_tag(sample), sample.value, step, timestamped.time)
 
     def close(self) -> None:
         """Write buffered data; close the writer unless it is the user's."""

@@ -68,7 +68,7 @@ def records() -> list[Record]:
     ]
 
 
-def told() -> list[TimestampedRecord]:
+def timestamped_records() -> list[TimestampedRecord]:
     return [TimestampedRecord(1_700_000_000.5 + number, record) for number, record in enumerate(records())]
 
 
@@ -76,9 +76,9 @@ def told() -> list[TimestampedRecord]:
 
 
 def test_every_record_is_the_line_it_was_and_is_read_back(golden: Callable[[str, str], None]) -> None:
-    lines = [to_line(one) for one in told()]
+    lines = [to_line(one) for one in timestamped_records()]
     golden("telemetry.jsonl", "\n".join(lines) + "\n")
-    assert [from_json(json.loads(line), "here") for line in lines] == told()
+    assert [from_json(json.loads(line), "here") for line in lines] == timestamped_records()
 
 
 def test_every_event_and_field_of_a_line_is_documented() -> None:
@@ -86,7 +86,7 @@ def test_every_event_and_field_of_a_line_is_documented() -> None:
     rows = [row.split("|")[1:3] for row in text.splitlines() if row.startswith("| ")]
     events = {event: set(re.findall(r"`(\w+)`", fields)) for names, fields in rows for event in re.findall(r"\w+", names)}
     assert {kind.value for kind in EventKind} <= set(events)
-    for one in told():
+    for one in timestamped_records():
         line = json.loads(to_line(one))
         inner = [field for name in ("edges", "stages") for each in line.get(name, ()) for field in each]
         assert set(line) - {"adaptra", "time", "event", "rank"} <= events[line["event"]]
@@ -155,7 +155,7 @@ def scrape(port: int) -> str:
 def test_the_metrics_are_the_text_they_were_and_closing_frees_the_port(golden: Callable[[str, str], None]) -> None:
     port = free_port()
     sink = PrometheusSink("127.0.0.1", port)
-    for one in told():
+    for one in timestamped_records():
         sink.take(one)
     golden("metrics.txt", scrape(port))
     with pytest.raises(OptionError, match=f"metrics on 127.0.0.1:{port}: .*in use"):
@@ -175,7 +175,7 @@ def test_tensorboard_reads_the_same_numbers(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sink = TensorBoardSink(tmp_path, [1])
-    for one in told():
+    for one in timestamped_records():
         sink.take(one)
     sink.close()
     found = EventAccumulator(str(tmp_path / "rank-1"))
@@ -211,17 +211,17 @@ def test_a_writer_of_the_users_is_written_to_and_stays_open() -> None:
 
 
 class Collected:
-    """A sink that keeps what it was told, once it is let."""
+    """A sink that keeps the records that it takes, once it is let."""
 
     follows_steps = True
 
     def __init__(self) -> None:
-        self.told: list[TimestampedRecord] = []
+        self.taken: list[TimestampedRecord] = []
         self.may = threading.Event()
 
-    def take(self, told: TimestampedRecord) -> None:
+    def take(self, timestamped: TimestampedRecord) -> None:
         self.may.wait(100)
-        self.told.append(told)
+        self.taken.append(timestamped)
 
     def close(self) -> None:
         pass
@@ -231,13 +231,13 @@ def test_what_finds_no_room_is_dropped_and_counted(caplog: pytest.LogCaptureFixt
     sink = Collected()
     recorder = Recorder([sink])
     for number in range(MOST_WAITING + 20):
-        recorder.tell(lambda number=number: (RunEnded(0, number),))
+        recorder.record(lambda number=number: (RunEnded(0, number),))
     sink.may.set()
     recorder.close()
     # One may have been with the sink already, so that there was room for another.
-    assert MOST_WAITING <= len(sink.told) <= MOST_WAITING + 1
-    assert [one.record for one in sink.told] == [RunEnded(0, number) for number in range(len(sink.told))]
-    assert f"{MOST_WAITING + 20 - len(sink.told)} records were dropped" in caplog.text
+    assert MOST_WAITING <= len(sink.taken) <= MOST_WAITING + 1
+    assert [one.record for one in sink.taken] == [RunEnded(0, number) for number in range(len(sink.taken))]
+    assert f"{MOST_WAITING + 20 - len(sink.taken)} records were dropped" in caplog.text
 
 
 def train(steps: int, stages: int = 2, **options: Any) -> None:
@@ -359,7 +359,7 @@ def scraped_run(rank: int, folder: str, port: int) -> dict[str, Any]:
     )
     for _ in range(3):
         pipe.step(args, targets)
-    # Handlers are told after the metrics, so what they know of can be scraped.
+    # Handlers take a record after the metrics, so what they know of can be scraped.
     with seen:
         assert seen.wait_for(lambda: len(steps) == 3, 30)
     text = scrape(port + rank)
