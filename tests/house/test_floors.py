@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from paths import ROOT
+from paths import ROOT, TESTS
 
 FLOORS = """
     errors checks sizes progress moved renamed
@@ -134,6 +134,12 @@ def test_every_class_name_has_one_meaning() -> None:
             if isinstance(node, ast.ClassDef):
                 places[node.name.strip("_")].append(module)
     assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_every_test_module_has_a_name_of_its_own() -> None:
+    """Else pytest refuses to collect both in one run."""
+    counts = Counter(path.name for path in TESTS.rglob("test_*.py"))
+    assert not [name for name, count in counts.items() if count > 1]
 
 
 def test_contributing_names_paths_that_exist() -> None:
