@@ -29,7 +29,7 @@ TOKENS, VOCABULARY = 2048, 32000
 
 
 class Parts:
-    """The time and memory of each part. :attr:`tell` is called when one more of its items is done."""
+    """The time and memory of each part. :meth:`record` is called when one more of its items is done."""
 
     def __init__(self, shown: Progress) -> None:
         self._shown = shown
@@ -37,7 +37,7 @@ class Parts:
         self.seconds: dict[str, float] = {}
         self.peak: dict[str, float] = {}
 
-    def tell(self, what: str, done: int, total: int) -> None:
+    def record(self, what: str, done: int, total: int) -> None:
         """See :data:`adaptra.progress.Progress`."""
         now = time.perf_counter()
         self.seconds[what] = self.seconds.get(what, 0.0) + now - self._last
@@ -73,11 +73,11 @@ def measure(layers: int, stages: int, microbatches: int, shown: Progress) -> tup
     """Compile and plan as :func:`adaptra.compile` does."""
     model, tokens = llama(layers), torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     parts = Parts(shown)
-    compiled = compile_stages(model, (tokens,), {}, stages=stages, loss=token_loss, targets=tokens, progress=parts.tell)
+    compiled = compile_stages(model, (tokens,), {}, stages=stages, loss=token_loss, targets=tokens, progress=parts.record)
     cost = estimated_cost(compiled, range(len(compiled.train)))
-    parts.tell("cost estimated", 1, 1)
+    parts.record("cost estimated", 1, 1)
     first_plan(Options(), Case(cost, microbatches, tuple(range(stages)), name="compiled"))
-    parts.tell("planned", 1, 1)
+    parts.record("planned", 1, 1)
     return compiled, parts
 
 

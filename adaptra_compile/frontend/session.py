@@ -426,7 +426,7 @@ class Session:
         one's messages, so a refused batch then ends the pipeline on all of them.
         """
         self.require_running()
-        with self._telling(others_wait=not self.workers[0].is_alone):
+        with self._reporting_errors(others_wait=not self.workers[0].is_alone):
             refuse_autocast("a pipeline's step")
             yield
 
@@ -435,7 +435,7 @@ class Session:
         return self._agreed("state_dict", "load_state_dict", lambda: (fitting(), Consent())) if self._has_copies else fitting()
 
     @contextmanager
-    def _telling(self, *, others_wait: bool) -> Generator[None]:
+    def _reporting_errors(self, *, others_wait: bool) -> Generator[None]:
         try:
             yield
         except Exception as error:

@@ -140,15 +140,15 @@ def under(name: str, store: Store) -> Store:
     return store.under(name) if isinstance(store, SignedStore) else PrefixStore(name, store)
 
 
-def signed(store: Store, path: str, told: Sequence[str]) -> Store:
+def signed(store: Store, path: str, texts: Sequence[str]) -> Store:
     """Return a store whose records are signed, or ``store`` itself if no secret was given.
 
     Args:
         store: Its keys are used for nothing else.
         path: The store's name, the same on all ranks and unique in the job.
-        told: The text that each rank sent to all others, by rank, with an unpredictable number; this rank's own as it was sent.
-            Or one digest over these texts, which each rank computes from its own. Ranks that read different texts refuse each
-            other's records.
+        texts: The text that each rank sent to all others, by rank, with an unpredictable number; this rank's own as it was
+            sent. Or one digest over these texts, which each rank computes from its own. Ranks that read different texts refuse
+            each other's records.
 
     Raises:
         LaunchError: See :func:`adaptra.runtime.control_store.secret.given_secret`.
@@ -157,7 +157,7 @@ def signed(store: Store, path: str, told: Sequence[str]) -> Store:
     if secret is None:
         return store
     salt = hashlib.sha256()
-    for text in told:
+    for text in texts:
         salt.update(len(text).to_bytes(8, "big") + text.encode())
     return SignedStore(store, derive(secret, "records", salt.digest()), path)
 
@@ -178,11 +178,11 @@ def signed_together(store: Store, path: str, rank: int, ranks: int) -> Store:
     store.set(f"nonce/{rank}", nonce)
     if not nonce:
         return store
-    told = [nonce if other == rank else store.get(f"nonce/{other}").decode(errors="replace") for other in range(ranks)]
-    without = [other for other, text in enumerate(told) if not text]
+    texts = [nonce if other == rank else store.get(f"nonce/{other}").decode(errors="replace") for other in range(ranks)]
+    without = [other for other, text in enumerate(texts) if not text]
     if without:
         raise ControlError(
             f"rank {rank} was given a secret ({VARIABLE}), rank {', '.join(map(str, without))} was not: expected the same one "
             "on all ranks, or none"
         )
-    return signed(store, path, told)
+    return signed(store, path, texts)

@@ -50,7 +50,7 @@ def gather(transport: Transport, what: str, data: object, timeout: float, check:
     return [json.loads(text) for text in found] if transport.rank == 0 else None
 
 
-def tell(
+def exchange_data(
     transport: Transport, what: str, data: object, wanted: Sequence[int], timeout: float, check: Check = no_check
 ) -> list[object]:
     """Send data to the other ranks, and read the data that the wanted ranks send under the same name. They call it too.

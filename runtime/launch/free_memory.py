@@ -36,7 +36,7 @@ def free_memory(launched: Launch, device: torch.device, timeout: float) -> tuple
     free = free_on(device)
     if launched.job is None:
         return (free // len(launched.transports),) * len(launched.transports)
-    found = _told_by_all(under("free memory", launched.job.store), launched.job.rank, [_place(device), free], timeout)
+    found = _gather_by_rank(under("free memory", launched.job.store), launched.job.rank, [_place(device), free], timeout)
     sharing = Counter(place for place, _ in found)
     shares = [free // sharing[place] for place, free in found]
     replicas, roles = launched.replicas, launched.roles
@@ -87,7 +87,7 @@ def _place(device: torch.device) -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _told_by_all(store: Store, rank: int, own: list[str | int], timeout: float) -> list[tuple[str, int]]:
+def _gather_by_rank(store: Store, rank: int, own: list[str | int], timeout: float) -> list[tuple[str, int]]:
     """Gather the entry of every rank of the job, by rank. The first rank collects them, so that the others read one key
     only.
     """

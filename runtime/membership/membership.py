@@ -125,7 +125,7 @@ class Membership:
         view = self._protocol.view
         while True:
             outcome = self._protocol.beat()
-            self._tell(outcome.lost)
+            self._report_loss(outcome.lost)
             with self._condition:
                 if view.phase is not Phase.MEMBER:
                     self._condition.notify_all()
@@ -143,11 +143,11 @@ class Membership:
                 self._clock.tick()
                 is_stuck = self._protocol.is_stuck()
             if is_stuck:
-                self._tell(self._protocol.lose_store(f"no answer for {self._timing.lost_after} s"))
+                self._report_loss(self._protocol.lose_store(f"no answer for {self._timing.lost_after} s"))
                 with self._condition:
                     self._condition.notify_all()
 
-    def _tell(self, lost: PeerLostError | None) -> None:
+    def _report_loss(self, lost: PeerLostError | None) -> None:
         if lost is None:
             return
         try:

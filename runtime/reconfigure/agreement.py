@@ -134,13 +134,13 @@ def share_split(
     """
     if group is None:
         return decided
-    told = torch.zeros(3 + len(places.chosen), dtype=torch.float64)
+    message = torch.zeros(3 + len(places.chosen), dtype=torch.float64)
     if decided is not None and group.rank() == 0:
         change, chosen = decided
         numbers = (change.seconds_before, change.seconds_after, change.moving)
-        told = torch.tensor([*numbers, *positions_of(chosen)], dtype=torch.float64)
-    group.broadcast([told]).wait()
-    before, after, moving, *positions = told.tolist()
+        message = torch.tensor([*numbers, *positions_of(chosen)], dtype=torch.float64)
+    group.broadcast([message]).wait()
+    before, after, moving, *positions = message.tolist()
     if not before:
         return None
     by_position = {place.position: place for place in (*places.possible, *places.chosen)}

@@ -19,7 +19,7 @@ from torch import Tensor
 from adaptra.errors import ControlError
 from adaptra.graph.stages.stages import TrainStage
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
-from adaptra.runtime.launch.exchange import Check, gather, tell
+from adaptra.runtime.launch.exchange import Check, exchange_data, gather
 from adaptra.runtime.state.checksum import checksums
 from adaptra.runtime.state.state_stream import StateStream
 from adaptra.runtime.transports.base import Transport
@@ -104,8 +104,8 @@ class SharedValues:
         found = [*self._among_replicas(), *self._among_stages(stream, receive)]
         if self._replicas is not None and self._replicas.index > 0:
             return
-        told = [[one.name, one.first, list(one.others)] for one in found]
-        gathered = gather(self._transport, f"shared differences/{self._calls}", told, self._timeout, self._check)
+        rows = [[one.name, one.first, list(one.others)] for one in found]
+        gathered = gather(self._transport, f"shared differences/{self._calls}", rows, self._timeout, self._check)
         differences = [_difference(one) for of_rank in gathered or () if isinstance(of_rank, list) for one in of_rank]
         if differences:
             logger.warning("%s", _sentence(differences))
@@ -137,7 +137,7 @@ class SharedValues:
         firsts = {ranks[0] for ranks in self._own.values()}
         followers = {rank for ranks in self._own.values() if ranks[0] == self._rank for rank in ranks}
         peers = sorted((firsts | followers) - {self._rank})
-        texts = tell(self._transport, f"shared values/{self._calls}", own, peers, self._timeout, self._check)
+        texts = exchange_data(self._transport, f"shared values/{self._calls}", own, peers, self._timeout, self._check)
         numbers = {rank: _numbers(text, rank) for rank, text in zip(peers, texts, strict=True)}
         found: dict[str, list[int]] = {}
         # In ascending order of the sending rank on every rank; a first holder sends to higher ranks only.

@@ -46,7 +46,7 @@ class Broadcast:
         if not self._transport.contract.in_order:  # else they would delay messages from this rank to the source
             self._pending = self._receive()
 
-    def tell(self, microbatch: int, results: tuple[Tensor, ...]) -> None:
+    def send(self, microbatch: int, results: tuple[Tensor, ...]) -> None:
         """Broadcast the results of a microbatch, which the source has just computed. Microbatches come in ascending order."""
         self._own.append(results)
         for other in self._others:

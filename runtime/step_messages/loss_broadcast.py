@@ -52,7 +52,7 @@ class LossBroadcast:
         self._at_the_end = [other for other in others if other in in_line]
         self._transport = transport
         self._step = 0
-        self._told: Tensor | None = None
+        self._losses: Tensor | None = None
         self._pending: Pending | None = None
 
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
@@ -65,11 +65,11 @@ class LossBroadcast:
         if self._rank in self._at_once:
             self._pending = self._receive()
 
-    def tell(self, results: Mapping[int, tuple[Tensor, ...]]) -> None:
+    def send(self, results: Mapping[int, tuple[Tensor, ...]]) -> None:
         """Broadcast the losses that the last stage has computed, one per microbatch."""
-        told = torch.stack([results[microbatch][0].detach() for microbatch in range(len(results))])
-        self._told = told.reshape(self._spec[0].shape)
-        self._send(self._at_once)
+        losses = torch.stack([results[microbatch][0].detach() for microbatch in range(len(results))])
+        self._losses = losses.reshape(self._spec[0].shape)
+        self._send_to(self._at_once)
 
     def end_step(self, timeout: float) -> Tensor:
         """Return the loss of every microbatch, (microbatches,) or (microbatches, 2), the same on every rank.
@@ -80,19 +80,19 @@ class LossBroadcast:
         Raises:
             TransportError: They could not be exchanged.
         """
-        if self._told is not None:
-            self._send(self._at_the_end)
-            told, self._told = self._told, None
-            return told
+        if self._losses is not None:
+            self._send_to(self._at_the_end)
+            losses, self._losses = self._losses, None
+            return losses
         pending, self._pending = self._pending or self._receive(), None
         losses = pending.wait(timeout)[0].clone()
         self._transport.release(pending)
         return losses
 
-    def _send(self, ranks: Collection[int]) -> None:
-        assert self._told is not None, "the last stage has told them"
+    def _send_to(self, ranks: Collection[int]) -> None:
+        assert self._losses is not None, "the last stage has computed them"
         for other in ranks:
-            self._transport.send(other, self._identity(other), (self._told,))
+            self._transport.send(other, self._identity(other), (self._losses,))
 
     def _receive(self) -> Pending:
         return self._transport.receive(self._source, self._identity(self._rank))

@@ -146,15 +146,15 @@ def end_keys(name: str, rank: int, size: int) -> None:
 def sweep() -> None:
     """Remove the keys of all names that every member has ended. One rank calls it while the store is known to be reachable."""
     store = job_store()
-    told = PrefixStore(_ENDED, store)
+    marks = PrefixStore(_ENDED, store)
     ended: dict[str, list[str]] = defaultdict(list)
-    for key in told.list_keys():
+    for key in marks.list_keys():
         name, _, rank = key.rpartition("/")
         ended[name].append(rank)
     for name, ranks in ended.items():
-        if told.get(f"{name}/{ranks[0]}") == str(len(ranks)).encode():
+        if marks.get(f"{name}/{ranks[0]}") == str(len(ranks)).encode():
             keys = keys_of(name)
             for key in keys.list_keys():
                 keys.delete_key(key)
             for rank in ranks:
-                told.delete_key(f"{name}/{rank}")
+                marks.delete_key(f"{name}/{rank}")

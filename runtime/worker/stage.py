@@ -111,8 +111,8 @@ class TwoPassStage(TrainingStage):
     """A stage whose forwards and backwards are two programs, with anything between them, including other forwards.
 
     Args:
-        tell_outputs: Called with the number of a microbatch and its outputs on the last stage.
-        tell_input_gradients: Called with the number of a microbatch and the gradients of its inputs on the first stage.
+        send_outputs: Called with the number of a microbatch and its outputs on the last stage.
+        send_input_gradients: Called with the number of a microbatch and the gradients of its inputs on the first stage.
         Others: As of :class:`TrainingStage`.
     """
 
@@ -127,8 +127,8 @@ class TwoPassStage(TrainingStage):
         is_last: bool,
         gradients: Gradients,
         await_buffers: Callable[[], None],
-        tell_outputs: Callable[[int, tuple[Tensor, ...]], None],
-        tell_input_gradients: Callable[[int, tuple[Tensor, ...]], None],
+        send_outputs: Callable[[int, tuple[Tensor, ...]], None],
+        send_input_gradients: Callable[[int, tuple[Tensor, ...]], None],
     ) -> None:
         super().__init__(
             stage,
@@ -140,8 +140,8 @@ class TwoPassStage(TrainingStage):
             gradients=gradients,
             await_buffers=await_buffers,
         )
-        self._tell_outputs = tell_outputs
-        self._tell_input_gradients = tell_input_gradients
+        self._send_outputs = send_outputs
+        self._send_input_gradients = send_input_gradients
         self._tangents: Sequence[Sequence[Tensor]] = ()
 
     def take_saved(self) -> dict[int, Any]:
@@ -163,7 +163,7 @@ class TwoPassStage(TrainingStage):
         given = inputs if self._stage.index == 0 else [one.clone() for one in inputs]
         outputs = super().forward(step, microbatch, given, targets)
         if self._is_last:
-            self._tell_outputs(microbatch, outputs)
+            self._send_outputs(microbatch, outputs)
         return outputs
 
     def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -172,7 +172,7 @@ class TwoPassStage(TrainingStage):
             self._root_gradients = self._tangents[microbatch]
         grad_inputs = super().input_grad(microbatch, grad_outputs)
         if self._stage.index == 0:
-            self._tell_input_gradients(microbatch, grad_inputs)
+            self._send_input_gradients(microbatch, grad_inputs)
         return grad_inputs
 
 

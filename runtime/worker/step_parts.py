@@ -130,7 +130,7 @@ class StepParts:
         self.buffers.begin()
         for stage in self.stages.values():
             stage.begin_step(loss_scale, steps_before)
-        executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=self._losses.tell)
+        executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=self._losses.send)
         self.gradients.end_step()
         self.buffers.end()
         if self._replicas is not None:  # while the stages that end later still compute
@@ -163,7 +163,7 @@ class StepParts:
             results = executor.run(step, inputs, [()] * microbatches)
         else:
             self._losses.begin_step(step)
-            executor.run(step, inputs, targets, on_results=self._losses.tell)
+            executor.run(step, inputs, targets, on_results=self._losses.send)
             results = {microbatch: (loss,) for microbatch, loss in enumerate(self._end_losses(aside=True).unbind())}
         self.buffers.end()
         return results

@@ -86,8 +86,8 @@ class TwoPassStep:
             is_last=transport.rank == last.index,
             gradients=gradients,
             await_buffers=await_buffers,
-            tell_outputs=self._outputs.tell,
-            tell_input_gradients=self._input_gradients.tell,
+            send_outputs=self._outputs.send,
+            send_input_gradients=self._input_gradients.send,
         )
         self._forward = executor(program.only(_FORWARD), self._stage)
         self._backward = executor(program.only(_BACKWARD), self._stage)
@@ -129,5 +129,5 @@ class TwoPassStep:
         return found
 
 
-def _counts(executor: Executor, told: Broadcast) -> Counter[tuple[int, MessageSpec]]:
-    return Counter(executor.receive_counts) + Counter(told.receive_counts())
+def _counts(executor: Executor, results: Broadcast) -> Counter[tuple[int, MessageSpec]]:
+    return Counter(executor.receive_counts) + Counter(results.receive_counts())

@@ -147,7 +147,7 @@ class Worker:
             self.abort,
             waiting_for=transport.waiting_for,
         )
-        self._watcher = watch(transport.rdma_devices, self._link_told)
+        self._watcher = watch(transport.rdma_devices, self._record_link_event)
         telemetry.started(agree_on_run(transport.store), initial)
 
     def step(self, inputs: Batch, targets: Batch, loss_scale: float = 1.0) -> Tensor:
@@ -167,7 +167,7 @@ class Worker:
             TransportError: A message could not be exchanged.
         """
         step = self._step
-        with self._telling_the_others():
+        with self._reporting_errors():
             executor = self._programs.switch_to(self.controller.plan_for(step), step)
             self._telemetry.begin_step(step, self.plan)
             self.monitor.begin_step()
@@ -202,7 +202,7 @@ class Worker:
         Raises:
             As :meth:`step`.
         """
-        with self._telling_the_others():
+        with self._reporting_errors():
             self._parts.buffers.begin()
             outputs, kept = self._phases.forward(self._step, inputs)
             self._parts.buffers.end()
@@ -223,7 +223,7 @@ class Worker:
         Raises:
             As :meth:`step`.
         """
-        with self._telling_the_others():
+        with self._reporting_errors():
             found = self._phases.backward(kept, tangents)
             if self._replicas is not None:
                 self._replicas.combine_gradients(self._parts.trainable.values())
@@ -250,12 +250,12 @@ class Worker:
 
     def gradient_norm(self, norm_type: float) -> Tensor:
         """Return the norm of all stages' gradients after the last step, the same on every rank; all ranks call it."""
-        with self._telling_the_others():
+        with self._reporting_errors():
             return self._parts.norms.total(self._step - 1, norm_type, self._options.timeout)
 
     def found_anywhere(self, found: bool) -> bool:
         """Return True if ``found`` is true on any rank after the last step; all ranks call it."""
-        with self._telling_the_others():
+        with self._reporting_errors():
             return self._parts.norms.found_anywhere(self._step - 1, found, self._options.timeout)
 
     def evaluate(self, inputs: Batch, targets: Batch | None) -> dict[int, tuple[Tensor, ...]]:
@@ -273,7 +273,7 @@ class Worker:
         # Evaluations count backwards, so that their messages are never taken for those of a training step.
         step = -self._evaluations
         stages = self._parts.evaluation_stages(self._compiled, self.state, with_loss=targets is not None)
-        with self._telling_the_others():
+        with self._reporting_errors():
             for stage in stages:
                 prepare(self._compiled.eval[stage])
             executor = self._programs.evaluation(stages, self._microbatches)
@@ -288,7 +288,7 @@ class Worker:
         """
         step = self._step - 1
         self._gathered += 1
-        with self._telling_the_others():
+        with self._reporting_errors():
             records = gather(
                 self._transport,
                 f"records/{self._gathered}",
@@ -302,7 +302,7 @@ class Worker:
 
     def align_copies(self) -> None:
         """Replace copies of values by the first holder's, and log it if any differed; all ranks call it."""
-        with self._telling_the_others():
+        with self._reporting_errors():
             self._shared.align(self._stream(), self._receive_state)
             self._programs.reserve({})
 
@@ -321,7 +321,7 @@ class Worker:
             takes_part: Whether the pipeline is that of the collector.
             from_first: Whether to take the first replica's buffers, because this is another replica.
         """
-        with self._telling_the_others():
+        with self._reporting_errors():
             buffers = self.buffers_of_first_replica() if from_first else {}
             if not takes_part:
                 return {}
@@ -431,7 +431,7 @@ class Worker:
             raise self._aborted_by
 
     @contextmanager
-    def _telling_the_others(self) -> Generator[None]:
+    def _reporting_errors(self) -> Generator[None]:
         """Report an error to all ranks, and raise the first failure of any rank in its place."""
         try:
             yield
@@ -441,7 +441,7 @@ class Worker:
                 raise
             raise cause from error
 
-    def _link_told(self, event: RdmaEvent) -> None:
+    def _record_link_event(self, event: RdmaEvent) -> None:
         """Record an RDMA event. The transport continues by itself on another path."""
         self.monitor.link(event, time.monotonic())
         self.controller.emit_link_event(str(event))

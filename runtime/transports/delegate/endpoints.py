@@ -93,8 +93,8 @@ def share_endpoints(store: Store, rank: int, world_size: int, mine: Sequence[End
         LaunchError: Ranks have different numbers or kinds of paths.
         ControlError: The endpoints of a rank are malformed.
     """
-    told = [{"wire": endpoint.wire, "host": endpoint.host, "port": endpoint.port} for endpoint in mine]
-    store.set(f"endpoints/{rank}", encode({"paths": told}))
+    paths = [{"wire": endpoint.wire, "host": endpoint.host, "port": endpoint.port} for endpoint in mine]
+    store.set(f"endpoints/{rank}", encode({"paths": paths}))
     found = [_read(store.get(f"endpoints/{other}"), other) for other in range(world_size)]
     for other, theirs in enumerate(found):
         if [endpoint.wire for endpoint in theirs] != [endpoint.wire for endpoint in mine]:

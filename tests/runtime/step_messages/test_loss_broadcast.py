@@ -38,7 +38,7 @@ def results() -> dict[int, tuple[torch.Tensor, ...]]:
 
 def test_they_are_there_before_the_last_stage_ends_its_step() -> None:
     first, second, last = job()
-    last.tell(results())
+    last.send(results())
     for one in (first, second, last):
         found = one.end_step(timeout=5.0)
         assert found.tolist() == [0.0, 1.0, 2.0, 3.0] and not found.requires_grad
@@ -46,7 +46,7 @@ def test_they_are_there_before_the_last_stage_ends_its_step() -> None:
 
 def test_who_shares_parameters_gets_them_when_the_last_stage_ends_its_step() -> None:
     first, second, last = job(0, 2)
-    last.tell(results())
+    last.send(results())
     assert second.end_step(timeout=5.0).tolist() == [0.0, 1.0, 2.0, 3.0]
     with pytest.raises(TransportError, match="losses of step 0 on edge 2→0"):
         first.end_step(timeout=0.0)
@@ -54,12 +54,12 @@ def test_who_shares_parameters_gets_them_when_the_last_stage_ends_its_step() -> 
 
 def test_where_ranks_have_one_queue_for_everything_all_get_them_at_the_end() -> None:
     first, second, last = job(in_order=True)
-    last.tell(results())
+    last.send(results())
     for one in (first, second):
         with pytest.raises(TransportError, match="of step 0 on edge"):
             one.end_step(timeout=0.0)
     first, second, last = job(in_order=True)
-    last.tell(results())
+    last.send(results())
     for one in (last, second, first):
         assert one.end_step(timeout=5.0).tolist() == [0.0, 1.0, 2.0, 3.0]
 
@@ -69,6 +69,6 @@ def test_a_step_after_a_step_has_its_own() -> None:
     for step in range(2):
         for one in (first, last):
             one.begin_step(step)
-        last.tell({microbatch: (torch.tensor(float(step)),) for microbatch in range(MICROBATCHES)})
+        last.send({microbatch: (torch.tensor(float(step)),) for microbatch in range(MICROBATCHES)})
         last.end_step(timeout=5.0)
         assert first.end_step(timeout=5.0).tolist() == [float(step)] * MICROBATCHES
