@@ -52,7 +52,10 @@ def simulate(program: Program, cost: CostModel, orders: Orders, rule: Mapping[Ki
 
 @final
 class Job:
-    """The numbers of a job of several replicas. ``durations`` are those of F, I, W, STEP and REDUCE, each one per stage."""
+    """The numbers of a job of several replicas. ``durations`` are those of F, I, W, STEP and REDUCE, each one per stage.
+
+    ``latency`` and ``occupancy`` are those forward and backward, each one per edge.
+    """
 
     def __init__(
         self,
@@ -62,8 +65,8 @@ class Job:
         durations: Sequence[Sequence[float]],
         slow: Sequence[float],
         port: Sequence[float],
-        latency: float,
-        occupancy: float,
+        latency: Sequence[Sequence[float]],
+        occupancy: Sequence[Sequence[float]],
         links: Sequence[tuple[int, int, float, float]],
         hand_over: float,
         hands_over: bool,

@@ -31,7 +31,7 @@ using Durations = std::vector<std::vector<double>>;
 using Links = std::vector<std::tuple<std::int32_t, std::int32_t, double, double>>;
 
 schedule::Job to_job(std::int32_t replicas, std::int32_t microbatches, Durations durations, std::vector<double> slow,
-                     std::vector<double> port, double latency, double occupancy, const Links& links, double hand_over,
+                     std::vector<double> port, Durations latency, Durations occupancy, const Links& links, double hand_over,
                      bool hands_over, std::vector<std::int32_t> holder, std::vector<std::int32_t> home,
                      std::vector<std::vector<std::int32_t>> columns) {
   schedule::Job job;
@@ -47,8 +47,11 @@ schedule::Job to_job(std::int32_t replicas, std::int32_t microbatches, Durations
   job.reduce = std::move(durations[4]);
   job.slow = std::move(slow);
   job.port = std::move(port);
-  job.latency = latency;
-  job.occupancy = occupancy;
+  if (latency.size() != 2 || occupancy.size() != 2) throw std::invalid_argument("latency, occupancy: expected two directions");
+  job.latency_forward = std::move(latency[0]);
+  job.latency_backward = std::move(latency[1]);
+  job.occupancy_forward = std::move(occupancy[0]);
+  job.occupancy_backward = std::move(occupancy[1]);
   for (const auto& [source, destination, delay, keeps] : links) job.links.push_back({source, destination, delay, keeps});
   job.hand_over = hand_over;
   job.hands_over = hands_over;
@@ -112,11 +115,12 @@ void bind_replicas(nb::module_& m) {
   nb::class_<schedule::Job>(m, "Job").def(
       "__init__",
       [](schedule::Job* self, std::int32_t replicas, std::int32_t microbatches, Durations durations, std::vector<double> slow,
-         std::vector<double> port, double latency, double occupancy, const Links& links, double hand_over, bool hands_over,
-         std::vector<std::int32_t> holder, std::vector<std::int32_t> home, std::vector<std::vector<std::int32_t>> columns) {
-        new (self) schedule::Job(to_job(replicas, microbatches, std::move(durations), std::move(slow), std::move(port), latency,
-                                        occupancy, links, hand_over, hands_over, std::move(holder), std::move(home),
-                                        std::move(columns)));
+         std::vector<double> port, Durations latency, Durations occupancy, const Links& links, double hand_over,
+         bool hands_over, std::vector<std::int32_t> holder, std::vector<std::int32_t> home,
+         std::vector<std::vector<std::int32_t>> columns) {
+        new (self) schedule::Job(to_job(replicas, microbatches, std::move(durations), std::move(slow), std::move(port),
+                                        std::move(latency), std::move(occupancy), links, hand_over, hands_over,
+                                        std::move(holder), std::move(home), std::move(columns)));
       },
       nb::kw_only(), nb::arg("replicas"), nb::arg("microbatches"), nb::arg("durations"), nb::arg("slow"), nb::arg("port"),
       nb::arg("latency"), nb::arg("occupancy"), nb::arg("links"), nb::arg("hand_over"), nb::arg("hands_over"),

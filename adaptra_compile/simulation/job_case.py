@@ -12,7 +12,9 @@ from typing import Any, Final
 
 from adaptra.errors import CaseError
 from adaptra.program import refuse_size
+from adaptra.program.placement import is_straight
 from adaptra.simulation.case_fields import CaseFields
+from adaptra.simulation.cost import Blocking, Case
 
 FORMAT_VERSION: Final = 2
 
@@ -43,8 +45,9 @@ class JobCase:
         forward, input_grad, weight_grad: Durations of F, I and W, one per stage. B takes ``input_grad + weight_grad``.
         step: Duration of STEP, the optimizer, one per stage.
         reduce: Duration of REDUCE, from the time at which the last worker of a stage has come to it, one per stage.
-        latency: Latency of a message between two workers without a link of their own.
-        occupancy: Time that such a message occupies its link.
+        latency_forward, latency_backward: Latency of a message between workers of stages i and i+1 that have no link of their
+            own; one per edge.
+        occupancy_forward, occupancy_backward: Time that such a message occupies its link; one per edge.
         links: Links by (sending worker, receiving worker).
         ports: Per worker, the time that a message occupies its port, in each direction; 0 for workers that are not named.
         slow: Per worker, the factor on the durations of its ops; 1 for workers that are not named.
@@ -65,8 +68,10 @@ class JobCase:
     weight_grad: tuple[float, ...]
     step: tuple[float, ...]
     reduce: tuple[float, ...]
-    latency: float = 0.0
-    occupancy: float = 0.0
+    latency_forward: tuple[float, ...]
+    latency_backward: tuple[float, ...]
+    occupancy_forward: tuple[float, ...]
+    occupancy_backward: tuple[float, ...]
     links: Mapping[tuple[int, int], WorkerLink] = field(default_factory=dict[tuple[int, int], WorkerLink])
     ports: Mapping[int, float] = field(default_factory=dict[int, float])
     slow: Mapping[int, float] = field(default_factory=dict[int, float])
@@ -93,6 +98,51 @@ class JobCase:
         for stage in range(self.stages):
             if all(self.worker(replica, stage) in self.lost for replica in range(self.replicas)):
                 raise CaseError(f"lost: all {self.replicas} workers of stage {stage}: expected one that lives on each stage")
+
+    @staticmethod
+    def of(case: Case, replicas: int, step: float = 0.0, reduce: float = 0.0) -> JobCase:
+        """Return the case of several replicas of one pipeline, all alike.
+
+        A limit of memory becomes one of whole microbatches, as if each held all of its memory from F to the end of W.
+
+        Args:
+            case: The case of one pipeline, with one stage per rank.
+            replicas: The number of replicas.
+            step, reduce: Durations of STEP and REDUCE, for all stages.
+
+        Raises:
+            CaseError: A rank has several stages, edges are half duplex or communication blocks.
+        """
+        cost = case.cost
+        if not is_straight(case.placement):
+            raise CaseError(f"{case.name}: placement {list(case.placement)}: expected stage i on rank i, for several replicas")
+        if cost.half_duplex or cost.blocking is not Blocking.NONE:
+            raise CaseError(f"{case.name}: duplex or blocking_comm: expected neither with several replicas")
+        memory = None
+        if cost.memory_limit is not None:
+            pairs = zip(cost.memory_limit, cost.memory_forward, strict=True)
+            most = replicas * case.microbatches
+            memory = tuple(most if held == 0.0 else int(limit / held + 1e-9) for limit, held in pairs)
+        return JobCase(
+            replicas,
+            case.microbatches,
+            cost.forward,
+            cost.input_grad,
+            cost.weight_grad,
+            (step,) * cost.stages,
+            (reduce,) * cost.stages,
+            cost.latency_forward,
+            cost.latency_backward,
+            cost.occupancy_forward,
+            cost.occupancy_backward,
+            memory=memory,
+            name=case.name,
+        )
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether no worker is lost or slow."""
+        return not self.lost and not self.slow
 
     @property
     def stages(self) -> int:
@@ -130,8 +180,10 @@ class JobCase:
             fields.numbers("t_w", stages),
             fields.numbers("t_opt", stages, 0),
             fields.numbers("t_reduce", stages, 0),
-            fields.number("c", 0),
-            fields.number("o", 0),
+            fields.numbers("c", stages - 1, 0),
+            fields.numbers("c_b", stages - 1, fields.given("c", 0)),
+            fields.numbers("o", stages - 1, 0),
+            fields.numbers("o_b", stages - 1, fields.given("o", 0)),
             _links(fields),
             {_worker("ports", one, stages): value for one, value in fields.numbers_by_name("ports").items()},
             {_worker("slow", one, stages): value for one, value in fields.numbers_by_name("slow").items()},
@@ -155,8 +207,10 @@ class JobCase:
             "t_w": list(self.weight_grad),
             "t_opt": list(self.step),
             "t_reduce": list(self.reduce),
-            "c": self.latency,
-            "o": self.occupancy,
+            "c": list(self.latency_forward),
+            "c_b": list(self.latency_backward),
+            "o": list(self.occupancy_forward),
+            "o_b": list(self.occupancy_backward),
             "links": {f"{a}-{b}": {"c": link.latency, "o": link.occupancy} for (a, b), link in self.links.items()},
             "ports": {str(worker): value for worker, value in self.ports.items()},
             "slow": {str(worker): value for worker, value in self.slow.items()},
@@ -174,7 +228,7 @@ class JobCase:
 
 
 _FIELDS: Final = frozenset(
-    "version name P S M t_f t_i t_w t_opt t_reduce c o links ports slow lost handover fold mem_cap".split()
+    "version name P S M t_f t_i t_w t_opt t_reduce c c_b o o_b links ports slow lost handover fold mem_cap".split()
 )
 _PLACE: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})")
 _INDEX: Final = re.compile(r"0|[1-9][0-9]{0,8}")

@@ -13,14 +13,15 @@ from adaptra.errors import PlanError
 from adaptra.passes.route import route_around_lost
 from adaptra.planning.job_planner import plan_job, work_bound
 from adaptra.program.verify import verify
+from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.period import simulate_period
 
 
 def even_case(replicas: int, stages: int, microbatches: int, *lost: tuple[int, int]) -> JobCase:
-    ones = (1.0,) * stages
     workers = frozenset(replica * stages + stage for replica, stage in lost)
-    return JobCase(replicas, microbatches, ones, ones, ones, (3.0,) * stages, (0.0,) * stages, lost=workers)
+    pipeline = Case(CostModel.uniform(stages, 1, 1, 1), microbatches, tuple(range(stages)))
+    return replace(JobCase.of(pipeline, replicas, 3.0), lost=workers)
 
 
 @settings(max_examples=40, deadline=None)

@@ -14,6 +14,7 @@ from adaptra.errors import CaseError, ScheduleError
 from adaptra.program import Program
 from adaptra.program.routing import Routing
 from adaptra.program.schedules import generate
+from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.period import STEPS, simulate_period
 
@@ -56,8 +57,8 @@ def test_the_period_is_the_distance_between_the_ends_of_steps(seed: int) -> None
 
 
 def even_case(replicas: int, stages: int, microbatches: int) -> JobCase:
-    ones = (1.0,) * stages
-    return JobCase(replicas, microbatches, ones, ones, ones, (3.0,) * stages, (0.0,) * stages)
+    pipeline = Case(CostModel.uniform(stages, 1, 1, 1), microbatches, tuple(range(stages)))
+    return JobCase.of(pipeline, replicas, 3.0)
 
 
 def test_a_healthy_pipeline_alone_repeats_at_its_first_stage() -> None:

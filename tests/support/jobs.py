@@ -32,7 +32,8 @@ def random_case(seed: int, *, links: bool = False) -> JobCase:
         times(12),
         times(8),
         times(4),
-        latency=chance.choice([0.0, 0.5, 2.0]),
+        *((chance.choice([0.0, 0.5, 2.0]),) * (stages - 1) for _ in range(2)),
+        *((0.0,) * (stages - 1) for _ in range(2)),
         slow={chance.choice([*workers]): chance.choice([1.5, 2.0, 3.7])} if chance.random() < 0.5 else {},
         lost=frozenset(lost),
         hand_over=chance.choice([0.0, 0.75]),
@@ -43,7 +44,7 @@ def random_case(seed: int, *, links: bool = False) -> JobCase:
         return case
     return replace(
         case,
-        occupancy=chance.choice([0.0, 0.25]),
+        occupancy_forward=(chance.choice([0.0, 0.25]),) * (case.stages - 1),
         links={chance.choice(pairs): WorkerLink(chance.random() * 3, chance.random() * 3) for _ in range(chance.randint(0, 4))},
         ports={chance.choice([*workers]): chance.random() * 2 for _ in range(chance.randint(0, 2))},
     )

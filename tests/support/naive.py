@@ -223,7 +223,11 @@ def _arrivals(program: Program, case: JobCase, previous: _Times) -> dict[_At, fl
         source, to = place[op][0], program.holder(op.replica, neighbour, op.microbatch)
         if source == to:
             continue
-        link = case.links.get((source, to), WorkerLink(case.latency, case.occupancy))
+        edge = min(op.stage, neighbour)
+        usual = WorkerLink(case.latency_forward[edge], case.occupancy_forward[edge])
+        if neighbour < op.stage:
+            usual = WorkerLink(case.latency_backward[edge], case.occupancy_backward[edge])
+        link = case.links.get((source, to), usual)
         occupied = {
             ("sends", source, 0): case.ports.get(source, 0.0),
             ("link", source, to): link.occupancy,

@@ -35,7 +35,8 @@ struct Job {
   std::vector<double> forward, input_grad, weight_grad, step, reduce;  // per stage
   std::vector<double> slow;                                            // per worker: the factor on its op times
   std::vector<double> port;                                            // per worker: occupancy of its port by a message
-  double latency = 0.0, occupancy = 0.0;                               // of messages between two workers without a link below
+  std::vector<double> latency_forward, latency_backward;      // per edge: of messages between workers without a link below
+  std::vector<double> occupancy_forward, occupancy_backward;  // the same
   std::vector<Link> links;
   double hand_over = 0.0;                          // latency of an accumulator that passes from one worker to another
   bool hands_over = true;                          // whether a W waits for the W of the microbatch before it

@@ -1,5 +1,7 @@
 #include "schedule/replicas/network.h"
 
+#include <algorithm>
+
 namespace adaptra::schedule {
 
 Network::Network(const Job& given, const std::vector<JobOrder>& orders) : job(given) {
@@ -45,7 +47,8 @@ void Network::connect(JobNode& node, const JobOp& op, std::int32_t worker) {
     const std::size_t at = job.index(op.replica, stage, microbatch);
     next->node = made_[made][at];
     const std::int32_t other = job.holder[at];
-    if (other != worker) carry(*next, other, worker, is_accumulator);
+    if (other != worker && is_accumulator) next->delay = job.hand_over;
+    if (other != worker && !is_accumulator) carry(*next, stage, op.stage, other, worker);
     ++next;
   };
   const bool is_input_grad = op.kind == JobKind::I || op.kind == JobKind::B;
@@ -59,19 +62,20 @@ void Network::connect(JobNode& node, const JobOp& op, std::int32_t worker) {
   if (is_weight_grad && op.microbatch > 0 && job.hands_over) need(kWeightGrad, op.stage, op.microbatch - 1, true);
 }
 
-void Network::carry(Need& need, std::int32_t source, std::int32_t destination, bool is_accumulator) {
-  const auto found = links_.find({source, destination});
-  const Link link = found == links_.end() ? Link{source, destination, job.latency, job.occupancy} : *found->second;
-  const double latency = is_accumulator ? job.hand_over : link.latency;
+void Network::carry(Need& need, std::int32_t from, std::int32_t to, std::int32_t source, std::int32_t destination) {
+  const auto edge = static_cast<std::size_t>(std::min(from, to));
+  Link link = {source, destination, job.latency_forward[edge], job.occupancy_forward[edge]};
+  if (to < from) link = {source, destination, job.latency_backward[edge], job.occupancy_backward[edge]};
+  if (const auto found = links_.find({source, destination}); found != links_.end()) link = *found->second;
   const double gives = job.port[static_cast<std::size_t>(source)], takes = job.port[static_cast<std::size_t>(destination)];
-  if (is_accumulator || (link.occupancy == 0.0 && gives == 0.0 && takes == 0.0)) {
-    need.delay = latency;
+  if (link.occupancy == 0.0 && gives == 0.0 && takes == 0.0) {
+    need.delay = link.latency;
     return;
   }
   const std::array<std::int32_t, 3> resource = {resource_of(source, kNone), resource_of(source, destination),
                                                 resource_of(kNone, destination)};
   need.transfer = static_cast<std::int32_t>(transfers.size());
-  transfers.push_back({resource, {gives, link.occupancy, takes}, latency});
+  transfers.push_back({resource, {gives, link.occupancy, takes}, link.latency});
 }
 
 // A port that sends is (worker, none), one that receives (none, worker), a link both.

@@ -56,7 +56,7 @@ class Network {
 
   void number(const JobOp& op);
   void connect(JobNode& node, const JobOp& op, std::int32_t worker);
-  void carry(Need& need, std::int32_t source, std::int32_t destination, bool is_accumulator);
+  void carry(Need& need, std::int32_t from, std::int32_t to, std::int32_t source, std::int32_t destination);
   std::int32_t resource_of(std::int32_t source, std::int32_t destination);
 
   std::map<std::pair<std::int32_t, std::int32_t>, const Link*> links_;
