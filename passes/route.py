@@ -1,27 +1,31 @@
-"""Routes around lost workers: which live worker of a stage computes each microbatch of a lost one."""
+"""Routes around lost and slow workers: which worker of a stage computes each microbatch of each replica."""
 
 from __future__ import annotations
 
+import heapq
 from itertools import groupby
 
 from adaptra.program.routing import Route, Routing
 from adaptra.simulation.job_case import JobCase
 
 
-def route_around_lost(case: JobCase) -> Routing:
-    """Return the routing in which each stage's live workers share the microbatches of its lost ones evenly.
+def share_evenly(case: JobCase, *, in_turns: bool) -> Routing:
+    """Return the routing in which the workers of each stage are busy for about as long.
 
-    If the accumulator of weight gradients is handed over, each live worker takes one contiguous block, so that there are few
-    hand-overs. Otherwise they take turns, which finds shorter periods where microbatches are few. The shares of a stage's
-    workers differ by one microbatch at most.
+    Lost workers give all their microbatches to the stage's other workers, and slow ones some of them. The busiest worker of a
+    stage has the least work that whole microbatches allow.
 
-    After SlipStream's rerouting, which always takes turns.
+    Args:
+        case: The case, with lost and slow workers.
+        in_turns: Whether the microbatches that a worker gives are spread over the step and taken in turns, as in SlipStream.
+            Otherwise a worker gives its last ones, and others take contiguous blocks. Then there are fewer hand-overs of the
+            accumulator of weight gradients.
     """
     grid = tuple(
         tuple(None if (worker := case.worker(replica, stage)) in case.lost else worker for stage in range(case.stages))
         for replica in range(case.replicas)
     )
-    holders = [_holders(case, stage) for stage in range(case.stages)]
+    holders = [_holders(case, stage, in_turns) for stage in range(case.stages)]
     routes: list[Route] = []
     for replica in range(case.replicas):
         first = replica * case.microbatches
@@ -32,18 +36,36 @@ def route_around_lost(case: JobCase) -> Routing:
     return Routing(grid, tuple(routes), case.microbatches)
 
 
-def _holders(case: JobCase, stage: int) -> list[int]:
+def counts(case: JobCase, stage: int) -> dict[int, int]:
+    """Return the number of microbatches that each live worker of a stage computes, so that the busiest has the least work."""
+    live = [worker for replica in range(case.replicas) if (worker := case.worker(replica, stage)) not in case.lost]
+    found = dict.fromkeys(live, 0)
+    # Each next microbatch goes to the worker that then ends first; of several, to one that has not all of its own.
+    ends = [(case.slow.get(worker, 1.0), False, worker) for worker in live]
+    heapq.heapify(ends)
+    for _ in range(case.replicas * case.microbatches):
+        _, _, worker = ends[0]
+        found[worker] += 1
+        more = found[worker] + 1
+        heapq.heapreplace(ends, (more * case.slow.get(worker, 1.0), more > case.microbatches, worker))
+    return found
+
+
+def _holders(case: JobCase, stage: int, in_turns: bool) -> list[int]:
     """Return the worker of each microbatch on a stage, replica by replica."""
-    workers = [case.worker(replica, stage) for replica in range(case.replicas)]
-    live = [worker for worker in workers if worker not in case.lost]
-    foreign = case.microbatches * (len(workers) - len(live))
+    wanted = counts(case, stage)
+    own = {worker: min(count, case.microbatches) for worker, count in wanted.items()}
+    takers = [[worker] * (count - own[worker]) for worker, count in wanted.items()]
+    if in_turns:
+        foreign = [taken[turn] for turn in range(max(map(len, takers))) for taken in takers if turn < len(taken)]
+    else:
+        foreign = [worker for taken in takers for worker in taken]
+    taking = iter(foreign)
     holders: list[int] = []
-    taken = 0
-    for worker in workers:
-        if worker not in case.lost:
-            holders += [worker] * case.microbatches
-            continue
-        for number in range(taken, taken + case.microbatches):
-            holders.append(live[number * len(live) // foreign if case.hands_over else number % len(live)])
-        taken += case.microbatches
+    for replica in range(case.replicas):
+        worker = case.worker(replica, stage)
+        given = case.microbatches - own.get(worker, 0)
+        last = range(case.microbatches - given, case.microbatches)
+        spread = {(2 * number + 1) * case.microbatches // (2 * given) for number in range(given)} if in_turns else last
+        holders += [next(taking) if microbatch in spread else worker for microbatch in range(case.microbatches)]
     return holders

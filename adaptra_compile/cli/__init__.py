@@ -5,6 +5,7 @@ The start loads neither torch nor sympy nor matplotlib. Each command loads the m
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import warnings
@@ -124,11 +125,38 @@ def _plan(add: _Add) -> None:
         "--budget", type=_seconds, metavar="TIME", help="search each plan so long at most, such as 100ms; not with --exact"
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the program here: .sched, or .csv for torch's form")
+    _job(parser)
     parser.add_argument(
         "--lower", action="store_true", help="insert SEND and RECV; otherwise the program holds compute ops only"
     )
     _picture(parser)
     _json(parser)
+
+
+def _job(parser: ArgumentParser) -> None:
+    """Add the options of several replicas."""
+    parser.add_argument(
+        "--replicas",
+        type=_at_least_one,
+        metavar="N",
+        help="N replicas of the case; worker replica · stages + stage has a stage",
+    )
+    parser.add_argument("--lost", type=_names, metavar="R.S,…", help="workers that are lost, such as 1.2 or its number")
+    parser.add_argument(
+        "--slow", action="append", metavar="R.S=FACTOR", help="a worker whose ops take FACTOR times as long; repeatable"
+    )
+    parser.add_argument("--optimizer", type=_duration, metavar="T", help="duration of the optimizer, in the case's unit")
+    parser.add_argument("--reduce", type=_duration, metavar="T", help="duration of adding up a stage's gradients")
+
+
+def _duration(given: str) -> float:
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise ArgumentTypeError(f"{given!r}: expected a number that is not negative")
+    return value
 
 
 def _simulate(add: _Add) -> None:
@@ -140,6 +168,7 @@ def _simulate(add: _Add) -> None:
     )
     parser.add_argument("program", metavar="PROGRAM", help=_PROGRAM)
     parser.add_argument("case", metavar="CASE", help=_CASE)
+    _job(parser)
     parser.add_argument("--trace", metavar="FILE.json", help="write a trace for Perfetto, one unit of time as one millisecond")
     parser.add_argument("--width", type=_at_least_one, metavar="N", help="characters per line of the printed timeline")
     _picture(parser)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
+from adaptra.cli import jobs
 from adaptra.cli.doctor import examine, report
 from adaptra.cli.inputs import read_program
 from adaptra.cli.output import as_json, check_outputs, draw_timeline, figures, headline, line_width, title_of
@@ -27,9 +28,11 @@ def run(options: Namespace) -> str:
     """
     match options.command:
         case "plan":
-            return run_plan(options)
+            job = jobs.read_job(options)
+            return run_plan(options) if job is None else jobs.run_job_plan(options, job)
         case "simulate":
-            return _simulate(options)
+            job = jobs.read_job(options)
+            return _simulate(options) if job is None else jobs.run_job_simulate(options, job)
         case "explain":
             return _explain(options)
         case "trace":

@@ -28,6 +28,7 @@ def read_program(given: str, case: Case) -> Program:
         CaseError: The program has other stages, ranks or microbatches than the case.
     """
     program = _generated(given, case) or _read(given)
+    program.require_one_pipeline(given)
     _check_fits(given, program, case)
     try:
         verify(program)
@@ -131,8 +132,23 @@ def _check_fits(given: str, program: Program, case: Case) -> None:
 
 
 def _read(given: str) -> Program:
+    text = read_text(given)
     try:
-        text = sys.stdin.read() if given == "-" else Path(given).read_text(encoding="utf-8")
+        if Path(given).suffix.lower() == ".csv":
+            return from_csv(text, name=_name(given))
+        return Program.parse(text)
+    except ScheduleError as error:
+        raise ScheduleError(f"{given}: {error}") from None
+
+
+def read_text(given: str) -> str:
+    """Return the text of a program's file, or of standard input for ``-``.
+
+    Raises:
+        ScheduleError: The file can't be read.
+    """
+    try:
+        return sys.stdin.read() if given == "-" else Path(given).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ScheduleError(
             f"{given}: no such file, and no schedule of that name: {', '.join((*GENERATORS, *PLACED))}"
@@ -141,12 +157,6 @@ def _read(given: str) -> Program:
         raise ScheduleError(f"{given}: not text: {error}") from None
     except OSError as error:
         raise ScheduleError(f"{given}: {error.strerror}") from None
-    try:
-        if Path(given).suffix.lower() == ".csv":
-            return from_csv(text, name=_name(given))
-        return Program.parse(text)
-    except ScheduleError as error:
-        raise ScheduleError(f"{given}: {error}") from None
 
 
 def _name(path: str) -> str:

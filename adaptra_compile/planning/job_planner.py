@@ -8,7 +8,7 @@ from typing import Final
 
 from adaptra import _C
 from adaptra.errors import PlanError
-from adaptra.passes.route import route_around_lost
+from adaptra.passes.route import share_evenly
 from adaptra.program import Op, Program
 from adaptra.program.routing import Routing
 from adaptra.simulation.job_case import JobCase
@@ -34,15 +34,23 @@ def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None =
     """
     if budget is not None and not budget > 0:
         raise PlanError(f"budget of {budget} seconds: expected a positive number")
-    routing = route_around_lost(case)
-    effort = effort or (EFFORT if budget is None else 2**62)
-    found = _C.search_period(job_of(case, routing), _memory(case, routing), effort, seed, budget, work_bound(case, routing))
-    if found is None:
+    routings = list(dict.fromkeys(share_evenly(case, in_turns=in_turns) for in_turns in (False, True)))
+    effort = (effort or (EFFORT if budget is None else 2**62)) // len(routings)
+    share = None if budget is None else budget / len(routings)
+    best: tuple[float, list[bytes], Routing] | None = None
+    for routing in routings:
+        enough = work_bound(case, routing)
+        found = _C.search_period(job_of(case, routing), _memory(case, routing), effort, seed, share, enough)
+        if found is not None and (best is None or found[0] < best[0]):
+            best = (*found, routing)
+        if best is not None and best[0] <= enough * (1 + 1e-9):
+            break
+    if best is None:
         raise PlanError(
             f"mem_cap {list(case.memory or ())}: found no order in which no worker waits forever: expected room for more "
-            "microbatches on the workers that compute those of lost ones"
+            "microbatches on the workers that compute those of others"
         )
-    _, orders = found
+    _, orders, routing = best
     return Program("adapted", (), case.microbatches, tuple(map(_unpacked, orders)), routing)
 
 

@@ -185,9 +185,9 @@ class JobCase:
             fields.numbers("o", stages - 1, 0),
             fields.numbers("o_b", stages - 1, fields.given("o", 0)),
             _links(fields),
-            {_worker("ports", one, stages): value for one, value in fields.numbers_by_name("ports").items()},
-            {_worker("slow", one, stages): value for one, value in fields.numbers_by_name("slow").items()},
-            frozenset(_worker("lost", one, stages) for one in fields.texts("lost")),
+            {worker_of("ports", one, stages): value for one, value in fields.numbers_by_name("ports").items()},
+            {worker_of("slow", one, stages): value for one, value in fields.numbers_by_name("slow").items()},
+            frozenset(worker_of("lost", one, stages) for one in fields.texts("lost")),
             fields.number("handover", 0),
             fold == "handover",
             None if caps is None else tuple(map(_whole_cap, caps)),
@@ -234,8 +234,12 @@ _PLACE: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})")
 _INDEX: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
-def _worker(what: str, text: str, stages: int) -> int:
-    """Read a worker: its number, or ``REPLICA.STAGE``."""
+def worker_of(what: str, text: str, stages: int) -> int:
+    """Read a worker: its number, or ``REPLICA.STAGE``.
+
+    Raises:
+        CaseError: The text is neither; ``what`` begins the error.
+    """
     if match := _PLACE.fullmatch(text):
         replica, stage = int(match[1]), int(match[2])
         if stage >= stages:

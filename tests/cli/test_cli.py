@@ -20,6 +20,7 @@ from adaptra.program.torch_csv import from_csv
 from adaptra.program.verify import verify
 from adaptra.report import perfetto
 from adaptra.simulation.cost import Case
+from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.sensitivity import sensitivity
 from adaptra.simulation.simulate import lower_bound, simulate
 
@@ -39,7 +40,7 @@ def test_every_documented_example_prints_what_the_document_says(folder: Path, ca
     page = Page.read(DOCUMENT)
     (case,) = page.data
     Path("slow.json").write_text(case)
-    assert len(page.examples) == 23
+    assert len(page.examples) == 25
     whole_run(folder / "runs" / "1")
     for example in page.examples:
         program, *arguments = shlex.split(example.command)
@@ -50,7 +51,7 @@ def test_every_documented_example_prints_what_the_document_says(folder: Path, ca
         assert example.matches(shown.err if status else shown.out), f"{example.command}\n{shown.out}"
     files = {path.name for path in folder.iterdir()}
     programs, pictures = (
-        {"plan.sched", "lowered.sched", "shortest.sched", "robust.sched"},
+        {"plan.sched", "lowered.sched", "shortest.sched", "robust.sched", "around.sched"},
         {"plan.svg", "compared.svg", "sweep.svg", "step.svg", "page.svg"},
     )
     assert files == {"runs", "slow.json", "before.json", "step.json", *programs, *pictures}
@@ -305,18 +306,22 @@ def test_a_robust_plan_is_short_under_every_combination_of_delays(folder: Path, 
 
 
 def test_every_field_of_a_case_is_documented() -> None:
-    """The rows of the table are the fields that a case is written with."""
+    """The rows of each table are the fields that a case is written with: of one pipeline, then of several replicas."""
     text = (DOCS / "formats.md").read_text()
-    rows = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
-    (example,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
-    assert {field for row in rows for field in re.findall(r"`(\w+)`", row)} == set(
-        Case.from_json(json.loads(example)).to_json()["case"]
-    )
+    pipeline, job = text.split("| `version` | of this format |")[1:]
+    given = [json.loads(example) for example in re.findall(r"```json\n(.*?)```", text, re.DOTALL)]
+    written = [Case.from_json(given[0]).to_json()["case"], JobCase.from_json(given[1]).to_json()]
+    for table, fields in zip((pipeline, job), written, strict=True):
+        rows = re.findall(r"^\| (`.*?) \|", table.split("\n\n")[0], re.MULTILINE)
+        assert {field for row in rows for field in re.findall(r"`(\w+)`", row)} == set(fields) - {"version", "name"}
 
 
-def test_the_documented_program_is_read_and_written_as_shown() -> None:
-    (example,) = re.findall(r"```\n(schedule .*?)```", (DOCS / "formats.md").read_text(), re.DOTALL)
-    assert str(Program.parse(example)) == example
+def test_the_documented_programs_are_read_and_written_as_shown() -> None:
+    examples = re.findall(r"```\n(schedule .*?)```", (DOCS / "formats.md").read_text(), re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        assert str(Program.parse(example)) == example
+        verify(Program.parse(example))
 
 
 # Errors

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jobs import random_case
 
 from adaptra.errors import PlanError
-from adaptra.passes.route import route_around_lost
+from adaptra.passes.route import share_evenly
 from adaptra.planning.job_planner import plan_job, work_bound
 from adaptra.program.verify import verify
 from adaptra.simulation.cost import Case, CostModel
@@ -50,29 +50,42 @@ def test_the_same_arguments_give_the_same_plan() -> None:
     assert str(plan_job(case)) == str(plan_job(case))
 
 
-def test_shares_of_lost_workers_are_even_and_contiguous() -> None:
-    routing = route_around_lost(even_case(4, 2, 6, (1, 1)))
-    assert [str(route) for route in routing.routes if route.replica == 1] == [
+def test_blocks_are_contiguous_and_turns_are_spread() -> None:
+    blocks = share_evenly(even_case(4, 2, 6, (1, 1)), in_turns=False)
+    assert [str(route) for route in blocks.routes if route.replica == 1] == [
         "route 1 0-1 by 2,1",
         "route 1 2-3 by 2,5",
         "route 1 4-5 by 2,7",
     ]
-    turns = route_around_lost(replace(even_case(3, 1, 4, (1, 0)), hands_over=False))
+    turns = share_evenly(even_case(3, 1, 4, (1, 0)), in_turns=True)
     assert [turns.holder(1, 0, microbatch) for microbatch in range(4)] == [0, 2, 0, 2]
+    slow = replace(even_case(4, 1, 8), slow={1: 2.0})
+    assert [str(route) for route in share_evenly(slow, in_turns=False).routes if route.replica == 1] == [
+        "route 1 0-4 by 1",
+        "route 1 5 by 0",
+        "route 1 6 by 2",
+        "route 1 7 by 3",
+    ]
+    spread = share_evenly(slow, in_turns=True)
+    assert [spread.holder(1, 0, microbatch) for microbatch in range(8)] == [1, 0, 1, 1, 2, 1, 3, 1]
 
 
-@given(st.integers(0, 10_000))
-def test_shares_of_a_stages_workers_differ_by_one_at_most(seed: int) -> None:
+@given(st.integers(0, 10_000), st.booleans())
+def test_no_other_shares_of_whole_microbatches_have_a_less_busy_worker(seed: int, in_turns: bool) -> None:
     case = random_case(seed)
-    routing = route_around_lost(case)
+    routing = share_evenly(case, in_turns=in_turns)
     for stage in range(case.stages):
+        column = routing.column(stage)
         computed = [
             routing.holder(replica, stage, microbatch)
             for replica in range(case.replicas)
             for microbatch in range(case.microbatches)
         ]
-        counts = [computed.count(worker) for worker in routing.column(stage)]
-        assert max(counts) - min(counts) <= 1
+        speeds = {worker: case.slow.get(worker, 1.0) for worker in column}
+        busiest = max(computed.count(worker) * speed for worker, speed in speeds.items())
+        # With a little less time, all workers together have no room for all microbatches.
+        room = sum(int(busiest * (1 - 1e-9) / speed) for speed in speeds.values())
+        assert room < case.replicas * case.microbatches
 
 
 def test_memory_is_kept() -> None:

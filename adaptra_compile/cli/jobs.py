@@ -1,0 +1,149 @@
+"""The commands ``plan`` and ``simulate`` for several replicas, with lost and slow workers."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from adaptra.cli.inputs import read_text
+from adaptra.cli.output import as_json, check_outputs
+from adaptra.errors import CaseError, PlanError, ScheduleError
+from adaptra.program import Program
+from adaptra.report.files import write_whole
+from adaptra.report.text import percent
+from adaptra.simulation.cost import Case
+from adaptra.simulation.job_case import JobCase, worker_of
+from adaptra.simulation.period import PeriodicSimulation, simulate_period
+
+_OF_ONE_PIPELINE = {"compare": "--compare", "sweep": "--sweep", "exact": "--exact", "uncertain": "--uncertain",
+                    "in_flight": "--in-flight", "picture": "--picture"}  # fmt: skip
+
+
+def read_job(options: Namespace) -> JobCase | None:
+    """Return the case of several replicas that the file and the options describe, or None for one pipeline.
+
+    Raises:
+        CaseError: The file or an option is invalid, or an option belongs to several replicas and there is only one pipeline.
+    """
+    path, replicas = options.case, getattr(options, "replicas", None)
+    changes = {name: getattr(options, name, None) for name in ("lost", "slow", "optimizer", "reduce")}
+    data = _read_json(path)
+    if "P" in data:
+        if replicas is not None:
+            raise CaseError(f"--replicas {replicas}: {path} says how many: P={data['P']!r}")
+        try:
+            job = JobCase.from_json(data, Path(path).stem)
+        except CaseError as error:
+            raise CaseError(f"{path}: {error}") from None
+    elif replicas is None:
+        given = [f"--{name}" for name, value in changes.items() if value is not None]
+        if given:
+            raise CaseError(f"{given[0]}: {path} is a case of one pipeline: expected --replicas N too")
+        return None
+    else:
+        job = JobCase.of(Case.load(path), replicas)
+    return _changed(job, changes)
+
+
+def run_job_plan(options: Namespace, case: JobCase) -> str:
+    """Run the command ``plan`` on several replicas and return its standard output."""
+    from adaptra.planning.job_planner import plan_job, work_bound
+
+    check_outputs({options.output: (".sched",)})
+    for name, option in _OF_ONE_PIPELINE.items():
+        if getattr(options, name) is not None:
+            raise PlanError(f"{option}: {case.name} has several replicas: expected a case of one pipeline")
+    program = plan_job(case, budget=options.budget)
+    simulated = simulate_period(program, case)
+    assert program.routing is not None
+    bound = work_bound(case, program.routing)
+    healthy = simulated.period
+    if not case.is_healthy:
+        whole = replace(case, lost=frozenset(), slow={})
+        healthy = simulate_period(plan_job(whole, budget=options.budget), whole).period
+    if options.output is not None:
+        write_whole(options.output, str(program))
+    if options.json:
+        return as_json({"program": str(program)} | job_figures(simulated) | {"bound": bound, "healthy_period": healthy,
+                       "fault_scaled_period": _fault_scaled(case, healthy)})  # fmt: skip
+    if options.output is None:
+        return str(program)
+    lines = [f"bound    {bound:.10g}: the busiest worker's time"]
+    if not case.is_healthy:
+        lines.append(f"healthy  {healthy:.10g}: this plan takes {percent(simulated.period / healthy - 1)} longer")
+        lines.append(
+            f"limit    {_fault_scaled(case, healthy):.10g}: the healthy period, if what is left shared all work evenly"
+        )
+    return job_headline(simulated) + "".join(f"{line}\n" for line in lines)
+
+
+def run_job_simulate(options: Namespace, case: JobCase) -> str:
+    """Run the command ``simulate`` on several replicas and return its standard output."""
+    if options.picture is not None or options.trace is not None:
+        raise CaseError(f"--picture, --trace: {case.name} has several replicas: expected a case of one pipeline")
+    try:
+        program = Program.parse(read_text(options.program))
+    except ScheduleError as error:
+        raise ScheduleError(f"{options.program}: {error}") from None
+    simulated = simulate_period(program, case)
+    return as_json(job_figures(simulated)) if options.json else job_headline(simulated)
+
+
+def job_figures(simulated: PeriodicSimulation) -> dict[str, Any]:
+    """Return the JSON object of a simulated program of several replicas."""
+    return {"name": simulated.program.name, "case": simulated.case.name, **simulated.to_json()}
+
+
+def job_headline(simulated: PeriodicSimulation) -> str:
+    """Return lines for people: program and case, period, first step, memory."""
+    case, program = simulated.case, simulated.program
+    over = ", ".join(map(str, simulated.over_memory))
+    return (
+        f"{program.name} on {case.name}: {case.replicas} replicas of {case.stages} stages, {case.workers - len(case.lost)} of "
+        f"{case.workers} workers, {case.microbatches} microbatches each\n"
+        f"period   {simulated.period:.10g}\n"
+        f"makespan {simulated.makespan:.10g} of the first step\n"
+        f"memory   at most {max(simulated.held)} microbatches{f': too many on worker {over}' if over else ''}\n"
+    )
+
+
+def _fault_scaled(case: JobCase, healthy: float) -> float:
+    """Return the healthy period, scaled by the speed that is lost."""
+    speeds = [0.0 if worker in case.lost else 1 / case.slow.get(worker, 1.0) for worker in range(case.workers)]
+    return healthy * case.workers / sum(speeds)
+
+
+def _changed(job: JobCase, changes: Mapping[str, Any]) -> JobCase:
+    if changes["lost"] is not None:
+        lost = [worker_of("--lost", one, job.stages) for one in changes["lost"]]
+        job = replace(job, lost=job.lost | frozenset(lost))
+    for word in changes["slow"] or ():
+        worker, equals, factor = word.partition("=")
+        try:
+            value = float(factor)
+        except ValueError:
+            equals = ""
+            value = 0.0
+        if not equals:
+            raise CaseError(f"--slow {word}: expected WORKER=FACTOR such as 1.2=2.0")
+        job = replace(job, slow={**job.slow, worker_of("--slow", worker, job.stages): value})
+    if changes["optimizer"] is not None:
+        job = replace(job, step=(changes["optimizer"],) * job.stages)
+    if changes["reduce"] is not None:
+        job = replace(job, reduce=(changes["reduce"],) * job.stages)
+    return job
+
+
+def _read_json(path: str) -> Mapping[str, Any]:
+    try:
+        data = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise CaseError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CaseError(f"{path}: not JSON: {error}") from error
+    fields = data.get("case", data) if isinstance(data, Mapping) else {}
+    return fields if isinstance(fields, Mapping) else {}

@@ -1,0 +1,99 @@
+"""The command line with several replicas: plans around lost and slow workers, and wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptra.cli import main
+from adaptra.program import Program
+from adaptra.program.verify import verify
+
+PIPELINE: dict[str, Any] = {"S": 4, "M": 6, "t_f": 1, "t_b": 1, "t_w": 1}
+JOB: dict[str, Any] = {"P": 3, "S": 4, "M": 6, "t_f": 1, "t_i": 1, "t_w": 1, "t_opt": 3, "lost": ["1.2"]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder with the cases ``pipeline.json`` and ``job.json``."""
+    monkeypatch.chdir(tmp_path)
+    Path("pipeline.json").write_text(json.dumps(PIPELINE))
+    Path("job.json").write_text(json.dumps(JOB))
+    return tmp_path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 2
+    return capsys.readouterr().err
+
+
+def test_a_plan_around_a_lost_worker_is_written_and_simulated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed(capsys, "plan", "job.json", "--budget", "1s", "-o", "plan.sched")
+    assert "period   30\n" in shown
+    assert "healthy  22: this plan takes 36.4 % longer\n" in shown
+    assert "limit    24: " in shown
+    verify(Program.parse(Path("plan.sched").read_text()))
+    figures = json.loads(printed(capsys, "simulate", "plan.sched", "job.json", "--json"))
+    assert figures["period"] == 30.0
+    assert "period   30\n" in printed(capsys, "simulate", "plan.sched", "job.json")
+
+
+def test_options_on_the_line_say_the_same_as_a_case(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--replicas", "3", "--optimizer", "3", "--lost", "1.2")
+    line = json.loads(printed(capsys, "plan", "pipeline.json", *options, "--json"))
+    case = json.loads(printed(capsys, "plan", "job.json", "--json"))
+    assert line["program"] == case["program"]
+    assert (line["period"], line["bound"], line["healthy_period"], line["fault_scaled_period"]) == (30.0, 30.0, 22.0, 24.0)
+
+
+def test_a_slow_worker_gives_microbatches_away(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "plan", "pipeline.json", "--replicas", "4", "--slow", "1.2=2")
+    program = Program.parse(text)
+    given = [microbatch for microbatch in range(6) if program.holder(1, 2, microbatch) != 6]
+    assert 1 <= len(given) <= 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("plan", "pipeline.json", "--lost", "1.2"),
+            "--lost: pipeline.json is a case of one pipeline: expected --replicas N too",
+        ),
+        (("plan", "job.json", "--replicas", "2"), "--replicas 2: job.json says how many: P=3"),
+        (("plan", "pipeline.json", "--replicas", "2", "--lost", "5.0"), "lost: worker 20 does not exist: expected 0..7"),
+        (
+            ("plan", "pipeline.json", "--replicas", "2", "--lost", "0.1,1.1"),
+            "lost: all 2 workers of stage 1: expected one that lives",
+        ),
+        (("plan", "pipeline.json", "--replicas", "2", "--lost", "x"), "--lost: 'x': expected a worker such as '1.2'"),
+        (("plan", "pipeline.json", "--replicas", "2", "--slow", "1.2"), "--slow 1.2: expected WORKER=FACTOR such as 1.2=2.0"),
+        (("plan", "pipeline.json", "--replicas", "2", "--slow", "1.2=0"), "slow: 0 for worker 6: expected a factor above 0"),
+        (("plan", "pipeline.json", "--replicas", "1000000"), "P, S, M: 4,000,000 stages × 6 microbatches are 72,000,000 ops"),
+        (("plan", "job.json", "--compare", "1f1b"), "--compare: job has several replicas: expected a case of one pipeline"),
+        (("plan", "job.json", "-o", "plan.csv"), "plan.csv: suffix '.csv': expected .sched"),
+        (("simulate", "1f1b", "job.json"), "1f1b: no such file, and no schedule of that name"),
+    ],
+)
+def test_wrong_input_gets_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    error = refused(capsys, *arguments)
+    assert error.startswith(f"adaptra: {message}")
+    assert error.count("\n") == 1
+
+
+def test_a_program_of_several_replicas_does_not_fit_one_pipeline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "plan", "job.json", "-o", "plan.sched")
+    error = refused(capsys, "simulate", "plan.sched", "pipeline.json")
+    assert error == "adaptra: plan.sched: adapted has 3 replicas: expected a program of one pipeline\n"
+    Path("one.sched").write_text("schedule x placement=0 microbatches=1\n0: 0F0 0B0\n")
+    assert "expected replicas and routes, version 2" in refused(capsys, "simulate", "one.sched", "job.json")
