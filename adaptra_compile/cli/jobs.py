@@ -13,6 +13,7 @@ from adaptra.cli.inputs import read_text
 from adaptra.cli.output import as_json, check_outputs
 from adaptra.errors import CaseError, PlanError, ScheduleError
 from adaptra.program import Program
+from adaptra.program.schedules import GENERATORS, PLACED
 from adaptra.report.files import write_whole
 from adaptra.report.text import percent
 from adaptra.simulation.cost import Case
@@ -85,8 +86,11 @@ def run_job_simulate(options: Namespace, case: JobCase) -> str:
     """Run the command ``simulate`` on several replicas and return its standard output."""
     if options.picture is not None or options.trace is not None:
         raise CaseError(f"--picture, --trace: {case.name} has several replicas: expected a case of one pipeline")
+    if options.program in (*GENERATORS, *PLACED):
+        raise ScheduleError(f"{options.program}: a schedule of one pipeline: expected the file of a program for {case.name}")
+    given = read_text(options.program)
     try:
-        program = Program.parse(read_text(options.program))
+        program = Program.parse(given)
     except ScheduleError as error:
         raise ScheduleError(f"{options.program}: {error}") from None
     simulated = simulate_period(program, case)

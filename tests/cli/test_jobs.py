@@ -80,7 +80,8 @@ def test_a_slow_worker_gives_microbatches_away(folder: Path, capsys: pytest.Capt
         (("plan", "pipeline.json", "--replicas", "1000000"), "P, S, M: 4,000,000 stages × 6 microbatches are 72,000,000 ops"),
         (("plan", "job.json", "--compare", "1f1b"), "--compare: job has several replicas: expected a case of one pipeline"),
         (("plan", "job.json", "-o", "plan.csv"), "plan.csv: suffix '.csv': expected .sched"),
-        (("simulate", "1f1b", "job.json"), "1f1b: no such file, and no schedule of that name"),
+        (("simulate", "1f1b", "job.json"), "1f1b: a schedule of one pipeline: expected the file of a program for job"),
+        (("simulate", "none.sched", "job.json"), "none.sched: no such file"),
     ],
 )
 def test_wrong_input_gets_one_line(
