@@ -1,0 +1,116 @@
+"""The exact solver of small jobs of several replicas, to compare plans with: CP-SAT over the start times of all ops."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ortools.sat.python import cp_model
+
+from adaptra.program import Kind
+from adaptra.program.routing import Routing
+from adaptra.simulation.job_case import JobCase
+
+
+class Task(NamedTuple):
+    """One op: replica, stage, microbatch and kind."""
+
+    replica: int
+    stage: int
+    microbatch: int
+    kind: Kind
+
+
+class ExactPeriod(NamedTuple):
+    """The shortest period found, and the period that no plan beats, as far as it was proven."""
+
+    period: float
+    bound: float
+
+
+class PeriodModel:
+    """The model of a case and a routing, for whole numbers as times, without slow workers and links.
+
+    The period is that of the steady state in which a worker begins its next step once its stage has ended this one.
+    """
+
+    def __init__(self, case: JobCase, routing: Routing, horizon: int) -> None:
+        self._case = case
+        self._horizon = horizon
+        self._times = {Kind.F: case.forward, Kind.I: case.input_grad, Kind.W: case.weight_grad}
+        self.model = cp_model.CpModel()
+        self.period = self.model.new_int_var(0, horizon, "period")
+        self._starts: dict[Task, cp_model.IntVar] = {}
+        tasks: defaultdict[int, list[Task]] = defaultdict(list)
+        for replica in range(case.replicas):
+            for stage in range(case.stages):
+                for microbatch in range(case.microbatches):
+                    for kind in self._times:
+                        task = Task(replica, stage, microbatch, kind)
+                        self._starts[task] = self.model.new_int_var(0, horizon, str(task))
+                        tasks[routing.holder(replica, stage, microbatch)].append(task)
+        for task, start in self._starts.items():
+            for before in self._needs(task):
+                self.model.add(start >= self._end(before))
+        for stage in range(case.stages):
+            last = self.model.new_int_var(0, horizon, f"last of {stage}")
+            for worker in routing.column(stage):
+                if tasks[worker]:
+                    self._add_worker(stage, tasks[worker], last)
+        self.model.minimize(self.period)
+
+    def _end(self, task: Task) -> cp_model.LinearExpr:
+        return self._starts[task] + self._duration(task)
+
+    def _duration(self, task: Task) -> int:
+        return int(self._times[task.kind][task.stage])
+
+    def _needs(self, task: Task) -> Iterator[Task]:
+        match task.kind:
+            case Kind.F:
+                if task.stage > 0:
+                    yield task._replace(stage=task.stage - 1)
+            case Kind.I:
+                yield task._replace(kind=Kind.F)
+                if task.stage + 1 < self._case.stages:
+                    yield task._replace(stage=task.stage + 1)
+            case _:
+                yield task._replace(kind=Kind.I)
+                if self._case.hands_over and task.microbatch > 0:
+                    yield task._replace(microbatch=task.microbatch - 1)
+
+    def _add_worker(self, stage: int, tasks: list[Task], last: cp_model.IntVar) -> None:
+        """Add the rules of one worker: one op at a time, in microbatch order, within memory, and once per period."""
+        first = self.model.new_int_var(0, self._horizon, "first")
+        before: dict[tuple[int, Kind], Task] = {}
+        works: list[cp_model.IntervalVar] = []
+        holds: list[cp_model.IntervalVar] = []
+        for task in tasks:
+            start = self._starts[task]
+            works.append(self.model.new_fixed_size_interval_var(start, self._duration(task), str(task)))
+            self.model.add(first <= start)
+            self.model.add(last >= self._end(task))
+            earlier = before.get((task.replica, task.kind))
+            if earlier is not None:
+                self.model.add(start >= self._end(earlier))
+            before[task.replica, task.kind] = task
+            if task.kind is Kind.F:
+                length = self.model.new_int_var(0, self._horizon, "held")
+                until = self._end(task._replace(kind=Kind.W))
+                holds.append(self.model.new_interval_var(start, length, until, "held"))
+        self.model.add_no_overlap(works)
+        if self._case.memory is not None:
+            self.model.add_cumulative(holds, [1] * len(holds), self._case.memory[stage])
+        self.model.add(self.period >= last + int(self._case.step[stage] + self._case.reduce[stage]) - first)
+
+
+def exact_period(case: JobCase, routing: Routing, seconds: float, at_most: float) -> ExactPeriod | None:
+    """Search the shortest period of a routing. None if nothing was found in so many seconds."""
+    made = PeriodModel(case, routing, int(3 * at_most))
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = 2
+    if solver.solve(made.model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None
+    return ExactPeriod(solver.objective_value, solver.best_objective_bound)

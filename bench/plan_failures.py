@@ -1,0 +1,171 @@
+"""Plans around lost and slow workers, beside published figures and bounds.
+
+ReCycle's unit cases have F, I and W of 1, an optimizer of 3, and twice as many microbatches in memory as stages. Random cases
+have unequal F, I and W and one to three lost workers. A plan is good if its period is within 1 % of the busiest worker's time.
+``--exact SECONDS`` (extra exact) also compares with what the exact solver finds in that time, where a plan is above this bound.
+
+``--judge FILE`` compares period, first step and memory of random programs with another simulator. It is run as
+``FILE CASE PROGRAM`` and prints a JSON object with ``period``, ``makespan`` and ``peak``.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from _table import Row, parser, print_rows
+
+from adaptra.planning.job_planner import plan_job, work_bound
+from adaptra.program import Program
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.period import simulate_period
+
+Lost = tuple[tuple[int, int], ...]
+
+UNIT_CASES: tuple[tuple[int, int, int, Lost], ...] = (
+    (3, 4, 6, ((1, 2),)),
+    (3, 4, 4, ((1, 2),)),
+    (3, 4, 5, ((1, 2),)),
+    (3, 4, 7, ((1, 2),)),
+    (3, 4, 8, ((1, 2),)),
+    (3, 4, 10, ((1, 2),)),
+    (3, 4, 6, ((1, 0),)),
+    (3, 4, 6, ((1, 1),)),
+    (3, 4, 6, ((1, 3),)),
+    (3, 4, 6, ((0, 1), (1, 2))),
+    (3, 4, 6, ((0, 2), (1, 2))),
+    (2, 4, 3, ((1, 2),)),
+    (2, 4, 4, ((1, 2),)),
+    (4, 4, 8, ((1, 2),)),
+    (6, 4, 8, ((0, 0),)),
+    (6, 4, 8, ((0, 0), (1, 1), (2, 2), (3, 3))),
+    (6, 4, 8, ((0, 0), (1, 1), (2, 2), (3, 3), (4, 3))),
+    (6, 4, 16, ((0, 2),)),
+    (6, 4, 16, ((0, 0), (1, 1), (2, 2), (3, 3))),
+    (8, 8, 16, ((0, 3),)),
+    (8, 8, 64, ((0, 3),)),
+    (4, 2, 8, ((0, 0),)),
+)
+"""Replicas, stages, microbatches, and the lost workers as (replica, stage)."""
+
+
+def unit_case(replicas: int, stages: int, microbatches: int, lost: Lost = (), optimizer: float = 3.0) -> JobCase:
+    """A case of F, I and W of 1, with twice as many microbatches in memory as stages."""
+    pipeline = Case(CostModel.uniform(stages, 1, 1, 1), microbatches, tuple(range(stages)))
+    job = JobCase.of(pipeline, replicas, optimizer)
+    return replace(job, lost=frozenset(job.worker(*one) for one in lost), memory=(2 * stages,) * stages, hands_over=False)
+
+
+def random_cases(count: int) -> Iterator[JobCase]:
+    """Yield cases of at most 24 workers with unequal F, I and W and one to three lost workers."""
+    rng = random.Random(7)
+    while count:
+        replicas, stages = rng.randint(2, 6), rng.randint(2, 6)
+        microbatches = rng.choice([stages, stages + 1, 2 * stages, 2 * stages + 1, 3 * stages, 3 * stages + 2, 4 * stages])
+        cost = CostModel.uniform(stages, rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 4))
+        lost = frozenset(rng.randrange(replicas * stages) for _ in range(rng.randint(1, 3)))
+        optimizer = float(rng.randint(0, 4))
+        columns = [{replica * stages + stage for replica in range(replicas)} for stage in range(stages)]
+        if replicas * stages > 24 or any(column <= lost for column in columns):
+            continue
+        job = JobCase.of(Case(cost, microbatches, tuple(range(stages))), replicas, optimizer)
+        yield replace(job, lost=lost, memory=(2 * stages,) * stages, hands_over=False)
+        count -= 1
+
+
+def planned(case: JobCase, budget: float) -> tuple[Program, float, float]:
+    """The plan, its period, and the busiest worker's time."""
+    program = plan_job(case, budget=budget)
+    assert program.routing is not None
+    return program, simulate_period(program, case).period, work_bound(case, program.routing)
+
+
+def published_rows(budget: float) -> Iterator[Row]:
+    """Yield the rows of ReCycle's cases and of slow workers."""
+    yield Row("3×4, 6 microbatches, healthy: period", planned(unit_case(3, 4, 6), budget)[1], 22.0, "units", 1)
+    yield Row("the same, one worker lost", planned(unit_case(3, 4, 6, ((1, 2),)), budget)[1], 30.0, "units", 1)
+    missed = 0
+    for replicas, stages, microbatches, lost in UNIT_CASES:
+        _, period, bound = planned(unit_case(replicas, stages, microbatches, lost), budget)
+        missed += period > bound * (1 + 1e-9)
+    yield Row(f"unit cases above the work bound, of {len(UNIT_CASES)}", missed, 0.0, "cases", len(UNIT_CASES))
+    for replicas, stages, microbatches, bar in ((4, 4, 8, 1.25), (8, 4, 16, 1.125)):
+        case = unit_case(replicas, stages, microbatches, optimizer=0.0)
+        slow = replace(case, slow={case.worker(1, 2): 2.0})
+        ratio = planned(slow, budget)[1] / planned(case, budget)[1]
+        yield Row(f"{replicas}×{stages}, one worker 2× slow: period ÷ healthy", ratio, bar, "", 1)
+
+
+def random_rows(count: int, budget: float, exact: float) -> Iterator[Row]:
+    """Yield the rows of the random cases."""
+    ratios: list[float] = []
+    seconds: list[float] = []
+    for case in random_cases(count):
+        started = time.perf_counter()
+        program, period, best = planned(case, budget)
+        seconds.append(time.perf_counter() - started)
+        if exact > 0 and period > 1.0001 * best and program.routing is not None:
+            from _exact_period import exact_period
+
+            found = exact_period(case, program.routing, exact, period)
+            best = max(best, min(period, found.period)) if found is not None else period
+        ratios.append(period / best)
+    beyond = "the work bound or the exact solver" if exact > 0 else "the work bound"
+    yield Row(f"random cases more than 1 % above {beyond}", sum(r > 1.01 for r in ratios), 0.05 * count, "cases", count)
+    yield Row("the worst of them, ÷ that", max(ratios), 1.03, "", count)
+    yield Row("slowest plan", max(seconds), None, "s", count)
+
+
+def judged_rows(judge: str, count: int) -> Iterator[Row]:
+    """Yield the row of random programs that another simulator times otherwise."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/support"))
+    from jobs import random_case, random_job_program
+
+    differing = 0
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder, "case.json"), Path(folder, "program.sched")
+        for seed in range(count):
+            case = random_case(seed)
+            case = replace(case, latency_backward=case.latency_forward)
+            program = random_job_program(case, seed)
+            fields = {name: value for name, value in case.to_json().items() if name in _JUDGED}
+            files[0].write_text(json.dumps(fields | {"c": (*case.latency_forward, 0.0)[0]}))
+            files[1].write_text(str(program))
+            shown = subprocess.run(
+                [sys.executable, judge, *map(str, files)], capture_output=True, text=True, check=False
+            ).stdout
+            theirs, ours = json.loads(shown), simulate_period(program, case)
+            same = (theirs.get("period"), theirs.get("makespan"), theirs.get("peak"))
+            differing += same != (ours.period, ours.makespan, max(ours.held))
+    yield Row("random programs that the judge times otherwise", differing, 0.0, "programs", count)
+
+
+_JUDGED = {"S", "M", "P", "t_f", "t_i", "t_w", "t_opt", "t_reduce", "slow", "handover", "fold"}
+
+
+def main() -> int:
+    """Measure and print."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--random", type=int, default=400, help="random cases")
+    arguments.add_argument("--budget", type=float, default=0.05, help="seconds per plan")
+    arguments.add_argument("--exact", type=float, default=0.0, help="seconds of the exact solver for each case above the bound")
+    arguments.add_argument("--judge", metavar="FILE", help="another simulator to agree with")
+    arguments.add_argument("--programs", type=int, default=1000, help="random programs for --judge")
+    given = arguments.parse_args()
+    rows = [*published_rows(given.budget), *random_rows(given.random, given.budget, given.exact)]
+    if given.judge is not None:
+        rows += judged_rows(given.judge, given.programs)
+    print_rows("plans around lost and slow workers", rows, baseline="bar", as_json=given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
