@@ -154,10 +154,10 @@ def _steps_to_wait(detection: Detection, gain: float) -> int:
 
 
 def _why_postponed(detection: Detection, plan: Plan, before: float) -> str:
-    change = f"{1e3 * plan.predicted:.1f} ms instead of {1e3 * before:.1f} ms"
+    change = f"a plan of {1e3 * plan.predicted:.1f} ms instead of {1e3 * before:.1f} ms waits until"
     if detection.hold_off:
-        return f"what flaps may turn slow again: {change} wait until"
-    return f"steps scatter by {1e3 * detection.noise:.1f} ms: {change} are beyond that"
+        return f"a flapping edge or stage may turn slow again: {change}"
+    return f"steps scatter by {1e3 * detection.noise:.1f} ms: {change}"
 
 
 class Policy:

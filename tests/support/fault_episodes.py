@@ -167,7 +167,7 @@ def judge(planned: Sequence[Sequence[Fault]], told: Sequence[ControlEvent]) -> l
     """What the coordinator's events say of every fault. Switches are ascribed only where one fault is alone."""
     agreed = _named(told, EventKind.AGREED)
     named = [place for place in _named(told, EventKind.DETECTED) if not place.is_healed]
-    waits = [event.step for event in told if event.kind is EventKind.KEPT and event.text.startswith("what flaps")]
+    waits = [event.step for event in told if event.kind is EventKind.KEPT and event.text.startswith("a flapping")]
     onsets = [faults[0].from_step for faults in planned[1:]] + [2**31]
     found: list[Outcome] = []
     for faults, following in zip(planned, onsets, strict=True):

@@ -423,8 +423,12 @@ def test_the_plan_for_the_recovery_of_a_flapping_edge_waits() -> None:
         assert train(started, journal, lambda step, plan: plan.version == 4, cost) == []
     assert_agreed(journal)
     healed = begun[3] + 5 + 1
-    said = [event.text for event in journal.of(EventKind.KEPT) if event.text.startswith("what flaps may turn slow again")]
-    assert said[-1].endswith(f"wait until {hold_off} steps after step {healed}")
+    said = [
+        event.text
+        for event in journal.of(EventKind.KEPT)
+        if event.text.startswith("a flapping edge or stage may turn slow again")
+    ]
+    assert said[-1].endswith(f"waits until {hold_off} steps after step {healed}")
     assert begun[4] > healed + hold_off
 
 

@@ -123,8 +123,8 @@ def test_the_plan_for_the_recovery_of_a_flapping_edge_waits_longer_after_each_re
     slow, back = switches[::2], switches[1::2]
     assert [step - onset for step in slow] == [2, 20, 38], "a slowdown is acted on at once, however often it came before"
     assert [step - recovered for step, recovered in zip(back, recoveries, strict=True)] == [2, 5, 7]
-    said = [event.text for event in run.world.events(EventKind.KEPT) if event.text.startswith("what flaps")]
-    assert [text.partition("wait until ")[2] for text in said] == [
+    said = [event.text for event in run.world.events(EventKind.KEPT) if event.text.startswith("a flapping")]
+    assert [text.partition("waits until ")[2] for text in said] == [
         f"{hold_off} steps after step {recovered + 1}" for hold_off, recovered in zip((2, 4), recoveries[1:], strict=True)
     ]
 

@@ -52,7 +52,15 @@ def test_outcomes_are_read_off_the_events() -> None:
     assert not first.has_waited
     assert (other.detected, other.switched, other.back) == (None, None, None)
     assert misplaced(planned, told) == []
-    told.append(ControlEvent(EventKind.KEPT, 0, begins + 1, 0, "what flaps may turn slow again: 1.0 ms instead of 2.0 ms"))
+    told.append(
+        ControlEvent(
+            EventKind.KEPT,
+            0,
+            begins + 1,
+            0,
+            "a flapping edge or stage may turn slow again: a plan of 1.0 ms instead of 2.0 ms waits until",
+        )
+    )
     first, _ = judge(planned, told)
     assert (first.switched, first.has_waited) == (3, True)
 
