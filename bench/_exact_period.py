@@ -38,7 +38,7 @@ class PeriodModel:
     def __init__(self, case: JobCase, routing: Routing, horizon: int) -> None:
         self._case = case
         self._horizon = horizon
-        self._times = {Kind.F: case.forward, Kind.I: case.input_grad, Kind.W: case.weight_grad}
+        self._times = {Kind.F: case.cost.forward, Kind.I: case.cost.input_grad, Kind.W: case.cost.weight_grad}
         self.model = cp_model.CpModel()
         self.period = self.model.new_int_var(0, horizon, "period")
         self._starts: dict[Task, cp_model.IntVar] = {}

@@ -134,10 +134,10 @@ def judged_rows(judge: str, count: int) -> Iterator[Row]:
         files = Path(folder, "case.json"), Path(folder, "program.sched")
         for seed in range(count):
             case = random_case(seed)
-            case = replace(case, latency_backward=case.latency_forward)
+            case = replace(case, cost=replace(case.cost, latency_backward=case.cost.latency_forward))
             program = random_job_program(case, seed)
             fields = {name: value for name, value in case.to_json().items() if name in _JUDGED}
-            files[0].write_text(json.dumps(fields | {"c": (*case.latency_forward, 0.0)[0]}))
+            files[0].write_text(json.dumps(fields | {"c": (*case.cost.latency_forward, 0.0)[0]}))
             files[1].write_text(str(program))
             shown = subprocess.run(
                 [sys.executable, judge, *map(str, files)], capture_output=True, text=True, check=False

@@ -58,7 +58,7 @@ def work_bound(case: JobCase, routing: Routing) -> float:
     """Return the period that no order under a routing beats: the time that the busiest worker works, in the case's unit."""
     work: defaultdict[int, float] = defaultdict(float)
     for stage in range(case.stages):
-        one = case.forward[stage] + case.input_grad[stage] + case.weight_grad[stage]
+        one = case.cost.forward[stage] + case.cost.input_grad[stage] + case.cost.weight_grad[stage]
         for replica in range(case.replicas):
             for microbatch in range(case.microbatches):
                 worker = routing.holder(replica, stage, microbatch)

@@ -14,7 +14,7 @@ from adaptra.errors import CaseError
 from adaptra.program import refuse_size
 from adaptra.program.placement import is_straight
 from adaptra.simulation.case_fields import CaseFields
-from adaptra.simulation.cost import Blocking, Case
+from adaptra.simulation.cost import Blocking, Case, CostModel
 
 FORMAT_VERSION: Final = 2
 
@@ -40,14 +40,12 @@ class JobCase:
     workers' ports are free. It occupies each of them for its time, and arrives when all are free again, plus the latency.
 
     Attributes:
+        cost: The costs of each replica: durations per stage, latency and occupancy per edge. They hold for workers and messages
+            about which the rest says nothing else. Its memory counts nothing here.
         replicas: The number of replicas.
         microbatches: The number of microbatches of each replica in one step.
-        forward, input_grad, weight_grad: Durations of F, I and W, one per stage. B takes ``input_grad + weight_grad``.
         step: Duration of STEP, the optimizer, one per stage.
         reduce: Duration of REDUCE, from the time at which the last worker of a stage has come to it, one per stage.
-        latency_forward, latency_backward: Latency of a message between workers of stages i and i+1 that have no link of their
-            own; one per edge.
-        occupancy_forward, occupancy_backward: Time that such a message occupies its link; one per edge.
         links: Links by (sending worker, receiving worker).
         ports: Per worker, the time that a message occupies its port, in each direction; 0 for workers that are not named.
         slow: Per worker, the factor on the durations of its ops; 1 for workers that are not named.
@@ -61,17 +59,11 @@ class JobCase:
         CaseError: A field is invalid; names it, the given value and the expected one.
     """
 
+    cost: CostModel
     replicas: int
     microbatches: int
-    forward: tuple[float, ...]
-    input_grad: tuple[float, ...]
-    weight_grad: tuple[float, ...]
     step: tuple[float, ...]
     reduce: tuple[float, ...]
-    latency_forward: tuple[float, ...]
-    latency_backward: tuple[float, ...]
-    occupancy_forward: tuple[float, ...]
-    occupancy_backward: tuple[float, ...]
     links: Mapping[tuple[int, int], WorkerLink] = field(default_factory=dict[tuple[int, int], WorkerLink])
     ports: Mapping[int, float] = field(default_factory=dict[int, float])
     slow: Mapping[int, float] = field(default_factory=dict[int, float])
@@ -82,6 +74,8 @@ class JobCase:
     name: str = "case"
 
     def __post_init__(self) -> None:
+        if self.cost.half_duplex or self.cost.blocking is not Blocking.NONE:
+            raise CaseError(f"{self.name}: duplex or blocking_comm: expected neither with several replicas")
         if refused := refuse_size(self.replicas * self.stages, self.microbatches):
             raise CaseError(f"P, S, M: {refused}")
         for what, workers in (("slow", self.slow), ("ports", self.ports), ("lost", self.lost)):
@@ -116,28 +110,13 @@ class JobCase:
         cost = case.cost
         if not is_straight(case.placement):
             raise CaseError(f"{case.name}: placement {list(case.placement)}: expected stage i on rank i, for several replicas")
-        if cost.half_duplex or cost.blocking is not Blocking.NONE:
-            raise CaseError(f"{case.name}: duplex or blocking_comm: expected neither with several replicas")
         memory = None
         if cost.memory_limit is not None:
             pairs = zip(cost.memory_limit, cost.memory_forward, strict=True)
             most = replicas * case.microbatches
             memory = tuple(most if held == 0.0 else int(limit / held + 1e-9) for limit, held in pairs)
-        return JobCase(
-            replicas,
-            case.microbatches,
-            cost.forward,
-            cost.input_grad,
-            cost.weight_grad,
-            (step,) * cost.stages,
-            (reduce,) * cost.stages,
-            cost.latency_forward,
-            cost.latency_backward,
-            cost.occupancy_forward,
-            cost.occupancy_backward,
-            memory=memory,
-            name=case.name,
-        )
+        step_times, reduce_times = (step,) * cost.stages, (reduce,) * cost.stages
+        return JobCase(cost, replicas, case.microbatches, step_times, reduce_times, memory=memory, name=case.name)
 
     @property
     def is_healthy(self) -> bool:
@@ -147,7 +126,7 @@ class JobCase:
     @property
     def stages(self) -> int:
         """The number of stages of each replica."""
-        return len(self.forward)
+        return self.cost.stages
 
     @property
     def workers(self) -> int:
@@ -172,18 +151,21 @@ class JobCase:
         if fold not in ("handover", "contributions"):
             raise CaseError(f"fold: {fold!r}: expected 'handover' or 'contributions'")
         caps = None if fields.given("mem_cap", None) is None else fields.numbers("mem_cap", stages)
+        cost = CostModel(
+            forward=fields.numbers("t_f", stages),
+            input_grad=fields.numbers("t_i", stages),
+            weight_grad=fields.numbers("t_w", stages),
+            latency_forward=fields.numbers("c", stages - 1, 0),
+            latency_backward=fields.numbers("c_b", stages - 1, fields.given("c", 0)),
+            occupancy_forward=fields.numbers("o", stages - 1, 0),
+            occupancy_backward=fields.numbers("o_b", stages - 1, fields.given("o", 0)),
+        )
         return JobCase(
+            cost,
             replicas,
             microbatches,
-            fields.numbers("t_f", stages),
-            fields.numbers("t_i", stages),
-            fields.numbers("t_w", stages),
             fields.numbers("t_opt", stages, 0),
             fields.numbers("t_reduce", stages, 0),
-            fields.numbers("c", stages - 1, 0),
-            fields.numbers("c_b", stages - 1, fields.given("c", 0)),
-            fields.numbers("o", stages - 1, 0),
-            fields.numbers("o_b", stages - 1, fields.given("o", 0)),
             _links(fields),
             {worker_of("ports", one, stages): value for one, value in fields.numbers_by_name("ports").items()},
             {worker_of("slow", one, stages): value for one, value in fields.numbers_by_name("slow").items()},
@@ -202,15 +184,15 @@ class JobCase:
             "P": self.replicas,
             "S": self.stages,
             "M": self.microbatches,
-            "t_f": list(self.forward),
-            "t_i": list(self.input_grad),
-            "t_w": list(self.weight_grad),
+            "t_f": list(self.cost.forward),
+            "t_i": list(self.cost.input_grad),
+            "t_w": list(self.cost.weight_grad),
             "t_opt": list(self.step),
             "t_reduce": list(self.reduce),
-            "c": list(self.latency_forward),
-            "c_b": list(self.latency_backward),
-            "o": list(self.occupancy_forward),
-            "o_b": list(self.occupancy_backward),
+            "c": list(self.cost.latency_forward),
+            "c_b": list(self.cost.latency_backward),
+            "o": list(self.cost.occupancy_forward),
+            "o_b": list(self.cost.occupancy_backward),
             "links": {f"{a}-{b}": {"c": link.latency, "o": link.occupancy} for (a, b), link in self.links.items()},
             "ports": {str(worker): value for worker, value in self.ports.items()},
             "slow": {str(worker): value for worker, value in self.slow.items()},

@@ -25,7 +25,7 @@ def test_the_fields_of_a_case() -> None:
     given_fields = {"lost": ["1.0"], "slow": {"0.1": 2, "0": 1.5}, "links": {"0-1": {"c": 2}}, "mem_cap": 4, "handover": 1}
     case = JobCase.from_json(SMALL | given_fields)
     assert (case.replicas, case.stages, case.microbatches, case.workers) == (2, 2, 3, 4)
-    assert (case.forward, case.input_grad, case.weight_grad) == ((1.0, 1.0), (1.0, 2.0), (0.5, 0.5))
+    assert (case.cost.forward, case.cost.input_grad, case.cost.weight_grad) == ((1.0, 1.0), (1.0, 2.0), (0.5, 0.5))
     assert (case.lost, case.slow) == (frozenset({2}), {1: 2.0, 0: 1.5})
     assert case.links == {(0, 1): WorkerLink(2.0, 0.0)}
     assert (case.memory, case.hand_over, case.hands_over) == ((4, 4), 1.0, True)

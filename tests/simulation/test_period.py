@@ -21,12 +21,13 @@ from adaptra.simulation.period import STEPS, simulate_period
 
 def with_times_above_zero(case: JobCase) -> JobCase:
     """Ops that take no time end in an order that the definition leaves open."""
-    return replace(
-        case,
-        forward=tuple(time + 0.31 for time in case.forward),
-        input_grad=tuple(time + 0.17 for time in case.input_grad),
-        weight_grad=tuple(time + 0.23 for time in case.weight_grad),
+    cost = replace(
+        case.cost,
+        forward=tuple(time + 0.31 for time in case.cost.forward),
+        input_grad=tuple(time + 0.17 for time in case.cost.input_grad),
+        weight_grad=tuple(time + 0.23 for time in case.cost.weight_grad),
     )
+    return replace(case, cost=cost)
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import needs
 from adaptra.program.routing import Route, Routing
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.job_case import JobCase, WorkerLink
 
 
@@ -24,18 +25,21 @@ def random_case(seed: int, *, links: bool = False) -> JobCase:
     columns = [[replica * stages + stage for replica in range(replicas)] for stage in range(stages)]
     lost -= {column[0] for column in columns if set(column) <= lost}
     pairs = [(a, b) for a in workers for b in workers if a != b]
-    case = JobCase(
-        replicas,
-        microbatches,
-        times(12),
-        times(12),
-        times(12),
-        times(8),
-        times(4),
+    cost = CostModel(
+        forward=times(12),
+        input_grad=times(12),
+        weight_grad=times(12),
         latency_forward=(chance.choice([0.0, 0.5, 2.0]),) * (stages - 1),
         latency_backward=(chance.choice([0.0, 0.5, 2.0]),) * (stages - 1),
         occupancy_forward=(0.0,) * (stages - 1),
         occupancy_backward=(0.0,) * (stages - 1),
+    )
+    case = JobCase(
+        cost,
+        replicas,
+        microbatches,
+        times(8),
+        times(4),
         slow={chance.choice([*workers]): chance.choice([1.5, 2.0, 3.7])} if chance.random() < 0.5 else {},
         lost=frozenset(lost),
         hand_over=chance.choice([0.0, 0.75]),
@@ -46,7 +50,7 @@ def random_case(seed: int, *, links: bool = False) -> JobCase:
         return case
     return replace(
         case,
-        occupancy_forward=(chance.choice([0.0, 0.25]),) * (case.stages - 1),
+        cost=replace(cost, occupancy_forward=(chance.choice([0.0, 0.25]),) * (case.stages - 1)),
         links={chance.choice(pairs): WorkerLink(chance.random() * 3, chance.random() * 3) for _ in range(chance.randint(0, 4))},
         ports={chance.choice([*workers]): chance.random() * 2 for _ in range(chance.randint(0, 2))},
     )

@@ -195,8 +195,8 @@ def _one_round_of_steps(program: Program, case: JobCase, steps: int, previous: _
 
 
 def _duration(case: JobCase, op: Op) -> float:
-    backward = case.input_grad[op.stage], case.weight_grad[op.stage]
-    of = {Kind.F: case.forward[op.stage], Kind.I: backward[0], Kind.W: backward[1], Kind.B: sum(backward)}
+    backward = case.cost.input_grad[op.stage], case.cost.weight_grad[op.stage]
+    of = {Kind.F: case.cost.forward[op.stage], Kind.I: backward[0], Kind.W: backward[1], Kind.B: sum(backward)}
     return {**of, Kind.STEP: case.step[op.stage], Kind.REDUCE: 0.0}[op.kind]
 
 
@@ -224,9 +224,9 @@ def _arrivals(program: Program, case: JobCase, previous: _Times) -> dict[_At, fl
         if source == to:
             continue
         edge = min(op.stage, neighbour)
-        usual = WorkerLink(case.latency_forward[edge], case.occupancy_forward[edge])
+        usual = WorkerLink(case.cost.latency_forward[edge], case.cost.occupancy_forward[edge])
         if neighbour < op.stage:
-            usual = WorkerLink(case.latency_backward[edge], case.occupancy_backward[edge])
+            usual = WorkerLink(case.cost.latency_backward[edge], case.cost.occupancy_backward[edge])
         link = case.links.get((source, to), usual)
         occupied = {
             ("sends", source, 0): case.ports.get(source, 0.0),
