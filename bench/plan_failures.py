@@ -154,13 +154,15 @@ _JUDGED = {"S", "M", "P", "t_f", "t_i", "t_w", "t_opt", "t_reduce", "slow", "han
 def main() -> int:
     """Measure and print."""
     arguments = parser(__doc__)
-    arguments.add_argument("--random", type=int, default=400, help="random cases")
+    arguments.add_argument("--random", type=int, default=400, help="random cases; 0 for none")
     arguments.add_argument("--budget", type=float, default=0.05, help="seconds per plan")
     arguments.add_argument("--exact", type=float, default=0.0, help="seconds of the exact solver for each case above the bound")
     arguments.add_argument("--judge", metavar="FILE", help="another simulator to agree with")
     arguments.add_argument("--programs", type=int, default=1000, help="random programs for --judge")
     given = arguments.parse_args()
-    rows = [*published_rows(given.budget), *random_rows(given.random, given.budget, given.exact)]
+    rows = [*published_rows(given.budget)]
+    if given.random > 0:
+        rows += random_rows(given.random, given.budget, given.exact)
     if given.judge is not None:
         rows += judged_rows(given.judge, given.programs)
     print_rows("plans around lost and slow workers", rows, baseline="bar", as_json=given.json)

@@ -91,6 +91,8 @@ def _compile(equation: Equation) -> Callable[..., Any]:
 class Equations:
     """All equations of the model; :func:`equations` makes the one instance.
 
+    It has more than 15 attributes, since each equation is one.
+
     Attributes:
         slackness: Delta_i = x_i - x_{i+1}. The paper's definition.
         monotone: x_i >= x_{i+1} in every valid schedule. The paper's lemma.
