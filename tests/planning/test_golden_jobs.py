@@ -1,0 +1,48 @@
+"""Plans of several replicas in named situations: letter by letter what they were, legal, and with the period stated here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from adaptra.planning.job_planner import plan_job, work_bound
+from adaptra.program.verify import verify
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.job_case import JobCase, WorkerLink
+from adaptra.simulation.period import simulate_period
+
+
+def even(replicas: int, stages: int, microbatches: int, optimizer: float = 3.0) -> JobCase:
+    pipeline = Case(CostModel.uniform(stages, 1, 1, 1), microbatches, tuple(range(stages)))
+    return replace(JobCase.of(pipeline, replicas, optimizer), memory=(2 * stages,) * stages)
+
+
+PUBLISHED = even(3, 4, 6)
+"""ReCycle's example, healthy."""
+
+SITUATIONS = {
+    "healthy": (PUBLISHED, 22.0),
+    "lost": (replace(PUBLISHED, lost=frozenset({6})), 30.0),
+    "two_lost": (replace(PUBLISHED, lost=frozenset({1, 6})), 30.0),
+    "two_lost_of_one_stage": (replace(PUBLISHED, lost=frozenset({2, 6})), 57.0),
+    "slow": (replace(even(4, 2, 4, 0.0), slow={3: 2.0}), 15.0),
+    "lost_and_slow": (replace(even(4, 2, 4, 1.0), lost=frozenset({0}), slow={3: 1.5}), 19.0),
+    "lost_behind_a_late_link": (replace(even(3, 2, 4), lost=frozenset({3}), links={(0, 1): WorkerLink(2.0)}), 21.0),
+    "contributions": (replace(PUBLISHED, lost=frozenset({6}), hands_over=False), 30.0),
+}
+"""Cases and the periods of their plans."""
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_each_plan_is_what_it_was(name: str, golden: Callable[[str, str], None]) -> None:
+    case, period = SITUATIONS[name]
+    program = plan_job(case, effort=200_000)
+    golden(f"job_{name}.sched", str(program))
+    verify(program, hands_over=case.hands_over)
+    simulated = simulate_period(program, case)
+    assert program.routing is not None
+    assert simulated.period == period
+    assert simulated.period >= work_bound(case, program.routing)
+    assert not simulated.over_memory
