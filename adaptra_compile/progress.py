@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 """Called as ``progress(what, done, total)`` after each of ``total`` parts. ``what`` is a participle such as "captured"."""
 
-PATIENCE: Final = 3.0
+SHOWN_AFTER: Final = 3.0
 """Seconds before progress bars appear."""
 
 
@@ -27,7 +27,7 @@ def log_progress(what: str, done: int, total: int) -> None:
 
 
 @contextmanager
-def shown_progress(console: Console | None = None, *, after: float = PATIENCE) -> Generator[Progress]:
+def shown_progress(console: Console | None = None, *, after: float = SHOWN_AFTER) -> Generator[Progress]:
     """Log the progress within this context, and show it as bars on a terminal. The bars disappear at the end.
 
     Args:

@@ -106,7 +106,7 @@ class PeriodModel:
 
 
 def exact_period(case: JobCase, routing: Routing, seconds: float, at_most: float) -> ExactPeriod | None:
-    """Search the shortest period of a routing. None if nothing was found in so many seconds."""
+    """Search the shortest period of a routing. None if nothing was found in ``seconds``."""
     made = PeriodModel(case, routing, int(3 * at_most))
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds

@@ -14,7 +14,7 @@ from adaptra import _C
 from adaptra.runtime.transports.delegate.endpoints import Endpoint, address_towards, share_endpoints, share_secret
 from adaptra.runtime.transports.process_groups import job_store
 
-PATIENCE = 120.0
+TIMEOUT = 120.0
 
 
 class Gloo:
@@ -91,7 +91,7 @@ class Delegate:
         return self._engine.send(self._peer, not self._is_source, message, self._size, time.monotonic())
 
     def _end(self, request: _C.Request) -> None:
-        assert request.wait(PATIENCE) and request.error is None, request.error
+        assert request.wait(TIMEOUT) and request.error is None, request.error
         self._engine.release(request)
 
 

@@ -12,7 +12,7 @@ from ctypes import memmove, string_at
 from adaptra import _C
 
 SIZE, WINDOW, PAUSE = 16384, 8, 0.002
-PATIENCE = 30.0
+TIMEOUT = 30.0
 NUMBER = struct.Struct("<q")
 EMPTY = bytes(SIZE - NUMBER.size)
 """What follows a message's number."""
@@ -56,7 +56,7 @@ class Stream:
 
     def _take_back(self) -> None:
         request, memory = self._under_way.popleft()
-        assert request.wait(PATIENCE) and request.error is None, request.error
+        assert request.wait(TIMEOUT) and request.error is None, request.error
         self._free.append(memory)
         self.acknowledged += 1
 
@@ -68,7 +68,7 @@ def receive_all(engine: _C.Engine) -> list[float]:
     arrived: list[float] = []
     while True:
         request = waiting.popleft()
-        assert request.wait(PATIENCE) and request.error is None, request.error
+        assert request.wait(TIMEOUT) and request.error is None, request.error
         memory = request.memory
         assert memory is not None, "an arrived message lies somewhere"
         got = string_at(memory.address, SIZE)
@@ -84,7 +84,7 @@ def receive_all(engine: _C.Engine) -> list[float]:
 
 def wait_until(what: str, holds: Callable[[], bool]) -> None:
     """Wait until something holds."""
-    assert holds_within(PATIENCE, holds), what
+    assert holds_within(TIMEOUT, holds), what
 
 
 def holds_within(seconds: float, holds: Callable[[], bool]) -> bool:

@@ -27,7 +27,7 @@ from adaptra.runtime.transports.base import Identity, Purpose, Transport
 from adaptra.runtime.transports.registry import create_transport
 
 WIDTH = 2048
-PATIENCE = 120.0
+TIMEOUT = 120.0
 CYCLES = 20_000_000
 
 
@@ -116,7 +116,7 @@ def by_delegate(device: Device, size: Size, transport: Transport, step: int) -> 
     torch.cuda.current_stream().synchronize()
     ended = time.perf_counter() - started
     for pending in pendings:
-        pending.wait(PATIENCE)
+        pending.wait(TIMEOUT)
     dist.barrier()  # The peer has taken the last one, too.
     return ended, time.perf_counter() - started
 
@@ -125,7 +125,7 @@ def take(transport: Transport, size: Size, step: int, seconds: float) -> None:
     """The slow peer: has room for one message, and takes ``seconds`` for each."""
     for op in range(size.ops):
         pending = transport.receive(0, size.identity(step, op))
-        pending.wait(PATIENCE)
+        pending.wait(TIMEOUT)
         time.sleep(seconds)  # The link's time, not a condition.
         transport.release(pending)
     dist.barrier()

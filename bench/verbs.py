@@ -32,7 +32,7 @@ MIB = 1 << 20
 COUNT = 160
 OUTSTANDING = 16
 ROUNDS = 300
-PATIENCE = 120.0
+TIMEOUT = 120.0
 """Processes of a lab on a busy machine are slow to begin."""
 TIMING: dict[str, Any] = {"heartbeat": 0.2, "silence": 0.8, "healthy_for": 1.0, "lost_after": 10.0, "handshake": 3.0}
 
@@ -139,7 +139,7 @@ def our_halves() -> list[float]:
 def our_rate() -> float:
     """Bytes per second through two engines."""
     with inside.on_hosts(2, stream, MIB, COUNT) as processes:
-        return processes[0].result(PATIENCE)
+        return processes[0].result(TIMEOUT)
 
 
 def stream(host: int, size: int, count: int) -> float:
@@ -180,7 +180,7 @@ def receive(engine: _C.Engine, size: int, count: int) -> float:
 
 def end(request: _C.Request) -> None:
     """Wait for a message."""
-    assert request.wait(PATIENCE) and request.error is None, request.error
+    assert request.wait(TIMEOUT) and request.error is None, request.error
 
 
 if __name__ == "__main__":

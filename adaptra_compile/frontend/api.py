@@ -468,7 +468,7 @@ class Pipeline(NotAModule):
     @property
     def split(self) -> tuple[str | None, ...]:
         """The modules at which stages 1, 2, … begin, with None for a stage that begins inside a module."""
-        return tuple(place.module for place in self._require().compiled.places.chosen)
+        return tuple(place.module for place in self._require().compiled.cut_points.chosen)
 
     def settle_split(self, optimizer: torch.optim.Optimizer | None = None, *, horizon: int = 1000) -> SplitChange | None:
         """Move a cut point if an edge's bandwidth limits the step and the simulator predicts that smaller messages save time.

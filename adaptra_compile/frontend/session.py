@@ -182,7 +182,7 @@ class Session:
             if known is not None and (job is None or job.rank == 0):
                 case = replace(plan.case, cost=known)
                 decided = choose_split(case, plan.program, plan.delegated, plan.rounded, self.bandwidth, horizon, moving)
-            decided = share_split(group, decided, self.compiled.places)
+            decided = share_split(group, decided, self.compiled.cut_points)
         if decided is None:
             return None
         change, places = decided
@@ -215,7 +215,7 @@ class Session:
     def _take_cut(self, after: PlannedPipeline, optimizer: torch.optim.Optimizer) -> None:
         """Continue with other stages. Every check that may refuse the change runs before anything ends."""
         stages = after.compiled.train
-        if after.compiled.places.chosen == self.compiled.places.chosen:
+        if after.compiled.cut_points.chosen == self.compiled.cut_points.chosen:
             return
         states: list[Mapping[str, Tensor]] = [worker.state for worker in self.workers]
         before = [one for state in states for one in state.values()]

@@ -63,7 +63,7 @@ class CompiledStages:
         changing: The buffers that training or evaluation changes; all buffers if the stages are modules.
         inputs, targets: The formats that flatten and check the user's inputs and targets.
         outputs: The format that assembles the model's outputs in evaluation mode.
-        places: The cut points of the stages, and the other possible cut points.
+        cut_points: The cut points of the stages, and the other possible cut points.
         captured: The captured model from which they were cut, or None if the stages are modules.
     """
 
@@ -77,7 +77,7 @@ class CompiledStages:
     inputs: InputFormat
     targets: TargetFormat
     outputs: OutputFormat
-    places: CutPoints
+    cut_points: CutPoints
     captured: Captured | None = None
 
     @property
@@ -101,7 +101,7 @@ class CompiledStages:
         train: tuple[TrainStage, ...],
         evaluation: tuple[EvalStage, ...],
         formats: tuple[InputFormat, TargetFormat, OutputFormat],
-        places: CutPoints,
+        cut_points: CutPoints,
         captured: Captured | None = None,
     ) -> CompiledStages:
         """Return the pipeline of these stages. ``holders`` gives the stages of each parameter and buffer.
@@ -121,7 +121,7 @@ class CompiledStages:
             inputs=inputs,
             targets=targets,
             outputs=outputs,
-            places=places,
+            cut_points=cut_points,
             captured=captured,
         )
 
@@ -188,8 +188,8 @@ class Captured:
         with self.mode:
             train = differentiate(flat, analysis, parts, holders, names, self.sizes, progress)
             evaluation = evaluate(self.eval_flat, self.eval_analysis, eval_parts, progress)
-        places = places_of(flat, analysis, self.cuts, positions)
-        return CompiledStages.of(names, holders, train, evaluation, self.formats, places, self)
+        cut_points = places_of(flat, analysis, self.cuts, positions)
+        return CompiledStages.of(names, holders, train, evaluation, self.formats, cut_points, self)
 
 
 def compile_stages(

@@ -62,9 +62,9 @@ def compile_modules(
     holders = example.holders()
     train, work = example.train(holders)
     evaluation, outputs = example.evaluate()
-    places = tuple(CutPoint(str(stage.index), stage.input_bytes, sum(work[: stage.index])) for stage in train[1:])
+    cut_points = tuple(CutPoint(str(stage.index), stage.input_bytes, sum(work[: stage.index])) for stage in train[1:])
     formats = (inputs, target_format, outputs)
-    return CompiledStages.of(example.names, holders, train, evaluation, formats, CutPoints(places, (), sum(work)))
+    return CompiledStages.of(example.names, holders, train, evaluation, formats, CutPoints(cut_points, (), sum(work)))
 
 
 @dataclass(frozen=True, slots=True)

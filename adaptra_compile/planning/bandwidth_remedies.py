@@ -51,12 +51,12 @@ class BandwidthOptions:
     Attributes:
         spreads: Whether an edge that becomes slow gets more connections.
         rounds: Whether the user allows messages on limiting edges to be rounded to bfloat16.
-        places: The other possible cut points of the model, or None if they are not known.
+        cut_points: The other possible cut points of the model, or None if they are not known.
     """
 
     spreads: bool = False
     rounds: bool = False
-    places: CutPoints | None = None
+    cut_points: CutPoints | None = None
 
 
 @dataclass(frozen=True)
@@ -259,9 +259,9 @@ def _candidates(
     if exact:
         wanted = None if bandwidth.rounds else "Options(lossy_bf16='slow') allows it"
         yield Remedy.ROUNDING, "rounding to bfloat16", cost.with_occupancies(exact, BFLOAT16_SHARE), wanted, None
-    if bandwidth.places is not None:
-        places = bandwidth.places
-        moved = [move for stage in sorted({max(edge) for edge in edges}) for move in places.moves(cost, stage)]
+    if bandwidth.cut_points is not None:
+        cut_points = bandwidth.cut_points
+        moved = [move for stage in sorted({max(edge) for edge in edges}) for move in cut_points.moves(cost, stage)]
         moved.sort(key=lambda move: lower_bound(replace(case, cost=move.cost)).value)
         for move in moved[:MOST_CUTS]:
             yield Remedy.CUT, _describe(move), move.cost, f"pipe.take_split({_split(move)}, optimizer) moves it", move

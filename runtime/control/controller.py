@@ -29,10 +29,10 @@ from adaptra.runtime.control.coordinator import Coordinator
 from adaptra.runtime.control.event_recorder import EventRecorder
 from adaptra.runtime.control.events import ControlEvent, EventKind
 from adaptra.runtime.control.mail import (
+    BatchChecksums,
+    BatchMismatch,
     Confirmed,
-    Differed,
     Failed,
-    Given,
     Joined,
     LogGrew,
     Mail,
@@ -203,7 +203,7 @@ class Controller:
             ControlError: The store is lost.
         """
         try:
-            self._mailbox.post(0, Given(self._rank, call, number, numbers))
+            self._mailbox.post(0, BatchChecksums(self._rank, call, number, numbers))
         except DistError as error:
             raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
 
@@ -308,9 +308,9 @@ class Controller:
 
     def _handle(self, mail: Mail | Wake) -> None:
         match mail:
-            case Given():
+            case BatchChecksums():
                 self._rows.add(mail)
-            case Differed(error):
+            case BatchMismatch(error):
                 self._has_mailed_difference = True
                 raise BatchError(error)
             case Failed(rank, error):
@@ -373,7 +373,7 @@ class Controller:
     def _fail(self, error: Exception) -> None:
         mail: Mail = Failed(self._rank, f"{type(error).__name__}: {error}")
         if isinstance(error, BatchError):  # the control plane itself is sound, and training raises the error
-            mail = Differed(str(error))
+            mail = BatchMismatch(str(error))
         else:
             log.error("rank %d: the control plane failed", self._rank, exc_info=error)
         self._coverage.fail(error)

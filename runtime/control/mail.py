@@ -84,7 +84,7 @@ class LogGrew:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class BatchChecksums:
     """A checksum for each tensor that a rank was given in a call, see :mod:`adaptra.runtime.control.same_rows`.
 
     Attributes:
@@ -101,7 +101,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Differed:
+class BatchMismatch:
     """The error that ranks were given different values where they must be equal."""
 
     error: str
@@ -120,7 +120,7 @@ class Wake:
     """An event within this process, not from the store."""
 
 
-Mail = Measured | Proposed | Confirmed | Refused | Withdrawn | Joined | Term | LogGrew | Given | Differed | Failed
+Mail = Measured | Proposed | Confirmed | Refused | Withdrawn | Joined | Term | LogGrew | BatchChecksums | BatchMismatch | Failed
 
 
 _KINDS: Final[Mapping[str, type[Mail]]] = {
@@ -132,8 +132,8 @@ _KINDS: Final[Mapping[str, type[Mail]]] = {
     "joined": Joined,
     "term": Term,
     "log": LogGrew,
-    "given": Given,
-    "differed": Differed,
+    "given": BatchChecksums,
+    "differed": BatchMismatch,
     "failed": Failed,
 }
 """The kinds of mail by their names on the wire."""

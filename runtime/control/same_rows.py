@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from adaptra.errors import BatchError
-from adaptra.runtime.control.mail import Given
+from adaptra.runtime.control.mail import BatchChecksums
 from adaptra.runtime.state.checksum import checksums
 
 FIRST_CALLS: Final = 10
@@ -53,9 +53,9 @@ class SameRows:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = ranks
-        self._pending: dict[tuple[str, int], dict[int, Given]] = {}
+        self._pending: dict[tuple[str, int], dict[int, BatchChecksums]] = {}
 
-    def add(self, given: Given) -> None:
+    def add(self, given: BatchChecksums) -> None:
         """Take a rank's checksums, and compare once all ranks have sent theirs.
 
         Raises:
@@ -70,8 +70,8 @@ class SameRows:
         elif len(self._pending) > MOST_PENDING:
             del self._pending[next(iter(self._pending))]
 
-    def _compare(self, call: Given, received: Sequence[Given]) -> None:
-        first: dict[str, Given] = {}
+    def _compare(self, call: BatchChecksums, received: Sequence[BatchChecksums]) -> None:
+        first: dict[str, BatchChecksums] = {}
         differing: dict[tuple[int, int], list[str]] = {}
         for given in received:
             for name, number in given.numbers.items():

@@ -28,10 +28,10 @@ def renewed(client: Store) -> Store:
     Raises:
         torch.distributed.DistError: The store can't be reached.
     """
-    patience: timedelta = client.timeout  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack it
+    timeout: timedelta = client.timeout  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack it
     client.set_timeout(RECONNECT)
     made = clone(client)
-    made.set_timeout(patience)
+    made.set_timeout(timeout)
     return made
 
 

@@ -61,7 +61,7 @@ class LossyPath:
     _recent: deque[tuple[int, float, Stalls]] = field(init=False)
     confidence: float = 1.0
     _quiet: int = 0
-    _patience: int = 0
+    _hold_off_steps: int = 0
 
     def __post_init__(self) -> None:
         self._recent = deque(maxlen=self.window)
@@ -94,7 +94,7 @@ class LossyPath:
         if self.loss is not None:
             if stalls.count:
                 self._wait_longer(stalled, options.persist)
-            return self._quiet >= self._patience and self._heal()
+            return self._quiet >= self._hold_off_steps and self._heal()
         messages = sum(messages for messages, _, _ in self._recent)
         lateness = sum(seen.lateness for _, _, seen in self._recent)
         if not stalls.count or stalled < options.stalls or lateness < smallest * messages:
@@ -119,7 +119,7 @@ class LossyPath:
         first = next(index for index, (_, _, seen) in enumerate(self._recent) if seen.count)
         rate = stalled / (len(self._recent) - first + 1)
         steps = max(least, math.ceil(math.log(DOUBT) / math.log1p(-rate)))
-        self._patience = steps << self.relapses.count
+        self._hold_off_steps = steps << self.relapses.count
 
     def _heal(self) -> bool:
         self.loss, self.confidence = None, 1.0 - DOUBT

@@ -47,13 +47,13 @@ class StateStream:
         self._step = step
         self._timeout = timeout
 
-    def send(self, destination: int, state: Mapping[str, Tensor], patience: float) -> None:
+    def send(self, destination: int, state: Mapping[str, Tensor], first_timeout: float) -> None:
         """Send a state to a rank, and return when it has left.
 
         Args:
             destination: The rank that calls :meth:`receive`.
             state: Tensors by name.
-            patience: The timeout in seconds until the first message is taken, since the other rank may receive from others
+            first_timeout: The timeout in seconds until the first message is taken, since the other rank may receive from others
                 first.
 
         Raises:
@@ -62,11 +62,11 @@ class StateStream:
         under_way: deque[Pending] = deque()
         for index, message in enumerate(_messages(state)):
             if len(under_way) == UNDER_WAY:
-                under_way.popleft().wait(patience if index == UNDER_WAY else self._timeout)
+                under_way.popleft().wait(first_timeout if index == UNDER_WAY else self._timeout)
             identity = self._identity(self._transport.rank, destination, index)
             under_way.append(self._transport.send(destination, identity, (message,)))
         for pending in under_way:
-            pending.wait(patience)
+            pending.wait(first_timeout)
 
     def receive(self, source: int) -> dict[str, Tensor]:
         """Receive the state that a rank sends, in CPU memory. The transport has :data:`UNDER_WAY` buffers of :data:`SPEC`

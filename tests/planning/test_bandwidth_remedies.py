@@ -93,7 +93,7 @@ def test_what_is_used_already_is_no_remedy() -> None:
 
 
 def test_a_cut_where_less_is_sent_is_worth_some_imbalance() -> None:
-    found = remedies(FULL, BandwidthOptions(places=PLACES))
+    found = remedies(FULL, BandwidthOptions(cut_points=PLACES))
     assert found is not None
     cuts = [choice for choice in found.choices if choice.remedy is Remedy.CUT]
     assert [choice.wanted for choice in cuts] == ["pipe.take_split(['b', 'c', 'f'], optimizer) moves it"]
@@ -112,7 +112,7 @@ def test_a_cut_that_wins_more_than_it_costs_is_chosen() -> None:
     def choose(
         places: CutPoints, moving: tuple[float, float] | None, horizon: int = 100, cost: CostModel = FULL
     ) -> tuple[SplitChange, tuple[CutPoint, ...]] | None:
-        bandwidth = BandwidthOptions(places=places)
+        bandwidth = BandwidthOptions(cut_points=places)
         return choose_split(case(cost), plan(case(cost)), (), (), bandwidth, horizon, lambda _: moving)
 
     chosen = choose(known(PLACES), (1000.0, 6000.0))
@@ -179,8 +179,8 @@ class Waist(nn.Module):
 def test_the_model_can_be_cut_as_a_remedy_says() -> None:
     inputs = torch.ones(4, 64)
     wide = compile_stages(Waist(), (inputs,), {}, stages=2, loss=square_loss, targets=inputs, split=["layers.2"])
-    assert (wide.places.chosen[0].module, wide.places.chosen[0].bytes) == ("layers.2", wide.train[0].output_bytes)
-    narrow = min(wide.places.moves(CostModel.uniform(2, 1, 1, 1), 1), key=lambda move: move.to.bytes)
+    assert (wide.cut_points.chosen[0].module, wide.cut_points.chosen[0].bytes) == ("layers.2", wide.train[0].output_bytes)
+    narrow = min(wide.cut_points.moves(CostModel.uniform(2, 1, 1, 1), 1), key=lambda move: move.to.bytes)
     assert narrow.split == ("layers.4",)
     cut = compile_stages(Waist(), (inputs,), {}, stages=2, loss=square_loss, targets=inputs, split=["layers.4"])
     assert cut.train[0].output_bytes == narrow.to.bytes == 4 * 8 * 4 < wide.train[0].output_bytes

@@ -17,7 +17,7 @@ from adaptra import _C
 
 SIZE = 1 << 20
 WINDOW = 24
-PATIENCE = 40.0
+TIMEOUT = 40.0
 
 
 def has_several(engine: _C.Engine, _: object) -> bool:
@@ -63,7 +63,7 @@ def until(rank: int, addresses: Sequence[str], change: str, control: str, goal: 
 def _send(engine: _C.Engine, change: str, control: str, has_come: Callable[[], bool]) -> list[Any]:
     """The last message begins with a 1; how many there were, and whether the goal was seen before and after the change."""
     pending: deque[_C.Request] = deque()
-    count, is_last, was_there, is_there, deadline = 0, 0, False, False, time.monotonic() + PATIENCE
+    count, is_last, was_there, is_there, deadline = 0, 0, False, False, time.monotonic() + TIMEOUT
     while not is_last:
         if count == WINDOW and change:
             was_there = has_come()
@@ -98,5 +98,5 @@ def _receive(engine: _C.Engine) -> int:
 
 
 def _finish(request: _C.Request) -> None:
-    assert request.wait(PATIENCE), "nothing came"
+    assert request.wait(TIMEOUT), "nothing came"
     assert request.error is None, request.error

@@ -11,7 +11,7 @@ from adaptra import _C
 logger = logging.getLogger(__name__)
 
 _QUIET_SECONDS: Final = 1.0
-_PATIENCE_SECONDS: Final = 10.0
+_LONGEST_SECONDS: Final = 10.0
 
 
 class RejectedConnections:
@@ -37,7 +37,7 @@ class RejectedConnections:
                 before, since, first = self._seen.get(address, (0, now, now))
                 since = since if count == before else now
                 self._seen[address] = (count, since, first)
-                if now - since >= _QUIET_SECONDS or now - first >= _PATIENCE_SECONDS:
+                if now - since >= _QUIET_SECONDS or now - first >= _LONGEST_SECONDS:
                     self._log(address, reason, count)
 
     def close(self) -> None:

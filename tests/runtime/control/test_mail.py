@@ -10,10 +10,10 @@ import pytest
 from adaptra.errors import ControlError
 from adaptra.runtime.control.mail import (
     MAX_TEXT,
+    BatchChecksums,
+    BatchMismatch,
     Confirmed,
-    Differed,
     Failed,
-    Given,
     Joined,
     LogGrew,
     Mail,
@@ -40,10 +40,10 @@ WIRE: list[tuple[Mail, dict[str, Any]]] = [
     (Term(4), {"mail": "term", "term": 4}),
     (LogGrew(5, 9, 3), {"mail": "log", "position": 5, "until": 9, "version": 3}),
     (
-        Given(1, "step", 0, {"inputs": 17}),
+        BatchChecksums(1, "step", 0, {"inputs": 17}),
         {"mail": "given", "rank": 1, "call": "step", "number": 0, "numbers": [["inputs", 17]]},
     ),
-    (Differed("other rows"), {"mail": "differed", "error": "other rows"}),
+    (BatchMismatch("other rows"), {"mail": "differed", "error": "other rows"}),
     (Failed(1, "broken"), {"mail": "failed", "rank": 1, "error": "broken"}),
 ]
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from training import compiled
 
 from adaptra.errors import BatchError
-from adaptra.runtime.control.mail import Given, from_json, to_json
+from adaptra.runtime.control.mail import BatchChecksums, from_json, to_json
 from adaptra.runtime.control.same_rows import SameRows, is_due, numbers_of
 from adaptra.runtime.control_store.schema import encode
 
@@ -88,8 +88,8 @@ def test_what_several_ranks_were_given_is_compared() -> None:
     rows = SameRows([4, 5, 6])
 
     def tell(rank: int, number: int, given: dict[str, Any]) -> None:
-        mail = from_json(encode(to_json(Given(rank, "step", number, numbers_of(given)))).encode())
-        assert isinstance(mail, Given)
+        mail = from_json(encode(to_json(BatchChecksums(rank, "step", number, numbers_of(given)))).encode())
+        assert isinstance(mail, BatchChecksums)
         rows.add(mail)
 
     for number in range(200):  # more than are kept: rank 2 never tells of most of these
