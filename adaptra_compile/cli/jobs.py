@@ -52,7 +52,8 @@ def read_job(options: Namespace) -> JobCase | None:
 
 def run_job_plan(options: Namespace, case: JobCase) -> str:
     """Run the command ``plan`` on several replicas and return its standard output."""
-    from adaptra.planning.job_planner import plan_job, work_bound
+    from adaptra.planning.job_planner import plan_job
+    from adaptra.planning.period_bound import period_bound
 
     check_outputs({options.output: (".sched",)})
     for name, option in _OF_ONE_PIPELINE.items():
@@ -61,7 +62,7 @@ def run_job_plan(options: Namespace, case: JobCase) -> str:
     program = plan_job(case, budget=options.budget)
     simulated = simulate_period(program, case)
     assert program.routing is not None
-    bound = work_bound(case, program.routing)
+    bound = period_bound(case, program.routing)
     healthy = simulated.period
     if not case.is_healthy:
         whole = replace(case, lost=frozenset(), slow={})
@@ -69,11 +70,18 @@ def run_job_plan(options: Namespace, case: JobCase) -> str:
     if options.output is not None:
         write_whole(options.output, str(program))
     if options.json:
-        return as_json({"program": str(program)} | job_figures(simulated) | {"bound": bound, "healthy_period": healthy,
-                       "fault_scaled_period": _fault_scaled(case, healthy)})  # fmt: skip
+        planned = {
+            "program": str(program),
+            "bound": bound.value,
+            "bound_kind": bound.kind.value,
+            "bound_where": bound.where,
+            "healthy_period": healthy,
+            "fault_scaled_period": _fault_scaled(case, healthy),
+        }
+        return as_json(planned | job_figures(simulated))
     if options.output is None:
         return str(program)
-    lines = [f"bound    {bound:.10g}: the busiest worker's time"]
+    lines = [f"bound    {bound}: this plan takes {percent(simulated.period / bound.value - 1 if bound.value else 0.0)} longer"]
     if not case.is_healthy:
         lines.append(f"healthy  {healthy:.10g}: this plan takes {percent(simulated.period / healthy - 1)} longer")
         lines.append(

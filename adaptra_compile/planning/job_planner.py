@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import struct
-from collections import defaultdict
 from typing import Final
 
 from adaptra import _C
 from adaptra.errors import PlanError
 from adaptra.passes.route import share_evenly
+from adaptra.planning.period_bound import period_bound
 from adaptra.program import Op, Program
 from adaptra.program.routing import Routing
 from adaptra.simulation.job_case import JobCase
@@ -39,7 +39,7 @@ def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None =
     share = None if budget is None else budget / len(routings)
     best: tuple[float, list[bytes], Routing] | None = None
     for routing in routings:
-        enough = work_bound(case, routing)
+        enough = period_bound(case, routing).value
         found = _C.search_period(job_of(case, routing), _memory(case, routing), effort, seed, share, enough)
         if found is not None and (best is None or found[0] < best[0]):
             best = (*found, routing)
@@ -52,21 +52,6 @@ def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None =
         )
     _, orders, routing = best
     return Program("adapted", (), case.microbatches, tuple(map(_unpacked, orders)), routing)
-
-
-def work_bound(case: JobCase, routing: Routing) -> float:
-    """Return the period that no order under a routing beats: the time that the busiest worker works, in the case's unit."""
-    work: defaultdict[int, float] = defaultdict(float)
-    for stage in range(case.stages):
-        one = case.cost.forward[stage] + case.cost.input_grad[stage] + case.cost.weight_grad[stage]
-        for replica in range(case.replicas):
-            for microbatch in range(case.microbatches):
-                worker = routing.holder(replica, stage, microbatch)
-                work[worker] += one * case.slow.get(worker, 1.0)
-    for stage in range(case.stages):
-        for worker in routing.column(stage):
-            work[worker] += case.step[stage] * case.slow.get(worker, 1.0) + case.reduce[stage]
-    return max(work.values())
 
 
 def _memory(case: JobCase, routing: Routing) -> list[int]:

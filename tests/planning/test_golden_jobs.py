@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from adaptra.planning.job_planner import plan_job, work_bound
+from adaptra.planning.job_planner import plan_job
+from adaptra.planning.period_bound import period_bound
 from adaptra.program.verify import verify
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.job_case import JobCase, WorkerLink
@@ -44,5 +45,5 @@ def test_each_plan_is_what_it_was(name: str, golden: Callable[[str, str], None])
     simulated = simulate_period(program, case)
     assert program.routing is not None
     assert simulated.period == period
-    assert simulated.period >= work_bound(case, program.routing)
+    assert simulated.period >= period_bound(case, program.routing).value
     assert not simulated.over_memory

@@ -11,7 +11,8 @@ from jobs import random_case
 
 from adaptra.errors import PlanError
 from adaptra.passes.route import share_evenly
-from adaptra.planning.job_planner import plan_job, work_bound
+from adaptra.planning.job_planner import plan_job
+from adaptra.planning.period_bound import period_bound
 from adaptra.program.verify import verify
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.job_case import JobCase
@@ -32,7 +33,7 @@ def test_plans_of_random_jobs_are_legal_and_not_below_the_bound(seed: int, links
     verify(program, hands_over=case.hands_over)
     simulated = simulate_period(program, case)
     assert program.routing is not None
-    assert simulated.period >= work_bound(case, program.routing) * (1 - 1e-9)
+    assert simulated.period >= period_bound(case, program.routing).value * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,56 @@
+"""Bounds of the period: no program beats them, and each of them binds somewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import random_case, random_job_program
+
+from adaptra.passes.route import share_evenly
+from adaptra.planning.job_planner import plan_job
+from adaptra.planning.period_bound import PeriodBoundKind, period_bound
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.job_case import JobCase, WorkerLink
+from adaptra.simulation.period import simulate_period
+
+
+@given(st.integers(0, 100_000), st.booleans())
+def test_no_program_beats_the_bound(seed: int, links: bool) -> None:
+    case = random_case(seed, links=links)
+    simulated = simulate_period(random_job_program(case, seed), case)
+    assert simulated.program.routing is not None
+    case = replace(case, memory=tuple(max(simulated.held) for _ in range(case.stages)))
+    assert simulated.period >= period_bound(case, simulated.program.routing).value * (1 - 1e-9)
+
+
+def even(replicas: int, stages: int, microbatches: int, optimizer: float = 0.0) -> JobCase:
+    pipeline = Case(CostModel.uniform(stages, 1, 1, 1), microbatches, tuple(range(stages)))
+    return JobCase.of(pipeline, replicas, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("case", "value", "kind", "where"),
+    [
+        (replace(even(3, 4, 6, 3.0), lost=frozenset({6})), 30.0, PeriodBoundKind.WORK, "worker 2"),
+        # Worker 0 runs 2 F, and then idles until its first I comes back at 11.
+        (even(1, 6, 2), 6.0 + 9.0, PeriodBoundKind.FILL, "worker 0"),
+        # One microbatch at a time: F, I and W of its own, and F and I of three more stages.
+        (replace(even(1, 4, 3), memory=(1, 9, 9, 9)), 27.0, PeriodBoundKind.MEMORY, "worker 0"),
+        (replace(even(1, 2, 4), links={(0, 1): WorkerLink(0.0, 5.0)}), 20.0, PeriodBoundKind.LINK, "link 0→1"),
+        (replace(even(1, 3, 4), ports={1: 3.0}), 24.0, PeriodBoundKind.PORT, "worker 1 receives"),
+    ],
+)
+def test_each_bound_binds_somewhere(case: JobCase, value: float, kind: PeriodBoundKind, where: str) -> None:
+    found = period_bound(case, share_evenly(case, in_turns=False))
+    assert (found.value, found.kind, found.where) == (value, kind, where)
+    assert str(found) == f"{value:g} ({kind.value}, {where})"
+
+
+def test_the_bound_is_reached_where_only_work_counts() -> None:
+    case = replace(even(3, 4, 6, 3.0), lost=frozenset({6}))
+    program = plan_job(case)
+    assert program.routing is not None
+    assert simulate_period(program, case).period == period_bound(case, program.routing).value
