@@ -17,7 +17,7 @@ def share_evenly(case: JobCase, *, in_turns: bool) -> Routing:
 
     Args:
         case: The case, with lost and slow workers.
-        in_turns: Whether the microbatches that a worker gives are spread over the step and taken in turns, as in SlipStream.
+        in_turns: Whether the microbatches that a worker gives are spread over the step and taken in turns, as in ReCycle.
             Otherwise a worker gives its last ones, and others take contiguous blocks. Then there are fewer hand-overs of the
             accumulator of weight gradients.
     """
