@@ -105,6 +105,22 @@ def published_rows(budget: float) -> Iterator[Row]:
         yield Row(f"{replicas}×{stages}, one worker 2× slow: period ÷ healthy", ratio, bar, "", 1)
 
 
+def large_rows() -> Iterator[Row]:
+    """Yield the rows of 1,504 workers with one to sixteen lost ones."""
+    case = unit_case(188, 8, 64)
+    healthy = planned(case, 1.0)[1]
+    for count in (1, 4, 16):
+        lost = replace(case, lost=frozenset(3 + (case.stages + 1) * number for number in range(count)))
+        started = time.perf_counter()
+        program = plan_job(lost, budget=1.0)
+        seconds = time.perf_counter() - started
+        limit = (case.workers - count) / case.workers
+        throughput = healthy / simulate_period(program, lost).period
+        name = f"1,504 workers, {count} lost"
+        yield Row(f"{name}: throughput ÷ that of the workers left", throughput / limit, 0.985, "", 1)
+        yield Row(f"{name}: seconds to plan", seconds, None, "s", 1)
+
+
 def random_rows(count: int, budget: float, exact: float) -> Iterator[Row]:
     """Yield the rows of the random cases."""
     ratios: list[float] = []
@@ -158,12 +174,15 @@ def main() -> int:
     arguments.add_argument("--random", type=int, default=400, help="random cases; 0 for none")
     arguments.add_argument("--budget", type=float, default=0.05, help="seconds per plan")
     arguments.add_argument("--exact", type=float, default=0.0, help="seconds of the exact solver for each case above the bound")
+    arguments.add_argument("--large", action="store_true", help="1,504 workers as well")
     arguments.add_argument("--judge", metavar="FILE", help="another simulator to agree with")
     arguments.add_argument("--programs", type=int, default=1000, help="random programs for --judge")
     given = arguments.parse_args()
     rows = [*published_rows(given.budget)]
     if given.random > 0:
         rows += random_rows(given.random, given.budget, given.exact)
+    if given.large:
+        rows += large_rows()
     if given.judge is not None:
         rows += judged_rows(given.judge, given.programs)
     print_rows("plans around lost and slow workers", rows, baseline="bar", as_json=given.json)

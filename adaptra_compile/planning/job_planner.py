@@ -8,6 +8,7 @@ from typing import Final
 from adaptra import _C
 from adaptra.errors import PlanError
 from adaptra.passes.route import share_evenly
+from adaptra.planning.alike_replicas import MergedJob, merge_alike
 from adaptra.planning.period_bound import period_bound
 from adaptra.program import Op, Program
 from adaptra.program.routing import Routing
@@ -37,12 +38,14 @@ def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None =
     routings = list(dict.fromkeys(share_evenly(case, in_turns=in_turns) for in_turns in (False, True)))
     effort = (effort or (EFFORT if budget is None else 2**62)) // len(routings)
     share = None if budget is None else budget / len(routings)
-    best: tuple[float, list[bytes], Routing] | None = None
+    best: tuple[float, list[bytes], MergedJob, Routing] | None = None
     for routing in routings:
         enough = period_bound(case, routing).value
-        found = _C.search_period(job_of(case, routing), _memory(case, routing), effort, seed, share, enough)
+        merged = merge_alike(case, routing)
+        job, memory = job_of(merged.case, merged.routing), _memory(merged.case, merged.routing)
+        found = _C.search_period(job, memory, effort, seed, share, enough)
         if found is not None and (best is None or found[0] < best[0]):
-            best = (*found, routing)
+            best = (*found, merged, routing)
         if best is not None and best[0] <= enough * (1 + 1e-9):
             break
     if best is None:
@@ -50,8 +53,8 @@ def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None =
             f"mem_cap {list(case.memory or ())}: found no order in which no worker waits forever: expected room for more "
             "microbatches on the workers that compute those of others"
         )
-    _, orders, routing = best
-    return Program("adapted", (), case.microbatches, tuple(map(_unpacked, orders)), routing)
+    _, orders, merged, routing = best
+    return Program("adapted", (), case.microbatches, merged.expand([_unpacked(order) for order in orders], routing), routing)
 
 
 def _memory(case: JobCase, routing: Routing) -> list[int]:

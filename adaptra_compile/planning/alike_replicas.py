@@ -1,0 +1,85 @@
+"""Replicas that are alike are planned once: those of equal speed that compute their own microbatches and nothing else.
+
+Of thousands of workers most are in such replicas. They all run the same orders, so one of them stands for all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from adaptra.program import Op
+from adaptra.program.routing import Route, Routing
+from adaptra.simulation.job_case import JobCase
+
+
+@dataclass(frozen=True)
+class MergedJob:
+    """A job in which one replica stands for all that are alike.
+
+    Attributes:
+        case: The case of the replicas that are left.
+        routing: Their routing.
+        groups: For each replica that is left, the replicas of the whole job for which it stands.
+    """
+
+    case: JobCase
+    routing: Routing
+    groups: tuple[tuple[int, ...], ...]
+
+    def expand(self, orders: Sequence[Sequence[Op]], whole: Routing) -> tuple[tuple[Op, ...], ...]:
+        """Return the orders of all workers of the whole job, given those of the workers that are left."""
+        found: list[tuple[Op, ...]] = [()] * (whole.live[-1] + 1)
+        for here, group in enumerate(self.groups):
+            for replica in group:
+                # A replica that stands for others is on no other's route, so elsewhere each number means one replica.
+                number = {index: members[0] for index, members in enumerate(self.groups)} | {here: replica}
+                for stage, worker in enumerate(self.routing.workers[here]):
+                    there = whole.workers[replica][stage]
+                    if worker is not None and there is not None:
+                        found[there] = tuple(replace(op, replica=number[op.replica or 0]) for op in orders[worker])
+        return tuple(found)
+
+
+def merge_alike(case: JobCase, routing: Routing) -> MergedJob:
+    """Let one replica stand for all that are alike."""
+    apart = _replicas_apart(case, routing)
+    groups: defaultdict[object, list[int]] = defaultdict(list)
+    for replica in range(case.replicas):
+        workers = [case.worker(replica, stage) for stage in range(case.stages)]
+        alike = tuple((case.slow.get(worker, 1.0), case.ports.get(worker, 0.0)) for worker in workers)
+        groups[replica if replica in apart else alike].append(replica)
+    kept = sorted(groups.values())
+    number = {members[0]: index for index, members in enumerate(kept)}
+    moved = {
+        case.worker(replica, stage): index * case.stages + stage
+        for replica, index in number.items()
+        for stage in range(case.stages)
+    }
+    grid = tuple(tuple(None if worker is None else moved[worker] for worker in routing.workers[replica]) for replica in number)
+    routes = tuple(
+        Route(number[route.replica], route.microbatches, tuple(moved[worker] for worker in route.workers))
+        for route in routing.routes
+        if route.replica in number
+    )
+    merged = replace(
+        case,
+        replicas=len(kept),
+        slow={moved[worker]: factor for worker, factor in case.slow.items() if worker in moved},
+        ports={moved[worker]: time for worker, time in case.ports.items() if worker in moved},
+        links={(moved[a], moved[b]): link for (a, b), link in case.links.items()},
+        lost=frozenset(moved[worker] for worker in case.lost),
+    )
+    return MergedJob(merged, Routing(grid, routes, case.microbatches), tuple(map(tuple, kept)))
+
+
+def _replicas_apart(case: JobCase, routing: Routing) -> set[int]:
+    """Return the replicas that are not alike: with lost workers, links of their own, or microbatches given or taken."""
+    apart = {worker // case.stages for worker in case.lost}
+    apart |= {worker // case.stages for ends in case.links for worker in ends}
+    for route in routing.routes:
+        homes = {worker // case.stages for worker in route.workers}
+        if homes != {route.replica}:
+            apart |= homes | {route.replica}
+    return apart
