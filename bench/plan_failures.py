@@ -1,4 +1,4 @@
-"""Plans around lost and slow workers, beside published figures and bounds.
+"""Plans around lost and slow workers and narrow links, beside published figures and bounds.
 
 ReCycle's unit cases have F, I and W of 1, an optimizer of 3, and twice as many microbatches in memory as stages. Random cases
 have unequal F, I and W and one to three lost workers. A plan is good if its period is within 1 % of its bound.
@@ -26,7 +26,7 @@ from adaptra.planning.job_planner import plan_job
 from adaptra.planning.period_bound import period_bound
 from adaptra.program import Program
 from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.job_case import JobCase, WorkerLink
 from adaptra.simulation.period import simulate_period
 
 Lost = tuple[tuple[int, int], ...]
@@ -105,6 +105,18 @@ def published_rows(budget: float) -> Iterator[Row]:
         yield Row(f"{replicas}×{stages}, one worker 2× slow: period ÷ healthy", ratio, bar, "", 1)
 
 
+def narrow_rows(budget: float) -> Iterator[Row]:
+    """Yield the rows of links at about a thirtieth of the others' rate, over which a message takes six forwards."""
+    for replicas, stages, links in ((2, 2, 1), (2, 4, 1), (4, 4, 3)):
+        pipeline = Case(CostModel.uniform(stages, 1, 1, 1, occupancy=0.2), 16, tuple(range(stages)))
+        case = replace(JobCase.of(pipeline, replicas), hands_over=False)
+        edge = stages // 2 - 1
+        ends = [(case.worker(replica, edge), case.worker(replica, edge + 1)) for replica in range(links)]
+        slow = replace(case, links={both: WorkerLink(0.0, 6.0) for one in ends for both in (one, one[::-1])})
+        ratio = planned(slow, 4 * budget)[1] / planned(case, budget)[1]
+        yield Row(f"{replicas}×{stages}, {links} narrow links of one edge: period ÷ healthy", ratio, 1.05, "", 1)
+
+
 def large_rows() -> Iterator[Row]:
     """Yield the rows of 1,504 workers with one to sixteen lost ones."""
     case = unit_case(188, 8, 64)
@@ -178,7 +190,7 @@ def main() -> int:
     arguments.add_argument("--judge", metavar="FILE", help="another simulator to agree with")
     arguments.add_argument("--programs", type=int, default=1000, help="random programs for --judge")
     given = arguments.parse_args()
-    rows = [*published_rows(given.budget)]
+    rows = [*published_rows(given.budget), *narrow_rows(given.budget)]
     if given.random > 0:
         rows += random_rows(given.random, given.budget, given.exact)
     if given.large:

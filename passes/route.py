@@ -12,8 +12,8 @@ from adaptra.simulation.job_case import JobCase
 def share_evenly(case: JobCase, *, in_turns: bool) -> Routing:
     """Return the routing in which the workers of each stage are busy for about as long.
 
-    Lost workers give all their microbatches to the stage's other workers, and slow ones some of them. The busiest worker of a
-    stage has the least work that whole microbatches allow.
+    Lost workers give all their microbatches to the stage's other workers, and slow ones or those with a narrow port some of
+    them. The busiest worker of a stage has the least to do that whole microbatches allow.
 
     Args:
         case: The case, with lost and slow workers.
@@ -37,18 +37,26 @@ def share_evenly(case: JobCase, *, in_turns: bool) -> Routing:
 
 
 def counts(case: JobCase, stage: int) -> dict[int, int]:
-    """Return the number of microbatches that each live worker of a stage computes, so that the busiest has the least work."""
+    """Return the number of microbatches that each live worker of a stage computes, so that the busiest has the least to do."""
     live = [worker for replica in range(case.replicas) if (worker := case.worker(replica, stage)) not in case.lost]
+    times = {worker: _time(case, stage, worker) for worker in live}
     found = dict.fromkeys(live, 0)
     # Each next microbatch goes to the worker that then ends first; of several, to one that has not all of its own.
-    ends = [(case.slow.get(worker, 1.0), False, worker) for worker in live]
+    ends = [(times[worker], False, worker) for worker in live]
     heapq.heapify(ends)
     for _ in range(case.replicas * case.microbatches):
         _, _, worker = ends[0]
         found[worker] += 1
         more = found[worker] + 1
-        heapq.heapreplace(ends, (more * case.slow.get(worker, 1.0), more > case.microbatches, worker))
+        heapq.heapreplace(ends, (more * times[worker], more > case.microbatches, worker))
     return found
+
+
+def _time(case: JobCase, stage: int, worker: int) -> float:
+    """Return how long a microbatch occupies a worker: by its ops, or by its messages if they occupy the port for longer."""
+    ops = case.cost.forward[stage] + case.cost.input_grad[stage] + case.cost.weight_grad[stage]
+    messages = (stage > 0) + (stage + 1 < case.stages)
+    return max(ops * case.slow.get(worker, 1.0), messages * case.ports.get(worker, 0.0)) or 1.0
 
 
 def _holders(case: JobCase, stage: int, in_turns: bool) -> list[int]:

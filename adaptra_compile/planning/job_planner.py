@@ -1,15 +1,18 @@
-"""The planner of several replicas: routes around lost workers, and the orders with the shortest period."""
+"""The planner of several replicas: routes around what is lost, slow or narrow, and orders with the shortest period."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 from adaptra import _C
 from adaptra.errors import PlanError
+from adaptra.passes.detour import detours
 from adaptra.passes.route import share_evenly
 from adaptra.planning.alike_replicas import MergedJob, merge_alike
-from adaptra.planning.period_bound import period_bound
+from adaptra.planning.period_bound import PeriodBoundKind, period_bound
 from adaptra.program import Op, Program
 from adaptra.program.routing import Routing
 from adaptra.simulation.job_case import JobCase
@@ -17,6 +20,9 @@ from adaptra.simulation.period import KINDS, job_of
 
 EFFORT: Final = 3_000_000
 """The search's effort without a budget, in ops scheduled: a tenth of a second to a few tenths."""
+
+
+_UNLIMITED: Final = 10**15
 
 
 def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None = None, seed: int = 0) -> Program:
@@ -35,8 +41,9 @@ def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None =
     """
     if budget is not None and not budget > 0:
         raise PlanError(f"budget of {budget} seconds: expected a positive number")
-    routings = list(dict.fromkeys(share_evenly(case, in_turns=in_turns) for in_turns in (False, True)))
-    effort = (effort or (EFFORT if budget is None else 2**62)) // len(routings)
+    shared = [share_evenly(case, in_turns=in_turns) for in_turns in (False, True)]
+    routings = list(dict.fromkeys((*_detoured(case, shared[0]), *shared)))
+    effort = (effort or (EFFORT if budget is None else _UNLIMITED)) // len(routings)
     share = None if budget is None else budget / len(routings)
     best: tuple[float, list[bytes], MergedJob, Routing] | None = None
     for routing in routings:
@@ -55,6 +62,18 @@ def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None =
         )
     _, orders, merged, routing = best
     return Program("adapted", (), case.microbatches, merged.expand([_unpacked(order) for order in orders], routing), routing)
+
+
+def _detoured(case: JobCase, routing: Routing) -> Iterator[Routing]:
+    """Yield routings with detours, if a link binds."""
+    bound = period_bound(case, routing)
+    if bound.kind is PeriodBoundKind.LINK:
+        free = replace(case, cost=replace(case.cost, occupancy_forward=_none(case), occupancy_backward=_none(case)), links={})
+        yield from detours(case, routing, period_bound(free, routing).value)
+
+
+def _none(case: JobCase) -> tuple[float, ...]:
+    return (0.0,) * (case.stages - 1)
 
 
 def _memory(case: JobCase, routing: Routing) -> list[int]:

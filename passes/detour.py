@@ -1,0 +1,89 @@
+"""Detours round narrow links: microbatches that cross to another replica's workers, and as many that cross back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import groupby
+
+from adaptra.program.routing import Route, Routing
+from adaptra.simulation.job_case import JobCase, WorkerLink
+
+_MOST_CHOICES = 4
+"""The most numbers of detours that are tried."""
+
+
+def detours(case: JobCase, routing: Routing, limit: float) -> Iterator[Routing]:
+    """Yield routings in which fewer messages cross each narrow link, with the fewest detours first.
+
+    Two replicas exchange the rest of the path for some microbatches each, so that every worker computes as many as before.
+    These microbatches are spread over the step. A link is narrow if its messages occupy it for longer than ``limit``.
+
+    Args:
+        case: The case.
+        routing: The routing without detours.
+        limit: The period that other bounds allow, in the case's unit.
+    """
+    pairs = _pairs(case, routing, limit)
+    if not pairs:
+        return
+    widest = max(_occupancy(case, worker, after) for _, _, worker, after in pairs)
+    least = max(case.microbatches - math.floor(limit / widest), 1)
+    step = max(1, math.ceil((case.microbatches - least) / (_MOST_CHOICES - 1)))
+    for number in range(least, case.microbatches + 1, step):
+        yield _exchanged(case, routing, pairs, number)
+
+
+def _pairs(case: JobCase, routing: Routing, limit: float) -> list[tuple[int, int, int, int]]:
+    """Return the detours: the stage behind which two replicas exchange paths, the partner, and the ends of the narrow link."""
+    found: list[tuple[int, int, int, int]] = []
+    taken: set[tuple[int, int]] = set()
+    for replica, path in enumerate(routing.workers):
+        for stage in range(case.stages - 1):
+            here, there = path[stage], path[stage + 1]
+            if here is None or there is None or (replica, stage) in taken:
+                continue
+            if case.microbatches * _occupancy(case, here, there) <= limit:
+                continue
+            partners = [
+                (max(_occupancy(case, here, far), _occupancy(case, near, there)), other)
+                for other, row in enumerate(routing.workers)
+                if other != replica and (other, stage) not in taken
+                and (near := row[stage]) is not None and (far := row[stage + 1]) is not None
+            ]  # fmt: skip
+            if partners:
+                _, other = min(partners)
+                taken |= {(replica, stage), (other, stage)}
+                found.append((stage, other, here, there))
+    return found
+
+
+def _exchanged(case: JobCase, routing: Routing, pairs: list[tuple[int, int, int, int]], number: int) -> Routing:
+    spread = {(2 * index + 1) * case.microbatches // (2 * number) for index in range(number)}
+    paths = [
+        [
+            [routing.holder(replica, stage, microbatch) for stage in range(case.stages)]
+            for microbatch in range(case.microbatches)
+        ]
+        for replica in range(case.replicas)
+    ]
+    for stage, other, here, _ in pairs:
+        replica = routing.replica_of(here)
+        for microbatch in spread:
+            ours, theirs = paths[replica][microbatch], paths[other][microbatch]
+            ours[stage + 1 :], theirs[stage + 1 :] = theirs[stage + 1 :], ours[stage + 1 :]
+    routes: list[Route] = []
+    for replica, of_microbatch in enumerate(paths):
+        for path, group in groupby(range(case.microbatches), key=lambda microbatch: tuple(of_microbatch[microbatch])):
+            microbatches = list(group)
+            routes.append(Route(replica, range(microbatches[0], microbatches[-1] + 1), path))
+    return Routing(routing.workers, tuple(routes), case.microbatches)
+
+
+def _occupancy(case: JobCase, source: int, destination: int) -> float:
+    """Return the longer occupancy of the two directions between workers of neighbouring stages."""
+    stages = source % case.stages, destination % case.stages
+    found = 0.0
+    for ends, edge in (((source, destination), stages), ((destination, source), stages[::-1])):
+        found = max(found, case.links.get(ends, WorkerLink(0.0, case.cost.occupancy(*edge))).occupancy)
+    return found
