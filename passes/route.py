@@ -56,7 +56,8 @@ def _time(case: JobCase, stage: int, worker: int) -> float:
     """Return how long a microbatch occupies a worker: by its ops, or by its messages if they occupy the port for longer."""
     ops = case.cost.forward[stage] + case.cost.input_grad[stage] + case.cost.weight_grad[stage]
     messages = (stage > 0) + (stage + 1 < case.stages)
-    return max(ops * case.slow.get(worker, 1.0), messages * case.ports.get(worker, 0.0)) or 1.0
+    slow = case.slow.get(worker, 1.0)
+    return max(ops * slow, messages * case.ports.get(worker, 0.0)) or slow
 
 
 def _holders(case: JobCase, stage: int, in_turns: bool) -> list[int]:
