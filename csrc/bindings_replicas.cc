@@ -112,19 +112,10 @@ void check(const schedule::Job& job, const std::vector<schedule::JobOrder>& orde
 }  // namespace
 
 void bind_replicas(nb::module_& m) {
-  nb::class_<schedule::Job>(m, "Job").def(
-      "__init__",
-      [](schedule::Job* self, std::int32_t replicas, std::int32_t microbatches, Durations durations, std::vector<double> slow,
-         std::vector<double> port, Durations latency, Durations occupancy, const Links& links, double hand_over,
-         bool hands_over, std::vector<std::int32_t> holder, std::vector<std::int32_t> home,
-         std::vector<std::vector<std::int32_t>> columns) {
-        new (self) schedule::Job(to_job(replicas, microbatches, std::move(durations), std::move(slow), std::move(port),
-                                        std::move(latency), std::move(occupancy), links, hand_over, hands_over,
-                                        std::move(holder), std::move(home), std::move(columns)));
-      },
-      nb::kw_only(), nb::arg("replicas"), nb::arg("microbatches"), nb::arg("durations"), nb::arg("slow"), nb::arg("port"),
-      nb::arg("latency"), nb::arg("occupancy"), nb::arg("links"), nb::arg("hand_over"), nb::arg("hands_over"),
-      nb::arg("holder"), nb::arg("home"), nb::arg("columns"));
+  nb::class_<schedule::Job>(m, "Job").def(nb::new_(&to_job), nb::kw_only(), nb::arg("replicas"), nb::arg("microbatches"),
+                                          nb::arg("durations"), nb::arg("slow"), nb::arg("port"), nb::arg("latency"),
+                                          nb::arg("occupancy"), nb::arg("links"), nb::arg("hand_over"), nb::arg("hands_over"),
+                                          nb::arg("holder"), nb::arg("home"), nb::arg("columns"));
 
   nb::class_<schedule::Period>(m, "SimulatedPeriod")
       .def_ro("complete", &schedule::Period::complete)

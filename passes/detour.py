@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import groupby
 
-from adaptra.program.routing import Route, Routing
-from adaptra.simulation.job_case import JobCase, WorkerLink
+from adaptra.program.routing import Routing
+from adaptra.simulation.job_case import JobCase
 
 _MOST_CHOICES = 4
 """The most numbers of detours that are tried."""
@@ -72,18 +71,9 @@ def _exchanged(case: JobCase, routing: Routing, pairs: list[tuple[int, int, int,
         for microbatch in spread:
             ours, theirs = paths[replica][microbatch], paths[other][microbatch]
             ours[stage + 1 :], theirs[stage + 1 :] = theirs[stage + 1 :], ours[stage + 1 :]
-    routes: list[Route] = []
-    for replica, of_microbatch in enumerate(paths):
-        for path, group in groupby(range(case.microbatches), key=lambda microbatch: tuple(of_microbatch[microbatch])):
-            microbatches = list(group)
-            routes.append(Route(replica, range(microbatches[0], microbatches[-1] + 1), path))
-    return Routing(routing.workers, tuple(routes), case.microbatches)
+    return Routing.of_paths(routing.workers, [list(map(tuple, of_microbatch)) for of_microbatch in paths])
 
 
 def _occupancy(case: JobCase, source: int, destination: int) -> float:
     """Return the longer occupancy of the two directions between workers of neighbouring stages."""
-    stages = source % case.stages, destination % case.stages
-    found = 0.0
-    for ends, edge in (((source, destination), stages), ((destination, source), stages[::-1])):
-        found = max(found, case.links.get(ends, WorkerLink(0.0, case.cost.occupancy(*edge))).occupancy)
-    return found
+    return max(case.link(source, destination).occupancy, case.link(destination, source).occupancy)

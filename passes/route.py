@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from itertools import groupby
 
-from adaptra.program.routing import Route, Routing
+from adaptra.program.routing import Routing
 from adaptra.simulation.job_case import JobCase
 
 
@@ -21,24 +20,15 @@ def share_evenly(case: JobCase, *, in_turns: bool) -> Routing:
             Otherwise a worker gives its last ones, and others take contiguous blocks. Then there are fewer hand-overs of the
             accumulator of weight gradients.
     """
-    grid = tuple(
-        tuple(None if (worker := case.worker(replica, stage)) in case.lost else worker for stage in range(case.stages))
-        for replica in range(case.replicas)
-    )
     holders = [_holders(case, stage, in_turns) for stage in range(case.stages)]
-    routes: list[Route] = []
-    for replica in range(case.replicas):
-        first = replica * case.microbatches
-        paths = [tuple(holder[first + microbatch] for holder in holders) for microbatch in range(case.microbatches)]
-        for path, group in groupby(range(case.microbatches), key=paths.__getitem__):
-            microbatches = list(group)
-            routes.append(Route(replica, range(microbatches[0], microbatches[-1] + 1), path))
-    return Routing(grid, tuple(routes), case.microbatches)
+    paths = list(zip(*holders, strict=True))
+    size = case.microbatches
+    return Routing.of_paths(case.grid, [paths[replica * size : (replica + 1) * size] for replica in range(case.replicas)])
 
 
 def counts(case: JobCase, stage: int) -> dict[int, int]:
     """Return the number of microbatches that each live worker of a stage computes, so that the busiest has the least to do."""
-    live = [worker for replica in range(case.replicas) if (worker := case.worker(replica, stage)) not in case.lost]
+    live = [worker for row in case.grid if (worker := row[stage]) is not None]
     times = {worker: _time(case, stage, worker) for worker in live}
     found = dict.fromkeys(live, 0)
     # Each next microbatch goes to the worker that then ends first; of several, to one that has not all of its own.

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 from adaptra.program.routing import Route, Routing
 from adaptra.simulation.job_case import JobCase, WorkerLink
@@ -99,27 +100,15 @@ def _round_trips(case: JobCase, route: Route) -> list[float]:
     cost = case.cost
     trips = [0.0]
     for stage in range(case.stages - 2, -1, -1):
-        source, next_one = route.workers[stage], route.workers[stage + 1]
-        ops = (cost.forward[stage + 1] + cost.input_grad[stage + 1]) * case.slow.get(next_one, 1.0)
-        there, back = _link(case, stage, stage + 1, source, next_one), _link(case, stage + 1, stage, next_one, source)
-        trips.append(trips[-1] + ops + sum(link.latency + link.occupancy for link in (there, back) if link is not None))
+        here, there = route.workers[stage], route.workers[stage + 1]
+        ops = (cost.forward[stage + 1] + cost.input_grad[stage + 1]) * case.slow.get(there, 1.0)
+        links = case.link(here, there), case.link(there, here)
+        trips.append(trips[-1] + ops + sum(link.latency + link.occupancy for link in links))
     return trips[::-1]
 
 
 def _messages(case: JobCase, route: Route) -> Iterator[tuple[int, int, WorkerLink]]:
-    for stage in range(case.stages - 1):
-        ends = route.workers[stage], route.workers[stage + 1]
-        for source, destination, link in (
-            (*ends, _link(case, stage, stage + 1, *ends)),
-            (*ends[::-1], _link(case, stage + 1, stage, *ends[::-1])),
-        ):
-            if link is not None:
-                yield source, destination, link
-
-
-def _link(case: JobCase, from_stage: int, to_stage: int, source: int, destination: int) -> WorkerLink | None:
-    """Return the link of messages between two stages, or None within one worker."""
-    if source == destination:
-        return None
-    usual = WorkerLink(case.cost.latency(from_stage, to_stage), case.cost.occupancy(from_stage, to_stage))
-    return case.links.get((source, destination), usual)
+    """Yield source, destination and link of the messages of one microbatch, forwards and backwards."""
+    for here, there in pairwise(route.workers):
+        yield here, there, case.link(here, there)
+        yield there, here, case.link(there, here)

@@ -39,8 +39,7 @@ class Lockstep:
             ran = {self.steps[op]: str(op) for op in order[:position]}
             waiting, *ahead = map(str, order[position : position + 1 + _OPS_AHEAD]) if rank in self.stuck else ["end"]
             marked = f"→{waiting}" if rank in self.stuck else waiting
-            word = "rank" if self.program.routing is None else "worker"
-            rows.append([f"{word} {rank}", *(ran.get(step, ".") for step in shown), marked, *ahead])
+            rows.append([f"{self.program.rank_word} {rank}", *(ran.get(step, ".") for step in shown), marked, *ahead])
         widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(max(map(len, rows)))]
         for row in rows:
             yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()

@@ -177,6 +177,11 @@ class Program:
         return len(self.orders)
 
     @property
+    def rank_word(self) -> str:
+        """The word for a rank in texts: "rank" in a program of one pipeline, else "worker"."""
+        return "rank" if self.routing is None else "worker"
+
+    @property
     def replicas(self) -> tuple[int | None, ...]:
         """The replicas that ops can have: (None,) in a program of one pipeline."""
         return (None,) if self.routing is None else tuple(range(self.routing.replicas))

@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Final
 
 from adaptra.errors import ScheduleError
@@ -94,8 +95,19 @@ class Routing:
     def healthy(replicas: int, stages: int, microbatches: int) -> Routing:
         """Return the routing in which every replica computes its own microbatches, by the workers replica · stages + stage."""
         grid = tuple(tuple(range(replica * stages, (replica + 1) * stages)) for replica in range(replicas))
-        routes = tuple(Route(replica, range(microbatches), path) for replica, path in enumerate(grid))
-        return Routing(grid, routes, microbatches)
+        return Routing.of_paths(grid, [[path] * microbatches for path in grid])
+
+    @staticmethod
+    def of_paths(workers: tuple[tuple[int | None, ...], ...], paths: Sequence[Sequence[tuple[int, ...]]]) -> Routing:
+        """Return the routing of ``paths[replica][microbatch]``, with one route for each run of equal paths."""
+        routes: list[Route] = []
+        for replica, of_microbatch in enumerate(paths):
+            start = 0
+            for path, run in groupby(of_microbatch):
+                stop = start + len(list(run))
+                routes.append(Route(replica, range(start, stop), path))
+                start = stop
+        return Routing(workers, tuple(routes), len(paths[0]))
 
     @property
     def replicas(self) -> int:

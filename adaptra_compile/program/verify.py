@@ -20,8 +20,9 @@ from typing import Final, NamedTuple
 
 from adaptra.errors import ScheduleError
 from adaptra.program import Kind, Op, Program
-from adaptra.program.dependencies import SENT_BY, WEIGHT_GRADIENT, needs, other_end
+from adaptra.program.dependencies import RULE, SENT_BY, WEIGHT_GRADIENT, needs, other_end
 from adaptra.program.lockstep import run_in_lockstep
+from adaptra.program.program import COMPUTE_KINDS
 
 
 class Position(NamedTuple):
@@ -96,17 +97,13 @@ def verify(program: Program, *, ordered_channels: bool = True, hands_over: bool 
             for check in OP_RULES:
                 problem = check(program, rank, op)
                 if problem is not None:
-                    raise ScheduleError(f"{program.name}: {op}, {Position(rank, number, _word(program))}: {problem}")
+                    raise ScheduleError(f"{program.name}: {op}, {Position(rank, number, program.rank_word)}: {problem}")
     facts = Facts(program, _places(program), program.is_lowered, program.is_forward_only, hands_over)
     for rule in PROGRAM_RULES:
         rule(facts)
     if ordered_channels:
         _channels_keep_their_order(facts)
     _no_deadlock(facts)
-
-
-def _word(program: Program) -> str:
-    return "rank" if program.routing is None else "worker"
 
 
 def _stage_exists(program: Program, rank: int, op: Op) -> str | None:
@@ -166,14 +163,14 @@ def _message_crosses_ranks(program: Program, rank: int, op: Op) -> str | None:
     if program.holder(end.replica, end.stage, end.microbatch) != rank:
         return None
     if end.stage != op.stage:
-        return f"no message is needed: stages {op.stage} and {end.stage} are both on {_word(program)} {rank}"
-    return f"no message is needed: microbatches {op.microbatch} and {end.microbatch} are both on {_word(program)} {rank}"
+        return f"no message is needed: stages {op.stage} and {end.stage} are both on {program.rank_word} {rank}"
+    return f"no message is needed: microbatches {op.microbatch} and {end.microbatch} are both on {program.rank_word} {rank}"
 
 
 def _places(program: Program) -> Mapping[Op, Position]:
     """Return the position of every op. An op that occurs twice is refused."""
     places: dict[Op, Position] = {}
-    word = _word(program)
+    word = program.rank_word
     for rank, order in enumerate(program.orders):
         for number, op in enumerate(order):
             place = Position(rank, number, word)
@@ -203,7 +200,7 @@ def _every_microbatch_is_complete(facts: Facts) -> None:
                 else f"replica {replica}, stage {stage}, microbatch {microbatch}"
             )
             raise facts.error(
-                f"{where}: {_word(program)} {program.holder(replica, stage, microbatch)} has {has or 'nothing'}: "
+                f"{where}: {program.rank_word} {program.holder(replica, stage, microbatch)} has {has or 'nothing'}: "
                 f"expected {' or '.join(expected)}"
             )
 
@@ -231,7 +228,7 @@ def _every_message_has_two_ends(facts: Facts) -> None:
                 if end not in facts.places:
                     rank = facts.program.holder(end.replica, end.stage, end.microbatch)
                     there = facts.places.get(other, "missing too")
-                    where = f"{_word(facts.program)} {rank}"
+                    where = f"{facts.program.rank_word} {rank}"
                     raise facts.error(f"{end} is missing on {where}: {producer} has a message to send; {other} is {there}")
     for op, place in facts.places.items():
         if facts.forward_only and op.kind.is_message and op.kind not in (Kind.SEND_F, Kind.RECV_F):
@@ -323,7 +320,7 @@ def _no_deadlock(facts: Facts) -> None:
 
     run = run_in_lockstep(facts.program, waits_for)
     if run.stuck:
-        word = _word(facts.program)
+        word = facts.program.rank_word
         lines = [f"deadlock: {len(run.stuck)} of {facts.program.ranks} {word}s wait forever"]
         for rank, (number, missing) in run.stuck.items():
             there = facts.places[missing]
@@ -354,12 +351,10 @@ _DIRECTION: Final = {
     Kind.SEND_W: "accumulators",
     Kind.RECV_W: "accumulators",
 }
-_SENT_AFTER: Final[dict[Kind, tuple[Kind, ...]]] = {
-    Kind.F: (Kind.SEND_F,),
-    Kind.I: (Kind.SEND_B,),
-    Kind.W: (Kind.SEND_W,),
-    Kind.B: (Kind.SEND_B, Kind.SEND_W),
+_SENT_AFTER: Final = {
+    producer: tuple(send for send in SENT_BY.values() if producer in RULE[send][0].kinds) for producer in COMPUTE_KINDS
 }
+"""The kinds of messages that each kind of compute op sends."""
 _IN_ORDER: Final[dict[Kind, tuple[str, ...]]] = {
     Kind.F: ("forwards",),
     Kind.I: ("input gradients",),

@@ -133,9 +133,23 @@ class JobCase:
         """The number of workers, lost ones included."""
         return self.replicas * self.stages
 
+    @property
+    def grid(self) -> tuple[tuple[int | None, ...], ...]:
+        """The worker of each stage of each replica, None where it is lost."""
+        return tuple(
+            tuple(None if (worker := self.worker(replica, stage)) in self.lost else worker for stage in range(self.stages))
+            for replica in range(self.replicas)
+        )
+
     def worker(self, replica: int, stage: int) -> int:
         """Return the worker that has a stage of a replica."""
         return replica * self.stages + stage
+
+    def link(self, source: int, destination: int) -> WorkerLink:
+        """Return the directed link between two workers of neighbouring stages: their own, or that of the edge."""
+        edge = source % self.stages, destination % self.stages
+        own = self.links.get((source, destination))
+        return WorkerLink(self.cost.latency(*edge), self.cost.occupancy(*edge)) if own is None else own
 
     @staticmethod
     def from_json(data: Mapping[str, Any], name: str = "case") -> JobCase:

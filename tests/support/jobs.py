@@ -59,10 +59,7 @@ def random_case(seed: int, *, links: bool = False) -> JobCase:
 def random_routing(case: JobCase, seed: int) -> Routing:
     """A routing of a case in which every microbatch of every replica may pass each stage on any live worker."""
     chance = random.Random(seed)
-    grid = tuple(
-        tuple(None if (worker := case.worker(replica, stage)) in case.lost else worker for stage in range(case.stages))
-        for replica in range(case.replicas)
-    )
+    grid = case.grid
     routes: list[Route] = []
     for replica in range(case.replicas):
         start = 0

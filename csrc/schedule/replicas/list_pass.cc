@@ -78,23 +78,21 @@ void ListPass::add(std::int32_t before, std::int32_t after, double delay) {
 void ListPass::offer(std::int32_t node) {
   std::vector<std::int32_t>& heap = offered_[static_cast<std::size_t>(network_.nodes[static_cast<std::size_t>(node)].worker)];
   heap.push_back(node);
-  std::push_heap(heap.begin(), heap.end(), [this](std::int32_t a, std::int32_t b) {
-    const double first = (*priority_)[static_cast<std::size_t>(a)], second = (*priority_)[static_cast<std::size_t>(b)];
-    return first != second ? first > second : a > b;
-  });
+  std::push_heap(heap.begin(), heap.end(), [this](std::int32_t a, std::int32_t b) { return goes_later(a, b); });
+}
+
+bool ListPass::goes_later(std::int32_t a, std::int32_t b) const {
+  const double first = (*priority_)[static_cast<std::size_t>(a)], second = (*priority_)[static_cast<std::size_t>(b)];
+  return first != second ? first > second : a > b;
 }
 
 // Takes the op that the worker starts now, or kNone.
 std::int32_t ListPass::take(std::size_t worker) {
   std::vector<std::int32_t>& heap = offered_[worker];
-  const auto later = [this](std::int32_t a, std::int32_t b) {
-    const double first = (*priority_)[static_cast<std::size_t>(a)], second = (*priority_)[static_cast<std::size_t>(b)];
-    return first != second ? first > second : a > b;
-  };
   std::int32_t chosen = kNone;
   put_aside_.clear();
   while (!heap.empty() && chosen == kNone) {
-    std::pop_heap(heap.begin(), heap.end(), later);
+    std::pop_heap(heap.begin(), heap.end(), [this](std::int32_t a, std::int32_t b) { return goes_later(a, b); });
     const std::int32_t node = heap.back();
     heap.pop_back();
     const bool fits =
@@ -105,10 +103,7 @@ std::int32_t ListPass::take(std::size_t worker) {
       put_aside_.push_back(node);
     }
   }
-  for (const std::int32_t node : put_aside_) {
-    heap.push_back(node);
-    std::push_heap(heap.begin(), heap.end(), later);
-  }
+  for (const std::int32_t node : put_aside_) offer(node);
   return chosen;
 }
 

@@ -43,6 +43,7 @@ class ListPass {
 
   void add(std::int32_t before, std::int32_t after, double delay);
   void offer(std::int32_t node);
+  [[nodiscard]] bool goes_later(std::int32_t a, std::int32_t b) const;
   [[nodiscard]] std::int32_t take(std::size_t worker);
 
   const Network& network_;
