@@ -27,7 +27,7 @@ def read_program(given: str, case: Case) -> Program:
         ScheduleError: The program can't be parsed, or no set of ranks can execute it.
         CaseError: The program has other stages, ranks or microbatches than the case.
     """
-    program = _generated(given, case) or _read(given)
+    program = _generated(given, case) or read_file(given)
     program.require_one_pipeline(given)
     _check_fits(given, program, case)
     try:
@@ -131,24 +131,14 @@ def _check_fits(given: str, program: Program, case: Case) -> None:
             raise CaseError(f"{given} has {what} {has}, the case {case.name} has {expected}: expected them to be equal")
 
 
-def _read(given: str) -> Program:
-    text = read_text(given)
-    try:
-        if Path(given).suffix.lower() == ".csv":
-            return from_csv(text, name=_name(given))
-        return Program.parse(text)
-    except ScheduleError as error:
-        raise ScheduleError(f"{given}: {error}") from None
-
-
-def read_text(given: str) -> str:
-    """Return the text of a program's file, or of standard input for ``-``.
+def read_file(given: str) -> Program:
+    """Read a program from a file, or from standard input for ``-``.
 
     Raises:
-        ScheduleError: The file can't be read.
+        ScheduleError: The file can't be read or parsed.
     """
     try:
-        return sys.stdin.read() if given == "-" else Path(given).read_text(encoding="utf-8")
+        text = sys.stdin.read() if given == "-" else Path(given).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ScheduleError(
             f"{given}: no such file, and no schedule of that name: {', '.join((*GENERATORS, *PLACED))}"
@@ -157,6 +147,12 @@ def read_text(given: str) -> str:
         raise ScheduleError(f"{given}: not text: {error}") from None
     except OSError as error:
         raise ScheduleError(f"{given}: {error.strerror}") from None
+    try:
+        if Path(given).suffix.lower() == ".csv":
+            return from_csv(text, name=_name(given))
+        return Program.parse(text)
+    except ScheduleError as error:
+        raise ScheduleError(f"{given}: {error}") from None
 
 
 def _name(path: str) -> str:

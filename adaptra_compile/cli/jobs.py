@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from adaptra.cli.inputs import read_text
+from adaptra.cli.inputs import read_file
 from adaptra.cli.output import as_json, check_outputs
 from adaptra.errors import CaseError, PlanError, ScheduleError
-from adaptra.program import Program
+from adaptra.json_files import read_json
 from adaptra.program.schedules import GENERATORS, PLACED
 from adaptra.report.files import write_whole
 from adaptra.report.text import percent
@@ -96,12 +95,7 @@ def run_job_simulate(options: Namespace, case: JobCase) -> str:
         raise CaseError(f"--picture, --trace: {case.name} has several replicas: expected a case of one pipeline")
     if options.program in (*GENERATORS, *PLACED):
         raise ScheduleError(f"{options.program}: a schedule of one pipeline: expected the file of a program for {case.name}")
-    given = read_text(options.program)
-    try:
-        program = Program.parse(given)
-    except ScheduleError as error:
-        raise ScheduleError(f"{options.program}: {error}") from None
-    simulated = simulate_period(program, case)
+    simulated = simulate_period(read_file(options.program), case)
     return as_json(job_figures(simulated)) if options.json else job_headline(simulated)
 
 
@@ -151,11 +145,6 @@ def _changed(job: JobCase, changes: Mapping[str, Any]) -> JobCase:
 
 
 def _read_json(path: str) -> Mapping[str, Any]:
-    try:
-        data = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise CaseError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise CaseError(f"{path}: not JSON: {error}") from error
+    data = read_json(path, CaseError)
     fields = data.get("case", data) if isinstance(data, Mapping) else {}
     return fields if isinstance(fields, Mapping) else {}

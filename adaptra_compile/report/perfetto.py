@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from adaptra.checks import is_finite
 from adaptra.errors import ReportError, ScheduleError
+from adaptra.json_files import read_json
 from adaptra.program import Kind, Program, parse_op
 from adaptra.program.dependencies import RULE
 from adaptra.report.files import check_suffix, write_whole
@@ -87,12 +88,7 @@ def load_all(path: str | Path) -> tuple[tuple[str, Timeline], ...]:
         ReportError: The file can't be read, is not a trace of this format and version, or has an impossible event. The text
             names the file and what was expected.
     """
-    try:
-        data = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ReportError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ReportError(f"{path}: not JSON: {error}") from error
+    data = read_json(path, ReportError)
     try:
         return _read(data)
     except (ReportError, ScheduleError) as error:

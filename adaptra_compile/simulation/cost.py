@@ -7,7 +7,6 @@ its JSON form. Times may be in any unit as long as all share it; the runtime use
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any, Final
 
 from adaptra.checks import is_real, is_whole
 from adaptra.errors import CaseError
+from adaptra.json_files import read_json
 from adaptra.program import Kind, refuse_size
 
 FORMAT_VERSION: Final = 1
@@ -216,12 +216,7 @@ class Case:
         Raises:
             CaseError: The file is invalid. The text names the file, the field, its value and what was expected.
         """
-        try:
-            data = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise CaseError(f"{path}: {error.strerror}") from error
-        except ValueError as error:
-            raise CaseError(f"{path}: not JSON: {error}") from error
+        data = read_json(path, CaseError)
         try:
             return Case.from_json(data, name=Path(path).stem)
         except CaseError as error:

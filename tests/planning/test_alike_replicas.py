@@ -6,24 +6,19 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs import random_case
+from jobs import even_case, random_case
 
 from adaptra.passes.route import share_evenly
 from adaptra.planning.alike_replicas import merge_alike
 from adaptra.planning.job_planner import plan_job
 from adaptra.program.routing import Routing
 from adaptra.program.verify import verify
-from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.job_case import JobCase, WorkerLink
+from adaptra.simulation.job_case import WorkerLink
 from adaptra.simulation.period import simulate_period
 
 
-def even(replicas: int) -> JobCase:
-    return JobCase.of(Case(CostModel.uniform(2, 1, 1, 1), 4, (0, 1)), replicas, 1.0)
-
-
 def test_only_replicas_with_a_part_in_a_failure_stay_apart() -> None:
-    case = replace(even(9), lost=frozenset({3}), slow={15: 1.0, 16: 1.25, 17: 1.25})
+    case = replace(even_case(9, 2, 4, 1.0), lost=frozenset({3}), slow={15: 1.0, 16: 1.25, 17: 1.25})
     merged = merge_alike(case, share_evenly(case, in_turns=False))
     # Replica 1 lost a worker, and four others take one of its microbatches each. Replica 8 is slow, and gives one to a sixth.
     assert merged.groups[1] == (1,)
@@ -34,7 +29,7 @@ def test_only_replicas_with_a_part_in_a_failure_stay_apart() -> None:
 
 
 def test_healthy_replicas_are_one_unless_their_links_differ() -> None:
-    case = even(4)
+    case = even_case(4, 2, 4, 1.0)
     assert merge_alike(case, Routing.healthy(4, 2, 4)).groups == ((0, 1, 2, 3),)
     late = replace(case, links={(2, 3): WorkerLink(5.0)})
     assert merge_alike(late, Routing.healthy(4, 2, 4)).groups == ((0, 2, 3), (1,))

@@ -6,18 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from jobs import even_case
 
 from adaptra.planning.job_planner import plan_job
 from adaptra.planning.period_bound import period_bound
 from adaptra.program.verify import verify
-from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.job_case import JobCase, WorkerLink
 from adaptra.simulation.period import simulate_period
 
 
 def even(replicas: int, stages: int, microbatches: int, optimizer: float = 3.0) -> JobCase:
-    pipeline = Case(CostModel.uniform(stages, 1, 1, 1), microbatches, tuple(range(stages)))
-    return replace(JobCase.of(pipeline, replicas, optimizer), memory=(2 * stages,) * stages)
+    return replace(even_case(replicas, stages, microbatches, optimizer), memory=(2 * stages,) * stages)
 
 
 PUBLISHED = even(3, 4, 6)

@@ -7,22 +7,20 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs import random_case
+from jobs import even_case, random_case
 
 from adaptra.errors import PlanError
 from adaptra.passes.route import share_evenly
 from adaptra.planning.job_planner import plan_job
 from adaptra.planning.period_bound import period_bound
 from adaptra.program.verify import verify
-from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.period import simulate_period
 
 
-def even_case(replicas: int, stages: int, microbatches: int, *lost: tuple[int, int]) -> JobCase:
+def losing(replicas: int, stages: int, microbatches: int, *lost: tuple[int, int]) -> JobCase:
     workers = frozenset(replica * stages + stage for replica, stage in lost)
-    pipeline = Case(CostModel.uniform(stages, 1, 1, 1), microbatches, tuple(range(stages)))
-    return replace(JobCase.of(pipeline, replicas, 3.0), lost=workers)
+    return replace(even_case(replicas, stages, microbatches, 3.0), lost=workers)
 
 
 @settings(max_examples=40, deadline=None)
@@ -42,7 +40,7 @@ def test_plans_of_random_jobs_are_legal_and_not_below_the_bound(seed: int, links
 )
 def test_the_published_example_takes_the_published_time(lost: tuple[tuple[int, int], ...], period: float) -> None:
     # ReCycle's example: 3 replicas of 4 stages, 6 microbatches, STEP takes 3. All but the healthy one are at the work bound.
-    case = even_case(3, 4, 6, *lost)
+    case = losing(3, 4, 6, *lost)
     assert simulate_period(plan_job(case), case).period == period
 
 
@@ -52,15 +50,15 @@ def test_the_same_arguments_give_the_same_plan() -> None:
 
 
 def test_blocks_are_contiguous_and_turns_are_spread() -> None:
-    blocks = share_evenly(even_case(4, 2, 6, (1, 1)), in_turns=False)
+    blocks = share_evenly(losing(4, 2, 6, (1, 1)), in_turns=False)
     assert [str(route) for route in blocks.routes if route.replica == 1] == [
         "route 1 0-1 by 2,1",
         "route 1 2-3 by 2,5",
         "route 1 4-5 by 2,7",
     ]
-    turns = share_evenly(even_case(3, 1, 4, (1, 0)), in_turns=True)
+    turns = share_evenly(losing(3, 1, 4, (1, 0)), in_turns=True)
     assert [turns.holder(1, 0, microbatch) for microbatch in range(4)] == [0, 2, 0, 2]
-    slow = replace(even_case(4, 1, 8), slow={1: 2.0})
+    slow = replace(losing(4, 1, 8), slow={1: 2.0})
     assert [str(route) for route in share_evenly(slow, in_turns=False).routes if route.replica == 1] == [
         "route 1 0-4 by 1",
         "route 1 5 by 0",
@@ -90,7 +88,7 @@ def test_no_other_shares_of_whole_microbatches_have_a_less_busy_worker(seed: int
 
 
 def test_memory_is_kept() -> None:
-    case = replace(even_case(3, 4, 6, (1, 2)), memory=(4, 4, 4, 4))
+    case = replace(losing(3, 4, 6, (1, 2)), memory=(4, 4, 4, 4))
     simulated = simulate_period(plan_job(case, budget=0.05), case)
     assert max(simulated.held) <= 4
     assert not simulated.over_memory
@@ -99,4 +97,4 @@ def test_memory_is_kept() -> None:
 
 def test_a_budget_that_is_none_is_refused() -> None:
     with pytest.raises(PlanError, match=r"^budget of 0 seconds: expected a positive number$"):
-        plan_job(even_case(1, 1, 1), budget=0)
+        plan_job(losing(1, 1, 1), budget=0)

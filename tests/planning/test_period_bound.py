@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import random_case, random_job_program
+from jobs import even_case, random_case, random_job_program
 
 from adaptra.passes.route import share_evenly
 from adaptra.planning.job_planner import plan_job
 from adaptra.planning.period_bound import PeriodBoundKind, period_bound
-from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.job_case import JobCase, WorkerLink
 from adaptra.simulation.period import simulate_period
 
@@ -26,21 +25,16 @@ def test_no_program_beats_the_bound(seed: int, links: bool) -> None:
     assert simulated.period >= period_bound(case, simulated.program.routing).value * (1 - 1e-9)
 
 
-def even(replicas: int, stages: int, microbatches: int, optimizer: float = 0.0) -> JobCase:
-    pipeline = Case(CostModel.uniform(stages, 1, 1, 1), microbatches, tuple(range(stages)))
-    return JobCase.of(pipeline, replicas, optimizer)
-
-
 @pytest.mark.parametrize(
     ("case", "value", "kind", "where"),
     [
-        (replace(even(3, 4, 6, 3.0), lost=frozenset({6})), 30.0, PeriodBoundKind.WORK, "worker 2"),
+        (replace(even_case(3, 4, 6, 3.0), lost=frozenset({6})), 30.0, PeriodBoundKind.WORK, "worker 2"),
         # Worker 0 runs 2 F, and then idles until its first I comes back at 11.
-        (even(1, 6, 2), 6.0 + 9.0, PeriodBoundKind.FILL, "worker 0"),
+        (even_case(1, 6, 2), 6.0 + 9.0, PeriodBoundKind.FILL, "worker 0"),
         # One microbatch at a time: F, I and W of its own, and F and I of three more stages.
-        (replace(even(1, 4, 3), memory=(1, 9, 9, 9)), 27.0, PeriodBoundKind.MEMORY, "worker 0"),
-        (replace(even(1, 2, 4), links={(0, 1): WorkerLink(0.0, 5.0)}), 20.0, PeriodBoundKind.LINK, "link 0→1"),
-        (replace(even(1, 3, 4), ports={1: 3.0}), 24.0, PeriodBoundKind.PORT, "worker 1 receives"),
+        (replace(even_case(1, 4, 3), memory=(1, 9, 9, 9)), 27.0, PeriodBoundKind.MEMORY, "worker 0"),
+        (replace(even_case(1, 2, 4), links={(0, 1): WorkerLink(0.0, 5.0)}), 20.0, PeriodBoundKind.LINK, "link 0→1"),
+        (replace(even_case(1, 3, 4), ports={1: 3.0}), 24.0, PeriodBoundKind.PORT, "worker 1 receives"),
     ],
 )
 def test_each_bound_binds_somewhere(case: JobCase, value: float, kind: PeriodBoundKind, where: str) -> None:
@@ -50,7 +44,7 @@ def test_each_bound_binds_somewhere(case: JobCase, value: float, kind: PeriodBou
 
 
 def test_the_bound_is_reached_where_only_work_counts() -> None:
-    case = replace(even(3, 4, 6, 3.0), lost=frozenset({6}))
+    case = replace(even_case(3, 4, 6, 3.0), lost=frozenset({6}))
     program = plan_job(case)
     assert program.routing is not None
     assert simulate_period(program, case).period == period_bound(case, program.routing).value

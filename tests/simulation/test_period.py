@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs import random_case, random_job_program
+from jobs import even_case, random_case, random_job_program
 from naive import simulate_steps
 
 from adaptra.errors import CaseError, ScheduleError
 from adaptra.program import Program
 from adaptra.program.routing import Routing
 from adaptra.program.schedules import generate
-from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.period import STEPS, simulate_period
 
@@ -57,23 +56,18 @@ def test_the_period_is_the_distance_between_the_ends_of_steps(seed: int) -> None
     assert simulated.makespan == max(ends[0])
 
 
-def even_case(replicas: int, stages: int, microbatches: int) -> JobCase:
-    pipeline = Case(CostModel.uniform(stages, 1, 1, 1), microbatches, tuple(range(stages)))
-    return JobCase.of(pipeline, replicas, 3.0)
-
-
 def test_a_healthy_pipeline_alone_repeats_at_its_first_stage() -> None:
     one = generate("1f1b", 2, 4)
     orders = tuple(tuple(replace(op, replica=0) for op in order) for order in one.orders)
     program = Program("1f1b", (), 4, orders, Routing.healthy(1, 2, 4))
-    simulated = simulate_period(program, even_case(1, 2, 4))
+    simulated = simulate_period(program, even_case(1, 2, 4, 3.0))
     # The first stage works 12, waits 1 for its first gradient and 1 for its last, and steps for 3.
     assert simulated.period == 17.0
     assert simulated.held == (2, 1)
 
 
 def test_a_program_that_does_not_fit_the_case_is_refused() -> None:
-    case = even_case(2, 2, 2)
+    case = even_case(2, 2, 2, 3.0)
     program = random_job_program(case, 1)
     with pytest.raises(CaseError, match=r"^random has 2 replicas of 2 stages and 2 microbatches: expected 2, 2 and 3, as case"):
         simulate_period(program, replace(case, microbatches=3))
@@ -84,7 +78,7 @@ def test_a_program_that_does_not_fit_the_case_is_refused() -> None:
 
 
 def test_a_program_that_workers_cannot_execute_is_refused_by_the_verifier() -> None:
-    case = even_case(1, 1, 1)
+    case = even_case(1, 1, 1, 3.0)
     text = "schedule x version=2 stages=1 microbatches=1\nworkers 0\nroute 0 0 by 0\n0: "
     with pytest.raises(ScheduleError, match=r"^x: deadlock: 1 of 1 workers wait forever"):
         simulate_period(Program.parse(text + "0:0I0 0:0F0 0:0W0\n"), case)

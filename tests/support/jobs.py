@@ -8,8 +8,14 @@ from dataclasses import replace
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import needs
 from adaptra.program.routing import Route, Routing
-from adaptra.simulation.cost import CostModel
+from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.job_case import JobCase, WorkerLink
+
+
+def even_case(replicas: int, stages: int, microbatches: int, optimizer: float = 0.0) -> JobCase:
+    """A healthy case in which F, I and W take 1, without memory limit."""
+    pipeline = Case(CostModel.uniform(stages, 1, 1, 1), microbatches, tuple(range(stages)))
+    return JobCase.of(pipeline, replicas, optimizer)
 
 
 def random_case(seed: int, *, links: bool = False) -> JobCase:
