@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from adaptra.cli.inputs import read_file
 from adaptra.cli.output import as_json, check_outputs
@@ -19,8 +19,8 @@ from adaptra.simulation.cost import Case
 from adaptra.simulation.job_case import JobCase, worker_of
 from adaptra.simulation.period import PeriodicSimulation, simulate_period
 
-_OF_ONE_PIPELINE = {"compare": "--compare", "sweep": "--sweep", "exact": "--exact", "uncertain": "--uncertain",
-                    "in_flight": "--in-flight", "picture": "--picture"}  # fmt: skip
+_OF_ONE_PIPELINE: Final = ("compare", "sweep", "exact", "uncertain", "in_flight", "picture", "slow_edge", "lower")
+"""The options of ``plan`` that several replicas don't have."""
 
 
 def read_job(options: Namespace) -> JobCase | None:
@@ -55,8 +55,9 @@ def run_job_plan(options: Namespace, case: JobCase) -> str:
     from adaptra.planning.period_bound import period_bound
 
     check_outputs({options.output: (".sched",)})
-    for name, option in _OF_ONE_PIPELINE.items():
-        if getattr(options, name) is not None:
+    for name in _OF_ONE_PIPELINE:
+        if getattr(options, name):
+            option = f"--{name.replace('_', '-')}"
             raise PlanError(f"{option}: {case.name} has several replicas: expected a case of one pipeline")
     program = plan_job(case, budget=options.budget)
     simulated = simulate_period(program, case)
@@ -80,9 +81,9 @@ def run_job_plan(options: Namespace, case: JobCase) -> str:
         return as_json(planned | job_figures(simulated))
     if options.output is None:
         return str(program)
-    lines = [f"bound    {bound}: this plan takes {percent(simulated.period / bound.value - 1 if bound.value else 0.0)} longer"]
+    lines = [f"bound    {bound}: this plan takes {_longer(simulated.period, bound.value)}"]
     if not case.is_healthy:
-        lines.append(f"healthy  {healthy:.10g}: this plan takes {percent(simulated.period / healthy - 1)} longer")
+        lines.append(f"healthy  {healthy:.10g}: this plan takes {_longer(simulated.period, healthy)}")
         lines.append(
             f"limit    {_fault_scaled(case, healthy):.10g}: the healthy period, if what is left shared all work evenly"
         )
@@ -115,6 +116,10 @@ def job_headline(simulated: PeriodicSimulation) -> str:
         f"makespan {simulated.makespan:.10g} of the first step\n"
         f"memory   at most {max(simulated.held)} microbatches{f': too many on worker {over}' if over else ''}\n"
     )
+
+
+def _longer(period: float, than: float) -> str:
+    return f"{percent(period / than - 1)} longer" if than > 0 else "time where it took none" if period > 0 else "no time either"
 
 
 def _fault_scaled(case: JobCase, healthy: float) -> float:

@@ -141,6 +141,7 @@ def simulate(program: Program, cost: CostModel) -> Simulation:
         ScheduleError: The ranks can't execute the program. For a deadlock, the text names every waiting rank, its op and the
             op that it waits for.
     """
+    program.require_one_pipeline("simulate")
     if program.stages != cost.stages:
         raise CaseError(f"{program.name} has {program.stages} stages, the cost model {cost.stages}: expected as many")
     simulated = _C.simulate(program, cost, _C.to_orders(program.orders), RULE)

@@ -61,6 +61,11 @@ def test_a_slow_worker_gives_microbatches_away(folder: Path, capsys: pytest.Capt
     assert 1 <= len(given) <= 3
 
 
+def test_a_job_that_takes_no_time_is_planned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("nothing.json").write_text(json.dumps({**JOB, "t_f": 0, "t_i": 0, "t_w": 0, "t_opt": 0}))
+    assert "healthy  0: this plan takes no time either\n" in printed(capsys, "plan", "nothing.json", "-o", "plan.sched")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -79,6 +84,8 @@ def test_a_slow_worker_gives_microbatches_away(folder: Path, capsys: pytest.Capt
         (("plan", "pipeline.json", "--replicas", "2", "--slow", "1.2=0"), "slow: 0 for worker 6: expected a factor above 0"),
         (("plan", "pipeline.json", "--replicas", "1000000"), "P, S, M: 4,000,000 stages × 6 microbatches are 72,000,000 ops"),
         (("plan", "job.json", "--compare", "1f1b"), "--compare: job has several replicas: expected a case of one pipeline"),
+        (("plan", "job.json", "--lower"), "--lower: job has several replicas: expected a case of one pipeline"),
+        (("plan", "job.json", "--in-flight", "3"), "--in-flight: job has several replicas: expected a case of one pipeline"),
         (("plan", "job.json", "-o", "plan.csv"), "plan.csv: suffix '.csv': expected .sched"),
         (("simulate", "1f1b", "job.json"), "1f1b: a schedule of one pipeline: expected the file of a program for job"),
         (("simulate", "none.sched", "job.json"), "none.sched: no such file"),

@@ -16,6 +16,7 @@ from adaptra.program.routing import Routing
 from adaptra.program.schedules import generate
 from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.period import STEPS, simulate_period
+from adaptra.simulation.simulate import simulate
 
 
 def with_times_above_zero(case: JobCase) -> JobCase:
@@ -75,6 +76,8 @@ def test_a_program_that_does_not_fit_the_case_is_refused() -> None:
         simulate_period(program, replace(case, lost=frozenset({3})))
     with pytest.raises(ScheduleError, match=r"^gpipe: a program of one pipeline: expected replicas and routes, version 2$"):
         simulate_period(generate("gpipe", 2, 2), case)
+    with pytest.raises(ScheduleError, match=r"^simulate: random has 2 replicas: expected a program of one pipeline$"):
+        simulate(program, case.cost)
 
 
 def test_a_program_that_workers_cannot_execute_is_refused_by_the_verifier() -> None:
