@@ -22,8 +22,8 @@ from pathlib import Path
 
 from _table import Row, parser, print_rows
 
-from adaptra.planning.job_planner import plan_job
-from adaptra.planning.period_bound import period_bound
+from adaptra.planning.replicas.job_planner import plan_job
+from adaptra.planning.replicas.period_bound import period_bound
 from adaptra.program import Program
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.job_case import JobCase, WorkerLink

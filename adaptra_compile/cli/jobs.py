@@ -51,8 +51,8 @@ def read_job(options: Namespace) -> JobCase | None:
 
 def run_job_plan(options: Namespace, case: JobCase) -> str:
     """Run the command ``plan`` on several replicas and return its standard output."""
-    from adaptra.planning.job_planner import plan_job
-    from adaptra.planning.period_bound import period_bound
+    from adaptra.planning.replicas.job_planner import plan_job
+    from adaptra.planning.replicas.period_bound import period_bound
 
     check_outputs({options.output: (".sched",)})
     for name in _OF_ONE_PIPELINE:

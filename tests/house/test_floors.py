@@ -16,7 +16,7 @@ FLOORS = """
     errors checks sizes progress moved renamed json_files
     program simulation equations
     graph.ops graph.capture graph.partition graph.stages graph.backward graph
-    passes planning
+    passes planning planning.replicas
     runtime.control_store runtime.transports runtime.transports.c10d runtime.transports.delegate
     runtime.rdma runtime.injection runtime.detection runtime.data_parallel
     runtime.membership runtime.launch runtime.state runtime.control runtime.telemetry runtime.options runtime
@@ -26,7 +26,7 @@ FLOORS = """
 """The rooms from the ground up, and the files that stand in no room. A room imports from those before it only."""
 
 WITHOUT_TORCH = """
-    program simulation equations passes planning
+    program simulation equations passes planning planning.replicas
     runtime.rdma runtime.detection runtime.membership runtime.telemetry
     report cli
 """.split()

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from adaptra.passes.detour import detours
-from adaptra.planning.job_planner import plan_job
+from adaptra.planning.replicas.job_planner import plan_job
 from adaptra.program.routing import Routing
 from adaptra.program.verify import verify
 from adaptra.simulation.cost import Case, CostModel

@@ -11,8 +11,8 @@ from jobs import even_case, random_case
 
 from adaptra.errors import PlanError
 from adaptra.passes.route import share_evenly
-from adaptra.planning.job_planner import plan_job
-from adaptra.planning.period_bound import period_bound
+from adaptra.planning.replicas.job_planner import plan_job
+from adaptra.planning.replicas.period_bound import period_bound
 from adaptra.program.verify import verify
 from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.period import simulate_period

@@ -11,8 +11,8 @@ from adaptra import _C
 from adaptra.errors import PlanError
 from adaptra.passes.detour import detours
 from adaptra.passes.route import share_evenly
-from adaptra.planning.alike_replicas import MergedJob, merge_alike
-from adaptra.planning.period_bound import PeriodBoundKind, period_bound
+from adaptra.planning.replicas.alike_replicas import MergedJob, merge_alike
+from adaptra.planning.replicas.period_bound import PeriodBoundKind, period_bound
 from adaptra.program import Op, Program
 from adaptra.program.routing import Routing
 from adaptra.simulation.job_case import JobCase

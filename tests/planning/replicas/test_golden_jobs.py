@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from jobs import even_case
 
-from adaptra.planning.job_planner import plan_job
-from adaptra.planning.period_bound import period_bound
+from adaptra.planning.replicas.job_planner import plan_job
+from adaptra.planning.replicas.period_bound import period_bound
 from adaptra.program.verify import verify
 from adaptra.simulation.job_case import JobCase, WorkerLink
 from adaptra.simulation.period import simulate_period

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jobs import even_case, random_case, random_job_program
 
 from adaptra.passes.route import share_evenly
-from adaptra.planning.job_planner import plan_job
-from adaptra.planning.period_bound import PeriodBoundKind, period_bound
+from adaptra.planning.replicas.job_planner import plan_job
+from adaptra.planning.replicas.period_bound import PeriodBoundKind, period_bound
 from adaptra.simulation.job_case import JobCase, WorkerLink
 from adaptra.simulation.period import simulate_period
 

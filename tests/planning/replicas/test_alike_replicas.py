@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from jobs import even_case, random_case
 
 from adaptra.passes.route import share_evenly
-from adaptra.planning.alike_replicas import merge_alike
-from adaptra.planning.job_planner import plan_job
+from adaptra.planning.replicas.alike_replicas import merge_alike
+from adaptra.planning.replicas.job_planner import plan_job
 from adaptra.program.routing import Routing
 from adaptra.program.verify import verify
 from adaptra.simulation.job_case import WorkerLink

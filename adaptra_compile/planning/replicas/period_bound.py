@@ -23,7 +23,7 @@ from adaptra.simulation.job_case import JobCase, WorkerLink
 
 
 class PeriodBoundKind(Enum):
-    """The reason why no order repeats faster; see :mod:`adaptra.planning.period_bound`."""
+    """The reason why no order repeats faster; see :mod:`adaptra.planning.replicas.period_bound`."""
 
     WORK = "work"
     FILL = "fill"
