@@ -13,6 +13,7 @@ namespace adaptra::schedule {
 namespace {
 
 constexpr std::int32_t kSteps = 8;    // as many as the period is stated for
+constexpr std::int32_t kFewSteps = 2;
 constexpr int kFruitless = 4;         // passes in a row that improve nothing before a descent ends
 constexpr double kTolerance = 1e-12;  // relative, for sums that are added in another order
 
@@ -49,6 +50,7 @@ class Search {
         network_(job, ops_),
         pass_(network_, options.memory),
         simulator_(network_, kSteps),
+        brief_(network_, kFewSteps),
         rng_(options.seed),
         no_release_(network_.workers(), 0.0) {
     for (const JobOrder& order : ops_) flat_.insert(flat_.end(), order.begin(), order.end());
@@ -58,14 +60,16 @@ class Search {
   }
 
   std::optional<JobPlan> run() {
-    for (const bool weights_first : {false, true}) {
-      for (int own = 0; own < 3 && !ends(); ++own) descend(rule(own, weights_first));
+    for (const double patience : {0.0, 1.0}) {
+      for (const bool weights_first : {false, true}) {
+        for (int own = 0; own < 3 && !ends(); ++own) descend(rule(own, weights_first), patience);
+      }
     }
     while (!best_.empty() && !ends()) {
       std::vector<double> priority = best_starts_;
       const double noise = mean_ * std::exp2(static_cast<double>(rng_.below(7)) - 2.0);
       for (double& one : priority) one += noise * rng_.unit();
-      descend(priority);
+      descend(priority, static_cast<double>(rng_.below(3)) / 2.0);
     }
     if (best_.empty()) return std::nullopt;
     JobPlan plan{best_period_, std::vector<JobOrder>(ops_.size())};
@@ -100,12 +104,13 @@ class Search {
     return priority;
   }
 
-  void descend(std::vector<double> priority) {
+  void descend(std::vector<double> priority, double patience) {
     double least = std::numeric_limits<double>::infinity();
     for (int fruitless = 0; fruitless < kFruitless && !ends();) {
       spent_ += static_cast<std::int64_t>(network_.nodes.size());
-      if (!pass_.run(false, priority, no_release_)) return;
-      const Period found = simulator_.run(pass_.sequence());
+      if (!pass_.run(false, priority, no_release_, patience)) return;
+      Period found = brief_.run(pass_.sequence());
+      if (found.complete && found.period < best_period_ * (1.0 - kTolerance)) found = simulator_.run(pass_.sequence());
       if (!found.complete) return;
       if (found.period < least * (1.0 - kTolerance)) {
         least = found.period;
@@ -123,7 +128,7 @@ class Search {
       priority = pass_.ends();
       for (double& one : priority) one = -one;
       spent_ += static_cast<std::int64_t>(network_.nodes.size());
-      if (!pass_.run(true, priority, release_backwards(starts))) return;
+      if (!pass_.run(true, priority, release_backwards(starts), patience)) return;
       priority = pass_.ends();
       for (double& one : priority) one = -one;
     }
@@ -156,6 +161,7 @@ class Search {
   const Network network_;
   ListPass pass_;
   PeriodSimulator simulator_;
+  PeriodSimulator brief_;  // for what is no better after few steps already
   Rng rng_;
   const std::vector<double> no_release_;
   JobOrder flat_;
