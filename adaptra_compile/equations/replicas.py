@@ -18,7 +18,7 @@ REPLICA_SYMBOLS: Final = {
     "M": "microbatches of each replica",
     "f": "lost workers of stage i",
     "L": "speed that is lost, in workers: 1 for a lost one, 1 - 1/phi for a slow one; L_i of stage i, L of all stages",
-    "phi": "factor on the times of worker k: 1, or more if it is slow",
+    "phi": "factor on the times of worker k: 1, more if it is slow",
     "tF": "time of F on stage i",
     "tI": "time of I, the input gradient, on stage i",
     "tW": "time of W, the weight gradient, on stage i",
@@ -48,13 +48,13 @@ class ReplicaEquations:
     Attributes:
         extra: Microbatches of lost workers that the busiest live worker of a stage computes at least.
         fit: ``extra`` <= S - 1: published as the condition of no overhead over 1F1B, for equal stages. It is necessary, as the
-            work bound shows, and not sufficient: with P=2, S=6, M=4, times 2, 2, 1 and the workers 0.0, 1.2 and 1.5 lost it
+            work bound shows, and not sufficient. With P=2, S=6, M=4, times 2, 2, 1 and the workers 0.0, 1.2, 1.5 lost it
             holds. The optimum there is 53, 1F1B takes 45, and the work bound is 40.
         most_lost: The most lost workers of a stage for which ``fit`` holds, solved from it.
         work: Work bound of a stage that shares its microbatches among live workers, none of them slow or fast.
         one_f_one_b: Fault-free period of 1F1B with equal stages and no delays.
-        bears: The lost workers that a stage bears within a period T, solved from ``work``. The least T within which all stages
-            together bear all that are lost is the work bound of the best normalisation: the greatest ``work`` is then least.
+        bears: The lost workers that a stage bears within a period T, solved from ``work``. Normalisation chooses the f_i whose
+            greatest ``work`` is least. That is the least T within which all stages together bear all that are lost.
         capacity: Work of a stage, shared by speed in fractions of microbatches. For one slow worker L_i = 1 - 1/phi.
         kept: The microbatches that a worker keeps when all of its stage are busy for as long, solved from ``capacity``.
         worker_work: All ops of a worker, one after the other.
@@ -122,11 +122,13 @@ def replica_equations() -> ReplicaEquations:
     ops, update = f + i + w, reduce + step
     own_update = step * slow + reduce
     # M + extra <= trips exactly if M P / (P - f) <= trips, since trips is whole.
-    most = solved(microbatches * replicas / (replicas - lost), trips, lost)
+    most = sympy.expand(solved(microbatches * replicas / (replicas - lost), trips, lost))
     within = sympy.floor((period - update) / ops)
 
     capacity = microbatches * replicas * ops / (replicas - missing)
     kept = solved(computed * slow * ops, capacity, computed)
+
+    inverse: Any = sympy.together(sympy.expand(1 / kept))  # so that no minus sign stands before it
 
     work = computed * ops * slow + own_update
     idle = f * slow + trip - room * f * slow
@@ -180,7 +182,7 @@ def replica_equations() -> ReplicaEquations:
         kept=Equation(
             "microbatches that a worker keeps",
             "solved from the work shared by speed",
-            kept,
+            1 / inverse,
             (missing, microbatches, replicas, slow),
         ),
         worker_work=Equation("work of worker k", "lower bound", work, (computed, *worker_times)),

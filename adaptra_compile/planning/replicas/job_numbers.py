@@ -1,0 +1,220 @@
+"""The numbers of a plan of several replicas, and its equations filled with them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from adaptra.equations.equation import Equation
+from adaptra.equations.replicas import replica_equations
+from adaptra.planning.explanation import Line
+from adaptra.planning.replicas.period_bound import PeriodBoundKind, Traffic, WorkerLoad, loads, traffic
+from adaptra.program.routing import Routing
+from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.period import PeriodicSimulation
+
+ROUNDED: Final = 1 + 1e-9
+"""Periods are sums of rounded numbers."""
+
+
+@dataclass(frozen=True)
+class JobNumbers:
+    """The numbers of one plan, as the equations take them."""
+
+    simulation: PeriodicSimulation
+    routing: Routing
+
+    @property
+    def case(self) -> JobCase:
+        """The case."""
+        return self.simulation.case
+
+    @cached_property
+    def loads(self) -> tuple[WorkerLoad, ...]:
+        """The loads of all live workers."""
+        return tuple(loads(self.case, self.routing))
+
+    @cached_property
+    def lost_speed(self) -> list[float]:
+        """L_i of each stage."""
+        found = list(map(float, self.lost))
+        for load in self.loads:
+            found[load.stage] += 1 - 1 / self.slow(load)
+        return found
+
+    @cached_property
+    def lost(self) -> list[int]:
+        """f_i of each stage."""
+        return [self.case.replicas - len(self.routing.column(stage)) for stage in range(self.case.stages)]
+
+    def times(self, stage: int) -> tuple[float, float, float, float, float]:
+        """Return tF_i, tI_i, tW_i, tR_i and tO_i."""
+        cost = self.case.cost
+        ops = cost.forward[stage], cost.input_grad[stage], cost.weight_grad[stage]
+        return (*ops, self.case.reduce[stage], self.case.step[stage])
+
+    def size(self, stage: int) -> tuple[int, int, int]:
+        """Return f_i, M and P."""
+        return self.lost[stage], self.case.microbatches, self.case.replicas
+
+    def is_even(self, stage: int) -> bool:
+        """Whether no live worker of the stage is slow or fast."""
+        return all(self.case.slow.get(worker, 1.0) == 1.0 for worker in self.routing.column(stage))
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all stages take the same times."""
+        return len({self.times(stage) for stage in range(self.case.stages)}) == 1
+
+    def of_stages(self) -> Iterator[Line]:
+        """Yield the lines of the fit, of each stage's work, and of what it bears."""
+        model, case = replica_equations(), self.case
+        stages = range(case.stages)
+        hit = [stage for stage in stages if self.lost[stage]]
+        for stage in hit:
+            yield Line.of(model.extra, f"stage {stage}", *self.size(stage))
+        if self.is_equal and not case.slow:
+            for stage in hit:
+                yield Line.of(model.fit, f"stage {stage}", *self.size(stage), case.stages)
+            yield Line.of(model.most_lost, "any stage", case.microbatches, case.replicas, case.stages)
+        if self.is_equal:
+            yield Line.of(model.one_f_one_b, "any stage", case.microbatches, case.stages, *self.times(0))
+        even = [stage for stage in stages if self.is_even(stage)]
+        for stage in even:
+            yield Line.of(model.work, f"stage {stage}", *self.size(stage), *self.times(stage))
+        for stage in stages:
+            if not self.is_even(stage):
+                values = self.lost_speed[stage], case.microbatches, case.replicas, *self.times(stage)[:3]
+                yield Line.of(model.capacity, f"stage {stage}", *values)
+        yield from self._lines(
+            model.kept,
+            [load for load in self.loads if self.slow(load) != 1.0],
+            lambda load: (self.lost_speed[load.stage], case.microbatches, case.replicas, self.slow(load)),
+        )
+        for stage in even:
+            if case.lost and sum(self.times(stage)[:3]) > 0:
+                period = self.simulation.period * ROUNDED
+                yield Line.of(model.bears, f"stage {stage}", case.microbatches, case.replicas, *self.times(stage), period)
+
+    def of_workers(self) -> Iterator[Line]:
+        """Yield each bound of a worker where it is greatest on each stage, and how much room workers need."""
+        model, period = replica_equations(), self.simulation.period * ROUNDED
+        yield from self._lines(model.worker_work, self._greatest(self.work, self.loads), self._computed)
+        # A worker with several stages has no other bound: these are of a worker's one round trip.
+        single = [load for load in self.loads if len(self.routing.stages_of(load.worker)) == 1 and load.microbatches]
+        by_fill = self._greatest(lambda load: model.fill.evaluate(*self._placed(load)), single)
+        yield from self._lines(model.fill, by_fill, self._placed)
+        running = [load for load in by_fill if self.times(load.stage)[0] > 0]
+        yield from self._lines(model.fill_room, running, lambda load: (load.trip, self.times(load.stage)[0], self.slow(load)))
+        by_memory = self._greatest(lambda load: model.memory.evaluate(*self._placed(load)), single)
+        yield from self._lines(model.memory, by_memory, self._placed)
+        timed = [load for load in by_memory if load.trip + sum(self.times(load.stage)[:3]) > 0]
+        yield from self._lines(
+            model.memory_room,
+            timed,
+            lambda load: (load.microbatches, load.trip, *self._times_of(load), period),
+        )
+        yield from self._lines(
+            model.memory_price,
+            [load for load in timed if self.lost[load.stage] and self.is_even(load.stage)],
+            lambda load: (*self.size(load.stage), load.trip, *self._times_of(load), period),
+        )
+        if self.case.memory is not None:
+            fullest = self._greatest(lambda load: self.simulation.held[load.worker], self.loads)
+            yield from self._lines(model.held, fullest, self._held)
+
+    def _greatest(self, value: Callable[[WorkerLoad], float], among: Iterable[WorkerLoad]) -> list[WorkerLoad]:
+        """Return the load with the greatest value of each stage."""
+        of_stage: defaultdict[int, list[WorkerLoad]] = defaultdict(list)
+        for load in among:
+            of_stage[load.stage].append(load)
+        return [max(of_stage[stage], key=value) for stage in sorted(of_stage)]
+
+    def _lines(
+        self, equation: Equation, among: Iterable[WorkerLoad], values: Callable[[WorkerLoad], Sequence[float]]
+    ) -> Iterator[Line]:
+        for load in among:
+            yield Line.of(equation, self.name(load), *values(load))
+
+    def name(self, load: WorkerLoad) -> str:
+        """Return the name of a worker and its stage for people."""
+        return f"worker {load.worker} of stage {load.stage}"
+
+    def slow(self, load: WorkerLoad) -> float:
+        """Return phi_k."""
+        return self.case.slow.get(load.worker, 1.0)
+
+    def work(self, load: WorkerLoad) -> float:
+        """Return the time of all ops of a worker's stage."""
+        return float(replica_equations().worker_work.evaluate(*self._computed(load)))
+
+    def _times_of(self, load: WorkerLoad) -> tuple[float, ...]:
+        return *self.times(load.stage), self.slow(load)
+
+    def _computed(self, load: WorkerLoad) -> tuple[float, ...]:
+        return load.microbatches, *self._times_of(load)
+
+    def _placed(self, load: WorkerLoad) -> tuple[float, ...]:
+        """Return n_k, A_k, d_k and the times of a worker with one stage."""
+        room = load.microbatches if self.case.memory is None else min(load.microbatches, self.case.memory[load.stage])
+        return load.microbatches, room, load.trip, *self._times_of(load)
+
+    def _held(self, load: WorkerLoad) -> tuple[int, int]:
+        """Return a_k and the limit of a worker."""
+        assert self.case.memory is not None
+        room = max(self.case.memory[stage] for stage in self.routing.stages_of(load.worker))
+        return self.simulation.held[load.worker], room
+
+    def of_messages(self) -> Iterator[Line]:
+        """Yield the lines of the busiest link and port, and of detours round each narrow link."""
+        model = replica_equations()
+        everything = [*traffic(self.case, self.routing)]
+        for kind in (PeriodBoundKind.LINK, PeriodBoundKind.PORT):
+            found = [one for one in everything if one.kind is kind and one.occupancy > 0]
+            if found:
+                most = max(found, key=lambda one: one.messages * one.occupancy)
+                yield Line.of(model.messages, most.where, most.messages, most.occupancy)
+        ways = [(one, self.way_round(one)) for one in self._narrow(everything)]
+        usable = [(one, way) for one, way in ways if way < one.occupancy]
+        size = self.case.microbatches
+        for one, way in usable:
+            carried = size - one.messages
+            yield Line.of(model.detour, f"{one.where}, as planned", size, one.occupancy, 0, way, carried)
+        for equation in (model.detour_share, model.detour_bound):
+            for one, way in usable:
+                yield Line.of(equation, one.where, size, one.occupancy, 0, way)
+
+    def _narrow(self, everything: Iterable[Traffic]) -> Iterator[Traffic]:
+        """Yield a replica's own links that all of its messages occupy for longer than any worker works."""
+        limit = max(map(self.work, self.loads))
+        for one in everything:
+            here, there = (self.routing.replica_of(worker) for worker in one.ends)
+            is_link = one.kind is PeriodBoundKind.LINK
+            if is_link and here == there and self.case.microbatches * one.occupancy > limit * ROUNDED:
+                yield one
+
+    def way_round(self, one: Traffic) -> float:
+        """Return the least occupancy of a link by which messages leave the narrow link's sender for another replica."""
+        source, destination = one.ends
+        columns = (self.routing.column(stage) for stage in self.routing.stages_of(destination))
+        others = [worker for column in columns for worker in column if worker != destination]
+        return min((self.case.link(source, other).occupancy for other in others), default=math.inf)
+
+    @cached_property
+    def recut(self) -> Line:
+        """The period that no re-cut beats."""
+        case = self.case
+        whole = sum(sum(self.times(stage)[:3]) for stage in range(case.stages))
+        values = case.microbatches, case.replicas, case.stages, whole, sum(self.lost_speed)
+        return Line.of(replica_equations().recut_limit, "all stages", *values)
+
+    def of_recut(self) -> Iterator[Line]:
+        """Yield the lines of a re-cut, and after how many steps one pays that takes as long as a step."""
+        yield self.recut
+        period, best = self.simulation.period, float(self.recut.result)
+        if period > best * ROUNDED:
+            yield Line.of(replica_equations().break_even, "a re-cut that costs one period", period, best, period)
