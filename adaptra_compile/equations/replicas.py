@@ -229,7 +229,7 @@ def replica_equations() -> ReplicaEquations:
             "steps until a re-cut pays", "solved from its gain", solved(saved, cost, horizon), (period, recut, cost)
         ),
         messages=Equation("messages over a link or through a port", "lower bound", sent * taken, (sent, taken)),
-        detour=Equation("messages with b detours", "lower bound", sympy.Max(*detour), (*links, crossing)),
+        detour=Equation("messages with b detours", "own; all b over one link r", sympy.Max(*detour), (*links, crossing)),
         detour_share=Equation("best number of detours", "solved from the detours", share, links),
         detour_bound=Equation(
             "messages with the best detours",
