@@ -15,6 +15,7 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 from jobs import even_case, random_case, random_job_program
+from paths import DOCS
 
 from adaptra.equations.equation import Equation, legend
 from adaptra.equations.replicas import REPLICA_SYMBOLS, replica_equations
@@ -254,3 +255,11 @@ def test_a_slow_worker_keeps_nearly_what_the_pass_leaves_it(replicas: int, stage
     case = replace(even_case(replicas, stages, microbatches), slow={stages - 1: slow})
     left = counts(case, stages - 1)[stages - 1]
     assert math.isclose(left, MODEL.kept.evaluate(1 - 1 / slow, microbatches, replicas, slow), abs_tol=1)
+
+
+def test_the_documentation_lists_every_equation_and_symbol() -> None:
+    page = (DOCS / "equations.md").read_text()
+    for equation in EVERY:
+        assert f"| {equation.title} | `{equation.text}` | " in page
+        assert f" | {equation.source} |\n" in page
+    assert all(f"| `{symbol}` | {meaning} |\n" in page for symbol, meaning in REPLICA_SYMBOLS.items())
