@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
-from adaptra.equations.equation import legend
+from adaptra.equations.equation import Equation, legend
 from adaptra.equations.replicas import REPLICA_SYMBOLS, replica_equations
 from adaptra.planning.explanation import Line, texts_of
 from adaptra.planning.replicas.job_numbers import ROUNDED, JobNumbers
@@ -25,6 +26,9 @@ from adaptra.program import Program
 from adaptra.program.routing import Routing
 from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.period import PeriodicSimulation, simulate_period
+
+_MOST_NAMES: Final = 4
+"""The most names before one line of text."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +88,21 @@ class JobExplanation:
                 f"{self.fault_scaled:.10g}"
             )
         yield from self.remarks
-        yield from texts_of(self.lines)
+        yield from texts_of(_alike_once(self.lines))
         yield "\nsymbols; i numbers stages, k workers, l and r links or ports:"
         for symbol, meaning in legend((line.equation for line in self.lines), REPLICA_SYMBOLS).items():
             yield f"  {symbol:<5}{meaning}"
+
+
+def _alike_once(lines: Iterable[Line]) -> Iterator[Line]:
+    """Yield one line for all of an equation with the same numbers, since most stages of a large job are alike."""
+    alike: defaultdict[tuple[Equation, str], list[Line]] = defaultdict(list)
+    for line in lines:
+        alike[line.equation, line.values].append(line)
+    for group in alike.values():
+        names = [line.where for line in group]
+        few = names if len(names) <= _MOST_NAMES else [*names[: _MOST_NAMES - 1], f"{len(names) - _MOST_NAMES + 1} more"]
+        yield replace(group[0], where=", ".join(few))
 
 
 def explain_job(program: Program, case: JobCase) -> JobExplanation:

@@ -47,6 +47,12 @@ def test_the_published_example_has_the_published_figures() -> None:
     assert "\n  f    lost workers of stage i\n" in text and "\n  b    " not in text
 
 
+def test_text_says_once_what_is_alike() -> None:
+    many = str(explained(replace(even_case(2, 7, 3), lost=frozenset({3}))))
+    assert "    stage 0, stage 1, stage 2, 3 more: 0 + 0 + (3 + ceiling(3*0/(2 - 0)))*(1 + 1 + 1) = 9\n" in many
+    assert "    stage 0, stage 1, stage 3: 3 + 0 + (6 + ceiling(6*0/(3 - 0)))*(1 + 1 + 1) = 21\n" in str(explained(LOST))
+
+
 def test_the_fit_holds_where_no_plan_is_as_short_as_1f1b() -> None:
     found = explained(COUNTER)
     assert found.simulation.period == 53
