@@ -137,7 +137,7 @@ def test_a_step_that_takes_no_time_is_explained() -> None:
     assert replica_equations().bears not in {line.equation for line in found.lines}
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.integers(0, 100_000))
 def test_every_program_has_an_explanation(seed: int) -> None:
     case = random_case(seed, links=True)
