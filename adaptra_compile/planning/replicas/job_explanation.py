@@ -11,19 +11,10 @@ from typing import Any, Final
 from adaptra.equations.equation import Equation, legend
 from adaptra.equations.replicas import REPLICA_SYMBOLS, replica_equations
 from adaptra.planning.explanation import Line, texts_of
-from adaptra.planning.replicas.job_numbers import ROUNDED, JobNumbers
+from adaptra.planning.replicas.job_numbers import ROUNDED, JobNumbers, Traffic, WorkerLoad
 from adaptra.planning.replicas.job_planner import plan_job
-from adaptra.planning.replicas.period_bound import (
-    PeriodBound,
-    PeriodBoundKind,
-    Traffic,
-    WorkerLoad,
-    loads,
-    period_bound,
-    traffic,
-)
+from adaptra.planning.replicas.period_bound import PeriodBound, PeriodBoundKind, period_bound
 from adaptra.program import Program
-from adaptra.program.routing import Routing
 from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.period import PeriodicSimulation, simulate_period
 
@@ -137,29 +128,27 @@ def explain_job(program: Program, case: JobCase) -> JobExplanation:
         *numbers.of_recut(),
         *(() if case.is_healthy else (scaled,)),
     )
-    remarks = (*_remarks(numbers, bound), *_room_missing(simulation, program.routing, bound))
+    remarks = (*_remarks(numbers, bound), *_room_missing(numbers, bound))
     return JobExplanation(simulation, healthy, float(scaled.result), bound, lines, remarks)
 
 
 def _remarks(numbers: JobNumbers, bound: PeriodBound) -> Iterator[str]:
     """Yield what bounds the period, and what would make it shorter."""
     period, best = numbers.simulation.period, float(numbers.recut.result)
-    match bound.kind:
-        case PeriodBoundKind.WORK | PeriodBoundKind.FILL | PeriodBoundKind.MEMORY:
-            load = max((load for load in numbers.loads if bound.where == f"worker {load.worker}"), key=numbers.work)
-            yield _computed(numbers, load)
-            if bound.kind is PeriodBoundKind.WORK:
-                yield from _role_move(numbers, load)
-                if bound.value > best * ROUNDED:
-                    yield (
-                        f"re-cut: fewer layers for stage {load.stage} would take {best:.6g} at best; then it pays after "
-                        f"its cost / {period - best:.6g} steps"
-                    )
-        case PeriodBoundKind.LINK:
-            (one,) = (one for one in traffic(numbers.case, numbers.routing) if one.where == bound.where)
-            yield _detour(numbers, one)
-        case PeriodBoundKind.PORT:
-            yield f"port: {bound.where} for that long; fewer microbatches through it would help"
+    if bound.kind is PeriodBoundKind.PORT:
+        yield f"port: {bound.where} for that long; fewer microbatches through it would help"
+    elif bound.kind is PeriodBoundKind.LINK:
+        yield _detour(numbers, next(one for one in numbers.traffic if one.where == bound.where))
+    else:
+        load = max((load for load in numbers.loads if bound.where == f"worker {load.worker}"), key=numbers.work)
+        yield _computed(numbers, load)
+        if bound.kind is PeriodBoundKind.WORK:
+            yield from _role_move(numbers, load)
+            if bound.value > best * ROUNDED:
+                yield (
+                    f"re-cut: fewer layers for stage {load.stage} would take {best:.6g} at best; then it pays after "
+                    f"its cost / {period - best:.6g} steps"
+                )
     yield from _fit_remark(numbers)
 
 
@@ -207,7 +196,7 @@ def _fit_remark(numbers: JobNumbers) -> Iterator[str]:
     """Yield that the fit holds and 1F1B is faster nevertheless, in a case as ReCycle has them."""
     model, case = replica_equations(), numbers.case
     delays = *case.cost.latency_forward, *case.cost.latency_backward, *(one.latency for one in case.links.values())
-    busy = (one.occupancy for one in traffic(case, numbers.routing))
+    busy = (one.occupancy for one in numbers.traffic)
     if not case.lost or not numbers.is_equal or case.slow or any(delays) or any(busy):
         return
     published = float(model.one_f_one_b.evaluate(case.microbatches, case.stages, *numbers.times(0)))
@@ -219,11 +208,11 @@ def _fit_remark(numbers: JobNumbers) -> Iterator[str]:
         )
 
 
-def _room_missing(simulation: PeriodicSimulation, routing: Routing, bound: PeriodBound) -> Iterator[str]:
+def _room_missing(numbers: JobNumbers, bound: PeriodBound) -> Iterator[str]:
     """Yield how much more room per worker gives the period that the planner finds without memory limit."""
-    case, memory = simulation.case, simulation.case.memory
+    case, memory, period = numbers.case, numbers.case.memory, numbers.simulation.period
     of_memory = bound.kind in (PeriodBoundKind.MEMORY, PeriodBoundKind.FILL)
-    if memory is None or (simulation.period <= bound.value * ROUNDED and not of_memory):
+    if memory is None or (period <= bound.value * ROUNDED and not of_memory):
         return
 
     def period_with(more: int | None) -> float:
@@ -231,7 +220,7 @@ def _room_missing(simulation: PeriodicSimulation, routing: Routing, bound: Perio
         return simulate_period(plan_job(roomy), roomy).period
 
     free = period_with(None)
-    if free * ROUNDED < simulation.period:
-        most = max(load.microbatches for load in loads(case, routing))
+    if free * ROUNDED < period:
+        most = max(load.microbatches for load in numbers.loads)
         enough = bisect_left(range(1, most), True, key=lambda more: period_with(more) <= free * ROUNDED) + 1
         yield f"memory: with room for {enough} more microbatches on every worker the planner finds {free:.10g}"

@@ -3,22 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Final
 
 from adaptra.equations.equation import Equation
 from adaptra.equations.replicas import replica_equations
 from adaptra.planning.explanation import Line
-from adaptra.planning.replicas.period_bound import PeriodBoundKind, Traffic, WorkerLoad, loads, traffic
 from adaptra.program.routing import Routing
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.job_case import JobCase, WorkerLink
 from adaptra.simulation.period import PeriodicSimulation
 
 ROUNDED: Final = 1 + 1e-9
 """Periods are sums of rounded numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What a worker computes of one of its stages.
+
+    Attributes:
+        worker: The worker.
+        stage: The stage.
+        microbatches: The number of microbatches, those of other replicas included.
+        trip: The shortest time from the end of the F of one of them to the start of its I, infinite if there is none.
+    """
+
+    worker: int
+    stage: int
+    microbatches: int
+    trip: float
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The messages of a step over a directed link, or through a port in one direction.
+
+    Attributes:
+        where: The link's or port's name for people.
+        ends: The link's workers, or None for a port.
+        messages: The number of messages.
+        occupancy: How long each occupies it.
+    """
+
+    where: str
+    ends: tuple[int, int] | None
+    messages: int
+    occupancy: float
 
 
 @dataclass(frozen=True)
@@ -35,8 +69,54 @@ class JobNumbers:
 
     @cached_property
     def loads(self) -> tuple[WorkerLoad, ...]:
-        """The loads of all live workers."""
-        return tuple(loads(self.case, self.routing))
+        """The loads of all live workers, by worker and stage."""
+        count: Counter[tuple[int, int]] = Counter()
+        shortest: defaultdict[tuple[int, int], float] = defaultdict(lambda: math.inf)
+        for path, number in self._paths.items():
+            trip = 0.0
+            for stage in reversed(range(self.case.stages)):
+                place = path[stage], stage
+                count[place] += number
+                shortest[place] = min(shortest[place], trip)
+                ops = sum(self.times(stage)[:2]) * self.case.slow.get(path[stage], 1.0)
+                ways = (self._link(path, stage - 1, stage), self._link(path, stage, stage - 1)) if stage else ()
+                trip += ops + sum(link.latency + link.occupancy for link in ways)
+        held = ((worker, stage) for worker in self.routing.live for stage in self.routing.stages_of(worker))
+        return tuple(WorkerLoad(*place, count[place], shortest[place]) for place in held)
+
+    @cached_property
+    def traffic(self) -> tuple[Traffic, ...]:
+        """The messages over each directed link in use, then those through each port in use."""
+        links: Counter[tuple[int, int, float]] = Counter()
+        ports: Counter[tuple[int, str]] = Counter()
+        for path, number in self._paths.items():
+            for edge in pairwise(range(self.case.stages)):
+                for source, destination in (edge, edge[::-1]):
+                    links[path[source], path[destination], self._link(path, source, destination).occupancy] += number
+                    ports[path[source], "sends"] += number
+                    ports[path[destination], "receives"] += number
+        over_links = (
+            Traffic(f"link {source}→{destination}", (source, destination), number, occupancy)
+            for (source, destination, occupancy), number in links.items()
+        )
+        through_ports = (
+            Traffic(f"worker {worker} {what}", None, number, self.case.ports[worker])
+            for (worker, what), number in ports.items()
+            if worker in self.case.ports
+        )
+        return (*over_links, *through_ports)
+
+    @cached_property
+    def _paths(self) -> Counter[tuple[int, ...]]:
+        """The number of microbatches that take each path."""
+        paths: Counter[tuple[int, ...]] = Counter()
+        for route in self.routing.routes:
+            paths[route.workers] += len(route.microbatches)
+        return paths
+
+    def _link(self, path: Sequence[int], source: int, destination: int) -> WorkerLink:
+        """Return the link of a path between two neighbouring stages."""
+        return self.case.link(path[source], path[destination])
 
     @cached_property
     def lost_speed(self) -> list[float]:
@@ -171,16 +251,14 @@ class JobNumbers:
 
     def of_messages(self) -> Iterator[Line]:
         """Yield the lines of the busiest link and port, and of detours round each narrow link."""
-        model = replica_equations()
-        everything = [*traffic(self.case, self.routing)]
-        for kind in (PeriodBoundKind.LINK, PeriodBoundKind.PORT):
-            found = [one for one in everything if one.kind is kind and one.occupancy > 0]
+        model, size = replica_equations(), self.case.microbatches
+        for is_link in (True, False):
+            found = [one for one in self.traffic if (one.ends is not None) == is_link and one.occupancy > 0]
             if found:
                 most = max(found, key=lambda one: one.messages * one.occupancy)
                 yield Line.of(model.messages, most.where, most.messages, most.occupancy)
-        ways = [(one, self.way_round(one)) for one in self._narrow(everything)]
+        ways = [(one, self.way_round(one)) for one in self.traffic if self._is_narrow(one)]
         usable = [(one, way) for one, way in ways if way < one.occupancy]
-        size = self.case.microbatches
         for one, way in usable:
             carried = size - one.messages
             yield Line.of(model.detour, f"{one.where}, as planned", size, one.occupancy, 0, way, carried)
@@ -188,18 +266,19 @@ class JobNumbers:
             for one, way in usable:
                 yield Line.of(equation, one.where, size, one.occupancy, 0, way)
 
-    def _narrow(self, everything: Iterable[Traffic]) -> Iterator[Traffic]:
-        """Yield a replica's own links that all of its messages occupy for longer than any worker works."""
-        limit = max(map(self.work, self.loads))
-        for one in everything:
-            here, there = (self.routing.replica_of(worker) for worker in one.ends)
-            is_link = one.kind is PeriodBoundKind.LINK
-            if is_link and here == there and self.case.microbatches * one.occupancy > limit * ROUNDED:
-                yield one
+    def _is_narrow(self, one: Traffic) -> bool:
+        """Whether it is a replica's own link that all of its messages occupy for longer than any worker works."""
+        if one.ends is None or len({self.routing.replica_of(worker) for worker in one.ends}) > 1:
+            return False
+        return self.case.microbatches * one.occupancy > self._longest * ROUNDED
+
+    @cached_property
+    def _longest(self) -> float:
+        return max(map(self.work, self.loads))
 
     def way_round(self, one: Traffic) -> float:
-        """Return the least occupancy of a link by which messages leave the narrow link's sender for another replica."""
-        source, destination = one.ends
+        """Return the least occupancy of a link by which messages leave a narrow link's sender for another replica."""
+        source, destination = one.ends or (0, 0)
         columns = (self.routing.column(stage) for stage in self.routing.stages_of(destination))
         others = [worker for column in columns for worker in column if worker != destination]
         return min((self.case.link(source, other).occupancy for other in others), default=math.inf)

@@ -16,10 +16,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from adaptra.program.routing import Route, Routing
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.job_case import JobCase, WorkerLink
 
 
 class PeriodBoundKind(Enum):
@@ -53,25 +53,8 @@ def period_bound(case: JobCase, routing: Routing) -> PeriodBound:
     return max((*_of_workers(case, routing), *_of_messages(case, routing)), key=lambda one: (one.value, -kinds.index(one.kind)))
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """What a worker computes of one of its stages.
-
-    Attributes:
-        worker: The worker.
-        stage: The stage.
-        microbatches: The number of microbatches, those of other replicas included.
-        trip: Their shortest round trip, infinite if there is none.
-    """
-
-    worker: int
-    stage: int
-    microbatches: int
-    trip: float
-
-
-def loads(case: JobCase, routing: Routing) -> Iterator[WorkerLoad]:
-    """Yield the loads of all live workers, by worker and stage."""
+def _of_workers(case: JobCase, routing: Routing) -> Iterator[PeriodBound]:
+    cost = case.cost
     count: defaultdict[tuple[int, int], int] = defaultdict(int)
     shortest: defaultdict[tuple[int, int], float] = defaultdict(lambda: math.inf)
     for route in routing.routes:
@@ -80,72 +63,36 @@ def loads(case: JobCase, routing: Routing) -> Iterator[WorkerLoad]:
             count[worker, stage] += len(route.microbatches)
             shortest[worker, stage] = min(shortest[worker, stage], trips[stage])
     for worker in routing.live:
-        for stage in routing.stages_of(worker):
-            yield WorkerLoad(worker, stage, count[worker, stage], shortest[worker, stage])
-
-
-def _of_workers(case: JobCase, routing: Routing) -> Iterator[PeriodBound]:
-    cost = case.cost
-    for worker, group in groupby(loads(case, routing), key=lambda load: load.worker):
-        of_stages = list(group)
         slow = case.slow.get(worker, 1.0)
-        update = sum(case.step[load.stage] * slow + case.reduce[load.stage] for load in of_stages)
+        stages = routing.stages_of(worker)
+        update = sum(case.step[stage] * slow + case.reduce[stage] for stage in stages)
         work = update
-        for load in of_stages:
-            ops = cost.forward[load.stage] + cost.input_grad[load.stage] + cost.weight_grad[load.stage]
-            work += load.microbatches * ops * slow
+        for stage in stages:
+            work += count[worker, stage] * (cost.forward[stage] + cost.input_grad[stage] + cost.weight_grad[stage]) * slow
         yield PeriodBound(work, PeriodBoundKind.WORK, f"worker {worker}")
-        if len(of_stages) != 1 or not of_stages[0].microbatches:
+        if len(stages) != 1 or not count[worker, stages[0]]:
             continue
-        (load,) = of_stages
-        stage, number, forward = load.stage, load.microbatches, cost.forward[load.stage] * slow
+        (stage,) = stages
+        number, forward, trip = count[worker, stage], cost.forward[stage] * slow, shortest[worker, stage]
         room = number if case.memory is None else min(number, case.memory[stage])
-        yield PeriodBound(work + max(forward + load.trip - room * forward, 0.0), PeriodBoundKind.FILL, f"worker {worker}")
-        once = forward + load.trip + (cost.input_grad[stage] + cost.weight_grad[stage]) * slow
+        yield PeriodBound(work + max(forward + trip - room * forward, 0.0), PeriodBoundKind.FILL, f"worker {worker}")
+        once = forward + trip + (cost.input_grad[stage] + cost.weight_grad[stage]) * slow
         yield PeriodBound(math.ceil(number / room) * once + update, PeriodBoundKind.MEMORY, f"worker {worker}")
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """The messages of a step over a link or through a port.
-
-    Attributes:
-        kind: Whether it is a link or a port.
-        where: Its name for people.
-        ends: The workers at the ends of the link; twice the port's worker for a port.
-        messages: The number of messages in one direction.
-        occupancy: How long each occupies it.
-    """
-
-    kind: PeriodBoundKind
-    where: str
-    ends: tuple[int, int]
-    messages: int
-    occupancy: float
-
-
-def traffic(case: JobCase, routing: Routing) -> Iterator[Traffic]:
-    """Yield the messages over each directed link in use, then those through each port and direction."""
-    links: defaultdict[tuple[int, int], int] = defaultdict(int)
-    ports: defaultdict[tuple[int, str], int] = defaultdict(int)
+def _of_messages(case: JobCase, routing: Routing) -> Iterator[PeriodBound]:
+    links: defaultdict[tuple[int, int], float] = defaultdict(float)
+    ports: defaultdict[tuple[int, str], float] = defaultdict(float)
     for route in routing.routes:
         number = len(route.microbatches)
-        for here, there in pairwise(route.workers):
-            for source, destination in ((here, there), (there, here)):
-                links[source, destination] += number
-                ports[source, "sends"] += number
-                ports[destination, "receives"] += number
-    for (source, destination), number in links.items():
-        occupancy = case.link(source, destination).occupancy
-        yield Traffic(PeriodBoundKind.LINK, f"link {source}→{destination}", (source, destination), number, occupancy)
-    for (worker, what), number in ports.items():
-        occupancy = case.ports.get(worker, 0.0)
-        yield Traffic(PeriodBoundKind.PORT, f"worker {worker} {what}", (worker, worker), number, occupancy)
-
-
-def _of_messages(case: JobCase, routing: Routing) -> Iterator[PeriodBound]:
-    for one in traffic(case, routing):
-        yield PeriodBound(one.messages * one.occupancy, one.kind, one.where)
+        for source, destination, link in _messages(case, route):
+            links[source, destination] += number * link.occupancy
+            ports[source, "sends"] += number * case.ports.get(source, 0.0)
+            ports[destination, "receives"] += number * case.ports.get(destination, 0.0)
+    for (source, destination), busy in links.items():
+        yield PeriodBound(busy, PeriodBoundKind.LINK, f"link {source}→{destination}")
+    for (worker, what), busy in ports.items():
+        yield PeriodBound(busy, PeriodBoundKind.PORT, f"worker {worker} {what}")
 
 
 def _round_trips(case: JobCase, route: Route) -> list[float]:
@@ -158,3 +105,10 @@ def _round_trips(case: JobCase, route: Route) -> list[float]:
         links = case.link(here, there), case.link(there, here)
         trips.append(trips[-1] + ops + sum(link.latency + link.occupancy for link in links))
     return trips[::-1]
+
+
+def _messages(case: JobCase, route: Route) -> Iterator[tuple[int, int, WorkerLink]]:
+    """Yield source, destination and link of the messages of one microbatch, forwards and backwards."""
+    for here, there in pairwise(route.workers):
+        yield here, there, case.link(here, there)
+        yield there, here, case.link(there, here)
