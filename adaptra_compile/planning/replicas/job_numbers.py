@@ -203,9 +203,10 @@ class JobNumbers:
             [load for load in timed if self.lost[load.stage] and self.is_even(load.stage)],
             lambda load: (*self.size(load.stage), load.trip, *self._times_of(load), period),
         )
-        if self.case.memory is not None:
-            fullest = self._greatest(lambda load: self.simulation.held[load.worker], self.loads)
-            yield from self._lines(model.held, fullest, self._held)
+        held, memory = self.simulation.held, self.case.memory
+        if memory is not None:
+            fullest = self._greatest(lambda load: held[load.worker], self.loads)
+            yield from self._lines(model.held, fullest, lambda load: (held[load.worker], self._room(load, memory)))
 
     def _greatest(self, value: Callable[[WorkerLoad], float], among: Iterable[WorkerLoad]) -> list[WorkerLoad]:
         """Return the load with the greatest value of each stage."""
@@ -240,14 +241,12 @@ class JobNumbers:
 
     def _placed(self, load: WorkerLoad) -> tuple[float, ...]:
         """Return n_k, A_k, d_k and the times of a worker with one stage."""
-        room = load.microbatches if self.case.memory is None else min(load.microbatches, self.case.memory[load.stage])
+        room = load.microbatches if self.case.memory is None else min(load.microbatches, self._room(load, self.case.memory))
         return load.microbatches, room, load.trip, *self._times_of(load)
 
-    def _held(self, load: WorkerLoad) -> tuple[int, int]:
-        """Return a_k and the limit of a worker."""
-        assert self.case.memory is not None
-        room = max(self.case.memory[stage] for stage in self.routing.stages_of(load.worker))
-        return self.simulation.held[load.worker], room
+    def _room(self, load: WorkerLoad, memory: Sequence[int]) -> int:
+        """Return the most microbatches that the case lets a worker hold."""
+        return max(memory[stage] for stage in self.routing.stages_of(load.worker))
 
     def of_messages(self) -> Iterator[Line]:
         """Yield the lines of the busiest link and port, and of detours round each narrow link."""
