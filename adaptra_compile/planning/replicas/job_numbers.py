@@ -14,7 +14,7 @@ from adaptra.equations.equation import Equation
 from adaptra.equations.replicas import replica_equations
 from adaptra.planning.explanation import Line
 from adaptra.program.routing import Routing
-from adaptra.simulation.job_case import JobCase, WorkerLink
+from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.period import PeriodicSimulation
 
 ROUNDED: Final = 1 + 1e-9
@@ -44,13 +44,13 @@ class Traffic:
 
     Attributes:
         where: The link's or port's name for people.
-        ends: The link's workers, or None for a port.
+        ends: The link's workers and the stages between which the messages go; None for a port.
         messages: The number of messages.
         occupancy: How long each occupies it.
     """
 
     where: str
-    ends: tuple[int, int] | None
+    ends: tuple[int, int, int, int] | None
     messages: int
     occupancy: float
 
@@ -79,7 +79,8 @@ class JobNumbers:
                 count[place] += number
                 shortest[place] = min(shortest[place], trip)
                 ops = sum(self.times(stage)[:2]) * self.case.slow.get(path[stage], 1.0)
-                ways = (self._link(path, stage - 1, stage), self._link(path, stage, stage - 1)) if stage else ()
+                edges = ((stage - 1, stage), (stage, stage - 1)) if stage else ()
+                ways = [self.case.link(path[source], path[destination]) for source, destination in edges]
                 trip += ops + sum(link.latency + link.occupancy for link in ways)
         held = ((worker, stage) for worker in self.routing.live for stage in self.routing.stages_of(worker))
         return tuple(WorkerLoad(*place, count[place], shortest[place]) for place in held)
@@ -87,17 +88,17 @@ class JobNumbers:
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
         """The messages over each directed link in use, then those through each port in use."""
-        links: Counter[tuple[int, int, float]] = Counter()
+        links: Counter[tuple[int, int, int, int]] = Counter()
         ports: Counter[tuple[int, str]] = Counter()
         for path, number in self._paths.items():
             for edge in pairwise(range(self.case.stages)):
                 for source, destination in (edge, edge[::-1]):
-                    links[path[source], path[destination], self._link(path, source, destination).occupancy] += number
+                    links[path[source], path[destination], source, destination] += number
                     ports[path[source], "sends"] += number
                     ports[path[destination], "receives"] += number
         over_links = (
-            Traffic(f"link {source}→{destination}", (source, destination), number, occupancy)
-            for (source, destination, occupancy), number in links.items()
+            Traffic(f"link {ends[0]}→{ends[1]}", ends, number, self.case.link(*ends[:2]).occupancy)
+            for ends, number in links.items()
         )
         through_ports = (
             Traffic(f"worker {worker} {what}", None, number, self.case.ports[worker])
@@ -113,10 +114,6 @@ class JobNumbers:
         for route in self.routing.routes:
             paths[route.workers] += len(route.microbatches)
         return paths
-
-    def _link(self, path: Sequence[int], source: int, destination: int) -> WorkerLink:
-        """Return the link of a path between two neighbouring stages."""
-        return self.case.link(path[source], path[destination])
 
     @cached_property
     def lost_speed(self) -> list[float]:
@@ -267,7 +264,7 @@ class JobNumbers:
 
     def _is_narrow(self, one: Traffic) -> bool:
         """Whether it is a replica's own link that all of its messages occupy for longer than any worker works."""
-        if one.ends is None or len({self.routing.replica_of(worker) for worker in one.ends}) > 1:
+        if one.ends is None or len({self.routing.replica_of(worker) for worker in one.ends[:2]}) > 1:
             return False
         return self.case.microbatches * one.occupancy > self._longest * ROUNDED
 
@@ -277,9 +274,9 @@ class JobNumbers:
 
     def way_round(self, one: Traffic) -> float:
         """Return the least occupancy of a link by which messages leave a narrow link's sender for another replica."""
-        source, destination = one.ends or (0, 0)
-        columns = (self.routing.column(stage) for stage in self.routing.stages_of(destination))
-        others = [worker for column in columns for worker in column if worker != destination]
+        assert one.ends is not None
+        source, destination, _, stage = one.ends
+        others = (worker for worker in self.routing.column(stage) if worker != destination)
         return min((self.case.link(source, other).occupancy for other in others), default=math.inf)
 
     @cached_property
