@@ -118,9 +118,7 @@ def explain_job(program: Program, case: JobCase) -> JobExplanation:
         healthy = simulate_period(plan_job(whole), whole).period
     bound = period_bound(case, program.routing)
     numbers = JobNumbers(simulation, program.routing)
-    scaled = Line.of(
-        replica_equations().fault_scaled, "all stages", healthy, case.replicas, case.stages, sum(numbers.lost_speed)
-    )
+    scaled = Line.of(replica_equations().fault_scaled, "all stages", healthy, *numbers.left)
     lines = (
         *numbers.of_stages(),
         *numbers.of_workers(),

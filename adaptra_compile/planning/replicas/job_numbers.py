@@ -124,6 +124,12 @@ class JobNumbers:
         return found
 
     @cached_property
+    def left(self) -> tuple[int, int, float]:
+        """P, S and L: of workers with several stages each counts once, and S is the number of a replica's workers."""
+        slow = sum(1 - 1 / self.case.slow.get(worker, 1.0) for worker in self.routing.live)
+        return self.case.replicas, self.case.workers // self.case.replicas, len(self.case.lost) + slow
+
+    @cached_property
     def lost(self) -> list[int]:
         """f_i of each stage."""
         return [self.case.replicas - len(self.routing.column(stage)) for stage in range(self.case.stages)]
@@ -144,8 +150,8 @@ class JobNumbers:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all stages take the same times."""
-        return len({self.times(stage) for stage in range(self.case.stages)}) == 1
+        """Whether all stages take the same times, each on a worker of its own."""
+        return self.left[1] == self.case.stages and len({self.times(stage) for stage in range(self.case.stages)}) == 1
 
     def of_stages(self) -> Iterator[Line]:
         """Yield the lines of the fit, of each stage's work, and of what it bears."""
@@ -284,8 +290,8 @@ class JobNumbers:
         """The period that no re-cut beats."""
         case = self.case
         whole = sum(sum(self.times(stage)[:3]) for stage in range(case.stages))
-        values = case.microbatches, case.replicas, case.stages, whole, sum(self.lost_speed)
-        return Line.of(replica_equations().recut_limit, "all stages", *values)
+        replicas, workers, lost = self.left
+        return Line.of(replica_equations().recut_limit, "all stages", case.microbatches, replicas, workers, whole, lost)
 
     def of_recut(self) -> Iterator[Line]:
         """Yield the lines of a re-cut, and after how many steps one pays that takes as long as a step."""
