@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import subprocess
 import sys
@@ -21,7 +20,10 @@ from adaptra.equations.equation import Equation, legend
 from adaptra.equations.replicas import REPLICA_SYMBOLS, replica_equations
 from adaptra.passes.route import counts, share_evenly
 from adaptra.planning.replicas.job_numbers import JobNumbers
+from adaptra.planning.replicas.normalize import normalized, stage_work
 from adaptra.planning.replicas.period_bound import PeriodBoundKind, period_bound
+from adaptra.simulation.cost import CostModel
+from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.period import simulate_period
 
 MODEL = replica_equations()
@@ -93,32 +95,32 @@ def test_a_stage_bears_as_many_as_leave_its_work_within_the_period(
 
 
 @given(
-    st.integers(2, 4),
-    st.integers(1, 9),
-    st.lists(st.tuples(times, times, times, times, times), min_size=1, max_size=4),
-    st.integers(0, 12),
+    st.integers(2, 5),
+    st.integers(1, 12),
+    st.lists(st.tuples(times, times, times, times, times), min_size=1, max_size=5),
+    st.data(),
 )
 def test_normalisation_reaches_the_least_period_within_which_the_stages_bear_all(
-    replicas: int, microbatches: int, stages: list[tuple[float, ...]], lost: int
+    replicas: int, microbatches: int, stages: list[tuple[float, ...]], data: st.DataObject
 ) -> None:
-    lost = min(lost, len(stages) * (replicas - 1))
+    f, i, w, reduce, step = (tuple(of_stages) for of_stages in zip(*stages, strict=True))
+    none = (0.0,) * (len(stages) - 1)
+    case = JobCase(CostModel(f, i, w, none, none, none, none), replicas, microbatches, step, reduce)
     works = {
-        (stage, count): float(MODEL.work.evaluate(count, microbatches, replicas, *ops))
+        (stage, lost): float(MODEL.work.evaluate(lost, microbatches, replicas, *ops))
         for stage, ops in enumerate(stages)
-        for count in range(replicas)
+        for lost in range(replicas)
     }
-    least = min(
-        max(works[stage, count] for stage, count in enumerate(placed))
-        for placed in itertools.product(range(replicas), repeat=len(stages))
-        if sum(placed) == lost
-    )
+    assert all(work == stage_work(case, *place) for place, work in works.items())
+    number = data.draw(st.integers(0, len(stages) * (replicas - 1)))
 
     def borne(period: float) -> int:
         if any(works[stage, 0] > period for stage in range(len(stages))):
             return -1
         return sum(MODEL.bears.evaluate(microbatches, replicas, *ops, period) for ops in stages)
 
-    assert least == min(period for period in works.values() if borne(period) >= lost)
+    least = min(period for period in works.values() if borne(period) >= number)
+    assert least == max(works[place] for place in enumerate(normalized(case, number)))
 
 
 @given(sizes, times, times, times, st.floats(1.01, 8))

@@ -13,6 +13,7 @@ from adaptra.equations.replicas import REPLICA_SYMBOLS, replica_equations
 from adaptra.planning.explanation import Line, texts_of
 from adaptra.planning.replicas.job_numbers import ROUNDED, JobNumbers, Traffic, WorkerLoad
 from adaptra.planning.replicas.job_planner import plan_job
+from adaptra.planning.replicas.normalize import losses, role_moves, stage_work, with_moves
 from adaptra.planning.replicas.period_bound import PeriodBound, PeriodBoundKind, period_bound
 from adaptra.program import Program
 from adaptra.simulation.job_case import JobCase
@@ -141,7 +142,7 @@ def _remarks(numbers: JobNumbers, bound: PeriodBound) -> Iterator[str]:
         load = max((load for load in numbers.loads if bound.where == f"worker {load.worker}"), key=numbers.work)
         yield _computed(numbers, load)
         if bound.kind is PeriodBoundKind.WORK:
-            yield from _role_move(numbers, load)
+            yield from _role_moves(numbers.case)
             if bound.value > best * ROUNDED:
                 yield (
                     f"re-cut: fewer layers for stage {load.stage} would take {best:.6g} at best; then it pays after "
@@ -157,26 +158,15 @@ def _computed(numbers: JobNumbers, load: WorkerLoad) -> str:
     return f"bound: {numbers.name(load)} computes {load.microbatches} microbatches, {others} of other replicas"
 
 
-def _role_move(numbers: JobNumbers, load: WorkerLoad) -> Iterator[str]:
-    case, stage = numbers.case, load.stage
-    if not numbers.lost[stage] or case.slow:
-        return
-    work = replica_equations().work
-
-    def moved(other: int) -> float:
-        counts = list(numbers.lost)
-        counts[stage] -= 1
-        counts[other] += 1
-        values = ((count, case.microbatches, case.replicas, *numbers.times(one)) for one, count in enumerate(counts))
-        return max(float(work.evaluate(*of_stage)) for of_stage in values)
-
-    others = [one for one in range(case.stages) if one != stage and numbers.lost[one] < case.replicas - 1]
-    best = min(others, key=moved, default=None)
-    if best is not None and moved(best) * ROUNDED < numbers.work(load):
-        yield (
-            f"role move: a worker of stage {best} that took over stage {stage} would leave a work bound of "
-            f"{moved(best):.6g} instead of {numbers.work(load):.6g}"
+def _role_moves(case: JobCase) -> Iterator[str]:
+    moves = role_moves(case)
+    if moves:
+        before, after = (
+            max(stage_work(one, stage, lost) for stage, lost in enumerate(losses(one)))
+            for one in (case, with_moves(case, moves))
         )
+        listed = ", ".join(f"worker {move.worker} to the place of {move.place}" for move in moves)
+        yield f"role move: {listed}; that would leave a work bound of {after:.6g} instead of {before:.6g}"
 
 
 def _detour(numbers: JobNumbers, one: Traffic) -> str:

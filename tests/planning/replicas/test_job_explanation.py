@@ -70,8 +70,8 @@ def test_a_role_move_is_named_where_one_stage_lost_too_many() -> None:
     found = explained(TWO_LOST)
     assert found.simulation.period == 57
     (remark,) = (remark for remark in found.remarks if remark.startswith("role move: "))
-    assert remark.endswith("would leave a work bound of 30 instead of 57")
-    spread = replace(TWO_LOST, lost=frozenset({0, 10}))
+    assert remark == "role move: worker 7 to the place of 6; that would leave a work bound of 30 instead of 57"
+    spread = replace(TWO_LOST, lost=frozenset({7, 10}))
     assert simulate_period(plan_job(spread), spread).period == 30
     assert not any(remark.startswith("role move: ") for remark in explained(LOST).remarks)
 
