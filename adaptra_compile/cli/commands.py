@@ -34,7 +34,8 @@ def run(options: Namespace) -> str:
             job = jobs.read_job(options)
             return _simulate(options) if job is None else jobs.run_job_simulate(options, job)
         case "explain":
-            return _explain(options)
+            job = jobs.read_job(options)
+            return _explain(options) if job is None else jobs.run_job_explain(options, job)
         case "trace":
             return _trace(options)
         case "schedule":

@@ -1,4 +1,4 @@
-"""The commands ``plan`` and ``simulate`` for several replicas, with lost and slow workers."""
+"""The commands ``plan``, ``simulate`` and ``explain`` for several replicas, with lost and slow workers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from adaptra.cli.inputs import read_file
 from adaptra.cli.output import as_json, check_outputs
 from adaptra.errors import CaseError, PlanError, ScheduleError
 from adaptra.json_files import read_json
+from adaptra.program import Program
 from adaptra.program.schedules import GENERATORS, PLACED
 from adaptra.report.files import write_whole
 from adaptra.report.text import percent
@@ -94,10 +95,25 @@ def run_job_simulate(options: Namespace, case: JobCase) -> str:
     """Run the command ``simulate`` on several replicas and return its standard output."""
     if options.picture is not None or options.trace is not None:
         raise CaseError(f"--picture, --trace: {case.name} has several replicas: expected a case of one pipeline")
-    if options.program in (*GENERATORS, *PLACED):
-        raise ScheduleError(f"{options.program}: a schedule of one pipeline: expected the file of a program for {case.name}")
-    simulated = simulate_period(read_file(options.program), case)
+    simulated = simulate_period(_read_program(options.program, case), case)
     return as_json(job_figures(simulated)) if options.json else job_headline(simulated)
+
+
+def run_job_explain(options: Namespace, case: JobCase) -> str:
+    """Run the command ``explain`` on several replicas and return its standard output."""
+    from adaptra.planning.replicas.job_explanation import explain_job
+    from adaptra.planning.replicas.job_planner import plan_job
+
+    if options.sensitivity:
+        raise CaseError(f"--sensitivity: {case.name} has several replicas: expected a case of one pipeline")
+    explanation = explain_job(plan_job(case) if options.program is None else _read_program(options.program, case), case)
+    return as_json(explanation.to_json()) if options.json else str(explanation)
+
+
+def _read_program(given: str, case: JobCase) -> Program:
+    if given in (*GENERATORS, *PLACED):
+        raise ScheduleError(f"{given}: a schedule of one pipeline: expected the file of a program for {case.name}")
+    return read_file(given)
 
 
 def job_figures(simulated: PeriodicSimulation) -> dict[str, Any]:

@@ -9,10 +9,10 @@ and explanations of a plan print it. The import of this module doesn't import sy
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
+
+from adaptra.equations.equation import Equation
 
 SYMBOLS: Final = {
     "N": "microbatches of a step",
@@ -36,55 +36,6 @@ SYMBOLS: Final = {
 
 The paper has one c_i for both directions; its 2 c_i is cF_i + cB_i here. Its A_i is floor(M / M_F).
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Equation:
-    """One equation of the model.
-
-    Attributes:
-        title: Its subject, for people.
-        source: Its source.
-        expression: The sympy relation or expression.
-        arguments: Its symbols in the order in which :attr:`evaluate` takes their values.
-    """
-
-    title: str
-    source: str
-    expression: Any
-    arguments: tuple[Any, ...]
-
-    @property
-    def text(self) -> str:
-        """The equation as plain text."""
-        return str(self.expression)
-
-    @property
-    def symbols(self) -> frozenset[str]:
-        """The symbols in the equation, without their indices: keys of :data:`SYMBOLS`."""
-        return frozenset(str(symbol).partition("_")[0] for symbol in self.expression.free_symbols)
-
-    @property
-    def is_relation(self) -> bool:
-        """Whether the equation is a relation, so that :attr:`evaluate` returns a truth value and not a number."""
-        return bool(self.expression.is_Relational)
-
-    def with_values(self, *values: float) -> str:
-        """Return the equation as plain text, with values instead of symbols."""
-        text = self.text
-        given = {str(symbol): f"{value:g}" for symbol, value in zip(self.arguments, values, strict=True)}
-        return re.sub(r"[A-Za-z]+(?:_(?:\{[^}]*\}|\w+))?", lambda match: given.get(match[0], match[0]), text)
-
-    def evaluate(self, *values: float) -> Any:
-        """Return the value of the expression, or the truth of the relation, in plain floating-point arithmetic."""
-        return _compile(self)(*values)
-
-
-@functools.cache
-def _compile(equation: Equation) -> Callable[..., Any]:
-    import sympy
-
-    return sympy.lambdify(equation.arguments, equation.expression, modules="math")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +156,6 @@ def equations() -> Equations:
             (h, f, c_forward, f_next, d_next, b_next, o_backward, c_backward, b, r, count),
         ),
     )
-
-
-def legend(used: Iterable[Equation]) -> dict[str, str]:
-    """Return the meanings of these equations' symbols, in the order of :data:`SYMBOLS`."""
-    symbols = frozenset[str]().union(*(equation.symbols for equation in used))
-    return {symbol: meaning for symbol, meaning in SYMBOLS.items() if symbol in symbols}
 
 
 def excess_delay(delay: float, slack: int, microbatches: int, duration: float) -> float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
-from adaptra.equations.bubble import Equation, equations, legend
+from adaptra.equations.bubble import SYMBOLS, equations
+from adaptra.equations.equation import Equation, legend
 from adaptra.equations.warm_up import WarmUp, edge_times, warm_up
 from adaptra.errors import PlanError
 from adaptra.planning.bandwidth_remedies import BandwidthOptions, Edge, Remedies, find_remedies
@@ -32,6 +34,12 @@ class Line:
     values: str
     result: float | bool
 
+    @staticmethod
+    def of(equation: Equation, where: str, *values: float) -> Line:
+        """Return the line of an equation with values instead of its arguments."""
+        result = equation.evaluate(*values)
+        return Line(equation, where, equation.with_values(*values), bool(result) if equation.is_relation else float(result))
+
     def __str__(self) -> str:
         if isinstance(self.result, bool):
             return f"{self.where}: {self.values}  {'holds' if self.result else 'DOES NOT HOLD'}"
@@ -47,6 +55,13 @@ class Line:
             "values": self.values,
             "result": self.result,
         }
+
+
+def texts_of(lines: Iterable[Line]) -> Iterator[str]:
+    """Yield the lines as text, under a heading for each equation."""
+    for equation, group in groupby(lines, key=lambda line: line.equation):
+        yield f"\n{equation.title} ({equation.source}):\n  {equation.text}"
+        yield from (f"    {line}" for line in group)
 
 
 @dataclass(frozen=True)
@@ -104,7 +119,7 @@ class Explanation:
             "limitation": self.limitation.to_json(),
             "remedies": None if self.remedies is None else self.remedies.to_json(),
             "unit": self.unit,
-            "symbols": legend(line.equation for line in self.lines),
+            "symbols": legend((line.equation for line in self.lines), SYMBOLS),
             "equations": [line.to_json() for line in self.lines],
         }
 
@@ -121,14 +136,9 @@ class Explanation:
         yield f"N = {self.microbatches}, S = {len(self.x)}; warm-up forwards per stage, x_i:"
         yield f"  this plan           {' '.join(map(str, self.x))}"
         yield f"  the equations alone {' '.join(map(str, self.asked.x))}"
-        title = None
-        for line in self.lines:
-            if line.equation.title != title:
-                title = line.equation.title
-                yield f"\n{title} ({line.equation.source}):\n  {line.equation.text}"
-            yield f"    {line}"
+        yield from texts_of(self.lines)
         yield f"\nsymbols, times {unit}; i numbers stages, and edge i joins stages i and i+1:"
-        meanings = legend(line.equation for line in self.lines)
+        meanings = legend((line.equation for line in self.lines), SYMBOLS)
         for symbol, meaning in meanings.items():
             yield f"  {symbol if symbol == 'N' else f'{symbol}_i':<9}{meaning}"
 
@@ -208,11 +218,6 @@ def _limits(program: Program, cost: CostModel) -> tuple[int, ...] | None:
     return tuple(limits)
 
 
-def _line(equation: Equation, where: str, *values: float) -> Line:
-    result = equation.evaluate(*values)
-    return Line(equation, where, equation.with_values(*values), bool(result) if equation.is_relation else float(result))
-
-
 def _edge_lines(cost: CostModel, microbatches: int, x: Sequence[int], asked: WarmUp) -> Iterator[Line]:
     model = equations()
     edges = range(cost.stages - 1)
@@ -222,17 +227,17 @@ def _edge_lines(cost: CostModel, microbatches: int, x: Sequence[int], asked: War
         return f"edge {edge}-{edge + 1}"
 
     for edge in edges:
-        yield _line(model.slackness, name(edge), x[edge] - x[edge + 1], x[edge], x[edge + 1])
+        yield Line.of(model.slackness, name(edge), x[edge] - x[edge + 1], x[edge], x[edge + 1])
     for edge in busy:
-        yield _line(model.needed_slack, name(edge), *edge_times(cost, edge))
+        yield Line.of(model.needed_slack, name(edge), *edge_times(cost, edge))
     for edge in busy:
-        yield _line(model.warm_up_slack, name(edge), *edge_times(cost, edge), microbatches)
+        yield Line.of(model.warm_up_slack, name(edge), *edge_times(cost, edge), microbatches)
     for edge in busy:
-        yield _line(model.no_cascade, name(edge), *edge_times(cost, edge), x[edge] - x[edge + 1])
+        yield Line.of(model.no_cascade, name(edge), *edge_times(cost, edge), x[edge] - x[edge + 1])
     for edge in busy:
-        yield _line(model.steady_slack, name(edge), *edge_times(cost, edge), cost.weight_grad[edge + 1])
+        yield Line.of(model.steady_slack, name(edge), *edge_times(cost, edge), cost.weight_grad[edge + 1])
     for stage in range(cost.stages):
-        yield _line(model.budget, f"stage {stage}", x[stage], asked.limit[stage], microbatches)
+        yield Line.of(model.budget, f"stage {stage}", x[stage], asked.limit[stage], microbatches)
 
 
 def _bound_lines(cost: CostModel, microbatches: int, limits: Sequence[int]) -> Iterator[Line]:
@@ -253,14 +258,14 @@ def _bound_lines(cost: CostModel, microbatches: int, limits: Sequence[int]) -> I
 
     candidates: list[list[Line]] = [
         [
-            _line(model.bound_load, f"stage {s}", head[s], forward[s], input_grad[s], weight_grad[s], microbatches)
+            Line.of(model.bound_load, f"stage {s}", head[s], forward[s], input_grad[s], weight_grad[s], microbatches)
             for s in stages
         ],
-        [_line(model.bound_drain, f"stage {s}", head[s], forward[s], input_grad[s], tail[s], microbatches) for s in stages],
-        [_line(model.bound_chain, f"stage {s}", *stage_values(s)) for s in stages],
-        [_line(model.bound_memory, f"stage {s}", *stage_values(s), limits[s]) for s in stages],
+        [Line.of(model.bound_drain, f"stage {s}", head[s], forward[s], input_grad[s], tail[s], microbatches) for s in stages],
+        [Line.of(model.bound_chain, f"stage {s}", *stage_values(s)) for s in stages],
+        [Line.of(model.bound_memory, f"stage {s}", *stage_values(s), limits[s]) for s in stages],
         [
-            _line(
+            Line.of(
                 model.bound_link_forward,
                 f"edge {edge}-{edge + 1}",
                 *(*first(edge), cost.occupancy_forward[edge], cost.latency_forward[edge] + cost.occupancy_forward[edge]),
@@ -270,7 +275,7 @@ def _bound_lines(cost: CostModel, microbatches: int, limits: Sequence[int]) -> I
             if cost.occupancy_forward[edge] > 0
         ],
         [
-            _line(
+            Line.of(
                 model.bound_link_backward,
                 f"edge {edge}-{edge + 1}",
                 *(*first(edge), cost.latency_forward[edge] + cost.occupancy_forward[edge], *second(edge)),

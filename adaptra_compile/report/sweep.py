@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from adaptra.errors import MissingExtraError
-from adaptra.report.files import check_suffix, write_whole
+from adaptra.report.files import write_figure
 from adaptra.report.picture import SUFFIXES
 
 if TYPE_CHECKING:
@@ -43,19 +41,7 @@ def draw_sweep(sweep: Sweep, path: str | Path, *, title: str | None = None) -> N
         ReportError: The suffix is unknown, or the folder does not exist.
         MissingExtraError: matplotlib is not installed.
     """
-    suffix = check_suffix(path, SUFFIXES)
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError("pictures need matplotlib: pip install 'adaptra[viz]'") from error
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "adaptra", "font.family": "DejaVu Sans"}):
-        figure = Figure(figsize=(9.5, 5.2))
-        _compose(figure, sweep, title)
-        buffer = io.BytesIO()
-        metadata = {"Date": None} if suffix == ".svg" else None
-        figure.savefig(buffer, format=suffix[1:], dpi=150, facecolor="white", metadata=metadata)
-    write_whole(path, buffer.getvalue())
+    write_figure(path, SUFFIXES, (9.5, 5.2), lambda figure: _compose(figure, sweep, title))
 
 
 def _compose(figure: Figure, sweep: Sweep, title: str | None) -> None:

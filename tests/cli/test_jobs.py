@@ -61,6 +61,25 @@ def test_a_slow_worker_gives_microbatches_away(folder: Path, capsys: pytest.Capt
     assert 1 <= len(given) <= 3
 
 
+def test_a_plan_is_explained_by_its_equations(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "plan", "job.json", "-o", "plan.sched")
+    shown = printed(capsys, "explain", "job.json", "plan.sched")
+    assert shown.startswith("adapted on job: period 30, no order on its routes beats 30 (work, worker 2), gap 0.0 %; ")
+    assert "    stage 2: 3 + 0 + (6 + ceiling(6*1/(3 - 1)))*(1 + 1 + 1) = 30\n" in shown
+    assert shown == printed(capsys, "explain", "job.json"), "without PROGRAM the plan for CASE"
+    figures = json.loads(printed(capsys, "explain", "job.json", "plan.sched", "--json"))
+    planned = json.loads(printed(capsys, "plan", "job.json", "--json"))
+    for name in ("period", "bound", "bound_kind", "bound_where", "healthy_period", "fault_scaled_period"):
+        assert figures[name] == planned[name], name
+    options = ("--replicas", "3", "--optimizer", "3", "--lost", "1.2", "--json")
+    assert json.loads(printed(capsys, "explain", "pipeline.json", *options))["equations"] == figures["equations"]
+
+
+def test_a_slow_worker_is_explained_by_what_it_keeps(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed(capsys, "explain", "pipeline.json", "--replicas", "3", "--slow", "1.2=2", "--reduce", "1")
+    assert "    worker 6 of stage 2: 6*3/(2*(-0.5 + 3)) = 3.6\n" in shown
+
+
 def test_a_job_that_takes_no_time_is_planned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("nothing.json").write_text(json.dumps({**JOB, "t_f": 0, "t_i": 0, "t_w": 0, "t_opt": 0}))
     assert "healthy  0: this plan takes no time either\n" in printed(capsys, "plan", "nothing.json", "-o", "plan.sched")
@@ -87,6 +106,12 @@ def test_a_job_that_takes_no_time_is_planned(folder: Path, capsys: pytest.Captur
         (("plan", "job.json", "--lower"), "--lower: job has several replicas: expected a case of one pipeline"),
         (("plan", "job.json", "--in-flight", "3"), "--in-flight: job has several replicas: expected a case of one pipeline"),
         (("plan", "job.json", "-o", "plan.csv"), "plan.csv: suffix '.csv': expected .sched"),
+        (("explain", "job.json", "1f1b"), "1f1b: a schedule of one pipeline: expected the file of a program for job"),
+        (("explain", "job.json", "--sensitivity"), "--sensitivity: job has several replicas: expected a case of one pipeline"),
+        (
+            ("explain", "pipeline.json", "--slow", "1.2=2"),
+            "--slow: pipeline.json is a case of one pipeline: expected --replicas N too",
+        ),
         (("simulate", "1f1b", "job.json"), "1f1b: a schedule of one pipeline: expected the file of a program for job"),
         (("simulate", "none.sched", "job.json"), "none.sched: no such file"),
     ],

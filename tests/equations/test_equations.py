@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import cases
 
-from adaptra.equations.bubble import SYMBOLS, Equation, equations, excess_delay, legend
+from adaptra.equations.bubble import SYMBOLS, equations, excess_delay
+from adaptra.equations.equation import Equation, legend
 from adaptra.equations.warm_up import SlackRule, in_flight_limits, warm_up
 from adaptra.errors import PlanError
 from adaptra.planning.explanation import explain
@@ -175,7 +176,7 @@ def test_an_explanation_shows_the_plans_numbers() -> None:
 def test_every_symbol_of_every_equation_is_explained() -> None:
     model = equations()
     found = [getattr(model, field.name) for field in dataclasses.fields(model)]
-    assert set(legend(found)) == set(SYMBOLS)
+    assert set(legend(found, SYMBOLS)) == set(SYMBOLS)
     assert all(equation.symbols <= set(SYMBOLS) for equation in found)
 
 
