@@ -338,7 +338,7 @@ class _Planner:
         if not whole:
             return Response(ResponseKind.SHRINK, "every replica has a lost worker")
         microbatches = -(-case.replicas * case.microbatches // whole)
-        what = f"{whole} whole replicas compute {microbatches} microbatches each"
+        what = f"whole replicas only, {whole}, compute {microbatches} microbatches each"
         slowest = max((factor for worker, factor in case.slow.items() if worker // case.stages not in broken), default=1.0)
         return self._whole(ResponseKind.SHRINK, what, case, whole, slowest, self.prices.planning + step)
 
@@ -348,7 +348,7 @@ class _Planner:
             left = case.workers - len(case.lost)
             return Response(ResponseKind.RESTART, f"{left} workers are left: a replica has {case.stages} stages")
         microbatches = -(-case.replicas * case.microbatches // whole)
-        what = f"a checkpoint is loaded; {whole} whole replicas compute {microbatches} microbatches each"
+        what = f"a checkpoint is loaded; whole replicas, {whole}, compute {microbatches} microbatches each"
         spare = case.workers - len(case.lost) - whole * case.stages
         factors = sorted((factor for worker, factor in case.slow.items() if worker not in case.lost), reverse=True)
         slowest = max(factors[spare:], default=1.0)
