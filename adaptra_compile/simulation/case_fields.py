@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
+from adaptra.checks import is_real, is_whole
 from adaptra.errors import CaseError
 
 _MOST: Final = 1_000_000
-"""The largest count of stages, replicas or microbatches. More are refused before they fill the memory."""
+"""The most stages, replicas or microbatches of a case. More are refused before they fill the memory."""
 _REQUIRED: Final = object()
 
 
@@ -36,6 +37,10 @@ class CaseFields:
         if unknown:
             raise CaseError(f"{self._where}unknown field {min(unknown)!r}: expected some of {', '.join(sorted(known))}")
 
+    def has(self, name: str) -> bool:
+        """Return True if a field is there."""
+        return name in self._fields
+
     def given(self, name: str, default: Any = _REQUIRED) -> Any:
         """Return a field as it is; without a default it is required."""
         if name in self._fields:
@@ -47,23 +52,33 @@ class CaseFields:
     def count(self, name: str) -> int:
         """Return a required whole number of at least 1."""
         value = self.given(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._refused(name, "a whole number of at least 1", value)
+        if not is_whole(value) or value < 1:
+            raise self._refused(name, "a whole number of at least 1", repr(value))
         if value > _MOST:
-            raise self._refused(name, f"at most {_MOST}", value)
+            raise self._refused(name, f"at most {_MOST}", repr(value))
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> float:
         """Return a finite number that is not negative."""
         return self._number(name, self.given(name, default))
 
-    def numbers(self, name: str, count: int, default: Any = _REQUIRED) -> tuple[float, ...]:
-        """Return ``count`` numbers; a single number stands for all."""
+    def numbers(self, name: str, count: int, default: Any = _REQUIRED, null: Any = None) -> tuple[float, ...]:
+        """Return ``count`` numbers; a single number stands for all, and JSON's null for ``null``."""
         value = self.given(name, default)
-        values: list[Any] = list(cast("list[Any]", value)) if isinstance(value, list) else [value] * count
+        given = null if value is None else value
+        values: list[Any] = list(given) if isinstance(given, list | tuple) else [given] * count
+        expected = f"a number or a list of {count}"
         if len(values) != count:
-            raise CaseError(f"{self._where}{name}: expected a number or a list of {count}, got a list of {len(values)}")
-        return tuple(self._number(name, one) for one in values)
+            raise self._refused(name, expected, f"a list of {len(values)}")
+        for one in values:
+            if not is_real(one):
+                raise self._refused(name, expected, repr(one))
+        try:
+            numbers = tuple(float(one) for one in values)
+        except OverflowError:
+            raise self._refused(name, "numbers of at most 1.8e308", "a larger one") from None
+        check_numbers(f"{self._where}{name}", numbers, count)
+        return numbers
 
     def numbers_by_name(self, name: str) -> dict[str, float]:
         """Return an object of numbers; empty if the field is missing."""
@@ -73,26 +88,46 @@ class CaseFields:
         """Return an object; empty if the field is missing."""
         value = self.given(name, {})
         if not isinstance(value, Mapping):
-            raise self._refused(name, "a JSON object", value)
+            raise self._refused(name, "a JSON object", type(value).__name__)
         return cast("Mapping[str, Any]", value)
 
     def texts(self, name: str) -> tuple[str, ...]:
         """Return a list of texts; empty if the field is missing."""
         value = self.given(name, [])
         if not isinstance(value, list) or not all(isinstance(one, str) for one in cast("list[Any]", value)):
-            raise self._refused(name, "a list of texts", value)
+            raise self._refused(name, "a list of texts", repr(value))
         return tuple(cast("list[str]", value))
 
+    def one_of(self, name: str, choices: Sequence[str]) -> str:
+        """Return one of the choices; the first if the field is missing."""
+        value = self.given(name, choices[0])
+        if value not in choices:
+            raise self._refused(name, f"one of {', '.join(choices)}", repr(value))
+        return value
+
     def _number(self, name: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._refused(name, "a number", value)
+        if not is_real(value):
+            raise self._refused(name, "a number", repr(value))
         try:
             number = float(value)
         except OverflowError:
             number = math.inf
         if not (math.isfinite(number) and number >= 0):
-            raise self._refused(name, "a finite number that is not negative", value)
+            raise self._refused(name, "a finite number that is not negative", repr(value))
         return number
 
-    def _refused(self, name: str, expected: str, value: object) -> CaseError:
-        return CaseError(f"{self._where}{name}: expected {expected}, got {value!r:.80}")
+    def _refused(self, name: str, expected: str, got: str) -> CaseError:
+        return CaseError(f"{self._where}{name}: expected {expected}, got {got:.80}")
+
+
+def check_numbers(name: str, values: Sequence[float], count: int) -> None:
+    """Refuse numbers that are not ``count``, negative or not finite.
+
+    Raises:
+        CaseError: They are refused; ``name`` begins the error.
+    """
+    if len(values) != count:
+        raise CaseError(f"{name}: expected {count} numbers, got {len(values)}")
+    for index, value in enumerate(values):
+        if not (math.isfinite(value) and value >= 0):
+            raise CaseError(f"{name}[{index}] is {value}: expected a finite number that is not negative")

@@ -8,16 +8,16 @@ its JSON form. Times may be in any unit as long as all share it; the runtime use
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
-from adaptra.checks import is_real, is_whole
 from adaptra.errors import CaseError
 from adaptra.json_files import read_json
 from adaptra.program import Kind, refuse_size
+from adaptra.simulation.case_fields import CaseFields, check_numbers
 
 FORMAT_VERSION: Final = 1
 
@@ -75,11 +75,11 @@ class CostModel:
         if not self.memory_input_grad:
             object.__setattr__(self, "memory_input_grad", tuple(0.5 * held for held in self.memory_forward))
         for name in ("forward", "input_grad", "weight_grad", "memory_forward", "memory_input_grad"):
-            _check_numbers(name, getattr(self, name), stages)
+            check_numbers(name, getattr(self, name), stages)
         for name in ("latency_forward", "latency_backward", "occupancy_forward", "occupancy_backward"):
-            _check_numbers(name, getattr(self, name), stages - 1)
+            check_numbers(name, getattr(self, name), stages - 1)
         if self.memory_limit is not None:
-            _check_numbers("memory_limit", self.memory_limit, len(self.memory_limit))
+            check_numbers("memory_limit", self.memory_limit, len(self.memory_limit))
         for stage, (held, freed) in enumerate(zip(self.memory_forward, self.memory_input_grad, strict=True)):
             if freed > held:
                 raise CaseError(f"memory_input_grad of stage {stage} is {freed}: expected at most memory_forward, {held}")
@@ -225,38 +225,29 @@ class Case:
     @staticmethod
     def from_json(data: Any, name: str = "case") -> Case:
         """Read a case from its JSON object, which may also be wrapped as ``{"name": …, "case": {…}}``."""
-        if not isinstance(data, Mapping):
-            raise CaseError(f"expected a JSON object, got {type(data).__name__}")
-        name = str(data.get("name", name))
-        fields: Mapping[str, Any] = data.get("case", data)
-        if not isinstance(fields, Mapping):
-            raise CaseError(f"case: expected a JSON object, got {type(fields).__name__}")
-        unknown = set(fields) - _FIELDS
-        if unknown:
-            raise CaseError(f"unknown field {min(unknown)!r}: expected some of {', '.join(sorted(_FIELDS))}")
-        if fields.get("version", FORMAT_VERSION) != FORMAT_VERSION:
-            raise CaseError(f"case version {fields['version']!r}: this adaptra reads version {FORMAT_VERSION}")
-        stages, microbatches = _count(fields, "S"), _count(fields, "M")
-        placement = _placement(fields.get("placement"), stages)
+        outer = CaseFields(data)
+        fields = CaseFields(outer.objects("case") if outer.has("case") else data)
+        fields.only(_FIELDS)
+        if fields.given("version", FORMAT_VERSION) != FORMAT_VERSION:
+            raise CaseError(f"case version {fields.given('version')!r}: this adaptra reads version {FORMAT_VERSION}")
+        stages, microbatches = fields.count("S"), fields.count("M")
+        placement = _placement(fields.given("placement", None), stages)
         ranks, edges = max(placement) + 1, stages - 1
-        c_f, o_f = fields.get("c_f", 0), fields.get("o_f") or 0
-        limit = fields.get("mem_cap")
-        memory_forward = _numbers("mem_f", fields.get("mem_f", 1), stages)
         cost = CostModel(
-            forward=_numbers("t_f", _required(fields, "t_f"), stages),
-            input_grad=_numbers("t_b", _required(fields, "t_b"), stages),
-            weight_grad=_numbers("t_w", _required(fields, "t_w"), stages),
-            latency_forward=_numbers("c_f", c_f, edges),
-            latency_backward=_numbers("c_b", fields.get("c_b", c_f), edges),
-            occupancy_forward=_numbers("o_f", o_f, edges),
-            occupancy_backward=_numbers("o_b", fields.get("o_b", o_f) or 0, edges),
-            half_duplex=_one_of(fields, "duplex", {"full": False, "half": True}, "full"),
-            blocking=_blocking(fields.get("blocking_comm", False)),
-            memory_forward=memory_forward,
-            memory_input_grad=_numbers("mem_b", fields.get("mem_b", 0.5), stages),
-            memory_limit=None if limit is None else _numbers("mem_cap", limit, ranks),
+            forward=fields.numbers("t_f", stages),
+            input_grad=fields.numbers("t_b", stages),
+            weight_grad=fields.numbers("t_w", stages),
+            latency_forward=fields.numbers("c_f", edges, 0),
+            latency_backward=fields.numbers("c_b", edges, fields.given("c_f", 0)),
+            occupancy_forward=fields.numbers("o_f", edges, 0, null=0),
+            occupancy_backward=fields.numbers("o_b", edges, fields.given("o_f", 0), null=0),
+            half_duplex=fields.one_of("duplex", ("full", "half")) == "half",
+            blocking=_blocking(fields.given("blocking_comm", False)),
+            memory_forward=fields.numbers("mem_f", stages, 1),
+            memory_input_grad=fields.numbers("mem_b", stages, 0.5),
+            memory_limit=None if fields.given("mem_cap", None) is None else fields.numbers("mem_cap", ranks),
         )
-        return Case(cost, microbatches, placement, name)
+        return Case(cost, microbatches, placement, str(outer.given("name", name)))
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object from which :meth:`from_json` reads an equal case."""
@@ -284,55 +275,6 @@ class Case:
 
 
 _FIELDS: Final = frozenset("version S M t_f t_b t_w c_f c_b o_f o_b duplex blocking_comm mem_cap mem_f mem_b placement".split())
-
-
-_MOST: Final = 1_000_000
-"""The most stages or microbatches of a case. More are refused before they fill the memory."""
-
-
-def _check_numbers(name: str, values: Sequence[float], count: int) -> None:
-    if len(values) != count:
-        raise CaseError(f"{name}: expected {count} numbers, got {len(values)}")
-    for index, value in enumerate(values):
-        if not (math.isfinite(value) and value >= 0):
-            raise CaseError(f"{name}[{index}] is {value}: expected a finite number that is not negative")
-
-
-def _numbers(name: str, given: Any, count: int) -> tuple[float, ...]:
-    values: list[Any] = list(given) if isinstance(given, list | tuple) else [given] * count
-    if len(values) != count:
-        raise CaseError(f"{name}: expected a number or a list of {count}, got a list of {len(values)}")
-    for value in values:
-        if not is_real(value):
-            raise CaseError(f"{name}: expected a number or a list of {count}, got {value!r}")
-    try:
-        numbers = tuple(float(value) for value in values)
-    except OverflowError:
-        raise CaseError(f"{name}: expected numbers of at most 1.8e308, got a larger one") from None
-    _check_numbers(name, numbers, count)
-    return numbers
-
-
-def _required(fields: Mapping[str, Any], name: str) -> Any:
-    if name not in fields:
-        raise CaseError(f"missing field {name!r}")
-    return fields[name]
-
-
-def _count(fields: Mapping[str, Any], name: str) -> int:
-    value = _required(fields, name)
-    if not is_whole(value) or value < 1:
-        raise CaseError(f"{name}: expected a whole number of at least 1, got {value!r}")
-    if value > _MOST:
-        raise CaseError(f"{name}: expected at most {_MOST}, got {value}")
-    return value
-
-
-def _one_of(fields: Mapping[str, Any], name: str, choices: Mapping[str, bool], default: str) -> bool:
-    value = fields.get(name, default)
-    if not isinstance(value, str) or value not in choices:
-        raise CaseError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
-    return choices[value]
 
 
 def _blocking(value: Any) -> Blocking:

@@ -165,9 +165,7 @@ class JobCase:
         replicas, stages, microbatches = fields.count("P"), fields.count("S"), fields.count("M")
         if refused := refuse_size(replicas * stages, microbatches):
             raise CaseError(f"P, S, M: {refused}")
-        fold = fields.given("fold", "handover")
-        if fold not in ("handover", "contributions"):
-            raise CaseError(f"fold: {fold!r}: expected 'handover' or 'contributions'")
+        fold = fields.one_of("fold", ("handover", "contributions"))
         caps = None if fields.given("mem_cap", None) is None else fields.numbers("mem_cap", stages)
         cost = CostModel(
             forward=fields.numbers("t_f", stages),

@@ -38,9 +38,9 @@ def test_the_fields_of_a_case() -> None:
         ({"P": 0}, r"^P: expected a whole number of at least 1, got 0$"),
         ({"P": 2_000_000}, r"^P: expected at most 1000000, got 2000000$"),
         ({"P": 1000, "S": 1000, "M": 1000}, r"^P, S, M: 1,000,000 stages × 1,000 microbatches are 3,000,000,000 ops"),
-        ({"t_f": -1}, r"^t_f: expected a finite number that is not negative, got -1$"),
+        ({"t_f": -1}, r"^t_f\[0\] is -1.0: expected a finite number that is not negative$"),
         ({"t_f": [1]}, r"^t_f: expected a number or a list of 2, got a list of 1$"),
-        ({"t_f": "1"}, r"^t_f: expected a number, got '1'$"),
+        ({"t_f": "1"}, r"^t_f: expected a number or a list of 2, got '1'$"),
         ({"t_b": 1}, r"^unknown field 't_b': expected some of "),
         (
             {"lost": ["0.0", "1.0"]},
@@ -58,7 +58,7 @@ def test_the_fields_of_a_case() -> None:
         ({"links": {"0-7": {}}}, r"^links: worker 7 does not exist"),
         ({"mem_cap": 0}, r"^mem_cap: 0: expected a whole number of microbatches, at least 1$"),
         ({"mem_cap": 1.5}, r"^mem_cap: 1\.5: expected a whole number of microbatches, at least 1$"),
-        ({"fold": "left"}, r"^fold: 'left': expected 'handover' or 'contributions'$"),
+        ({"fold": "left"}, r"^fold: expected one of handover, contributions, got 'left'$"),
         ({"version": 1}, r"^version 1: a case with replicas, P, has version 2$"),
     ],
 )
