@@ -231,7 +231,7 @@ def main() -> int:
     if given.random > 0:
         rows += random_rows(given.random, given.budget, given.exact)
     if given.large:
-        rows += [*large_rows(), *resilience_rows(given.budget)]
+        rows += [*large_rows(), *resilience_rows(1.0)]
     if given.judge is not None:
         rows += judged_rows(given.judge, given.programs)
     print_rows("plans around lost and slow workers", rows, baseline="bar", as_json=given.json)
