@@ -25,6 +25,9 @@ from _table import Row, parser, print_rows
 
 from adaptra.planning.replicas.job_planner import plan_job
 from adaptra.planning.replicas.period_bound import flow_bound, period_bound
+from adaptra.planning.replicas.recut import recuts
+from adaptra.planning.replicas.resilience import Resilience
+from adaptra.planning.replicas.responses import ResponseKind, ResponsePrices
 from adaptra.program import Program
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.job_case import JobCase, WorkerLink
@@ -166,6 +169,40 @@ def large_rows() -> Iterator[Row]:
         yield Row(f"{name}: seconds to plan", seconds, None, "s", 1)
 
 
+def recut_rows(budget: float) -> Iterator[Row]:
+    """Yield the rows of re-cuts. Memory is that in which twice as many microbatches as stages fit after the re-cut."""
+    for replicas, stages, microbatches, lost, pieces, bar in (
+        (3, 4, 6, (1, 2), 12, 0.86),
+        (6, 4, 16, (0, 2), 12, 0.92),
+        (3, 4, 6, (1, 2), 96, None),
+        (6, 4, 16, (0, 2), 96, None),
+    ):
+        healthy = planned(unit_case(replicas, stages, microbatches), budget)[1]
+        case = unit_case(replicas, stages, microbatches, (lost,))
+        cuts = [replace(one.case, memory=case.memory) for one in recuts(case, pieces)]
+        throughput = healthy / min(planned(cut, budget)[1] for cut in cuts)
+        name = f"{replicas}×{stages}, one lost, re-cut at {pieces} pieces a stage: throughput ÷ "
+        if bar is not None:
+            yield Row(f"{name}healthy", throughput, bar, "", 1)
+            yield Row(f"{replicas}×{stages}, one lost, rerouted: the same", healthy / planned(case, budget)[1], None, "", 1)
+        else:
+            yield Row(f"{name}that of the workers left", throughput * case.workers / (case.workers - 1), 0.98, "", 1)
+
+
+def resilience_rows(budget: float) -> Iterator[Row]:
+    """Yield the rows of 1,504 workers with one to sixteen lost ones where they cost least, and of a week of failures."""
+    started = time.process_time()
+    job = Resilience(unit_case(188, 8, 64), ResponsePrices(), budget=budget)
+    rows = list(job.rows(16))
+    worst = min(row["of_limit"] for row in rows)
+    yield Row("1,504 workers, 1 to 16 lost: least throughput ÷ that of the workers left", worst, 0.985, "", len(rows))
+    shrunk = next(one for one in job.decision(16).responses if one.kind is ResponseKind.SHRINK)
+    left = (job.case.workers - 16) / job.case.workers
+    without = job.decision(16).healthy_period / (shrunk.period or 1) / left
+    yield Row("the same, 16 lost, without their replicas", without, None, "", 1)
+    yield Row("the same, 17 decisions: processor seconds", time.process_time() - started, None, "s", 1)
+
+
 def random_rows(what: str, cases: Iterable[JobCase], budget: float, exact: float) -> Iterator[Row]:
     """Yield the rows of random cases."""
     ratios: list[float] = []
@@ -225,14 +262,19 @@ def main() -> int:
     arguments.add_argument("--judge", metavar="FILE", help="another simulator to agree with")
     arguments.add_argument("--programs", type=int, default=1000, help="random programs for --judge")
     given = arguments.parse_args()
-    rows = [*published_rows(given.budget), *narrow_rows(given.budget), *port_rows(given.budget)]
+    rows = [
+        *published_rows(given.budget),
+        *narrow_rows(given.budget),
+        *port_rows(given.budget),
+        *recut_rows(given.budget),
+    ]
     if given.random > 0:
         lost = random_cases(given.random, given.seed)
         late = random_cases(max(given.random // 8, 1), given.seed, late=True)
         rows += random_rows("random cases", lost, given.budget, given.exact)
         rows += random_rows("with latency and a slow worker,", late, given.budget, given.exact)
     if given.large:
-        rows += large_rows()
+        rows += [*large_rows(), *resilience_rows(1.0)]
     if given.judge is not None:
         rows += judged_rows(given.judge, given.programs)
     print_rows("plans around lost and slow workers", rows, baseline="bar", as_json=given.json)

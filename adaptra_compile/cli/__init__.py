@@ -1,4 +1,4 @@
-"""The command ``adaptra``: plan, simulate, explain, trace, schedule, doctor. ``docs/command-line.md`` shows each.
+"""The command ``adaptra``: plan, simulate, resilience, explain, trace, schedule, doctor. ``docs/command-line.md`` shows each.
 
 The start loads neither torch nor sympy nor matplotlib. Each command loads the modules that it uses when it runs.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import warnings
 from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 from adaptra import __version__
 from adaptra.errors import AdaptraError
+from adaptra.sizes import UNITS
 
 _Add = Callable[[str, str], ArgumentParser]
 
@@ -89,7 +91,7 @@ def _parser() -> ArgumentParser:
             allow_abbrev=False,
         )
 
-    for command in (_plan, _simulate, _explain, _trace, _schedule, _doctor):
+    for command in (_plan, _simulate, _resilience, _explain, _trace, _schedule, _doctor):
         command(add)
     return parser
 
@@ -175,6 +177,43 @@ def _simulate(add: _Add) -> None:
     _json(parser)
 
 
+def _resilience(add: _Add) -> None:
+    parser = add(
+        "resilience",
+        "Show what several replicas still do with lost workers, and which response to a loss pays.\n\n"
+        "For each number of lost workers: period, bounds, memory and decision. With --lost or --slow: all responses to that,\n"
+        "with their costs. With --mtbf or --trace: the average throughput over days, and with -o its curve. Periods are in\n"
+        "the case's own unit, costs in seconds.",
+    )
+    parser.add_argument("case", metavar="CASE", help=_CASE)
+    _job(parser)
+    parser.add_argument("--gpus", type=_at_least_one, metavar="N", help="as many replicas as N workers make")
+    parser.add_argument("--losses", type=_at_least_one, metavar="N", help="lost workers in the table at most (default 4)")
+    parser.add_argument("--budget", type=_seconds, metavar="TIME", help="search each plan so long at most, such as 100ms")
+    trace = parser.add_mutually_exclusive_group()
+    trace.add_argument("--mtbf", type=_seconds, metavar="TIME", help="mean time between failures of the whole job, such as 3h")
+    trace.add_argument("--trace", metavar="FILE", help="a failure trace: lines milliseconds,add|remove,name")
+    parser.add_argument("--days", type=_duration, metavar="N", help="with --mtbf: how long (default 7)")
+    parser.add_argument("--repair", type=_seconds, metavar="TIME", help="with --mtbf: until a worker is back (default 4h)")
+    parser.add_argument("--seed", type=int, metavar="N", help="with --mtbf: seed of the failures (default 0)")
+    parser.add_argument("--node", type=_at_least_one, metavar="N", help="with --trace: the workers of one name (default 1)")
+    prices = parser.add_argument_group("what responses cost")
+    prices.add_argument("--unit", type=_seconds, metavar="TIME", help="one unit of the case's time (default 10ms)")
+    prices.add_argument("--state", type=_bytes, metavar="SIZE", help="a stage's parameters and optimizer state (default 16GB)")
+    prices.add_argument("--rate", type=_bytes, metavar="SIZE", help="bytes per second between two workers (default 10GB)")
+    prices.add_argument("--room", type=_bytes, metavar="SIZE", help="a worker's memory for such state (default: enough)")
+    prices.add_argument("--pieces", type=_at_least_one, metavar="N", help="equal pieces of a stage to cut at (default 12)")
+    prices.add_argument("--planning", type=_seconds, metavar="TIME", help="until a plan around a loss runs (default 1s)")
+    prices.add_argument("--restart", type=_seconds, metavar="TIME", help="a restart from a checkpoint (default 5min)")
+    prices.add_argument("--checkpoint-age", type=_seconds, metavar="TIME", help="work that a restart loses (default 15min)")
+    prices.add_argument("--joiner", type=_seconds, metavar="TIME", help="until a worker joins (default: none does)")
+    prices.add_argument(
+        "--horizon", type=_seconds, metavar="TIME", help="over which a response must pay (default: --mtbf, or else 3h)"
+    )
+    parser.add_argument("-o", "--output", metavar="PICTURE", help="draw throughput over time: .svg or .png (extra viz)")
+    _json(parser)
+
+
 def _explain(add: _Add) -> None:
     parser = add(
         "explain",
@@ -241,12 +280,20 @@ def _names(text: str) -> list[str]:
 
 
 def _seconds(text: str) -> float:
-    """Return the seconds of a duration such as 100ms or 60s."""
-    for unit, scale in (("ms", 1e-3), ("s", 1.0)):
+    """Return the seconds of a duration such as 100ms, 60s or 3h."""
+    for unit, scale in (("ms", 1e-3), ("s", 1.0), ("min", 60.0), ("h", 3600.0), ("d", 86_400.0)):
         number = text.removesuffix(unit)
         if number != text and number.replace(".", "", 1).isdecimal() and number.isascii() and float(number) > 0:
             return float(number) * scale
     raise ArgumentTypeError(f"{text!r}: expected a duration such as 100ms or 2s")
+
+
+def _bytes(text: str) -> float:
+    """Return the bytes of a size such as 16GB."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]+)", text)
+    if match is None or match[2] not in UNITS or not float(match[1]) > 0:
+        raise ArgumentTypeError(f"{text!r}: expected a size such as 16GB or 1.5GiB")
+    return float(match[1]) * UNITS[match[2]]
 
 
 def _edge(text: str) -> tuple[int, int]:

@@ -36,8 +36,8 @@ def run(options: Namespace) -> str:
         case "explain":
             job = jobs.read_job(options)
             return _explain(options) if job is None else jobs.run_job_explain(options, job)
-        case "trace":
-            return _trace(options)
+        case "trace" | "resilience" as command:
+            return _trace(options) if command == "trace" else _resilience(options)
         case "schedule":
             program = _generate(options.name, options.stages, options.microbatches)
             return as_json({"name": program.name, "program": str(program)}) if options.json else str(program)
@@ -79,6 +79,12 @@ def _explain(options: Namespace) -> str:
     from adaptra.cli import tables
 
     return str(explanation).rstrip("\n") + "\n\n" + tables.sensitivity(edges, line_width(options))
+
+
+def _resilience(options: Namespace) -> str:
+    from adaptra.cli.resilience import run_resilience
+
+    return run_resilience(options)
 
 
 def _trace(options: Namespace) -> str:

@@ -1,12 +1,13 @@
-"""Tables for people: a comparison of schedules, makespan against delay, and the sensitivity of each edge."""
+"""Tables for people: schedules compared, makespan against delay, the sensitivity of each edge, and responses to losses."""
 
 from __future__ import annotations
 
 import io
 import math
 import os
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -17,6 +18,7 @@ from adaptra.report.text import percent
 
 if TYPE_CHECKING:
     from adaptra.planning.comparison import Comparison, Sweep
+    from adaptra.planning.replicas.responses import Decision
     from adaptra.simulation.sensitivity import EdgeSensitivity
 
 _BEST: Final = "bold"
@@ -63,6 +65,41 @@ def sensitivity(found: Iterable[EdgeSensitivity], width: int) -> str:
             f"{edge.source}→{edge.destination}", f"{edge.absorbs:.6g}", str(edge.slope), f"{edge.once:.6g}", str(edge.most)
         )
     return _text("delay added to every message of one edge, and how much longer the step gets", table, width)
+
+
+def resilience(title: str, rows: Iterable[Mapping[str, Any]], width: int) -> str:
+    """Return a table with one row per number of lost workers."""
+    table = _table("lost", "per stage", "period", "work", "healthy", "limit", "of limit", "1F1B", "held", "decision")
+    for row in rows:
+        table.add_row(
+            str(row["lost"]),
+            _runs(row["losses"]),
+            *(f"{row[name]:.6g}" for name in ("period", "work_bound", "healthy_period", "fault_scaled_period")),
+            f"{row['of_limit']:.3f}",
+            f"{row['1f1b_period']:.6g}",
+            str(row["held"]),
+            row["decision"],
+        )
+    return _text(title, table, width)
+
+
+def responses(title: str, found: Decision, width: int) -> str:
+    """Return a table with one row per response."""
+    table = _table("response", "period", "bound", "costs", "in all", "held")
+    table.add_column("what", overflow="fold")
+    for one in found.responses:
+        figures = ("refused", "", "", "", "")
+        if one.period is not None and one.bound is not None:
+            times = f"{one.cost:.4g} s", f"{found.seconds(one):.6g} s"
+            figures = f"{one.period:.6g}", f"{one.bound:.6g}", *times, str(one.held)
+        table.add_row(one.kind.value, *figures, one.what, style=_BEST if one in (found.first, found.then) else None)
+    return _text(title, table, width)
+
+
+def _runs(losses: Sequence[int]) -> str:
+    """Return losses per stage as text: ``0×7 1`` for seven stages without a loss and one with."""
+    runs = [(value, len(list(run))) for value, run in groupby(losses)]
+    return " ".join(str(value) if number == 1 else f"{value}×{number}" for value, number in runs)
 
 
 def _ratio(makespan: float, bound: float) -> str:

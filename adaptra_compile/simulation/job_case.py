@@ -90,8 +90,12 @@ class JobCase:
                     f"slow: {factor:g} for worker {worker}: expected a factor above 0, such as 2 for half the speed"
                 )
         for stage in range(self.stages):
-            if all(self.worker(replica, stage) in self.lost for replica in range(self.replicas)):
-                raise CaseError(f"lost: all {self.replicas} workers of stage {stage}: expected one that lives on each stage")
+            column = [self.worker(replica, stage) for replica in range(self.replicas)]
+            if self.lost.issuperset(column):
+                raise CaseError(
+                    f"lost: all {self.replicas} workers of stage {stage}, {column[0]} to {column[-1]}: expected one that lives "
+                    "on each stage; only a checkpoint has its parameters then"
+                )
 
     @staticmethod
     def of(case: Case, replicas: int, step: float = 0.0, reduce: float = 0.0) -> JobCase:

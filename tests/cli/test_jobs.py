@@ -96,7 +96,7 @@ def test_a_job_that_takes_no_time_is_planned(folder: Path, capsys: pytest.Captur
         (("plan", "pipeline.json", "--replicas", "2", "--lost", "5.0"), "lost: worker 20 does not exist: expected 0..7"),
         (
             ("plan", "pipeline.json", "--replicas", "2", "--lost", "0.1,1.1"),
-            "lost: all 2 workers of stage 1: expected one that lives",
+            "lost: all 2 workers of stage 1, 1 to 5: expected one that lives",
         ),
         (("plan", "pipeline.json", "--replicas", "2", "--lost", "x"), "--lost: 'x': expected a worker such as '1.2'"),
         (("plan", "pipeline.json", "--replicas", "2", "--slow", "1.2"), "--slow 1.2: expected WORKER=FACTOR such as 1.2=2.0"),

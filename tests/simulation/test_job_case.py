@@ -42,7 +42,10 @@ def test_the_fields_of_a_case() -> None:
         ({"t_f": [1]}, r"^t_f: expected a number or a list of 2, got a list of 1$"),
         ({"t_f": "1"}, r"^t_f: expected a number or a list of 2, got '1'$"),
         ({"t_b": 1}, r"^unknown field 't_b': expected some of "),
-        ({"lost": ["0.0", "1.0"]}, r"^lost: all 2 workers of stage 0: expected one that lives on each stage$"),
+        (
+            {"lost": ["0.0", "1.0"]},
+            r"^lost: all 2 workers of stage 0, 0 to 2: expected one that lives on each stage; only a checkpoint has its ",
+        ),
         ({"lost": ["2.0"]}, r"^lost: worker 4 does not exist: expected 0\.\.3, replica · 2 \+ stage$"),
         ({"lost": ["0.2"]}, r"^lost: '0\.2': stage 2 does not exist: expected 0\.\.1$"),
         ({"lost": ["x"]}, r"^lost: 'x': expected a worker such as '1\.2' for stage 2 of replica 1, or its number$"),

@@ -38,8 +38,13 @@ class MergedJob:
                 for stage, worker in enumerate(self.routing.workers[here]):
                     there = whole.workers[replica][stage]
                     if worker is not None and there is not None:
-                        found[there] = tuple(replace(op, replica=number[op.replica or 0]) for op in orders[worker])
+                        found[there] = tuple(_renumbered(op, number[op.replica or 0]) for op in orders[worker])
         return tuple(found)
+
+
+def _renumbered(op: Op, replica: int) -> Op:
+    """Return an op of another replica. Of a large job most ops keep theirs, and all are met here."""
+    return op if op.replica == replica else Op(op.stage, op.kind, op.microbatch, op.lane, replica)
 
 
 def merge_alike(case: JobCase, routing: Routing) -> MergedJob:

@@ -17,7 +17,7 @@ from adaptra.planning.replicas.normalize import losses, stage_load
 from adaptra.simulation.job_case import JobCase
 
 _HALVINGS: Final = 60
-_SLACKS: Final = (0.0, 0.01, 0.02, 0.04, 0.08)
+_SLACKS: Final = (0.0, 0.01, 0.02, 0.04, 0.06, 0.08)
 """How much longer than the least the busiest worker may be busy, as a fraction."""
 
 

@@ -6,6 +6,7 @@ once for each.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -16,7 +17,7 @@ from adaptra.planning.replicas.responses import Decision, ResponsePrices, decide
 from adaptra.simulation.job_case import JobCase
 
 _PLAN_EACH: Final = 2_000
-"""The most workers with which each number of losses is planned; with more, only those after which the busiest has more to do."""
+"""The most workers with which each number of losses is planned; with more, the last before the busiest has more to do."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Resilience:
     def decision(self, number: int) -> Decision:
         """Return the decision for a number of lost workers, planned once.
 
-        With more than some thousand workers, it is that for the most losses with which the busiest worker has as much to do.
+        With thousands of workers one plan may stand for several numbers, up to one more loss on each stage.
 
         Raises:
             CaseError: So many losses leave a stage without a worker.
@@ -87,15 +88,11 @@ class Resilience:
             }
 
     def _planned(self, number: int) -> int:
-        """Return the number of losses whose plan stands for this one."""
+        """Return the number of losses whose plan stands for this one: at most one more on each stage, and no more work."""
         if self.case.workers <= _PLAN_EACH:
             return number
-        work = self._work(number)
-        low, high = number, self.most
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._work(middle) <= work else (low, middle - 1)
-        return low
+        last, work = min(-(-number // self.case.stages) * self.case.stages, self.most), self._work(number)
+        return bisect_right(range(number, last + 1), work, key=self._work) + number - 1
 
     def _work(self, number: int) -> float:
         return max(stage_work(self.case, *one) for one in enumerate(normalized(self.case, number)))

@@ -28,7 +28,7 @@ from adaptra.planning.replicas.job_planner import plan_job
 from adaptra.planning.replicas.normalize import RoleMove, losses, role_moves, stage_work, with_moves
 from adaptra.planning.replicas.period_bound import period_bound
 from adaptra.planning.replicas.recut import Recut, recuts
-from adaptra.program import Kind
+from adaptra.program import Kind, Program
 from adaptra.program.schedules import generate_for
 from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.period import simulate_period
@@ -267,7 +267,9 @@ class _Planner:
             what = "other replicas' workers take the lost ones' microbatches; one step is run again"
             first = self._tried(ResponseKind.REROUTE, what, even, case, redone)
         else:
-            first = self._tried(ResponseKind.KEEP, "the plan stays as it is", even, case, 0.0)
+            alike = case == even
+            plain = _one_replica(case, case.microbatches) if alike else even
+            first = self._tried(ResponseKind.KEEP, "the plan stays as it is", plain, plain if alike else case, 0.0)
         yield first
         if case.slow:
             what = "slow workers give microbatches to their stage's others"
@@ -291,8 +293,11 @@ class _Planner:
 
     def period(self, case: JobCase) -> float:
         """Return the period of the plan for a case."""
-        program = plan_job(case, effort=self.effort, budget=self.budget)
-        return simulate_period(program, case).period
+        return simulate_period(self.plan(case), case).period
+
+    def plan(self, case: JobCase) -> Program:
+        """Return the plan for a case."""
+        return plan_job(case, effort=self.effort, budget=self.budget)
 
     def _layouts(self, case: JobCase, before: float | None) -> Iterable[Response]:
         """Yield role moves, re-cuts, and both together."""
@@ -338,7 +343,7 @@ class _Planner:
         if not whole:
             return Response(ResponseKind.SHRINK, "every replica has a lost worker")
         microbatches = -(-case.replicas * case.microbatches // whole)
-        what = f"{whole} whole replicas compute {microbatches} microbatches each"
+        what = f"whole replicas only, {whole}, compute {microbatches} microbatches each"
         slowest = max((factor for worker, factor in case.slow.items() if worker // case.stages not in broken), default=1.0)
         return self._whole(ResponseKind.SHRINK, what, case, whole, slowest, self.prices.planning + step)
 
@@ -348,7 +353,7 @@ class _Planner:
             left = case.workers - len(case.lost)
             return Response(ResponseKind.RESTART, f"{left} workers are left: a replica has {case.stages} stages")
         microbatches = -(-case.replicas * case.microbatches // whole)
-        what = f"a checkpoint is loaded; {whole} whole replicas compute {microbatches} microbatches each"
+        what = f"a checkpoint is loaded; whole replicas, {whole}, compute {microbatches} microbatches each"
         spare = case.workers - len(case.lost) - whole * case.stages
         factors = sorted((factor for worker, factor in case.slow.items() if worker not in case.lost), reverse=True)
         slowest = max(factors[spare:], default=1.0)
@@ -367,7 +372,7 @@ class _Planner:
     def _tried(self, kind: ResponseKind, what: str, planned: JobCase, real: JobCase, cost: float) -> Response:
         """Return the response of the plan for one case, executed under another."""
         try:
-            program = plan_job(planned, effort=self.effort, budget=self.budget)
+            program = self.plan(planned)
         except PlanError as error:
             return Response(kind, str(error))
         found = simulate_period(program, real)

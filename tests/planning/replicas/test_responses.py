@@ -58,11 +58,11 @@ def test_shrinking_waiting_and_restarting_cost_what_they_say() -> None:
     prices = ResponsePrices(joiner=60, restart=30, checkpoint_age=70)
     found = decide(case, prices, effort=EFFORT)
     shrink, wait, restart = (one(found, kind) for kind in (ResponseKind.SHRINK, ResponseKind.WAIT, ResponseKind.RESTART))
-    assert shrink.what == "2 whole replicas compute 12 microbatches each"
+    assert shrink.what == "whole replicas only, 2, compute 12 microbatches each"
     assert shrink.period == 12 * 3 + 1
     assert shrink.cost == pytest.approx(1 + found.healthy_period * prices.unit)
     assert (wait.period, wait.cost) == (found.healthy_period, 60 + 1.6)
-    assert restart.what.endswith("3 whole replicas compute 8 microbatches each")
+    assert restart.what.endswith("whole replicas, 3, compute 8 microbatches each")
     assert restart.cost == 100
 
 
