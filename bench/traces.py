@@ -29,6 +29,7 @@ to 24 workers, that with the nearest mean availability is replayed. The samples 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -259,7 +260,11 @@ def draw(cluster: Cluster, base: str, move: float, file: str) -> None:
                 "adaptra": adapted(model, trace, lambda lost: cluster.share(lost, base), move),
             }
             for (label, found), color in zip(curves.items(), ("0.6", "tab:orange", "tab:blue"), strict=True):
-                times, rates = zip(*found.curve, (found.end, found.curve[-1][1]), strict=True)
+                points = [*found.curve, (found.end, found.curve[-1][1])]
+                # A transition of seconds would be a line down to zero and back, and hide the rest.
+                ends = [later for later, _ in points[1:]] + [math.inf]
+                shown_points = [one for one, end in zip(points, ends, strict=True) if one[1] > 0 or end - one[0] > 60]
+                times, rates = zip(*shown_points, strict=True)
                 hours = [seconds / 3600 for seconds in times]
                 axes.step(hours, rates, where="post", color=color, linewidth=0.9, label=f"{label}: {found.average:.3g}")
             axes.set_title(f"{model.name}, {name}")
