@@ -27,18 +27,25 @@ def share_evenly(case: JobCase, *, in_turns: bool) -> Routing:
 
 
 def counts(case: JobCase, stage: int) -> dict[int, int]:
-    """Return the number of microbatches that each live worker of a stage computes, so that the busiest has the least to do."""
+    """Return the number of microbatches that each live worker of a stage computes, so that the busiest has the least to do.
+
+    What the same workers compute of earlier stages counts.
+    """
     live = [worker for row in case.grid if (worker := row[stage]) is not None]
-    times = {worker: _time(case, stage, worker) for worker in live}
     found = dict.fromkeys(live, 0)
-    # Each next microbatch goes to the worker that then ends first; of several, to one that has not all of its own.
-    ends = [(times[worker], False, worker) for worker in live]
-    heapq.heapify(ends)
-    for _ in range(case.replicas * case.microbatches):
-        _, _, worker = ends[0]
-        found[worker] += 1
-        more = found[worker] + 1
-        heapq.heapreplace(ends, (more * times[worker], more > case.microbatches, worker))
+    busy = dict.fromkeys(live, 0.0)
+    for one in case.stages_of(live[0])[: case.stages_of(live[0]).index(stage) + 1]:
+        times = {worker: _time(case, one, worker) for worker in live}
+        found = dict.fromkeys(live, 0)
+        # Each next microbatch goes to the worker that then ends first; of several, to one that has not all of its own.
+        ends = [(busy[worker] + times[worker], False, worker) for worker in live]
+        heapq.heapify(ends)
+        for _ in range(case.replicas * case.microbatches):
+            _, _, worker = ends[0]
+            found[worker] += 1
+            more = found[worker] + 1
+            heapq.heapreplace(ends, (busy[worker] + more * times[worker], more > case.microbatches, worker))
+        busy = {worker: busy[worker] + found[worker] * times[worker] for worker in live}
     return found
 
 

@@ -130,7 +130,7 @@ def _fault_scaled(case: JobCase, healthy: float) -> float:
 
 def _changed(job: JobCase, changes: Mapping[str, Any]) -> JobCase:
     if changes["lost"] is not None:
-        lost = [worker_of("--lost", one, job.stages) for one in changes["lost"]]
+        lost = [worker_of("--lost", one, job.placement) for one in changes["lost"]]
         job = replace(job, lost=job.lost | frozenset(lost))
     for word in changes["slow"] or ():
         worker, equals, factor = word.partition("=")
@@ -141,7 +141,7 @@ def _changed(job: JobCase, changes: Mapping[str, Any]) -> JobCase:
             value = 0.0
         if not equals:
             raise CaseError(f"--slow {word}: expected WORKER=FACTOR such as 1.2=2.0")
-        job = replace(job, slow={**job.slow, worker_of("--slow", worker, job.stages): value})
+        job = replace(job, slow={**job.slow, worker_of("--slow", worker, job.placement): value})
     if changes["optimizer"] is not None:
         job = replace(job, step=(changes["optimizer"],) * job.stages)
     if changes["reduce"] is not None:

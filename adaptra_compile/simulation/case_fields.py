@@ -53,6 +53,13 @@ class CaseFields:
             raise self._refused(name, f"at most {_MOST}", value)
         return value
 
+    def flag(self, name: str) -> bool:
+        """Return whether a field is true; false if it is missing."""
+        value = self.given(name, False)
+        if not isinstance(value, bool):
+            raise self._refused(name, "true or false", value)
+        return value
+
     def number(self, name: str, default: Any = _REQUIRED) -> float:
         """Return a finite number that is not negative."""
         return self._number(name, self.given(name, default))

@@ -18,6 +18,7 @@ from adaptra.checks import is_real, is_whole
 from adaptra.errors import CaseError
 from adaptra.json_files import read_json
 from adaptra.program import Kind, refuse_size
+from adaptra.program.placement import stages_of
 
 FORMAT_VERSION: Final = 1
 
@@ -237,7 +238,7 @@ class Case:
         if fields.get("version", FORMAT_VERSION) != FORMAT_VERSION:
             raise CaseError(f"case version {fields['version']!r}: this adaptra reads version {FORMAT_VERSION}")
         stages, microbatches = _count(fields, "S"), _count(fields, "M")
-        placement = _placement(fields.get("placement"), stages)
+        placement = read_placement(fields.get("placement"), stages)
         ranks, edges = max(placement) + 1, stages - 1
         c_f, o_f = fields.get("c_f", 0), fields.get("o_f") or 0
         limit = fields.get("mem_cap")
@@ -261,7 +262,6 @@ class Case:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object from which :meth:`from_json` reads an equal case."""
         cost = self.cost
-        ranks = max(self.placement) + 1
         fields: dict[str, Any] = {
             "version": FORMAT_VERSION,
             "S": cost.stages,
@@ -278,7 +278,7 @@ class Case:
             "mem_f": list(cost.memory_forward),
             "mem_b": list(cost.memory_input_grad),
             "mem_cap": None if cost.memory_limit is None else list(cost.memory_limit),
-            "placement": [[s for s, r in enumerate(self.placement) if r == rank] for rank in range(ranks)],
+            "placement": placement_lists(self.placement),
         }
         return {"name": self.name, "case": fields}
 
@@ -347,7 +347,12 @@ def _blocking(value: Any) -> Blocking:
             raise CaseError(f"blocking_comm: expected false, true, 'send' or 'both', got {value!r}")
 
 
-def _placement(given: Any, stages: int) -> tuple[int, ...]:
+def read_placement(given: Any, stages: int) -> tuple[int, ...]:
+    """Return the rank of each stage, given one JSON list of stages per rank; None is stage i on rank i.
+
+    Raises:
+        CaseError: The value is no such list.
+    """
     if given is None:
         return tuple(range(stages))
     if not isinstance(given, list) or not all(isinstance(held, list) and held for held in given):
@@ -357,3 +362,8 @@ def _placement(given: Any, stages: int) -> tuple[int, ...]:
         raise CaseError(f"placement: expected each of the stages 0..{stages - 1} once, got {given!r}")
     rank_of = {stage: rank for rank, held in enumerate(given) for stage in held}
     return tuple(rank_of[stage] for stage in range(stages))
+
+
+def placement_lists(placement: tuple[int, ...]) -> list[list[int]]:
+    """Return the JSON form of a placement: one list of stages per rank."""
+    return [list(stages_of(rank, placement)) for rank in range(max(placement) + 1)]

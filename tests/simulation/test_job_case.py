@@ -17,7 +17,7 @@ SMALL: dict[str, Any] = {"P": 2, "S": 2, "M": 3, "t_f": 1, "t_i": [1, 2], "t_w":
 
 @given(st.integers(0, 10_000))
 def test_a_case_comes_back_from_its_json(seed: int) -> None:
-    case = random_case(seed, links=True)
+    case = random_case(seed, links=True, shapes=True)
     assert JobCase.from_json(case.to_json()) == case
 
 
@@ -43,7 +43,7 @@ def test_the_fields_of_a_case() -> None:
         ({"t_f": "1"}, r"^t_f: expected a number, got '1'$"),
         ({"t_b": 1}, r"^unknown field 't_b': expected some of "),
         ({"lost": ["0.0", "1.0"]}, r"^lost: all 2 workers of stage 0: expected one that lives on each stage$"),
-        ({"lost": ["2.0"]}, r"^lost: worker 4 does not exist: expected 0\.\.3, replica · 2 \+ stage$"),
+        ({"lost": ["2.0"]}, r"^lost: worker 4 does not exist: expected 0\.\.3, replica · 2 \+ rank$"),
         ({"lost": ["0.2"]}, r"^lost: '0\.2': stage 2 does not exist: expected 0\.\.1$"),
         ({"lost": ["x"]}, r"^lost: 'x': expected a worker such as '1\.2' for stage 2 of replica 1, or its number$"),
         ({"lost": [1]}, r"^lost: expected a list of texts, got \[1\]$"),

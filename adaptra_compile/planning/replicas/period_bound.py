@@ -4,16 +4,20 @@ For a worker, let n be the number of microbatches that it computes, and R the sh
 time from the end of its F, through all later stages and back, to the start of its I.
 
 - work: all its ops, STEP and REDUCE, one after the other;
+- barrier: behind it a worker idles until the first F of its stage arrives. Fill and memory add to that;
 - fill: before its first I it runs nothing but F, and at most as many as its memory holds. It idles for the rest of F + R;
 - memory: with room for A microbatches, one of A places sees ⌈n / A⌉ microbatches in turn, each for F + R + I + W;
 - link, port: all messages that cross it occupy it one after the other.
+
+A worker with several stages counts each microbatch once per stage. Its first I comes no earlier than the F of the same
+microbatch on its earlier stages.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
@@ -26,6 +30,7 @@ class PeriodBoundKind(Enum):
     """The reason why no order repeats faster; see :mod:`adaptra.planning.replicas.period_bound`."""
 
     WORK = "work"
+    BARRIER = "barrier"
     FILL = "fill"
     MEMORY = "memory"
     LINK = "link"
@@ -53,31 +58,70 @@ def period_bound(case: JobCase, routing: Routing) -> PeriodBound:
     return max((*_of_workers(case, routing), *_of_messages(case, routing)), key=lambda one: (one.value, -kinds.index(one.kind)))
 
 
+@dataclass(slots=True)
+class _Visit:
+    """What a worker has of the routes that pass one of its stages on it: how many microbatches, and their shortest times.
+
+    Attributes:
+        count: The number of microbatches.
+        trip: From the end of F to the start of I.
+        first: From the start of the worker's first F of the microbatch to the start of I.
+        arrival: From the barrier to the start of F.
+    """
+
+    count: int = 0
+    trip: float = math.inf
+    first: float = math.inf
+    arrival: float = math.inf
+
+
 def _of_workers(case: JobCase, routing: Routing) -> Iterator[PeriodBound]:
     cost = case.cost
-    count: defaultdict[tuple[int, int], int] = defaultdict(int)
-    shortest: defaultdict[tuple[int, int], float] = defaultdict(lambda: math.inf)
+    steps = {
+        worker: sum(case.step[stage] * case.slow.get(worker, 1.0) for stage in routing.stages_of(worker))
+        for worker in routing.live
+    }
+    visits: defaultdict[int, dict[int, _Visit]] = defaultdict(dict)
     for route in routing.routes:
-        trips = _round_trips(case, route)
+        begins, after_barrier, trips = _times_of(case, route, steps)
+        first: dict[int, int] = {}
         for stage, worker in enumerate(route.workers):
-            count[worker, stage] += len(route.microbatches)
-            shortest[worker, stage] = min(shortest[worker, stage], trips[stage])
+            start = first.setdefault(worker, stage)
+            visit = visits[worker].setdefault(stage, _Visit())
+            visit.count += len(route.microbatches)
+            visit.trip = min(visit.trip, trips[stage])
+            forward = cost.forward[stage] * case.slow.get(worker, 1.0)
+            visit.first = min(visit.first, begins[stage] - begins[start] + forward + trips[stage])
+            visit.arrival = min(visit.arrival, after_barrier[stage])
     for worker in routing.live:
         slow = case.slow.get(worker, 1.0)
-        stages = routing.stages_of(worker)
-        update = sum(case.step[stage] * slow + case.reduce[stage] for stage in stages)
+        update = steps[worker] + sum(case.reduce[stage] for stage in routing.stages_of(worker))
+        seen, where = visits[worker], f"worker {worker}"
         work = update
-        for stage in stages:
-            work += count[worker, stage] * (cost.forward[stage] + cost.input_grad[stage] + cost.weight_grad[stage]) * slow
-        yield PeriodBound(work, PeriodBoundKind.WORK, f"worker {worker}")
-        if len(stages) != 1 or not count[worker, stages[0]]:
+        for stage, visit in seen.items():
+            work += visit.count * (cost.forward[stage] + cost.input_grad[stage] + cost.weight_grad[stage]) * slow
+        yield PeriodBound(work, PeriodBoundKind.WORK, where)
+        if not seen:
             continue
-        (stage,) = stages
-        number, forward, trip = count[worker, stage], cost.forward[stage] * slow, shortest[worker, stage]
-        room = number if case.memory is None else min(number, case.memory[stage])
-        yield PeriodBound(work + max(forward + trip - room * forward, 0.0), PeriodBoundKind.FILL, f"worker {worker}")
-        once = forward + trip + (cost.input_grad[stage] + cost.weight_grad[stage]) * slow
-        yield PeriodBound(math.ceil(number / room) * once + update, PeriodBoundKind.MEMORY, f"worker {worker}")
+        wait = 0.0
+        if case.barrier:
+            wait = max(min(visit.arrival for visit in seen.values()) - steps[worker], 0.0)
+            yield PeriodBound(work + wait, PeriodBoundKind.BARRIER, where)
+        number = sum(visit.count for visit in seen.values())
+        room = number if case.memory is None else min(number, case.memory[case.placement[next(iter(seen))]])
+        forwards = min(
+            sum(visit.count * cost.forward[stage] * slow for stage, visit in seen.items()),
+            room * max(cost.forward[stage] * slow for stage in seen),
+        )
+        idle = max(min(visit.first for visit in seen.values()) - forwards, 0.0)
+        yield PeriodBound(work + wait + idle, PeriodBoundKind.FILL, where)
+        held = {
+            stage: cost.forward[stage] * slow + visit.trip + (cost.input_grad[stage] + cost.weight_grad[stage]) * slow
+            for stage, visit in seen.items()
+        }
+        in_turn = math.ceil(number / room) * min(held.values())
+        together = sum(visit.count * held[stage] for stage, visit in seen.items()) / room
+        yield PeriodBound(max(in_turn, together) + wait + update, PeriodBoundKind.MEMORY, where)
 
 
 def _of_messages(case: JobCase, routing: Routing) -> Iterator[PeriodBound]:
@@ -95,20 +139,30 @@ def _of_messages(case: JobCase, routing: Routing) -> Iterator[PeriodBound]:
         yield PeriodBound(busy, PeriodBoundKind.PORT, f"worker {worker} {what}")
 
 
-def _round_trips(case: JobCase, route: Route) -> list[float]:
-    """Return, per stage, the time from the end of its F to the earliest start of its I, by ops and messages."""
+def _times_of(case: JobCase, route: Route, steps: Mapping[int, float]) -> tuple[list[float], list[float], list[float]]:
+    """Return three times per stage, by ops and messages alone, of a microbatch that nothing delays.
+
+    The first is the start of its F. The second is the same after a barrier, where each worker first runs its STEP for
+    ``steps``. The third is the time from the end of its F to the start of its I.
+    """
     cost = case.cost
-    trips = [0.0]
+    begins, after_barrier, trips = [0.0], [steps[route.workers[0]]], [0.0]
+    for stage, (here, there) in enumerate(pairwise(route.workers)):
+        link = case.link(here, there, (stage, stage + 1))
+        once = cost.forward[stage] * case.slow.get(here, 1.0) + link.latency + link.occupancy
+        begins.append(begins[-1] + once)
+        after_barrier.append(max(after_barrier[-1] + once, steps[there]))
     for stage in range(case.stages - 2, -1, -1):
         here, there = route.workers[stage], route.workers[stage + 1]
         ops = (cost.forward[stage + 1] + cost.input_grad[stage + 1]) * case.slow.get(there, 1.0)
-        links = case.link(here, there), case.link(there, here)
+        links = case.link(here, there, (stage, stage + 1)), case.link(there, here, (stage + 1, stage))
         trips.append(trips[-1] + ops + sum(link.latency + link.occupancy for link in links))
-    return trips[::-1]
+    return begins, after_barrier, trips[::-1]
 
 
 def _messages(case: JobCase, route: Route) -> Iterator[tuple[int, int, WorkerLink]]:
-    """Yield source, destination and link of the messages of one microbatch, forwards and backwards."""
-    for here, there in pairwise(route.workers):
-        yield here, there, case.link(here, there)
-        yield there, here, case.link(there, here)
+    """Yield source, destination and link of the messages of one microbatch between workers, forwards and backwards."""
+    for stage, (here, there) in enumerate(pairwise(route.workers)):
+        if here != there:
+            yield here, there, case.link(here, there, (stage, stage + 1))
+            yield there, here, case.link(there, here, (stage + 1, stage))

@@ -66,6 +66,15 @@ ListPass::ListPass(const Network& network, const std::vector<std::int32_t>& memo
   ends_.resize(count);
   arrives_.resize(count);
   offered_.resize(network.workers());
+  stages_of_.resize(network.workers());
+  bool several = false;
+  for (std::size_t stage = 0; stage < network.job.columns.size(); ++stage) {
+    for (const std::int32_t worker : network.job.columns[stage]) {
+      stages_of_[static_cast<std::size_t>(worker)].push_back(static_cast<std::int32_t>(stage));
+      several = several || stages_of_[static_cast<std::size_t>(worker)].size() > 1;
+    }
+  }
+  if (several) held_of_.resize(network.workers() * network.job.columns.size());
 }
 
 void ListPass::add(std::int32_t before, std::int32_t after, double delay) {
@@ -95,9 +104,8 @@ std::int32_t ListPass::take(std::size_t worker) {
     std::pop_heap(heap.begin(), heap.end(), [this](std::int32_t a, std::int32_t b) { return goes_later(a, b); });
     const std::int32_t node = heap.back();
     heap.pop_back();
-    const bool fits =
-        !takes_memory(network_.nodes[static_cast<std::size_t>(node)], backwards_) || held_[worker] < memory_[worker];
-    if (fits) {
+    const JobNode& op = network_.nodes[static_cast<std::size_t>(node)];
+    if (!takes_memory(op, backwards_) || fits(worker, op.stage)) {
       chosen = node;
     } else {
       put_aside_.push_back(node);
@@ -105,6 +113,20 @@ std::int32_t ListPass::take(std::size_t worker) {
   }
   for (const std::int32_t node : put_aside_) offer(node);
   return chosen;
+}
+
+// Of several stages each keeps one place, so that none waits for a place that only its own ops would free.
+bool ListPass::fits(std::size_t worker, std::int32_t stage) const {
+  std::int32_t kept = 0;
+  for (const std::int32_t other : stages_of_[worker]) {
+    if (stages_of_[worker].size() > 1 && other != stage && held_of_[place_of(worker, other)] == 0) ++kept;
+  }
+  return held_[worker] + kept < memory_[worker];
+}
+
+void ListPass::hold(std::size_t worker, std::int32_t stage, std::int32_t more) {
+  held_[worker] += more;
+  if (stages_of_[worker].size() > 1) held_of_[place_of(worker, stage)] += more;
 }
 
 bool ListPass::run(bool backwards, const std::vector<double>& priority, const std::vector<double>& release) {
@@ -116,6 +138,7 @@ bool ListPass::run(bool backwards, const std::vector<double>& priority, const st
   std::fill(arrives_.begin(), arrives_.end(), 0.0);
   for (std::vector<std::int32_t>& heap : offered_) heap.clear();
   held_.assign(workers, 0);
+  std::fill(held_of_.begin(), held_of_.end(), 0);
   busy_.assign(workers, true);  // until its release
   next_.assign(network_.first.begin(), network_.first.end() - 1);
   std::priority_queue<Moment, std::vector<Moment>, std::greater<>> moments;
@@ -148,7 +171,7 @@ bool ListPass::run(bool backwards, const std::vector<double>& priority, const st
       }
       --left;
       busy_[worker] = false;
-      if (takes_memory(node, !backwards)) --held_[worker];
+      if (takes_memory(node, !backwards)) hold(worker, node.stage, -1);
       for (const Dependent& dependent : graph.dependents[at]) {
         const auto to = static_cast<std::size_t>(dependent.node);
         arrives_[to] = std::max(arrives_[to], now + dependent.delay);
@@ -167,7 +190,7 @@ bool ListPass::run(bool backwards, const std::vector<double>& priority, const st
       if (chosen == kNone) continue;
       const auto at = static_cast<std::size_t>(chosen);
       const JobNode& node = network_.nodes[at];
-      if (takes_memory(node, backwards)) ++held_[worker];
+      if (takes_memory(node, backwards)) hold(worker, node.stage, +1);
       busy_[worker] = true;
       sequence_[static_cast<std::size_t>(next_[worker]++)] = chosen;
       starts_[at] = now;
