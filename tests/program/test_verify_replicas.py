@@ -49,10 +49,10 @@ def test_the_program_that_the_others_damage_is_accepted() -> None:
 
 @given(st.integers(0, 10_000))
 def test_every_program_grown_by_running_it_verifies(seed: int) -> None:
-    case = random_case(seed)
+    case = random_case(seed, shapes=True)
     grown = random_job_program(case, seed)
     verify(grown, hands_over=case.hands_over)
-    verify(with_updates(grown), hands_over=case.hands_over)
+    verify(with_updates(grown), hands_over=case.hands_over, barrier=case.barrier)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,19 @@ def test_a_weight_gradient_waits_for_the_worker_that_has_the_accumulator() -> No
     assert "  worker 1: 0:1B1, op 1, waits for 0:1B0, op 3 of worker 3" in text
     assert "worker 3  " in text
     verify(ring, hands_over=False)
+
+
+def test_behind_a_barrier_a_step_waits_for_the_reduce_of_all_workers() -> None:
+    head = "schedule x version=2 stages=2 microbatches=1\nworkers 0,0 1,1\nroute 0 0 by 0,0\nroute 1 0 by 1,1\n"
+    ops = "{0}:0F0 {0}:1F0 {0}:1B0 {0}:0B0"
+    together = "".join(f"{one}: {ops.format(one)} 0REDUCE 1REDUCE 0STEP 1STEP\n" for one in range(2))
+    apart = together.replace("1REDUCE 0STEP", "0STEP 1REDUCE")
+    verify(Program.parse(head + together), barrier=True)
+    verify(Program.parse(head + apart))
+    text = refusal(Program.parse(head + apart), barrier=True)
+    assert text.startswith(
+        "x: deadlock: 2 of 2 workers wait forever\n  worker 0: 0STEP, op 5, waits for 1REDUCE, op 6 of worker"
+    )
 
 
 def test_an_accumulator_that_is_handed_over_has_two_ends() -> None:

@@ -74,6 +74,10 @@ def test_a_program_that_does_not_fit_the_case_is_refused() -> None:
         simulate_period(program, replace(case, microbatches=3))
     with pytest.raises(CaseError, match=r"^random: worker 3 has stages, but case says that it is lost$"):
         simulate_period(program, replace(case, lost=frozenset({3})))
+    with pytest.raises(
+        CaseError, match=r"^random: worker 1 of replica 0 has the stages \[1\]: expected the placement \[\[0, 1\]\]"
+    ):
+        simulate_period(program, replace(case, placement=(0, 0)))
     with pytest.raises(ScheduleError, match=r"^gpipe: a program of one pipeline: expected replicas and routes, version 2$"):
         simulate_period(generate("gpipe", 2, 2), case)
     with pytest.raises(ScheduleError, match=r"^simulate: random has 2 replicas: expected a program of one pipeline$"):
