@@ -30,7 +30,7 @@ class ExactPeriod(NamedTuple):
 
 
 class PeriodModel:
-    """The model of a case and a routing, for whole numbers as times, without slow workers and links.
+    """The model of a case and a routing, for whole numbers as times, one stage per worker, without slow workers and links.
 
     The period is that of the steady state in which a worker begins its next step once its stage has ended this one.
     """

@@ -93,6 +93,9 @@ def published_rows(budget: float) -> Iterator[Row]:
     """Yield the rows of ReCycle's cases and of slow workers."""
     yield Row("3×4, 6 microbatches, healthy: period", planned(unit_case(3, 4, 6), budget)[1], 22.0, "units", 1)
     yield Row("the same, one worker lost", planned(unit_case(3, 4, 6, ((1, 2),)), budget)[1], 30.0, "units", 1)
+    for name, lost, bar in (("healthy", (), 24.0), ("one worker lost", ((1, 2),), 32.0)):
+        case = replace(unit_case(3, 4, 6, lost), barrier=True)
+        yield Row(f"the same behind a barrier, {name}", planned(case, budget)[1], bar, "units", 1)
     missed = 0
     for replicas, stages, microbatches, lost in UNIT_CASES:
         _, period, bound = planned(unit_case(replicas, stages, microbatches, lost), budget)

@@ -156,5 +156,16 @@ def test_an_accumulator_that_is_handed_over_has_two_ends() -> None:
     assert refusal(program(*orders)) == (
         "x: 1:1RECV_W1 is missing on worker 1: 1:1B0 has a message to send; 1:1SEND_W0 is op 4 of worker 3"
     )
+    # Worker 1 receives the accumulator behind the op that needs it, and so waits for itself.
+    behind = [messages[0], messages[1].replace("1:1RECV_W1 1:1W1", "1:1W1 1:1RECV_W1"), *messages[2:]]
+    text = refusal(program(*behind))
+    assert text.startswith("x: deadlock: ")
+    assert "  worker 1: 1:1W1, op 12, waits for 1:1RECV_W1, op 13 of worker 1, behind it" in text
+    assert "1:1SEND_W0" in text.splitlines()[-1]  # the grid of workers and steps
+    # Worker 0 sends two activations to worker 1, which expects them the other way round.
+    swapped = [messages[0], messages[1].replace("0:1RECV_F1 0:1F1", "0:1F1").replace("0:1RECV_F0", "0:1RECV_F1 0:1RECV_F0")]
+    assert refusal(program(*swapped, *messages[2:])).startswith(
+        "x: channel 0→1 forward, message 0: sent is 0:0SEND_F0, op 1 of worker 0, but received is 0:1RECV_F1, op 0 of worker 1"
+    )
     within = [*messages[:3], messages[3].replace("1:1SEND_W0", "1:1SEND_W0 1:1RECV_W0")]
     assert "there is no microbatch -1 at the other end" in refusal(program(*within))
