@@ -23,6 +23,7 @@ def even(replicas: int, stages: int, microbatches: int, optimizer: float = 3.0) 
 
 PUBLISHED = even(3, 4, 6)
 """ReCycle's example, healthy."""
+NARROW = WorkerLink(0.0, 6.0)
 
 SITUATIONS = {
     "healthy": (PUBLISHED, 22.0),
@@ -39,7 +40,9 @@ SITUATIONS = {
     "lost_v": (replace(even_case(3, 4, 4, 1.0), placement=v_shaped(2), lost=frozenset({3})), 38.0),
     "lost_v_barrier": (replace(even_case(3, 4, 4, 1.0), placement=v_shaped(2), lost=frozenset({3}), barrier=True), 39.0),
     "lost_interleaved": (replace(even_case(3, 4, 4, 1.0), placement=in_turn(2, 2), lost=frozenset({2})), 38.0),
-    "detour": (replace(even_case(2, 2, 4), links={(0, 1): WorkerLink(0.0, 6.0), (1, 0): WorkerLink(0.0, 6.0)}), 12.0),
+    # The two edges of a V between two workers share their link: 4 microbatches would occupy it for 4 · 2 · 6 = 48.
+    "detour_v": (replace(even_case(2, 4, 4), placement=v_shaped(2), links={(0, 1): NARROW, (1, 0): NARROW}), 24.0),
+    "detour": (replace(even_case(2, 2, 4), links={(0, 1): NARROW, (1, 0): NARROW}), 12.0),
 }
 """Cases and the periods of their plans."""
 
