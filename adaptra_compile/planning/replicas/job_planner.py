@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -23,6 +23,8 @@ EFFORT: Final = 3_000_000
 
 
 _UNLIMITED: Final = 10**15
+_PAUSES: Final = 8
+"""The most pauses of a narrow port for which shares are compared."""
 
 
 def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None = None, seed: int = 0) -> Program:
@@ -41,20 +43,18 @@ def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None =
     """
     if budget is not None and not budget > 0:
         raise PlanError(f"budget of {budget} seconds: expected a positive number")
-    shared = [share_evenly(case, in_turns=in_turns) for in_turns in (False, True)]
-    routings = list(dict.fromkeys((*_detoured(case, shared[0]), *shared)))
+    routings = _routings(case)
     effort = (effort or (EFFORT if budget is None else _UNLIMITED)) // len(routings)
     share = None if budget is None else budget / len(routings)
     best: tuple[float, list[bytes], MergedJob, Routing] | None = None
-    for routing in routings:
-        enough = period_bound(case, routing).value
+    for routing, enough in routings:
+        if best is not None and best[0] <= enough * (1 + 1e-9):
+            continue
         merged = merge_alike(case, routing)
         job, memory = job_of(merged.case, merged.routing), _memory(merged.case, merged.routing)
         found = _C.search_period(job, memory, effort, seed, share, enough)
         if found is not None and (best is None or found[0] < best[0]):
             best = (*found, merged, routing)
-        if best is not None and best[0] <= enough * (1 + 1e-9):
-            break
     if best is None:
         raise PlanError(
             f"mem_cap {list(case.memory or ())}: found no order in which no worker waits forever: expected room for more "
@@ -62,6 +62,31 @@ def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None =
         )
     _, orders, merged, routing = best
     return Program("adapted", (), case.microbatches, merged.expand([_unpacked(order) for order in orders], routing), routing)
+
+
+def _routings(case: JobCase) -> list[tuple[Routing, float]]:
+    """Return the routings to try with their bounds, the most promising first."""
+    pauses = {0.0}
+    if case.ports:
+        once = _once(case)
+        pauses |= {once * part / _PAUSES for part in range(1, _PAUSES + 1)}
+    shared = {in_turns: _least(case, (share_evenly(case, in_turns=in_turns, pause=pause) for pause in sorted(pauses))) for in_turns in (False, True)}
+    routings = dict.fromkeys((*_detoured(case, shared[False]), *shared.values()))
+    found = [(routing, period_bound(case, routing).value) for routing in routings]
+    return sorted(found, key=lambda one: one[1])
+
+
+def _least(case: JobCase, routings: Iterable[Routing]) -> Routing:
+    """Return the routing with the least bound, the first of several."""
+    return min(dict.fromkeys(routings), key=lambda routing: period_bound(case, routing).value)
+
+
+def _once(case: JobCase) -> float:
+    """Return the time of a step of one microbatch through the slowest workers and ports, from its first F to its last STEP."""
+    cost = case.cost
+    ops = sum(map(sum, zip(cost.forward, cost.input_grad, cost.weight_grad, case.step, case.reduce, strict=True)))
+    edges = zip(cost.latency_forward, cost.latency_backward, cost.occupancy_forward, cost.occupancy_backward, strict=True)
+    return ops + sum(map(sum, edges)) + 4 * max(case.ports.values(), default=0.0)
 
 
 def _detoured(case: JobCase, routing: Routing) -> Iterator[Routing]:

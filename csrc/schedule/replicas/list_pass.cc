@@ -46,12 +46,9 @@ ListPass::ListPass(const Network& network, const std::vector<std::int32_t>& memo
     const auto at = static_cast<std::int32_t>(index);
     for (const Need& need : node.needs) {
       if (need.node == kNone) continue;
-      double delay = need.delay;
-      if (need.transfer != kNone) {
-        const Transfer& transfer = network.transfers[static_cast<std::size_t>(need.transfer)];
-        delay = *std::max_element(transfer.occupancy.begin(), transfer.occupancy.end()) + transfer.latency;
-      }
-      add(need.node, at, delay);
+      const bool occupies = need.transfer != kNone;
+      const double latency = occupies ? network.transfers[static_cast<std::size_t>(need.transfer)].latency : need.delay;
+      add(need.node, at, latency, need.transfer);
     }
     const auto [place, is_first] =
         before.try_emplace({node.worker, node.replica * network.job.stages + node.stage, node.kind}, at);
@@ -68,11 +65,25 @@ ListPass::ListPass(const Network& network, const std::vector<std::int32_t>& memo
   offered_.resize(network.workers());
 }
 
-void ListPass::add(std::int32_t before, std::int32_t after, double delay) {
-  forward_.dependents[static_cast<std::size_t>(before)].push_back({after, delay});
+void ListPass::add(std::int32_t before, std::int32_t after, double delay, std::int32_t transfer) {
+  forward_.dependents[static_cast<std::size_t>(before)].push_back({after, delay, transfer});
   ++forward_.needed[static_cast<std::size_t>(after)];
-  backward_.dependents[static_cast<std::size_t>(after)].push_back({before, delay});
+  backward_.dependents[static_cast<std::size_t>(after)].push_back({before, delay, transfer});
   ++backward_.needed[static_cast<std::size_t>(before)];
+}
+
+// Occupies the links and ports of the message. Backwards it takes its latency first.
+double ListPass::arrival(const Dependent& dependent, double posted) {
+  if (dependent.transfer == kNone) return posted + dependent.delay;
+  const Transfer& transfer = network_.transfers[static_cast<std::size_t>(dependent.transfer)];
+  double departs = backwards_ ? posted + dependent.delay : posted;
+  for (const std::int32_t one : transfer.resource) departs = std::max(departs, resource_free_[static_cast<std::size_t>(one)]);
+  double leaves = departs;
+  for (std::size_t i = 0; i < transfer.resource.size(); ++i) {
+    resource_free_[static_cast<std::size_t>(transfer.resource[i])] = departs + transfer.occupancy[i];
+    leaves = std::max(leaves, departs + transfer.occupancy[i]);
+  }
+  return backwards_ ? leaves : leaves + dependent.delay;
 }
 
 void ListPass::offer(std::int32_t node) {
@@ -114,6 +125,7 @@ bool ListPass::run(bool backwards, const std::vector<double>& priority, const st
   priority_ = &priority;
   needed_ = graph.needed;
   std::fill(arrives_.begin(), arrives_.end(), 0.0);
+  resource_free_.assign(static_cast<std::size_t>(network_.resources), 0.0);
   for (std::vector<std::int32_t>& heap : offered_) heap.clear();
   held_.assign(workers, 0);
   busy_.assign(workers, true);  // until its release
@@ -151,7 +163,7 @@ bool ListPass::run(bool backwards, const std::vector<double>& priority, const st
       if (takes_memory(node, !backwards)) --held_[worker];
       for (const Dependent& dependent : graph.dependents[at]) {
         const auto to = static_cast<std::size_t>(dependent.node);
-        arrives_[to] = std::max(arrives_[to], now + dependent.delay);
+        arrives_[to] = std::max(arrives_[to], arrival(dependent, now));
         if (--needed_[to] > 0) continue;
         if (arrives_[to] > now) {
           moments.push({arrives_[to], Moment::What::Arrival, dependent.node});

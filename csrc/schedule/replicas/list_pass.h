@@ -31,17 +31,20 @@ class ListPass {
   [[nodiscard]] const std::vector<double>& ends() const { return ends_; }
 
  private:
-  // An op that waits for another one, and the time that the message between them takes.
+  // An op that waits for another one, and the message between them. Its delay is that of one that occupies nothing, or what
+  // it takes on top of its occupancy.
   struct Dependent {
     std::int32_t node;
     double delay;
+    std::int32_t transfer = kNone;
   };
   struct Graph {
     std::vector<std::int32_t> needed;                // per node: how many ops it waits for
     std::vector<std::vector<Dependent>> dependents;  // per node
   };
 
-  void add(std::int32_t before, std::int32_t after, double delay);
+  void add(std::int32_t before, std::int32_t after, double delay, std::int32_t transfer = kNone);
+  [[nodiscard]] double arrival(const Dependent& dependent, double posted);
   void offer(std::int32_t node);
   [[nodiscard]] bool goes_later(std::int32_t a, std::int32_t b) const;
   [[nodiscard]] std::int32_t take(std::size_t worker);
@@ -55,6 +58,7 @@ class ListPass {
   bool backwards_ = false;
   const std::vector<double>* priority_ = nullptr;
   std::vector<double> starts_, ends_, arrives_;     // per node
+  std::vector<double> resource_free_;               // per link and port
   std::vector<std::int32_t> needed_;                // per node
   std::vector<std::int32_t> sequence_, next_;       // next_: per worker, the place in sequence_ of its next op
   std::vector<std::vector<std::int32_t>> offered_;  // per worker: the ops whose inputs are there, as a heap by priority
