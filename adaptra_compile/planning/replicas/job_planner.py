@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -23,8 +25,13 @@ EFFORT: Final = 3_000_000
 
 
 _UNLIMITED: Final = 10**15
-_PAUSES: Final = 8
-"""The most pauses of a narrow port for which shares are compared."""
+_SEARCHED: Final = 0.9
+"""The part of a budget after which the search ends, so that the program is made within the rest."""
+_LEAST: Final = 1e-6
+_FINALISTS: Final = 2
+_MOST_TRIES: Final = 12
+_PAUSES: Final = 12
+"""The number of pauses of a narrow port for which shares are compared."""
 
 
 def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None = None, seed: int = 0) -> Program:
@@ -43,42 +50,56 @@ def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None =
     """
     if budget is not None and not budget > 0:
         raise PlanError(f"budget of {budget} seconds: expected a positive number")
-    routings = _routings(case)
-    effort = (effort or (EFFORT if budget is None else _UNLIMITED)) // len(routings)
-    share = None if budget is None else budget / len(routings)
-    best: tuple[float, list[bytes], MergedJob, Routing] | None = None
-    for routing, enough in routings:
-        if best is not None and best[0] <= enough * (1 + 1e-9):
-            continue
-        merged = merge_alike(case, routing)
-        job, memory = job_of(merged.case, merged.routing), _memory(merged.case, merged.routing)
-        found = _C.search_period(job, memory, effort, seed, share, enough)
-        if found is not None and (best is None or found[0] < best[0]):
-            best = (*found, merged, routing)
-    if best is None:
+    ends = None if budget is None else time.perf_counter() + _SEARCHED * budget
+    effort = effort or (EFFORT if budget is None else _UNLIMITED)
+    tries = _tries(case)
+    best: _Try | None = None
+    # Each routing for a while, and then the best ones for longer.
+    for number, part in ((len(tries), 0.5), (_FINALISTS, 1.0)):
+        tries = sorted(tries, key=lambda one: (one.period, one.bound))[:number]
+        for index, one in enumerate(tries):
+            if best is not None and best.period <= one.bound * (1 + 1e-9):
+                continue
+            share = part / (len(tries) - index if budget is not None else len(tries))
+            seconds = None if ends is None else max(share * (ends - time.perf_counter()), _LEAST)
+            one.search(int(effort * share), seed, seconds)
+            best = min((one, *filter(None, (best,))), key=lambda tried: tried.period)
+    if best is None or best.orders is None:
         raise PlanError(
             f"mem_cap {list(case.memory or ())}: found no order in which no worker waits forever: expected room for more "
             "microbatches on the workers that compute those of others"
         )
-    _, orders, merged, routing = best
-    return Program("adapted", (), case.microbatches, merged.expand([_unpacked(order) for order in orders], routing), routing)
+    orders = best.merged.expand([_unpacked(order) for order in best.orders], best.routing)
+    return Program("adapted", (), case.microbatches, orders, best.routing)
 
 
-def _routings(case: JobCase) -> list[tuple[Routing, float]]:
-    """Return the routings to try with their bounds, the most promising first."""
-    pauses = {0.0}
+class _Try:
+    """A routing, its bound, and the shortest period found for it."""
+
+    def __init__(self, case: JobCase, routing: Routing, bound: float) -> None:
+        self.routing = routing
+        self.bound = bound
+        self.merged = merge_alike(case, routing)
+        self.period = math.inf
+        self.orders: list[bytes] | None = None
+        self._job = job_of(self.merged.case, self.merged.routing)
+        self._memory = _memory(self.merged.case, self.merged.routing)
+
+    def search(self, effort: int, seed: int, seconds: float | None) -> None:
+        found = _C.search_period(self._job, self._memory, effort, seed, seconds, self.bound)
+        if found is not None and found[0] < self.period:
+            self.period, self.orders = found
+
+
+def _tries(case: JobCase) -> list[_Try]:
+    """Return the routings to search, those with the least bounds."""
+    shared = [share_evenly(case, in_turns=in_turns) for in_turns in (False, True)]
     if case.ports:
         once = _once(case)
-        pauses |= {once * part / _PAUSES for part in range(1, _PAUSES + 1)}
-    shared = {in_turns: _least(case, (share_evenly(case, in_turns=in_turns, pause=pause) for pause in sorted(pauses))) for in_turns in (False, True)}
-    routings = dict.fromkeys((*_detoured(case, shared[False]), *shared.values()))
-    found = [(routing, period_bound(case, routing).value) for routing in routings]
-    return sorted(found, key=lambda one: one[1])
-
-
-def _least(case: JobCase, routings: Iterable[Routing]) -> Routing:
-    """Return the routing with the least bound, the first of several."""
-    return min(dict.fromkeys(routings), key=lambda routing: period_bound(case, routing).value)
+        shared += [share_evenly(case, in_turns=True, pause=once * part / _PAUSES) for part in range(1, _PAUSES + 1)]
+    routings = dict.fromkeys((*_detoured(case, shared[0]), *shared))
+    bounded = sorted(((routing, period_bound(case, routing).value) for routing in routings), key=lambda one: one[1])
+    return [_Try(case, routing, bound) for routing, bound in bounded[:_MOST_TRIES]]
 
 
 def _once(case: JobCase) -> float:

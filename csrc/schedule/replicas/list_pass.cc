@@ -63,6 +63,7 @@ ListPass::ListPass(const Network& network, const std::vector<std::int32_t>& memo
   ends_.resize(count);
   arrives_.resize(count);
   offered_.resize(network.workers());
+  expects_.resize(network.workers());
 }
 
 void ListPass::add(std::int32_t before, std::int32_t after, double delay, std::int32_t transfer) {
@@ -72,21 +73,35 @@ void ListPass::add(std::int32_t before, std::int32_t after, double delay, std::i
   ++backward_.needed[static_cast<std::size_t>(before)];
 }
 
+// The time for which the message occupies a link or port.
+double ListPass::occupancy(const Dependent& dependent) const {
+  if (dependent.transfer == kNone) return 0.0;
+  const std::array<double, 3>& each = network_.transfers[static_cast<std::size_t>(dependent.transfer)].occupancy;
+  return *std::max_element(each.begin(), each.end());
+}
+
 // Occupies the links and ports of the message. Backwards it takes its latency first.
 double ListPass::arrival(const Dependent& dependent, double posted) {
   if (dependent.transfer == kNone) return posted + dependent.delay;
   const Transfer& transfer = network_.transfers[static_cast<std::size_t>(dependent.transfer)];
   double departs = backwards_ ? posted + dependent.delay : posted;
   for (const std::int32_t one : transfer.resource) departs = std::max(departs, resource_free_[static_cast<std::size_t>(one)]);
-  double leaves = departs;
+  const double leaves = departs + occupancy(dependent);
   for (std::size_t i = 0; i < transfer.resource.size(); ++i) {
     resource_free_[static_cast<std::size_t>(transfer.resource[i])] = departs + transfer.occupancy[i];
-    leaves = std::max(leaves, departs + transfer.occupancy[i]);
   }
   return backwards_ ? leaves : leaves + dependent.delay;
 }
 
 void ListPass::offer(std::int32_t node) {
+  if (patience_ > 0.0) {
+    std::vector<std::int32_t>& expects = expects_[static_cast<std::size_t>(network_.nodes[static_cast<std::size_t>(node)].worker)];
+    expects.erase(std::remove(expects.begin(), expects.end(), node), expects.end());
+  }
+  push(node);
+}
+
+void ListPass::push(std::int32_t node) {
   std::vector<std::int32_t>& heap = offered_[static_cast<std::size_t>(network_.nodes[static_cast<std::size_t>(node)].worker)];
   heap.push_back(node);
   std::push_heap(heap.begin(), heap.end(), [this](std::int32_t a, std::int32_t b) { return goes_later(a, b); });
@@ -97,8 +112,22 @@ bool ListPass::goes_later(std::int32_t a, std::int32_t b) const {
   return first != second ? first > second : a > b;
 }
 
+bool ListPass::fits(std::int32_t node) const {
+  const JobNode& one = network_.nodes[static_cast<std::size_t>(node)];
+  const auto worker = static_cast<std::size_t>(one.worker);
+  return !takes_memory(one, backwards_) || held_[worker] < memory_[worker];
+}
+
+bool ListPass::delays_a_better_one(std::int32_t node, double now) const {
+  const JobNode& one = network_.nodes[static_cast<std::size_t>(node)];
+  const std::vector<std::int32_t>& expects = expects_[static_cast<std::size_t>(one.worker)];
+  return std::any_of(expects.begin(), expects.end(), [&](std::int32_t other) {
+    return expected_[static_cast<std::size_t>(other)] < now + patience_ * one.duration && goes_later(node, other) && fits(other);
+  });
+}
+
 // Takes the op that the worker starts now, or kNone.
-std::int32_t ListPass::take(std::size_t worker) {
+std::int32_t ListPass::take(std::size_t worker, double now) {
   std::vector<std::int32_t>& heap = offered_[worker];
   std::int32_t chosen = kNone;
   put_aside_.clear();
@@ -106,24 +135,46 @@ std::int32_t ListPass::take(std::size_t worker) {
     std::pop_heap(heap.begin(), heap.end(), [this](std::int32_t a, std::int32_t b) { return goes_later(a, b); });
     const std::int32_t node = heap.back();
     heap.pop_back();
-    const bool fits =
-        !takes_memory(network_.nodes[static_cast<std::size_t>(node)], backwards_) || held_[worker] < memory_[worker];
-    if (fits) {
+    if (fits(node) && !delays_a_better_one(node, now)) {
       chosen = node;
     } else {
       put_aside_.push_back(node);
     }
   }
-  for (const std::int32_t node : put_aside_) offer(node);
+  for (const std::int32_t node : put_aside_) push(node);
   return chosen;
 }
 
-bool ListPass::run(bool backwards, const std::vector<double>& priority, const std::vector<double>& release) {
+void ListPass::start(std::int32_t node, double now) {
+  const auto at = static_cast<std::size_t>(node);
+  const JobNode& one = network_.nodes[at];
+  const auto worker = static_cast<std::size_t>(one.worker);
+  if (takes_memory(one, backwards_)) ++held_[worker];
+  busy_[worker] = true;
+  sequence_[static_cast<std::size_t>(next_[worker]++)] = node;
+  starts_[at] = now;
+  ends_[at] = now + one.duration;
+  if (patience_ == 0.0) return;
+  for (const Dependent& dependent : (backwards_ ? backward_ : forward_).dependents[at]) {
+    const auto to = static_cast<std::size_t>(dependent.node);
+    expected_[to] = std::max(expected_[to], ends_[at] + dependent.delay + occupancy(dependent));
+    if (--not_started_[to] == 0) expects_[static_cast<std::size_t>(network_.nodes[to].worker)].push_back(dependent.node);
+  }
+}
+
+bool ListPass::run(bool backwards, const std::vector<double>& priority, const std::vector<double>& release,
+                   double patience) {
   const Graph& graph = backwards ? backward_ : forward_;
   const std::size_t workers = network_.workers();
   backwards_ = backwards;
   priority_ = &priority;
   needed_ = graph.needed;
+  patience_ = patience;
+  if (patience > 0.0) {
+    not_started_ = graph.needed;
+    expected_.assign(network_.nodes.size(), 0.0);
+    for (std::vector<std::int32_t>& expects : expects_) expects.clear();
+  }
   std::fill(arrives_.begin(), arrives_.end(), 0.0);
   resource_free_.assign(static_cast<std::size_t>(network_.resources), 0.0);
   for (std::vector<std::int32_t>& heap : offered_) heap.clear();
@@ -175,16 +226,10 @@ bool ListPass::run(bool backwards, const std::vector<double>& priority, const st
     }
     for (const std::size_t worker : touched) {
       if (busy_[worker]) continue;
-      const std::int32_t chosen = take(worker);
+      const std::int32_t chosen = take(worker, now);
       if (chosen == kNone) continue;
-      const auto at = static_cast<std::size_t>(chosen);
-      const JobNode& node = network_.nodes[at];
-      if (takes_memory(node, backwards)) ++held_[worker];
-      busy_[worker] = true;
-      sequence_[static_cast<std::size_t>(next_[worker]++)] = chosen;
-      starts_[at] = now;
-      ends_[at] = now + node.duration;
-      moments.push({ends_[at], Moment::What::End, chosen});
+      start(chosen, now);
+      moments.push({ends_[static_cast<std::size_t>(chosen)], Moment::What::End, chosen});
     }
   }
   return left == 0;

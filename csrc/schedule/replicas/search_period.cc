@@ -58,14 +58,16 @@ class Search {
   }
 
   std::optional<JobPlan> run() {
-    for (const bool weights_first : {false, true}) {
-      for (int own = 0; own < 3 && !ends(); ++own) descend(rule(own, weights_first));
+    for (const double patience : {0.0, 1.0}) {
+      for (const bool weights_first : {false, true}) {
+        for (int own = 0; own < 3 && !ends(); ++own) descend(rule(own, weights_first), patience);
+      }
     }
     while (!best_.empty() && !ends()) {
       std::vector<double> priority = best_starts_;
       const double noise = mean_ * std::exp2(static_cast<double>(rng_.below(7)) - 2.0);
       for (double& one : priority) one += noise * rng_.unit();
-      descend(priority);
+      descend(priority, static_cast<double>(rng_.below(3)) / 2.0);
     }
     if (best_.empty()) return std::nullopt;
     JobPlan plan{best_period_, std::vector<JobOrder>(ops_.size())};
@@ -100,11 +102,11 @@ class Search {
     return priority;
   }
 
-  void descend(std::vector<double> priority) {
+  void descend(std::vector<double> priority, double patience) {
     double least = std::numeric_limits<double>::infinity();
     for (int fruitless = 0; fruitless < kFruitless && !ends();) {
       spent_ += static_cast<std::int64_t>(network_.nodes.size());
-      if (!pass_.run(false, priority, no_release_)) return;
+      if (!pass_.run(false, priority, no_release_, patience)) return;
       const Period found = simulator_.run(pass_.sequence());
       if (!found.complete) return;
       if (found.period < least * (1.0 - kTolerance)) {
@@ -123,7 +125,7 @@ class Search {
       priority = pass_.ends();
       for (double& one : priority) one = -one;
       spent_ += static_cast<std::int64_t>(network_.nodes.size());
-      if (!pass_.run(true, priority, release_backwards(starts))) return;
+      if (!pass_.run(true, priority, release_backwards(starts), patience)) return;
       priority = pass_.ends();
       for (double& one : priority) one = -one;
     }
