@@ -30,24 +30,30 @@ def share_evenly(case: JobCase, *, in_turns: bool, pause: float = 0.0) -> Routin
 def counts(case: JobCase, stage: int, pause: float = 0.0) -> dict[int, int]:
     """Return the number of microbatches that each live worker of a stage computes, so that the busiest has the least to do."""
     live = [worker for row in case.grid if (worker := row[stage]) is not None]
+    times = {worker: _times(case, stage, worker) for worker in live}
     found = dict.fromkeys(live, 0)
+
+    def end(worker: int) -> tuple[float, bool, int]:
+        number, (ops, messages) = found[worker] + 1, times[worker]
+        # Messages count if they occupy the port for longer than the ops take.
+        return max(number * ops, number * messages + pause if messages else 0.0), number > case.microbatches, worker
+
     # Each next microbatch goes to the worker that then ends first; of several, to one that has not all of its own.
-    ends = [(_time(case, stage, worker, 1, pause), False, worker) for worker in live]
+    ends = [end(worker) for worker in live]
     heapq.heapify(ends)
     for _ in range(case.replicas * case.microbatches):
         _, _, worker = ends[0]
         found[worker] += 1
-        more = found[worker] + 1
-        heapq.heapreplace(ends, (_time(case, stage, worker, more, pause), more > case.microbatches, worker))
+        heapq.heapreplace(ends, end(worker))
     return found
 
 
-def _time(case: JobCase, stage: int, worker: int, number: int, pause: float) -> float:
-    """Return how long microbatches occupy a worker: by its ops, or by its messages if they occupy the port for longer."""
+def _times(case: JobCase, stage: int, worker: int) -> tuple[float, float]:
+    """Return how long the ops of a microbatch occupy a worker, and its messages the port. Some time, if nothing takes any."""
     ops = case.cost.forward[stage] + case.cost.input_grad[stage] + case.cost.weight_grad[stage]
     messages = ((stage > 0) + (stage + 1 < case.stages)) * case.ports.get(worker, 0.0)
     slow = case.slow.get(worker, 1.0)
-    return max(number * ops * slow, number * messages + pause if messages else 0.0) or number * slow
+    return ops * slow if ops or messages else slow, messages
 
 
 def _holders(case: JobCase, stage: int, in_turns: bool, pause: float) -> list[int]:

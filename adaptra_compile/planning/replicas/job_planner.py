@@ -28,7 +28,6 @@ _UNLIMITED: Final = 10**15
 _SEARCHED: Final = 0.9
 """The part of a budget after which the search ends, so that the program is made within the rest."""
 _LEAST: Final = 1e-6
-_FINALISTS: Final = 2
 _MOST_TRIES: Final = 12
 _PAUSES: Final = 12
 """The number of pauses of a narrow port for which shares are compared."""
@@ -55,7 +54,7 @@ def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None =
     tries = _tries(case)
     best: _Try | None = None
     # Each routing for a while, and then the best ones for longer.
-    for number, part in ((len(tries), 0.5), (_FINALISTS, 1.0)):
+    for number, part in ((len(tries), 0.4), (4, 0.5), (2, 1.0)):
         tries = sorted(tries, key=lambda one: (one.period, one.bound))[:number]
         for index, one in enumerate(tries):
             if best is not None and best.period <= one.bound * (1 + 1e-9):

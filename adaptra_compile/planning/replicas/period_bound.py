@@ -17,14 +17,14 @@ its I.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple
 
-from adaptra.program.routing import Route, Routing
+from adaptra.program.routing import Routing
 from adaptra.simulation.job_case import JobCase
 
 
@@ -57,8 +57,11 @@ class PeriodBound:
 def period_bound(case: JobCase, routing: Routing) -> PeriodBound:
     """Return the greatest of the bounds, the first in the order of :class:`PeriodBoundKind` if several are equal."""
     kinds = list(PeriodBoundKind)
-    shares = _shares(case, routing)
-    bounds = (*_of_workers(case, routing, shares), *_of_messages(case, routing, shares))
+    paths: Counter[tuple[int, ...]] = Counter()
+    for route in routing.routes:
+        paths[route.workers] += len(route.microbatches)
+    shares = _shares(case, paths)
+    bounds = (*_of_workers(case, routing, shares), *_of_messages(case, routing, paths, shares))
     return max(bounds, key=lambda one: (one.value, -kinds.index(one.kind)))
 
 
@@ -110,12 +113,12 @@ def _of_workers(case: JobCase, routing: Routing, shares: dict[tuple[int, int], _
         yield PeriodBound(math.ceil(number / room) * once + update, PeriodBoundKind.MEMORY, where)
 
 
-def _shares(case: JobCase, routing: Routing) -> dict[tuple[int, int], _Share]:
+def _shares(case: JobCase, paths: Counter[tuple[int, ...]]) -> dict[tuple[int, int], _Share]:
     """Return what each worker computes of each of its stages, if anything."""
     found: dict[tuple[int, int], _Share] = {}
-    for route in routing.routes:
-        for stage, (trip, ways) in enumerate(zip(_round_trips(case, route), _ways(case, route), strict=True)):
-            key, number = (route.workers[stage], stage), len(route.microbatches)
+    for path, number in paths.items():
+        for stage, (trip, ways) in enumerate(zip(_round_trips(case, path), _ways(case, path), strict=True)):
+            key = path[stage], stage
             share = found.setdefault(key, _Share(0, trip, ways))
             share.count += number
             share.trip = min(share.trip, trip)
@@ -129,14 +132,15 @@ def _updates(case: JobCase, routing: Routing) -> list[float]:
     return [step * slow + reduce for step, slow, reduce in zip(case.step, fastest, case.reduce, strict=True)]
 
 
-def _of_messages(case: JobCase, routing: Routing, shares: dict[tuple[int, int], _Share]) -> Iterator[PeriodBound]:
+def _of_messages(
+    case: JobCase, routing: Routing, paths: Counter[tuple[int, ...]], shares: dict[tuple[int, int], _Share]
+) -> Iterator[PeriodBound]:
     links: defaultdict[tuple[int, int], int] = defaultdict(int)
     queues: dict[tuple[int, int], _Queues] = {}
     ports: defaultdict[int, int] = defaultdict(int)
     updates = _updates(case, routing)
-    for route in routing.routes:
-        number = len(route.microbatches)
-        for stage, (here, there) in enumerate(pairwise(route.workers)):
+    for path, number in paths.items():
+        for stage, (here, there) in enumerate(pairwise(path)):
             links[here, there] += number
             ports[here] += number
             ports[there] += number
@@ -192,22 +196,22 @@ def _queues(case: JobCase, worker: int, stage: int, share: _Share, updates: list
     return _Queues(link, sends, receives)
 
 
-def _round_trips(case: JobCase, route: Route) -> list[float]:
+def _round_trips(case: JobCase, path: tuple[int, ...]) -> list[float]:
     """Return, per stage, the time from the end of its F to the earliest start of its I, by ops and messages."""
     cost = case.cost
     trips = [0.0]
     for stage in range(case.stages - 2, -1, -1):
-        here, there = route.workers[stage], route.workers[stage + 1]
+        here, there = path[stage], path[stage + 1]
         ops = (cost.forward[stage + 1] + cost.input_grad[stage + 1]) * case.slow.get(there, 1.0)
         trips.append(trips[-1] + ops + _flight(case, here, there) + _flight(case, there, here))
     return trips[::-1]
 
 
-def _ways(case: JobCase, route: Route) -> list[list[tuple[float, float, float]]]:
-    """Return :attr:`_Share.ways` of each stage, for one microbatch of a route."""
+def _ways(case: JobCase, path: tuple[int, ...]) -> list[list[tuple[float, float, float]]]:
+    """Return :attr:`_Share.ways` of each stage, for one microbatch that takes a path."""
     cost = case.cost
     found: list[list[tuple[float, float, float]]] = [[]]
-    for stage, (here, there) in enumerate(pairwise(route.workers)):
+    for stage, (here, there) in enumerate(pairwise(path)):
         slow = case.slow.get(here, 1.0)
         ready, out = cost.forward[stage] * slow, _flight(case, here, there)
         home = cost.input_grad[stage] * slow + _flight(case, there, here)

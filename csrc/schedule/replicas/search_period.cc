@@ -13,6 +13,7 @@ namespace adaptra::schedule {
 namespace {
 
 constexpr std::int32_t kSteps = 8;    // as many as the period is stated for
+constexpr std::int32_t kFewSteps = 2;
 constexpr int kFruitless = 4;         // passes in a row that improve nothing before a descent ends
 constexpr double kTolerance = 1e-12;  // relative, for sums that are added in another order
 
@@ -49,6 +50,7 @@ class Search {
         network_(job, ops_),
         pass_(network_, options.memory),
         simulator_(network_, kSteps),
+        brief_(network_, kFewSteps),
         rng_(options.seed),
         no_release_(network_.workers(), 0.0) {
     for (const JobOrder& order : ops_) flat_.insert(flat_.end(), order.begin(), order.end());
@@ -107,7 +109,8 @@ class Search {
     for (int fruitless = 0; fruitless < kFruitless && !ends();) {
       spent_ += static_cast<std::int64_t>(network_.nodes.size());
       if (!pass_.run(false, priority, no_release_, patience)) return;
-      const Period found = simulator_.run(pass_.sequence());
+      Period found = brief_.run(pass_.sequence());
+      if (found.complete && found.period < best_period_ * (1.0 - kTolerance)) found = simulator_.run(pass_.sequence());
       if (!found.complete) return;
       if (found.period < least * (1.0 - kTolerance)) {
         least = found.period;
@@ -158,6 +161,7 @@ class Search {
   const Network network_;
   ListPass pass_;
   PeriodSimulator simulator_;
+  PeriodSimulator brief_;  // for what is no better after few steps already
   Rng rng_;
   const std::vector<double> no_release_;
   JobOrder flat_;
