@@ -68,7 +68,10 @@ class Search {
     while (!best_.empty() && !ends()) {
       std::vector<double> priority = best_starts_;
       const double noise = mean_ * std::exp2(static_cast<double>(rng_.below(7)) - 2.0);
-      for (double& one : priority) one += noise * rng_.unit();
+      const double part = std::exp2(-static_cast<double>(rng_.below(5)));
+      for (double& one : priority) {
+        if (rng_.unit() < part) one += noise * (rng_.unit() - 0.5) * 2.0;
+      }
       descend(priority, static_cast<double>(rng_.below(3)) / 2.0);
     }
     if (best_.empty()) return std::nullopt;
