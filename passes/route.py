@@ -19,7 +19,8 @@ def share_evenly(case: JobCase, *, in_turns: bool, pause: float = 0.0) -> Routin
         in_turns: Whether the microbatches that a worker gives are spread over the step and taken in turns, as in ReCycle.
             Otherwise a worker gives its last ones, and others take contiguous blocks. Then there are fewer hand-overs of the
             accumulator of weight gradients.
-        pause: The part of a period in which a narrow port carries nothing, as before the first op and behind the last one.
+        pause: The part of a period in which a slow worker does nothing, or a narrow port carries nothing, as before the first
+            op and behind the last one.
     """
     holders = [_holders(case, stage, in_turns, pause) for stage in range(case.stages)]
     paths = list(zip(*holders, strict=True))
@@ -35,8 +36,10 @@ def counts(case: JobCase, stage: int, pause: float = 0.0) -> dict[int, int]:
 
     def end(worker: int) -> tuple[float, bool, int]:
         number, (ops, messages) = found[worker] + 1, times[worker]
+        idle = pause if case.slow.get(worker, 1.0) > 1.0 else 0.0
         # Messages count if they occupy the port for longer than the ops take.
-        return max(number * ops, number * messages + pause if messages else 0.0), number > case.microbatches, worker
+        time = max(number * ops + idle, number * messages + pause if messages else 0.0)
+        return time, number > case.microbatches, worker
 
     # Each next microbatch goes to the worker that then ends first; of several, to one that has not all of its own.
     ends = [end(worker) for worker in live]

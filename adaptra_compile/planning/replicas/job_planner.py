@@ -93,7 +93,7 @@ class _Try:
 def _tries(case: JobCase) -> list[_Try]:
     """Return the routings to search, those with the least bounds."""
     shared = [share_evenly(case, in_turns=in_turns) for in_turns in (False, True)]
-    if case.ports:
+    if case.ports or case.slow:
         once = _once(case)
         shared += [share_evenly(case, in_turns=True, pause=once * part / _PAUSES) for part in range(1, _PAUSES + 1)]
     routings = dict.fromkeys((*_detoured(case, shared[0]), *shared))
