@@ -16,10 +16,11 @@ its I.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple
@@ -65,6 +66,57 @@ def period_bound(case: JobCase, routing: Routing) -> PeriodBound:
     return max(bounds, key=lambda one: (one.value, -kinds.index(one.kind)))
 
 
+def flow_bound(case: JobCase) -> PeriodBound:
+    """Return a bound of the period under every routing, in which workers take the shares that suit them best.
+
+    Of the bounds above it has those of workers and ports, each with the shortest ways through any workers. Links count only
+    for the time of a message.
+    """
+    columns = list(zip(*case.grid, strict=True))
+    updates = _updates(case, case.grid)
+    shortest = _shortest(case)
+    found: list[PeriodBound] = []
+    for stage, column in enumerate(columns):
+        neighbours = (stage > 0) + (stage + 1 < case.stages)
+
+        def next_bound(
+            worker: int, number: int, stage: int = stage, neighbours: int = neighbours
+        ) -> tuple[float, int, PeriodBound]:
+            share = replace(shortest[worker], count=number)
+            bounds = [*_of_waiting(case, worker, stage, share, updates)]
+            if neighbours:
+                bounds += _of_port(case, worker, number * neighbours, _queues(case, worker, stage, share, updates))
+            greatest = max(bounds, key=lambda one: one.value)
+            return greatest.value, worker, greatest
+
+        counts = {worker: 1 for worker in column if worker is not None}
+        ends = [next_bound(worker, 1) for worker in counts]
+        heapq.heapify(ends)
+        for _ in range(case.replicas * case.microbatches):
+            _, worker, taken = ends[0]
+            found.append(taken)
+            counts[worker] += 1
+            heapq.heapreplace(ends, next_bound(worker, counts[worker]))
+    return max(found, key=lambda one: one.value)
+
+
+def _shortest(case: JobCase) -> dict[int, _Share]:
+    """Return, per live worker, its trip and ways with the shortest ones of all paths."""
+    columns = [[worker for worker in column if worker is not None] for column in zip(*case.grid, strict=True)]
+    trips: dict[int, float] = dict.fromkeys(columns[-1], 0.0)
+    for stage in range(case.stages - 2, -1, -1):
+        for here in columns[stage]:
+            trips[here] = min(_round_trip(case, stage, here, there, trips[there]) for there in columns[stage + 1])
+    found = {worker: _Share(0, trips[worker], []) for worker in columns[0]}
+    for stage, (before, column) in enumerate(pairwise(columns)):
+        for there in column:
+            ways = [_longer(case, stage, here, there, found[here].ways) for here in before]
+            found[there] = _Share(0, trips[there], ways[0])
+            for one in ways:
+                found[there].take(0, trips[there], one)
+    return found
+
+
 @dataclass(slots=True)
 class _Share:
     """What a worker computes of a stage.
@@ -80,37 +132,53 @@ class _Share:
     trip: float
     ways: list[tuple[float, float, float]]
 
+    def take(self, number: int, trip: float, ways: list[tuple[float, float, float]]) -> None:
+        """Add microbatches that take one path."""
+        self.count += number
+        self.trip = min(self.trip, trip)
+        self.ways = [(min(a, d), min(b, e), min(c, f)) for (a, b, c), (d, e, f) in zip(self.ways, ways, strict=True)]
+
 
 def _of_workers(case: JobCase, routing: Routing, shares: dict[tuple[int, int], _Share]) -> Iterator[PeriodBound]:
     cost = case.cost
-    updates = _updates(case, routing)
+    updates = _updates(case, routing.workers)
     for worker in routing.live:
-        slow, where = case.slow.get(worker, 1.0), f"worker {worker}"
-        stages = routing.stages_of(worker)
-        update = sum(case.step[stage] * slow + case.reduce[stage] for stage in stages)
-        work = update
+        slow, stages = case.slow.get(worker, 1.0), routing.stages_of(worker)
+        work = sum(case.step[stage] * slow + case.reduce[stage] for stage in stages)
         for stage in stages:
             if (worker, stage) in shares:
                 ops = cost.forward[stage] + cost.input_grad[stage] + cost.weight_grad[stage]
                 work += shares[worker, stage].count * ops * slow
-        yield PeriodBound(work, PeriodBoundKind.WORK, where)
-        if len(stages) != 1 or (worker, stages[0]) not in shares:
-            continue
-        (stage,) = stages
-        share = shares[worker, stage]
-        number, trip = share.count, share.trip
-        forward, back, weight = (times[stage] * slow for times in (cost.forward, cost.input_grad, cost.weight_grad))
-        room = number if case.memory is None else min(number, case.memory[stage])
-        first = max(forward + trip - room * forward, 0.0)
-        last = max(trip - (room - 1) * (back + weight), 0.0)
-        yield PeriodBound(work + (first + last if number > room else max(first, last)), PeriodBoundKind.FILL, where)
-        last = max(trip - (room - 1) * back, 0.0)
-        inside = number * (forward + back) + (number - room) * weight
-        inside += first + last if number > room else max(first, last)
-        for earlier, (_, out, home) in zip(range(stage - 1, -1, -1), share.ways, strict=True):
-            yield PeriodBound(updates[earlier] + out + inside + home, PeriodBoundKind.PATH, f"{where}, stage {earlier}")
-        once = forward + trip + back + weight
-        yield PeriodBound(math.ceil(number / room) * once + update, PeriodBoundKind.MEMORY, where)
+        yield PeriodBound(work, PeriodBoundKind.WORK, f"worker {worker}")
+        if len(stages) == 1 and (worker, stages[0]) in shares:
+            yield from _of_waiting(case, worker, stages[0], shares[worker, stages[0]], updates)
+
+
+def _of_waiting(case: JobCase, worker: int, stage: int, share: _Share, updates: list[float]) -> Iterator[PeriodBound]:
+    """Yield the bounds of a worker of one stage, in which it waits for others."""
+    slow, where = case.slow.get(worker, 1.0), f"worker {worker}"
+    number, trip = share.count, share.trip
+    forward, back, weight = _times(case, worker, stage)
+    update = case.step[stage] * slow + case.reduce[stage]
+    room = number if case.memory is None else min(number, case.memory[stage])
+
+    def idle(meanwhile: float) -> float:
+        first, last = max(forward + trip - room * forward, 0.0), max(trip - (room - 1) * meanwhile, 0.0)
+        return first + last if number > room else max(first, last)
+
+    work = update + number * (forward + back + weight)
+    yield PeriodBound(work + idle(back + weight), PeriodBoundKind.FILL, where)
+    inside = number * (forward + back) + (number - room) * weight + idle(back)
+    for earlier, (_, out, home) in zip(range(stage - 1, -1, -1), share.ways, strict=True):
+        yield PeriodBound(updates[earlier] + out + inside + home, PeriodBoundKind.PATH, f"{where}, stage {earlier}")
+    once = forward + trip + back + weight
+    yield PeriodBound(math.ceil(number / room) * once + update, PeriodBoundKind.MEMORY, where)
+
+
+def _times(case: JobCase, worker: int, stage: int) -> tuple[float, float, float]:
+    """Return the durations of F, I and W."""
+    slow, cost = case.slow.get(worker, 1.0), case.cost
+    return cost.forward[stage] * slow, cost.input_grad[stage] * slow, cost.weight_grad[stage] * slow
 
 
 def _shares(case: JobCase, paths: Counter[tuple[int, ...]]) -> dict[tuple[int, int], _Share]:
@@ -119,16 +187,14 @@ def _shares(case: JobCase, paths: Counter[tuple[int, ...]]) -> dict[tuple[int, i
     for path, number in paths.items():
         for stage, (trip, ways) in enumerate(zip(_round_trips(case, path), _ways(case, path), strict=True)):
             key = path[stage], stage
-            share = found.setdefault(key, _Share(0, trip, ways))
-            share.count += number
-            share.trip = min(share.trip, trip)
-            share.ways = [(min(a, d), min(b, e), min(c, f)) for (a, b, c), (d, e, f) in zip(share.ways, ways, strict=True)]
+            found.setdefault(key, _Share(0, trip, ways)).take(number, trip, ways)
     return found
 
 
-def _updates(case: JobCase, routing: Routing) -> list[float]:
+def _updates(case: JobCase, grid: Sequence[Sequence[int | None]]) -> list[float]:
     """Return the least time of STEP and REDUCE, per stage."""
-    fastest = [min(case.slow.get(worker, 1.0) for worker in routing.column(stage)) for stage in range(case.stages)]
+    columns = zip(*grid, strict=True)
+    fastest = [min(case.slow.get(worker, 1.0) for worker in column if worker is not None) for column in columns]
     return [step * slow + reduce for step, slow, reduce in zip(case.step, fastest, case.reduce, strict=True)]
 
 
@@ -138,7 +204,7 @@ def _of_messages(
     links: defaultdict[tuple[int, int], int] = defaultdict(int)
     queues: dict[tuple[int, int], _Queues] = {}
     ports: defaultdict[int, int] = defaultdict(int)
-    updates = _updates(case, routing)
+    updates = _updates(case, routing.workers)
     for path, number in paths.items():
         for stage, (here, there) in enumerate(pairwise(path)):
             links[here, there] += number
@@ -152,16 +218,16 @@ def _of_messages(
             value = max(number * occupancy, queues[here, there].link + (number - 1) * occupancy) if occupancy else 0.0
             yield PeriodBound(value, PeriodBoundKind.LINK, f"link {source}→{destination}")
     for (worker, stage), share in shares.items():
-        number, port = ports[worker], case.ports.get(worker, 0.0)
-        if not number or not port:
-            continue
-        sends = receives = 0.0
-        if len(routing.stages_of(worker)) == 1:
+        if ports[worker]:
             around = _queues(case, worker, stage, share, updates)
-            sends, receives = around.sends, around.receives
-        for what, least in (("sends", sends), ("receives", receives)):
-            value = max(number * port, least + (number - 1) * port)
-            yield PeriodBound(value, PeriodBoundKind.PORT, f"worker {worker} {what}")
+            yield from _of_port(case, worker, ports[worker], around if len(routing.stages_of(worker)) == 1 else None)
+
+
+def _of_port(case: JobCase, worker: int, number: int, around: _Queues | None) -> Iterator[PeriodBound]:
+    port = case.ports.get(worker, 0.0)
+    for what, least in (("sends", around.sends), ("receives", around.receives)) if around else (("sends", 0.0),):
+        value = max(number * port, least + (number - 1) * port) if port else 0.0
+        yield PeriodBound(value, PeriodBoundKind.PORT, f"worker {worker} {what}")
 
 
 class _Queues(NamedTuple):
@@ -178,10 +244,7 @@ class _Queues(NamedTuple):
 
 
 def _queues(case: JobCase, worker: int, stage: int, share: _Share, updates: list[float]) -> _Queues:
-    slow = case.slow.get(worker, 1.0)
-    forward, back, weight = (
-        times[stage] * slow for times in (case.cost.forward, case.cost.input_grad, case.cost.weight_grad)
-    )
+    forward, back, weight = _times(case, worker, stage)
     once = forward + share.trip + back
     link = updates[stage] + once + weight
     # The first stage sends and receives one message per microbatch, as a link carries. Its receives follow from its sends.
@@ -190,34 +253,40 @@ def _queues(case: JobCase, worker: int, stage: int, share: _Share, updates: list
     for earlier, (sent, out, home) in zip(range(stage - 1, -1, -1), share.ways, strict=True):
         link = max(link, updates[earlier] + out + once + home)
         sends = max(sends, updates[earlier] + out + forward + back * is_last + home)
-        receives = max(
-            receives, updates[earlier] + sent + case.ports.get(worker, 0.0) + forward * is_last + back + home
-        )
+        receives = max(receives, updates[earlier] + sent + case.ports.get(worker, 0.0) + forward * is_last + back + home)
     return _Queues(link, sends, receives)
 
 
 def _round_trips(case: JobCase, path: tuple[int, ...]) -> list[float]:
     """Return, per stage, the time from the end of its F to the earliest start of its I, by ops and messages."""
-    cost = case.cost
     trips = [0.0]
     for stage in range(case.stages - 2, -1, -1):
-        here, there = path[stage], path[stage + 1]
-        ops = (cost.forward[stage + 1] + cost.input_grad[stage + 1]) * case.slow.get(there, 1.0)
-        trips.append(trips[-1] + ops + _flight(case, here, there) + _flight(case, there, here))
+        trips.append(_round_trip(case, stage, path[stage], path[stage + 1], trips[-1]))
     return trips[::-1]
+
+
+def _round_trip(case: JobCase, stage: int, here: int, there: int, trip: float) -> float:
+    """Return the round trip from a stage's worker through one of the next stage, which has the given trip."""
+    forward, back, _ = _times(case, there, stage + 1)
+    return trip + forward + back + _flight(case, here, there) + _flight(case, there, here)
 
 
 def _ways(case: JobCase, path: tuple[int, ...]) -> list[list[tuple[float, float, float]]]:
     """Return :attr:`_Share.ways` of each stage, for one microbatch that takes a path."""
-    cost = case.cost
     found: list[list[tuple[float, float, float]]] = [[]]
     for stage, (here, there) in enumerate(pairwise(path)):
-        slow = case.slow.get(here, 1.0)
-        ready, out = cost.forward[stage] * slow, _flight(case, here, there)
-        home = cost.input_grad[stage] * slow + _flight(case, there, here)
-        longer = [(out_before + ready, out_before + ready + out, home + after) for _, out_before, after in found[-1]]
-        found.append([(ready, ready + out, home + cost.weight_grad[stage] * slow), *longer])
+        found.append(_longer(case, stage, here, there, found[-1]))
     return found
+
+
+def _longer(
+    case: JobCase, stage: int, here: int, there: int, ways: list[tuple[float, float, float]]
+) -> list[tuple[float, float, float]]:
+    """Return the ways to a worker through one of the stage before it, which has the given ways."""
+    forward, back, weight = _times(case, here, stage)
+    out, home = _flight(case, here, there), back + _flight(case, there, here)
+    longer = [(before + forward, before + forward + out, home + after) for _, before, after in ways]
+    return [(forward, forward + out, home + weight), *longer]
 
 
 def _flight(case: JobCase, source: int, destination: int) -> float:
