@@ -13,7 +13,7 @@ from adaptra import _C
 from adaptra.errors import PlanError
 from adaptra.passes.detour import detours
 from adaptra.passes.route import share_evenly
-from adaptra.planning.replicas.alike_replicas import MergedJob, merge_alike
+from adaptra.planning.replicas.alike_replicas import merge_alike
 from adaptra.planning.replicas.period_bound import PeriodBoundKind, period_bound
 from adaptra.program import Op, Program
 from adaptra.program.routing import Routing
@@ -62,7 +62,8 @@ def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None =
             share = part / (len(tries) - index if budget is not None else len(tries))
             seconds = None if ends is None else max(share * (ends - time.perf_counter()), _LEAST)
             one.search(int(effort * share), seed, seconds)
-            best = min((one, *filter(None, (best,))), key=lambda tried: tried.period)
+            if best is None or one.period < best.period:
+                best = one
     if best is None or best.orders is None:
         raise PlanError(
             f"mem_cap {list(case.memory or ())}: found no order in which no worker waits forever: expected room for more "

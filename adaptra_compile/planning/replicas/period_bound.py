@@ -5,10 +5,10 @@ shortest round trip of one of them. That is the time from the end of its F, thro
 its I.
 
 - work: all its ops, STEP and REDUCE, one after the other;
-- fill: as work, and the worker idles. Before its first I it runs nothing but A of F, and idles for the rest of F + R. Before the
-  last F's I it runs at most A - 1 of I and of W, and idles for the rest of R. With n = A these two may be the same time;
+- fill: as work, and the worker idles. Before its first I it runs nothing but A of F, and idles for the rest of F + R. Before
+  the last F's I it runs at most A - 1 of I and of W, and idles for the rest of R. With n = A both may be the same time;
 - path: all its F and I lie within the step of any earlier stage on their routes. They start after STEP there and the way
-  forwards, and end before the way back, W and REDUCE there. The worker idles as for fill, and runs n - A of W before its last F;
+  forwards, and end before the way back, W and REDUCE there. It idles as for fill, and runs n - A of W before its last F;
 - memory: one of A places sees ⌈n / A⌉ microbatches in turn, each for F + R + I + W;
 - link, port: all messages that cross it occupy it one after the other. The first one comes after STEP of an earlier stage and
   the way forwards, and the last one before the way back, as for path.
