@@ -95,7 +95,8 @@ double ListPass::arrival(const Dependent& dependent, double posted) {
 
 void ListPass::offer(std::int32_t node) {
   if (patience_ > 0.0) {
-    std::vector<std::int32_t>& expects = expects_[static_cast<std::size_t>(network_.nodes[static_cast<std::size_t>(node)].worker)];
+    std::vector<std::int32_t>& expects =
+        expects_[static_cast<std::size_t>(network_.nodes[static_cast<std::size_t>(node)].worker)];
     expects.erase(std::remove(expects.begin(), expects.end(), node), expects.end());
   }
   push(node);
@@ -122,7 +123,8 @@ bool ListPass::delays_a_better_one(std::int32_t node, double now) const {
   const JobNode& one = network_.nodes[static_cast<std::size_t>(node)];
   const std::vector<std::int32_t>& expects = expects_[static_cast<std::size_t>(one.worker)];
   return std::any_of(expects.begin(), expects.end(), [&](std::int32_t other) {
-    return expected_[static_cast<std::size_t>(other)] < now + patience_ * one.duration && goes_later(node, other) && fits(other);
+    return expected_[static_cast<std::size_t>(other)] < now + patience_ * one.duration && goes_later(node, other) &&
+           fits(other);
   });
 }
 
@@ -162,8 +164,7 @@ void ListPass::start(std::int32_t node, double now) {
   }
 }
 
-bool ListPass::run(bool backwards, const std::vector<double>& priority, const std::vector<double>& release,
-                   double patience) {
+bool ListPass::run(bool backwards, const std::vector<double>& priority, const std::vector<double>& release, double patience) {
   const Graph& graph = backwards ? backward_ : forward_;
   const std::size_t workers = network_.workers();
   backwards_ = backwards;

@@ -1,9 +1,10 @@
 // List scheduling of several replicas, forwards or backwards in time.
 //
 // Whenever a worker is free it starts the op with the least priority among those whose inputs are there and whose microbatch
-// fits into memory. A patient worker starts no op that would delay one of less priority whose inputs are on their way. Backwards, needs and times are turned round: ops start from their ends, and memory is taken by W and freed
-// by F. Passes in turn, each with the times of the one before as priorities, make schedules denser. This is forward-backward
-// improvement, known from project scheduling under limited resources.
+// fits into memory. A patient worker starts no op that would delay one of less priority whose inputs are on their way.
+// Backwards, needs and times are turned round: ops start from their ends, and memory is taken by W and freed by F. Passes in
+// turn, each with the times of the one before as priorities, make schedules denser. This is forward-backward improvement, known
+// from project scheduling under limited resources.
 #pragma once
 
 #include <cstdint>
@@ -64,9 +65,9 @@ class ListPass {
   // The state of one run.
   bool backwards_ = false;
   const std::vector<double>* priority_ = nullptr;
-  std::vector<double> starts_, ends_, arrives_;     // per node
-  std::vector<double> resource_free_;               // per link and port
-  std::vector<std::int32_t> needed_;                // per node
+  std::vector<double> starts_, ends_, arrives_;  // per node
+  std::vector<double> resource_free_;            // per link and port
+  std::vector<std::int32_t> needed_;             // per node
   double patience_ = 0.0;
   std::vector<std::int32_t> not_started_;           // per node: how many of the ops that it waits for
   std::vector<double> expected_;                    // per node: when its inputs are there, as if no message queued up

@@ -12,7 +12,7 @@
 namespace adaptra::schedule {
 namespace {
 
-constexpr std::int32_t kSteps = 8;    // as many as the period is stated for
+constexpr std::int32_t kSteps = 8;  // as many as the period is stated for
 constexpr std::int32_t kFewSteps = 2;
 constexpr int kFruitless = 4;         // passes in a row that improve nothing before a descent ends
 constexpr double kTolerance = 1e-12;  // relative, for sums that are added in another order
