@@ -14,7 +14,6 @@ namespace {
 
 constexpr std::int32_t kSteps = 8;  // as many as the period is stated for
 constexpr std::int32_t kFewSteps = 2;
-constexpr int kFruitless = 4;         // passes in a row that improve nothing before a descent ends
 constexpr double kTolerance = 1e-12;  // relative, for sums that are added in another order
 
 // Every worker's ops, each kind in microbatch order, then its Reduce and Step.
@@ -68,9 +67,9 @@ class Search {
     while (!best_.empty() && !ends()) {
       std::vector<double> priority = best_starts_;
       const double noise = mean_ * std::exp2(static_cast<double>(rng_.below(7)) - 2.0);
-      const double part = std::exp2(-static_cast<double>(rng_.below(5)));
+      const double disturbed = std::exp2(-static_cast<double>(rng_.below(5)));
       for (double& one : priority) {
-        if (rng_.unit() < part) one += noise * (rng_.unit() - 0.5) * 2.0;
+        if (rng_.unit() < disturbed) one += noise * (rng_.unit() - 0.5) * 2.0;
       }
       descend(priority, static_cast<double>(rng_.below(3)) / 2.0);
     }
@@ -107,25 +106,21 @@ class Search {
     return priority;
   }
 
+  // Passes forwards and backwards in turns, until one improves nothing.
   void descend(std::vector<double> priority, double patience) {
-    double least = std::numeric_limits<double>::infinity();
-    for (int fruitless = 0; fruitless < kFruitless && !ends();) {
+    for (double least = std::numeric_limits<double>::infinity(); !ends();) {
       spent_ += static_cast<std::int64_t>(network_.nodes.size());
       if (!pass_.run(false, priority, no_release_, patience)) return;
       Period found = brief_.run(pass_.sequence());
       if (found.complete && found.period < best_period_ * (1.0 - kTolerance)) found = simulator_.run(pass_.sequence());
       if (!found.complete) return;
-      if (found.period < least * (1.0 - kTolerance)) {
-        least = found.period;
-        fruitless = 0;
-      } else {
-        ++fruitless;
-      }
       if (found.period < best_period_ * (1.0 - kTolerance)) {
         best_period_ = found.period;
         best_ = pass_.sequence();
         best_starts_ = pass_.starts();
       }
+      if (found.period >= least * (1.0 - kTolerance)) return;
+      least = found.period;
       // Backwards, the op that ended last goes first, and a stage may end as much later as it began later.
       const std::vector<double> starts = pass_.starts();
       priority = pass_.ends();
