@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -30,17 +31,19 @@ class ExactPeriod(NamedTuple):
 
 
 class PeriodModel:
-    """The model of a case and a routing, for whole numbers as times, one stage per worker, without slow workers and links.
+    """The model of a case and a routing, for whole numbers as times, without messages that occupy a link or port.
 
     The period is that of the steady state in which a worker begins its next step once its stage has ended this one.
     """
 
-    def __init__(self, case: JobCase, routing: Routing, horizon: int) -> None:
+    def __init__(self, case: JobCase, routing: Routing, at_least: int, at_most: int) -> None:
         self._case = case
+        self._routing = routing
+        horizon = 2 * at_most
         self._horizon = horizon
         self._times = {Kind.F: case.cost.forward, Kind.I: case.cost.input_grad, Kind.W: case.cost.weight_grad}
         self.model = cp_model.CpModel()
-        self.period = self.model.new_int_var(0, horizon, "period")
+        self.period = self.model.new_int_var(at_least, at_most, "period")
         self._starts: dict[Task, cp_model.IntVar] = {}
         tasks: defaultdict[int, list[Task]] = defaultdict(list)
         for replica in range(case.replicas):
@@ -52,19 +55,32 @@ class PeriodModel:
                         tasks[routing.holder(replica, stage, microbatch)].append(task)
         for task, start in self._starts.items():
             for before in self._needs(task):
-                self.model.add(start >= self._end(before))
+                self.model.add(start >= self._end(before) + self._latency(before, task))
         for stage in range(case.stages):
             last = self.model.new_int_var(0, horizon, f"last of {stage}")
             for worker in routing.column(stage):
                 if tasks[worker]:
-                    self._add_worker(stage, tasks[worker], last)
+                    self._add_worker(stage, worker, tasks[worker], last)
         self.model.minimize(self.period)
 
     def _end(self, task: Task) -> cp_model.LinearExpr:
         return self._starts[task] + self._duration(task)
 
     def _duration(self, task: Task) -> int:
-        return int(self._times[task.kind][task.stage])
+        return int(self._times[task.kind][task.stage] * self._case.slow.get(self._holder(task), 1.0))
+
+    def _holder(self, task: Task) -> int:
+        return self._routing.holder(task.replica, task.stage, task.microbatch)
+
+    def _latency(self, before: Task, task: Task) -> int:
+        source, destination = self._holder(before), self._holder(task)
+        if source == destination:
+            return 0
+        return int(
+            self._case.hand_over
+            if before.stage == task.stage
+            else self._case.link(source, destination, (before.stage, task.stage)).latency
+        )
 
     def _needs(self, task: Task) -> Iterator[Task]:
         match task.kind:
@@ -80,7 +96,7 @@ class PeriodModel:
                 if self._case.hands_over and task.microbatch > 0:
                     yield task._replace(microbatch=task.microbatch - 1)
 
-    def _add_worker(self, stage: int, tasks: list[Task], last: cp_model.IntVar) -> None:
+    def _add_worker(self, stage: int, worker: int, tasks: list[Task], last: cp_model.IntVar) -> None:
         """Add the rules of one worker: one op at a time, in microbatch order, within memory, and once per period."""
         first = self.model.new_int_var(0, self._horizon, "first")
         before: dict[tuple[int, Kind], Task] = {}
@@ -102,12 +118,14 @@ class PeriodModel:
         self.model.add_no_overlap(works)
         if self._case.memory is not None:
             self.model.add_cumulative(holds, [1] * len(holds), self._case.memory[stage])
-        self.model.add(self.period >= last + int(self._case.step[stage] + self._case.reduce[stage]) - first)
+        slow = self._case.slow.get(worker, 1.0)
+        # All workers of a stage reduce at once. So each starts behind its own STEP, and they share the rest of the period.
+        self.model.add(self.period >= last + int(self._case.step[stage] * slow + self._case.reduce[stage]) - first)
 
 
-def exact_period(case: JobCase, routing: Routing, seconds: float, at_most: float) -> ExactPeriod | None:
-    """Search the shortest period of a routing. None if nothing was found in ``seconds``."""
-    made = PeriodModel(case, routing, int(3 * at_most))
+def exact_period(case: JobCase, routing: Routing, seconds: float, at_least: float, at_most: float) -> ExactPeriod | None:
+    """Search the shortest period of a routing, between a bound and a known period. None if nothing was found in ``seconds``."""
+    made = PeriodModel(case, routing, math.ceil(at_least - 1e-6), math.floor(at_most + 1e-6))
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 2

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 
 from adaptra.program.routing import Routing
 from adaptra.simulation.job_case import JobCase
 
 
-def share_evenly(case: JobCase, *, in_turns: bool) -> Routing:
+def share_evenly(case: JobCase, *, in_turns: bool, pause: float = 0.0) -> Routing:
     """Return the routing in which the workers of each stage are busy for about as long.
 
     Lost workers give all their microbatches to the stage's other workers, and slow ones or those with a narrow port some of
@@ -19,47 +20,66 @@ def share_evenly(case: JobCase, *, in_turns: bool) -> Routing:
         in_turns: Whether the microbatches that a worker gives are spread over the step and taken in turns, as in ReCycle.
             Otherwise a worker gives its last ones, and others take contiguous blocks. Then there are fewer hand-overs of the
             accumulator of weight gradients.
+        pause: The part of a period in which a slow worker does nothing, or a narrow port carries nothing, as before the first
+            op and behind the last one.
     """
-    holders = [_holders(case, stage, in_turns) for stage in range(case.stages)]
+    holders = [_holders(case, stage, in_turns, pause) for stage in range(case.stages)]
     paths = list(zip(*holders, strict=True))
     size = case.microbatches
     return Routing.of_paths(case.grid, [paths[replica * size : (replica + 1) * size] for replica in range(case.replicas)])
 
 
-def counts(case: JobCase, stage: int) -> dict[int, int]:
+def counts(case: JobCase, stage: int, pause: float = 0.0) -> dict[int, int]:
     """Return the number of microbatches that each live worker of a stage computes, so that the busiest has the least to do.
 
     What the same workers compute of earlier stages counts.
     """
     live = [worker for row in case.grid if (worker := row[stage]) is not None]
     found = dict.fromkeys(live, 0)
-    busy = dict.fromkeys(live, 0.0)
+    before = dict.fromkeys(live, (0.0, 0.0))
     for one in case.stages_of(live[0])[: case.stages_of(live[0]).index(stage) + 1]:
-        times = {worker: _time(case, one, worker) for worker in live}
-        found = dict.fromkeys(live, 0)
-        # Each next microbatch goes to the worker that then ends first; of several, to one that has not all of its own.
-        ends = [(busy[worker] + times[worker], False, worker) for worker in live]
-        heapq.heapify(ends)
-        for _ in range(case.replicas * case.microbatches):
-            _, _, worker = ends[0]
-            found[worker] += 1
-            more = found[worker] + 1
-            heapq.heapreplace(ends, (busy[worker] + more * times[worker], more > case.microbatches, worker))
-        busy = {worker: busy[worker] + found[worker] * times[worker] for worker in live}
+        found = _counts_after(case, one, pause, before)
+        times = {worker: _times(case, one, worker) for worker in live}
+        before = {
+            worker: (before[worker][0] + found[worker] * ops, before[worker][1] + found[worker] * messages)
+            for worker, (ops, messages) in times.items()
+        }
     return found
 
 
-def _time(case: JobCase, stage: int, worker: int) -> float:
-    """Return how long a microbatch occupies a worker: by its ops, or by its messages if they occupy the port for longer."""
+def _counts_after(case: JobCase, stage: int, pause: float, before: Mapping[int, tuple[float, float]]) -> dict[int, int]:
+    """Return the counts of a stage if earlier stages occupy each worker and its port for so long."""
+    times = {worker: _times(case, stage, worker) for worker in before}
+    found = dict.fromkeys(before, 0)
+
+    def end(worker: int) -> tuple[float, bool, int]:
+        number, (ops, messages), (busy, sending) = found[worker] + 1, times[worker], before[worker]
+        idle = pause if case.slow.get(worker, 1.0) > 1.0 else 0.0
+        # Messages count if they occupy the port for longer than the ops take.
+        time = max(busy + number * ops + idle, sending + number * messages + pause if messages else 0.0)
+        return time, number > case.microbatches, worker
+
+    # Each next microbatch goes to the worker that then ends first; of several, to one that has not all of its own.
+    ends = [end(worker) for worker in before]
+    heapq.heapify(ends)
+    for _ in range(case.replicas * case.microbatches):
+        _, _, worker = ends[0]
+        found[worker] += 1
+        heapq.heapreplace(ends, end(worker))
+    return found
+
+
+def _times(case: JobCase, stage: int, worker: int) -> tuple[float, float]:
+    """Return how long the ops of a microbatch occupy a worker, and its messages the port. Some time, if nothing takes any."""
     ops = case.cost.forward[stage] + case.cost.input_grad[stage] + case.cost.weight_grad[stage]
-    messages = (stage > 0) + (stage + 1 < case.stages)
+    messages = ((stage > 0) + (stage + 1 < case.stages)) * case.ports.get(worker, 0.0)
     slow = case.slow.get(worker, 1.0)
-    return max(ops * slow, messages * case.ports.get(worker, 0.0)) or slow
+    return ops * slow if ops or messages else slow, messages
 
 
-def _holders(case: JobCase, stage: int, in_turns: bool) -> list[int]:
+def _holders(case: JobCase, stage: int, in_turns: bool, pause: float) -> list[int]:
     """Return the worker of each microbatch on a stage, replica by replica."""
-    wanted = counts(case, stage)
+    wanted = counts(case, stage, pause)
     own = {worker: min(count, case.microbatches) for worker, count in wanted.items()}
     takers = [[worker] * (count - own[worker]) for worker, count in wanted.items()]
     if in_turns:

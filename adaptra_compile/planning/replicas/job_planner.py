@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
@@ -11,7 +13,7 @@ from adaptra import _C
 from adaptra.errors import PlanError
 from adaptra.passes.detour import detours
 from adaptra.passes.route import share_evenly
-from adaptra.planning.replicas.alike_replicas import MergedJob, merge_alike
+from adaptra.planning.replicas.alike_replicas import merge_alike
 from adaptra.planning.replicas.period_bound import PeriodBoundKind, period_bound
 from adaptra.program import Op, Program
 from adaptra.program.routing import Routing
@@ -23,6 +25,12 @@ EFFORT: Final = 3_000_000
 
 
 _UNLIMITED: Final = 10**15
+_SEARCHED: Final = 0.9
+"""The part of a budget after which the search ends, so that the program is made within the rest."""
+_LEAST: Final = 1e-6
+_MOST_TRIES: Final = 12
+_PAUSES: Final = 12
+"""The number of pauses of a narrow port for which shares are compared."""
 
 
 def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None = None, seed: int = 0) -> Program:
@@ -41,27 +49,65 @@ def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None =
     """
     if budget is not None and not budget > 0:
         raise PlanError(f"budget of {budget} seconds: expected a positive number")
-    shared = [share_evenly(case, in_turns=in_turns) for in_turns in (False, True)]
-    routings = list(dict.fromkeys((*_detoured(case, shared[0]), *shared)))
-    effort = (effort or (EFFORT if budget is None else _UNLIMITED)) // len(routings)
-    share = None if budget is None else budget / len(routings)
-    best: tuple[float, list[bytes], MergedJob, Routing] | None = None
-    for routing in routings:
-        enough = period_bound(case, routing).value
-        merged = merge_alike(case, routing)
-        job, memory = job_of(merged.case, merged.routing), _memory(merged.case, merged.routing)
-        found = _C.search_period(job, memory, effort, seed, share, enough)
-        if found is not None and (best is None or found[0] < best[0]):
-            best = (*found, merged, routing)
-        if best is not None and best[0] <= enough * (1 + 1e-9):
-            break
-    if best is None:
+    ends = None if budget is None else time.perf_counter() + _SEARCHED * budget
+    effort = effort or (EFFORT if budget is None else _UNLIMITED)
+    tries = _tries(case)
+    best: _Try | None = None
+    # Each routing for a while, and then the best ones for longer.
+    for number, part in ((len(tries), 0.4), (4, 0.5), (2, 1.0)):
+        tries = sorted(tries, key=lambda one: (one.period, one.bound))[:number]
+        for index, one in enumerate(tries):
+            if best is not None and best.period <= one.bound * (1 + 1e-9):
+                continue
+            share = part / (len(tries) - index if budget is not None else len(tries))
+            seconds = None if ends is None else max(share * (ends - time.perf_counter()), _LEAST)
+            one.search(int(effort * share), seed, seconds)
+            if best is None or one.period < best.period:
+                best = one
+    if best is None or best.orders is None:
         raise PlanError(
             f"mem_cap {list(case.memory or ())}: found no order in which no worker waits forever: expected room for more "
             "microbatches on the workers that compute those of others"
         )
-    _, orders, merged, routing = best
-    return Program("adapted", (), case.microbatches, merged.expand([_unpacked(order) for order in orders], routing), routing)
+    orders = best.merged.expand([_unpacked(order) for order in best.orders], best.routing)
+    return Program("adapted", (), case.microbatches, orders, best.routing)
+
+
+class _Try:
+    """A routing, its bound, and the shortest period found for it."""
+
+    def __init__(self, case: JobCase, routing: Routing, bound: float) -> None:
+        self.routing = routing
+        self.bound = bound
+        self.merged = merge_alike(case, routing)
+        self.period = math.inf
+        self.orders: list[bytes] | None = None
+        self._job = job_of(self.merged.case, self.merged.routing)
+        self._memory = _memory(self.merged.case, self.merged.routing)
+
+    def search(self, effort: int, seed: int, seconds: float | None) -> None:
+        found = _C.search_period(self._job, self._memory, effort, seed, seconds, self.bound)
+        if found is not None and found[0] < self.period:
+            self.period, self.orders = found
+
+
+def _tries(case: JobCase) -> list[_Try]:
+    """Return the routings to search, those with the least bounds."""
+    shared = [share_evenly(case, in_turns=in_turns) for in_turns in (False, True)]
+    if case.ports or case.slow:
+        once = _once(case)
+        shared += [share_evenly(case, in_turns=True, pause=once * part / _PAUSES) for part in range(1, _PAUSES + 1)]
+    routings = dict.fromkeys((*_detoured(case, shared[0]), *shared))
+    bounded = sorted(((routing, period_bound(case, routing).value) for routing in routings), key=lambda one: one[1])
+    return [_Try(case, routing, bound) for routing, bound in bounded[:_MOST_TRIES]]
+
+
+def _once(case: JobCase) -> float:
+    """Return the time of a step of one microbatch through the slowest workers and ports, from its first F to its last STEP."""
+    cost = case.cost
+    ops = sum(map(sum, zip(cost.forward, cost.input_grad, cost.weight_grad, case.step, case.reduce, strict=True)))
+    edges = zip(cost.latency_forward, cost.latency_backward, cost.occupancy_forward, cost.occupancy_backward, strict=True)
+    return ops + sum(map(sum, edges)) + 4 * max(case.ports.values(), default=0.0)
 
 
 def _detoured(case: JobCase, routing: Routing) -> Iterator[Routing]:

@@ -46,12 +46,9 @@ ListPass::ListPass(const Network& network, const std::vector<std::int32_t>& memo
     const auto at = static_cast<std::int32_t>(index);
     for (const Need& need : node.needs) {
       if (need.node == kNone) continue;
-      double delay = need.delay;
-      if (need.transfer != kNone) {
-        const Transfer& transfer = network.transfers[static_cast<std::size_t>(need.transfer)];
-        delay = *std::max_element(transfer.occupancy.begin(), transfer.occupancy.end()) + transfer.latency;
-      }
-      add(need.node, at, delay);
+      const bool occupies = need.transfer != kNone;
+      const double latency = occupies ? network.transfers[static_cast<std::size_t>(need.transfer)].latency : need.delay;
+      add(need.node, at, latency, need.transfer);
     }
     const auto [place, is_first] =
         before.try_emplace({node.worker, node.replica * network.job.stages + node.stage, node.kind}, at);
@@ -75,16 +72,46 @@ ListPass::ListPass(const Network& network, const std::vector<std::int32_t>& memo
     }
   }
   if (several) held_of_.resize(network.workers() * network.job.columns.size());
+  expects_.resize(network.workers());
 }
 
-void ListPass::add(std::int32_t before, std::int32_t after, double delay) {
-  forward_.dependents[static_cast<std::size_t>(before)].push_back({after, delay});
+void ListPass::add(std::int32_t before, std::int32_t after, double delay, std::int32_t transfer) {
+  forward_.dependents[static_cast<std::size_t>(before)].push_back({after, delay, transfer});
   ++forward_.needed[static_cast<std::size_t>(after)];
-  backward_.dependents[static_cast<std::size_t>(after)].push_back({before, delay});
+  backward_.dependents[static_cast<std::size_t>(after)].push_back({before, delay, transfer});
   ++backward_.needed[static_cast<std::size_t>(before)];
 }
 
+// The time for which the message occupies a link or port.
+double ListPass::occupancy(const Dependent& dependent) const {
+  if (dependent.transfer == kNone) return 0.0;
+  const std::array<double, 3>& each = network_.transfers[static_cast<std::size_t>(dependent.transfer)].occupancy;
+  return *std::max_element(each.begin(), each.end());
+}
+
+// Occupies the links and ports of the message. Backwards it takes its latency first.
+double ListPass::arrival(const Dependent& dependent, double posted) {
+  if (dependent.transfer == kNone) return posted + dependent.delay;
+  const Transfer& transfer = network_.transfers[static_cast<std::size_t>(dependent.transfer)];
+  double departs = backwards_ ? posted + dependent.delay : posted;
+  for (const std::int32_t one : transfer.resource) departs = std::max(departs, resource_free_[static_cast<std::size_t>(one)]);
+  const double leaves = departs + occupancy(dependent);
+  for (std::size_t i = 0; i < transfer.resource.size(); ++i) {
+    resource_free_[static_cast<std::size_t>(transfer.resource[i])] = departs + transfer.occupancy[i];
+  }
+  return backwards_ ? leaves : leaves + dependent.delay;
+}
+
 void ListPass::offer(std::int32_t node) {
+  if (patience_ > 0.0) {
+    std::vector<std::int32_t>& expects =
+        expects_[static_cast<std::size_t>(network_.nodes[static_cast<std::size_t>(node)].worker)];
+    expects.erase(std::remove(expects.begin(), expects.end(), node), expects.end());
+  }
+  push(node);
+}
+
+void ListPass::push(std::int32_t node) {
   std::vector<std::int32_t>& heap = offered_[static_cast<std::size_t>(network_.nodes[static_cast<std::size_t>(node)].worker)];
   heap.push_back(node);
   std::push_heap(heap.begin(), heap.end(), [this](std::int32_t a, std::int32_t b) { return goes_later(a, b); });
@@ -95,8 +122,29 @@ bool ListPass::goes_later(std::int32_t a, std::int32_t b) const {
   return first != second ? first > second : a > b;
 }
 
+// Of several stages each keeps one place, so that none waits for a place that only its own ops would free.
+bool ListPass::fits(std::int32_t node) const {
+  const JobNode& one = network_.nodes[static_cast<std::size_t>(node)];
+  const auto worker = static_cast<std::size_t>(one.worker);
+  if (!takes_memory(one, backwards_)) return true;
+  std::int32_t kept = 0;
+  for (const std::int32_t other : stages_of_[worker]) {
+    if (stages_of_[worker].size() > 1 && other != one.stage && held_of_[place_of(worker, other)] == 0) ++kept;
+  }
+  return held_[worker] + kept < memory_[worker];
+}
+
+bool ListPass::delays_a_better_one(std::int32_t node, double now) const {
+  const JobNode& one = network_.nodes[static_cast<std::size_t>(node)];
+  const std::vector<std::int32_t>& expects = expects_[static_cast<std::size_t>(one.worker)];
+  return std::any_of(expects.begin(), expects.end(), [&](std::int32_t other) {
+    return expected_[static_cast<std::size_t>(other)] < now + patience_ * one.duration && goes_later(node, other) &&
+           fits(other);
+  });
+}
+
 // Takes the op that the worker starts now, or kNone.
-std::int32_t ListPass::take(std::size_t worker) {
+std::int32_t ListPass::take(std::size_t worker, double now) {
   std::vector<std::int32_t>& heap = offered_[worker];
   std::int32_t chosen = kNone;
   put_aside_.clear();
@@ -104,24 +152,14 @@ std::int32_t ListPass::take(std::size_t worker) {
     std::pop_heap(heap.begin(), heap.end(), [this](std::int32_t a, std::int32_t b) { return goes_later(a, b); });
     const std::int32_t node = heap.back();
     heap.pop_back();
-    const JobNode& op = network_.nodes[static_cast<std::size_t>(node)];
-    if (!takes_memory(op, backwards_) || fits(worker, op.stage)) {
+    if (fits(node) && !delays_a_better_one(node, now)) {
       chosen = node;
     } else {
       put_aside_.push_back(node);
     }
   }
-  for (const std::int32_t node : put_aside_) offer(node);
+  for (const std::int32_t node : put_aside_) push(node);
   return chosen;
-}
-
-// Of several stages each keeps one place, so that none waits for a place that only its own ops would free.
-bool ListPass::fits(std::size_t worker, std::int32_t stage) const {
-  std::int32_t kept = 0;
-  for (const std::int32_t other : stages_of_[worker]) {
-    if (stages_of_[worker].size() > 1 && other != stage && held_of_[place_of(worker, other)] == 0) ++kept;
-  }
-  return held_[worker] + kept < memory_[worker];
 }
 
 void ListPass::hold(std::size_t worker, std::int32_t stage, std::int32_t more) {
@@ -129,13 +167,37 @@ void ListPass::hold(std::size_t worker, std::int32_t stage, std::int32_t more) {
   if (stages_of_[worker].size() > 1) held_of_[place_of(worker, stage)] += more;
 }
 
-bool ListPass::run(bool backwards, const std::vector<double>& priority, const std::vector<double>& release) {
+void ListPass::start(std::int32_t node, double now) {
+  const auto at = static_cast<std::size_t>(node);
+  const JobNode& one = network_.nodes[at];
+  const auto worker = static_cast<std::size_t>(one.worker);
+  if (takes_memory(one, backwards_)) hold(worker, one.stage, +1);
+  busy_[worker] = true;
+  sequence_[static_cast<std::size_t>(next_[worker]++)] = node;
+  starts_[at] = now;
+  ends_[at] = now + one.duration;
+  if (patience_ == 0.0) return;
+  for (const Dependent& dependent : (backwards_ ? backward_ : forward_).dependents[at]) {
+    const auto to = static_cast<std::size_t>(dependent.node);
+    expected_[to] = std::max(expected_[to], ends_[at] + dependent.delay + occupancy(dependent));
+    if (--not_started_[to] == 0) expects_[static_cast<std::size_t>(network_.nodes[to].worker)].push_back(dependent.node);
+  }
+}
+
+bool ListPass::run(bool backwards, const std::vector<double>& priority, const std::vector<double>& release, double patience) {
   const Graph& graph = backwards ? backward_ : forward_;
   const std::size_t workers = network_.workers();
   backwards_ = backwards;
   priority_ = &priority;
   needed_ = graph.needed;
+  patience_ = patience;
+  if (patience > 0.0) {
+    not_started_ = graph.needed;
+    expected_.assign(network_.nodes.size(), 0.0);
+    for (std::vector<std::int32_t>& expects : expects_) expects.clear();
+  }
   std::fill(arrives_.begin(), arrives_.end(), 0.0);
+  resource_free_.assign(static_cast<std::size_t>(network_.resources), 0.0);
   for (std::vector<std::int32_t>& heap : offered_) heap.clear();
   held_.assign(workers, 0);
   std::fill(held_of_.begin(), held_of_.end(), 0);
@@ -174,7 +236,7 @@ bool ListPass::run(bool backwards, const std::vector<double>& priority, const st
       if (takes_memory(node, !backwards)) hold(worker, node.stage, -1);
       for (const Dependent& dependent : graph.dependents[at]) {
         const auto to = static_cast<std::size_t>(dependent.node);
-        arrives_[to] = std::max(arrives_[to], now + dependent.delay);
+        arrives_[to] = std::max(arrives_[to], arrival(dependent, now));
         if (--needed_[to] > 0) continue;
         if (arrives_[to] > now) {
           moments.push({arrives_[to], Moment::What::Arrival, dependent.node});
@@ -186,16 +248,10 @@ bool ListPass::run(bool backwards, const std::vector<double>& priority, const st
     }
     for (const std::size_t worker : touched) {
       if (busy_[worker]) continue;
-      const std::int32_t chosen = take(worker);
+      const std::int32_t chosen = take(worker, now);
       if (chosen == kNone) continue;
-      const auto at = static_cast<std::size_t>(chosen);
-      const JobNode& node = network_.nodes[at];
-      if (takes_memory(node, backwards)) hold(worker, node.stage, +1);
-      busy_[worker] = true;
-      sequence_[static_cast<std::size_t>(next_[worker]++)] = chosen;
-      starts_[at] = now;
-      ends_[at] = now + node.duration;
-      moments.push({ends_[at], Moment::What::End, chosen});
+      start(chosen, now);
+      moments.push({ends_[static_cast<std::size_t>(chosen)], Moment::What::End, chosen});
     }
   }
   return left == 0;

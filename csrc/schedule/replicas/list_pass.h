@@ -1,9 +1,10 @@
 // List scheduling of several replicas, forwards or backwards in time.
 //
 // Whenever a worker is free it starts the op with the least priority among those whose inputs are there and whose microbatch
-// fits into memory. Backwards, needs and times are turned round: ops start from their ends, and memory is taken by W and freed
-// by F. Passes in turn, each with the times of the one before as priorities, make schedules denser. This is forward-backward
-// improvement, known from project scheduling under limited resources.
+// fits into memory. A patient worker starts no op that would delay one of less priority whose inputs are on their way.
+// Backwards, needs and times are turned round: ops start from their ends, and memory is taken by W and freed by F. Passes in
+// turn, each with the times of the one before as priorities, make schedules denser. This is forward-backward improvement, known
+// from project scheduling under limited resources.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +22,10 @@ class ListPass {
   // Makes starts() and ends(), per node; backwards, both count from the end of the step. Reduce and Step take no part.
   //
   // `priority` has a number per node, the least goes first. `release` has the time per worker before which it starts nothing.
+  // `patience` is the part of an op's duration for which a worker waits instead of starting it; 0 for never, 1 for always.
   // False at a deadlock, which only memory limits cause.
-  [[nodiscard]] bool run(bool backwards, const std::vector<double>& priority, const std::vector<double>& release);
+  [[nodiscard]] bool run(bool backwards, const std::vector<double>& priority, const std::vector<double>& release,
+                         double patience);
 
   // The nodes of each worker in the order of their starts, one worker after the other as in Network::first. Reduce and Step
   // come last. Of a run forwards only.
@@ -31,21 +34,28 @@ class ListPass {
   [[nodiscard]] const std::vector<double>& ends() const { return ends_; }
 
  private:
-  // An op that waits for another one, and the time that the message between them takes.
+  // An op that waits for another one, and the message between them. Its delay is that of one that occupies nothing, or what
+  // it takes on top of its occupancy.
   struct Dependent {
     std::int32_t node;
     double delay;
+    std::int32_t transfer = kNone;
   };
   struct Graph {
     std::vector<std::int32_t> needed;                // per node: how many ops it waits for
     std::vector<std::vector<Dependent>> dependents;  // per node
   };
 
-  void add(std::int32_t before, std::int32_t after, double delay);
+  void add(std::int32_t before, std::int32_t after, double delay, std::int32_t transfer = kNone);
+  [[nodiscard]] double occupancy(const Dependent& dependent) const;
+  [[nodiscard]] double arrival(const Dependent& dependent, double posted);
+  void start(std::int32_t node, double now);
   void offer(std::int32_t node);
+  void push(std::int32_t node);
+  [[nodiscard]] bool fits(std::int32_t node) const;
+  [[nodiscard]] bool delays_a_better_one(std::int32_t node, double now) const;
   [[nodiscard]] bool goes_later(std::int32_t a, std::int32_t b) const;
-  [[nodiscard]] std::int32_t take(std::size_t worker);
-  [[nodiscard]] bool fits(std::size_t worker, std::int32_t stage) const;
+  [[nodiscard]] std::int32_t take(std::size_t worker, double now);
   void hold(std::size_t worker, std::int32_t stage, std::int32_t more);
   [[nodiscard]] std::size_t place_of(std::size_t worker, std::int32_t stage) const {
     return worker * network_.job.columns.size() + static_cast<std::size_t>(stage);
@@ -60,8 +70,13 @@ class ListPass {
   // The state of one run.
   bool backwards_ = false;
   const std::vector<double>* priority_ = nullptr;
-  std::vector<double> starts_, ends_, arrives_;     // per node
-  std::vector<std::int32_t> needed_;                // per node
+  std::vector<double> starts_, ends_, arrives_;  // per node
+  std::vector<double> resource_free_;            // per link and port
+  std::vector<std::int32_t> needed_;             // per node
+  double patience_ = 0.0;
+  std::vector<std::int32_t> not_started_;           // per node: how many of the ops that it waits for
+  std::vector<double> expected_;                    // per node: when its inputs are there, as if no message queued up
+  std::vector<std::vector<std::int32_t>> expects_;  // per worker: the ops whose inputs are all on their way
   std::vector<std::int32_t> sequence_, next_;       // next_: per worker, the place in sequence_ of its next op
   std::vector<std::vector<std::int32_t>> offered_;  // per worker: the ops whose inputs are there, as a heap by priority
   std::vector<std::int32_t> held_;                  // per worker

@@ -12,8 +12,8 @@
 namespace adaptra::schedule {
 namespace {
 
-constexpr std::int32_t kSteps = 8;    // as many as the period is stated for
-constexpr int kFruitless = 4;         // passes in a row that improve nothing before a descent ends
+constexpr std::int32_t kSteps = 8;  // as many as the period is stated for
+constexpr std::int32_t kFewSteps = 2;
 constexpr double kTolerance = 1e-12;  // relative, for sums that are added in another order
 
 // Every worker's ops, each kind in microbatch order, then each Reduce, then each Step.
@@ -49,6 +49,7 @@ class Search {
         network_(job, ops_),
         pass_(network_, options.memory),
         simulator_(network_, kSteps),
+        brief_(network_, kFewSteps),
         rng_(options.seed),
         no_release_(network_.workers(), 0.0) {
     for (const JobOrder& order : ops_) flat_.insert(flat_.end(), order.begin(), order.end());
@@ -58,14 +59,19 @@ class Search {
   }
 
   std::optional<JobPlan> run() {
-    for (const bool weights_first : {false, true}) {
-      for (int own = 0; own < 3 && !ends(); ++own) descend(rule(own, weights_first));
+    for (const double patience : {0.0, 1.0}) {
+      for (const bool weights_first : {false, true}) {
+        for (int own = 0; own < 3 && !ends(); ++own) descend(rule(own, weights_first), patience);
+      }
     }
     while (!best_.empty() && !ends()) {
       std::vector<double> priority = best_starts_;
       const double noise = mean_ * std::exp2(static_cast<double>(rng_.below(7)) - 2.0);
-      for (double& one : priority) one += noise * rng_.unit();
-      descend(priority);
+      const double disturbed = std::exp2(-static_cast<double>(rng_.below(5)));
+      for (double& one : priority) {
+        if (rng_.unit() < disturbed) one += noise * (rng_.unit() - 0.5) * 2.0;
+      }
+      descend(priority, static_cast<double>(rng_.below(3)) / 2.0);
     }
     if (best_.empty()) return std::nullopt;
     JobPlan plan{best_period_, std::vector<JobOrder>(ops_.size())};
@@ -100,30 +106,27 @@ class Search {
     return priority;
   }
 
-  void descend(std::vector<double> priority) {
-    double least = std::numeric_limits<double>::infinity();
-    for (int fruitless = 0; fruitless < kFruitless && !ends();) {
+  // Passes forwards and backwards in turns, until one improves nothing.
+  void descend(std::vector<double> priority, double patience) {
+    for (double least = std::numeric_limits<double>::infinity(); !ends();) {
       spent_ += static_cast<std::int64_t>(network_.nodes.size());
-      if (!pass_.run(false, priority, no_release_)) return;
-      const Period found = simulator_.run(pass_.sequence());
+      if (!pass_.run(false, priority, no_release_, patience)) return;
+      Period found = brief_.run(pass_.sequence());
+      if (found.complete && found.period < best_period_ * (1.0 - kTolerance)) found = simulator_.run(pass_.sequence());
       if (!found.complete) return;
-      if (found.period < least * (1.0 - kTolerance)) {
-        least = found.period;
-        fruitless = 0;
-      } else {
-        ++fruitless;
-      }
       if (found.period < best_period_ * (1.0 - kTolerance)) {
         best_period_ = found.period;
         best_ = pass_.sequence();
         best_starts_ = pass_.starts();
       }
+      if (found.period >= least * (1.0 - kTolerance)) return;
+      least = found.period;
       // Backwards, the op that ended last goes first, and a stage may end as much later as it began later.
       const std::vector<double> starts = pass_.starts();
       priority = pass_.ends();
       for (double& one : priority) one = -one;
       spent_ += static_cast<std::int64_t>(network_.nodes.size());
-      if (!pass_.run(true, priority, release_backwards(starts))) return;
+      if (!pass_.run(true, priority, release_backwards(starts), patience)) return;
       priority = pass_.ends();
       for (double& one : priority) one = -one;
     }
@@ -159,6 +162,7 @@ class Search {
   const Network network_;
   ListPass pass_;
   PeriodSimulator simulator_;
+  PeriodSimulator brief_;  // for what is no better after few steps already
   Rng rng_;
   const std::vector<double> no_release_;
   JobOrder flat_;

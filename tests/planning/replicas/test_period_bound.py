@@ -13,6 +13,7 @@ from adaptra.passes.route import share_evenly
 from adaptra.planning.replicas.job_planner import plan_job
 from adaptra.planning.replicas.period_bound import PeriodBoundKind, period_bound
 from adaptra.program.placement import v_shaped
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.job_case import JobCase, WorkerLink
 from adaptra.simulation.period import simulate_period
 
@@ -40,8 +41,12 @@ def test_no_program_beats_the_bound(seed: int, links: bool) -> None:
         (replace(even_case(1, 4, 6, 3.0), barrier=True), 24.0, PeriodBoundKind.BARRIER, "worker 3"),
         # One microbatch at a time: F, I and W of its own, and F and I of three more stages.
         (replace(even_case(1, 4, 3), memory=(1, 9, 9, 9)), 27.0, PeriodBoundKind.MEMORY, "worker 0"),
-        (replace(even_case(1, 2, 4), links={(0, 1): WorkerLink(0.0, 5.0)}), 20.0, PeriodBoundKind.LINK, "link 0→1"),
-        (replace(even_case(1, 3, 4), ports={1: 3.0}), 24.0, PeriodBoundKind.PORT, "worker 1 receives"),
+        # All F and I of worker 3, 24, lie between three F and then three I and a W of earlier stages.
+        (replace(even_case(2, 4, 4), cost=CostModel.uniform(4, 3, 3, 1)), 43.0, PeriodBoundKind.PATH, "worker 3, stage 0"),
+        # Four messages one after the other behind F, and then F and I of worker 1 and I and W of worker 0.
+        (replace(even_case(1, 2, 4), links={(0, 1): WorkerLink(0.0, 5.0)}), 25.0, PeriodBoundKind.LINK, "link 0→1"),
+        # The first of 24 messages comes in at 4, and after the last one I there and a message, I and W at worker 0 remain.
+        (replace(even_case(1, 3, 12), ports={1: 3.0}), 79.0, PeriodBoundKind.PORT, "worker 1 sends"),
     ],
 )
 def test_each_bound_binds_somewhere(case: JobCase, value: float, kind: PeriodBoundKind, where: str) -> None:
