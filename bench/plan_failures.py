@@ -136,7 +136,7 @@ def port_rows(budget: float) -> Iterator[Row]:
         pipeline = Case(CostModel.uniform(stages, 1, 1, 1, occupancy=0.2), microbatches, tuple(range(stages)))
         case = replace(JobCase.of(pipeline, replicas), hands_over=False)
         case = replace(case, ports={case.worker(0, stage): port})
-        ratio = planned(case, budget)[1] / flow_bound(case).value
+        ratio = planned(case, 4 * budget)[1] / flow_bound(case).value
         name = f"{replicas}×{stages}, {microbatches} microbatches, a port of {port:g} at stage {stage}: period ÷ flow bound"
         yield Row(name, ratio, 1.1, "", 1)
 

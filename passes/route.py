@@ -20,8 +20,8 @@ def share_evenly(case: JobCase, *, in_turns: bool, pause: float = 0.0) -> Routin
         in_turns: Whether the microbatches that a worker gives are spread over the step and taken in turns, as in ReCycle.
             Otherwise a worker gives its last ones, and others take contiguous blocks. Then there are fewer hand-overs of the
             accumulator of weight gradients.
-        pause: The part of a period in which a slow worker does nothing, or a narrow port carries nothing, as before the first
-            op and behind the last one.
+        pause: The time of a period in which a slow worker does nothing, or a narrow port carries nothing. It passes before the
+            first op and behind the last one.
     """
     holders = [_holders(case, stage, in_turns, pause) for stage in range(case.stages)]
     paths = list(zip(*holders, strict=True))

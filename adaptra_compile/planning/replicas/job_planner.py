@@ -7,13 +7,14 @@ import struct
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import Final
 
 from adaptra import _C
 from adaptra.errors import PlanError
 from adaptra.passes.detour import detours
 from adaptra.passes.route import share_evenly
-from adaptra.planning.replicas.alike_replicas import merge_alike
+from adaptra.planning.replicas.alike_replicas import MergedJob, merge_alike
 from adaptra.planning.replicas.period_bound import PeriodBoundKind, period_bound
 from adaptra.program import Op, Program
 from adaptra.program.routing import Routing
@@ -23,14 +24,15 @@ from adaptra.simulation.period import KINDS, job_of
 EFFORT: Final = 3_000_000
 """The search's effort without a budget, in ops scheduled: a tenth of a second to a few tenths."""
 
-
 _UNLIMITED: Final = 10**15
 _SEARCHED: Final = 0.9
 """The part of a budget after which the search ends, so that the program is made within the rest."""
 _LEAST: Final = 1e-6
 _MOST_TRIES: Final = 12
 _PAUSES: Final = 12
-"""The number of pauses of a narrow port for which shares are compared."""
+"""The number of pauses of slow workers and narrow ports for which shares are compared."""
+_SMALL: Final = 4096
+"""Workers times microbatches of the largest jobs for which they are compared."""
 
 
 def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None = None, seed: int = 0) -> Program:
@@ -54,14 +56,14 @@ def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None =
     tries = _tries(case)
     best: _Try | None = None
     # Each routing for a while, and then the best ones for longer.
-    for number, part in ((len(tries), 0.4), (4, 0.5), (2, 1.0)):
+    for turn, (number, part) in enumerate(((len(tries), 0.4), (4, 0.5), (2, 1.0))):
         tries = sorted(tries, key=lambda one: (one.period, one.bound))[:number]
         for index, one in enumerate(tries):
             if best is not None and best.period <= one.bound * (1 + 1e-9):
                 continue
             share = part / (len(tries) - index if budget is not None else len(tries))
             seconds = None if ends is None else max(share * (ends - time.perf_counter()), _LEAST)
-            one.search(int(effort * share), seed, seconds)
+            one.search(int(effort * share), seed + (turn << 32), seconds)
             if best is None or one.period < best.period:
                 best = one
     if best is None or best.orders is None:
@@ -79,14 +81,23 @@ class _Try:
     def __init__(self, case: JobCase, routing: Routing, bound: float) -> None:
         self.routing = routing
         self.bound = bound
-        self.merged = merge_alike(case, routing)
         self.period = math.inf
         self.orders: list[bytes] | None = None
-        self._job = job_of(self.merged.case, self.merged.routing)
-        self._memory = _memory(self.merged.case, self.merged.routing)
+        self._case = case
+
+    @cached_property
+    def merged(self) -> MergedJob:
+        """The job in which replicas that are alike are one."""
+        return merge_alike(self._case, self.routing)
+
+    @cached_property
+    def _job(self) -> tuple[_C.Job, list[int]]:
+        case, routing = self.merged.case, self.merged.routing
+        return job_of(case, routing), _memory(case, routing)
 
     def search(self, effort: int, seed: int, seconds: float | None) -> None:
-        found = _C.search_period(self._job, self._memory, effort, seed, seconds, self.bound)
+        """Search orders, and keep them if their period is the shortest."""
+        found = _C.search_period(*self._job, effort, seed, seconds, self.bound)
         if found is not None and found[0] < self.period:
             self.period, self.orders = found
 
@@ -94,7 +105,7 @@ class _Try:
 def _tries(case: JobCase) -> list[_Try]:
     """Return the routings to search, those with the least bounds."""
     shared = [share_evenly(case, in_turns=in_turns) for in_turns in (False, True)]
-    if case.ports or case.slow:
+    if (case.ports or case.slow) and case.workers * case.microbatches <= _SMALL:
         once = _once(case)
         shared += [share_evenly(case, in_turns=True, pause=once * part / _PAUSES) for part in range(1, _PAUSES + 1)]
     routings = dict.fromkeys((*_detoured(case, shared[0]), *shared))

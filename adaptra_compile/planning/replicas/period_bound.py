@@ -1,7 +1,7 @@
 """Lower bounds of the period of several replicas: under a routing, no order of ops repeats faster.
 
-For a worker, let n be the number of microbatches that it computes, A those for which it has room, at most n, and R the
-shortest round trip of one of them. That is the time from the end of its F, through all later stages and back, to the start of
+For a worker, let n be the number of microbatches that it computes. A of them, at most n, have room at once. R is the shortest
+round trip of one of them. That is the time from the end of its F, through all later stages and back, to the start of
 its I.
 
 - work: all its ops, STEP and REDUCE, one after the other;
@@ -137,8 +137,8 @@ class _Share:
     Attributes:
         count: The number of microbatches.
         trip: The shortest round trip.
-        ways: Per earlier stage, the last one first: the shortest times from the stage's start to the departure and to the
-            arrival of the message forwards, and that of the way back to the stage's end.
+        ways: Per earlier stage, the last one first, three shortest times. The first two begin at that stage's start, and end
+            with the departure and the arrival of the message forwards. The third one is that of the way back to its end.
     """
 
     count: int

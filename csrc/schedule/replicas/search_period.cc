@@ -61,7 +61,7 @@ class Search {
   std::optional<JobPlan> run() {
     for (const double patience : {0.0, 1.0}) {
       for (const bool weights_first : {false, true}) {
-        for (int own = 0; own < 3 && !ends(); ++own) descend(rule(own, weights_first), patience);
+        for (int own = 0; own < 4 && !ends(); ++own) descend(rule(own, weights_first), patience);
       }
     }
     while (!best_.empty() && !ends()) {
@@ -98,9 +98,9 @@ class Search {
       const JobOp& op = flat_[index];
       const bool is_own = job_.home[static_cast<std::size_t>(network_.nodes[index].worker)] == op.replica;
       const double kind = op.kind == JobKind::I ? 0.0 : (op.kind == JobKind::F) != weights_first ? 1.0 : 2.0;
-      const double foreign = own == 2 ? (is_own ? 1.0 : 0.0) : (is_own ? 0.0 : 1.0);
+      const double foreign = own >= 2 ? (is_own ? 1.0 : 0.0) : (is_own ? 0.0 : 1.0);
       const double microbatch = op.microbatch, replica = op.replica;
-      const double rank = own == 1 ? (foreign * job_.microbatches + microbatch) : (microbatch * 2.0 + foreign);
+      const double rank = own % 2 == 1 ? (foreign * job_.microbatches + microbatch) : (microbatch * 2.0 + foreign);
       priority[index] = kind * 1e9 + rank * job_.replicas + replica;
     }
     return priority;

@@ -11,7 +11,7 @@ from jobs import even_case, random_case, random_job_program
 
 from adaptra.passes.route import share_evenly
 from adaptra.planning.replicas.job_planner import plan_job
-from adaptra.planning.replicas.period_bound import PeriodBoundKind, period_bound
+from adaptra.planning.replicas.period_bound import PeriodBoundKind, flow_bound, period_bound
 from adaptra.program.placement import v_shaped
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.job_case import JobCase, WorkerLink
@@ -25,6 +25,34 @@ def test_no_program_beats_the_bound(seed: int, links: bool) -> None:
     assert simulated.program.routing is not None
     case = replace(case, memory=(max(simulated.held),) * case.ranks)
     assert simulated.period >= period_bound(case, simulated.program.routing).value * (1 - 1e-9)
+
+
+@given(st.integers(0, 100_000), st.booleans())
+def test_no_program_of_any_routing_beats_the_flow_bound(seed: int, links: bool) -> None:
+    case = random_case(seed, links=links)
+    simulated = simulate_period(random_job_program(case, seed), case)
+    assert simulated.program.routing is not None
+    case = replace(case, memory=tuple(max(simulated.held) for _ in range(case.stages)))
+    assert simulated.period >= flow_bound(case).value * (1 - 1e-9)
+    assert flow_bound(case).value <= period_bound(case, simulated.program.routing).value * (1 + 1e-9)
+
+
+def test_the_flow_bound_counts_what_a_narrow_port_lets_through() -> None:
+    # The shares that suit best are 9 and 23. With 10, worker 0 would send 10 messages behind F: 61. Behind the last one F and I
+    # of worker 1, a message home, I and W remain: 71.
+    case = replace(even_case(2, 2, 16), ports={0: 6.0})
+    assert str(flow_bound(case)) == "69 (fill, worker 2)"
+    assert str(flow_bound(replace(case, ports={}))) == "48 (fill, worker 0)"
+
+
+def test_two_workers_in_a_row_reach_the_path_bound() -> None:
+    # Eight F and eight I of worker 1, between F and then I and W of worker 0.
+    case = replace(even_case(1, 2, 8), cost=CostModel.uniform(2, 3, 3, 1))
+    program = plan_job(case)
+    assert program.routing is not None
+    found = period_bound(case, program.routing)
+    assert (found.value, found.kind) == (56.0, PeriodBoundKind.WORK)
+    assert simulate_period(program, case).period == found.value
 
 
 @pytest.mark.parametrize(
@@ -45,7 +73,7 @@ def test_no_program_beats_the_bound(seed: int, links: bool) -> None:
         (replace(even_case(2, 4, 4), cost=CostModel.uniform(4, 3, 3, 1)), 43.0, PeriodBoundKind.PATH, "worker 3, stage 0"),
         # Four messages one after the other behind F, and then F and I of worker 1 and I and W of worker 0.
         (replace(even_case(1, 2, 4), links={(0, 1): WorkerLink(0.0, 5.0)}), 25.0, PeriodBoundKind.LINK, "link 0→1"),
-        # The first of 24 messages comes in at 4, and after the last one I there and a message, I and W at worker 0 remain.
+        # The first of 24 messages leaves worker 1 at 5, and the last one at 74. It flies for 3, and I and W of worker 0 remain.
         (replace(even_case(1, 3, 12), ports={1: 3.0}), 79.0, PeriodBoundKind.PORT, "worker 1 sends"),
     ],
 )
