@@ -76,7 +76,11 @@ class PeriodModel:
         source, destination = self._holder(before), self._holder(task)
         if source == destination:
             return 0
-        return int(self._case.hand_over if before.stage == task.stage else self._case.link(source, destination).latency)
+        return int(
+            self._case.hand_over
+            if before.stage == task.stage
+            else self._case.link(source, destination, (before.stage, task.stage)).latency
+        )
 
     def _needs(self, task: Task) -> Iterator[Task]:
         match task.kind:

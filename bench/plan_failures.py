@@ -105,6 +105,9 @@ def published_rows(budget: float) -> Iterator[Row]:
     """Yield the rows of ReCycle's cases and of slow workers."""
     yield Row("3×4, 6 microbatches, healthy: period", planned(unit_case(3, 4, 6), budget)[1], 22.0, "units", 1)
     yield Row("the same, one worker lost", planned(unit_case(3, 4, 6, ((1, 2),)), budget)[1], 30.0, "units", 1)
+    for name, lost, bar in (("healthy", (), 24.0), ("one worker lost", ((1, 2),), 32.0)):
+        case = replace(unit_case(3, 4, 6, lost), barrier=True)
+        yield Row(f"the same behind a barrier, {name}", planned(case, budget)[1], bar, "units", 1)
     solved = replace(unit_case(2, 6, 4, ((0, 0), (1, 2), (1, 5)), 0.0), cost=CostModel.uniform(6, 2, 2, 1))
     yield Row("2×6, 4 microbatches, three lost, F and I of 2: period", planned(solved, budget)[1], 53.0, "units", 1)
     missed = 0

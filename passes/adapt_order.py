@@ -67,6 +67,7 @@ class AdaptOrder(Pass):
 
     def apply(self, program: Program, cost: CostModel) -> Program:
         """Return the adapted program, named ``adapted``, or ``program`` itself if it is equally good."""
+        program.require_one_pipeline(self.name)
         if program.stages != cost.stages:
             raise PassError(
                 f"{self}: {program.name} has {program.stages} stages, the cost model {cost.stages}: expected as many"

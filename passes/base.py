@@ -18,6 +18,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Final
 
 from adaptra.errors import PassError, ScheduleError
@@ -176,12 +177,13 @@ class PassPipeline:
 
     passes: tuple[Pass, ...]
 
-    def apply(self, program: Program, cost: CostModel) -> Program:
+    def apply(self, program: Program, cost: CostModel, *, hands_over: bool = True, barrier: bool = False) -> Program:
         """Run all passes, and verify the program before the first and after each that changes it.
 
         Args:
             program: The program to transform.
             cost: The cost model for which the passes plan.
+            hands_over, barrier: What :func:`adaptra.program.verify.verify` gets to know of several replicas.
 
         Raises:
             ScheduleError: ``program`` is not valid.
@@ -189,13 +191,14 @@ class PassPipeline:
             PlanError: No program satisfies the limits.
             AssertionError: A pass turned a valid program into an invalid one. This is a bug of the pass, which the text names.
         """
-        verify(program)
+        check = partial(verify, hands_over=hands_over, barrier=barrier)
+        check(program)
         for step in self.passes:
             before, program = program, step.apply(program, cost)
             if program is before:
                 continue
             try:
-                verify(program)
+                check(program)
             except ScheduleError as error:
                 raise AssertionError(f"bug in pass {step}: its result does not verify: {error}") from error
             log.debug("%s: %s", step, program.name)

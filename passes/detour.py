@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 
 from adaptra.program.routing import Routing
 from adaptra.simulation.job_case import JobCase
@@ -26,8 +27,8 @@ def detours(case: JobCase, routing: Routing, limit: float) -> Iterator[Routing]:
     pairs = _pairs(case, routing, limit)
     if not pairs:
         return
-    widest = max(_occupancy(case, worker, after) for _, _, worker, after in pairs)
-    least = max(case.microbatches - math.floor(limit / widest), 1)
+    longest = max(_load(case, routing, stage, worker, after) for stage, _, worker, after in pairs)
+    least = max(case.microbatches - math.floor(limit / longest), 1)
     step = max(1, math.ceil((case.microbatches - least) / (_MOST_CHOICES - 1)))
     for number in range(least, case.microbatches + 1, step):
         yield _exchanged(case, routing, pairs, number)
@@ -42,10 +43,10 @@ def _pairs(case: JobCase, routing: Routing, limit: float) -> list[tuple[int, int
             here, there = path[stage], path[stage + 1]
             if here is None or there is None or (replica, stage) in taken:
                 continue
-            if case.microbatches * _occupancy(case, here, there) <= limit:
+            if case.microbatches * _load(case, routing, stage, here, there) <= limit:
                 continue
             partners = [
-                (max(_occupancy(case, here, far), _occupancy(case, near, there)), other)
+                (max(_occupancy(case, stage, here, far), _occupancy(case, stage, near, there)), other)
                 for other, row in enumerate(routing.workers)
                 if other != replica and (other, stage) not in taken
                 and (near := row[stage]) is not None and (far := row[stage + 1]) is not None
@@ -74,6 +75,13 @@ def _exchanged(case: JobCase, routing: Routing, pairs: list[tuple[int, int, int,
     return Routing.of_paths(routing.workers, [list(map(tuple, of_microbatch)) for of_microbatch in paths])
 
 
-def _occupancy(case: JobCase, source: int, destination: int) -> float:
-    """Return the longer occupancy of the two directions between workers of neighbouring stages."""
-    return max(case.link(source, destination).occupancy, case.link(destination, source).occupancy)
+def _load(case: JobCase, routing: Routing, stage: int, here: int, there: int) -> float:
+    """Return how long a microbatch occupies the link between two workers, which may lie between several pairs of stages."""
+    path = routing.workers[routing.replica_of(here)]
+    return sum({*ends} == {here, there} for ends in pairwise(path)) * _occupancy(case, stage, here, there)
+
+
+def _occupancy(case: JobCase, stage: int, here: int, there: int) -> float:
+    """Return the longer occupancy of the two directions between workers of a stage and the next."""
+    links = case.link(here, there, (stage, stage + 1)), case.link(there, here, (stage + 1, stage))
+    return max(link.occupancy for link in links)

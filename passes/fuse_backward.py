@@ -28,13 +28,15 @@ class FuseBackward(Pass):
     Guarantees: the same simulated makespan, up to rounding; no more memory on any rank; a valid program stays valid. It never
     moves an op, and fuses only adjacent pairs. Run it after adapt-order, which may defer W on purpose.
 
-    Refuses a program with communication ops, which would separate I from W.
+    Refuses a program with communication ops, which would separate I from W, and one of several replicas. How fast their workers
+    are is not in the cost model, so what a B delays is not known.
     """
 
     name: ClassVar[str] = "fuse-backward"
 
     def apply(self, program: Program, cost: CostModel) -> Program:
         """Return the program with pairs fused into B, or ``program`` itself if no pair can be fused."""
+        program.require_one_pipeline(self.name)
         if program.is_lowered:
             raise PassError(f"{self}: {program.name} holds SEND and RECV ops: run {self.name} before insert-comm")
         if program.is_forward_only:

@@ -22,10 +22,13 @@ from typing import ClassVar, Final, NamedTuple
 from adaptra.errors import PassError
 from adaptra.passes.base import Count, Pass, Word, option
 from adaptra.program import Kind, Op, Program
-from adaptra.program.dependencies import RECEIVED_BY, RULE, SENT_BY
+from adaptra.program.dependencies import RECEIVED_BY, SENT_BY, needs
 from adaptra.program.transport_contract import Contract
 from adaptra.simulation.cost import CostModel
+from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.period import simulate_period
 from adaptra.simulation.simulate import simulate
+from adaptra.simulation.timeline import OpInterval
 
 LEAST_AHEAD: Final = 4
 """Least number of receives posted ahead on a channel, so that a link that becomes slow costs only its own latency."""
@@ -39,25 +42,34 @@ class InsertComm(Pass):
     needs the message waits. With ``receives=late`` a RECV comes directly before that op. With ``receives=ahead`` it comes
     before the op that needs the message ``ahead`` messages earlier on the same channel, or at the start of the step.
 
-    A channel is (source rank, destination rank, forward or backward). Guarantees: messages of a channel are received in the
-    order in which they are sent. At most ``ahead + 1`` receives of a channel are posted and not yet used by their op, or one
-    with ``receives=late``. The exception is a channel that several stages of one rank share and use in another order.
+    With several replicas the routes say between which workers a message goes. SEND_W and RECV_W hand the accumulator over
+    between the workers of consecutive microbatches, unless each worker adds up its own.
+
+    A channel is (source rank, destination rank, forward, backward or accumulators). Guarantees: messages of a channel are
+    received in the order in which they are sent. At most ``ahead + 1`` receives of a channel are posted and not yet used by
+    their op, or one with ``receives=late``. The exception is a channel that several stages of one rank share and use in another
+    order.
 
     Refuses: a program that already has communication ops; ``ahead`` together with ``receives=late``.
 
     Attributes:
         receives: ``ahead`` or ``late``.
         ahead: The number of messages by which receives are posted ahead, on every channel. By default it follows from each
-            channel's latency under the cost model: no message is late because of its receive. It is at least 4.
+            channel's latency under the cost model: no message is late because of its receive. It is at least 4. With several
+            replicas all workers count as equally fast, and hand-overs as without latency.
+        fold: ``handover``, or ``contributions`` if each worker adds up its own weight gradients.
     """
 
     name: ClassVar[str] = "insert-comm"
     receives: str = option("ahead", Word("ahead|late", "ahead or late"))
     ahead: int | None = option(None, Count(1))
+    fold: str = option("handover", Word("handover|contributions", "handover or contributions"))
 
     def __post_init__(self) -> None:
         if self.receives not in ("ahead", "late"):
             raise PassError(f"{self.name}: receives={self.receives}: expected receives=ahead or receives=late")
+        if self.fold not in ("handover", "contributions"):
+            raise PassError(f"{self.name}: fold={self.fold}: expected fold=handover or fold=contributions")
         if self.receives == "late" and self.ahead is not None:
             raise PassError(f"{self.name}: ahead={self.ahead} together with receives=late: expected one of them")
 
@@ -77,13 +89,15 @@ class InsertComm(Pass):
         """Return the program with its messages. Without ``ahead``, ``cost`` decides how far ahead receives are posted."""
         if program.is_lowered:
             raise PassError(f"{self}: {program.name} holds SEND and RECV ops already: expected compute ops only")
-        channels = _channels(program)
+        channels = _channels(program, self._hands_over)
         counts = self._counts(program, cost, channels)
         received_before: defaultdict[tuple[int, int], list[Op]] = defaultdict(list)
-        for channel, messages in sorted(channels.items()):
+        sends: defaultdict[Op, list[Op]] = defaultdict(list)
+        # Activations and gradients go first: other workers may wait for them.
+        for channel, messages in sorted(channels.items(), key=lambda item: (item[0].accumulators, item[0])):
             for (rank, index), message in zip(_places(messages, counts[channel]), messages, strict=True):
                 received_before[rank, index].append(message.receive)
-        sends = {message.producer: message.send for messages in channels.values() for message in messages}
+                sends[message.producer].append(message.send)
         orders = tuple(
             tuple(_with_messages(order, [received_before[rank, index] for index in range(len(order))], sends))
             for rank, order in enumerate(program.orders)
@@ -92,14 +106,18 @@ class InsertComm(Pass):
 
     def ahead_of_need(self, program: Program, cost: CostModel) -> Mapping[Channel, int]:
         """Return, per channel of a compute-only program, by how many messages :meth:`apply` posts receives ahead."""
-        return self._counts(program, cost, _channels(program))
+        return self._counts(program, cost, _channels(program, self._hands_over))
+
+    @property
+    def _hands_over(self) -> bool:
+        return self.fold == "handover"
 
     def _counts(self, program: Program, cost: CostModel, channels: Mapping[Channel, list[Message]]) -> Mapping[Channel, int]:
         if self.receives == "late":
             return dict.fromkeys(channels, 0)
         if self.ahead is not None:
             return dict.fromkeys(channels, self.ahead)
-        return _counts_needed(program, cost, channels)
+        return _counts_needed(program, cost, channels, self._hands_over)
 
 
 class Channel(NamedTuple):
@@ -108,6 +126,7 @@ class Channel(NamedTuple):
     source: int
     destination: int
     forward: bool
+    accumulators: bool = False
 
 
 class Message(NamedTuple):
@@ -120,21 +139,23 @@ class Message(NamedTuple):
     consumer: tuple[int, int]
 
 
-def _channels(program: Program) -> Mapping[Channel, list[Message]]:
+def _channels(program: Program, hands_over: bool) -> Mapping[Channel, list[Message]]:
     """Return all messages between ranks, on each channel in the order in which they are sent."""
     found: defaultdict[Channel, list[Message]] = defaultdict(list)
     places = {op: (rank, index) for rank, order in enumerate(program.orders) for index, op in enumerate(order)}
     for consumer, place in places.items():
-        for offset, kinds, _ in RULE[consumer.kind]:
-            stage = consumer.stage + offset
-            if offset == 0 or not 0 <= stage < program.stages or program.placement[stage] == place[0]:
+        if consumer.kind is Kind.W and program.routing is None:
+            continue  # no accumulator is handed over
+        for stage, kinds, microbatch, replica in needs(consumer, program, lowered=False, hands_over=hands_over):
+            if program.holder(replica, stage, microbatch) == place[0]:
                 continue
-            kind = RECEIVED_BY[offset]
-            (producer,) = (op for op in (Op(stage, made, consumer.microbatch) for made in kinds) if op in places)
-            send = Op(stage, SENT_BY[kind], consumer.microbatch)
-            channel = Channel(program.placement[stage], place[0], kind is Kind.RECV_F)
-            receive = Op(consumer.stage, kind, consumer.microbatch)
-            found[channel].append(Message(producer, send, receive, places[producer], place))
+            producer = next(op for made in kinds if (op := Op(stage, made, microbatch, None, replica)) in places)
+            source = places[producer]
+            kind = RECEIVED_BY.get(stage - consumer.stage, Kind.RECV_W)
+            send = Op(stage, SENT_BY[kind], microbatch, None, replica)
+            receive = Op(consumer.stage, kind, consumer.microbatch, None, replica)
+            channel = Channel(source[0], place[0], kind is Kind.RECV_F, kind is Kind.RECV_W)
+            found[channel].append(Message(producer, send, receive, source, place))
     for messages in found.values():
         messages.sort(key=lambda message: message.source)
     return found
@@ -150,14 +171,16 @@ def _places(messages: Sequence[Message], ahead: int) -> list[tuple[int, int]]:
     return [late[index - ahead] if index >= ahead else (rank, 0) for index in range(len(messages))]
 
 
-def _counts_needed(program: Program, cost: CostModel, channels: Mapping[Channel, list[Message]]) -> dict[Channel, int]:
+def _counts_needed(
+    program: Program, cost: CostModel, channels: Mapping[Channel, list[Message]], hands_over: bool
+) -> dict[Channel, int]:
     """Return, per channel, by how many messages receives must be posted ahead so that no message is late because of them.
 
     With a rendezvous, the notice of a posted receive takes the reverse direction's latency c' to the sender, and the message
     takes o + c. A receive posted at p is early enough if p + c' is no later than the end of the producer. It is also early
     enough if p + c' + o + c is no later than the start of the consumer.
     """
-    ops = simulate(program, cost).timeline.ops
+    ops = _times(program, cost, hands_over)
     counts: dict[Channel, int] = {}
     for channel, messages in channels.items():
         # A RECV is posted when the op before it ends.
@@ -172,8 +195,20 @@ def _counts_needed(program: Program, cost: CostModel, channels: Mapping[Channel,
     return counts
 
 
+def _times(program: Program, cost: CostModel, hands_over: bool) -> Sequence[Sequence[OpInterval]]:
+    """Return when each rank runs its ops, in a step that begins with all ranks idle."""
+    routing = program.routing
+    if routing is None:
+        return simulate(program, cost).timeline.ops
+    none = (0.0,) * cost.stages
+    case = JobCase(cost, routing.replicas, program.microbatches, none, none, hands_over=hands_over, placement=routing.placement)
+    return simulate_period(program, case).steps[0]
+
+
 def _delays(message: Message, cost: CostModel) -> tuple[float, float]:
     """Return the time of the message to its receiver, and that of the posted receive's notice to the sender."""
+    if message.receive.kind is Kind.RECV_W:
+        return 0.0, 0.0
     edge = min(message.producer.stage, message.receive.stage)
     forward = cost.latency_forward[edge], cost.occupancy_forward[edge]
     backward = cost.latency_backward[edge], cost.occupancy_backward[edge]
@@ -181,9 +216,8 @@ def _delays(message: Message, cost: CostModel) -> tuple[float, float]:
     return latency + occupancy, back
 
 
-def _with_messages(order: Sequence[Op], receives: Sequence[Sequence[Op]], sends: Mapping[Op, Op]) -> Iterator[Op]:
+def _with_messages(order: Sequence[Op], receives: Sequence[Sequence[Op]], sends: Mapping[Op, Sequence[Op]]) -> Iterator[Op]:
     for op, before in zip(order, receives, strict=True):
         yield from before
         yield op
-        if op in sends:
-            yield sends[op]
+        yield from sends.get(op, ())

@@ -24,7 +24,8 @@ class LowerComm(Pass):
     Refuses: a program without communication ops if an edge is named, and an edge over which the program sends nothing.
 
     Attributes:
-        slow: Directed edges between neighbouring stages, as (source, destination): ``slow=1>2+2>1``.
+        slow: Directed edges between neighbouring stages, as (source, destination): ``slow=1>2+2>1``. With several replicas they
+            are the links between workers.
         lane: The runtime's name of their path.
     """
 
@@ -36,23 +37,26 @@ class LowerComm(Pass):
         """Return the program with its lanes set. ``cost`` is not used."""
         if self.slow and not program.is_lowered:
             raise PassError(f"{self}: {program.name} has no SEND and RECV to mark: run insert-comm first")
-        used = {_edge(op) for order in program.orders for op in order if not op.kind.is_compute}
+        used = {_edge(op, program) for order in program.orders for op in order if op.kind.is_message}
         for source, destination in self.slow:
             if (source, destination) not in used:
                 known = " ".join(f"{a}>{b}" for a, b in sorted(used))
                 raise PassError(f"{self}: {program.name} sends nothing over {source}>{destination}: expected some of {known}")
-        orders = tuple(tuple(map(self._marked, order)) for order in program.orders)
+        orders = tuple(tuple(self._marked(op, program) for op in order) for order in program.orders)
         return replace(program, orders=orders)
 
-    def _marked(self, op: Op) -> Op:
-        if op.kind.is_compute:
+    def _marked(self, op: Op, program: Program) -> Op:
+        if not op.kind.is_message:
             return op
-        lane = self.lane if _edge(op) in self.slow else None
+        lane = self.lane if _edge(op, program) in self.slow else None
         # Most ops do not change, and lowering runs during training and shares its interpreter.
         return op if op.lane == lane else replace(op, lane=lane)
 
 
-def _edge(op: Op) -> tuple[int, int]:
-    """Return source and destination stage of a communication op."""
-    peer = other_end(op).stage
-    return (peer, op.stage) if op.kind in SENT_BY else (op.stage, peer)
+def _edge(op: Op, program: Program) -> tuple[int, int]:
+    """Return source and destination of a communication op: stages, or with several replicas workers."""
+    ends = (other_end(op), op) if op.kind in SENT_BY else (op, other_end(op))
+    source, destination = (
+        end.stage if program.routing is None else program.holder(end.replica, end.stage, end.microbatch) for end in ends
+    )
+    return source, destination

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 
 from adaptra.program.routing import Routing
 from adaptra.simulation.job_case import JobCase
@@ -29,20 +30,37 @@ def share_evenly(case: JobCase, *, in_turns: bool, pause: float = 0.0) -> Routin
 
 
 def counts(case: JobCase, stage: int, pause: float = 0.0) -> dict[int, int]:
-    """Return the number of microbatches that each live worker of a stage computes, so that the busiest has the least to do."""
+    """Return the number of microbatches that each live worker of a stage computes, so that the busiest has the least to do.
+
+    What the same workers compute of earlier stages counts.
+    """
     live = [worker for row in case.grid if (worker := row[stage]) is not None]
-    times = {worker: _times(case, stage, worker) for worker in live}
     found = dict.fromkeys(live, 0)
+    before = dict.fromkeys(live, (0.0, 0.0))
+    for one in case.stages_of(live[0])[: case.stages_of(live[0]).index(stage) + 1]:
+        found = _counts_after(case, one, pause, before)
+        times = {worker: _times(case, one, worker) for worker in live}
+        before = {
+            worker: (before[worker][0] + found[worker] * ops, before[worker][1] + found[worker] * messages)
+            for worker, (ops, messages) in times.items()
+        }
+    return found
+
+
+def _counts_after(case: JobCase, stage: int, pause: float, before: Mapping[int, tuple[float, float]]) -> dict[int, int]:
+    """Return the counts of a stage if earlier stages occupy each worker and its port for so long."""
+    times = {worker: _times(case, stage, worker) for worker in before}
+    found = dict.fromkeys(before, 0)
 
     def end(worker: int) -> tuple[float, bool, int]:
-        number, (ops, messages) = found[worker] + 1, times[worker]
+        number, (ops, messages), (busy, sending) = found[worker] + 1, times[worker], before[worker]
         idle = pause if case.slow.get(worker, 1.0) > 1.0 else 0.0
         # Messages count if they occupy the port for longer than the ops take.
-        time = max(number * ops + idle, number * messages + pause if messages else 0.0)
+        time = max(busy + number * ops + idle, sending + number * messages + pause if messages else 0.0)
         return time, number > case.microbatches, worker
 
     # Each next microbatch goes to the worker that then ends first; of several, to one that has not all of its own.
-    ends = [end(worker) for worker in live]
+    ends = [end(worker) for worker in before]
     heapq.heapify(ends)
     for _ in range(case.replicas * case.microbatches):
         _, _, worker = ends[0]

@@ -33,7 +33,7 @@ class SplitBackward(Pass):
 def _split(order: tuple[Op, ...]) -> Iterator[Op]:
     for op in order:
         if op.kind is Kind.B:
-            yield Op(op.stage, Kind.I, op.microbatch)
-            yield Op(op.stage, Kind.W, op.microbatch)
+            yield replace(op, kind=Kind.I)
+            yield replace(op, kind=Kind.W)
         else:
             yield op

@@ -141,7 +141,7 @@ def _job(parser: ArgumentParser) -> None:
         "--replicas",
         type=_at_least_one,
         metavar="N",
-        help="N replicas of the case; worker replica · stages + stage has a stage",
+        help="N replicas of the case; worker replica · ranks + rank has the stages of a rank",
     )
     parser.add_argument("--lost", type=_names, metavar="R.S,…", help="workers that are lost, such as 1.2 or its number")
     parser.add_argument(
@@ -149,6 +149,9 @@ def _job(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--optimizer", type=_duration, metavar="T", help="duration of the optimizer, in the case's unit")
     parser.add_argument("--reduce", type=_duration, metavar="T", help="duration of adding up a stage's gradients")
+    parser.add_argument(
+        "--barrier", action="store_true", default=None, help="all workers update at once, after all gradients are added up"
+    )
 
 
 def _duration(given: str) -> float:

@@ -20,7 +20,7 @@ from adaptra.simulation.cost import Case
 from adaptra.simulation.job_case import JobCase, worker_of
 from adaptra.simulation.period import PeriodicSimulation, simulate_period
 
-_OF_ONE_PIPELINE: Final = ("compare", "sweep", "exact", "uncertain", "in_flight", "picture", "slow_edge", "lower")
+_OF_ONE_PIPELINE: Final = ("compare", "sweep", "exact", "uncertain", "in_flight", "picture", "slow_edge")
 """The options of ``plan`` that several replicas don't have."""
 
 
@@ -31,7 +31,7 @@ def read_job(options: Namespace) -> JobCase | None:
         CaseError: The file or an option is invalid, or an option belongs to several replicas and there is only one pipeline.
     """
     path, replicas = options.case, getattr(options, "replicas", None)
-    changes = {name: getattr(options, name, None) for name in ("lost", "slow", "optimizer", "reduce")}
+    changes = {name: getattr(options, name, None) for name in ("lost", "slow", "optimizer", "reduce", "barrier")}
     data = _read_json(path)
     if "P" in data:
         if replicas is not None:
@@ -61,6 +61,8 @@ def run_job_plan(options: Namespace, case: JobCase) -> str:
             option = f"--{name.replace('_', '-')}"
             raise PlanError(f"{option}: {case.name} has several replicas: expected a case of one pipeline")
     program = plan_job(case, budget=options.budget)
+    if options.lower:
+        program = _lowered(program, case)
     simulated = simulate_period(program, case)
     assert program.routing is not None
     bound = period_bound(case, program.routing)
@@ -134,6 +136,13 @@ def job_headline(simulated: PeriodicSimulation) -> str:
     )
 
 
+def _lowered(program: Program, case: JobCase) -> Program:
+    from adaptra.passes import parse_pipeline
+
+    pipeline = parse_pipeline(f"insert-comm{{fold={'handover' if case.hands_over else 'contributions'}}}")
+    return pipeline.apply(program, case.cost, hands_over=case.hands_over, barrier=case.barrier)
+
+
 def _longer(period: float, than: float) -> str:
     return f"{percent(period / than - 1)} longer" if than > 0 else "time where it took none" if period > 0 else "no time either"
 
@@ -146,7 +155,7 @@ def _fault_scaled(case: JobCase, healthy: float) -> float:
 
 def _changed(job: JobCase, changes: Mapping[str, Any]) -> JobCase:
     if changes["lost"] is not None:
-        lost = [worker_of("--lost", one, job.stages) for one in changes["lost"]]
+        lost = [worker_of("--lost", one, job.placement) for one in changes["lost"]]
         job = replace(job, lost=job.lost | frozenset(lost))
     for word in changes["slow"] or ():
         worker, equals, factor = word.partition("=")
@@ -157,11 +166,13 @@ def _changed(job: JobCase, changes: Mapping[str, Any]) -> JobCase:
             value = 0.0
         if not equals:
             raise CaseError(f"--slow {word}: expected WORKER=FACTOR such as 1.2=2.0")
-        job = replace(job, slow={**job.slow, worker_of("--slow", worker, job.stages): value})
+        job = replace(job, slow={**job.slow, worker_of("--slow", worker, job.placement): value})
     if changes["optimizer"] is not None:
         job = replace(job, step=(changes["optimizer"],) * job.stages)
     if changes["reduce"] is not None:
         job = replace(job, reduce=(changes["reduce"],) * job.stages)
+    if changes["barrier"]:
+        job = replace(job, barrier=True)
     return job
 
 

@@ -136,6 +136,17 @@ class Routing:
         return self._held[worker][0]
 
     @property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each stage in its replica: stages that share a worker share the rank."""
+        rank_of: dict[int, int] = {}
+        placement: list[int] = []
+        for column in self._columns:
+            rank = next((rank_of[worker] for worker in column if worker in rank_of), max(placement, default=-1) + 1)
+            placement.append(rank)
+            rank_of |= dict.fromkeys(column, rank)
+        return tuple(placement)
+
+    @property
     def live(self) -> tuple[int, ...]:
         """The live workers, in ascending order."""
         return tuple(sorted(self._held))

@@ -46,6 +46,7 @@ class Facts:
         lowered: Whether the program contains its communication ops.
         forward_only: Whether no op computes a gradient.
         hands_over: Whether workers hand over the accumulator of weight gradients.
+        barrier: Whether every STEP waits for the REDUCE of all workers.
     """
 
     program: Program
@@ -53,6 +54,7 @@ class Facts:
     lowered: bool
     forward_only: bool
     hands_over: bool
+    barrier: bool
 
     def needed(self, op: Op) -> Iterator[Op]:
         """Yield the program's own ops, lanes included, that meet the needs of ``op``."""
@@ -67,7 +69,7 @@ class Facts:
         return ScheduleError(f"{self.program.name}: {text}")
 
 
-def verify(program: Program, *, ordered_channels: bool = True, hands_over: bool = True) -> None:
+def verify(program: Program, *, ordered_channels: bool = True, hands_over: bool = True, barrier: bool = False) -> None:
     """Prove that the ranks can execute the program and that it is one complete training step or evaluation.
 
     A verified program has these properties:
@@ -86,6 +88,7 @@ def verify(program: Program, *, ordered_channels: bool = True, hands_over: bool 
             sent. A channel is (source rank, destination rank, forward, backward or accumulators). Transports that keep order
             need this.
         hands_over: Whether workers hand over the accumulator of weight gradients, so that each W waits for the one before it.
+        barrier: Whether every STEP waits for the REDUCE of all workers, not of its own stage alone.
 
     Raises:
         ScheduleError: A rule is broken. The text names the first broken rule, the op and its position, the expectation and the
@@ -98,7 +101,7 @@ def verify(program: Program, *, ordered_channels: bool = True, hands_over: bool 
                 problem = check(program, rank, op)
                 if problem is not None:
                     raise ScheduleError(f"{program.name}: {op}, {Position(rank, number, program.rank_word)}: {problem}")
-    facts = Facts(program, _places(program), program.is_lowered, program.is_forward_only, hands_over)
+    facts = Facts(program, _places(program), program.is_lowered, program.is_forward_only, hands_over, barrier)
     for rule in PROGRAM_RULES:
         rule(facts)
     if ordered_channels:
@@ -305,12 +308,15 @@ def _channels_keep_their_order(facts: Facts) -> None:
 
 def _no_deadlock(facts: Facts) -> None:
     arrivals = _arrivals(facts)
+    reduces = [op for op in facts.places if op.kind is Kind.REDUCE]
 
     def waits_for(op: Op, executed: Container[Op]) -> Op | None:
         if op.kind in SENT_BY:
             return None
         if op.kind is Kind.REDUCE:
             return next((before for before in arrivals[op.stage] if before not in executed), None)
+        if op.kind is Kind.STEP and facts.barrier:
+            return next((reduce for reduce in reduces if reduce not in executed), None)
         for needed in facts.needed(op):
             if needed not in executed:
                 return needed

@@ -58,6 +58,13 @@ class CaseFields:
             raise self._refused(name, f"at most {_MOST}", repr(value))
         return value
 
+    def flag(self, name: str) -> bool:
+        """Return whether a field is true; false if it is missing."""
+        value = self.given(name, False)
+        if not isinstance(value, bool):
+            raise self._refused(name, "true or false", repr(value))
+        return value
+
     def number(self, name: str, default: Any = _REQUIRED) -> float:
         """Return a finite number that is not negative."""
         return self._number(name, self.given(name, default))
@@ -104,6 +111,20 @@ class CaseFields:
         if value not in choices:
             raise self._refused(name, f"one of {', '.join(choices)}", repr(value))
         return value
+
+    def placement(self, stages: int) -> tuple[int, ...]:
+        """Return the rank of each stage, given one list of stages per rank; stage i on rank i without the field."""
+        given = self.given("placement", None)
+        if given is None:
+            return tuple(range(stages))
+        if not isinstance(given, list) or not all(isinstance(held, list) and held for held in cast("list[Any]", given)):
+            raise self._refused("placement", "a list with one list of stages per rank", repr(cast("object", given)))
+        held_by = cast("list[list[Any]]", given)
+        held_stages = [stage for held in held_by for stage in held]
+        if any(type(stage) is not int for stage in held_stages) or sorted(held_stages) != list(range(stages)):
+            raise self._refused("placement", f"each of the stages 0..{stages - 1} once", repr(held_by))
+        rank_of = {stage: rank for rank, held in enumerate(held_by) for stage in held}
+        return tuple(rank_of[stage] for stage in range(stages))
 
     def _number(self, name: str, value: Any) -> float:
         if not is_real(value):

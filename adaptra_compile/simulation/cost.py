@@ -17,6 +17,7 @@ from typing import Any, Final
 from adaptra.errors import CaseError
 from adaptra.json_files import read_json
 from adaptra.program import Kind, refuse_size
+from adaptra.program.placement import stages_of
 from adaptra.simulation.case_fields import CaseFields, check_numbers
 
 FORMAT_VERSION: Final = 1
@@ -231,7 +232,7 @@ class Case:
         if fields.given("version", FORMAT_VERSION) != FORMAT_VERSION:
             raise CaseError(f"case version {fields.given('version')!r}: this adaptra reads version {FORMAT_VERSION}")
         stages, microbatches = fields.count("S"), fields.count("M")
-        placement = _placement(fields.given("placement", None), stages)
+        placement = fields.placement(stages)
         ranks, edges = max(placement) + 1, stages - 1
         cost = CostModel(
             forward=fields.numbers("t_f", stages),
@@ -252,7 +253,6 @@ class Case:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object from which :meth:`from_json` reads an equal case."""
         cost = self.cost
-        ranks = max(self.placement) + 1
         fields: dict[str, Any] = {
             "version": FORMAT_VERSION,
             "S": cost.stages,
@@ -269,7 +269,7 @@ class Case:
             "mem_f": list(cost.memory_forward),
             "mem_b": list(cost.memory_input_grad),
             "mem_cap": None if cost.memory_limit is None else list(cost.memory_limit),
-            "placement": [[s for s, r in enumerate(self.placement) if r == rank] for rank in range(ranks)],
+            "placement": placement_lists(self.placement),
         }
         return {"name": self.name, "case": fields}
 
@@ -289,13 +289,6 @@ def _blocking(value: Any) -> Blocking:
             raise CaseError(f"blocking_comm: expected false, true, 'send' or 'both', got {value!r}")
 
 
-def _placement(given: Any, stages: int) -> tuple[int, ...]:
-    if given is None:
-        return tuple(range(stages))
-    if not isinstance(given, list) or not all(isinstance(held, list) and held for held in given):
-        raise CaseError(f"placement: expected a list with one list of stages per rank, got {given!r}")
-    held_stages: list[Any] = [stage for held in given for stage in held]
-    if any(type(stage) is not int for stage in held_stages) or sorted(held_stages) != list(range(stages)):
-        raise CaseError(f"placement: expected each of the stages 0..{stages - 1} once, got {given!r}")
-    rank_of = {stage: rank for rank, held in enumerate(given) for stage in held}
-    return tuple(rank_of[stage] for stage in range(stages))
+def placement_lists(placement: tuple[int, ...]) -> list[list[int]]:
+    """Return the JSON form of a placement: one list of stages per rank."""
+    return [list(stages_of(rank, placement)) for rank in range(max(placement) + 1)]

@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
 from adaptra.errors import CaseError
 from adaptra.program import refuse_size
-from adaptra.program.placement import is_straight
+from adaptra.program.placement import Edge, in_turn, stages_of
 from adaptra.simulation.case_fields import CaseFields
-from adaptra.simulation.cost import Blocking, Case, CostModel
+from adaptra.simulation.cost import Blocking, Case, CostModel, placement_lists
 
 FORMAT_VERSION: Final = 2
 
@@ -36,8 +37,9 @@ class WorkerLink:
 class JobCase:
     """One planning problem of several replicas.
 
-    Worker ``replica · stages + stage`` has a stage of a replica. A message between two workers departs once their link and both
-    workers' ports are free. It occupies each of them for its time, and arrives when all are free again, plus the latency.
+    Worker ``replica · ranks + placement[stage]`` has a stage of a replica. A message between two workers departs once their
+    link and both workers' ports are free. It occupies each of them for its time, and arrives when all are free again, plus the
+    latency. Between two stages of one worker a message takes no time.
 
     Attributes:
         cost: The costs of each replica: durations per stage, latency and occupancy per edge. They hold for workers and messages
@@ -52,7 +54,11 @@ class JobCase:
         lost: The workers that are lost.
         hand_over: Latency of an accumulator that passes from one worker to another.
         hands_over: Whether workers hand the accumulator over. If not, each adds up its own, and W ops wait for no other W.
-        memory: Per stage, the most microbatches that a worker holds from the start of F to the end of W; None for no limit.
+        memory: Per rank of a replica, the most microbatches that its worker holds from the start of F to the end of W. Those
+            of all its stages count. None for no limit.
+        placement: ``placement[stage]`` is the rank in its replica of the worker that has the stage. Stage i on rank i if empty.
+        barrier: Whether every STEP waits for the REDUCE of all workers, as a norm of all gradients makes it. Otherwise it
+            waits for its own stage's REDUCE alone, so that workers update at different times.
         name: A name for people.
 
     Raises:
@@ -71,9 +77,17 @@ class JobCase:
     hand_over: float = 0.0
     hands_over: bool = True
     memory: tuple[int, ...] | None = None
+    placement: tuple[int, ...] = ()
+    barrier: bool = False
     name: str = "case"
 
     def __post_init__(self) -> None:
+        if not self.placement:
+            object.__setattr__(self, "placement", in_turn(self.stages))
+        if len(self.placement) != self.stages or set(self.placement) != set(range(self.ranks)):
+            raise CaseError(f"placement {list(self.placement)}: expected {self.stages} stages on ranks 0..R-1")
+        if self.memory is not None and len(self.memory) != self.ranks:
+            raise CaseError(f"mem_cap {list(self.memory)}: expected one number for each of {self.ranks} ranks")
         if self.cost.half_duplex or self.cost.blocking is not Blocking.NONE:
             raise CaseError(f"{self.name}: duplex or blocking_comm: expected neither with several replicas")
         if refused := refuse_size(self.replicas * self.stages, self.microbatches):
@@ -104,23 +118,24 @@ class JobCase:
         A limit of memory becomes one of whole microbatches, as if each held all of its memory from F to the end of W.
 
         Args:
-            case: The case of one pipeline, with one stage per rank.
+            case: The case of one pipeline.
             replicas: The number of replicas.
             step, reduce: Durations of STEP and REDUCE, for all stages.
 
         Raises:
-            CaseError: A rank has several stages, edges are half duplex or communication blocks.
+            CaseError: Edges are half duplex or communication blocks.
         """
         cost = case.cost
-        if not is_straight(case.placement):
-            raise CaseError(f"{case.name}: placement {list(case.placement)}: expected stage i on rank i, for several replicas")
         memory = None
         if cost.memory_limit is not None:
-            pairs = zip(cost.memory_limit, cost.memory_forward, strict=True)
-            most = replicas * case.microbatches
+            held_by = [max(cost.memory_forward[stage] for stage in held) for held in placement_lists(case.placement)]
+            pairs = zip(cost.memory_limit, held_by, strict=True)
+            most = replicas * case.microbatches * case.cost.stages
             memory = tuple(most if held == 0.0 else int(limit / held + 1e-9) for limit, held in pairs)
         step_times, reduce_times = (step,) * cost.stages, (reduce,) * cost.stages
-        return JobCase(cost, replicas, case.microbatches, step_times, reduce_times, memory=memory, name=case.name)
+        return JobCase(
+            cost, replicas, case.microbatches, step_times, reduce_times, memory=memory, placement=case.placement, name=case.name
+        )
 
     @property
     def is_healthy(self) -> bool:
@@ -135,7 +150,12 @@ class JobCase:
     @property
     def workers(self) -> int:
         """The number of workers, lost ones included."""
-        return self.replicas * self.stages
+        return self.replicas * self.ranks
+
+    @cached_property
+    def ranks(self) -> int:
+        """The number of workers of each replica."""
+        return max(self.placement) + 1
 
     @property
     def grid(self) -> tuple[tuple[int | None, ...], ...]:
@@ -147,11 +167,23 @@ class JobCase:
 
     def worker(self, replica: int, stage: int) -> int:
         """Return the worker that has a stage of a replica."""
-        return replica * self.stages + stage
+        return replica * self.ranks + self.placement[stage]
 
-    def link(self, source: int, destination: int) -> WorkerLink:
-        """Return the directed link between two workers of neighbouring stages: their own, or that of the edge."""
-        edge = source % self.stages, destination % self.stages
+    def replica_of(self, worker: int) -> int:
+        """Return the replica to which a worker belongs."""
+        return worker // self.ranks
+
+    def stages_of(self, worker: int) -> tuple[int, ...]:
+        """Return the stages that a worker has, lost or not."""
+        return stages_of(worker % self.ranks, self.placement)
+
+    def link(self, source: int, destination: int, edge: Edge) -> WorkerLink:
+        """Return the directed link between two workers for the messages of a directed edge of stages.
+
+        It is the workers' own, or else that of the edge. A message within one worker takes no time.
+        """
+        if source == destination:
+            return WorkerLink()
         own = self.links.get((source, destination))
         return WorkerLink(self.cost.latency(*edge), self.cost.occupancy(*edge)) if own is None else own
 
@@ -166,7 +198,8 @@ class JobCase:
         if refused := refuse_size(replicas * stages, microbatches):
             raise CaseError(f"P, S, M: {refused}")
         fold = fields.one_of("fold", ("handover", "contributions"))
-        caps = None if fields.given("mem_cap", None) is None else fields.numbers("mem_cap", stages)
+        placement = fields.placement(stages)
+        caps = None if fields.given("mem_cap", None) is None else fields.numbers("mem_cap", max(placement) + 1)
         cost = CostModel(
             forward=fields.numbers("t_f", stages),
             input_grad=fields.numbers("t_i", stages),
@@ -183,12 +216,14 @@ class JobCase:
             fields.numbers("t_opt", stages, 0),
             fields.numbers("t_reduce", stages, 0),
             _links(fields),
-            {worker_of("ports", one, stages): value for one, value in fields.numbers_by_name("ports").items()},
-            {worker_of("slow", one, stages): value for one, value in fields.numbers_by_name("slow").items()},
-            frozenset(worker_of("lost", one, stages) for one in fields.texts("lost")),
+            {worker_of("ports", one, placement): value for one, value in fields.numbers_by_name("ports").items()},
+            {worker_of("slow", one, placement): value for one, value in fields.numbers_by_name("slow").items()},
+            frozenset(worker_of("lost", one, placement) for one in fields.texts("lost")),
             fields.number("handover", 0),
             fold == "handover",
             None if caps is None else tuple(map(_whole_cap, caps)),
+            placement,
+            fields.flag("barrier"),
             str(fields.given("name", name)),
         )
 
@@ -212,37 +247,39 @@ class JobCase:
             "links": {f"{a}-{b}": {"c": link.latency, "o": link.occupancy} for (a, b), link in self.links.items()},
             "ports": {str(worker): value for worker, value in self.ports.items()},
             "slow": {str(worker): value for worker, value in self.slow.items()},
-            "lost": [f"{worker // self.stages}.{worker % self.stages}" for worker in sorted(self.lost)],
+            "lost": [f"{self.replica_of(worker)}.{self.stages_of(worker)[0]}" for worker in sorted(self.lost)],
             "handover": self.hand_over,
             "fold": "handover" if self.hands_over else "contributions",
             "mem_cap": None if self.memory is None else list(self.memory),
+            "placement": placement_lists(self.placement),
+            "barrier": self.barrier,
         }
 
     def _check_worker(self, what: str, worker: int) -> None:
         if not 0 <= worker < self.workers:
             raise CaseError(
-                f"{what}: worker {worker} does not exist: expected 0..{self.workers - 1}, replica · {self.stages} + stage"
+                f"{what}: worker {worker} does not exist: expected 0..{self.workers - 1}, replica · {self.ranks} + rank"
             )
 
 
 _FIELDS: Final = frozenset(
-    "version name P S M t_f t_i t_w t_opt t_reduce c c_b o o_b links ports slow lost handover fold mem_cap".split()
-)
+    "version name P S M placement t_f t_i t_w t_opt t_reduce c c_b o o_b links ports slow lost handover".split()
+) | {"fold", "mem_cap", "barrier"}
 _PLACE: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})")
 _INDEX: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
-def worker_of(what: str, text: str, stages: int) -> int:
-    """Read a worker: its number, or ``REPLICA.STAGE``.
+def worker_of(what: str, text: str, placement: Sequence[int]) -> int:
+    """Read a worker: its number, or ``REPLICA.STAGE``, the worker that has this stage.
 
     Raises:
         CaseError: The text is neither; ``what`` begins the error.
     """
     if match := _PLACE.fullmatch(text):
         replica, stage = int(match[1]), int(match[2])
-        if stage >= stages:
-            raise CaseError(f"{what}: {text!r}: stage {stage} does not exist: expected 0..{stages - 1}")
-        return replica * stages + stage
+        if stage >= len(placement):
+            raise CaseError(f"{what}: {text!r}: stage {stage} does not exist: expected 0..{len(placement) - 1}")
+        return replica * (max(placement) + 1) + placement[stage]
     if _INDEX.fullmatch(text):
         return int(text)
     raise CaseError(f"{what}: {text!r}: expected a worker such as '1.2' for stage 2 of replica 1, or its number")

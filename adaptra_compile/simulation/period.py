@@ -19,6 +19,7 @@ from adaptra.errors import CaseError, ScheduleError
 from adaptra.program import Kind, Op, Program
 from adaptra.program.routing import Routing
 from adaptra.program.verify import verify
+from adaptra.simulation.cost import placement_lists
 from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.timeline import OpInterval
 
@@ -55,9 +56,8 @@ class PeriodicSimulation:
         routing, memory = self.program.routing, self.case.memory
         if routing is None or memory is None:
             return ()
-        return tuple(
-            worker for worker in routing.live if self.held[worker] > max(memory[stage] for stage in routing.stages_of(worker))
-        )
+        placement = self.case.placement
+        return tuple(worker for worker in routing.live if self.held[worker] > memory[placement[routing.stages_of(worker)[0]]])
 
     @cached_property
     def steps(self) -> tuple[tuple[tuple[OpInterval, ...], ...], ...]:
@@ -108,14 +108,14 @@ def simulate_period(program: Program, case: JobCase) -> PeriodicSimulation:
     with contextlib.suppress(ValueError):  # an op is misplaced or missing, which the verifier names
         simulated = _C.simulate_period(job_of(case, routing), [packed(order) for order in _executed(whole)], STEPS)
     if simulated is None or not simulated.complete:
-        verify(whole, hands_over=case.hands_over)
+        verify(whole, hands_over=case.hands_over, barrier=case.barrier)
         raise AssertionError(f"{program.name}: the simulator can't execute what the verifier accepts")
     held = tuple(_most_held(order) for order in whole.orders)
     return PeriodicSimulation(whole, case, simulated.period, simulated.makespan, held, simulated)
 
 
 def with_updates(program: Program) -> Program:
-    """Return the program of several replicas with REDUCE and STEP at each worker's end, if it has none."""
+    """Return the program of several replicas with all REDUCE, then all STEP at each worker's end, if it has none."""
     routing = program.routing
     if routing is None or any(op.kind.is_update for order in program.orders for op in order):
         return program
@@ -123,7 +123,7 @@ def with_updates(program: Program) -> Program:
     for worker in routing.live:
         replica = routing.replica_of(worker)
         updates = [
-            Op(stage, kind, 0, None, replica) for stage in routing.stages_of(worker) for kind in (Kind.REDUCE, Kind.STEP)
+            Op(stage, kind, 0, None, replica) for kind in (Kind.REDUCE, Kind.STEP) for stage in routing.stages_of(worker)
         ]
         orders[worker] = (*orders[worker], *updates)
     return Program(program.name, (), program.microbatches, tuple(orders), routing)
@@ -149,6 +149,7 @@ def job_of(case: JobCase, routing: Routing) -> _C.Job:
         links=[(*ends, link.latency, link.occupancy) for ends, link in case.links.items()],
         hand_over=case.hand_over,
         hands_over=case.hands_over,
+        barrier=case.barrier,
         holder=holders,
         home=[routing.replica_of(worker) if routing.stages_of(worker) else 0 for worker in range(workers)],
         columns=[routing.column(stage) for stage in range(case.stages)],
@@ -171,6 +172,15 @@ def _check_fit(program: Program, routing: Routing, case: JobCase) -> None:
             f"{program.name} has {given[0]} replicas of {given[1]} stages and {given[2]} microbatches: expected "
             f"{expected[0]}, {expected[1]} and {expected[2]}, as {case.name} has"
         )
+    for replica, path in enumerate(routing.workers):
+        rank_of: dict[int, int] = {}
+        worker_of: dict[int, int] = {}
+        for rank, worker in zip(case.placement, path, strict=True):
+            if worker is not None and (rank_of.setdefault(worker, rank), worker_of.setdefault(rank, worker)) != (rank, worker):
+                raise CaseError(
+                    f"{program.name}: worker {worker} of replica {replica} has the stages {list(routing.stages_of(worker))}: "
+                    f"expected the placement {placement_lists(case.placement)}, as {case.name} has"
+                )
     for worker in case.lost:
         if routing.stages_of(worker):
             raise CaseError(f"{program.name}: worker {worker} has stages, but {case.name} says that it is lost")

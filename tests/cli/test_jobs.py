@@ -80,6 +80,45 @@ def test_a_slow_worker_is_explained_by_what_it_keeps(folder: Path, capsys: pytes
     assert "    worker 6 of stage 2: 6*3/(2*(-0.5 + 3)) = 3.6\n" in shown
 
 
+@pytest.mark.parametrize("fold", ["handover", "contributions"])
+def test_a_lowered_plan_has_the_same_orders_and_times(folder: Path, capsys: pytest.CaptureFixture[str], fold: str) -> None:
+    Path("job.json").write_text(json.dumps({**JOB, "fold": fold}))
+    plain, lowered = (json.loads(printed(capsys, "plan", "job.json", "--json", *more)) for more in ((), ("--lower",)))
+    program = Program.parse(lowered["program"])
+    verify(program, hands_over=fold == "handover")
+    assert program.is_lowered
+    assert ("SEND_W" in lowered["program"]) == (fold == "handover")
+    assert program.compute_only() == Program.parse(plain["program"]).compute_only()
+    assert [lowered[name] for name in ("period", "makespan", "held")] == [
+        plain[name] for name in ("period", "makespan", "held")
+    ]
+
+
+def test_workers_with_several_stages_are_planned_alike_from_both_kinds_of_cases(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placement = {"placement": [[0, 3], [1, 2]]}
+    Path("pipeline.json").write_text(json.dumps(PIPELINE | placement))
+    Path("job.json").write_text(json.dumps(JOB | placement))
+    options = ("--replicas", "3", "--optimizer", "3", "--lost", "1.2")
+    line = json.loads(printed(capsys, "plan", "pipeline.json", *options, "--json"))
+    case = json.loads(printed(capsys, "plan", "job.json", "--json"))
+    assert line["program"] == case["program"]
+    assert "workers 0,1,1,0 2,-,-,2 4,5,5,4\n" in line["program"]
+    # 9 microbatches of 3 on both stages of the workers left, and two optimizers.
+    assert (line["period"], line["bound"], line["bound_kind"]) == (60.0, 60.0, "work")
+
+
+def test_behind_a_barrier_the_published_example_takes_the_published_time(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = json.loads(printed(capsys, "plan", "job.json", "--barrier", "--json"))
+    assert (figures["period"], figures["bound"], figures["bound_kind"]) == (32.0, 32.0, "barrier")
+    assert figures["healthy_period"] == 24.0
+    Path("job.json").write_text(json.dumps({**JOB, "barrier": True}))
+    assert json.loads(printed(capsys, "plan", "job.json", "--json")) == figures
+
+
 def test_a_job_that_takes_no_time_is_planned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("nothing.json").write_text(json.dumps({**JOB, "t_f": 0, "t_i": 0, "t_w": 0, "t_opt": 0}))
     assert "healthy  0: this plan takes no time either\n" in printed(capsys, "plan", "nothing.json", "-o", "plan.sched")
@@ -103,7 +142,6 @@ def test_a_job_that_takes_no_time_is_planned(folder: Path, capsys: pytest.Captur
         (("plan", "pipeline.json", "--replicas", "2", "--slow", "1.2=0"), "slow: 0 for worker 6: expected a factor above 0"),
         (("plan", "pipeline.json", "--replicas", "1000000"), "P, S, M: 4,000,000 stages × 6 microbatches are 72,000,000 ops"),
         (("plan", "job.json", "--compare", "1f1b"), "--compare: job has several replicas: expected a case of one pipeline"),
-        (("plan", "job.json", "--lower"), "--lower: job has several replicas: expected a case of one pipeline"),
         (("plan", "job.json", "--in-flight", "3"), "--in-flight: job has several replicas: expected a case of one pipeline"),
         (("plan", "job.json", "-o", "plan.csv"), "plan.csv: suffix '.csv': expected .sched"),
         (("explain", "job.json", "1f1b"), "1f1b: a schedule of one pipeline: expected the file of a program for job"),

@@ -49,10 +49,10 @@ def test_the_program_that_the_others_damage_is_accepted() -> None:
 
 @given(st.integers(0, 10_000))
 def test_every_program_grown_by_running_it_verifies(seed: int) -> None:
-    case = random_case(seed)
+    case = random_case(seed, shapes=True)
     grown = random_job_program(case, seed)
     verify(grown, hands_over=case.hands_over)
-    verify(with_updates(grown), hands_over=case.hands_over)
+    verify(with_updates(grown), hands_over=case.hands_over, barrier=case.barrier)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +128,19 @@ def test_a_weight_gradient_waits_for_the_worker_that_has_the_accumulator() -> No
     verify(ring, hands_over=False)
 
 
+def test_behind_a_barrier_a_step_waits_for_the_reduce_of_all_workers() -> None:
+    head = "schedule x version=2 stages=2 microbatches=1\nworkers 0,0 1,1\nroute 0 0 by 0,0\nroute 1 0 by 1,1\n"
+    ops = "{0}:0F0 {0}:1F0 {0}:1B0 {0}:0B0"
+    together = "".join(f"{one}: {ops.format(one)} 0REDUCE 1REDUCE 0STEP 1STEP\n" for one in range(2))
+    apart = together.replace("1REDUCE 0STEP", "0STEP 1REDUCE")
+    verify(Program.parse(head + together), barrier=True)
+    verify(Program.parse(head + apart))
+    text = refusal(Program.parse(head + apart), barrier=True)
+    assert text.startswith(
+        "x: deadlock: 2 of 2 workers wait forever\n  worker 0: 0STEP, op 5, waits for 1REDUCE, op 6 of worker"
+    )
+
+
 def test_an_accumulator_that_is_handed_over_has_two_ends() -> None:
     messages = (
         "0:0F0 0:0SEND_F0 0:0F1 0:0SEND_F1 0:0RECV_B0 0:0I0 0:0W0 0:0RECV_B1 0:0B1",
@@ -142,6 +155,17 @@ def test_an_accumulator_that_is_handed_over_has_two_ends() -> None:
     orders = [order.replace("1:1RECV_W1 ", "") for order in messages]
     assert refusal(program(*orders)) == (
         "x: 1:1RECV_W1 is missing on worker 1: 1:1B0 has a message to send; 1:1SEND_W0 is op 4 of worker 3"
+    )
+    # Worker 1 receives the accumulator behind the op that needs it, and so waits for itself.
+    behind = [messages[0], messages[1].replace("1:1RECV_W1 1:1W1", "1:1W1 1:1RECV_W1"), *messages[2:]]
+    text = refusal(program(*behind))
+    assert text.startswith("x: deadlock: ")
+    assert "  worker 1: 1:1W1, op 12, waits for 1:1RECV_W1, op 13 of worker 1, behind it" in text
+    assert "1:1SEND_W0" in text.splitlines()[-1]  # the grid of workers and steps
+    # Worker 0 sends two activations to worker 1, which expects them the other way round.
+    swapped = [messages[0], messages[1].replace("0:1RECV_F1 0:1F1", "0:1F1").replace("0:1RECV_F0", "0:1RECV_F1 0:1RECV_F0")]
+    assert refusal(program(*swapped, *messages[2:])).startswith(
+        "x: channel 0→1 forward, message 0: sent is 0:0SEND_F0, op 1 of worker 0, but received is 0:1RECV_F1, op 0 of worker 1"
     )
     within = [*messages[:3], messages[3].replace("1:1SEND_W0", "1:1SEND_W0 1:1RECV_W0")]
     assert "there is no microbatch -1 at the other end" in refusal(program(*within))

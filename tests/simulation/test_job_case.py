@@ -17,7 +17,7 @@ SMALL: dict[str, Any] = {"P": 2, "S": 2, "M": 3, "t_f": 1, "t_i": [1, 2], "t_w":
 
 @given(st.integers(0, 10_000))
 def test_a_case_comes_back_from_its_json(seed: int) -> None:
-    case = random_case(seed, links=True)
+    case = random_case(seed, links=True, shapes=True)
     assert JobCase.from_json(case.to_json()) == case
 
 
@@ -29,6 +29,24 @@ def test_the_fields_of_a_case() -> None:
     assert (case.lost, case.slow) == (frozenset({2}), {1: 2.0, 0: 1.5})
     assert case.links == {(0, 1): WorkerLink(2.0, 0.0)}
     assert (case.memory, case.hand_over, case.hands_over) == ((4, 4), 1.0, True)
+
+
+def test_workers_with_several_stages() -> None:
+    several = {"S": 4, "t_i": 1, "placement": [[0, 3], [1, 2]], "lost": ["1.2"], "slow": {"0.3": 2}, "mem_cap": [4, 5]}
+    case = JobCase.from_json(SMALL | several)
+    assert (case.ranks, case.workers, case.placement) == (2, 4, (0, 1, 1, 0))
+    assert case.grid == ((0, 1, 1, 0), (2, None, None, 2))
+    assert (case.lost, case.slow, case.memory) == (frozenset({3}), {0: 2.0}, (4, 5))
+    assert [case.stages_of(worker) for worker in range(4)] == [(0, 3), (1, 2), (0, 3), (1, 2)]
+    assert case.to_json()["lost"] == ["1.1"]
+
+
+def test_a_link_within_a_worker_takes_no_time() -> None:
+    links = {"0-1": {"c": 7, "o": 1}}
+    case = JobCase.from_json(SMALL | {"S": 4, "t_i": 1, "placement": [[0, 3], [1, 2]], "c": [1, 2, 3], "links": links})
+    assert case.link(1, 1, (1, 2)) == WorkerLink()
+    assert case.link(0, 1, (0, 1)) == case.link(0, 1, (3, 2)) == WorkerLink(7.0, 1.0)
+    assert (case.link(1, 0, (1, 0)).latency, case.link(1, 0, (2, 3)).latency) == (1.0, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +64,7 @@ def test_the_fields_of_a_case() -> None:
             {"lost": ["0.0", "1.0"]},
             r"^lost: all 2 workers of stage 0, 0 to 2: expected one that lives on each stage; only a checkpoint has its ",
         ),
-        ({"lost": ["2.0"]}, r"^lost: worker 4 does not exist: expected 0\.\.3, replica · 2 \+ stage$"),
+        ({"lost": ["2.0"]}, r"^lost: worker 4 does not exist: expected 0\.\.3, replica · 2 \+ rank$"),
         ({"lost": ["0.2"]}, r"^lost: '0\.2': stage 2 does not exist: expected 0\.\.1$"),
         ({"lost": ["x"]}, r"^lost: 'x': expected a worker such as '1\.2' for stage 2 of replica 1, or its number$"),
         ({"lost": [1]}, r"^lost: expected a list of texts, got \[1\]$"),
@@ -59,6 +77,11 @@ def test_the_fields_of_a_case() -> None:
         ({"mem_cap": 0}, r"^mem_cap: 0: expected a whole number of microbatches, at least 1$"),
         ({"mem_cap": 1.5}, r"^mem_cap: 1\.5: expected a whole number of microbatches, at least 1$"),
         ({"fold": "left"}, r"^fold: expected one of handover, contributions, got 'left'$"),
+        ({"placement": [[0], [2]]}, r"^placement: expected each of the stages 0\.\.1 once, got \[\[0\], \[2\]\]$"),
+        ({"placement": [[0, 1]], "mem_cap": [1, 2]}, r"^mem_cap: expected a number or a list of 1, got a list of 2$"),
+        ({"placement": [[0, 1]], "lost": ["2"]}, r"^lost: worker 2 does not exist: expected 0\.\.1, replica · 1 \+ rank$"),
+        ({"placement": [[0, 1]], "lost": ["0.1", "1.0"]}, r"^lost: all 2 workers of stage 0, 0 to 1: expected one that lives"),
+        ({"barrier": 1}, r"^barrier: expected true or false, got 1$"),
         ({"version": 1}, r"^version 1: a case with replicas, P, has version 2$"),
     ],
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import needs
+from adaptra.program.placement import in_turn, v_shaped
 from adaptra.program.routing import Route, Routing
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.job_case import JobCase, WorkerLink
@@ -18,17 +19,22 @@ def even_case(replicas: int, stages: int, microbatches: int, optimizer: float = 
     return JobCase.of(pipeline, replicas, optimizer)
 
 
-def random_case(seed: int, *, links: bool = False) -> JobCase:
-    """A small case with unequal stages, and by chance lost and slow workers and unequal links."""
+def random_case(seed: int, *, links: bool = False, shapes: bool = False) -> JobCase:
+    """A small case with unequal stages, and by chance lost and slow workers and unequal links.
+
+    With ``shapes`` its workers may also have several stages, anywhere, and update behind a barrier.
+    """
     chance = random.Random(seed)
     replicas, stages, microbatches = chance.randint(1, 4), chance.randint(1, 5), chance.randint(1, 6)
+    placement = random_placement(stages, seed) if shapes else tuple(range(stages))
+    ranks = max(placement) + 1
 
     def times(most: int) -> tuple[float, ...]:
         return tuple(float(chance.randint(0, most)) / 4 for _ in range(stages))
 
-    workers = range(replicas * stages)
+    workers = range(replicas * ranks)
     lost = {chance.choice([*workers]) for _ in range(chance.randint(0, 2))}
-    columns = [[replica * stages + stage for replica in range(replicas)] for stage in range(stages)]
+    columns = [[replica * ranks + rank for replica in range(replicas)] for rank in range(ranks)]
     lost -= {column[0] for column in columns if set(column) <= lost}
     pairs = [(a, b) for a in workers for b in workers if a != b]
     cost = CostModel(
@@ -50,6 +56,8 @@ def random_case(seed: int, *, links: bool = False) -> JobCase:
         lost=frozenset(lost),
         hand_over=chance.choice([0.0, 0.75]),
         hands_over=chance.random() < 0.7,
+        placement=placement,
+        barrier=shapes and seed % 2 == 0,
         name=f"random {seed}",
     )
     if not links or not pairs:
@@ -60,6 +68,15 @@ def random_case(seed: int, *, links: bool = False) -> JobCase:
         links={chance.choice(pairs): WorkerLink(chance.random() * 3, chance.random() * 3) for _ in range(chance.randint(0, 4))},
         ports={chance.choice([*workers]): chance.random() * 2 for _ in range(chance.randint(0, 2))},
     )
+
+
+def random_placement(stages: int, seed: int) -> tuple[int, ...]:
+    """A placement of stages on at most as many ranks: straight, interleaved, a V or any other."""
+    chance = random.Random(seed)
+    ranks = chance.randint(1, stages)
+    rest = [chance.randrange(ranks) for _ in range(stages - ranks)]
+    any_other = (*range(ranks), *rest)
+    return chance.choice([any_other, (in_turn(ranks) * stages)[:stages], (v_shaped(ranks) * stages)[:stages]])
 
 
 def random_routing(case: JobCase, seed: int) -> Routing:

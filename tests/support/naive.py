@@ -188,10 +188,16 @@ def _one_round_of_steps(program: Program, case: JobCase, steps: int, previous: _
                     came = [previous[step, last][1] for one in reduces if (last := before[one]) is not None]
                     ended = [previous[step - 1, program.orders[one][-1]][1] for one in routing.column(op.stage) if step]
                     start = max(start, *came, *(ended if len(came) < len(reduces) else ())) + case.reduce[op.stage]
+                if op.kind is Kind.STEP and case.barrier:
+                    start = max(start, *(end for at, (_, end) in previous.items() if _reduces_in(step, at)))
                 factor = case.slow.get(worker, 1.0)
                 now = start + _duration(case, op) * factor
                 times[step, op] = (start, now)
     return times
+
+
+def _reduces_in(step: int, at: _At) -> bool:
+    return at[0] == step and at[1].kind is Kind.REDUCE
 
 
 def _duration(case: JobCase, op: Op) -> float:

@@ -52,15 +52,15 @@ def merge_alike(case: JobCase, routing: Routing) -> MergedJob:
     apart = _replicas_apart(case, routing)
     groups: defaultdict[object, list[int]] = defaultdict(list)
     for replica in range(case.replicas):
-        workers = [case.worker(replica, stage) for stage in range(case.stages)]
+        workers = range(replica * case.ranks, (replica + 1) * case.ranks)
         alike = tuple((case.slow.get(worker, 1.0), case.ports.get(worker, 0.0)) for worker in workers)
         groups[replica if replica in apart else alike].append(replica)
     kept = sorted(groups.values())
     number = {members[0]: index for index, members in enumerate(kept)}
     moved = {
-        case.worker(replica, stage): index * case.stages + stage
+        replica * case.ranks + rank: index * case.ranks + rank
         for replica, index in number.items()
-        for stage in range(case.stages)
+        for rank in range(case.ranks)
     }
     grid = tuple(tuple(None if worker is None else moved[worker] for worker in routing.workers[replica]) for replica in number)
     routes = tuple(
@@ -81,10 +81,10 @@ def merge_alike(case: JobCase, routing: Routing) -> MergedJob:
 
 def _replicas_apart(case: JobCase, routing: Routing) -> set[int]:
     """Return the replicas that are not alike: with lost workers, links of their own, or microbatches given or taken."""
-    apart = {worker // case.stages for worker in case.lost}
-    apart |= {worker // case.stages for ends in case.links for worker in ends}
+    apart = {case.replica_of(worker) for worker in case.lost}
+    apart |= {case.replica_of(worker) for ends in case.links for worker in ends}
     for route in routing.routes:
-        homes = {worker // case.stages for worker in route.workers}
+        homes = {case.replica_of(worker) for worker in route.workers}
         if homes != {route.replica}:
             apart |= homes | {route.replica}
     return apart

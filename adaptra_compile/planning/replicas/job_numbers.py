@@ -80,7 +80,7 @@ class JobNumbers:
                 shortest[place] = min(shortest[place], trip)
                 ops = sum(self.times(stage)[:2]) * self.case.slow.get(path[stage], 1.0)
                 edges = ((stage - 1, stage), (stage, stage - 1)) if stage else ()
-                ways = [self.case.link(path[source], path[destination]) for source, destination in edges]
+                ways = [self.case.link(path[source], path[destination], (source, destination)) for source, destination in edges]
                 trip += ops + sum(link.latency + link.occupancy for link in ways)
         held = ((worker, stage) for worker in self.routing.live for stage in self.routing.stages_of(worker))
         return tuple(WorkerLoad(*place, count[place], shortest[place]) for place in held)
@@ -92,12 +92,14 @@ class JobNumbers:
         ports: Counter[tuple[int, str]] = Counter()
         for path, number in self._paths.items():
             for edge in pairwise(range(self.case.stages)):
+                if path[edge[0]] == path[edge[1]]:
+                    continue
                 for source, destination in (edge, edge[::-1]):
                     links[path[source], path[destination], source, destination] += number
                     ports[path[source], "sends"] += number
                     ports[path[destination], "receives"] += number
         over_links = (
-            Traffic(f"link {ends[0]}→{ends[1]}", ends, number, self.case.link(*ends[:2]).occupancy)
+            Traffic(f"link {ends[0]}→{ends[1]}", ends, number, self.case.link(ends[0], ends[1], ends[2:]).occupancy)
             for ends, number in links.items()
         )
         through_ports = (
@@ -249,7 +251,7 @@ class JobNumbers:
 
     def _room(self, load: WorkerLoad, memory: Sequence[int]) -> int:
         """Return the most microbatches that the case lets a worker hold."""
-        return max(memory[stage] for stage in self.routing.stages_of(load.worker))
+        return memory[self.case.placement[load.stage]]
 
     def of_messages(self) -> Iterator[Line]:
         """Yield the lines of the busiest link and port, and of detours round each narrow link."""
@@ -281,9 +283,9 @@ class JobNumbers:
     def way_round(self, one: Traffic) -> float:
         """Return the least occupancy of a link by which messages leave a narrow link's sender for another replica."""
         assert one.ends is not None
-        source, destination, _, stage = one.ends
+        source, destination, before, stage = one.ends
         others = (worker for worker in self.routing.column(stage) if worker != destination)
-        return min((self.case.link(source, other).occupancy for other in others), default=math.inf)
+        return min((self.case.link(source, other, (before, stage)).occupancy for other in others), default=math.inf)
 
     @cached_property
     def recut(self) -> Line:

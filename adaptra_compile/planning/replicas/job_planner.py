@@ -139,8 +139,7 @@ def _memory(case: JobCase, routing: Routing) -> list[int]:
     if case.memory is None:
         return [everything] * (routing.live[-1] + 1)
     memory = case.memory
-    held = [[memory[stage] for stage in routing.stages_of(worker)] for worker in range(routing.live[-1] + 1)]
-    return [max(limits, default=everything) for limits in held]
+    return [memory[worker % case.ranks] for worker in range(routing.live[-1] + 1)]
 
 
 def _unpacked(order: bytes) -> tuple[Op, ...]:

@@ -5,6 +5,7 @@ round trip of one of them. That is the time from the end of its F, through all l
 its I.
 
 - work: all its ops, STEP and REDUCE, one after the other;
+- barrier: behind it a worker idles until the first F of its stage arrives. Fill and memory add to that;
 - fill: as work, and the worker idles. Before its first I it runs nothing but A of F, and idles for the rest of F + R. Before
   the last F's I it runs at most A - 1 of I and of W, and idles for the rest of R. With n = A both may be the same time;
 - path: all its F and I lie within the step of any earlier stage on their routes. They start after STEP there and the way
@@ -12,6 +13,10 @@ its I.
 - memory: one of A places sees ⌈n / A⌉ microbatches in turn, each for F + R + I + W;
 - link, port: all messages that cross it occupy it one after the other. The first one comes after STEP of an earlier stage and
   the way forwards, and the last one before the way back, as for path.
+
+A worker with several stages counts each microbatch once per stage. Its first I comes no earlier than the F of the same
+microbatch on its earlier stages. Such placements have no bound of path. Their fill counts only what is before the first I,
+and their links and ports only messages.
 """
 
 from __future__ import annotations
@@ -25,6 +30,8 @@ from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple
 
+from adaptra.errors import CaseError
+from adaptra.program.placement import Edge, is_straight
 from adaptra.program.routing import Routing
 from adaptra.simulation.job_case import JobCase
 
@@ -33,6 +40,7 @@ class PeriodBoundKind(Enum):
     """The reason why no order repeats faster; see :mod:`adaptra.planning.replicas.period_bound`."""
 
     WORK = "work"
+    BARRIER = "barrier"
     FILL = "fill"
     PATH = "path"
     MEMORY = "memory"
@@ -62,7 +70,7 @@ def period_bound(case: JobCase, routing: Routing) -> PeriodBound:
     for route in routing.routes:
         paths[route.workers] += len(route.microbatches)
     shares = _shares(case, paths)
-    bounds = (*_of_workers(case, routing, shares), *_of_messages(case, routing, paths, shares))
+    bounds = (*_of_workers(case, routing, paths, shares), *_of_messages(case, routing, paths, shares))
     return max(bounds, key=lambda one: (one.value, -kinds.index(one.kind)))
 
 
@@ -71,7 +79,12 @@ def flow_bound(case: JobCase) -> PeriodBound:
 
     Of the bounds above it has those of workers and ports, each with the shortest ways through any workers. Links count only
     for the time of a message.
+
+    Raises:
+        CaseError: A worker has several stages.
     """
+    if not is_straight(case.placement):
+        raise CaseError(f"flow_bound: placement {list(case.placement)}: expected one stage per worker")
     columns = list(zip(*case.grid, strict=True))
     updates = _updates(case, case.grid)
     shortest = _shortest(case)
@@ -139,9 +152,12 @@ class _Share:
         self.ways = [(min(a, d), min(b, e), min(c, f)) for (a, b, c), (d, e, f) in zip(self.ways, ways, strict=True)]
 
 
-def _of_workers(case: JobCase, routing: Routing, shares: dict[tuple[int, int], _Share]) -> Iterator[PeriodBound]:
+def _of_workers(
+    case: JobCase, routing: Routing, paths: Counter[tuple[int, ...]], shares: dict[tuple[int, int], _Share]
+) -> Iterator[PeriodBound]:
     cost = case.cost
     updates = _updates(case, routing.workers)
+    visits, steps = _visits(case, routing, paths)
     for worker in routing.live:
         slow, stages = case.slow.get(worker, 1.0), routing.stages_of(worker)
         work = sum(case.step[stage] * slow + case.reduce[stage] for stage in stages)
@@ -150,12 +166,23 @@ def _of_workers(case: JobCase, routing: Routing, shares: dict[tuple[int, int], _
                 ops = cost.forward[stage] + cost.input_grad[stage] + cost.weight_grad[stage]
                 work += shares[worker, stage].count * ops * slow
         yield PeriodBound(work, PeriodBoundKind.WORK, f"worker {worker}")
-        if len(stages) == 1 and (worker, stages[0]) in shares:
-            yield from _of_waiting(case, worker, stages[0], shares[worker, stages[0]], updates)
+        seen = {stage: shares[worker, stage] for stage in stages if (worker, stage) in shares}
+        if not seen:
+            continue
+        wait = 0.0
+        if case.barrier:
+            wait = max(visits[worker].arrival - steps[worker], 0.0)
+            yield PeriodBound(work + wait, PeriodBoundKind.BARRIER, f"worker {worker}")
+        if is_straight(case.placement):
+            yield from _of_waiting(case, worker, stages[0], seen[stages[0]], updates, wait)
+        else:
+            yield from _of_several(case, worker, seen, work + wait, visits[worker].first)
 
 
-def _of_waiting(case: JobCase, worker: int, stage: int, share: _Share, updates: list[float]) -> Iterator[PeriodBound]:
-    """Yield the bounds of a worker of one stage, in which it waits for others."""
+def _of_waiting(
+    case: JobCase, worker: int, stage: int, share: _Share, updates: list[float], wait: float = 0.0
+) -> Iterator[PeriodBound]:
+    """Yield the bounds of a worker of one stage, in which it waits for others; behind a barrier first of all for ``wait``."""
     slow, where = case.slow.get(worker, 1.0), f"worker {worker}"
     number, trip = share.count, share.trip
     forward, back, weight = _times(case, worker, stage)
@@ -167,12 +194,67 @@ def _of_waiting(case: JobCase, worker: int, stage: int, share: _Share, updates: 
         return first + last if number > room else max(first, last)
 
     work = update + number * (forward + back + weight)
-    yield PeriodBound(work + idle(back + weight), PeriodBoundKind.FILL, where)
+    yield PeriodBound(work + wait + idle(back + weight), PeriodBoundKind.FILL, where)
     inside = number * (forward + back) + (number - room) * weight + idle(back)
     for earlier, (_, out, home) in zip(range(stage - 1, -1, -1), share.ways, strict=True):
         yield PeriodBound(updates[earlier] + out + inside + home, PeriodBoundKind.PATH, f"{where}, stage {earlier}")
     once = forward + trip + back + weight
-    yield PeriodBound(math.ceil(number / room) * once + update, PeriodBoundKind.MEMORY, where)
+    yield PeriodBound(math.ceil(number / room) * once + wait + update, PeriodBoundKind.MEMORY, where)
+
+
+def _of_several(case: JobCase, worker: int, seen: dict[int, _Share], work: float, first: float) -> Iterator[PeriodBound]:
+    """Yield the bounds of a worker of several stages, given that of work and the time from its first F to its first I."""
+    times = {stage: _times(case, worker, stage) for stage in seen}
+    number = sum(share.count for share in seen.values())
+    room = number if case.memory is None else min(number, case.memory[case.placement[next(iter(seen))]])
+    forwards = min(
+        sum(share.count * times[stage][0] for stage, share in seen.items()), room * max(one[0] for one in times.values())
+    )
+    yield PeriodBound(work + max(first - forwards, 0.0), PeriodBoundKind.FILL, f"worker {worker}")
+    held = {stage: share.trip + sum(times[stage]) for stage, share in seen.items()}
+    in_turn = math.ceil(number / room) * min(held.values())
+    together = sum(share.count * held[stage] for stage, share in seen.items()) / room
+    ops = sum(share.count * sum(times[stage]) for stage, share in seen.items())
+    yield PeriodBound(max(in_turn, together) + work - ops, PeriodBoundKind.MEMORY, f"worker {worker}")
+
+
+@dataclass(slots=True)
+class _Visit:
+    """The shortest times of the microbatches that pass a worker.
+
+    Attributes:
+        first: From the start of the worker's first F of a microbatch to the start of its first I.
+        arrival: From a barrier, where each worker first runs STEP, to the start of F.
+    """
+
+    first: float = math.inf
+    arrival: float = math.inf
+
+
+def _visits(
+    case: JobCase, routing: Routing, paths: Counter[tuple[int, ...]]
+) -> tuple[defaultdict[int, _Visit], dict[int, float]]:
+    """Return what is so of each worker if it has several stages or there is a barrier, and its time of STEP."""
+    steps = {
+        worker: sum(case.step[stage] * case.slow.get(worker, 1.0) for stage in routing.stages_of(worker))
+        for worker in routing.live
+    }
+    visits: defaultdict[int, _Visit] = defaultdict(_Visit)
+    if is_straight(case.placement) and not case.barrier:
+        return visits, steps
+    for path in paths:
+        begins, arrival = 0.0, 0.0
+        since: dict[int, float] = {}
+        for stage, (here, trip) in enumerate(zip(path, _round_trips(case, path), strict=True)):
+            forward, _, _ = _times(case, here, stage)
+            arrival = max(arrival, steps[here])
+            start = since.setdefault(here, begins)
+            visits[here].first = min(visits[here].first, begins - start + forward + trip)
+            visits[here].arrival = min(visits[here].arrival, arrival)
+            if stage + 1 < case.stages:
+                once = forward + _flight(case, (stage, stage + 1), here, path[stage + 1])
+                begins, arrival = begins + once, arrival + once
+    return visits, steps
 
 
 def _times(case: JobCase, worker: int, stage: int) -> tuple[float, float, float]:
@@ -205,6 +287,9 @@ def _of_messages(
     queues: dict[tuple[int, int], _Queues] = {}
     ports: defaultdict[int, int] = defaultdict(int)
     updates = _updates(case, routing.workers)
+    if not is_straight(case.placement):
+        yield from _of_shared_links(case, paths)
+        return
     for path, number in paths.items():
         for stage, (here, there) in enumerate(pairwise(path)):
             links[here, there] += number
@@ -213,19 +298,38 @@ def _of_messages(
             if (here, there) not in queues:
                 queues[here, there] = _queues(case, here, stage, shares[here, stage], updates)
     for (here, there), number in links.items():
-        for source, destination in ((here, there), (there, here)):
-            occupancy = case.link(source, destination).occupancy
+        stage = routing.stages_of(here)[0]
+        for source, destination, edge in ((here, there, (stage, stage + 1)), (there, here, (stage + 1, stage))):
+            occupancy = case.link(source, destination, edge).occupancy
             value = max(number * occupancy, queues[here, there].link + (number - 1) * occupancy) if occupancy else 0.0
             yield PeriodBound(value, PeriodBoundKind.LINK, f"link {source}→{destination}")
     for (worker, stage), share in shares.items():
         if ports[worker]:
             around = _queues(case, worker, stage, share, updates)
-            yield from _of_port(case, worker, ports[worker], around if len(routing.stages_of(worker)) == 1 else None)
+            yield from _of_port(case, worker, ports[worker], around)
 
 
-def _of_port(case: JobCase, worker: int, number: int, around: _Queues | None) -> Iterator[PeriodBound]:
+def _of_shared_links(case: JobCase, paths: Counter[tuple[int, ...]]) -> Iterator[PeriodBound]:
+    """Yield the bounds of links and ports that messages between several pairs of stages share."""
+    links: defaultdict[tuple[int, int], float] = defaultdict(float)
+    ports: defaultdict[int, int] = defaultdict(int)
+    for path, number in paths.items():
+        for stage, (here, there) in enumerate(pairwise(path)):
+            if here == there:
+                continue
+            ports[here] += number
+            ports[there] += number
+            links[here, there] += number * case.link(here, there, (stage, stage + 1)).occupancy
+            links[there, here] += number * case.link(there, here, (stage + 1, stage)).occupancy
+    for (source, destination), busy in links.items():
+        yield PeriodBound(busy, PeriodBoundKind.LINK, f"link {source}→{destination}")
+    for worker, number in ports.items():
+        yield PeriodBound(number * case.ports.get(worker, 0.0), PeriodBoundKind.PORT, f"worker {worker} sends")
+
+
+def _of_port(case: JobCase, worker: int, number: int, around: _Queues) -> Iterator[PeriodBound]:
     port = case.ports.get(worker, 0.0)
-    for what, least in (("sends", around.sends), ("receives", around.receives)) if around else (("sends", 0.0),):
+    for what, least in (("sends", around.sends), ("receives", around.receives)):
         value = max(number * port, least + (number - 1) * port) if port else 0.0
         yield PeriodBound(value, PeriodBoundKind.PORT, f"worker {worker} {what}")
 
@@ -268,7 +372,8 @@ def _round_trips(case: JobCase, path: tuple[int, ...]) -> list[float]:
 def _round_trip(case: JobCase, stage: int, here: int, there: int, trip: float) -> float:
     """Return the round trip from a stage's worker through one of the next stage, which has the given trip."""
     forward, back, _ = _times(case, there, stage + 1)
-    return trip + forward + back + _flight(case, here, there) + _flight(case, there, here)
+    out, home = _flight(case, (stage, stage + 1), here, there), _flight(case, (stage + 1, stage), there, here)
+    return trip + forward + back + out + home
 
 
 def _ways(case: JobCase, path: tuple[int, ...]) -> list[list[tuple[float, float, float]]]:
@@ -284,12 +389,14 @@ def _longer(
 ) -> list[tuple[float, float, float]]:
     """Return the ways to a worker through one of the stage before it, which has the given ways."""
     forward, back, weight = _times(case, here, stage)
-    out, home = _flight(case, here, there), back + _flight(case, there, here)
+    out, home = _flight(case, (stage, stage + 1), here, there), back + _flight(case, (stage + 1, stage), there, here)
     longer = [(before + forward, before + forward + out, home + after) for _, before, after in ways]
     return [(forward, forward + out, home + weight), *longer]
 
 
-def _flight(case: JobCase, source: int, destination: int) -> float:
+def _flight(case: JobCase, edge: Edge, source: int, destination: int) -> float:
     """Return the least time from the departure of a message to its arrival."""
-    link = case.link(source, destination)
+    if source == destination:
+        return 0.0
+    link = case.link(source, destination, edge)
     return link.latency + max(link.occupancy, case.ports.get(source, 0.0), case.ports.get(destination, 0.0))

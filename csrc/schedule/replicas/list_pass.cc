@@ -63,6 +63,15 @@ ListPass::ListPass(const Network& network, const std::vector<std::int32_t>& memo
   ends_.resize(count);
   arrives_.resize(count);
   offered_.resize(network.workers());
+  stages_of_.resize(network.workers());
+  bool several = false;
+  for (std::size_t stage = 0; stage < network.job.columns.size(); ++stage) {
+    for (const std::int32_t worker : network.job.columns[stage]) {
+      stages_of_[static_cast<std::size_t>(worker)].push_back(static_cast<std::int32_t>(stage));
+      several = several || stages_of_[static_cast<std::size_t>(worker)].size() > 1;
+    }
+  }
+  if (several) held_of_.resize(network.workers() * network.job.columns.size());
   expects_.resize(network.workers());
 }
 
@@ -113,10 +122,16 @@ bool ListPass::goes_later(std::int32_t a, std::int32_t b) const {
   return first != second ? first > second : a > b;
 }
 
+// Of several stages each keeps one place, so that none waits for a place that only its own ops would free.
 bool ListPass::fits(std::int32_t node) const {
   const JobNode& one = network_.nodes[static_cast<std::size_t>(node)];
   const auto worker = static_cast<std::size_t>(one.worker);
-  return !takes_memory(one, backwards_) || held_[worker] < memory_[worker];
+  if (!takes_memory(one, backwards_)) return true;
+  std::int32_t kept = 0;
+  for (const std::int32_t other : stages_of_[worker]) {
+    if (stages_of_[worker].size() > 1 && other != one.stage && held_of_[place_of(worker, other)] == 0) ++kept;
+  }
+  return held_[worker] + kept < memory_[worker];
 }
 
 bool ListPass::delays_a_better_one(std::int32_t node, double now) const {
@@ -147,11 +162,16 @@ std::int32_t ListPass::take(std::size_t worker, double now) {
   return chosen;
 }
 
+void ListPass::hold(std::size_t worker, std::int32_t stage, std::int32_t more) {
+  held_[worker] += more;
+  if (stages_of_[worker].size() > 1) held_of_[place_of(worker, stage)] += more;
+}
+
 void ListPass::start(std::int32_t node, double now) {
   const auto at = static_cast<std::size_t>(node);
   const JobNode& one = network_.nodes[at];
   const auto worker = static_cast<std::size_t>(one.worker);
-  if (takes_memory(one, backwards_)) ++held_[worker];
+  if (takes_memory(one, backwards_)) hold(worker, one.stage, +1);
   busy_[worker] = true;
   sequence_[static_cast<std::size_t>(next_[worker]++)] = node;
   starts_[at] = now;
@@ -180,6 +200,7 @@ bool ListPass::run(bool backwards, const std::vector<double>& priority, const st
   resource_free_.assign(static_cast<std::size_t>(network_.resources), 0.0);
   for (std::vector<std::int32_t>& heap : offered_) heap.clear();
   held_.assign(workers, 0);
+  std::fill(held_of_.begin(), held_of_.end(), 0);
   busy_.assign(workers, true);  // until its release
   next_.assign(network_.first.begin(), network_.first.end() - 1);
   std::priority_queue<Moment, std::vector<Moment>, std::greater<>> moments;
@@ -212,7 +233,7 @@ bool ListPass::run(bool backwards, const std::vector<double>& priority, const st
       }
       --left;
       busy_[worker] = false;
-      if (takes_memory(node, !backwards)) --held_[worker];
+      if (takes_memory(node, !backwards)) hold(worker, node.stage, -1);
       for (const Dependent& dependent : graph.dependents[at]) {
         const auto to = static_cast<std::size_t>(dependent.node);
         arrives_[to] = std::max(arrives_[to], arrival(dependent, now));

@@ -56,9 +56,14 @@ class ListPass {
   [[nodiscard]] bool delays_a_better_one(std::int32_t node, double now) const;
   [[nodiscard]] bool goes_later(std::int32_t a, std::int32_t b) const;
   [[nodiscard]] std::int32_t take(std::size_t worker, double now);
+  void hold(std::size_t worker, std::int32_t stage, std::int32_t more);
+  [[nodiscard]] std::size_t place_of(std::size_t worker, std::int32_t stage) const {
+    return worker * network_.job.columns.size() + static_cast<std::size_t>(stage);
+  }
 
   const Network& network_;
   const std::vector<std::int32_t>& memory_;
+  std::vector<std::vector<std::int32_t>> stages_of_;  // per worker
   Graph forward_, backward_;
   std::int64_t ops_ = 0;
 
@@ -75,6 +80,7 @@ class ListPass {
   std::vector<std::int32_t> sequence_, next_;       // next_: per worker, the place in sequence_ of its next op
   std::vector<std::vector<std::int32_t>> offered_;  // per worker: the ops whose inputs are there, as a heap by priority
   std::vector<std::int32_t> held_;                  // per worker
+  std::vector<std::int32_t> held_of_;               // per worker and stage, of those that have several
   std::vector<bool> busy_;                          // per worker
   std::vector<std::int32_t> put_aside_;
 };

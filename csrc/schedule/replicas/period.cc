@@ -23,13 +23,18 @@ PeriodSimulator::PeriodSimulator(const Network& network, std::int32_t steps) : n
     slot.end.resize(network.nodes.size());
     slot.arrival.resize(network.transfers.size());
   }
+  for (const std::vector<std::int32_t>& column : network.job.columns) reduces_ += column.size();
   next_waiting_.resize(workers);
   ends_.resize(workers * static_cast<std::size_t>(steps));
 }
 
 void PeriodSimulator::reset(Detail detail) {
   const std::size_t workers = network_.workers();
-  for (Slot& slot : slots_) slot.reduced.assign(network_.job.columns.size(), {});
+  for (Slot& slot : slots_) {
+    slot.reduced.assign(network_.job.columns.size(), {});
+    slot.barrier = {};
+  }
+  at_barrier_.clear();
   done_.assign(network_.nodes.size(), 0);
   waiting_.assign(network_.nodes.size(), kNone);
   free_.assign(workers, 0.0);
@@ -80,7 +85,9 @@ bool PeriodSimulator::find_ready(std::int32_t worker, const JobNode& node, std::
         need.transfer == kNone ? slot.end[from] + need.delay : slot.arrival[static_cast<std::size_t>(need.transfer)];
     ready = std::max(ready, there);
   }
-  return node.kind != JobKind::Reduce || find_reduced(worker, node, step, ready);
+  if (node.kind == JobKind::Reduce) return find_reduced(worker, node, step, ready);
+  if (node.kind == JobKind::Step && network_.job.barrier) return find_all_reduced(worker, step, ready);
+  return true;
 }
 
 // The same for a Reduce, which waits for the last worker of its stage. That one wakes the others.
@@ -97,6 +104,15 @@ bool PeriodSimulator::find_reduced(std::int32_t worker, const JobNode& node, std
   }
   ready = reduction.last + network_.job.reduce[static_cast<std::size_t>(node.stage)];
   return true;
+}
+
+// The same for a Step behind a barrier. The last Reduce wakes those that wait; see finish().
+bool PeriodSimulator::find_all_reduced(std::int32_t worker, std::int32_t step, double& ready) {
+  const Reduction& barrier = slots_[static_cast<std::size_t>(step % 2)].barrier;
+  ready = barrier.last;
+  if (barrier.step == step && barrier.come == reduces_) return true;
+  at_barrier_.push_back(worker);
+  return false;
 }
 
 // Starts the worker's next op and returns its node, or kNone if it must wait or has no op left.
@@ -126,6 +142,13 @@ void PeriodSimulator::finish(std::int32_t index, std::int32_t step, double end) 
   for (std::int32_t worker = std::exchange(waiting_[node], kNone); worker != kNone;) {
     ready_.push_back(worker);
     worker = next_waiting_[static_cast<std::size_t>(worker)];
+  }
+  if (network_.job.barrier && network_.nodes[node].kind == JobKind::Reduce) {
+    Reduction& barrier = slots_[static_cast<std::size_t>(step % 2)].barrier;
+    if (barrier.step != step) barrier = {step, 0, 0.0};
+    barrier.last = std::max(barrier.last, end);
+    if (++barrier.come == reduces_) ready_.insert(ready_.end(), at_barrier_.begin(), at_barrier_.end());
+    if (barrier.come == reduces_) at_barrier_.clear();
   }
 }
 

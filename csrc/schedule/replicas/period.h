@@ -1,8 +1,8 @@
 // Exact simulation of a program of several replicas that repeats: a worker's next step begins when its last op has ended.
 //
 // A worker executes its order strictly; an op starts as soon as the one before it has ended and its inputs are there. A Reduce
-// ends on all workers of its stage at once, its time after the last of them has come to it. There are no time steps: it adds
-// and compares the same doubles in the same order wherever it runs.
+// ends on all workers of its stage at once, its time after the last of them has come to it. With a barrier a Step waits for the
+// Reduce of all workers. There are no time steps: it adds and compares the same doubles in the same order wherever it runs.
 #pragma once
 
 #include <array>
@@ -46,12 +46,14 @@ class PeriodSimulator {
   struct Slot {
     std::vector<double> end, arrival;
     std::vector<Reduction> reduced;  // per stage
+    Reduction barrier;               // of all Reduce ops
   };
 
   void reset(Detail detail);
   [[nodiscard]] bool is_idle(std::size_t worker) const { return network_.first[worker] == network_.first[worker + 1]; }
   [[nodiscard]] bool find_ready(std::int32_t worker, const JobNode& node, std::int32_t step, double& ready);
   [[nodiscard]] bool find_reduced(std::int32_t worker, const JobNode& node, std::int32_t step, double& ready);
+  [[nodiscard]] bool find_all_reduced(std::int32_t worker, std::int32_t step, double& ready);
   std::int32_t start(std::int32_t worker);
   void finish(std::int32_t node, std::int32_t step, double end);
   void send(std::int32_t node, std::int32_t step, double posted);
@@ -68,7 +70,9 @@ class PeriodSimulator {
   std::vector<std::int32_t> position_, step_;         // per worker
   std::vector<double> resource_free_;
   std::vector<std::int32_t> ready_;
-  std::vector<double> ends_;  // per worker and step: the end of its last Step
+  std::vector<std::int32_t> at_barrier_;  // the workers that wait there
+  std::size_t reduces_ = 0;               // the Reduce ops of one step
+  std::vector<double> ends_;              // per worker and step: the end of its last Step
   std::vector<std::vector<Interval>> times_;
 };
 

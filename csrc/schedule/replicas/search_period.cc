@@ -16,7 +16,7 @@ constexpr std::int32_t kSteps = 8;  // as many as the period is stated for
 constexpr std::int32_t kFewSteps = 2;
 constexpr double kTolerance = 1e-12;  // relative, for sums that are added in another order
 
-// Every worker's ops, each kind in microbatch order, then its Reduce and Step.
+// Every worker's ops, each kind in microbatch order, then each Reduce, then each Step.
 std::vector<JobOrder> all_ops(const Job& job) {
   std::vector<JobOrder> orders(static_cast<std::size_t>(job.workers));
   for (const JobKind kind : {JobKind::F, JobKind::I, JobKind::W}) {
@@ -29,9 +29,9 @@ std::vector<JobOrder> all_ops(const Job& job) {
       }
     }
   }
-  for (std::size_t stage = 0; stage < job.columns.size(); ++stage) {
-    for (const std::int32_t worker : job.columns[stage]) {
-      for (const JobKind kind : {JobKind::Reduce, JobKind::Step}) {
+  for (const JobKind kind : {JobKind::Reduce, JobKind::Step}) {
+    for (std::size_t stage = 0; stage < job.columns.size(); ++stage) {
+      for (const std::int32_t worker : job.columns[stage]) {
         orders[static_cast<std::size_t>(worker)].push_back(
             {job.home[static_cast<std::size_t>(worker)], static_cast<std::int32_t>(stage), kind, 0});
       }
@@ -144,11 +144,14 @@ class Search {
             first = std::min(first, starts[static_cast<std::size_t>(at)]);
         }
       }
-      by_stage[stage] = first - job_.step[stage] - job_.reduce[stage];
+      by_stage[stage] = (job_.barrier ? 0.0 : first - job_.step[stage]) - job_.reduce[stage];
       latest = std::max(latest, by_stage[stage]);
     }
     for (std::size_t stage = 0; stage < by_stage.size(); ++stage) {
-      for (const std::int32_t worker : job_.columns[stage]) begins[static_cast<std::size_t>(worker)] = latest - by_stage[stage];
+      for (const std::int32_t worker : job_.columns[stage]) {
+        double& begin = begins[static_cast<std::size_t>(worker)];
+        begin = std::max(begin, latest - by_stage[stage]);
+      }
     }
     return begins;
   }

@@ -39,10 +39,10 @@ def test_healthy_replicas_are_one_unless_their_links_differ() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 100_000))
 def test_the_whole_job_takes_as_long_as_the_merged_one(seed: int) -> None:
-    case = random_case(seed)
+    case = random_case(seed, shapes=True)
     more = replace(case, replicas=case.replicas + 3)
     program = plan_job(more, effort=20_000)
-    verify(program, hands_over=case.hands_over)
+    verify(program, hands_over=case.hands_over, barrier=case.barrier)
     assert program.routing is not None
     merged = merge_alike(more, program.routing)
     orders = [()] * (merged.routing.live[-1] + 1)

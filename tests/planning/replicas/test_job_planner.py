@@ -14,6 +14,7 @@ from adaptra.errors import PlanError
 from adaptra.passes.route import share_evenly
 from adaptra.planning.replicas.job_planner import plan_job
 from adaptra.planning.replicas.period_bound import flow_bound, period_bound
+from adaptra.program.placement import v_shaped
 from adaptra.program.verify import verify
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.job_case import JobCase
@@ -28,12 +29,44 @@ def losing(replicas: int, stages: int, microbatches: int, *lost: tuple[int, int]
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 100_000), st.booleans())
 def test_plans_of_random_jobs_are_legal_and_not_below_the_bound(seed: int, links: bool) -> None:
-    case = random_case(seed, links=links)
+    case = random_case(seed, links=links, shapes=seed % 3 > 0)
     program = plan_job(case, effort=20_000)
-    verify(program, hands_over=case.hands_over)
+    verify(program, hands_over=case.hands_over, barrier=case.barrier)
     simulated = simulate_period(program, case)
     assert program.routing is not None
     assert simulated.period >= period_bound(case, program.routing).value * (1 - 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 100_000), st.integers(1, 6))
+def test_workers_with_several_stages_keep_their_memory(seed: int, room: int) -> None:
+    case = random_case(seed, shapes=True)
+    case = replace(case, memory=(room,) * case.ranks)
+    try:
+        program = plan_job(case, effort=20_000)
+    except PlanError:
+        # A microbatch takes a place on each of a worker's stages, and fewer are not enough.
+        assert room < max(case.placement.count(rank) for rank in range(case.ranks))
+        return
+    simulated = simulate_period(program, case)
+    assert program.routing is not None
+    assert max(simulated.held) <= room
+    assert simulated.period >= period_bound(case, program.routing).value * (1 - 1e-9)
+
+
+def test_a_v_needs_no_more_room_than_its_two_stages_hold_at_once() -> None:
+    case = replace(even_case(2, 8, 6, 1.0), placement=v_shaped(4), memory=(2,) * 4)
+    assert max(simulate_period(plan_job(case, effort=20_000), case).held) == 2
+    with pytest.raises(PlanError, match=r"^mem_cap \[1, 1, 1, 1\]: found no order in which no worker waits forever"):
+        plan_job(replace(case, memory=(1,) * 4), effort=20_000)
+
+
+def test_what_a_worker_computes_of_one_stage_counts_for_the_next() -> None:
+    # 4 microbatches of each stage for 3 workers: 2, 1 and 1. The worker that has 2 of one stage has 1 of the other.
+    case = replace(even_case(4, 2, 1), placement=(0, 0), lost=frozenset({3}))
+    routing = share_evenly(case, in_turns=False)
+    held = [routing.holder(replica, stage, 0) for replica in range(4) for stage in range(2)]
+    assert sorted(held.count(worker) for worker in range(3)) == [2, 3, 3]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from jobs import even_case, random_case, random_job_program
 from adaptra.passes.route import share_evenly
 from adaptra.planning.replicas.job_planner import plan_job
 from adaptra.planning.replicas.period_bound import PeriodBoundKind, flow_bound, period_bound
+from adaptra.program.placement import v_shaped
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.job_case import JobCase, WorkerLink
 from adaptra.simulation.period import simulate_period
@@ -19,10 +20,10 @@ from adaptra.simulation.period import simulate_period
 
 @given(st.integers(0, 100_000), st.booleans())
 def test_no_program_beats_the_bound(seed: int, links: bool) -> None:
-    case = random_case(seed, links=links)
+    case = random_case(seed, links=links, shapes=seed % 3 > 0)
     simulated = simulate_period(random_job_program(case, seed), case)
     assert simulated.program.routing is not None
-    case = replace(case, memory=tuple(max(simulated.held) for _ in range(case.stages)))
+    case = replace(case, memory=(max(simulated.held),) * case.ranks)
     assert simulated.period >= period_bound(case, simulated.program.routing).value * (1 - 1e-9)
 
 
@@ -60,6 +61,12 @@ def test_two_workers_in_a_row_reach_the_path_bound() -> None:
         (replace(even_case(3, 4, 6, 3.0), lost=frozenset({6})), 30.0, PeriodBoundKind.WORK, "worker 2"),
         # Worker 0 runs 2 F, and then idles until its first I comes back at 11.
         (even_case(1, 6, 2), 6.0 + 9.0, PeriodBoundKind.FILL, "worker 0"),
+        # Worker 0 of two stages waits for the F of worker 1 between its own, before its first I.
+        (replace(even_case(1, 3, 1), placement=(0, 1, 0)), 6.0 + 1.0, PeriodBoundKind.FILL, "worker 0"),
+        # Both stages of a worker share its room for 2: 4 microbatches, each held for 13 on one stage and 3 on the other.
+        (replace(even_case(1, 6, 4), placement=v_shaped(3), memory=(2, 8, 8)), 32.0, PeriodBoundKind.MEMORY, "worker 0"),
+        # Worker 3 steps for 3 with all others, and then waits for three F.
+        (replace(even_case(1, 4, 6, 3.0), barrier=True), 24.0, PeriodBoundKind.BARRIER, "worker 3"),
         # One microbatch at a time: F, I and W of its own, and F and I of three more stages.
         (replace(even_case(1, 4, 3), memory=(1, 9, 9, 9)), 27.0, PeriodBoundKind.MEMORY, "worker 0"),
         # All F and I of worker 3, 24, lie between three F and then three I and a W of earlier stages.
