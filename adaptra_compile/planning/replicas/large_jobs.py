@@ -32,7 +32,7 @@ _EFFORT: Final = 200_000
 _ROOMY: Final = 4
 """How often the room for guests and put-off W must fit into memory for a plan that keeps it free to be good."""
 _SLACKS: Final = (0.5, 1.0, 2.0)
-"""How much later an op of a lost worker may end than a free worker would end it, in times of F, I and W together."""
+"""How much later than on a free worker an op of a lost one may end, in times of F, I and W together."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
 // Plans of large jobs: microbatches of lost workers are inserted into the orders of one healthy replica.
 //
 // All times are of one step in which every op starts as early as its order allows. A replica with lost workers counts on each
-// of their ops to end some slack after its input is there. The replicas that compute them insert them within this promise. So
-// the replicas are timed one by one, and steps repeat after the longest time from a worker's first op to the end of its Step.
-// Steps that repeat after that time keep every promise again, and orders that are executed as early as possible are never
-// later. So no worker's steps are farther apart.
+// of their ops to end some slack after its input is there. The replicas that compute them insert them within this promise, so
+// that replicas are timed one by one. The period is the longest time from a worker's first op to the end of its Step. Steps
+// that repeat after it keep every promise again. Orders that are executed as early as possible are never later than that.
 #pragma once
 
 #include <cstdint>
@@ -41,10 +40,9 @@ struct Insertion {
   std::vector<HostOrder> hosts;
 };
 
-// `pipeline` is one healthy replica with one stage per worker, without slow workers and with links that messages do not occupy;
-// `orders` are its orders, from which those of the hosts are made. No home is a host. `memory` has the most microbatches per
-// stage, `slack` is that of the promises, in times of F, I and W together.
-// Nothing if no order was found that keeps the memory and the promises.
+// `pipeline` is one healthy replica with one stage per worker. It has no slow workers, and no message occupies a link. `orders`
+// are its orders, from which those of the hosts are made. No home is a host. `memory` has the most microbatches per stage,
+// `slack` that of the promises in times of F, I and W together. Nothing if memory or slack is too little.
 [[nodiscard]] std::optional<Insertion> insert_foreign(const Job& pipeline, const std::vector<JobOrder>& orders,
                                                       const std::vector<Home>& homes, const std::vector<Foreign>& foreign,
                                                       const std::vector<std::int32_t>& memory, double slack);
