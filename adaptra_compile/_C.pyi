@@ -106,6 +106,24 @@ def search_period(
     Releases the interpreter lock. None if every try ended in a deadlock, which only memory limits cause.
     """
 
+def insert_foreign(
+    pipeline: Job,
+    orders: Sequence[bytes],
+    homes: Sequence[tuple[int, Sequence[bytes]]],
+    foreign: Sequence[tuple[int, int, int, int]],
+    memory: Sequence[int],
+    slack: float,
+) -> tuple[float, list[tuple[int, int, bytes]]] | None:
+    """Insert microbatches of lost workers into the orders of one healthy replica.
+
+    Releases the interpreter lock. ``homes`` has the replicas with lost workers and their orders, ``foreign`` tuples of home,
+    stage, microbatch and host. Returns the most that steps are
+    apart, and of each worker that hosts its replica, stage and order; None if memory or times allow none.
+
+    Raises:
+        ValueError: An op of ``orders`` is misplaced or missing.
+    """
+
 def lower_bound(planning_case: Case) -> tuple[float, str, int]:
     """Return the greatest lower bound: its value, its name, and the stage, edge or rank that causes it."""
 

@@ -2,11 +2,14 @@
 #include "bindings_replicas.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -17,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "schedule/replicas/insert_foreign.h"
 #include "schedule/replicas/job.h"
 #include "schedule/replicas/network.h"
 #include "schedule/replicas/period.h"
@@ -164,4 +168,33 @@ void bind_replicas(nb::module_& m) {
         return nb::make_tuple(plan->period, orders);
       },
       nb::arg("job"), nb::arg("memory"), nb::arg("effort"), nb::arg("seed"), nb::arg("seconds").none(), nb::arg("enough"));
+
+  m.def(
+      "insert_foreign",
+      [](const schedule::Job& pipeline, const std::vector<nb::bytes>& packed,
+         const std::vector<std::pair<std::int32_t, std::vector<nb::bytes>>>& packed_homes,
+         const std::vector<std::array<std::int32_t, 4>>& foreign, const std::vector<std::int32_t>& memory,
+         double slack) -> nb::object {
+        const std::vector<schedule::JobOrder> orders = to_orders(packed);
+        check(pipeline, orders);
+        std::vector<schedule::Home> homes;
+        for (const auto& [replica, packed_orders] : packed_homes) {
+          homes.push_back({replica, to_orders(packed_orders)});
+          check(pipeline, homes.back().orders);
+        }
+        std::vector<schedule::Foreign> given;
+        given.reserve(foreign.size());
+        for (const auto& [home, stage, microbatch, host] : foreign) given.push_back({home, stage, microbatch, host});
+        std::optional<schedule::Insertion> found;
+        {
+          const nb::gil_scoped_release without_gil;
+          found = schedule::insert_foreign(pipeline, orders, homes, given, memory, slack);
+        }
+        if (!found) return nb::none();
+        nb::list hosts;
+        for (const schedule::HostOrder& host : found->hosts)
+          hosts.append(nb::make_tuple(host.replica, host.stage, to_packed(host.order)));
+        return nb::make_tuple(found->period, hosts);
+      },
+      nb::arg("pipeline"), nb::arg("orders"), nb::arg("homes"), nb::arg("foreign"), nb::arg("memory"), nb::arg("slack"));
 }

@@ -77,7 +77,7 @@ class Routing:
             if len(route.workers) != stages:
                 raise ScheduleError(f"{route}: {len(route.workers)} workers: expected one for each of {stages} stages")
             for stage, worker in enumerate(route.workers):
-                if worker not in self.column(stage):
+                if stage not in self.stages_of(worker):
                     live = ", ".join(map(str, self.column(stage))) or "none, all are lost"
                     raise ScheduleError(f"{route}: worker {worker} does not have stage {stage}: expected one of {live}")
             for microbatch in route.microbatches:

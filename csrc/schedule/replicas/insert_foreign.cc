@@ -1,0 +1,379 @@
+#include "schedule/replicas/insert_foreign.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <deque>
+#include <limits>
+#include <map>
+#include <utility>
+
+namespace adaptra::schedule {
+namespace {
+
+constexpr double kTolerance = 1e-9;
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+// A foreign microbatch in its host: when its inputs are there, and the ends that its home counts on.
+struct Guest {
+  std::int32_t home;
+  std::int32_t microbatch;
+  double forward_from, forward_by;
+  double input_grad_from, input_grad_by;
+  double weight_grad_from, weight_grad_by;  // of an accumulator that is handed over; any time otherwise
+};
+
+struct Span {
+  double first = kNever;
+  double last = 0.0;
+};
+
+class Inserter {
+ public:
+  Inserter(const Job& pipeline, const std::vector<JobOrder>& orders, const std::vector<Home>& homes,
+           const std::vector<std::int32_t>& memory, double slack)
+      : job_(pipeline),
+        memory_(memory),
+        stages_(static_cast<std::size_t>(pipeline.stages)),
+        slack_(slack),
+        sequence_(sorted(orders)) {
+    for (const Home& home : homes) homes_[home.replica].sequence = sorted(home.orders);
+    forward_end_.resize(stages_ * static_cast<std::size_t>(job_.microbatches));
+    input_grad_end_ = forward_end_;
+  }
+
+  [[nodiscard]] std::optional<Insertion> run(const std::vector<Foreign>& foreign) {
+    for (const Foreign& one : foreign) {
+      std::vector<std::uint8_t>& lost = homes_.at(one.home).lost;
+      lost.resize(stages_, 0);
+      lost[static_cast<std::size_t>(one.stage)] = 1;
+    }
+    // Of a lost first stage the inputs are there from the start. They are asked for at the pace of a healthy one.
+    if (!time_replica(sequence_, {}, {}, nullptr)) return std::nullopt;
+    pace_.resize(static_cast<std::size_t>(job_.microbatches));
+    for (std::int32_t m = 0; m < job_.microbatches; ++m)
+      pace_[static_cast<std::size_t>(m)] = forward_end_[at(0, m)] - job_.forward[0];
+
+    std::map<std::int32_t, Guests> hosts;
+    std::map<std::pair<std::int32_t, std::int32_t>, std::vector<std::int32_t>> host_of;
+    for (const Foreign& one : foreign) {
+      std::vector<std::int32_t>& of_stage = host_of[{one.home, one.stage}];
+      of_stage.resize(static_cast<std::size_t>(job_.microbatches), 0);
+      of_stage[static_cast<std::size_t>(one.microbatch)] = one.host;
+      hosts[one.host].resize(stages_);
+    }
+    for (const auto& [replica, home] : homes_) {
+      if (!time_replica(home.sequence, home.lost, {}, nullptr)) return std::nullopt;
+      promise(replica, home.lost, host_of, hosts);
+    }
+    Insertion found{0.0, {}};
+    for (const auto& [host, guests] : hosts) {
+      std::vector<HostOrder> orders;
+      if (!time_replica(sequence_, {}, guests, &orders)) return std::nullopt;
+      for (HostOrder& one : orders) {
+        one.replica = host;
+        for (JobOp& op : one.order) {
+          if (op.replica < 0) op.replica = host;
+        }
+        found.hosts.push_back(std::move(one));
+      }
+    }
+    for (const auto& spans : spans_) {
+      for (std::size_t stage = 0; stage < stages_; ++stage) {
+        const double end = reduced_[stage] + job_.reduce[stage] + job_.step[stage];
+        found.period = std::max(found.period, end - spans[stage].first);
+      }
+    }
+    return found;
+  }
+
+ private:
+  struct Answering {
+    JobOrder sequence;               // the home's ops, each behind its needs
+    std::vector<std::uint8_t> lost;  // per stage
+  };
+  using Guests = std::vector<std::vector<Guest>>;  // per stage
+
+  // One worker while its replica is timed.
+  struct Worker {
+    double free = 0.0;
+    double owed = 0.0;                    // time that guests took and that no skipped W has given back yet
+    std::int32_t held = 0;                // microbatches from the start of F to the end of W
+    std::deque<std::int32_t> own;         // microbatches whose W is due
+    std::deque<const Guest*> foreign;     // the same of guests
+    std::vector<const Guest*> forwards;   // guests by the time at which their F may start
+    std::vector<const Guest*> backwards;  // the same of I
+    std::size_t next_forward = 0, next_backward = 0;
+    Span span;
+    JobOrder order;
+  };
+
+  [[nodiscard]] std::size_t at(std::int32_t stage, std::int32_t microbatch) const {
+    return static_cast<std::size_t>(stage) * static_cast<std::size_t>(job_.microbatches) + static_cast<std::size_t>(microbatch);
+  }
+
+  // Brings the ops of all workers into one sequence in which each stands behind its needs.
+  [[nodiscard]] JobOrder sorted(const std::vector<JobOrder>& orders) const {
+    JobOrder sequence;
+    std::vector<std::size_t> position(stages_, 0);
+    std::vector<std::uint8_t> forward(stages_ * static_cast<std::size_t>(job_.microbatches), 0), backward = forward;
+    std::vector<std::size_t> ready(stages_);
+    for (std::size_t stage = 0; stage < stages_; ++stage) ready[stage] = stage;
+    while (!ready.empty()) {
+      const std::size_t stage = ready.back();
+      ready.pop_back();
+      const JobOrder& order = orders[stage];
+      for (; position[stage] < order.size(); ++position[stage]) {
+        const JobOp& op = order[position[stage]];
+        const std::size_t here = at(op.stage, op.microbatch);
+        const auto per_stage = static_cast<std::size_t>(job_.microbatches);
+        if (op.kind == JobKind::F) {
+          if (stage > 0 && forward[here - per_stage] == 0) break;
+          forward[here] = 1;
+          if (stage + 1 < stages_) ready.push_back(stage + 1);
+        } else if (op.kind == JobKind::I) {
+          if (stage + 1 < stages_ && backward[here + per_stage] == 0) break;
+          backward[here] = 1;
+          if (stage > 0) ready.push_back(stage - 1);
+        }
+        if (op.kind != JobKind::Reduce && op.kind != JobKind::Step) sequence.push_back(op);
+      }
+    }
+    return sequence;
+  }
+
+  // Says to the hosts of a home's lost workers what comes when, and by when it must be done.
+  void promise(std::int32_t home, const std::vector<std::uint8_t>& lost,
+               const std::map<std::pair<std::int32_t, std::int32_t>, std::vector<std::int32_t>>& host_of,
+               std::map<std::int32_t, Guests>& hosts) {
+    for (std::int32_t stage = 0; stage < job_.stages; ++stage) {
+      const auto s = static_cast<std::size_t>(stage);
+      if (lost[s] == 0) continue;
+      const std::vector<std::int32_t>& host = host_of.at({home, stage});
+      const double slack = slack_of(s);
+      double added = 0.0;  // by then the accumulator has the microbatches before
+      for (std::int32_t m = 0; m < job_.microbatches; ++m) {
+        const std::int32_t holder = host[static_cast<std::size_t>(m)];
+        const bool is_handed = job_.hands_over && m > 0 && holder != host[static_cast<std::size_t>(m) - 1];
+        const double forward_by = forward_end_[at(stage, m)], input_grad_by = input_grad_end_[at(stage, m)];
+        const double from = is_handed ? added + job_.hand_over : 0.0;
+        added = std::max({input_grad_by, added, from}) + job_.weight_grad[s] + (is_handed ? slack : 0.0);
+        hosts.at(holder)[s].push_back({home, m, forward_by - job_.forward[s] - slack, forward_by,
+                                       input_grad_by - job_.input_grad[s] - slack, input_grad_by, from,
+                                       job_.hands_over ? added : kNever});
+      }
+    }
+  }
+
+  [[nodiscard]] double slack_of(std::size_t stage) const {
+    return slack_ * (job_.forward[stage] + job_.input_grad[stage] + job_.weight_grad[stage]);
+  }
+
+  // Times the ops of one replica. With `lost`, its workers of these stages answer by their promises. With `guests`, these are
+  // inserted. False if memory or a promise was not kept.
+  bool time_replica(const JobOrder& sequence, const std::vector<std::uint8_t>& lost, const Guests& guests,
+                    std::vector<HostOrder>* orders) {
+    std::vector<Worker> workers(stages_);
+    for (std::size_t stage = 0; stage < guests.size(); ++stage) invite(workers[stage], guests[stage]);
+    for (const JobOp& op : sequence) {
+      const auto s = static_cast<std::size_t>(op.stage);
+      Worker& worker = workers[s];
+      if (!lost.empty() && lost[s] != 0) {
+        answer(op);
+        continue;
+      }
+      const double ready = ready_at(op);
+      const bool hosts = !worker.forwards.empty();
+      if (hosts && !insert_before(worker, op, ready)) return false;
+      if (op.kind == JobKind::F) {
+        if (!make_room(worker, s)) return false;
+        ++worker.held;
+        forward_end_[at(op.stage, op.microbatch)] = start(worker, op, ready, hosts);
+      } else if (op.kind == JobKind::I) {
+        input_grad_end_[at(op.stage, op.microbatch)] = start(worker, op, ready, hosts);
+      } else {
+        worker.own.push_back(op.microbatch);
+        if (worker.owed > 0.0) {
+          worker.owed -= job_.weight_grad[s];
+        } else {
+          weight_grad(worker, s);
+        }
+      }
+    }
+    std::vector<Span>& spans = spans_.emplace_back(stages_);
+    for (std::size_t s = 0; s < stages_; ++s) {
+      Worker& worker = workers[s];
+      while (worker.next_forward < worker.forwards.size() || worker.next_backward < worker.backwards.size()) {
+        if (!insert(worker, s, *earliest(worker))) return false;
+      }
+      while (!worker.own.empty() || !worker.foreign.empty()) weight_grad(worker, s);
+      if (lost.empty() || lost[s] == 0) {
+        spans[s] = {worker.span.first, worker.free};
+        reduced_[s] = std::max(reduced_[s], worker.free);
+      }
+      if (orders == nullptr || worker.forwards.empty()) continue;
+      const auto stage = static_cast<std::int32_t>(s);
+      for (const JobKind kind : {JobKind::Reduce, JobKind::Step}) worker.order.push_back({-1, stage, kind, 0});
+      orders->push_back({0, stage, std::move(worker.order)});
+    }
+    return true;
+  }
+
+  static void invite(Worker& worker, const std::vector<Guest>& guests) {
+    for (const Guest& guest : guests) {
+      worker.forwards.push_back(&guest);
+      worker.backwards.push_back(&guest);
+    }
+    std::stable_sort(worker.forwards.begin(), worker.forwards.end(),
+                     [](const Guest* a, const Guest* b) { return a->forward_from < b->forward_from; });
+    std::stable_sort(worker.backwards.begin(), worker.backwards.end(),
+                     [](const Guest* a, const Guest* b) { return a->input_grad_from < b->input_grad_from; });
+  }
+
+  // The end that a home counts on for an op of its lost worker.
+  void answer(const JobOp& op) {
+    const auto s = static_cast<std::size_t>(op.stage);
+    const std::size_t here = at(op.stage, op.microbatch);
+    if (op.kind == JobKind::F) {
+      const double from = s == 0 ? pace_[static_cast<std::size_t>(op.microbatch)] : ready_at(op);
+      forward_end_[here] = from + job_.forward[s] + slack_of(s);
+    } else if (op.kind == JobKind::I) {
+      input_grad_end_[here] = std::max(ready_at(op), forward_end_[here]) + job_.input_grad[s] + slack_of(s);
+    }
+  }
+
+  [[nodiscard]] double ready_at(const JobOp& op) const {
+    const auto s = static_cast<std::size_t>(op.stage);
+    if (op.kind == JobKind::F)
+      return s == 0 ? 0.0 : forward_end_[at(op.stage - 1, op.microbatch)] + job_.latency_forward[s - 1];
+    if (op.kind == JobKind::I) {
+      return s + 1 == stages_ ? forward_end_[at(op.stage, op.microbatch)]
+                              : input_grad_end_[at(op.stage + 1, op.microbatch)] + job_.latency_backward[s];
+    }
+    return 0.0;  // W stands behind its I on the same worker
+  }
+
+  double run(Worker& worker, double ready, double duration) {
+    const double begin = std::max(worker.free, ready);
+    worker.span.first = std::min(worker.span.first, begin);
+    worker.free = begin + duration;
+    return worker.free;
+  }
+
+  double start(Worker& worker, const JobOp& op, double ready, bool hosts) {
+    if (hosts) worker.order.push_back({-1, op.stage, op.kind, op.microbatch});
+    return run(worker, ready, job_.duration(op.stage, op.kind));
+  }
+
+  // Runs the W that is due first, own ones before those of guests.
+  void weight_grad(Worker& worker, std::size_t s) {
+    const auto stage = static_cast<std::int32_t>(s);
+    double ready = 0.0;
+    if (!worker.own.empty()) {
+      if (!worker.forwards.empty()) worker.order.push_back({-1, stage, JobKind::W, worker.own.front()});
+      worker.own.pop_front();
+    } else {
+      const Guest& guest = *worker.foreign.front();
+      worker.foreign.pop_front();
+      worker.order.push_back({guest.home, stage, JobKind::W, guest.microbatch});
+      ready = guest.weight_grad_from;
+    }
+    run(worker, ready, job_.weight_grad[s]);
+    --worker.held;
+  }
+
+  // Runs W that are due until another microbatch has room.
+  bool make_room(Worker& worker, std::size_t s) {
+    while (worker.held >= memory_[s]) {
+      if (worker.own.empty() && worker.foreign.empty()) return false;
+      weight_grad(worker, s);
+    }
+    return true;
+  }
+
+  struct Wanted {
+    const Guest* guest;
+    bool forward;  // F, otherwise I
+    double from, by;
+  };
+
+  // The op of a guest that is wanted first.
+  [[nodiscard]] std::optional<Wanted> earliest(const Worker& worker) const {
+    std::optional<Wanted> forward, backward;
+    if (worker.next_forward < worker.forwards.size()) {
+      const Guest* guest = worker.forwards[worker.next_forward];
+      forward = Wanted{guest, true, guest->forward_from, guest->forward_by};
+    }
+    if (worker.next_backward < worker.backwards.size()) {
+      const Guest* guest = worker.backwards[worker.next_backward];
+      backward = Wanted{guest, false, guest->input_grad_from, guest->input_grad_by};
+    }
+    if (!forward || (backward && backward->by < forward->by)) return backward;
+    return forward;
+  }
+
+  // Inserts the guests' ops that are better run before the worker's next own op.
+  bool insert_before(Worker& worker, const JobOp& op, double ready) {
+    const auto s = static_cast<std::size_t>(op.stage);
+    const bool skipped = op.kind == JobKind::W && worker.owed > 0.0;
+    const double duration = skipped ? 0.0 : job_.duration(op.stage, op.kind);
+    for (;;) {
+      const std::optional<Wanted> wanted = earliest(worker);
+      if (!wanted) return true;
+      const double takes = wanted->forward ? job_.forward[s] : job_.input_grad[s];
+      const double own = std::max(worker.free, ready);
+      const bool fits = std::max(worker.free, wanted->from) + takes <= own + kTolerance;
+      const bool takes_turn = op.kind == JobKind::W && wanted->from <= own;
+      const bool is_urgent = std::max(own + duration, wanted->from) + takes > wanted->by + kTolerance;
+      if (!fits && !takes_turn && !is_urgent) return true;
+      if (!insert(worker, s, *wanted)) return false;
+      worker.owed += std::max(0.0, worker.free - std::max(own, ready));
+    }
+  }
+
+  bool insert(Worker& worker, std::size_t s, const Wanted& wanted) {
+    const auto stage = static_cast<std::int32_t>(s);
+    const double duration = wanted.forward ? job_.forward[s] : job_.input_grad[s];
+    if (wanted.forward) {
+      if (!make_room(worker, s)) return false;
+      ++worker.held;
+      ++worker.next_forward;
+    } else {
+      ++worker.next_backward;
+    }
+    worker.order.push_back({wanted.guest->home, stage, wanted.forward ? JobKind::F : JobKind::I, wanted.guest->microbatch});
+    const double end = run(worker, wanted.from, duration);
+    if (end > wanted.by + kTolerance * (1.0 + wanted.by)) return false;
+    if (!wanted.forward) {
+      worker.foreign.push_back(wanted.guest);
+      if (job_.hands_over) {  // the next holder counts on it
+        std::swap(worker.own, none_);
+        weight_grad(worker, s);
+        std::swap(worker.own, none_);
+        if (worker.free > wanted.guest->weight_grad_by + kTolerance * (1.0 + worker.free)) return false;
+      }
+    }
+    return true;
+  }
+
+  const Job& job_;
+  const std::vector<std::int32_t>& memory_;
+  const std::size_t stages_;
+  const double slack_;
+  const JobOrder sequence_;                           // the same of a healthy replica
+  std::map<std::int32_t, Answering> homes_;           // by replica
+  std::vector<double> forward_end_, input_grad_end_;  // per stage and microbatch, of the replica that was timed last
+  std::vector<double> pace_;                          // per microbatch: the start of the first stage's F
+  std::vector<double> reduced_ = std::vector<double>(stages_, 0.0);  // per stage: when the last replica's W have ended
+  std::vector<std::vector<Span>> spans_;                             // per replica that was timed, per stage
+  std::deque<std::int32_t> none_;
+};
+
+}  // namespace
+
+std::optional<Insertion> insert_foreign(const Job& pipeline, const std::vector<JobOrder>& orders,
+                                        const std::vector<Home>& homes, const std::vector<Foreign>& foreign,
+                                        const std::vector<std::int32_t>& memory, double slack) {
+  return Inserter(pipeline, orders, homes, memory, slack).run(foreign);
+}
+
+}  // namespace adaptra::schedule
