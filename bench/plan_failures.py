@@ -24,6 +24,7 @@ from pathlib import Path
 from _table import Row, parser, print_rows
 
 from adaptra.planning.replicas.job_planner import plan_job
+from adaptra.planning.replicas.large_jobs import plan_large
 from adaptra.planning.replicas.period_bound import flow_bound, period_bound
 from adaptra.planning.replicas.recut import recuts
 from adaptra.planning.replicas.resilience import Resilience
@@ -172,6 +173,28 @@ def large_rows() -> Iterator[Row]:
         yield Row(f"{name}: seconds to plan", seconds, None, "s", 1)
 
 
+def huge_rows(budget: float) -> Iterator[Row]:
+    """Yield the rows of 9,984 workers with one to sixteen lost ones. Seconds are of the wall clock."""
+    case = unit_case(156, 64, 256)
+    healthy = plan_large(case)
+    assert healthy is not None
+    for count in (1, 4, 16):
+        lost = replace(case, lost=frozenset((7 * one % 156) * 64 + (5 * one + 3) % 64 for one in range(count)))
+        started = time.perf_counter()
+        first = plan_large(lost)
+        seconds = time.perf_counter() - started
+        started = time.perf_counter()
+        best = plan_large(lost, budget=budget)
+        total = time.perf_counter() - started
+        assert first is not None and best is not None
+        limit = (case.workers - count) / case.workers
+        name = f"9,984 workers, {count} lost"
+        yield Row(f"{name}: seconds to the first plan", seconds, 0.5, "s", 1)
+        yield Row(f"{name}: its throughput ÷ that of the workers left", healthy.period / first.period / limit, None, "", 1)
+        yield Row(f"{name}: seconds to the best plan", total, 3.0, "s", 1)
+        yield Row(f"{name}: its throughput ÷ that of the workers left", healthy.period / best.period / limit, 0.985, "", 1)
+
+
 def recut_rows(budget: float) -> Iterator[Row]:
     """Yield the rows of re-cuts. Memory is that in which twice as many microbatches as stages fit after the re-cut."""
     for replicas, stages, microbatches, lost, pieces, bar in (
@@ -261,7 +284,7 @@ def main() -> int:
     arguments.add_argument("--seed", type=int, default=7, help="of the random cases")
     arguments.add_argument("--budget", type=float, default=0.05, help="seconds per plan")
     arguments.add_argument("--exact", type=float, default=0.0, help="seconds of the exact solver for each case above the bound")
-    arguments.add_argument("--large", action="store_true", help="1,504 workers as well")
+    arguments.add_argument("--large", action="store_true", help="1,504 and 9,984 workers as well")
     arguments.add_argument("--judge", metavar="FILE", help="another simulator to agree with")
     arguments.add_argument("--programs", type=int, default=1000, help="random programs for --judge")
     given = arguments.parse_args()
@@ -277,7 +300,7 @@ def main() -> int:
         rows += random_rows("random cases", lost, given.budget, given.exact)
         rows += random_rows("with latency and a slow worker,", late, given.budget, given.exact)
     if given.large:
-        rows += [*large_rows(), *resilience_rows(1.0)]
+        rows += [*large_rows(), *huge_rows(2.0), *resilience_rows(1.0)]
     if given.judge is not None:
         rows += judged_rows(given.judge, given.programs)
     print_rows("plans around lost and slow workers", rows, baseline="bar", as_json=given.json)

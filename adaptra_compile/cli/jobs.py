@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from adaptra.cli.inputs import read_file
 from adaptra.cli.output import as_json, check_outputs
@@ -19,6 +19,10 @@ from adaptra.report.text import percent
 from adaptra.simulation.cost import Case
 from adaptra.simulation.job_case import JobCase, worker_of
 from adaptra.simulation.period import PeriodicSimulation, simulate_period
+
+if TYPE_CHECKING:
+    from adaptra.planning.replicas.large_jobs import LargePlan
+    from adaptra.planning.replicas.period_bound import PeriodBound
 
 _OF_ONE_PIPELINE: Final = ("compare", "sweep", "exact", "uncertain", "in_flight", "picture", "slow_edge")
 """The options of ``plan`` that several replicas don't have."""
@@ -53,6 +57,7 @@ def read_job(options: Namespace) -> JobCase | None:
 def run_job_plan(options: Namespace, case: JobCase) -> str:
     """Run the command ``plan`` on several replicas and return its standard output."""
     from adaptra.planning.replicas.job_planner import plan_job
+    from adaptra.planning.replicas.large_jobs import is_large, plan_large
     from adaptra.planning.replicas.period_bound import period_bound
 
     check_outputs({options.output: (".sched",)})
@@ -60,6 +65,8 @@ def run_job_plan(options: Namespace, case: JobCase) -> str:
         if getattr(options, name):
             option = f"--{name.replace('_', '-')}"
             raise PlanError(f"{option}: {case.name} has several replicas: expected a case of one pipeline")
+    if is_large(case) and (large := plan_large(case, budget=options.budget)) is not None:
+        return _large_plan(options, large)
     program = plan_job(case, budget=options.budget)
     if options.lower:
         program = _lowered(program, case)
@@ -72,25 +79,60 @@ def run_job_plan(options: Namespace, case: JobCase) -> str:
         healthy = simulate_period(plan_job(whole, budget=options.budget), whole).period
     if options.output is not None:
         write_whole(options.output, str(program))
+    figures = {
+        "bound": bound.value,
+        "bound_kind": bound.kind.value,
+        "bound_where": bound.where,
+        "healthy_period": healthy,
+        "fault_scaled_period": case.fault_scaled(healthy),
+    }
     if options.json:
-        planned = {
-            "program": str(program),
-            "bound": bound.value,
-            "bound_kind": bound.kind.value,
-            "bound_where": bound.where,
-            "healthy_period": healthy,
-            "fault_scaled_period": _fault_scaled(case, healthy),
-        }
-        return as_json(planned | job_figures(simulated))
+        return as_json({"program": str(program)} | figures | job_figures(simulated))
     if options.output is None:
         return str(program)
-    lines = [f"bound    {bound}: this plan takes {_longer(simulated.period, bound.value)}"]
-    if not case.is_healthy:
-        lines.append(f"healthy  {healthy:.10g}: this plan takes {_longer(simulated.period, healthy)}")
-        lines.append(
-            f"limit    {_fault_scaled(case, healthy):.10g}: the healthy period, if what is left shared all work evenly"
+    return job_headline(simulated) + _comparison(case, simulated.period, healthy, bound)
+
+
+def _large_plan(options: Namespace, plan: LargePlan) -> str:
+    """Return the figures of a plan whose text is written to a file only."""
+    from adaptra.planning.replicas.large_jobs import plan_large
+
+    case = plan.case
+    if options.lower:
+        raise PlanError(f"--lower: {case.name} has {case.workers} workers: expected a job of fewer than a million ops")
+    whole = plan if case.is_healthy else plan_large(replace(case, lost=frozenset()), budget=options.budget)
+    assert whole is not None, "what is planned with lost workers is planned without"
+    if options.output is not None:
+        write_whole(options.output, str(plan))
+    if options.json:
+        return as_json(
+            {
+                "case": case.name,
+                "period": plan.period,
+                "bound": plan.bound.value,
+                "bound_kind": plan.bound.kind.value,
+                "bound_where": plan.bound.where,
+                "healthy_period": whole.period,
+                "fault_scaled_period": case.fault_scaled(whole.period),
+                "held": plan.held,
+            }
         )
-    return job_headline(simulated) + "".join(f"{line}\n" for line in lines)
+    written = "" if options.output is not None else "program  not printed, as it is large; -o FILE writes it\n"
+    return (
+        f"{_size(case)}\n"
+        f"period   at most {plan.period:.10g}\n"
+        f"memory   at most {plan.held} microbatches\n" + _comparison(case, plan.period, whole.period, plan.bound) + written
+    )
+
+
+def _comparison(case: JobCase, period: float, healthy: float, bound: PeriodBound) -> str:
+    """Return lines that compare a plan's period with its bound, the healthy period and the fault-scaled limit."""
+    lines = [f"bound    {bound}: this plan takes {_longer(period, bound.value)}"]
+    if not case.is_healthy:
+        lines.append(f"healthy  {healthy:.10g}: this plan takes {_longer(period, healthy)}")
+        limit = case.fault_scaled(healthy)
+        lines.append(f"limit    {limit:.10g}: the healthy period, if what is left shared all work evenly")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def run_job_simulate(options: Namespace, case: JobCase) -> str:
@@ -128,11 +170,17 @@ def job_headline(simulated: PeriodicSimulation) -> str:
     case, program = simulated.case, simulated.program
     over = ", ".join(map(str, simulated.over_memory))
     return (
-        f"{program.name} on {case.name}: {case.replicas} replicas of {case.stages} stages, {case.workers - len(case.lost)} of "
-        f"{case.workers} workers, {case.microbatches} microbatches each\n"
+        f"{program.name} on {_size(case)}\n"
         f"period   {simulated.period:.10g}\n"
         f"makespan {simulated.makespan:.10g} of the first step\n"
         f"memory   at most {max(simulated.held)} microbatches{f': too many on worker {over}' if over else ''}\n"
+    )
+
+
+def _size(case: JobCase) -> str:
+    return (
+        f"{case.name}: {case.replicas} replicas of {case.stages} stages, {case.workers - len(case.lost)} of {case.workers} "
+        f"workers, {case.microbatches} microbatches each"
     )
 
 
@@ -145,12 +193,6 @@ def _lowered(program: Program, case: JobCase) -> Program:
 
 def _longer(period: float, than: float) -> str:
     return f"{percent(period / than - 1)} longer" if than > 0 else "time where it took none" if period > 0 else "no time either"
-
-
-def _fault_scaled(case: JobCase, healthy: float) -> float:
-    """Return the healthy period, scaled by the speed that is lost."""
-    speeds = [0.0 if worker in case.lost else 1 / case.slow.get(worker, 1.0) for worker in range(case.workers)]
-    return healthy * case.workers / sum(speeds)
 
 
 def _changed(job: JobCase, changes: Mapping[str, Any]) -> JobCase:

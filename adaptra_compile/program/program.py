@@ -26,7 +26,7 @@ microbatch, and every worker may end with REDUCE and STEP::
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -221,17 +221,10 @@ class Program:
 
     def __str__(self) -> str:
         """Return the text form: a header, the routing of several replicas, and one line per live rank; ends in a newline."""
-        if self.routing is None:
-            lines, ranks = (
-                [f"placement={','.join(map(str, self.placement))} microbatches={self.microbatches}"],
-                range(self.ranks),
-            )
-        else:
-            first = f"version={FORMAT_VERSION} stages={self.stages} microbatches={self.microbatches}"
-            lines, ranks = [first, *self.routing.lines()], self.routing.live
-        lines[0] = f"schedule {self.name} {lines[0]}"
-        lines += [" ".join([f"{rank}:", *map(str, self.orders[rank])]) for rank in ranks]
-        return "\n".join(lines) + "\n"
+        if self.routing is not None:
+            return "".join(lines_of(self.name, self.routing, self.microbatches, self.orders.__getitem__))
+        header = f"schedule {self.name} placement={','.join(map(str, self.placement))} microbatches={self.microbatches}\n"
+        return header + "".join(map(_line, range(self.ranks), self.orders))
 
     @staticmethod
     def parse(text: str) -> Program:
@@ -329,3 +322,21 @@ def _parse_routed_op(home: int, token: str) -> Op:
         )
     replica, stage, kind, microbatch, lane = match.groups()
     return Op(int(stage), Kind(kind), int(microbatch), lane, int(replica))
+
+
+def lines_of(name: str, routing: Routing, microbatches: int, order_of: Callable[[int], Sequence[Op]]) -> Iterator[str]:
+    """Yield the lines of a program's text form, each with its newline, of several replicas.
+
+    Args:
+        name, routing, microbatches: As of :class:`Program`.
+        order_of: Returns the ops of a live worker.
+    """
+    yield f"schedule {name} version={FORMAT_VERSION} stages={routing.stages} microbatches={microbatches}\n"
+    for line in routing.lines():
+        yield f"{line}\n"
+    for worker in routing.live:
+        yield _line(worker, order_of(worker))
+
+
+def _line(rank: int, order: Sequence[Op]) -> str:
+    return " ".join([f"{rank}:", *map(str, order)]) + "\n"

@@ -137,6 +137,11 @@ class JobCase:
             cost, replicas, case.microbatches, step_times, reduce_times, memory=memory, placement=case.placement, name=case.name
         )
 
+    def fault_scaled(self, healthy: float) -> float:
+        """Return the period of the healthy job, given as ``healthy``, scaled by the speed that is lost."""
+        speeds = [0.0 if worker in self.lost else 1 / self.slow.get(worker, 1.0) for worker in range(self.workers)]
+        return healthy * self.workers / sum(speeds)
+
     @property
     def is_healthy(self) -> bool:
         """Whether no worker is lost or slow."""

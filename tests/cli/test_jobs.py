@@ -119,6 +119,20 @@ def test_behind_a_barrier_the_published_example_takes_the_published_time(
     assert json.loads(printed(capsys, "plan", "job.json", "--json")) == figures
 
 
+def test_a_large_plan_is_written_to_a_file_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    large = JOB | {"P": 40, "S": 8, "M": 1100, "lost": ["3.2"], "fold": "contributions", "mem_cap": 60, "name": "large"}
+    Path("large.json").write_text(json.dumps(large))
+    figures = json.loads(printed(capsys, "plan", "large.json", "--json"))
+    assert figures["fault_scaled_period"] <= figures["bound"] <= figures["period"] <= 1.01 * figures["bound"]
+    shown = printed(capsys, "plan", "large.json", "-o", "large.sched")
+    assert f"period   at most {figures['period']:.10g}\n" in shown
+    text = Path("large.sched").read_text()
+    assert text.startswith("schedule adapted version=2 stages=8 microbatches=1100\nworkers 0,1,2,3,4,5,6,7 ")
+    assert "-o FILE writes it" in printed(capsys, "plan", "large.json")
+    assert main(["plan", "large.json", "--lower"]) == 2
+    assert capsys.readouterr().err == ("adaptra: --lower: large has 320 workers: expected a job of fewer than a million ops\n")
+
+
 def test_a_job_that_takes_no_time_is_planned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("nothing.json").write_text(json.dumps({**JOB, "t_f": 0, "t_i": 0, "t_w": 0, "t_opt": 0}))
     assert "healthy  0: this plan takes no time either\n" in printed(capsys, "plan", "nothing.json", "-o", "plan.sched")

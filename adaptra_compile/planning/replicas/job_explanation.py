@@ -139,7 +139,8 @@ def _remarks(numbers: JobNumbers, bound: PeriodBound) -> Iterator[str]:
     elif bound.kind is PeriodBoundKind.LINK:
         yield _detour(numbers, next(one for one in numbers.traffic if one.where == bound.where))
     else:
-        load = max((load for load in numbers.loads if bound.where == f"worker {load.worker}"), key=numbers.work)
+        where = bound.where.partition(",")[0]  # a path also has a stage
+        load = max((load for load in numbers.loads if where == f"worker {load.worker}"), key=numbers.work)
         yield _computed(numbers, load)
         if bound.kind is PeriodBoundKind.WORK:
             yield from _role_moves(numbers.case)

@@ -14,12 +14,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from typing import Final
 
 from adaptra import _C
 from adaptra.planning.replicas.period_bound import PeriodBound, period_bound
-from adaptra.program import Op, Program
+from adaptra.program import Kind, Op, Program
+from adaptra.program.placement import is_straight
+from adaptra.program.program import lines_of
 from adaptra.program.routing import Route, Routing
 from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.period import KINDS, job_of
@@ -29,6 +31,7 @@ LARGE: Final = 1_000_000
 
 _EFFORT: Final = 200_000
 """The search's effort for one replica, in ops scheduled. It ends much earlier if it reaches its bound."""
+_NAME: Final = "adapted"
 _ROOMY: Final = 4
 """How often the room for guests and put-off W must fit into memory for a plan that keeps it free to be good."""
 _SLACKS: Final = (0.5, 1.0, 2.0)
@@ -57,6 +60,20 @@ class LargePlan:
         """The lower bound of the period under the routes."""
         return period_bound(self.case, self.routing)
 
+    @cached_property
+    def held(self) -> int:
+        """The most microbatches that a worker holds."""
+        return max(
+            map(
+                _most_held,
+                {*self._healthy, *(order for orders in self._homes.values() for order in orders)} | {*self._hosts.values()},
+            )
+        )
+
+    def __str__(self) -> str:
+        """Return the text form of the program."""
+        return "".join(lines_of(_NAME, self.routing, self.case.microbatches, self.order_of))
+
     def order_of(self, worker: int) -> tuple[Op, ...]:
         """Return the order of a worker, empty if it is lost."""
         if worker in self.case.lost:
@@ -69,7 +86,7 @@ class LargePlan:
     def program(self) -> Program:
         """Return the program of all workers. A million ops take about half a gigabyte."""
         orders = tuple(map(self.order_of, range(self.routing.live[-1] + 1)))
-        return Program("adapted", (), self.case.microbatches, orders, self.routing)
+        return Program(_NAME, (), self.case.microbatches, orders, self.routing)
 
 
 def plan_large(case: JobCase, *, budget: float | None = None) -> LargePlan | None:
@@ -102,7 +119,12 @@ def plan_large(case: JobCase, *, budget: float | None = None) -> LargePlan | Non
 
 def _is_uniform(case: JobCase) -> bool:
     occupied = any((*case.cost.occupancy_forward, *case.cost.occupancy_backward))
-    return not (case.slow or case.ports or case.links or occupied)
+    return is_straight(case.placement) and not (case.barrier or case.slow or case.ports or case.links or occupied)
+
+
+def is_large(case: JobCase) -> bool:
+    """Return whether a step has so many ops that a search for all orders at once takes too long."""
+    return 3 * case.replicas * case.stages * case.microbatches >= LARGE
 
 
 def _lost_stages(case: JobCase) -> dict[int, tuple[int, ...]]:
@@ -240,3 +262,12 @@ def _answering(pipeline: JobCase, lost: Sequence[int], slack: float) -> JobCase:
 def _unpacked(order: bytes, replica: int | None = None) -> Iterator[Op]:
     for home, stage, code, microbatch in struct.iter_unpack("=4i", order):
         yield Op(stage, KINDS[code], microbatch, None, home if replica is None else replica)
+
+
+def _most_held(order: bytes) -> int:
+    """Return the most microbatches between F and W in an order as C++ gives it."""
+    changes = (_HELD.get(KINDS[code], 0) for _, _, code, _ in struct.iter_unpack("=4i", order))
+    return max(accumulate(changes), default=0)
+
+
+_HELD: Final = {Kind.F: 1, Kind.W: -1}

@@ -25,10 +25,12 @@ from adaptra.errors import CaseError, PlanError
 from adaptra.planning.choose_roles import LEAST_GAIN
 from adaptra.planning.layout_change import LayoutChange
 from adaptra.planning.replicas.job_planner import plan_job
+from adaptra.planning.replicas.large_jobs import is_large, plan_large
 from adaptra.planning.replicas.normalize import RoleMove, losses, role_moves, stage_work, with_moves
 from adaptra.planning.replicas.period_bound import period_bound
 from adaptra.planning.replicas.recut import Recut, recuts
 from adaptra.program import Kind, Program
+from adaptra.program.placement import is_straight
 from adaptra.program.schedules import generate_for
 from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.period import simulate_period
@@ -164,7 +166,7 @@ class Decision:
     @property
     def fault_scaled_period(self) -> float:
         """The healthy period, if the workers left shared all work evenly."""
-        return fault_scaled(self.case, self.healthy_period)
+        return self.case.fault_scaled(self.healthy_period)
 
     def seconds(self, response: Response) -> float:
         """Return the seconds in which a response does what the healthy job does within the horizon; infinite if refused."""
@@ -215,7 +217,12 @@ def decide(case: JobCase, prices: ResponsePrices, *, effort: int | None = None, 
         case: The case, with what is lost, slow or narrow.
         prices: What responses cost.
         effort, budget: Effort or seconds of the search for each plan, as of :func:`plan_job`.
+
+    Raises:
+        CaseError: A worker has several stages.
     """
+    if not is_straight(case.placement):
+        raise CaseError(f"placement {list(case.placement)}: expected stage i on rank i, to compare responses")
     planner = _Planner(prices, effort, budget)
     healthy = planner.period(_one_replica(case, case.microbatches))
     steps = steps_within(prices, healthy)
@@ -241,12 +248,6 @@ def decide(case: JobCase, prices: ResponsePrices, *, effort: int | None = None, 
 def steps_within(prices: ResponsePrices, healthy: float) -> int:
     """Return the steps that the healthy job takes within the horizon, given its period; 0 if steps take no time."""
     return int(prices.horizon / (healthy * prices.unit)) if healthy > 0 else 0
-
-
-def fault_scaled(case: JobCase, healthy: float) -> float:
-    """Return the healthy period, scaled by the speed that is lost."""
-    speeds = [0.0 if worker in case.lost else 1 / case.slow.get(worker, 1.0) for worker in range(case.workers)]
-    return healthy * case.workers / sum(speeds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +372,9 @@ class _Planner:
 
     def _tried(self, kind: ResponseKind, what: str, planned: JobCase, real: JobCase, cost: float) -> Response:
         """Return the response of the plan for one case, executed under another."""
+        large = plan_large(real, budget=self.budget) if planned == real and is_large(real) else None
+        if large is not None:
+            return Response(kind, what, large.period, large.bound.value, cost, large.held)
         try:
             program = self.plan(planned)
         except PlanError as error:
