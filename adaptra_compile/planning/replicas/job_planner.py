@@ -25,7 +25,14 @@ EFFORT: Final = 3_000_000
 _UNLIMITED: Final = 10**15
 
 
-def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None = None, seed: int = 0) -> Program:
+def plan_job(
+    case: JobCase,
+    *,
+    effort: int | None = None,
+    budget: float | None = None,
+    seed: int = 0,
+    routing: Routing | None = None,
+) -> Program:
     """Find the program of several replicas with the shortest period that the search finds.
 
     Without a budget the same arguments give the same program on every machine.
@@ -35,24 +42,24 @@ def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None =
         effort: About how many ops to schedule; :data:`EFFORT` by default, and no limit with a budget.
         budget: Seconds to search. A first program is found even with the shortest budget.
         seed: Seed of all random choices.
+        routing: The routing to use; by default the best of those that the planner knows.
 
     Raises:
         PlanError: The budget is not above 0, or no order was found that keeps the case's memory limit.
     """
     if budget is not None and not budget > 0:
         raise PlanError(f"budget of {budget} seconds: expected a positive number")
-    shared = [share_evenly(case, in_turns=in_turns) for in_turns in (False, True)]
-    routings = list(dict.fromkeys((*_detoured(case, shared[0]), *shared)))
+    routings = _routings(case) if routing is None else [routing]
     effort = (effort or (EFFORT if budget is None else _UNLIMITED)) // len(routings)
     share = None if budget is None else budget / len(routings)
     best: tuple[float, list[bytes], MergedJob, Routing] | None = None
-    for routing in routings:
-        enough = period_bound(case, routing).value
-        merged = merge_alike(case, routing)
+    for one in routings:
+        enough = period_bound(case, one).value
+        merged = merge_alike(case, one)
         job, memory = job_of(merged.case, merged.routing), _memory(merged.case, merged.routing)
         found = _C.search_period(job, memory, effort, seed, share, enough)
         if found is not None and (best is None or found[0] < best[0]):
-            best = (*found, merged, routing)
+            best = (*found, merged, one)
         if best is not None and best[0] <= enough * (1 + 1e-9):
             break
     if best is None:
@@ -60,8 +67,13 @@ def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None =
             f"mem_cap {list(case.memory or ())}: found no order in which no worker waits forever: expected room for more "
             "microbatches on the workers that compute those of others"
         )
-    _, orders, merged, routing = best
-    return Program("adapted", (), case.microbatches, merged.expand([_unpacked(order) for order in orders], routing), routing)
+    _, orders, merged, chosen = best
+    return Program("adapted", (), case.microbatches, merged.expand([_unpacked(order) for order in orders], chosen), chosen)
+
+
+def _routings(case: JobCase) -> list[Routing]:
+    shared = [share_evenly(case, in_turns=in_turns) for in_turns in (False, True)]
+    return list(dict.fromkeys((*_detoured(case, shared[0]), *shared)))
 
 
 def _detoured(case: JobCase, routing: Routing) -> Iterator[Routing]:
