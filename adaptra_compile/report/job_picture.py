@@ -213,8 +213,8 @@ def _heading(axes: Axes, panel: _JobPanel, first: _JobPanel | None) -> None:
     case, simulated = panel.simulated.case, panel.simulated
     before = None if first is None else first.simulated.period
     change = "" if not before or before == simulated.period else f" ({signed(100 * (simulated.period / before - 1))} %)"
-    lost, slow = len(case.lost), len(case.slow)
-    state = ", ".join([*([f"{lost} lost"] if lost else ()), *([f"{slow} slow"] if slow else ())]) or "none lost or slow"
+    counts = {"lost": len(case.lost), "slow": len(case.slow), "links of their own": len(case.links)}
+    state = ", ".join(f"{number} {what}" for what, number in counts.items() if number) or "none lost or slow"
     axes.annotate(
         panel.title, (0, 1), xycoords="axes fraction", xytext=(0, 18), textcoords="offset points",
         fontsize=11, weight="bold", color=TEXT,
