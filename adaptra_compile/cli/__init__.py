@@ -106,7 +106,10 @@ def _plan(add: _Add) -> None:
     parser.add_argument("case", metavar="CASE", help=_CASE)
     question = parser.add_mutually_exclusive_group()
     question.add_argument(
-        "--compare", type=_names, metavar="NAME,…", help=f"compare the plan with other schedules: some of {_COMPARED}"
+        "--compare",
+        type=_names,
+        metavar="NAME,…",
+        help=f"compare the plan with others: some of {_COMPARED}; for several replicas some of healthy, kept, blocks, turns",
     )
     question.add_argument("--sweep", nargs="+", metavar="KEY=VALUE", help=_SWEEP)
     question.add_argument(

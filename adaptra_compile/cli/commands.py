@@ -14,7 +14,7 @@ from adaptra.errors import ReportError, ScheduleError
 from adaptra.program import Program
 from adaptra.program.placement import in_turn, v_shaped
 from adaptra.program.schedules import PLACED, generate_for
-from adaptra.report import perfetto, picture, run_page, text
+from adaptra.report import drawing, perfetto, picture, run_page, text
 from adaptra.report.run_records import load_run, summary
 from adaptra.simulation.cost import Case
 from adaptra.simulation.simulate import Simulation, lower_bound, simulate
@@ -49,7 +49,7 @@ def run(options: Namespace) -> str:
 
 
 def _simulate(options: Namespace) -> str:
-    check_outputs({options.picture: picture.SUFFIXES, options.trace: (".json",)})
+    check_outputs({options.picture: drawing.SUFFIXES, options.trace: (".json",)})
     case = Case.load(options.case)
     program = read_program(options.program, case)
     simulation = simulate(program, case.cost)
@@ -88,7 +88,7 @@ def _resilience(options: Namespace) -> str:
 
 
 def _trace(options: Namespace) -> str:
-    check_outputs({options.output: picture.SUFFIXES})
+    check_outputs({options.output: drawing.SUFFIXES})
     if any(Path(file).is_dir() for file in options.files):
         return _trace_run(options)
     for file in options.files:

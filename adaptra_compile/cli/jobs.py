@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from adaptra.cli.inputs import read_file
-from adaptra.cli.output import as_json, check_outputs
+from adaptra.cli.output import as_json, check_outputs, line_width, title_of
 from adaptra.errors import CaseError, PlanError, ScheduleError
 from adaptra.json_files import read_json
 from adaptra.program import Program
 from adaptra.program.schedules import GENERATORS, PLACED
+from adaptra.report.drawing import SUFFIXES
 from adaptra.report.files import write_whole
+from adaptra.report.job_rows import render_job
 from adaptra.report.text import percent
 from adaptra.simulation.cost import Case
 from adaptra.simulation.job_case import JobCase, worker_of
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from adaptra.planning.replicas.large_jobs import LargePlan
     from adaptra.planning.replicas.period_bound import PeriodBound
 
-_OF_ONE_PIPELINE: Final = ("compare", "sweep", "exact", "uncertain", "in_flight", "picture", "slow_edge")
+_OF_ONE_PIPELINE: Final = ("sweep", "exact", "uncertain", "in_flight", "slow_edge")
 """The options of ``plan`` that several replicas don't have."""
 
 
@@ -60,7 +62,7 @@ def run_job_plan(options: Namespace, case: JobCase) -> str:
     from adaptra.planning.replicas.large_jobs import is_large, plan_large
     from adaptra.planning.replicas.period_bound import period_bound
 
-    check_outputs({options.output: (".sched",)})
+    check_outputs({options.output: (".sched",), options.picture: SUFFIXES})
     for name in _OF_ONE_PIPELINE:
         if getattr(options, name):
             option = f"--{name.replace('_', '-')}"
@@ -79,6 +81,9 @@ def run_job_plan(options: Namespace, case: JobCase) -> str:
         healthy = simulate_period(plan_job(whole, budget=options.budget), whole).period
     if options.output is not None:
         write_whole(options.output, str(program))
+    if options.compare is not None:
+        return _compared(options, case, program, bound)
+    _draw(options, [(title_of(case, program), simulated)])
     figures = {
         "bound": bound.value,
         "bound_kind": bound.kind.value,
@@ -137,10 +142,36 @@ def _comparison(case: JobCase, period: float, healthy: float, bound: PeriodBound
 
 def run_job_simulate(options: Namespace, case: JobCase) -> str:
     """Run the command ``simulate`` on several replicas and return its standard output."""
-    if options.picture is not None or options.trace is not None:
-        raise CaseError(f"--picture, --trace: {case.name} has several replicas: expected a case of one pipeline")
+    check_outputs({options.picture: SUFFIXES, options.trace: (".json",)})
+    if options.slow_edge:
+        raise CaseError(f"--slow-edge: {case.name} has several replicas: expected a case of one pipeline")
     simulated = simulate_period(_read_program(options.program, case), case)
-    return as_json(job_figures(simulated)) if options.json else job_headline(simulated)
+    _draw(options, [(title_of(case, simulated.program), simulated)])
+    if options.trace is not None:
+        from adaptra.report.job_trace import write_job_trace
+
+        write_job_trace(simulated, options.trace)
+    if options.json:
+        return as_json(job_figures(simulated))
+    return job_headline(simulated) + "\n" + render_job(simulated, line_width(options))
+
+
+def _compared(options: Namespace, case: JobCase, program: Program, bound: PeriodBound) -> str:
+    from adaptra.cli.tables import job_comparison
+    from adaptra.planning.replicas.job_comparison import compare_job
+
+    found = compare_job(case, options.compare, program, budget=options.budget)
+    _draw(options, found)
+    if options.json:
+        return as_json({"case": case.name, "bound": bound.value, "runs": [job_figures(run) for _, run in found]})
+    return job_comparison(case, found, bound, line_width(options))
+
+
+def _draw(options: Namespace, simulations: Sequence[tuple[str, PeriodicSimulation]]) -> None:
+    if options.picture is not None:
+        from adaptra.report.job_picture import draw_jobs
+
+        draw_jobs(simulations, options.picture)
 
 
 def run_job_explain(options: Namespace, case: JobCase) -> str:

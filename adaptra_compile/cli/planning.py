@@ -10,7 +10,7 @@ from adaptra.cli.output import as_json, check_outputs, draw_timeline, edges_to_m
 from adaptra.errors import PlanError
 from adaptra.program import Program
 from adaptra.program.torch_csv import to_csv
-from adaptra.report import picture
+from adaptra.report import drawing, picture
 from adaptra.report.files import write_whole
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.simulate import lower_bound, simulate
@@ -27,7 +27,7 @@ def run_plan(options: Namespace) -> str:
     Raises:
         AdaptraError: Wrong input.
     """
-    check_outputs({options.output: _PROGRAM_SUFFIXES, options.picture: picture.SUFFIXES})
+    check_outputs({options.output: _PROGRAM_SUFFIXES, options.picture: drawing.SUFFIXES})
     if options.exact is not None and options.budget is not None:
         raise PlanError("--budget with --exact: expected one of them; --exact takes a time itself")
     if options.sweep is not None and options.output is not None:

@@ -23,7 +23,7 @@ from adaptra.planning.replicas.availability import (
 )
 from adaptra.planning.replicas.resilience import Resilience
 from adaptra.planning.replicas.responses import Decision, ResponsePrices, decide
-from adaptra.report import picture
+from adaptra.report import drawing
 from adaptra.report.text import percent
 from adaptra.simulation.cost import Case
 from adaptra.simulation.job_case import JobCase
@@ -75,7 +75,7 @@ def run_resilience(options: Namespace) -> str:
     Raises:
         AdaptraError: Wrong input.
     """
-    check_outputs({options.output: picture.SUFFIXES})
+    check_outputs({options.output: drawing.SUFFIXES})
     case = _case(options)
     trace = _trace(options, case)
     if options.output is not None and trace is None:

@@ -18,7 +18,10 @@ from adaptra.report.text import percent
 
 if TYPE_CHECKING:
     from adaptra.planning.comparison import Comparison, Sweep
+    from adaptra.planning.replicas.period_bound import PeriodBound
     from adaptra.planning.replicas.responses import Decision
+    from adaptra.simulation.job_case import JobCase
+    from adaptra.simulation.period import PeriodicSimulation
     from adaptra.simulation.sensitivity import EdgeSensitivity
 
 _BEST: Final = "bold"
@@ -40,6 +43,24 @@ def comparison(found: Comparison, width: int) -> str:
             percent(run.bubble_ratio),
             f"over on rank {over}" if over else "fits" if case.cost.memory_limit else "no limit",
             style=_BAD if over else _BEST if run.program.name == ADAPTED else None,
+        )
+    return _text(title, table, width)
+
+
+def job_comparison(case: JobCase, found: Sequence[tuple[str, PeriodicSimulation]], bound: PeriodBound, width: int) -> str:
+    """Return a table with one row per plan of several replicas, in the requested order; the last is the plan itself."""
+    title = f"{case.name}: {case.replicas} replicas of {case.stages} stages, {case.microbatches} microbatches, bound {bound}"
+    table = _table("plan", "period", "÷ bound", "makespan", "in flight", "memory")
+    for name, run in found:
+        over = ", ".join(map(str, run.over_memory))
+        table.add_row(
+            name,
+            f"{run.period:.10g}",
+            "-" if run.case != case else _ratio(run.period, bound.value),
+            f"{run.makespan:.10g}",
+            str(max(run.held)),
+            f"over on worker {over}" if over else "fits" if case.memory else "no limit",
+            style=_BAD if over else _BEST if name == ADAPTED else None,
         )
     return _text(title, table, width)
 

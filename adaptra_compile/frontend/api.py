@@ -31,7 +31,7 @@ from adaptra.frontend.session import Session
 from adaptra.planning.explanation import explain
 from adaptra.planning.layout_change import RoleChange, SplitChange
 from adaptra.program.roles import Roles
-from adaptra.report import perfetto, picture
+from adaptra.report import drawing, perfetto, picture
 from adaptra.report.files import check_suffix
 from adaptra.report.stage_table import stage_table
 from adaptra.report.standing_out import slow_edges_of
@@ -594,7 +594,7 @@ class Pipeline(NotAModule):
             ReportError: The suffix is unknown, or the folder does not exist.
             MissingExtraError: A picture needs matplotlib, which is not installed. The text says what to install.
         """
-        suffix = check_suffix(path, (".json", *picture.SUFFIXES))
+        suffix = check_suffix(path, (".json", *drawing.SUFFIXES))
         timeline = self._timeline("save_trace")
         if timeline is None:
             return

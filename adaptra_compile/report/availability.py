@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from adaptra.report.files import write_figure
-from adaptra.report.picture import SUFFIXES
+from adaptra.report.drawing import TEXT, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_TEXT: Final = "#222222"
 _HOUR: Final = 3600.0
 
 
@@ -34,6 +32,7 @@ def draw_availability(
     """
 
     def compose(figure: Figure) -> None:
+        figure.set_size_inches(9.5, 4.2)
         axes = figure.add_axes((0.085, 0.13, 0.89, 0.74))
         for curve, colour, label, order in (
             (live, "#8C8C8C", "workers that live", 2),
@@ -44,13 +43,13 @@ def draw_availability(
             axes.step(hours, values, where="post", color=colour, linewidth=1.4, zorder=order, label=label)
         axes.set_ylim(0, 1.05)
         axes.set_xlim(0, end / _HOUR)
-        axes.set_xlabel("hours", fontsize=9.5, color=_TEXT)
-        axes.set_ylabel("of the healthy job", fontsize=9.5, color=_TEXT)
-        axes.tick_params(colors=_TEXT, labelsize=9)
+        axes.set_xlabel("hours", fontsize=9.5, color=TEXT)
+        axes.set_ylabel("of the healthy job", fontsize=9.5, color=TEXT)
+        axes.tick_params(colors=TEXT, labelsize=9)
         axes.grid(axis="y", color="#DDDFE3", linewidth=0.6, zorder=0)
         axes.legend(loc="lower left", fontsize=9, frameon=False)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-        figure.text(0.085, 0.93, title, fontsize=12.5, weight="bold", color=_TEXT)
+        figure.text(0.085, 0.93, title, fontsize=12.5, weight="bold", color=TEXT)
 
-    write_figure(path, SUFFIXES, (9.5, 4.2), compose)
+    write_figure(path, compose)

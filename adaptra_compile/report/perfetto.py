@@ -101,27 +101,27 @@ def _events(
     zero = origin(timeline)
     scale = 1e6 * (timeline.seconds_per_unit or SECONDS_PER_CASE_UNIT)
     placement = timeline.program.placement
-    yield _named(process, 0, "process", title)
+    yield named(process, 0, "process", title)
     for rank in range(len(timeline.ops)):
         stages = ", ".join(str(stage) for stage, holder in enumerate(placement) if holder == rank)
-        yield _named(process, rank + 1, "thread", f"rank {rank} (stage {stages})")
+        yield named(process, rank + 1, "thread", f"rank {rank} (stage {stages})")
     middle: dict[tuple[int, Kind, int], tuple[int, float]] = {}
     for interval in timeline:
         op, thread = interval.op, interval.rank + 1
         start, length = (interval.start - zero) * scale, (interval.end - interval.start) * scale
         times = {"start": interval.start, "end": interval.end}
-        yield _slice(process, thread, str(op), op.kind.value, start, length, {"op": str(op)} | times)
+        yield slice_of(process, thread, str(op), op.kind.value, start, length, {"op": str(op)} | times)
         middle[op.stage, op.kind, op.microbatch] = thread, start + length / 2
     threads = tuple(_message_threads(timeline.messages, slow))
     for thread, label in sorted(set(threads)):
-        yield _named(process, thread, "thread", label)
+        yield named(process, thread, "thread", label)
     # In the timeline's own order, which the reader keeps for messages posted at one time.
     for (thread, _), message in zip(threads, timeline.messages, strict=True):
         name = f"{message.source}{message.kind.value}{message.microbatch}"
         start, length = (message.posted - zero) * scale, (message.arrived - message.posted) * scale
         times = {"posted": message.posted, "departed": message.departed, "arrived": message.arrived}
         arguments = {"message": name, "destination": message.destination} | times
-        yield _slice(process, thread, name, message.kind.value, start, length, arguments)
+        yield slice_of(process, thread, name, message.kind.value, start, length, arguments)
         yield from _flow(process, message, middle, (thread, start + length / 2), ids)
 
 
@@ -142,16 +142,13 @@ def _flow(
     number = next(ids)
     for phase, point in zip("stf", (ends[0], way, ends[1]), strict=True):
         if point is not None:
-            flow = {
-                "ph": phase,
-                "id": number,
-                "pid": process,
-                "tid": point[0],
-                "ts": point[1],
-                "name": "message",
-                "cat": "flow",
-            }
-            yield flow | ({"bp": "e"} if phase == "f" else {})
+            yield arrow_point(phase, number, process, *point)
+
+
+def arrow_point(phase: str, number: int, process: int, thread: int, time: float) -> dict[str, Any]:
+    """Return a point of an arrow in the middle of a slice: its start (``s``), a point between (``t``), or its end (``f``)."""
+    flow = {"ph": phase, "id": number, "pid": process, "tid": thread, "ts": time, "name": "message", "cat": "flow"}
+    return flow | ({"bp": "e"} if phase == "f" else {})
 
 
 def _message_threads(messages: Sequence[MessageInterval], slow: frozenset[tuple[int, int]]) -> Iterator[tuple[int, str]]:
@@ -175,13 +172,15 @@ def _message_threads(messages: Sequence[MessageInterval], slow: frozenset[tuple[
     return (found[message] for message in messages)
 
 
-def _named(process: int, thread: int, what: str, name: str) -> dict[str, Any]:
+def named(process: int, thread: int, what: str, name: str) -> dict[str, Any]:
+    """Return the event that names a process or a thread."""
     return {"ph": "M", "name": f"{what}_name", "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _slice(
+def slice_of(
     process: int, thread: int, name: str, category: str, start: float, length: float, arguments: dict[str, Any]
 ) -> dict[str, Any]:
+    """Return the slice that begins at ``start`` and takes ``length``, in microseconds."""
     return {
         "ph": "X",
         "name": name,

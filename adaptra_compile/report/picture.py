@@ -6,17 +6,30 @@ waits. Messages are lines from the sender's lane to the receiver's. Those of slo
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from adaptra.errors import MissingExtraError, ReportError
+from adaptra.errors import ReportError
 from adaptra.program import Kind
-from adaptra.report.files import check_suffix, write_whole
+from adaptra.report.drawing import (
+    GAP,
+    GROUND,
+    LANE,
+    SUFFIXES,
+    TEXT,
+    Box,
+    draw_boxes,
+    figure_width,
+    lighter,
+    narrow_length,
+    number_size,
+    signed,
+    write_figure,
+)
+from adaptra.report.files import check_suffix
 from adaptra.report.text import bubble_ratio, duration, origin, percent
 from adaptra.simulation.timeline import MessageInterval, Timeline
 
@@ -26,23 +39,18 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-SUFFIXES: Final = (".svg", ".png")
-
 COLOURS: Final = {Kind.F: "#2F78B7", Kind.I: "#F2A93B", Kind.W: "#8FD3BF", Kind.B: "#C8502B"}
 """One colour per compute kind. They differ without red-green vision; in grey, F and B differ from I and W."""
 
 MESSAGE: Final = "#A53C8F"
 _INK: Final = {Kind.F: "white", Kind.I: "black", Kind.W: "black", Kind.B: "white"}
 _MEANING: Final = {Kind.F: "F forward", Kind.I: "I input gradient", Kind.W: "W weight gradient", Kind.B: "B both gradients"}
-_TEXT: Final = "#222222"
-_GROUND: Final = "#EEEFF2"
 _SLOW_GROUND: Final = "#F6E4F1"
 
 # Inches, as everything below that is not a time.
-_LANE, _GAP, _SLOW_GAP = 0.30, 0.13, 0.46
+_SLOW_GAP = 0.46
 _LEFT, _RIGHT, _PANEL_TITLE, _AXIS = 0.95, 0.25, 0.36, 0.55
 _LEGEND_LINE, _LEGEND_KEY, _LEGEND_LETTER = 0.2, 0.45, 0.077
-_LEAST_WIDTH, _MOST_WIDTH, _WIDTH_PER_OP = 9.0, 30.0, 0.19
 _POINTS = 72.0
 
 
@@ -88,23 +96,10 @@ def draw(
             does not exist.
         MissingExtraError: matplotlib is not installed.
     """
-    suffix = check_suffix(path, SUFFIXES)
+    check_suffix(path, SUFFIXES)
     slow = frozenset(slow_edges)
     panels = _panels(timelines, slow)
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError("pictures need matplotlib: pip install 'adaptra[viz]'") from error
-    # Text stays text in SVG, so that a picture of thousands of boxes is small and searchable. With the fixed salt the same
-    # timelines give the same file.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "adaptra", "font.family": "DejaVu Sans"}):
-        figure = Figure()
-        _compose(figure, panels, slow, title)
-        buffer = io.BytesIO()
-        metadata = {"Date": None} if suffix == ".svg" else None
-        figure.savefig(buffer, format=suffix[1:], dpi=150, facecolor="white", metadata=metadata)
-    write_whole(path, buffer.getvalue())
+    write_figure(path, lambda figure: _compose(figure, panels, slow, title))
 
 
 def _panels(timelines: Sequence[tuple[str, Timeline]], slow: frozenset[tuple[int, int]]) -> list[_Panel]:
@@ -134,21 +129,21 @@ def _panel(name: str, timeline: Timeline, scale: float, slow: frozenset[tuple[in
             names.append(f"{source}→{destination}")
     lanes: list[float] = []
     gaps: list[tuple[float, float, str]] = []
-    place = _GAP
+    place = GAP
     for rank in range(len(timeline.ops)):
         lanes.append(place)
-        place += _LANE
+        place += LANE
         if rank in marked:
             gaps.append((place, place + _SLOW_GAP, "slow " + "\n".join(marked[rank])))
-        place += _SLOW_GAP if rank in marked else _GAP
+        place += _SLOW_GAP if rank in marked else GAP
     return _Panel(name, timeline, scale, tuple(lanes), tuple(gaps), place)
 
 
 def _compose(figure: Figure, panels: Sequence[_Panel], slow: frozenset[tuple[int, int]], title: str | None) -> None:
     whole = max(panel.end for panel in panels) or 1.0
-    lengths = sorted((i.end - i.start) * p.scale for p in panels for i in p.timeline if i.end > i.start)
-    narrow = lengths[len(lengths) // 5] if lengths else whole
-    plot = min(_MOST_WIDTH, max(_LEAST_WIDTH, _WIDTH_PER_OP * whole / narrow)) - _LEFT - _RIGHT
+    lengths = [(i.end - i.start) * p.scale for p in panels for i in p.timeline if i.end > i.start]
+    narrow = narrow_length(lengths, whole)
+    plot = figure_width(whole, narrow) - _LEFT - _RIGHT
     handles = _legend(panels, slow)
     lines = math.ceil(sum(_LEGEND_KEY + _LEGEND_LETTER * len(str(handle.get_label())) for handle in handles) / plot)
     above = 0.08 + (0.3 if title else 0.0)
@@ -156,14 +151,14 @@ def _compose(figure: Figure, panels: Sequence[_Panel], slow: frozenset[tuple[int
     width, height = plot + _LEFT + _RIGHT, head + sum(_PANEL_TITLE + panel.height for panel in panels) + _AXIS
     figure.set_size_inches(width, height)
     if title:
-        figure.text(_LEFT / width, 1 - 0.12 / height, title, va="top", fontsize=13, weight="bold", color=_TEXT)
+        figure.text(_LEFT / width, 1 - 0.12 / height, title, va="top", fontsize=13, weight="bold", color=TEXT)
     figure.legend(
         handles=handles, loc="upper left", bbox_to_anchor=(_LEFT / width, 1 - above / height), borderaxespad=0, borderpad=0,
         ncols=math.ceil(len(handles) / lines), frameon=False, fontsize=9, handlelength=1.5, handletextpad=0.5,
-        columnspacing=1.4, labelcolor=_TEXT,
+        columnspacing=1.4, labelcolor=TEXT,
     )  # fmt: skip
     points_per_time = plot * _POINTS / (whole * 1.005)
-    size = _number_size(narrow * points_per_time, panels)
+    size = number_size(narrow * points_per_time, max(panel.timeline.program.microbatches for panel in panels))
     top = head
     for index, panel in enumerate(panels):
         top += _PANEL_TITLE
@@ -180,14 +175,8 @@ def _compose(figure: Figure, panels: Sequence[_Panel], slow: frozenset[tuple[int
         top += panel.height
 
 
-def _number_size(points: float, panels: Sequence[_Panel]) -> float:
-    """Return one font size for all microbatch numbers: as large as a narrow box allows, but readable."""
-    digits = max(len(str(panel.timeline.program.microbatches - 1)) for panel in panels)
-    return min(8.0, max(4.5, 0.95 * points / (0.64 * digits)))
-
-
 def _frame(axes: Axes, panel: _Panel, last: bool, known_unit: bool) -> None:
-    axes.set_facecolor(_GROUND)
+    axes.set_facecolor(GROUND)
     for spine in axes.spines.values():
         spine.set_visible(False)
     stages_of = [[s for s, r in enumerate(panel.timeline.program.placement) if r == rank] for rank in range(len(panel.lanes))]
@@ -195,11 +184,11 @@ def _frame(axes: Axes, panel: _Panel, last: bool, known_unit: bool) -> None:
         f"rank {rank}" if stages == [rank] else f"rank {rank} ({'+'.join(map(str, stages))})"
         for rank, stages in enumerate(stages_of)
     ]
-    axes.set_yticks([lane + _LANE / 2 for lane in panel.lanes], labels, fontsize=9, color=_TEXT)
+    axes.set_yticks([lane + LANE / 2 for lane in panel.lanes], labels, fontsize=9, color=TEXT)
     axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelbottom=last, length=3 if last else 0, colors=_TEXT, labelsize=9)
+    axes.tick_params(axis="x", labelbottom=last, length=3 if last else 0, colors=TEXT, labelsize=9)
     if last:
-        axes.set_xlabel("time (ms)" if known_unit else "time (the case's unit)", fontsize=9, color=_TEXT)
+        axes.set_xlabel("time (ms)" if known_unit else "time (the case's unit)", fontsize=9, color=TEXT)
     for upper, lower, names in panel.gaps:
         axes.axhspan(upper, lower, color=_SLOW_GROUND, linewidth=0, zorder=0.5)
         axes.annotate(
@@ -218,34 +207,26 @@ def _frame(axes: Axes, panel: _Panel, last: bool, known_unit: bool) -> None:
 
 def _lanes(axes: Axes, panel: _Panel) -> None:
     for lane in panel.lanes:
-        axes.broken_barh([(0, panel.end)], (lane, _LANE), facecolors="white", edgecolors="#C9CBD1", linewidth=0.5, zorder=1)
+        axes.broken_barh([(0, panel.end)], (lane, LANE), facecolors="white", edgecolors="#C9CBD1", linewidth=0.5, zorder=1)
 
 
 def _ops(axes: Axes, panel: _Panel, points_per_time: float, size: float) -> None:
     order_of_stage = _order_on_rank(panel.timeline.program.placement)
     for kind, colour in COLOURS.items():
         for lane, order in zip(panel.lanes, panel.timeline.ops, strict=True):
-            intervals = [interval for interval in order if interval.op.kind is kind]
-            if not intervals:
-                continue
-            boxes = [(panel.time(i.start), (i.end - i.start) * panel.scale) for i in intervals]
-            edge = min(0.6, 0.08 * median(length for _, length in boxes) * points_per_time)
-            axes.broken_barh(
-                boxes,
-                (lane, _LANE),
-                facecolors=[_lighter(colour, order_of_stage[i.op.stage]) for i in intervals],
-                edgecolors="white",
-                linewidth=edge,
-                zorder=3,
-            )
-            for interval, (left, length) in zip(intervals, boxes, strict=True):
-                text = str(interval.op.microbatch)
-                if length * points_per_time >= 0.64 * len(text) * size:
-                    ink = "black" if order_of_stage[interval.op.stage] else _INK[kind]
-                    axes.text(
-                        left + length / 2, lane + _LANE / 2, text, ha="center", va="center_baseline",
-                        fontsize=size, color=ink, zorder=4,
-                    )  # fmt: skip
+            boxes = [
+                Box(
+                    panel.time(i.start),
+                    (i.end - i.start) * panel.scale,
+                    lighter(colour, order_of_stage[i.op.stage]),
+                    "black" if order_of_stage[i.op.stage] else _INK[kind],
+                    str(i.op.microbatch),
+                )
+                for i in order
+                if i.op.kind is kind
+            ]
+            if boxes:
+                draw_boxes(axes, lane, boxes, points_per_time, size)
 
 
 def _messages(axes: Axes, panel: _Panel, slow: frozenset[tuple[int, int]]) -> None:
@@ -268,8 +249,8 @@ def _line(panel: _Panel, message: MessageInterval) -> tuple[tuple[float, float],
     source, destination = panel.lanes[placement[message.source]], panel.lanes[placement[message.destination]]
     down = source < destination
     return (
-        (panel.time(message.departed), source + (_LANE if down else 0.0)),
-        (panel.time(message.arrived), destination + (0.0 if down else _LANE)),
+        (panel.time(message.departed), source + (LANE if down else 0.0)),
+        (panel.time(message.arrived), destination + (0.0 if down else LANE)),
     )
 
 
@@ -277,17 +258,17 @@ def _heading(axes: Axes, panel: _Panel, first: _Panel | None) -> None:
     timeline = panel.timeline
     axes.annotate(
         panel.title, (0, 1), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
-        fontsize=11, weight="bold", color=_TEXT,
+        fontsize=11, weight="bold", color=TEXT,
     )  # fmt: skip
     change = ""
     if first is not None and first.end and panel.end != first.end:
-        change = f" ({_signed(100 * (panel.end / first.end - 1))} %)"
+        change = f" ({signed(100 * (panel.end / first.end - 1))} %)"
         axes.axvline(first.end, color="#555555", linewidth=1.0, linestyle=(0, (1.5, 2)), zorder=2)
     axes.annotate(
         f"{timeline.source.value} · makespan {duration(timeline, timeline.makespan)}{change}"
         f" · bubble {percent(bubble_ratio(timeline))}",
         (1, 1), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
-        ha="right", fontsize=9.5, color=_TEXT,
+        ha="right", fontsize=9.5, color=TEXT,
     )  # fmt: skip
 
 
@@ -306,21 +287,10 @@ def _legend(panels: Sequence[_Panel], slow: frozenset[tuple[int, int]]) -> list[
     if slow:
         handles.append(Line2D([], [], color=MESSAGE, linewidth=1.4, marker=">", markersize=5, label="message on a slow edge"))
     if any(panel.timeline.program.ranks < panel.timeline.program.stages for panel in panels):
-        handles.append(Patch(facecolor=_lighter(COLOURS[Kind.F], 1), label="lighter: the rank's later stages"))
+        handles.append(Patch(facecolor=lighter(COLOURS[Kind.F], 1), label="lighter: the rank's later stages"))
     return handles
 
 
 def _order_on_rank(placement: Sequence[int]) -> tuple[int, ...]:
     """Return, per stage, the number of earlier stages on its rank."""
     return tuple(placement[:stage].count(rank) for stage, rank in enumerate(placement))
-
-
-def _lighter(colour: str, steps: int) -> str:
-    """Return the colour mixed with white, lighter with each of a rank's later stages."""
-    share = 1 - 0.55 ** min(steps, 3)
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(part + (255 - part) * share):02X}" for part in parts)
-
-
-def _signed(number: float) -> str:
-    return f"{number:+.1f}".replace("-", "−")

@@ -6,7 +6,6 @@ it. Forward edges have full lines and backward edges dashed lines, since the two
 
 from __future__ import annotations
 
-import io
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,16 +14,15 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from adaptra.errors import MissingExtraError, ReportError
-from adaptra.report.files import check_suffix, write_whole
-from adaptra.report.picture import SUFFIXES
+from adaptra.errors import ReportError
+from adaptra.report.drawing import SUFFIXES, TEXT, write_figure
+from adaptra.report.files import check_suffix
 from adaptra.report.run_records import Happening, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_TEXT: Final = "#222222"
 _FAINT: Final = "#9A9DA5"
 _MEASURED: Final = "#1F5F99"
 _BAND: Final = "#EEF1F6"
@@ -75,21 +73,10 @@ def draw_run(run: Run, path: str | Path, *, title: str | None = None) -> None:
         ReportError: The run has no step yet, the suffix is unknown, or the folder does not exist.
         MissingExtraError: matplotlib is not installed.
     """
-    suffix = check_suffix(path, SUFFIXES)
+    check_suffix(path, SUFFIXES)
     if not run.steps:
         raise ReportError(f"{run.folder}: no step was run: expected at least one to draw")
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError("pictures need matplotlib: pip install 'adaptra[viz]'") from error
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "adaptra", "font.family": "DejaVu Sans"}):
-        figure = Figure()
-        _compose(figure, run, title)
-        buffer = io.BytesIO()
-        metadata = {"Date": None} if suffix == ".svg" else None
-        figure.savefig(buffer, format=suffix[1:], dpi=120, facecolor="white", metadata=metadata)
-    write_whole(path, buffer.getvalue())
+    write_figure(path, lambda figure: _compose(figure, run, title), dpi=120)
 
 
 def _compose(figure: Figure, run: Run, title: str | None) -> None:
@@ -98,7 +85,7 @@ def _compose(figure: Figure, run: Run, title: str | None) -> None:
     lines = _list_of(marks)
     left_out = len(run.happenings) - sum(len(mark.happenings) for mark in marks)
     if left_out:
-        lines.append((f"     and {left_out} more, which adaptra trace prints without -o", _TEXT))
+        lines.append((f"     and {left_out} more, which adaptra trace prints without -o", TEXT))
     strip = _STRIP_ROW * (1 + max((mark.row for mark in marks), default=0))
     height = _HEAD + strip + _TIMES + _GAP + _DELAYS + _GAP + _LINE * (len(lines) + 1)
     figure.set_size_inches(_WIDTH, height)
@@ -132,9 +119,9 @@ def _heading(figure: Figure, run: Run, title: str | None, height: float) -> None
     started = run.started
     size = f"{started.ranks} ranks, {started.microbatches} microbatches, {len(run.steps)} steps"
     left = _LEFT / _WIDTH
-    figure.text(left, 1 - 0.2 / height, title or f"run {started.run}", va="top", fontsize=13, weight="bold", color=_TEXT)
+    figure.text(left, 1 - 0.2 / height, title or f"run {started.run}", va="top", fontsize=13, weight="bold", color=TEXT)
     notes = textwrap.shorten("; ".join((size, *run.notes)), _LETTERS, placeholder=" …")
-    figure.text(left, 1 - 0.5 / height, notes, va="top", fontsize=9, color=_TEXT)
+    figure.text(left, 1 - 0.5 / height, notes, va="top", fontsize=9, color=TEXT)
 
 
 def _weightiest(happenings: Sequence[Happening]) -> list[Happening]:
@@ -163,7 +150,7 @@ def _list_of(marks: Sequence[_EventMark]) -> list[tuple[str, str]]:
     """Return the lines below the panels, with their colours. Long lines are wrapped."""
     lines: list[tuple[str, str]] = []
     for mark in marks:
-        colour = _TEXT if mark.colour == _FAINT else mark.colour
+        colour = TEXT if mark.colour == _FAINT else mark.colour
         for happening in mark.happenings:
             begin = f"{mark.number:>3}  step {happening.step:<6} {happening.kind:<9} "
             wrapped = textwrap.wrap(happening.text, _LISTED_LETTERS - len(begin)) or [""]
@@ -191,7 +178,7 @@ def _bands(axes: Axes, run: Run) -> None:
             axes.axvspan(steps[0] - 0.5, steps[-1] + 0.5, color=_BAND, linewidth=0, zorder=0)
         axes.annotate(
             f"plan {version}", (steps[0], 0), xycoords=("data", "axes fraction"), xytext=(3, 4),
-            textcoords="offset points", fontsize=8.5, color=_TEXT,
+            textcoords="offset points", fontsize=8.5, color=TEXT,
         )  # fmt: skip
 
 
@@ -204,7 +191,7 @@ def _times(axes: Axes, run: Run) -> None:
     if len(numbers) <= _MOST_DOTS:
         axes.plot(numbers, measured, linestyle="none", marker="o", markersize=3, color=_MEASURED, zorder=3)
     axes.plot(
-        numbers, [1e3 * step.predicted for step in run.steps], color=_TEXT, linewidth=1.1, linestyle=(0, (5, 2)), zorder=2.5,
+        numbers, [1e3 * step.predicted for step in run.steps], color=TEXT, linewidth=1.1, linestyle=(0, (5, 2)), zorder=2.5,
         drawstyle="steps-mid",
     )  # fmt: skip
     if measured[0] > highest:
@@ -215,7 +202,7 @@ def _times(axes: Axes, run: Run) -> None:
     axes.set_ylim(0, highest)
     _label_ends(
         axes,
-        [("measured", _MEASURED, measured[-1]), ("predicted", _TEXT, 1e3 * run.steps[-1].predicted)],
+        [("measured", _MEASURED, measured[-1]), ("predicted", TEXT, 1e3 * run.steps[-1].predicted)],
         highest,
     )
     _finish(axes, "iteration (ms)", "")
@@ -248,10 +235,10 @@ def _delays(axes: Axes, run: Run) -> None:
 def _finish(axes: Axes, name: str, below: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_ylabel(name, fontsize=9.5, color=_TEXT)
-    axes.set_xlabel(below, fontsize=9.5, color=_TEXT)
+    axes.set_ylabel(name, fontsize=9.5, color=TEXT)
+    axes.set_xlabel(below, fontsize=9.5, color=TEXT)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.tick_params(colors=_TEXT, labelsize=8.5)
+    axes.tick_params(colors=TEXT, labelsize=8.5)
     axes.grid(axis="y", color="#DDDFE3", linewidth=0.6, zorder=0)
     axes.set_axisbelow(True)
     for side in ("top", "right"):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from adaptra.report.files import write_figure
-from adaptra.report.picture import SUFFIXES
+from adaptra.report.drawing import TEXT, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +22,6 @@ _MEANING: Final = {
     "kept": "adaptra's plan for the smallest delay, kept",
     "adapted": "adaptra, re-planned",
 }
-_TEXT: Final = "#222222"
 _GROUND: Final = "#E4E6EA"
 _MARKED_STEPS: Final = 40
 _LINE_SPACING: Final = 0.045
@@ -41,10 +39,11 @@ def draw_sweep(sweep: Sweep, path: str | Path, *, title: str | None = None) -> N
         ReportError: The suffix is unknown, or the folder does not exist.
         MissingExtraError: matplotlib is not installed.
     """
-    write_figure(path, SUFFIXES, (9.5, 5.2), lambda figure: _compose(figure, sweep, title))
+    write_figure(path, lambda figure: _compose(figure, sweep, title))
 
 
 def _compose(figure: Figure, sweep: Sweep, title: str | None) -> None:
+    figure.set_size_inches(9.5, 5.2)
     axes = figure.add_axes((0.085, 0.115, 0.58, 0.77))
     axes.fill_between(sweep.delays, sweep.bounds, color=_GROUND, linewidth=0, zorder=1)
     axes.plot(sweep.delays, sweep.bounds, color="#777777", linewidth=1.0, zorder=1.5)
@@ -56,14 +55,14 @@ def _compose(figure: Figure, sweep: Sweep, title: str | None) -> None:
     axes.text(
         0.02, 0.04, "no schedule is shorter", transform=axes.transAxes, fontsize=9, color="#777777", zorder=2,
     )  # fmt: skip
-    axes.set_xlabel(f"delay added to each message {_edges(sweep)} (the case's unit)", fontsize=9.5, color=_TEXT)
-    axes.set_ylabel("step time (the case's unit)", fontsize=9.5, color=_TEXT)
-    axes.tick_params(colors=_TEXT, labelsize=9)
+    axes.set_xlabel(f"delay added to each message {_edges(sweep)} (the case's unit)", fontsize=9.5, color=TEXT)
+    axes.set_ylabel("step time (the case's unit)", fontsize=9.5, color=TEXT)
+    axes.tick_params(colors=TEXT, labelsize=9)
     axes.grid(axis="y", color="#DDDFE3", linewidth=0.6, zorder=0)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     heading = title or f"{sweep.case.name}: {sweep.case.cost.stages} stages, {sweep.case.microbatches} microbatches"
-    figure.text(0.085, 0.94, heading, fontsize=12.5, weight="bold", color=_TEXT)
+    figure.text(0.085, 0.94, heading, fontsize=12.5, weight="bold", color=TEXT)
     _label_ends(axes, sweep, highest * 1.04)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from adaptra.errors import ReportError
@@ -34,8 +35,7 @@ def render(timeline: Timeline, width: int = 120) -> str:
     Raises:
         ReportError: ``width`` is below 40.
     """
-    if width < LEAST_WIDTH:
-        raise ReportError(f"width {width}: expected at least {LEAST_WIDTH} characters")
+    check_width(width)
     labels = [f"rank {rank} " for rank in range(len(timeline.ops))]
     margin = max(map(len, labels), default=0)
     lines = [summary(timeline)]
@@ -73,14 +73,32 @@ def origin(timeline: Timeline) -> float:
     return timeline.end - timeline.makespan
 
 
+def lane(boxes: Iterable[tuple[float, float, str]], scale: float, columns: int) -> str:
+    """Return one line of (start, end, label) boxes, with ``scale`` columns per time, and dots elsewhere.
+
+    A label without room is cut to its first letter.
+    """
+    cells = [WAITING] * columns
+    for start, end, label in boxes:
+        first, last = (min(columns, round(time * scale)) for time in (start, end))
+        if len(label) > last - first:
+            label = next(filter(str.isalpha, label))
+        cells[first:last] = label[: last - first].ljust(last - first, RUNNING)
+    return "".join(cells)
+
+
+def check_width(width: int) -> None:
+    """Refuse a width that shows nothing.
+
+    Raises:
+        ReportError: ``width`` is below :data:`LEAST_WIDTH`.
+    """
+    if width < LEAST_WIDTH:
+        raise ReportError(f"width {width}: expected at least {LEAST_WIDTH} characters")
+
+
 def _lane(timeline: Timeline, order: tuple[OpInterval, ...], columns: int) -> str:
     several = len({interval.op.stage for interval in order}) > 1
     zero, scale = origin(timeline), columns / timeline.makespan if timeline.makespan else 0.0
-    cells = [WAITING] * columns
-    for interval in order:
-        first, last = (min(columns, round((time - zero) * scale)) for time in (interval.start, interval.end))
-        label = str(interval.op) if several else f"{interval.op.kind.value}{interval.op.microbatch}"
-        if len(label) > last - first:
-            label = interval.op.kind.value
-        cells[first:last] = label[: last - first].ljust(last - first, RUNNING)
-    return "".join(cells)
+    boxes = ((i.start - zero, i.end - zero, str(i.op) if several else f"{i.op.kind.value}{i.op.microbatch}") for i in order)
+    return lane(boxes, scale, columns)

@@ -59,23 +59,17 @@ class PeriodicSimulation:
         placement = self.case.placement
         return tuple(worker for worker in routing.live if self.held[worker] > memory[placement[routing.stages_of(worker)[0]]])
 
+    def intervals(self, worker: int) -> tuple[tuple[OpInterval, ...], ...]:
+        """Return the intervals of a worker's ops, per simulated step."""
+        order = _executed(self.program.orders[worker])
+        times = struct.iter_unpack("=2d", self._simulated.intervals(worker))
+        found = [OpInterval(worker, op, start, end) for op, (start, end) in zip(order * STEPS, times, strict=True)]
+        return tuple(tuple(found[step * len(order) : (step + 1) * len(order)]) for step in range(STEPS))
+
     @cached_property
     def steps(self) -> tuple[tuple[tuple[OpInterval, ...], ...], ...]:
         """The intervals of all ops: per simulated step, per worker."""
-        by_worker = [
-            [
-                OpInterval(worker, op, start, end)
-                for op, (start, end) in zip(
-                    order * STEPS, struct.iter_unpack("=2d", self._simulated.intervals(worker)), strict=True
-                )
-            ]
-            for worker, order in enumerate(_executed(self.program))
-        ]
-        counts = [len(intervals) // STEPS for intervals in by_worker]
-        return tuple(
-            tuple(tuple(one[step * count : (step + 1) * count]) for one, count in zip(by_worker, counts, strict=True))
-            for step in range(STEPS)
-        )
+        return tuple(zip(*(self.intervals(worker) for worker in range(self.program.ranks)), strict=True))
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values, without the times of single ops."""
@@ -106,7 +100,7 @@ def simulate_period(program: Program, case: JobCase) -> PeriodicSimulation:
     whole = with_updates(program)
     simulated = None
     with contextlib.suppress(ValueError):  # an op is misplaced or missing, which the verifier names
-        simulated = _C.simulate_period(job_of(case, routing), [packed(order) for order in _executed(whole)], STEPS)
+        simulated = _C.simulate_period(job_of(case, routing), [packed(_executed(order)) for order in whole.orders], STEPS)
     if simulated is None or not simulated.complete:
         verify(whole, hands_over=case.hands_over, barrier=case.barrier)
         raise AssertionError(f"{program.name}: the simulator can't execute what the verifier accepts")
@@ -186,8 +180,8 @@ def _check_fit(program: Program, routing: Routing, case: JobCase) -> None:
             raise CaseError(f"{program.name}: worker {worker} has stages, but {case.name} says that it is lost")
 
 
-def _executed(program: Program) -> list[tuple[Op, ...]]:
-    return [tuple(op for op in order if not op.kind.is_message) for order in program.orders]
+def _executed(order: Iterable[Op]) -> tuple[Op, ...]:
+    return tuple(op for op in order if not op.kind.is_message)
 
 
 def _most_held(order: Iterable[Op]) -> int:

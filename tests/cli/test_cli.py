@@ -40,7 +40,7 @@ def test_every_documented_example_prints_what_the_document_says(folder: Path, ca
     page = Page.read(DOCUMENT)
     (case,) = page.data
     Path("slow.json").write_text(case)
-    assert len(page.examples) == 29
+    assert len(page.examples) == 31
     whole_run(folder / "runs" / "1")
     for example in page.examples:
         program, *arguments = shlex.split(example.command)
@@ -52,7 +52,7 @@ def test_every_documented_example_prints_what_the_document_says(folder: Path, ca
     files = {path.name for path in folder.iterdir()}
     programs, pictures = (
         {"plan.sched", "lowered.sched", "shortest.sched", "robust.sched", "around.sched"},
-        {"plan.svg", "compared.svg", "sweep.svg", "step.svg", "page.svg", "days.svg"},
+        {"plan.svg", "compared.svg", "sweep.svg", "step.svg", "page.svg", "days.svg", "around.svg"},
     )
     assert files == {"runs", "slow.json", "before.json", "step.json", *programs, *pictures}
 

@@ -133,6 +133,30 @@ def test_a_large_plan_is_written_to_a_file_only(folder: Path, capsys: pytest.Cap
     assert capsys.readouterr().err == ("adaptra: --lower: large has 320 workers: expected a job of fewer than a million ops\n")
 
 
+def test_a_plan_is_compared_with_others_in_a_table_and_a_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("slow.json").write_text(json.dumps({**JOB, "lost": [], "slow": {"1.2": 2}}))
+    compared = ("plan", "slow.json", "--compare", "healthy,kept,blocks,turns")
+    table = printed(capsys, *compared, "--picture", "compared.svg")
+    rows = {line.split()[0]: line.split()[1:] for line in table.splitlines() if line.startswith(" ")}
+    assert [*rows][:1] + [*rows][-5:] == ["plan", "healthy", "kept", "blocks", "turns", "adapted"]
+    assert (rows["healthy"][:2], rows["kept"][0]) == (["22", "-"], "42")
+    drawn = Path("compared.svg").read_text()
+    assert all(f">{name}</text>" in drawn for name in ("healthy", "kept", "blocks", "turns", "adapted"))
+    found = json.loads(printed(capsys, *compared, "--json"))
+    periods = {run["name"]: run["period"] for run in found["runs"]}
+    assert [f"{period:.10g}" for period in periods.values()] == [rows[name][0] for name in periods]
+    assert periods["adapted"] == min(period for name, period in periods.items() if name != "healthy") >= found["bound"]
+
+
+def test_a_simulated_program_is_printed_drawn_and_traced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "plan", "job.json", "-o", "plan.sched", "--picture", "plan.svg")
+    shown = printed(capsys, "simulate", "plan.sched", "job.json", "--picture", "s.png", "--trace", "t.json", "--width", "90")
+    assert any(line.startswith("1.2 lost ////") and len(line) == 90 for line in shown.splitlines())
+    assert "period 30" in Path("plan.svg").read_text()
+    assert Path("s.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(Path("t.json").read_text())["otherData"]["format"] == "adaptra-job-trace"
+
+
 def test_a_job_that_takes_no_time_is_planned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("nothing.json").write_text(json.dumps({**JOB, "t_f": 0, "t_i": 0, "t_w": 0, "t_opt": 0}))
     assert "healthy  0: this plan takes no time either\n" in printed(capsys, "plan", "nothing.json", "-o", "plan.sched")
@@ -155,7 +179,16 @@ def test_a_job_that_takes_no_time_is_planned(folder: Path, capsys: pytest.Captur
         (("plan", "pipeline.json", "--replicas", "2", "--slow", "1.2"), "--slow 1.2: expected WORKER=FACTOR such as 1.2=2.0"),
         (("plan", "pipeline.json", "--replicas", "2", "--slow", "1.2=0"), "slow: 0 for worker 6: expected a factor above 0"),
         (("plan", "pipeline.json", "--replicas", "1000000"), "P, S, M: 4,000,000 stages × 6 microbatches are 72,000,000 ops"),
-        (("plan", "job.json", "--compare", "1f1b"), "--compare: job has several replicas: expected a case of one pipeline"),
+        (
+            ("plan", "job.json", "--compare", "1f1b"),
+            "compare '1f1b' for several replicas: expected some of healthy, kept, blocks, turns",
+        ),
+        (("plan", "job.json", "--slow-edge", "1-2"), "--slow-edge: job has several replicas: expected a case of one pipeline"),
+        (("plan", "job.json", "--picture", "plan.pdf"), "plan.pdf: suffix '.pdf': expected .svg or .png"),
+        (
+            ("simulate", "x.sched", "job.json", "--slow-edge", "1-2"),
+            "--slow-edge: job has several replicas: expected a case of one pipeline",
+        ),
         (("plan", "job.json", "--in-flight", "3"), "--in-flight: job has several replicas: expected a case of one pipeline"),
         (("plan", "job.json", "-o", "plan.csv"), "plan.csv: suffix '.csv': expected .sched"),
         (("explain", "job.json", "1f1b"), "1f1b: a schedule of one pipeline: expected the file of a program for job"),

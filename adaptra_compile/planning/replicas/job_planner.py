@@ -35,7 +35,14 @@ _SMALL: Final = 4096
 """Workers times microbatches of the largest jobs for which they are compared."""
 
 
-def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None = None, seed: int = 0) -> Program:
+def plan_job(
+    case: JobCase,
+    *,
+    effort: int | None = None,
+    budget: float | None = None,
+    seed: int = 0,
+    routing: Routing | None = None,
+) -> Program:
     """Find the program of several replicas with the shortest period that the search finds.
 
     Without a budget the same arguments give the same program on every machine.
@@ -45,6 +52,7 @@ def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None =
         effort: About how many ops to schedule; :data:`EFFORT` by default, and no limit with a budget.
         budget: Seconds to search. A first program is found even with the shortest budget.
         seed: Seed of all random choices.
+        routing: The routing to use; by default the best of those that the planner knows.
 
     Raises:
         PlanError: The budget is not above 0, or no order was found that keeps the case's memory limit.
@@ -53,7 +61,7 @@ def plan_job(case: JobCase, *, effort: int | None = None, budget: float | None =
         raise PlanError(f"budget of {budget} seconds: expected a positive number")
     ends = None if budget is None else time.perf_counter() + _SEARCHED * budget
     effort = effort or (EFFORT if budget is None else _UNLIMITED)
-    tries = _tries(case)
+    tries = _tries(case) if routing is None else [_Try(case, routing, period_bound(case, routing).value)]
     best: _Try | None = None
     # Each routing for a while, and then the best ones for longer.
     for turn, (number, part) in enumerate(((len(tries), 0.4), (4, 0.5), (2, 1.0))):

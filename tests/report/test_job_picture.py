@@ -1,0 +1,170 @@
+"""Pictures, texts and traces of several replicas: rows, colours of homes, the period, and workers that are alike."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from jobs import even_case
+
+from adaptra.errors import ReportError
+from adaptra.passes.route import share_evenly
+from adaptra.planning.replicas.job_planner import plan_job
+from adaptra.program import Kind
+from adaptra.report.job_picture import STEPS_SHOWN, UPDATES, colour_of, draw_jobs
+from adaptra.report.job_rows import MOST_ROWS, job_rows, render_job
+from adaptra.report.job_trace import job_trace, write_job_trace
+from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.period import PeriodicSimulation, simulate_period
+
+SVG = "{http://www.w3.org/2000/svg}"
+LOST = replace(even_case(3, 4, 6, 3.0), lost=frozenset({6}))
+
+
+def planned(case: JobCase) -> PeriodicSimulation:
+    routing = share_evenly(case, in_turns=False)
+    return simulate_period(plan_job(case, effort=20_000, routing=routing), case)
+
+
+def texts(svg: Path) -> list[str]:
+    return ["".join(node.itertext()).strip() for node in ET.parse(svg).iter(f"{SVG}text")]
+
+
+def boxes(svg: Path) -> Counter[tuple[str, str]]:
+    """The number of boxes by fill and line colour."""
+    found: Counter[tuple[str, str]] = Counter()
+    for node in ET.parse(svg).iter(f"{SVG}path"):
+        style = dict(part.strip().split(": ", 1) for part in node.get("style", "").split(";") if ": " in part)
+        found[style.get("fill", ""), style.get("stroke", "")] += 1
+    return found
+
+
+def test_foreign_microbatches_have_the_colour_of_their_home_and_a_line(tmp_path: Path) -> None:
+    draw_jobs([("one lost", planned(LOST))], tmp_path / "t.svg")
+    found = boxes(tmp_path / "t.svg")
+    for kind in (Kind.F, Kind.I, Kind.W):
+        # Replica 1 gives the 6 microbatches of its lost stage to the workers of others, in each of the steps shown.
+        colour = colour_of(1, kind).lower()
+        assert found[colour, "#111111"] == 6 * STEPS_SHOWN
+        assert found[colour, "#ffffff"] == 3 * 6 * STEPS_SHOWN
+        own = colour_of(0, kind).lower()
+        assert (found[own, "#ffffff"], found[own, "#111111"]) == (4 * 6 * STEPS_SHOWN, 0)
+    assert found[UPDATES[Kind.STEP].lower(), "#ffffff"] == 11 * STEPS_SHOWN
+
+
+def test_each_worker_has_a_row_that_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+    case = replace(LOST, slow={9: 2.0})
+    draw_jobs([("hurt", planned(case))], tmp_path / "t.svg", title="Two workers")
+    found = texts(tmp_path / "t.svg")
+    names = [text for text in found if text[:3] in {f"{replica}.{stage}" for replica in range(3) for stage in range(4)}]
+    assert names == ["0.0", "0.1", "0.2", "0.3", "1.0", "1.1", "1.2 lost", "1.3", "2.0", "2.1 2× slow", "2.2", "2.3"]
+    assert {"Two workers", "hurt", "lost", "replica 0", "replica 1", "replica 2", "outlined: another replica's"} <= set(found)
+
+
+def test_the_period_is_marked_and_compared_with_the_first_program(tmp_path: Path) -> None:
+    healthy = even_case(3, 4, 6, 3.0)
+    draw_jobs([("healthy", planned(healthy)), ("lost", planned(LOST))], tmp_path / "t.svg")
+    found = texts(tmp_path / "t.svg")
+    assert {"period 22", "period 30"} <= set(found)
+    assert any("12 workers, none lost or slow · period 22 ·" in text for text in found)
+    assert any("12 workers, 1 lost · period 30 (+36.4 %) ·" in text for text in found)
+
+
+def test_a_healthy_job_outlines_nothing(tmp_path: Path) -> None:
+    draw_jobs([("healthy", planned(even_case(2, 2, 3)))], tmp_path / "t.svg")
+    assert not any(line == "#111111" for _, line in boxes(tmp_path / "t.svg"))
+    assert not {"lost", "outlined: another replica's", "STEP"} & set(texts(tmp_path / "t.svg"))
+
+
+def test_the_same_programs_give_the_same_file(tmp_path: Path) -> None:
+    simulated = planned(LOST)
+    for name in ("a.svg", "b.svg"):
+        draw_jobs([("t", simulated)], tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_nothing_to_draw_and_unknown_suffixes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match="no program to draw: expected at least one"):
+        draw_jobs([], tmp_path / "t.svg")
+    with pytest.raises(ReportError, match=r"t\.pdf: suffix '\.pdf': expected \.svg or \.png"):
+        draw_jobs([("t", planned(LOST))], tmp_path / "t.pdf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_many_replicas_that_are_alike_one_is_drawn(tmp_path: Path) -> None:
+    case = replace(even_case(183, 4, 8), lost=frozenset({6}))
+    simulated = planned(case)
+    shown = job_rows(simulated)
+    apart = {op.replica for order in simulated.program.orders for op in order if op.replica is not None} - set(shown.stands_for)
+    assert len(shown.rows) <= MOST_ROWS
+    assert max(shown.stands_for.values()) == 183 - (len(shown.stands_for) - 1)
+    assert (len(apart), shown.hidden) == (max(shown.stands_for.values()) - 1, 0)
+    draw_jobs([("many", simulated)], tmp_path / "t.svg")
+    assert f"stands for {max(shown.stands_for.values())} replicas" in texts(tmp_path / "t.svg")
+    assert f"the next replica stands for {max(shown.stands_for.values())}" in render_job(simulated)
+
+
+def test_replicas_with_lost_workers_come_first_where_room_ends(tmp_path: Path) -> None:
+    case = replace(even_case(60, 2, 40), lost=frozenset({118}))
+    shown = job_rows(planned(case), most=20)
+    assert len(shown.rows) == 20
+    assert 59 in shown.stands_for
+    assert shown.hidden == 60 - sum(shown.stands_for.values()) > 0
+
+
+def test_text_shows_lost_workers_and_small_letters_for_foreign_ops() -> None:
+    lines = render_job(planned(LOST), width=150).splitlines()
+    rows = {line.split(" ")[0]: line for line in lines[1:]}
+    assert lines[0].startswith("two steps, to ")
+    assert set(rows["1.2"].removeprefix("1.2 lost ")) == {"/"}
+    assert all(len(line) == 150 for line in rows.values())
+    assert all(letter in rows["0.2"] + rows["2.2"] for letter in "fiwS")
+    assert not any(letter in rows["0.0"] + rows["1.3"] for letter in "fiw")
+
+
+def test_text_refuses_a_width_that_shows_nothing() -> None:
+    with pytest.raises(ReportError, match=r"^width 39: expected at least 40 characters$"):
+        render_job(planned(LOST), width=39)
+
+
+def test_a_trace_names_workers_and_homes_and_has_all_ops(tmp_path: Path) -> None:
+    simulated = planned(LOST)
+    write_job_trace(simulated, tmp_path / "t.json")
+    data = json.loads((tmp_path / "t.json").read_text())
+    assert data == json.loads(json.dumps(job_trace(simulated)))
+    assert (data["otherData"]["format"], data["otherData"]["period"]) == ("adaptra-job-trace", 30.0)
+    assert JobCase.from_json(data["otherData"]["case"]) == LOST
+    names = {event["args"]["name"] for event in data["traceEvents"] if event["ph"] == "M"}
+    assert {"replica 1", "worker 6 (1.2 lost)", "worker 2 (0.2)"} <= names
+    slices = [event for event in data["traceEvents"] if event["ph"] == "X"]
+    assert len(slices) == STEPS_SHOWN * (3 * 3 * 4 * 6 + 2 * 11)
+    foreign = [event for event in slices if event["name"].endswith(" of replica 1")]
+    assert len(foreign) == STEPS_SHOWN * 3 * 6
+    assert all(event["args"]["home"] == 1 and event["pid"] != 2 for event in foreign)
+
+
+def test_arrows_of_a_trace_begin_and_end_in_ops_of_neighbouring_stages() -> None:
+    events = job_trace(planned(LOST))["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X" and event["dur"] > 0]
+
+    def under(flow: dict[str, float]) -> str:
+        (found,) = [
+            event["args"]["op"]
+            for event in slices
+            if (event["pid"], event["tid"]) == (flow["pid"], flow["tid"])
+            and event["ts"] < flow["ts"] < event["ts"] + event["dur"]
+        ]
+        return found
+
+    arrows: dict[int, list[str]] = {}
+    for event in events:
+        if event["ph"] in "sf":
+            arrows.setdefault(event["id"], []).append(under(event))
+    # Forwards and backwards, over 3 edges, for 6 microbatches of 3 replicas.
+    assert len(arrows) == STEPS_SHOWN * 2 * 3 * 6 * 3
+    assert ["1:1F0", "1:2F0"] in arrows.values()
+    assert ["1:2I0", "1:1I0"] in arrows.values()
