@@ -103,8 +103,9 @@ def _large_plan(options: Namespace, plan: LargePlan) -> str:
     from adaptra.planning.replicas.large_jobs import plan_large
 
     case = plan.case
-    if options.lower:
-        raise PlanError(f"--lower: {case.name} has {case.workers} workers: expected a job of fewer than a million ops")
+    for name in ("lower", "picture", "compare"):
+        if getattr(options, name):
+            raise PlanError(f"--{name}: {case.name} has {case.workers} workers: expected a job of fewer than a million ops")
     whole = plan if case.is_healthy else plan_large(replace(case, lost=frozenset()), budget=options.budget)
     assert whole is not None, "what is planned with lost workers is planned without"
     if options.output is not None:

@@ -40,7 +40,7 @@ def test_every_documented_example_prints_what_the_document_says(folder: Path, ca
     page = Page.read(DOCUMENT)
     (case,) = page.data
     Path("slow.json").write_text(case)
-    assert len(page.examples) == 31
+    assert len(page.examples) == 30
     whole_run(folder / "runs" / "1")
     for example in page.examples:
         program, *arguments = shlex.split(example.command)

@@ -129,8 +129,9 @@ def test_a_large_plan_is_written_to_a_file_only(folder: Path, capsys: pytest.Cap
     text = Path("large.sched").read_text()
     assert text.startswith("schedule adapted version=2 stages=8 microbatches=1100\nworkers 0,1,2,3,4,5,6,7 ")
     assert "-o FILE writes it" in printed(capsys, "plan", "large.json")
-    assert main(["plan", "large.json", "--lower"]) == 2
-    assert capsys.readouterr().err == ("adaptra: --lower: large has 320 workers: expected a job of fewer than a million ops\n")
+    for option in (["--lower"], ["--picture", "large.svg"], ["--compare", "healthy"]):
+        error = refused(capsys, "plan", "large.json", *option)
+        assert error == f"adaptra: {option[0]}: large has 320 workers: expected a job of fewer than a million ops\n"
 
 
 def test_a_plan_is_compared_with_others_in_a_table_and_a_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
