@@ -18,6 +18,8 @@ from adaptra.simulation.case_fields import CaseFields
 from adaptra.simulation.cost import Blocking, Case, CostModel, placement_lists
 
 FORMAT_VERSION: Final = 2
+_MOST_WORKERS: Final = 100_000
+"""The most workers of a case. More are refused before they fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,8 @@ class JobCase:
             raise CaseError(f"mem_cap {list(self.memory)}: expected one number for each of {self.ranks} ranks")
         if self.cost.half_duplex or self.cost.blocking is not Blocking.NONE:
             raise CaseError(f"{self.name}: duplex or blocking_comm: expected neither with several replicas")
+        if self.workers > _MOST_WORKERS:
+            raise CaseError(f"P, S: {self.workers:,} workers: expected at most {_MOST_WORKERS:,}")
         if refused := refuse_size(self.replicas * self.stages, self.microbatches):
             raise CaseError(f"P, S, M: {refused}")
         for what, workers in (("slow", self.slow), ("ports", self.ports), ("lost", self.lost)):

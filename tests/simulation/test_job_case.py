@@ -55,6 +55,7 @@ def test_a_link_within_a_worker_takes_no_time() -> None:
         ({"P": None}, r"^P: expected a whole number of at least 1, got None$"),
         ({"P": 0}, r"^P: expected a whole number of at least 1, got 0$"),
         ({"P": 2_000_000}, r"^P: expected at most 1000000, got 2000000$"),
+        ({"P": 500_000, "M": 1}, r"^P, S: 1,000,000 workers: expected at most 100,000$"),
         ({"P": 1000, "S": 1000, "M": 1000}, r"^P, S, M: 1,000,000 stages × 1,000 microbatches are 3,000,000,000 ops"),
         ({"t_f": -1}, r"^t_f\[0\] is -1.0: expected a finite number that is not negative$"),
         ({"t_f": [1]}, r"^t_f: expected a number or a list of 2, got a list of 1$"),
