@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -14,6 +15,8 @@ from adaptra.report.files import check_suffix, write_whole
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
 SUFFIXES: Final = (".svg", ".png")
 TEXT: Final = "#222222"
@@ -23,6 +26,8 @@ LANE: Final = 0.30
 """The height of a lane in inches."""
 GAP: Final = 0.13
 """The gap between lanes in inches."""
+_RIGHT, _AXIS, _POINTS = 0.25, 0.55, 72.0
+_LEGEND_LINE, _LEGEND_KEY, _LEGEND_LETTER = 0.2, 0.45, 0.077
 _LEAST_WIDTH, _MOST_WIDTH, _WIDTH_PER_OP = 9.0, 30.0, 0.19
 
 
@@ -35,6 +40,22 @@ class Box(NamedTuple):
     ink: str
     text: str
     edge: str = "white"
+
+
+class PanelAxes(NamedTuple):
+    """A panel of a figure.
+
+    Attributes:
+        axes: Its axes, with the lanes from above in inches.
+        last: Whether it is the lowest one.
+        points_per_time: The width of a unit of time, in points.
+        narrow: The width of a narrow box, in points.
+    """
+
+    axes: Axes
+    last: bool
+    points_per_time: float
+    narrow: float
 
 
 def write_figure(path: str | Path, compose: Callable[[Figure], None], *, dpi: int = 150) -> None:
@@ -61,14 +82,65 @@ def write_figure(path: str | Path, compose: Callable[[Figure], None], *, dpi: in
     write_whole(path, buffer.getvalue())
 
 
-def narrow_length(lengths: Sequence[float], whole: float) -> float:
-    """Return the length of a narrow box, below which a fifth of all are; ``whole`` if there is no box."""
-    return sorted(lengths)[len(lengths) // 5] if lengths else whole
+def add_panels(
+    figure: Figure,
+    heights: Sequence[float],
+    lengths: Sequence[float],
+    end: float,
+    handles: Sequence[Patch | Line2D],
+    *,
+    title: str | None,
+    left: float,
+    heading: float,
+) -> Iterator[PanelAxes]:
+    """Size a figure of panels below each other on the same time axis, with a title and a legend, and yield each panel.
+
+    Args:
+        figure: The empty figure.
+        heights: The height of each panel in inches.
+        lengths: The lengths of all boxes in time.
+        end: The end of the time axis.
+        handles: The entries of the legend.
+        title: A heading of the figure.
+        left: Inches on the left for the names of lanes.
+        heading: Inches above each panel for its own heading.
+    """
+    whole = end or 1.0
+    narrow = sorted(lengths)[len(lengths) // 5] if lengths else whole  # a fifth of all boxes are narrower
+    plot = min(_MOST_WIDTH, max(_LEAST_WIDTH, _WIDTH_PER_OP * whole / narrow)) - left - _RIGHT
+    lines = math.ceil(sum(_LEGEND_KEY + _LEGEND_LETTER * len(str(handle.get_label())) for handle in handles) / plot)
+    above = 0.08 + (0.3 if title else 0.0)
+    head = above + _LEGEND_LINE * lines
+    width, height = plot + left + _RIGHT, head + sum(heading + one for one in heights) + _AXIS
+    figure.set_size_inches(width, height)
+    if title:
+        figure.text(left / width, 1 - 0.12 / height, title, va="top", fontsize=13, weight="bold", color=TEXT)
+    figure.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(left / width, 1 - above / height), borderaxespad=0, borderpad=0,
+        ncols=math.ceil(len(handles) / lines), frameon=False, fontsize=9, handlelength=1.5, handletextpad=0.5,
+        columnspacing=1.4, labelcolor=TEXT,
+    )  # fmt: skip
+    points_per_time = plot * _POINTS / (whole * 1.005)
+    top = head
+    for index, panel in enumerate(heights):
+        top += heading
+        axes = figure.add_axes((left / width, 1 - (top + panel) / height, plot / width, panel / height))
+        axes.set_xlim(0, whole * 1.005)
+        axes.set_ylim(panel, 0)
+        yield PanelAxes(axes, index == len(heights) - 1, points_per_time, narrow * points_per_time)
+        top += panel
 
 
-def figure_width(whole: float, narrow: float) -> float:
-    """Return the width in inches of a picture in which a narrow box has room for its number."""
-    return min(_MOST_WIDTH, max(_LEAST_WIDTH, _WIDTH_PER_OP * whole / narrow))
+def frame(axes: Axes, lanes: Sequence[float], names: Sequence[str], time: str | None) -> None:
+    """Name the lanes of a panel, and its time axis if it has a name."""
+    axes.set_facecolor(GROUND)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_yticks([lane + LANE / 2 for lane in lanes], names, fontsize=9, color=TEXT)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelbottom=time is not None, length=3 if time else 0, colors=TEXT, labelsize=9)
+    if time:
+        axes.set_xlabel(time, fontsize=9, color=TEXT)
 
 
 def number_size(points: float, microbatches: int) -> float:

@@ -6,7 +6,6 @@ kind: F, then I, then W. So an op of another replica's microbatch stands out in 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +15,14 @@ from adaptra.errors import ReportError
 from adaptra.program import Kind
 from adaptra.report.drawing import (
     GAP,
-    GROUND,
     LANE,
     SUFFIXES,
     TEXT,
     Box,
+    add_panels,
     draw_boxes,
-    figure_width,
+    frame,
     lighter,
-    narrow_length,
     number_size,
     signed,
     write_figure,
@@ -51,9 +49,7 @@ _PERIOD: Final = "#B3261E"
 _MOST_HOMES: Final = 8
 
 # Inches, as everything below that is not a time.
-_LEFT, _RIGHT, _TITLE, _NOTE, _AXIS, _REPLICA_GAP = 1.35, 0.25, 0.5, 0.22, 0.55, 0.16
-_LEGEND_LINE, _LEGEND_KEY, _LEGEND_LETTER = 0.2, 0.45, 0.077
-_POINTS = 72.0
+_LEFT, _TITLE, _NOTE, _REPLICA_GAP = 1.35, 0.5, 0.22, 0.16
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,50 +110,21 @@ def _panel(title: str, simulated: PeriodicSimulation) -> _JobPanel:
 
 
 def _compose(figure: Figure, panels: Sequence[_JobPanel], title: str | None) -> None:
-    whole = max(panel.end for panel in panels) or 1.0
     rows = [(panel, row) for panel in panels for row in range(len(panel.lanes))]
     lengths = [i.end - i.start for panel, row in rows for i in panel.intervals(row) if i.end > i.start]
-    narrow = narrow_length(lengths, whole)
-    plot = figure_width(whole, narrow) - _LEFT - _RIGHT
-    handles = _legend(panels)
-    lines = math.ceil(sum(_LEGEND_KEY + _LEGEND_LETTER * len(str(handle.get_label())) for handle in handles) / plot)
-    above = 0.08 + (0.3 if title else 0.0)
-    head = above + _LEGEND_LINE * lines
-    width, height = plot + _LEFT + _RIGHT, head + sum(_TITLE + panel.height for panel in panels) + _AXIS
-    figure.set_size_inches(width, height)
-    if title:
-        figure.text(_LEFT / width, 1 - 0.12 / height, title, va="top", fontsize=13, weight="bold", color=TEXT)
-    figure.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(_LEFT / width, 1 - above / height), borderaxespad=0, borderpad=0,
-        ncols=math.ceil(len(handles) / lines), frameon=False, fontsize=9, handlelength=1.5, handletextpad=0.5,
-        columnspacing=1.4, labelcolor=TEXT,
-    )  # fmt: skip
-    points_per_time = plot * _POINTS / (whole * 1.005)
-    size = number_size(narrow * points_per_time, max(panel.simulated.case.microbatches for panel in panels))
-    top = head
-    for index, panel in enumerate(panels):
-        top += _TITLE
-        bottom = 1 - (top + panel.height) / height
-        axes = figure.add_axes((_LEFT / width, bottom, plot / width, panel.height / height))
-        axes.set_xlim(0, whole * 1.005)
-        axes.set_ylim(panel.height, 0)
-        _frame(axes, panel, index == len(panels) - 1)
+    end, heights = max(panel.end for panel in panels), [panel.height for panel in panels]
+    microbatches = max(panel.simulated.case.microbatches for panel in panels)
+    sheet = add_panels(figure, heights, lengths, end, _legend(panels), title=title, left=_LEFT, heading=_TITLE)
+    for panel, here in zip(panels, sheet, strict=True):
+        _frame(here.axes, panel, here.last)
         for row in range(len(panel.lanes)):
-            _row(axes, panel, row, points_per_time, size)
-        _period(axes, panel)
-        _heading(axes, panel, panels[0] if index else None)
-        top += panel.height
+            _row(here.axes, panel, row, here.points_per_time, number_size(here.narrow, microbatches))
+        _period(here.axes, panel)
+        _heading(here.axes, panel, None if panel is panels[0] else panels[0])
 
 
 def _frame(axes: Axes, panel: _JobPanel, last: bool) -> None:
-    axes.set_facecolor(GROUND)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    axes.set_yticks([lane + LANE / 2 for lane in panel.lanes], [row.name for row in panel.shown.rows], fontsize=9, color=TEXT)
-    axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelbottom=last, length=3 if last else 0, colors=TEXT, labelsize=9)
-    if last:
-        axes.set_xlabel("time (the case's unit)", fontsize=9, color=TEXT)
+    frame(axes, panel.lanes, [row.name for row in panel.shown.rows], "time (the case's unit)" if last else None)
     for replica, number in panel.shown.stands_for.items():
         if number > 1:
             lane = next(lane for lane, row in zip(panel.lanes, panel.shown.rows, strict=True) if row.replica == replica)

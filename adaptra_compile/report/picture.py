@@ -6,7 +6,6 @@ waits. Messages are lines from the sender's lane to the receiver's. Those of slo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +15,14 @@ from adaptra.errors import ReportError
 from adaptra.program import Kind
 from adaptra.report.drawing import (
     GAP,
-    GROUND,
     LANE,
     SUFFIXES,
     TEXT,
     Box,
+    add_panels,
     draw_boxes,
-    figure_width,
+    frame,
     lighter,
-    narrow_length,
     number_size,
     signed,
     write_figure,
@@ -49,9 +47,7 @@ _SLOW_GROUND: Final = "#F6E4F1"
 
 # Inches, as everything below that is not a time.
 _SLOW_GAP = 0.46
-_LEFT, _RIGHT, _PANEL_TITLE, _AXIS = 0.95, 0.25, 0.36, 0.55
-_LEGEND_LINE, _LEGEND_KEY, _LEGEND_LETTER = 0.2, 0.45, 0.077
-_POINTS = 72.0
+_LEFT, _PANEL_TITLE = 0.95, 0.36
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,55 +136,26 @@ def _panel(name: str, timeline: Timeline, scale: float, slow: frozenset[tuple[in
 
 
 def _compose(figure: Figure, panels: Sequence[_Panel], slow: frozenset[tuple[int, int]], title: str | None) -> None:
-    whole = max(panel.end for panel in panels) or 1.0
     lengths = [(i.end - i.start) * p.scale for p in panels for i in p.timeline if i.end > i.start]
-    narrow = narrow_length(lengths, whole)
-    plot = figure_width(whole, narrow) - _LEFT - _RIGHT
-    handles = _legend(panels, slow)
-    lines = math.ceil(sum(_LEGEND_KEY + _LEGEND_LETTER * len(str(handle.get_label())) for handle in handles) / plot)
-    above = 0.08 + (0.3 if title else 0.0)
-    head = above + _LEGEND_LINE * lines
-    width, height = plot + _LEFT + _RIGHT, head + sum(_PANEL_TITLE + panel.height for panel in panels) + _AXIS
-    figure.set_size_inches(width, height)
-    if title:
-        figure.text(_LEFT / width, 1 - 0.12 / height, title, va="top", fontsize=13, weight="bold", color=TEXT)
-    figure.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(_LEFT / width, 1 - above / height), borderaxespad=0, borderpad=0,
-        ncols=math.ceil(len(handles) / lines), frameon=False, fontsize=9, handlelength=1.5, handletextpad=0.5,
-        columnspacing=1.4, labelcolor=TEXT,
-    )  # fmt: skip
-    points_per_time = plot * _POINTS / (whole * 1.005)
-    size = number_size(narrow * points_per_time, max(panel.timeline.program.microbatches for panel in panels))
-    top = head
-    for index, panel in enumerate(panels):
-        top += _PANEL_TITLE
-        bottom = 1 - (top + panel.height) / height
-        axes = figure.add_axes((_LEFT / width, bottom, plot / width, panel.height / height))
-        axes.set_xlim(0, whole * 1.005)
-        axes.set_ylim(panel.height, 0)
-        last = index == len(panels) - 1
-        _frame(axes, panel, last, bool(panel.timeline.seconds_per_unit))
-        _lanes(axes, panel)
-        _messages(axes, panel, slow)
-        _ops(axes, panel, points_per_time, size)
-        _heading(axes, panel, panels[0] if index else None)
-        top += panel.height
+    end, heights = max(panel.end for panel in panels), [panel.height for panel in panels]
+    microbatches = max(panel.timeline.program.microbatches for panel in panels)
+    sheet = add_panels(figure, heights, lengths, end, _legend(panels, slow), title=title, left=_LEFT, heading=_PANEL_TITLE)
+    for panel, here in zip(panels, sheet, strict=True):
+        _frame(here.axes, panel, here.last)
+        _lanes(here.axes, panel)
+        _messages(here.axes, panel, slow)
+        _ops(here.axes, panel, here.points_per_time, number_size(here.narrow, microbatches))
+        _heading(here.axes, panel, None if panel is panels[0] else panels[0])
 
 
-def _frame(axes: Axes, panel: _Panel, last: bool, known_unit: bool) -> None:
-    axes.set_facecolor(GROUND)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+def _frame(axes: Axes, panel: _Panel, last: bool) -> None:
     stages_of = [[s for s, r in enumerate(panel.timeline.program.placement) if r == rank] for rank in range(len(panel.lanes))]
     labels = [
         f"rank {rank}" if stages == [rank] else f"rank {rank} ({'+'.join(map(str, stages))})"
         for rank, stages in enumerate(stages_of)
     ]
-    axes.set_yticks([lane + LANE / 2 for lane in panel.lanes], labels, fontsize=9, color=TEXT)
-    axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelbottom=last, length=3 if last else 0, colors=TEXT, labelsize=9)
-    if last:
-        axes.set_xlabel("time (ms)" if known_unit else "time (the case's unit)", fontsize=9, color=TEXT)
+    time = "time (ms)" if panel.timeline.seconds_per_unit else "time (the case's unit)"
+    frame(axes, panel.lanes, labels, time if last else None)
     for upper, lower, names in panel.gaps:
         axes.axhspan(upper, lower, color=_SLOW_GROUND, linewidth=0, zorder=0.5)
         axes.annotate(

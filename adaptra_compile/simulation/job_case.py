@@ -96,17 +96,7 @@ class JobCase:
             raise CaseError(f"P, S: {self.workers:,} workers: expected at most {_MOST_WORKERS:,}")
         if refused := refuse_size(self.replicas * self.stages, self.microbatches):
             raise CaseError(f"P, S, M: {refused}")
-        for what, workers in (("slow", self.slow), ("ports", self.ports), ("lost", self.lost)):
-            for worker in workers:
-                self._check_worker(what, worker)
-        for source, destination in self.links:
-            self._check_worker("links", source)
-            self._check_worker("links", destination)
-        for worker, factor in self.slow.items():
-            if not factor > 0:
-                raise CaseError(
-                    f"slow: {factor:g} for worker {worker}: expected a factor above 0, such as 2 for half the speed"
-                )
+        self._check_workers()
         for stage in range(self.stages):
             column = [self.worker(replica, stage) for replica in range(self.replicas)]
             if self.lost.issuperset(column):
@@ -263,6 +253,19 @@ class JobCase:
             "placement": placement_lists(self.placement),
             "barrier": self.barrier,
         }
+
+    def _check_workers(self) -> None:
+        for what, workers in (("slow", self.slow), ("ports", self.ports), ("lost", self.lost)):
+            for worker in workers:
+                self._check_worker(what, worker)
+        for source, destination in self.links:
+            self._check_worker("links", source)
+            self._check_worker("links", destination)
+        for worker, factor in self.slow.items():
+            if not factor > 0:
+                raise CaseError(
+                    f"slow: {factor:g} for worker {worker}: expected a factor above 0, such as 2 for half the speed"
+                )
 
     def _check_worker(self, what: str, worker: int) -> None:
         if not 0 <= worker < self.workers:
