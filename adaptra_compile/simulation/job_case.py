@@ -92,10 +92,10 @@ class JobCase:
             raise CaseError(f"mem_cap {list(self.memory)}: expected one number for each of {self.ranks} ranks")
         if self.cost.half_duplex or self.cost.blocking is not Blocking.NONE:
             raise CaseError(f"{self.name}: duplex or blocking_comm: expected neither with several replicas")
-        if self.workers > _MOST_WORKERS:
-            raise CaseError(f"P, S: {self.workers:,} workers: expected at most {_MOST_WORKERS:,}")
         if refused := refuse_size(self.replicas * self.stages, self.microbatches):
             raise CaseError(f"P, S, M: {refused}")
+        if self.workers > _MOST_WORKERS:
+            raise CaseError(f"P, S: {self.workers:,} workers: expected at most {_MOST_WORKERS:,}")
         self._check_workers()
         for stage in range(self.stages):
             column = [self.worker(replica, stage) for replica in range(self.replicas)]

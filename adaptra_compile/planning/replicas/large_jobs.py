@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,6 +32,8 @@ LARGE: Final = 1_000_000
 _EFFORT: Final = 200_000
 """The search's effort for one replica, in ops scheduled. It ends much earlier if it reaches its bound."""
 _NAME: Final = "adapted"
+_NEAR: Final = 1.03
+"""How much longer than the work of the busiest worker a good period is at most."""
 _ROOMY: Final = 4
 """How often the room for guests and put-off W must fit into memory for a plan that keeps it free to be good."""
 _SLACKS: Final = (0.5, 1.0, 2.0)
@@ -63,12 +65,13 @@ class LargePlan:
     @cached_property
     def held(self) -> int:
         """The most microbatches that a worker holds."""
-        return max(
-            map(
-                _most_held,
-                {*self._healthy, *(order for orders in self._homes.values() for order in orders)} | {*self._hosts.values()},
-            )
+        of_homes = (
+            order
+            for replica, orders in self._homes.items()
+            for stage, order in enumerate(orders)
+            if self.case.worker(replica, stage) not in self.case.lost
         )
+        return max(map(_most_held, {*self._healthy, *of_homes, *self._hosts.values()}))
 
     def __str__(self) -> str:
         """Return the text form of the program."""
@@ -92,11 +95,12 @@ class LargePlan:
 def plan_large(case: JobCase, *, budget: float | None = None) -> LargePlan | None:
     """Plan a large job: without slow workers, links of their own or narrow ones, and with most replicas whole.
 
-    Without a budget the first plan is returned, which is the same on every machine.
+    Without a budget the first plan is returned that is near the work of the busiest worker, or the best of all tries. It is the
+    same on every machine.
 
     Args:
         case: The case.
-        budget: Seconds in which to look for better plans after the first.
+        budget: Seconds after which nothing better is looked for.
 
     Returns:
         The plan, or None if the case is another one or memory has no room for microbatches of others.
@@ -112,7 +116,7 @@ def plan_large(case: JobCase, *, budget: float | None = None) -> LargePlan | Non
         found = inserter.plan(reserve, slack)
         if found is not None and (best is None or found.period < best.period):
             best = found
-        if best is not None and (end is None or time.monotonic() >= end):
+        if best is not None and (best.period <= inserter.near if end is None else time.monotonic() >= end):
             break
     return best
 
@@ -183,15 +187,26 @@ class _Inserter:
         self._memory = list(case.memory or (case.replicas * case.microbatches,) * case.stages)
         self._planned: dict[object, tuple[float, Sequence[bytes]] | None] = {}
 
+    @cached_property
+    def _guests(self) -> list[int]:
+        """The most microbatches of others that a worker computes, per stage."""
+        guests = Counter((stage, host) for _, stage, _, host in self._foreign)
+        return [max((n for (at, _), n in guests.items() if at == stage), default=0) for stage in range(self._case.stages)]
+
+    @property
+    def near(self) -> float:
+        """A period that is a little longer than the work of the busiest worker."""
+        case, cost = self._case, self._case.cost
+        ops = map(sum, zip(cost.forward, cost.input_grad, cost.weight_grad, strict=True))
+        stages = zip(self._guests, ops, case.step, case.reduce, strict=True)
+        return _NEAR * max((case.microbatches + guests) * once + step + reduce for guests, once, step, reduce in stages)
+
     def reserves(self) -> Iterator[tuple[int, ...]]:
         """Yield, per stage, room that hosts keep free: for guests, and mostly for W that are put off for them as well.
 
         What is most likely good comes first. Where memory is tight, that is room for guests only.
         """
-        case, guests = self._case, defaultdict[tuple[int, int], int](int)
-        for _, stage, _, host in self._foreign:
-            guests[stage, host] += 1
-        most = [max((count for (at, _), count in guests.items() if at == stage), default=0) for stage in range(case.stages)]
+        case, most = self._case, self._guests
         ops = zip(most, case.cost.forward, case.cost.input_grad, case.cost.weight_grad, strict=True)
         full = [
             count + (math.ceil(count * (forward + input_grad) / weight_grad) if weight_grad > 0 else 0)

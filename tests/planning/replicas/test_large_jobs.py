@@ -26,6 +26,7 @@ def check(case: JobCase) -> LargePlan | None:
     verify(program, hands_over=case.hands_over)
     simulated = simulate_period(program, case)
     assert not simulated.over_memory
+    assert plan.held == max(simulated.held)
     assert plan.bound.value * (1 - 1e-9) <= simulated.period <= plan.period * (1 + 1e-9)
     assert all(plan.order_of(worker) == order for worker, order in enumerate(program.orders))
     return plan
