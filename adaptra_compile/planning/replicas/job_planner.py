@@ -15,7 +15,7 @@ from adaptra.errors import PlanError
 from adaptra.passes.detour import detours
 from adaptra.passes.route import share_evenly
 from adaptra.planning.replicas.alike_replicas import MergedJob, merge_alike
-from adaptra.planning.replicas.period_bound import PeriodBoundKind, period_bound
+from adaptra.planning.replicas.period_bound import period_bound
 from adaptra.program import Op, Program
 from adaptra.program.routing import Routing
 from adaptra.simulation.job_case import JobCase
@@ -29,6 +29,8 @@ _SEARCHED: Final = 0.9
 """The part of a budget after which the search ends, so that the program is made within the rest."""
 _LEAST: Final = 1e-6
 _MOST_TRIES: Final = 12
+_NARROW: Final = (1.0, 0.5)
+"""Parts of the period for which messages may occupy a link before detours are tried. A busy link delays messages in queues."""
 _PAUSES: Final = 12
 """The number of pauses of slow workers and narrow ports for which shares are compared."""
 _SMALL: Final = 4096
@@ -130,11 +132,15 @@ def _once(case: JobCase) -> float:
 
 
 def _detoured(case: JobCase, routing: Routing) -> Iterator[Routing]:
-    """Yield routings with detours, if a link binds."""
-    bound = period_bound(case, routing)
-    if bound.kind is PeriodBoundKind.LINK:
-        free = replace(case, cost=replace(case.cost, occupancy_forward=_none(case), occupancy_backward=_none(case)), links={})
-        yield from detours(case, routing, period_bound(free, routing).value)
+    """Yield routings with detours, if messages occupy a link for a good part of the period."""
+    if not any(link.occupancy for link in case.links.values()) and not any(
+        (*case.cost.occupancy_forward, *case.cost.occupancy_backward)
+    ):
+        return
+    free = replace(case, cost=replace(case.cost, occupancy_forward=_none(case), occupancy_backward=_none(case)), links={})
+    limit = period_bound(free, routing).value
+    for part in _NARROW:
+        yield from detours(case, routing, limit * part)
 
 
 def _none(case: JobCase) -> tuple[float, ...]:

@@ -17,7 +17,7 @@ from adaptra.planning.replicas.period_bound import flow_bound, period_bound
 from adaptra.program.placement import v_shaped
 from adaptra.program.verify import verify
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.job_case import JobCase, WorkerLink
 from adaptra.simulation.period import simulate_period
 
 
@@ -167,3 +167,12 @@ def test_memory_is_kept() -> None:
 def test_a_budget_that_is_none_is_refused() -> None:
     with pytest.raises(PlanError, match=r"^budget of 0 seconds: expected a positive number$"):
         plan_job(losing(1, 1, 1), budget=0)
+
+
+@pytest.mark.parametrize("occupancy", [2.0, 3.0, 4.0, 6.0])
+def test_a_link_that_is_busy_for_a_good_part_of_the_period_is_gone_round(occupancy: float) -> None:
+    cost = CostModel.uniform(4, 1, 1, 1, occupancy=0.5)
+    case = replace(even_case(2, 4, 8), cost=cost, hands_over=False)
+    healthy = simulate_period(plan_job(case, effort=200_000), case).period
+    slow = replace(case, links={ends: WorkerLink(0.0, occupancy) for ends in ((1, 2), (2, 1))})
+    assert simulate_period(plan_job(slow, effort=200_000), slow).period <= 1.05 * healthy
