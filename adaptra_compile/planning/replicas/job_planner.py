@@ -115,12 +115,31 @@ class _Try:
 def _tries(case: JobCase) -> list[_Try]:
     """Return the routings to search, those with the least bounds."""
     shared = [share_evenly(case, in_turns=in_turns) for in_turns in (False, True)]
-    if (case.ports or case.slow) and case.workers * case.microbatches <= _SMALL:
-        once = _once(case)
-        shared += [share_evenly(case, in_turns=True, pause=once * part / _PAUSES) for part in range(1, _PAUSES + 1)]
+    narrow = _with_narrow_ports(case)
+    if (narrow.ports or case.slow) and case.workers * case.microbatches <= _SMALL:
+        once = _once(narrow)
+        shared += [share_evenly(narrow, in_turns=True, pause=once * part / _PAUSES) for part in range(1, _PAUSES + 1)]
     routings = dict.fromkeys((*_detoured(case, shared[0]), *shared))
     bounded = sorted(((routing, period_bound(case, routing).value) for routing in routings), key=lambda one: one[1])
     return [_Try(case, routing, bound) for routing, bound in bounded[:_MOST_TRIES]]
+
+
+def _with_narrow_ports(case: JobCase) -> JobCase:
+    """Return the case in which a worker has a narrow port whose links to all workers of the next stages are narrow."""
+    ports = dict(case.ports)
+    live = {worker for row in case.grid for worker in row if worker is not None}
+    for worker in {end for ends in case.links for end in ends} & live:
+        found = [
+            max(case.link(worker, other, (stage, near)).occupancy, case.link(other, worker, (near, stage)).occupancy)
+            for stage in case.stages_of(worker)
+            for near in (stage - 1, stage + 1)
+            if 0 <= near < case.stages
+            for other in (case.worker(replica, near) for replica in range(case.replicas))
+            if other in live and other != worker
+        ]
+        if found and min(found) > ports.get(worker, 0.0):
+            ports[worker] = min(found)
+    return replace(case, ports=ports)
 
 
 def _once(case: JobCase) -> float:

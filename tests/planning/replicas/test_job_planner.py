@@ -176,3 +176,13 @@ def test_a_link_that_is_busy_for_a_good_part_of_the_period_is_gone_round(occupan
     healthy = simulate_period(plan_job(case, effort=200_000), case).period
     slow = replace(case, links={ends: WorkerLink(0.0, occupancy) for ends in ((1, 2), (2, 1))})
     assert simulate_period(plan_job(slow, effort=200_000), slow).period <= 1.05 * healthy
+
+
+@pytest.mark.parametrize(("replicas", "occupancy"), [(3, 4.0), (4, 6.0)])
+def test_a_worker_whose_links_are_all_narrow_costs_no_more_than_a_lost_one(replicas: int, occupancy: float) -> None:
+    case = replace(even_case(replicas, 4, 8), cost=CostModel.uniform(4, 1, 1, 1, occupancy=0.2), hands_over=False)
+    others = [case.worker(replica, stage) for replica in range(replicas) for stage in (0, 2)]
+    links = {ends: WorkerLink(0.0, occupancy) for other in others for ends in ((1, other), (other, 1))}
+    narrow, lost = replace(case, links=links), replace(case, lost=frozenset({1}))
+    periods = [simulate_period(plan_job(one, effort=200_000), one).period for one in (narrow, lost)]
+    assert periods[0] <= periods[1] * (1 + 1e-9)
