@@ -202,8 +202,8 @@ class Inserter {
     std::vector<Span>& spans = spans_.emplace_back(stages_);
     for (std::size_t s = 0; s < stages_; ++s) {
       Worker& worker = workers[s];
-      while (worker.next_forward < worker.forwards.size() || worker.next_backward < worker.backwards.size()) {
-        if (!insert(worker, s, *earliest(worker))) return false;
+      for (std::optional<Wanted> wanted = earliest(worker); wanted; wanted = earliest(worker)) {
+        if (!insert(worker, s, *wanted)) return false;
       }
       while (!worker.own.empty() || !worker.foreign.empty()) weight_grad(worker, s);
       if (lost.empty() || lost[s] == 0) {
@@ -215,7 +215,7 @@ class Inserter {
       for (const JobKind kind : {JobKind::Reduce, JobKind::Step}) worker.order.push_back({-1, stage, kind, 0});
       orders->push_back({0, stage, std::move(worker.order)});
     }
-    return true;
+    return !is_late_;
   }
 
   static void invite(Worker& worker, const std::vector<Guest>& guests) {
@@ -266,20 +266,27 @@ class Inserter {
 
   // Runs the W that is due first, own ones before those of guests.
   void weight_grad(Worker& worker, std::size_t s) {
-    const auto stage = static_cast<std::int32_t>(s);
-    double ready = 0.0;
-    if (!worker.own.empty()) {
-      if (!worker.forwards.empty()) worker.order.push_back({-1, stage, JobKind::W, worker.own.front()});
-      worker.own.pop_front();
-    } else {
-      const Guest& guest = *worker.foreign.front();
-      worker.foreign.pop_front();
-      worker.order.push_back({guest.home, stage, JobKind::W, guest.microbatch});
-      ready = guest.weight_grad_from;
+    if (worker.own.empty()) {
+      guest_weight_grad(worker, s);
+      return;
     }
-    run(worker, ready, job_.weight_grad[s]);
+    if (!worker.forwards.empty()) {
+      worker.order.push_back({-1, static_cast<std::int32_t>(s), JobKind::W, worker.own.front()});
+    }
+    worker.own.pop_front();
+    run(worker, 0.0, job_.weight_grad[s]);
     --worker.held;
   }
+
+  void guest_weight_grad(Worker& worker, std::size_t s) {
+    const Guest& guest = *worker.foreign.front();
+    worker.foreign.pop_front();
+    worker.order.push_back({guest.home, static_cast<std::int32_t>(s), JobKind::W, guest.microbatch});
+    keep(run(worker, guest.weight_grad_from, job_.weight_grad[s]), guest.weight_grad_by);
+    --worker.held;
+  }
+
+  void keep(double end, double by) { is_late_ = is_late_ || end > by + kTolerance * (1.0 + by); }
 
   // Runs W that are due until another microbatch has room.
   bool make_room(Worker& worker, std::size_t s) {
@@ -292,23 +299,29 @@ class Inserter {
 
   struct Wanted {
     const Guest* guest;
-    bool forward;  // F, otherwise I
+    JobKind kind;  // F, I, or W of an accumulator that is handed over
     double from, by;
   };
 
   // The op of a guest that is wanted first.
   [[nodiscard]] std::optional<Wanted> earliest(const Worker& worker) const {
-    std::optional<Wanted> forward, backward;
+    std::optional<Wanted> found;
+    const auto offer = [&found](const Wanted& one) {
+      if (!found || one.by < found->by) found = one;
+    };
+    if (job_.hands_over && !worker.foreign.empty()) {
+      const Guest* guest = worker.foreign.front();
+      offer({guest, JobKind::W, guest->weight_grad_from, guest->weight_grad_by});
+    }
     if (worker.next_forward < worker.forwards.size()) {
       const Guest* guest = worker.forwards[worker.next_forward];
-      forward = Wanted{guest, true, guest->forward_from, guest->forward_by};
+      offer({guest, JobKind::F, guest->forward_from, guest->forward_by});
     }
     if (worker.next_backward < worker.backwards.size()) {
       const Guest* guest = worker.backwards[worker.next_backward];
-      backward = Wanted{guest, false, guest->input_grad_from, guest->input_grad_by};
+      offer({guest, JobKind::I, guest->input_grad_from, guest->input_grad_by});
     }
-    if (!forward || (backward && backward->by < forward->by)) return backward;
-    return forward;
+    return found;
   }
 
   // Inserts the guests' ops that are better run before the worker's next own op.
@@ -319,7 +332,7 @@ class Inserter {
     for (;;) {
       const std::optional<Wanted> wanted = earliest(worker);
       if (!wanted) return true;
-      const double takes = wanted->forward ? job_.forward[s] : job_.input_grad[s];
+      const double takes = job_.duration(op.stage, wanted->kind);
       const double own = std::max(worker.free, ready);
       const bool fits = std::max(worker.free, wanted->from) + takes <= own + kTolerance;
       const bool takes_turn = op.kind == JobKind::W && wanted->from <= own;
@@ -332,27 +345,21 @@ class Inserter {
 
   bool insert(Worker& worker, std::size_t s, const Wanted& wanted) {
     const auto stage = static_cast<std::int32_t>(s);
-    const double duration = wanted.forward ? job_.forward[s] : job_.input_grad[s];
-    if (wanted.forward) {
+    if (wanted.kind == JobKind::W) {
+      guest_weight_grad(worker, s);
+      return !is_late_;
+    }
+    if (wanted.kind == JobKind::F) {
       if (!make_room(worker, s)) return false;
       ++worker.held;
       ++worker.next_forward;
     } else {
       ++worker.next_backward;
     }
-    worker.order.push_back({wanted.guest->home, stage, wanted.forward ? JobKind::F : JobKind::I, wanted.guest->microbatch});
-    const double end = run(worker, wanted.from, duration);
-    if (end > wanted.by + kTolerance * (1.0 + wanted.by)) return false;
-    if (!wanted.forward) {
-      worker.foreign.push_back(wanted.guest);
-      if (job_.hands_over) {  // the next holder counts on it
-        std::swap(worker.own, none_);
-        weight_grad(worker, s);
-        std::swap(worker.own, none_);
-        if (worker.free > wanted.guest->weight_grad_by + kTolerance * (1.0 + worker.free)) return false;
-      }
-    }
-    return true;
+    worker.order.push_back({wanted.guest->home, stage, wanted.kind, wanted.guest->microbatch});
+    keep(run(worker, wanted.from, job_.duration(stage, wanted.kind)), wanted.by);
+    if (wanted.kind == JobKind::I) worker.foreign.push_back(wanted.guest);
+    return !is_late_;
   }
 
   const Job& job_;
@@ -365,7 +372,7 @@ class Inserter {
   std::vector<double> pace_;                          // per microbatch: the start of the first stage's F
   std::vector<double> reduced_ = std::vector<double>(stages_, 0.0);  // per stage: when the last replica's W have ended
   std::vector<std::vector<Span>> spans_;                             // per replica that was timed, per stage
-  std::deque<std::int32_t> none_;
+  bool is_late_ = false;                                             // whether a promise was not kept
 };
 
 }  // namespace
