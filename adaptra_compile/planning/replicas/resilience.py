@@ -17,7 +17,7 @@ from adaptra.planning.replicas.responses import Decision, ResponsePrices, decide
 from adaptra.simulation.job_case import JobCase
 
 _PLAN_EACH: Final = 2_000
-"""The most workers with which each number of losses is planned; with more, the last before the busiest has more to do."""
+"""The most workers with which each number of losses is planned. With more, a plan stands for up to half as many."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Resilience:
     def decision(self, number: int) -> Decision:
         """Return the decision for a number of lost workers, planned once.
 
-        With thousands of workers one plan may stand for several numbers, up to one more loss on each stage.
+        With thousands of workers the plan for twice as many may stand for a number, if no worker has more to do then.
 
         Raises:
             CaseError: So many losses leave a stage without a worker.
@@ -88,10 +88,10 @@ class Resilience:
             }
 
     def _planned(self, number: int) -> int:
-        """Return the number of losses whose plan stands for this one: at most one more on each stage, and no more work."""
-        if self.case.workers <= _PLAN_EACH:
+        """Return the number of losses whose plan stands for this one: at most twice as many, and no more work."""
+        if self.case.workers <= _PLAN_EACH or not number:
             return number
-        last, work = min(-(-number // self.case.stages) * self.case.stages, self.most), self._work(number)
+        last, work = min(1 << (number - 1).bit_length(), self.most), self._work(number)
         return bisect_right(range(number, last + 1), work, key=self._work) + number - 1
 
     def _work(self, number: int) -> float:
