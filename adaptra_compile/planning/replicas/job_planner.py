@@ -61,6 +61,7 @@ def plan_job(
     """
     if budget is not None and not budget > 0:
         raise PlanError(f"budget of {budget} seconds: expected a positive number")
+    _check_room(case)
     ends = None if budget is None else time.perf_counter() + _SEARCHED * budget
     effort = effort or (EFFORT if budget is None else _UNLIMITED)
     tries = _tries(case) if routing is None else [_Try(case, routing, period_bound(case, routing).value)]
@@ -83,6 +84,17 @@ def plan_job(
         )
     orders = best.merged.expand([_unpacked(order) for order in best.orders], best.routing)
     return Program("adapted", (), case.microbatches, orders, best.routing)
+
+
+def _check_room(case: JobCase) -> None:
+    """Refuse memory in which a microbatch can't be on each stage of a worker at once."""
+    for rank, room in enumerate(case.memory or ()):
+        stages = case.placement.count(rank)
+        if room < stages:
+            raise PlanError(
+                f"mem_cap {list(case.memory or ())}: room for {room} on rank {rank}: expected at least {stages}, as many "
+                "microbatches as it has stages"
+            )
 
 
 class _Try:
