@@ -105,7 +105,7 @@ def _large_plan(options: Namespace, plan: LargePlan) -> str:
     case = plan.case
     for name in ("lower", "picture", "compare"):
         if getattr(options, name):
-            raise PlanError(f"--{name}: {case.name} has {case.workers} workers: expected a job of fewer than a million ops")
+            raise _too_large(f"--{name}", case)
     whole = plan if case.is_healthy else plan_large(replace(case, lost=frozenset()), budget=options.budget)
     assert whole is not None, "what is planned with lost workers is planned without"
     if options.output is not None:
@@ -129,6 +129,10 @@ def _large_plan(options: Namespace, plan: LargePlan) -> str:
         f"period   at most {plan.period:.10g}\n"
         f"memory   at most {plan.held} microbatches\n" + _comparison(case, plan.period, whole.period, plan.bound) + written
     )
+
+
+def _too_large(what: str, case: JobCase) -> PlanError:
+    return PlanError(f"{what}: {case.name} has {case.workers} workers: expected a job of fewer than a million ops")
 
 
 def _comparison(case: JobCase, period: float, healthy: float, bound: PeriodBound) -> str:
@@ -179,9 +183,12 @@ def run_job_explain(options: Namespace, case: JobCase) -> str:
     """Run the command ``explain`` on several replicas and return its standard output."""
     from adaptra.planning.replicas.job_explanation import explain_job
     from adaptra.planning.replicas.job_planner import plan_job
+    from adaptra.planning.replicas.large_jobs import is_large
 
     if options.sensitivity:
         raise CaseError(f"--sensitivity: {case.name} has several replicas: expected a case of one pipeline")
+    if is_large(case):
+        raise _too_large("explain", case)
     explanation = explain_job(plan_job(case) if options.program is None else _read_program(options.program, case), case)
     return as_json(explanation.to_json()) if options.json else str(explanation)
 

@@ -132,6 +132,7 @@ def test_a_large_plan_is_written_to_a_file_only(folder: Path, capsys: pytest.Cap
     for option in (["--lower"], ["--picture", "large.svg"], ["--compare", "healthy"]):
         error = refused(capsys, "plan", "large.json", *option)
         assert error == f"adaptra: {option[0]}: large has 320 workers: expected a job of fewer than a million ops\n"
+    assert refused(capsys, "explain", "large.json").startswith("adaptra: explain: large has 320 workers: ")
 
 
 def test_a_plan_is_compared_with_others_in_a_table_and_a_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
