@@ -50,6 +50,9 @@ def counts(case: JobCase, stage: int, pause: float = 0.0) -> dict[int, int]:
 def _counts_after(case: JobCase, stage: int, pause: float, before: Mapping[int, tuple[float, float]]) -> dict[int, int]:
     """Return the counts of a stage if earlier stages occupy each worker and its port for so long."""
     times = {worker: _times(case, stage, worker) for worker in before}
+    if len({(times[worker], before[worker], case.slow.get(worker, 1.0)) for worker in before}) == 1:
+        each, more = divmod(case.replicas * case.microbatches, len(before))
+        return {worker: each + (place < more) for place, worker in enumerate(before)}
     found = dict.fromkeys(before, 0)
 
     def end(worker: int) -> tuple[float, bool, int]:

@@ -156,7 +156,7 @@ class JobCase:
         """The number of workers of each replica."""
         return max(self.placement) + 1
 
-    @property
+    @cached_property
     def grid(self) -> tuple[tuple[int | None, ...], ...]:
         """The worker of each stage of each replica, None where it is lost."""
         return tuple(
@@ -184,7 +184,14 @@ class JobCase:
         if source == destination:
             return WorkerLink()
         own = self.links.get((source, destination))
-        return WorkerLink(self.cost.latency(*edge), self.cost.occupancy(*edge)) if own is None else own
+        return self._edges[edge] if own is None else own
+
+    @cached_property
+    def _edges(self) -> dict[Edge, WorkerLink]:
+        """The links of workers without any of their own, by edge."""
+        down = [(stage, stage + 1) for stage in range(self.stages - 1)]
+        edges = [*down, *((after, before) for before, after in down)]
+        return {edge: WorkerLink(self.cost.latency(*edge), self.cost.occupancy(*edge)) for edge in edges}
 
     @staticmethod
     def from_json(data: Mapping[str, Any], name: str = "case") -> JobCase:
