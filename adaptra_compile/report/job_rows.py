@@ -68,19 +68,21 @@ def job_rows(simulated: PeriodicSimulation, most: int = MOST_ROWS) -> JobRows:
     assert routing is not None
     groups: list[tuple[int, ...]] = [(replica,) for replica in range(case.replicas)]
     if case.workers > most:
-        hurt = {worker // case.stages for worker in (*case.lost, *case.slow)}
+        hurt = {case.replica_of(worker) for worker in (*case.lost, *case.slow)}
         found = merge_alike(case, routing).groups
         first = sorted(found, key=lambda group: (hurt.isdisjoint(group), len(group) == 1, group))
         groups = sorted(first[: max(1, most // case.stages)])
     rows: list[WorkerRow] = []
     for replica, *_ in groups:
         for stage in range(case.stages):
-            worker = routing.workers[replica][stage]
+            worker, stages = routing.workers[replica][stage], case.stages_of(case.worker(replica, stage))
+            if stage != stages[0]:
+                continue
             if worker is None:
-                rows.append(WorkerRow(replica, (stage,), case.worker(replica, stage), True, 1.0, ()))
-            elif stage == routing.stages_of(worker)[0]:
+                rows.append(WorkerRow(replica, stages, case.worker(replica, stage), True, 1.0, ()))
+            else:
                 slow = case.slow.get(worker, 1.0)
-                rows.append(WorkerRow(replica, routing.stages_of(worker), worker, False, slow, simulated.intervals(worker)))
+                rows.append(WorkerRow(replica, stages, worker, False, slow, simulated.intervals(worker)))
     stands_for = {group[0]: len(group) for group in groups}
     return JobRows(tuple(rows), stands_for, case.replicas - sum(stands_for.values()))
 

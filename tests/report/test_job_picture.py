@@ -15,6 +15,7 @@ from adaptra.errors import ReportError
 from adaptra.passes.route import share_evenly
 from adaptra.planning.replicas.job_planner import plan_job
 from adaptra.program import Kind
+from adaptra.program.placement import v_shaped
 from adaptra.report.job_picture import STEPS_SHOWN, UPDATES, colour_of, draw_jobs
 from adaptra.report.job_rows import MOST_ROWS, job_rows, render_job
 from adaptra.report.job_trace import job_trace, write_job_trace
@@ -168,3 +169,9 @@ def test_arrows_of_a_trace_begin_and_end_in_ops_of_neighbouring_stages() -> None
     assert len(arrows) == STEPS_SHOWN * 2 * 3 * 6 * 3
     assert ["1:1F0", "1:2F0"] in arrows.values()
     assert ["1:2I0", "1:1I0"] in arrows.values()
+
+
+def test_a_lost_worker_of_several_stages_has_one_row() -> None:
+    case = replace(even_case(2, 4, 3), placement=v_shaped(2), lost=frozenset({3}))
+    lost = [row for row in job_rows(planned(case)).rows if row.lost]
+    assert [(row.name, row.worker, row.stages) for row in lost] == [("1.1+2 lost", 3, (1, 2))]
