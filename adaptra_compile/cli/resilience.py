@@ -160,7 +160,7 @@ def _title(case: JobCase) -> str:
 
 def _decided(found: Decision, width: int) -> str:
     case = found.case
-    lost = ", ".join(f"{worker // case.stages}.{worker % case.stages}" for worker in sorted(case.lost))
+    lost = ", ".join(case.place_of(worker) for worker in sorted(case.lost))
     title = (
         f"{_title(case)}{f', lost {lost}' if lost else ''}\n"
         f"healthy period {found.healthy_period:.6g}, work bound {found.work:.6g}, limit {found.fault_scaled_period:.6g}, 1F1B "

@@ -176,6 +176,10 @@ class JobCase:
         """Return the stages that a worker has, lost or not."""
         return stages_of(worker % self.ranks, self.placement)
 
+    def place_of(self, worker: int) -> str:
+        """Return a worker as ``REPLICA.STAGE``, with the first of its stages."""
+        return f"{self.replica_of(worker)}.{self.stages_of(worker)[0]}"
+
     def link(self, source: int, destination: int, edge: Edge) -> WorkerLink:
         """Return the directed link between two workers for the messages of a directed edge of stages.
 
@@ -253,7 +257,7 @@ class JobCase:
             "links": {f"{a}-{b}": {"c": link.latency, "o": link.occupancy} for (a, b), link in self.links.items()},
             "ports": {str(worker): value for worker, value in self.ports.items()},
             "slow": {str(worker): value for worker, value in self.slow.items()},
-            "lost": [f"{self.replica_of(worker)}.{self.stages_of(worker)[0]}" for worker in sorted(self.lost)],
+            "lost": [self.place_of(worker) for worker in sorted(self.lost)],
             "handover": self.hand_over,
             "fold": "handover" if self.hands_over else "contributions",
             "mem_cap": None if self.memory is None else list(self.memory),

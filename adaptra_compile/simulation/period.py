@@ -158,6 +158,14 @@ def packed(order: Iterable[Op]) -> bytes:
     return numbers.tobytes()
 
 
+def unpacked(order: bytes, replica: int | None = None) -> tuple[Op, ...]:
+    """Return the ops of an order as the C++ code gives it, those of :func:`packed`; all of ``replica`` if it is given."""
+    return tuple(
+        Op(stage, KINDS[code], microbatch, None, home if replica is None else replica)
+        for home, stage, code, microbatch in struct.iter_unpack("=4i", order)
+    )
+
+
 def _check_fit(program: Program, routing: Routing, case: JobCase) -> None:
     given = routing.replicas, program.stages, program.microbatches
     expected = case.replicas, case.stages, case.microbatches

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,10 +15,10 @@ from adaptra.passes.detour import detours
 from adaptra.passes.route import share_evenly
 from adaptra.planning.replicas.alike_replicas import MergedJob, merge_alike
 from adaptra.planning.replicas.period_bound import period_bound
-from adaptra.program import Op, Program
+from adaptra.program import Program
 from adaptra.program.routing import Routing
 from adaptra.simulation.job_case import JobCase
-from adaptra.simulation.period import KINDS, job_of
+from adaptra.simulation.period import job_of, unpacked
 
 EFFORT: Final = 3_000_000
 """The search's effort without a budget, in ops scheduled: a tenth of a second to a few tenths."""
@@ -82,7 +81,7 @@ def plan_job(
             f"mem_cap {list(case.memory or ())}: found no order in which no worker waits forever: expected room for more "
             "microbatches on the workers that compute those of others"
         )
-    orders = best.merged.expand([_unpacked(order) for order in best.orders], best.routing)
+    orders = best.merged.expand([unpacked(order) for order in best.orders], best.routing)
     return Program("adapted", (), case.microbatches, orders, best.routing)
 
 
@@ -185,10 +184,3 @@ def _memory(case: JobCase, routing: Routing) -> list[int]:
         return [everything] * (routing.live[-1] + 1)
     memory = case.memory
     return [memory[worker % case.ranks] for worker in range(routing.live[-1] + 1)]
-
-
-def _unpacked(order: bytes) -> tuple[Op, ...]:
-    return tuple(
-        Op(stage, KINDS[code], microbatch, None, replica)
-        for replica, stage, code, microbatch in struct.iter_unpack("=4i", order)
-    )

@@ -24,7 +24,7 @@ from adaptra.program.placement import is_straight
 from adaptra.program.program import lines_of
 from adaptra.program.routing import Route, Routing
 from adaptra.simulation.job_case import JobCase
-from adaptra.simulation.period import KINDS, job_of
+from adaptra.simulation.period import KINDS, job_of, unpacked
 
 LARGE: Final = 1_000_000
 """Ops F, I and W of a step from which on a job is planned this way."""
@@ -83,8 +83,8 @@ class LargePlan:
             return ()
         replica, stage = divmod(worker, self.case.stages)
         if worker in self._hosts:
-            return tuple(_unpacked(self._hosts[worker]))
-        return tuple(_unpacked(self._homes.get(replica, self._healthy)[stage], replica))
+            return unpacked(self._hosts[worker])
+        return unpacked(self._homes.get(replica, self._healthy)[stage], replica)
 
     def program(self) -> Program:
         """Return the program of all workers. A million ops take about half a gigabyte."""
@@ -156,18 +156,17 @@ def _spread(case: JobCase, homes: Mapping[int, Sequence[int]], hosts: Sequence[i
     return found
 
 
-def _routing(case: JobCase, foreign: Sequence[tuple[int, int, int, int]]) -> Routing:
+def _routing(case: JobCase, homes: Mapping[int, Sequence[int]], foreign: Sequence[tuple[int, int, int, int]]) -> Routing:
     host_of = {(home, stage, microbatch): host for home, stage, microbatch, host in foreign}
-    lost = _lost_stages(case)
     everything = range(case.microbatches)
     routes: list[Route] = []
     for replica in range(case.replicas):
         path = [case.worker(replica, stage) for stage in range(case.stages)]
-        if replica not in lost:
+        if replica not in homes:
             routes.append(Route(replica, everything, tuple(path)))
             continue
         for microbatch in everything:
-            for stage in lost[replica]:
+            for stage in homes[replica]:
                 path[stage] = case.worker(host_of[replica, stage, microbatch], stage)
             routes.append(Route(replica, range(microbatch, microbatch + 1), tuple(path)))
     return Routing(case.grid, tuple(routes), case.microbatches)
@@ -182,7 +181,7 @@ class _Inserter:
         self._case = case
         self._homes = homes
         self._foreign = foreign
-        self._routing = _routing(case, foreign)
+        self._routing = _routing(case, homes, foreign)
         self._pipeline = replace(case, replicas=1, lost=frozenset(), memory=None)
         self._memory = list(case.memory or (case.replicas * case.microbatches,) * case.stages)
         self._planned: dict[object, tuple[float, Sequence[bytes]] | None] = {}
@@ -272,11 +271,6 @@ def _answering(pipeline: JobCase, lost: Sequence[int], slack: float) -> JobCase:
         latency_backward=tuple(backward),
     )
     return replace(pipeline, cost=changed)
-
-
-def _unpacked(order: bytes, replica: int | None = None) -> Iterator[Op]:
-    for home, stage, code, microbatch in struct.iter_unpack("=4i", order):
-        yield Op(stage, KINDS[code], microbatch, None, home if replica is None else replica)
 
 
 def _most_held(order: bytes) -> int:

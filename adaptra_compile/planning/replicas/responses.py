@@ -346,7 +346,7 @@ class _Planner:
         microbatches = -(-case.replicas * case.microbatches // whole)
         what = f"whole replicas only, {whole}, compute {microbatches} microbatches each"
         slowest = max((factor for worker, factor in case.slow.items() if worker // case.stages not in broken), default=1.0)
-        return self._whole(ResponseKind.SHRINK, what, case, whole, slowest, self.prices.planning + step)
+        return self._whole(ResponseKind.SHRINK, what, case, microbatches, slowest, self.prices.planning + step)
 
     def _restarted(self, case: JobCase) -> Response:
         whole = (case.workers - len(case.lost)) // case.stages
@@ -359,12 +359,12 @@ class _Planner:
         factors = sorted((factor for worker, factor in case.slow.items() if worker not in case.lost), reverse=True)
         slowest = max(factors[spare:], default=1.0)
         cost = self.prices.restart + self.prices.checkpoint_age
-        return self._whole(ResponseKind.RESTART, what, case, whole, slowest, cost)
+        return self._whole(ResponseKind.RESTART, what, case, microbatches, slowest, cost)
 
-    def _whole(self, kind: ResponseKind, what: str, case: JobCase, whole: int, slowest: float, cost: float) -> Response:
-        """Return the response in which replicas without lost workers compute all microbatches."""
+    def _whole(self, kind: ResponseKind, what: str, case: JobCase, microbatches: int, slowest: float, cost: float) -> Response:
+        """Return the response in which replicas without lost workers compute so many microbatches each."""
         try:
-            alone = _one_replica(case, -(-case.replicas * case.microbatches // whole))
+            alone = _one_replica(case, microbatches)
         except CaseError as error:
             return Response(kind, str(error))
         # Each replica gets as many as any other, so a slow worker holds up its replica, and REDUCE all of them.

@@ -22,11 +22,6 @@ struct Guest {
   double weight_grad_from, weight_grad_by;  // of an accumulator that is handed over; any time otherwise
 };
 
-struct Span {
-  double first = kNever;
-  double last = 0.0;
-};
-
 class Inserter {
  public:
   Inserter(const Job& pipeline, const std::vector<JobOrder>& orders, const std::vector<Home>& homes,
@@ -77,10 +72,10 @@ class Inserter {
         found.hosts.push_back(std::move(one));
       }
     }
-    for (const auto& spans : spans_) {
+    for (const std::vector<double>& firsts : firsts_) {
       for (std::size_t stage = 0; stage < stages_; ++stage) {
         const double end = reduced_[stage] + job_.reduce[stage] + job_.step[stage];
-        found.period = std::max(found.period, end - spans[stage].first);
+        found.period = std::max(found.period, end - firsts[stage]);
       }
     }
     return found;
@@ -103,7 +98,7 @@ class Inserter {
     std::vector<const Guest*> forwards;   // guests by the time at which their F may start
     std::vector<const Guest*> backwards;  // the same of I
     std::size_t next_forward = 0, next_backward = 0;
-    Span span;
+    double first = kNever;  // the start of its first op
     JobOrder order;
   };
 
@@ -199,7 +194,7 @@ class Inserter {
         }
       }
     }
-    std::vector<Span>& spans = spans_.emplace_back(stages_);
+    std::vector<double>& firsts = firsts_.emplace_back(stages_, kNever);
     for (std::size_t s = 0; s < stages_; ++s) {
       Worker& worker = workers[s];
       for (std::optional<Wanted> wanted = earliest(worker); wanted; wanted = earliest(worker)) {
@@ -207,7 +202,7 @@ class Inserter {
       }
       while (!worker.own.empty() || !worker.foreign.empty()) weight_grad(worker, s);
       if (lost.empty() || lost[s] == 0) {
-        spans[s] = {worker.span.first, worker.free};
+        firsts[s] = worker.first;
         reduced_[s] = std::max(reduced_[s], worker.free);
       }
       if (orders == nullptr || worker.forwards.empty()) continue;
@@ -254,7 +249,7 @@ class Inserter {
 
   double run(Worker& worker, double ready, double duration) {
     const double begin = std::max(worker.free, ready);
-    worker.span.first = std::min(worker.span.first, begin);
+    worker.first = std::min(worker.first, begin);
     worker.free = begin + duration;
     return worker.free;
   }
@@ -371,8 +366,8 @@ class Inserter {
   std::vector<double> forward_end_, input_grad_end_;  // per stage and microbatch, of the replica that was timed last
   std::vector<double> pace_;                          // per microbatch: the start of the first stage's F
   std::vector<double> reduced_ = std::vector<double>(stages_, 0.0);  // per stage: when the last replica's W have ended
-  std::vector<std::vector<Span>> spans_;                             // per replica that was timed, per stage
-  bool is_late_ = false;                                             // whether a promise was not kept
+  std::vector<std::vector<double>> firsts_;  // per replica that was timed, per stage: the start of the first op
+  bool is_late_ = false;                     // whether a promise was not kept
 };
 
 }  // namespace
