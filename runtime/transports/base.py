@@ -86,6 +86,7 @@ class Identity:
         destination: The receiving stage.
         microbatch: The microbatch within the step, or the number of several messages of one purpose.
         specs: One per tensor.
+        replica: The replica of the microbatch.
     """
 
     step: int
@@ -94,11 +95,12 @@ class Identity:
     destination: int
     microbatch: int
     specs: MessageSpec
+    replica: int = 0
 
     @property
-    def key(self) -> tuple[int, Purpose, int, int, int]:
+    def key(self) -> tuple[int, Purpose, int, int, int, int]:
         """All fields but the specs."""
-        return (self.step, self.purpose, self.source, self.destination, self.microbatch)
+        return (self.step, self.purpose, self.source, self.destination, self.microbatch, self.replica)
 
     @property
     def is_backward(self) -> bool:
@@ -118,7 +120,7 @@ class Identity:
     @property
     def op(self) -> str:
         """The op that sends the message, such as ``1SEND_F3``, or the message's purpose if no op does."""
-        return name_of(self.purpose, self.source, self.microbatch)
+        return name_of(self.purpose, self.source, self.microbatch, self.replica)
 
     @property
     def edge(self) -> tuple[int, int]:
@@ -130,11 +132,12 @@ class Identity:
         return f"{self.op} of step {self.step} on {edge} with {describe_layout(layout_of(self.specs))}"
 
 
-def name_of(purpose: Purpose, source: int, microbatch: int) -> str:
-    """Return the name of a message in errors: the op that sends it, or its purpose."""
+def name_of(purpose: Purpose, source: int, microbatch: int, replica: int = 0) -> str:
+    """Return the name of a message in errors: the op that sends it, or its purpose. Replica 0 is not named."""
+    home = f"{replica}:" if replica else ""
     if purpose in _SENT_BY:
-        return f"{source}{_SENT_BY[purpose].value}{microbatch}"
-    return f"{purpose.value} of microbatch {microbatch}" if purpose in _OF_EACH_MICROBATCH else purpose.value
+        return f"{home}{source}{_SENT_BY[purpose].value}{microbatch}"
+    return f"{purpose.value} of microbatch {home}{microbatch}" if purpose in _OF_EACH_MICROBATCH else purpose.value
 
 
 def describe_layout(layout: MessageLayout) -> str:

@@ -9,9 +9,9 @@ The header is :data:`HEADER_BYTES` long, little-endian::
 
     field       bytes  meaning
     magic       4      adpt
-    version     1      2
+    version     1      3
     purpose     1      index in adaptra.runtime.transports.base.Purpose
-                2      zero
+    replica     2
     step        8      signed
     source      4      sending stage
     destination 4      receiving stage
@@ -40,9 +40,9 @@ from adaptra.runtime.transports.base import Identity, Purpose, describe_layout, 
 ALIGNMENT: Final = 64
 HEADER_BYTES: Final = 192
 INLINE_BYTES: Final = 4096
-VERSION: Final = 2
+VERSION: Final = 3
 _MAGIC: Final = b"adpt"
-_FORMAT: Final = struct.Struct("<4sBBxxqiiId16sH138s")
+_FORMAT: Final = struct.Struct("<4sBBHqiiId16sH138s")
 _PURPOSES: Final = tuple(Purpose)
 _CODES: Final = {purpose: code for code, purpose in enumerate(_PURPOSES)}
 _TEXT_BYTES: Final = 138
@@ -70,13 +70,14 @@ class Header:
 
     def pack_into(self, memory: memoryview, identity: Identity, sent_at: float) -> None:
         """Write the header of a message to the first :data:`HEADER_BYTES` of ``memory``."""
-        step, purpose, source, destination, microbatch = identity.key
+        step, purpose, source, destination, microbatch, replica = identity.key
         _FORMAT.pack_into(
             memory,
             0,
             _MAGIC,
             VERSION,
             _CODES[purpose],
+            replica,
             step,
             source,
             destination,
@@ -96,12 +97,13 @@ class Header:
         Raises:
             TransportError: It is another message; names the edge, the expected message and the received one.
         """
-        magic, version, code, step, source, destination, microbatch, sent_at, digest, length, text = _FORMAT.unpack_from(memory)
+        fields = _FORMAT.unpack_from(memory)
+        magic, version, code, replica, step, source, destination, microbatch, sent_at, digest, length, text = fields
         if magic != _MAGIC or version != VERSION or code >= len(_PURPOSES) or not math.isfinite(sent_at):
             raise TransportError(f"receive of {expected}: got bytes that are no message of version {VERSION}: {magic!r}")
         purpose = _PURPOSES[code]
-        if (step, purpose, source, destination, microbatch) != expected.key or digest != self._digest:
-            got = f"{name_of(purpose, source, microbatch)} of step {step} on edge {source}→{destination}"
+        if (step, purpose, source, destination, microbatch, replica) != expected.key or digest != self._digest:
+            got = f"{name_of(purpose, source, microbatch, replica)} of step {step} on edge {source}→{destination}"
             raise TransportError(f"receive of {expected}: got {got} with {text[:length].decode(errors='replace')}")
         return sent_at
 

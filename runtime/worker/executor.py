@@ -30,7 +30,7 @@ class Executor:
     Args:
         program: A lowered program that :func:`adaptra.program.verify.verify` accepts.
         rank: This rank.
-        stages: The stages of this rank by index.
+        stages: The stages of this rank by replica and index, as ops name them. The replica is None in a program of one pipeline.
         shapes: The tensors in the messages of every stage of the pipeline, by stage index.
         transport: Carries the messages; its receive buffers are reserved here, sized by the program.
         pacing: Lengthens ops on emulated devices and slowed stages.
@@ -43,7 +43,7 @@ class Executor:
         self,
         program: Program,
         rank: int,
-        stages: Mapping[int, Stage],
+        stages: Mapping[tuple[int | None, int], Stage],
         shapes: Sequence[MessageShapes],
         transport: Transport,
         pacing: Pacing,
@@ -64,7 +64,7 @@ class Executor:
         self._on_message: Callable[[int], None] | None = None
         self._on_results: Callable[[dict[int, tuple[Tensor, ...]]], None] | None = None
         self._results: dict[int, tuple[Tensor, ...]] = {}
-        self._values: dict[tuple[int, Kind, int], tuple[Tensor, ...]] = {}
+        self._values: dict[Op, tuple[Tensor, ...]] = {}
 
     @property
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
@@ -116,31 +116,31 @@ class Executor:
                 given = inputs[microbatch] if stage == 0 else self._take(op, -1)
                 wanted = targets[microbatch] if stage == self._last else ()
                 started = time.monotonic(), self._mark()
-                outputs = self._stages[stage].forward(self._step, microbatch, given, wanted)
+                outputs = self._stages[op.replica, stage].forward(self._step, microbatch, given, wanted)
                 self._finish(op, started)
                 if stage == self._last:
                     self._results[microbatch] = outputs
                     if self._on_results is not None and len(self._results) == self.program.microbatches:
                         self._on_results(self._results)
                 else:
-                    self._values[stage, Kind.F, microbatch] = outputs
+                    self._values[op] = outputs
             case Kind.I | Kind.B:
                 grad_outputs = () if stage == self._last else self._take(op, +1)
                 started = time.monotonic(), self._mark()
-                grad_inputs = self._stages[stage].input_grad(microbatch, grad_outputs)
+                grad_inputs = self._stages[op.replica, stage].input_grad(microbatch, grad_outputs)
                 if op.kind is Kind.B:
-                    self._stages[stage].weight_grad(microbatch)
+                    self._stages[op.replica, stage].weight_grad(microbatch)
                 self._finish(op, started)
                 if stage > 0:
-                    self._values[stage, Kind.I, microbatch] = grad_inputs
+                    self._values[_made_by(Kind.I, op, stage)] = grad_inputs
             case Kind.W:
                 started = time.monotonic(), self._mark()
-                self._stages[stage].weight_grad(microbatch)
+                self._stages[op.replica, stage].weight_grad(microbatch)
                 self._finish(op, started)
             case Kind.SEND_F:
-                self._messages.send(op, self._values.pop((stage, Kind.F, microbatch)))
+                self._messages.send(op, self._values.pop(_made_by(Kind.F, op, stage)))
             case Kind.SEND_B:
-                self._messages.send(op, self._values.pop((stage, Kind.I, microbatch)))
+                self._messages.send(op, self._values.pop(_made_by(Kind.I, op, stage)))
             case Kind.RECV_F | Kind.RECV_B:
                 self._messages.post(op)
             case _:
@@ -153,11 +153,16 @@ class Executor:
         self._messages.release_after(op)
 
     def _take(self, op: Op, offset: int) -> tuple[Tensor, ...]:
-        """Return the neighbouring stage's result for ``op``: from this rank if the stage is here, else from its message."""
+        """Return the neighbouring stage's result for ``op``: from this rank if it was computed here, else from its message."""
         neighbour = op.stage + offset
-        if neighbour in self._stages:
-            return self._values.pop((neighbour, Kind.F if offset < 0 else Kind.I, op.microbatch))
+        if self.program.holder(op.replica, neighbour, op.microbatch) == self._rank:
+            return self._values.pop(_made_by(Kind.F if offset < 0 else Kind.I, op, neighbour))
         tensors = self._messages.take(op, offset)
         if self._on_message is not None:
             self._on_message(neighbour)
         return tensors
+
+
+def _made_by(kind: Kind, op: Op, stage: int) -> Op:
+    """Return the key of a value: the F or I of the op's microbatch on a stage. B counts as I."""
+    return Op(stage, kind, op.microbatch, None, op.replica)

@@ -59,7 +59,8 @@ class ProgramMessages:
         timeout: float,
     ) -> None:
         order = program.orders[rank]
-        self._placement = program.placement
+        self._program = program
+        self._rank = rank
         self._shapes = shapes
         self._transport = transport
         self._monitor = monitor
@@ -67,7 +68,7 @@ class ProgramMessages:
         self._step = -1
         self._last_uses = frozenset((Kind.F,) if program.is_forward_only else (Kind.W, Kind.B))
         self._receives: dict[Op, Pending] = {}
-        self._kept: dict[tuple[int, int], list[Pending]] = {}
+        self._kept: dict[tuple[int | None, int, int], list[Pending]] = {}
         self._preposted_after = self._preposting(order)
         self.receive_counts = self._receive_counts(order)
 
@@ -78,16 +79,13 @@ class ProgramMessages:
     def post(self, op: Op) -> None:
         """Post the receive of a RECV."""
         source, sent = peer_stage(op), SENT_BY[op.kind]
-        identity = Identity(self._step, PURPOSE_OF[sent], source, op.stage, op.microbatch, self._spec(sent, source))
-        self._receives[op] = self._transport.receive(self._placement[source], identity)
+        self._receives[op] = self._transport.receive(self._peer(op, source), self._identity(op, sent, source, op.stage))
 
     def send(self, op: Op, tensors: tuple[Tensor, ...]) -> None:
         """Send the message of a SEND."""
         destination = peer_stage(op)
-        identity = Identity(
-            self._step, PURPOSE_OF[op.kind], op.stage, destination, op.microbatch, self._spec(op.kind, op.stage)
-        )
-        self._transport.send(self._placement[destination], identity, tensors)
+        identity = self._identity(op, op.kind, op.stage, destination)
+        self._transport.send(self._peer(op, destination), identity, tensors)
 
     def take(self, op: Op, offset: int) -> tuple[Tensor, ...]:
         """Wait for the message from the stage at this offset that a compute op needs, and return its tensors.
@@ -95,7 +93,7 @@ class ProgramMessages:
         Raises:
             TransportError: It could not be exchanged, or not within the timeout.
         """
-        receive = Op(op.stage, RECEIVED_BY[offset], op.microbatch)
+        receive = Op(op.stage, RECEIVED_BY[offset], op.microbatch, None, op.replica)
         pending = self._receives.pop(receive)
         asked = time.monotonic()
         tensors = pending.wait(self._timeout)
@@ -112,30 +110,30 @@ class ProgramMessages:
             pending.arrived_at,
             now,
         )
-        self._kept.setdefault((op.stage, op.microbatch), []).append(pending)
+        self._kept.setdefault((op.replica, op.stage, op.microbatch), []).append(pending)
         if (ahead := self._preposted_after.get(receive)) is not None:
-            self._transport.stand_by(self._placement[op.stage + offset], pending.identity, ahead)
+            self._transport.stand_by(self._peer(op, op.stage + offset), pending.identity, ahead)
         return tensors
 
     def release_after(self, op: Op) -> None:
         """Release the messages that the op's stage received for its microbatch, if the op was their last use."""
         if op.kind in self._last_uses:
-            for pending in self._kept.pop((op.stage, op.microbatch), ()):
+            for pending in self._kept.pop((op.replica, op.stage, op.microbatch), ()):
                 self._transport.release(pending)
 
     def _receive_counts(self, order: Sequence[Op]) -> dict[tuple[int, MessageSpec], int]:
         kept: Counter[tuple[int, MessageSpec]] = Counter()
         most: Counter[tuple[int, MessageSpec]] = Counter()
-        by_microbatch: dict[tuple[int, int], list[tuple[int, MessageSpec]]] = {}
+        by_microbatch: dict[tuple[int | None, int, int], list[tuple[int, MessageSpec]]] = {}
         for op in order:
             if op.kind in SENT_BY:
                 source = peer_stage(op)
-                key = (self._placement[source], self._spec(SENT_BY[op.kind], source))
+                key = (self._peer(op, source), self._spec(SENT_BY[op.kind], source))
                 kept[key] += 1
                 most[key] = max(most[key], kept[key])
-                by_microbatch.setdefault((op.stage, op.microbatch), []).append(key)
+                by_microbatch.setdefault((op.replica, op.stage, op.microbatch), []).append(key)
             elif op.kind in self._last_uses:
-                kept.subtract(by_microbatch.pop((op.stage, op.microbatch), ()))
+                kept.subtract(by_microbatch.pop((op.replica, op.stage, op.microbatch), ()))
         return dict(most)
 
     def _preposting(self, order: Sequence[Op]) -> dict[Op, int]:
@@ -150,11 +148,19 @@ class ProgramMessages:
         for op in order:
             for offset, _, _ in RULE[op.kind] if op.kind.is_compute else ():
                 source = op.stage + offset
-                if 0 <= source < len(self._placement) and self._placement[source] != self._placement[op.stage]:
-                    yield Op(op.stage, RECEIVED_BY[offset], op.microbatch)
+                if 0 <= source < self._program.stages and self._peer(op, source) != self._rank:
+                    yield Op(op.stage, RECEIVED_BY[offset], op.microbatch, None, op.replica)
 
     def _channel_of(self, receive: Op) -> tuple[int, Kind]:
-        return self._placement[peer_stage(receive)], SENT_BY[receive.kind]
+        return self._peer(receive, peer_stage(receive)), SENT_BY[receive.kind]
+
+    def _peer(self, op: Op, stage: int) -> int:
+        """Return the rank that computes the op's microbatch on a stage."""
+        return self._program.holder(op.replica, stage, op.microbatch)
+
+    def _identity(self, op: Op, sent: Kind, source: int, destination: int) -> Identity:
+        spec = self._spec(sent, source)
+        return Identity(self._step, PURPOSE_OF[sent], source, destination, op.microbatch, spec, op.replica or 0)
 
     def _spec(self, sent: Kind, source: int) -> MessageSpec:
         shapes = self._shapes[source]

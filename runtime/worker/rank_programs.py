@@ -131,7 +131,7 @@ class RankPrograms:
         return Executor(
             lowered,
             self._transport.rank,
-            stages,
+            {(None, stage): one for stage, one in stages.items()},
             self._shapes(self.plan) if shapes is None else shapes,
             self._transport,
             self._pacing,

@@ -78,7 +78,7 @@ def executor_of(
     executor = Executor(
         program,
         rank,
-        stages,
+        {(None, stage): one for stage, one in stages.items()},
         [SHAPES] * program.stages,
         transport,
         Pacing(None, ()),
