@@ -162,6 +162,32 @@ class Gradients:
         self._ended.setdefault(microbatch, set()).add(stage)
         self._add_up(wait=False)
 
+    def spec_of_sums(self, names: Sequence[str]) -> MessageSpec:
+        """Return the tensors of :meth:`hand_over`: a byte for each name, which is 0 without a gradient, and the gradients."""
+        return (TensorSpec((len(names),), torch.uint8), *self._spec(names))
+
+    def hand_over(self, names: Sequence[str]) -> tuple[Tensor, ...]:
+        """Return the sums of parameters so far, for another worker that continues them. This rank then has none."""
+        found = [self._parameters[name].grad for name in names]
+        for name in names:
+            self._parameters[name].grad = None
+        present = torch.tensor([one is not None for one in found], dtype=torch.uint8)
+        sums = [
+            torch.zeros_like(self._parameters[name]) if one is None else one for name, one in zip(names, found, strict=True)
+        ]
+        return (present, *sums)
+
+    def take_over(self, names: Sequence[str], sums: Sequence[Tensor]) -> None:
+        """Continue sums that another worker has handed over. They are copied."""
+        present, *found = sums
+        for name, is_present, one in zip(names, present.tolist(), found, strict=True):
+            parameter = self._parameters[name]
+            parameter.grad = torch.empty_like(parameter).copy_(one) if is_present else None
+
+    def unshared(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return each of these parameters that no other rank contributes to, once."""
+        return tuple(name for name in dict.fromkeys(names) if name not in self._shared)
+
     def end_step(self) -> None:
         """Finish the step: after this every copy of a shared parameter has the same gradient."""
         self._add_up(wait=True)

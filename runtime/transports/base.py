@@ -66,13 +66,23 @@ class Purpose(Enum):
     """The norms of a rank's gradients, for all ranks."""
     MODEL_STATE = "model state"
     """A part of a rank's parameters and buffers."""
+    INPUT = "inputs"
+    """The inputs of a microbatch that another replica's worker computes."""
+    TARGET = "targets"
+    """The targets of such a microbatch."""
+    RESULT = "results"
+    """The results of such a microbatch, for its home replica."""
+    ACCUMULATOR = "weight gradients so far"
+    """A stage's sums of weight gradients, which the worker of the next microbatch continues; sent by a SEND_W."""
 
 
-PURPOSE_OF: Final = {Kind.SEND_F: Purpose.ACTIVATION, Kind.SEND_B: Purpose.GRADIENT}
+PURPOSE_OF: Final = {Kind.SEND_F: Purpose.ACTIVATION, Kind.SEND_B: Purpose.GRADIENT, Kind.SEND_W: Purpose.ACCUMULATOR}
 """The purpose of the message that an op sends."""
 
 _SENT_BY: Final = {purpose: kind for kind, purpose in PURPOSE_OF.items()}
-_OF_EACH_MICROBATCH: Final = frozenset({Purpose.OUTPUT, Purpose.INPUT_GRADIENT, Purpose.SHARED_GRADIENT})
+_OF_EACH_MICROBATCH: Final = frozenset(
+    {Purpose.OUTPUT, Purpose.INPUT_GRADIENT, Purpose.SHARED_GRADIENT, Purpose.INPUT, Purpose.TARGET, Purpose.RESULT}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +126,8 @@ class Identity:
                 return False
             case Purpose.SHARED_GRADIENT | Purpose.SHARED_SUM | Purpose.PROBE | Purpose.GRADIENT_NORM | Purpose.MODEL_STATE:
                 return self.source < self.destination
+            case Purpose.INPUT | Purpose.TARGET | Purpose.RESULT | Purpose.ACCUMULATOR:
+                return False
 
     @property
     def op(self) -> str:

@@ -8,18 +8,19 @@ message only (rule 2).
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from adaptra.errors import ScheduleError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program import Kind, Op, Program
 from adaptra.runtime.detection.monitor import Monitor
 from adaptra.runtime.injection.emulation import Pacing
-from adaptra.runtime.transports.base import Transport
+from adaptra.runtime.transports.base import Purpose, Transport
 from adaptra.runtime.worker.device_clock import Mark
+from adaptra.runtime.worker.foreign_microbatches import BatchShapes, ForeignMicrobatches
 from adaptra.runtime.worker.program_messages import MessageShapes, ProgramMessages
 from adaptra.runtime.worker.stage import Stage
 
@@ -30,8 +31,9 @@ class Executor:
     Args:
         program: A lowered program that :func:`adaptra.program.verify.verify` accepts.
         rank: This rank.
-        stages: The stages of this rank by replica and index, as ops name them. The replica is None in a program of one pipeline.
+        stages: The stages of this rank by replica and index, as ops name them.
         shapes: The tensors in the messages of every stage of the pipeline, by stage index.
+        batch: The tensors of a microbatch's inputs, targets and results.
         transport: Carries the messages; its receive buffers are reserved here, sized by the program.
         pacing: Lengthens ops on emulated devices and slowed stages.
         monitor: Records ops and messages.
@@ -45,6 +47,7 @@ class Executor:
         rank: int,
         stages: Mapping[tuple[int | None, int], Stage],
         shapes: Sequence[MessageShapes],
+        batch: BatchShapes,
         transport: Transport,
         pacing: Pacing,
         monitor: Monitor,
@@ -55,7 +58,9 @@ class Executor:
         self._order = program.orders[rank]
         self._rank = rank
         self._stages = stages
+        self._home = None if program.routing is None else program.routing.replica_of(rank)
         self._messages = ProgramMessages(program, rank, shapes, transport, monitor, timeout)
+        self._foreign = ForeignMicrobatches(program, rank, batch, transport, timeout)
         self._pacing = pacing
         self._monitor = monitor
         self._mark = mark
@@ -69,7 +74,7 @@ class Executor:
     @property
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
         """The number of receive buffers that the program needs at a time, per source rank and message."""
-        return self._messages.receive_counts
+        return Counter(self._messages.receive_counts) + self._foreign.receive_counts
 
     @torch.no_grad()
     def run(
@@ -84,8 +89,8 @@ class Executor:
 
         Args:
             step: The step's number; part of every message's identity.
-            inputs: The model's inputs per microbatch; only used by the rank of the first stage.
-            targets: The loss's targets per microbatch; only used by the rank of the last stage.
+            inputs: The model's inputs per microbatch of this rank's replica; only used by the rank of the first stage.
+            targets: The loss's targets per microbatch of this rank's replica; only used by the rank of the last stage.
             on_message: Called with the sending stage of a message as soon as an op uses it.
             on_results: Called on the rank of the last stage with the results as soon as they are complete.
 
@@ -101,56 +106,83 @@ class Executor:
         self._on_results = on_results
         self._results = {}
         self._messages.begin_step(step)
+        self._foreign.begin_step(step, inputs, targets)
         for op in self._order:
             try:
                 self._execute(op, inputs, targets)
             except Exception as error:
                 error.add_note(f"in step {step}: rank {self._rank} at {op}")
                 raise
+        self._foreign.end_step(self._found)
         return self._results
 
     def _execute(self, op: Op, inputs: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]) -> None:
         stage, microbatch = op.stage, op.microbatch
         match op.kind:
             case Kind.F:
-                given = inputs[microbatch] if stage == 0 else self._take(op, -1)
-                wanted = targets[microbatch] if stage == self._last else ()
-                started = time.monotonic(), self._mark()
-                outputs = self._stages[op.replica, stage].forward(self._step, microbatch, given, wanted)
-                self._finish(op, started)
-                if stage == self._last:
-                    self._results[microbatch] = outputs
-                    if self._on_results is not None and len(self._results) == self.program.microbatches:
-                        self._on_results(self._results)
-                else:
-                    self._values[op] = outputs
+                self._forward(op, inputs, targets)
             case Kind.I | Kind.B:
                 grad_outputs = () if stage == self._last else self._take(op, +1)
                 started = time.monotonic(), self._mark()
                 grad_inputs = self._stages[op.replica, stage].input_grad(microbatch, grad_outputs)
                 if op.kind is Kind.B:
-                    self._stages[op.replica, stage].weight_grad(microbatch)
+                    self._weight_grad(op)
                 self._finish(op, started)
                 if stage > 0:
                     self._values[_made_by(Kind.I, op, stage)] = grad_inputs
             case Kind.W:
                 started = time.monotonic(), self._mark()
-                self._stages[op.replica, stage].weight_grad(microbatch)
+                self._weight_grad(op)
                 self._finish(op, started)
             case Kind.SEND_F:
                 self._messages.send(op, self._values.pop(_made_by(Kind.F, op, stage)))
             case Kind.SEND_B:
                 self._messages.send(op, self._values.pop(_made_by(Kind.I, op, stage)))
-            case Kind.RECV_F | Kind.RECV_B:
+            case Kind.SEND_W:
+                self._messages.send(op, self._stages[op.replica, stage].hand_over())
+            case Kind.RECV_F | Kind.RECV_B | Kind.RECV_W:
                 self._messages.post(op)
-            case _:
-                raise ScheduleError(f"{op}: expected an op of one pipeline")
+            case Kind.REDUCE | Kind.STEP:
+                pass  # the worker adds up gradients when its order has ended, and the user's optimizer makes the update
+
+    def _forward(self, op: Op, inputs: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]) -> None:
+        given = self._of_batch(Purpose.INPUT, op, inputs) if op.stage == 0 else self._take(op, -1)
+        wanted = self._of_batch(Purpose.TARGET, op, targets) if op.stage == self._last else ()
+        started = time.monotonic(), self._mark()
+        outputs = self._stages[op.replica, op.stage].forward(self._step, op.microbatch, given, wanted)
+        self._finish(op, started)
+        if op.stage < self._last:
+            self._values[op] = outputs
+        elif op.replica == self._home:
+            self._found(op.microbatch, outputs)
+        else:
+            self._foreign.keep(op, outputs)
 
     def _finish(self, op: Op, started: tuple[float, Mark]) -> None:
         at, mark = started
         self._pacing.pad(op.stage, op.kind, self._step, at)
         self._monitor.op(op, mark, self._mark())
         self._messages.release_after(op)
+        if op.kind is not Kind.F and op.kind is not Kind.I:
+            self._foreign.release_after(op)
+
+    def _weight_grad(self, op: Op) -> None:
+        """Run W. It waits for the sums of another worker, if that one has computed the microbatch before."""
+        stage = self._stages[op.replica, op.stage]
+        sums = self._messages.take_weights(op)
+        if sums is not None:
+            stage.take_over(sums)
+        stage.weight_grad(op.microbatch)
+
+    def _of_batch(self, purpose: Purpose, op: Op, own: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Return an F's part of the batch: of this rank's replica, or from another one."""
+        return own[op.microbatch] if op.replica == self._home else self._foreign.take(purpose, op)
+
+    def _found(self, microbatch: int, results: tuple[Tensor, ...]) -> None:
+        """Take the results of a microbatch of this rank's replica."""
+        self._results[microbatch] = results
+        if self._on_results is not None and len(self._results) == self.program.microbatches:
+            self._on_results(self._results)
 
     def _take(self, op: Op, offset: int) -> tuple[Tensor, ...]:
         """Return the neighbouring stage's result for ``op``: from this rank if it was computed here, else from its message."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program import Kind, Op, Program
-from adaptra.program.dependencies import RECEIVED_BY, RULE, SENT_BY, peer_stage
+from adaptra.program.dependencies import RECEIVED_BY, RULE, SENT_BY, other_end
 from adaptra.runtime.detection.monitor import Monitor
 from adaptra.runtime.transports.base import PURPOSE_OF, Identity, Pending, Transport
 
@@ -28,10 +28,12 @@ class MessageShapes:
     Attributes:
         forward: Tensors the stage sends to the next one; empty on the last stage.
         backward: Gradients the stage sends to the previous one; empty on the first stage.
+        weights: The sums of the stage's weight gradients, which workers hand over.
     """
 
     forward: MessageSpec
     backward: MessageSpec
+    weights: MessageSpec = ()
 
 
 class ProgramMessages:
@@ -78,14 +80,13 @@ class ProgramMessages:
 
     def post(self, op: Op) -> None:
         """Post the receive of a RECV."""
-        source, sent = peer_stage(op), SENT_BY[op.kind]
-        self._receives[op] = self._transport.receive(self._peer(op, source), self._identity(op, sent, source, op.stage))
+        sent = other_end(op)
+        self._receives[op] = self._transport.receive(self._holder(sent), self._identity(sent, op))
 
     def send(self, op: Op, tensors: tuple[Tensor, ...]) -> None:
         """Send the message of a SEND."""
-        destination = peer_stage(op)
-        identity = self._identity(op, op.kind, op.stage, destination)
-        self._transport.send(self._peer(op, destination), identity, tensors)
+        received = other_end(op)
+        self._transport.send(self._holder(received), self._identity(op, received), tensors)
 
     def take(self, op: Op, offset: int) -> tuple[Tensor, ...]:
         """Wait for the message from the stage at this offset that a compute op needs, and return its tensors.
@@ -110,10 +111,26 @@ class ProgramMessages:
             pending.arrived_at,
             now,
         )
-        self._kept.setdefault((op.replica, op.stage, op.microbatch), []).append(pending)
+        self._keep(op, pending)
         if (ahead := self._preposted_after.get(receive)) is not None:
-            self._transport.stand_by(self._peer(op, op.stage + offset), pending.identity, ahead)
+            self._transport.stand_by(self._holder(other_end(receive)), pending.identity, ahead)
         return tensors
+
+    def take_weights(self, op: Op) -> tuple[Tensor, ...] | None:
+        """Wait for the sums of weight gradients that a W continues, or return None if they are on this rank.
+
+        Raises:
+            TransportError: They could not be exchanged, or not within the timeout.
+        """
+        pending = self._receives.pop(Op(op.stage, Kind.RECV_W, op.microbatch, None, op.replica), None)
+        if pending is None:
+            return None
+        tensors = pending.wait(self._timeout)
+        self._keep(op, pending)
+        return tensors
+
+    def _keep(self, op: Op, pending: Pending) -> None:
+        self._kept.setdefault((op.replica, op.stage, op.microbatch), []).append(pending)
 
     def release_after(self, op: Op) -> None:
         """Release the messages that the op's stage received for its microbatch, if the op was their last use."""
@@ -127,8 +144,8 @@ class ProgramMessages:
         by_microbatch: dict[tuple[int | None, int, int], list[tuple[int, MessageSpec]]] = {}
         for op in order:
             if op.kind in SENT_BY:
-                source = peer_stage(op)
-                key = (self._peer(op, source), self._spec(SENT_BY[op.kind], source))
+                sent = other_end(op)
+                key = (self._holder(sent), self._spec(sent))
                 kept[key] += 1
                 most[key] = max(most[key], kept[key])
                 by_microbatch.setdefault((op.replica, op.stage, op.microbatch), []).append(key)
@@ -147,21 +164,30 @@ class ProgramMessages:
         """Yield the RECV of each message in the order in which the compute ops take them."""
         for op in order:
             for offset, _, _ in RULE[op.kind] if op.kind.is_compute else ():
-                source = op.stage + offset
-                if 0 <= source < self._program.stages and self._peer(op, source) != self._rank:
-                    yield Op(op.stage, RECEIVED_BY[offset], op.microbatch, None, op.replica)
+                if offset == 0 or not 0 <= op.stage + offset < self._program.stages:
+                    continue
+                receive = Op(op.stage, RECEIVED_BY[offset], op.microbatch, None, op.replica)
+                if self._holder(other_end(receive)) != self._rank:
+                    yield receive
 
     def _channel_of(self, receive: Op) -> tuple[int, Kind]:
-        return self._peer(receive, peer_stage(receive)), SENT_BY[receive.kind]
+        sent = other_end(receive)
+        return self._holder(sent), sent.kind
 
-    def _peer(self, op: Op, stage: int) -> int:
-        """Return the rank that computes the op's microbatch on a stage."""
-        return self._program.holder(op.replica, stage, op.microbatch)
+    def _holder(self, op: Op) -> int:
+        """Return the rank of an op."""
+        return self._program.holder(op.replica, op.stage, op.microbatch)
 
-    def _identity(self, op: Op, sent: Kind, source: int, destination: int) -> Identity:
-        spec = self._spec(sent, source)
-        return Identity(self._step, PURPOSE_OF[sent], source, destination, op.microbatch, spec, op.replica or 0)
+    def _identity(self, sent: Op, received: Op) -> Identity:
+        purpose, spec = PURPOSE_OF[sent.kind], self._spec(sent)
+        return Identity(self._step, purpose, sent.stage, received.stage, sent.microbatch, spec, sent.replica or 0)
 
-    def _spec(self, sent: Kind, source: int) -> MessageSpec:
-        shapes = self._shapes[source]
-        return shapes.forward if sent is Kind.SEND_F else shapes.backward
+    def _spec(self, sent: Op) -> MessageSpec:
+        shapes = self._shapes[sent.stage]
+        match sent.kind:
+            case Kind.SEND_F:
+                return shapes.forward
+            case Kind.SEND_B:
+                return shapes.backward
+            case _:
+                return shapes.weights

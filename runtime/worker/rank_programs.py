@@ -21,6 +21,7 @@ from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.worker.device_clock import OpClock
 from adaptra.runtime.worker.executor import Executor
+from adaptra.runtime.worker.foreign_microbatches import BatchShapes
 from adaptra.runtime.worker.program_messages import MessageShapes
 from adaptra.runtime.worker.stage import Stage
 from adaptra.simulation.cost import CostModel
@@ -133,6 +134,7 @@ class RankPrograms:
             self._transport.rank,
             {(None, stage): one for stage, one in stages.items()},
             self._shapes(self.plan) if shapes is None else shapes,
+            BatchShapes(),
             self._transport,
             self._pacing,
             self._monitor,

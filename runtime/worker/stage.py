@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from adaptra.graph.ops.random_state import RandomKey
+from adaptra.graph.ops.specs import MessageSpec
 from adaptra.graph.stages.stages import EvalStage, TrainStage
 from adaptra.runtime.step_messages.shared_gradients import Gradients
 from adaptra.runtime.worker.loss_reduction import Reduction
@@ -26,6 +27,14 @@ class Stage(Protocol):
 
     def weight_grad(self, microbatch: int) -> None:
         """Run W and accumulate the parameters' gradients."""
+        ...
+
+    def hand_over(self) -> tuple[Tensor, ...]:
+        """Return the sums of the weight gradients so far, which another worker continues."""
+        ...
+
+    def take_over(self, sums: Sequence[Tensor]) -> None:
+        """Continue the sums that another worker has handed over. They are copied."""
         ...
 
 
@@ -70,6 +79,12 @@ class TrainingStage:
         self._reduction = reduction
         self._root_gradients: Sequence[Tensor] = ()
         self._steps_before = 0
+        self._handed_over = gradients.unshared(stage.contributions)
+
+    @property
+    def handed_over(self) -> MessageSpec:
+        """The tensors of :meth:`hand_over`."""
+        return self._gradients.spec_of_sums(self._handed_over)
 
     def begin_step(self, loss_scale: float, steps_before: int = 0) -> None:
         """Start a step.
@@ -105,6 +120,14 @@ class TrainingStage:
         for name, gradient, fresh in zip(self._stage.contributions, gradients, self._stage.fresh_gradients, strict=True):
             self._gradients.add(self._stage.index, name, microbatch, gradient, fresh=fresh)
         self._gradients.end_microbatch(self._stage.index, microbatch)
+
+    def hand_over(self) -> tuple[Tensor, ...]:
+        """Return the sums of the weight gradients so far, which another worker continues. This stage then has none."""
+        return self._gradients.hand_over(self._handed_over)
+
+    def take_over(self, sums: Sequence[Tensor]) -> None:
+        """Continue the sums that another worker has handed over."""
+        self._gradients.take_over(self._handed_over, sums)
 
 
 class TwoPassStage(TrainingStage):
@@ -206,3 +229,11 @@ class EvaluationStage:
     def weight_grad(self, microbatch: int) -> None:
         """Never called: an evaluation program is forward-only."""
         raise AssertionError(f"W of microbatch {microbatch} in an evaluation")
+
+    def hand_over(self) -> tuple[Tensor, ...]:
+        """Never called: an evaluation program is forward-only."""
+        raise AssertionError("weight gradients are handed over in an evaluation")
+
+    def take_over(self, sums: Sequence[Tensor]) -> None:
+        """Never called: an evaluation program is forward-only."""
+        raise AssertionError("weight gradients are taken over in an evaluation")

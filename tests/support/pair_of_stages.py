@@ -16,10 +16,11 @@ from adaptra.runtime.detection.monitor import Monitor
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.worker.executor import Executor
+from adaptra.runtime.worker.foreign_microbatches import BatchShapes
 from adaptra.runtime.worker.program_messages import MessageShapes
 
 SPEC = (TensorSpec((1,), torch.float32),)
-SHAPES = MessageShapes(SPEC, SPEC)
+SHAPES = MessageShapes(SPEC, SPEC, SPEC)
 SOON = 20.0
 """Seconds that something which must happen may take."""
 
@@ -39,6 +40,7 @@ class Doubling:
         self._last = last
         self._fail_at = fail_at
         self._saved: dict[int, tuple[Tensor, ...]] = {}
+        self.sum: Tensor | None = None
         self._changed = threading.Condition()
 
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -57,6 +59,14 @@ class Doubling:
         self._run(f"W{microbatch}")
         given, gradient = self._saved.pop(microbatch)
         self.weight_gradients.append((given * gradient).item())
+        self.sum = given * gradient if self.sum is None else self.sum + given * gradient
+
+    def hand_over(self) -> tuple[Tensor, ...]:
+        assert self.sum is not None, "a W has run"
+        return (self.sum,)
+
+    def take_over(self, sums: Sequence[Tensor]) -> None:
+        (self.sum,) = (one.clone() for one in sums)
 
     def has_run(self, op: str) -> bool:
         """Wait until it has."""
@@ -74,12 +84,20 @@ class Doubling:
 def executor_of(
     program: Program, rank: int, transport: Transport, stages: dict[int, Doubling], timeout: float = SOON
 ) -> Executor:
-    """A rank's executor, with its transport's buffers reserved."""
+    """A rank's executor in one pipeline, with its transport's buffers reserved."""
+    return routed_executor(program, rank, transport, {(None, stage): one for stage, one in stages.items()}, timeout)
+
+
+def routed_executor(
+    program: Program, rank: int, transport: Transport, stages: dict[tuple[int | None, int], Doubling], timeout: float = SOON
+) -> Executor:
+    """A rank's executor, whose stages are those of several replicas, with its transport's buffers reserved."""
     executor = Executor(
         program,
         rank,
-        {(None, stage): one for stage, one in stages.items()},
+        stages,
         [SHAPES] * program.stages,
+        BatchShapes(SPEC, SPEC, SPEC),
         transport,
         Pacing(None, ()),
         Monitor(rank, program.placement),

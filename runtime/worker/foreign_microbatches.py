@@ -1,0 +1,166 @@
+"""The inputs, targets and results of microbatches that a worker of another replica computes on the first or the last stage.
+
+The home replica has the batch. Before the first op of a step its workers send the inputs and targets of such microbatches, and
+after the last op they receive the results. Both sides go through the same list in the same order, so the messages of a channel
+are received in the order of their sends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from adaptra.graph.ops.specs import MessageSpec
+from adaptra.program import Op, Program
+from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShapes:
+    """The tensors of one microbatch.
+
+    Attributes:
+        inputs: The model's inputs, as the first stage takes them.
+        targets: The loss's targets, as the last stage takes them.
+        results: What the last stage returns.
+    """
+
+    inputs: MessageSpec = ()
+    targets: MessageSpec = ()
+    results: MessageSpec = ()
+
+
+class _Message(NamedTuple):
+    """One message between the home of a microbatch and the worker that computes it on the first or the last stage."""
+
+    purpose: Purpose
+    replica: int
+    stage: int
+    microbatch: int
+    source: int
+    destination: int
+    specs: MessageSpec
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """The replica, stage and number of the microbatch."""
+        return self.replica, self.stage, self.microbatch
+
+
+class ForeignMicrobatches:
+    """One rank's inputs, targets and results that cross replicas. Used by the thread that runs the steps.
+
+    In a program of one pipeline, and without such microbatches, there are no messages.
+
+    Args:
+        program: A lowered program.
+        rank: This rank.
+        shapes: The tensors of a microbatch.
+        transport: Carries the messages.
+        timeout: Seconds to wait for a message before the step fails.
+    """
+
+    def __init__(self, program: Program, rank: int, shapes: BatchShapes, transport: Transport, timeout: float) -> None:
+        crossing = list(_crossing(program, shapes))
+        given = [one for one in crossing if one.purpose is not Purpose.RESULT]
+        results = [one for one in crossing if one.purpose is Purpose.RESULT]
+        self._given_from, self._given_to = _of(rank, given)
+        self._results_from, self._results_to = _of(rank, results)
+        self._transport = transport
+        self._timeout = timeout
+        self._step = -1
+        self._arriving: dict[tuple[Purpose, tuple[int, int, int]], Pending] = {}
+        self._computed: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
+
+    @property
+    def receive_counts(self) -> Counter[tuple[int, MessageSpec]]:
+        """The number of receive buffers needed at a time, per source rank and message."""
+        return Counter((one.source, one.specs) for one in (*self._given_to, *self._results_to))
+
+    def begin_step(self, step: int, inputs: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]) -> None:
+        """Post the receives of inputs and targets for other replicas' microbatches, and send those of the own ones.
+
+        Args:
+            step: The step's number.
+            inputs: The model's inputs per microbatch of this rank's replica; only used on its first stage's rank.
+            targets: The targets; only used on its last stage's rank.
+        """
+        self._step = step
+        self._computed.clear()
+        self._arriving = {(one.purpose, one.place): self._receive(one) for one in self._given_to}
+        for one in self._given_from:
+            given = inputs if one.purpose is Purpose.INPUT else targets
+            self._transport.send(one.destination, self._identity(one), tuple(given[one.microbatch]))
+
+    def take(self, purpose: Purpose, op: Op) -> tuple[Tensor, ...]:
+        """Wait for the inputs or targets of an F and return them; they stay valid until :meth:`release_after`.
+
+        Raises:
+            TransportError: They could not be exchanged, or not within the timeout.
+        """
+        assert op.replica is not None, "a program of one pipeline has no other replica's microbatches"
+        return self._arriving[purpose, (op.replica, op.stage, op.microbatch)].wait(self._timeout)
+
+    def keep(self, op: Op, results: tuple[Tensor, ...]) -> None:
+        """Keep the results of another replica's microbatch until the end of the step."""
+        assert op.replica is not None, "a program of one pipeline has no other replica's microbatches"
+        self._computed[op.replica, op.stage, op.microbatch] = results
+
+    def release_after(self, op: Op) -> None:
+        """Release the inputs and targets of a microbatch, of which ``op`` was the last one on its stage."""
+        if self._arriving and op.replica is not None:
+            for purpose in (Purpose.INPUT, Purpose.TARGET):
+                pending = self._arriving.pop((purpose, (op.replica, op.stage, op.microbatch)), None)
+                if pending is not None:
+                    self._transport.release(pending)
+
+    def end_step(self, found: Callable[[int, tuple[Tensor, ...]], None]) -> None:
+        """Send the results of other replicas' microbatches, and pass on those of the own ones that others have computed.
+
+        Args:
+            found: Called with each number of a microbatch and its results.
+
+        Raises:
+            TransportError: Results could not be exchanged, or not within the timeout.
+        """
+        receives = [(one.microbatch, self._receive(one)) for one in self._results_to]
+        for one in self._results_from:
+            self._transport.send(one.destination, self._identity(one), self._computed.pop(one.place))
+        for microbatch, pending in receives:
+            found(microbatch, tuple(one.clone() for one in pending.wait(self._timeout)))
+            self._transport.release(pending)
+
+    def _receive(self, message: _Message) -> Pending:
+        return self._transport.receive(message.source, self._identity(message))
+
+    def _identity(self, message: _Message) -> Identity:
+        stage, specs = message.stage, message.specs
+        return Identity(self._step, message.purpose, stage, stage, message.microbatch, specs, message.replica)
+
+
+def _of(rank: int, messages: Sequence[_Message]) -> tuple[list[_Message], list[_Message]]:
+    """Return the messages that a rank sends, and those that it receives."""
+    return [one for one in messages if one.source == rank], [one for one in messages if one.destination == rank]
+
+
+def _crossing(program: Program, shapes: BatchShapes) -> list[_Message]:
+    routing = program.routing
+    found: list[_Message] = []
+    if routing is None:
+        return found
+    last = program.stages - 1
+    parts = [(Purpose.INPUT, 0, shapes.inputs), (Purpose.TARGET, last, shapes.targets), (Purpose.RESULT, last, shapes.results)]
+    for purpose, stage, specs in parts:
+        for replica in range(routing.replicas):
+            home = routing.workers[replica][stage]
+            for microbatch in range(program.microbatches):
+                holder = routing.holder(replica, stage, microbatch)
+                if home is None or holder == home or not specs:
+                    continue
+                ends = (holder, home) if purpose is Purpose.RESULT else (home, holder)
+                found.append(_Message(purpose, replica, stage, microbatch, *ends, specs))
+    return found

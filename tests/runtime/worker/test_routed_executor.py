@@ -1,0 +1,100 @@
+"""Programs of several replicas are executed as their routes say, and no number depends on the routes (rule 9)."""
+
+from __future__ import annotations
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs import random_case, random_job_program
+from pair_of_stages import SOON, Doubling, routed_executor
+from torch import Tensor
+
+from adaptra.passes.insert_comm import InsertComm
+from adaptra.program import Program
+from adaptra.program.verify import verify
+from adaptra.runtime.transports.local import LocalHub
+from adaptra.simulation.cost import CostModel
+
+Outcome = tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]
+"""Losses by (replica, microbatch), and the weight gradients by (replica, stage)."""
+
+
+def job_program(seed: int) -> Program:
+    """A random program of a healthy job, of two replicas at least, with its messages."""
+    case = random_case(seed, shapes=True)
+    case = replace(case, replicas=max(2, case.replicas), lost=frozenset(), slow={}, hands_over=True)
+    program = random_job_program(case, seed)
+    receives = "late" if seed % 2 else "ahead"
+    program = InsertComm(receives).apply(program, CostModel.uniform(program.stages, 1.0, 1.0, 1.0))
+    verify(program)
+    return program
+
+
+def numbers(program: Program, salt: int) -> dict[int, list[tuple[Tensor]]]:
+    """Per replica one random number for each microbatch."""
+    generator = torch.Generator().manual_seed(salt)
+    assert program.routing is not None
+    return {
+        replica: [(torch.randn(1, generator=generator),) for _ in range(program.microbatches)]
+        for replica in range(program.routing.replicas)
+    }
+
+
+def run(program: Program) -> Outcome:
+    """Run one step of all workers on threads. Gradients are read where the last microbatch was computed."""
+    routing = program.routing
+    assert routing is not None
+    hub = LocalHub(program.ranks)
+    inputs, targets = numbers(program, 0), numbers(program, 1)
+    stages: list[dict[tuple[int | None, int], Doubling]] = [
+        {
+            (replica, stage): Doubling(last=stage == program.stages - 1)
+            for replica in range(routing.replicas)
+            for stage in routing.stages_of(worker)
+        }
+        for worker in range(program.ranks)
+    ]
+    executors = [routed_executor(program, worker, hub.transport(worker), stages[worker]) for worker in range(program.ranks)]
+    homes = [routing.replica_of(worker) for worker in range(program.ranks)]
+    losses: dict[tuple[int, int], float] = {}
+    with ThreadPoolExecutor(program.ranks) as pool:
+        runs = [
+            pool.submit(executor.run, 0, inputs[home], targets[home]) for executor, home in zip(executors, homes, strict=True)
+        ]
+        for home, one in zip(homes, runs, strict=True):
+            losses |= {(home, number): result[0].item() for number, result in one.result(SOON).items()}
+    gradients = {
+        (replica, stage): stages[routing.holder(replica, stage, program.microbatches - 1)][replica, stage].hand_over()[0].item()
+        for replica in range(routing.replicas)
+        for stage in range(program.stages)
+    }
+    return losses, gradients
+
+
+def computed_alone(program: Program) -> Outcome:
+    """The same numbers computed in one place: each sum is the left fold over the microbatches of a replica."""
+    inputs, targets = numbers(program, 0), numbers(program, 1)
+    factor = 2.0 ** (program.stages - 1)
+    losses = {
+        (replica, number): (2 * (one * factor) + target).item()
+        for replica, of_replica in inputs.items()
+        for number, ((one,), (target,)) in enumerate(zip(of_replica, targets[replica], strict=True))
+    }
+    gradients = {
+        (replica, stage): functools.reduce(torch.add, (one * factor for (one,) in of_replica)).item()
+        for replica, of_replica in inputs.items()
+        for stage in range(program.stages)
+    }
+    return losses, gradients
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 10_000))
+def test_any_valid_program_of_a_job_is_executed_with_the_same_bits(seed: int) -> None:
+    """Also where other replicas' workers have the first stage, the last stage, or a part of the sums."""
+    program = job_program(seed)
+    assert run(program) == computed_alone(program)
