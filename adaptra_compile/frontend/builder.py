@@ -78,7 +78,7 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
                     example = example_microbatch((args, targets), request.microbatches, "example_inputs")
                     refuse_sum(request.loss, planned.compiled, example[1], rows_of(example))
                 _refuse_hooked_copies(request.whole_model, planned.compiled.copied(request.placed))
-                ranks = [transport.rank for transport in launched.transports] if options.inner != EAGER else []
+                ranks = launched.ranks if options.inner != EAGER else []
                 own = [stage for rank in ranks for stage in stages_of(rank, request.placed)]
                 for done, stage in enumerate(own, 1):
                     prepare(planned.compiled.train[stage])
@@ -93,8 +93,7 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
             logger.warning("%s; Options(captured='accept') leaves this out", planned.compiled.difference)
         if len(launched.transports) == 1:  # ranks of one process compile once together
             agree(launched.transports[0], "pipeline", planned.facts(), options.timeout)
-        ranks = [transport.rank for transport in launched.transports]
-        states = sharing.states(model, planned.compiled, request.placed, ranks)
+        states = sharing.states(model, planned.compiled, request.placed, launched.ranks)
         workers = planned.factory.workers(launched, recorder, states, planned.initial)
         opened.pop_all()
     session = Session(spec, planned, launched, workers, recorder, sharing)
@@ -112,7 +111,7 @@ def _progress(launched: Launch) -> AbstractContextManager[Progress]:
 
 
 def _is_first(launched: Launch) -> bool:
-    return launched.transports[0].rank == 0 and (launched.replicas is None or launched.replicas.index == 0)
+    return launched.transports[0].rank == 0
 
 
 def _compile(

@@ -71,18 +71,17 @@ class WorkerFactory:
             for transport, state in zip(launched.transports, states, strict=True):
                 carrier = FaultyTransport(transport, self.faults) if self.faults else transport
                 opened.callback(carrier.close)
+                pipeline = launched.pipeline_of(carrier)
                 worker = Worker(
                     self.compiled,
                     state,
                     self.microbatches,
-                    carrier,
+                    pipeline,
                     initial,
                     self.planning,
                     launched.replicas,
                     pacing,
-                    RankTelemetry(
-                        transport.rank, recorder, transport, None if folder is None else Path(folder), perfetto.write
-                    ),
+                    RankTelemetry(pipeline.rank, recorder, pipeline, None if folder is None else Path(folder), perfetto.write),
                     self.options,
                     first_step,
                     self.reduction,
@@ -95,7 +94,7 @@ class WorkerFactory:
 
 def open_recorder(options: RecordingOptions, launched: Launch) -> Recorder:
     """Open the recorder of events that the options ask for."""
-    ranks = [transport.rank for transport in launched.transports]
+    ranks = launched.ranks
     first = ranks[0] if launched.job is None else launched.job.rank
     return start_recorder(_telemetry(options, launched), options.on_event, ranks, first)
 

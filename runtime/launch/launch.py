@@ -21,6 +21,7 @@ from adaptra.runtime.launch.exchange import Check, exchange, no_check
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.transports.lanes import LanedTransport
 from adaptra.runtime.transports.local import LocalHub
+from adaptra.runtime.transports.pipeline_transport import PipelineTransport
 from adaptra.runtime.transports.process_groups import end_group, end_keys, job_store, keys_of, new_group, sweep
 from adaptra.runtime.transports.registry import create_transport
 
@@ -32,7 +33,8 @@ class Launch:
     """The ranks of one pipeline that this process runs.
 
     Attributes:
-        transports: One per rank run here, by rank: all of them as threads, or the one of this process.
+        transports: The job's, one per rank run here: all ranks of one pipeline as threads, or the one of this process. Their
+            ranks are workers: replica · stages + stage.
         replicas: This process's peers in other pipelines, or None without data parallelism.
         job: Joins the pipeline and the peers of another role; None if all ranks are threads of this process.
         roles: The roles of all ranks; None without replicas.
@@ -44,6 +46,19 @@ class Launch:
     job: Job | None = None
     roles: Roles | None = None
     groups: tuple[dist.ProcessGroup, ...] = ()
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks run here, by their numbers in their pipeline."""
+        return [self.pipeline_of(transport).rank for transport in self.transports]
+
+    def pipeline_of(self, transport: Transport) -> Transport:
+        """Return the part of one of these transports, or of one that wraps it, that joins the ranks of its pipeline."""
+        if self.replicas is None:
+            return transport
+        size = len(self.replicas.pipeline)
+        first = self.replicas.index * size
+        return PipelineTransport(transport, self.replicas.index, range(first, first + size))
 
     def end(self) -> None:
         """Release the groups that were made for this launch, once its transports are closed and nothing has failed."""
@@ -129,11 +144,11 @@ class Job:
         # Each rank makes only the groups that it belongs to. Their order is that of the replicas, so that gradients are always
         # added in the same order.
         peers = roles.column(stage)
-        pipeline = new_group(members, f"{name}/replica {replica}", timeout=None)
+        everyone = new_group(roles.ranks, f"{name}/workers", timeout=None)
         column = new_group(peers, f"{name}/stage {stage}", timeout=None)
         aside = new_group(peers, f"{name}/stage {stage} aside", timeout=None)
         replicas = Replicas(column, aside, under(f"replicas/{self._joined}", self.store), replica, members)
-        return Launch((self._transport(pipeline),), replicas, self, roles, (pipeline, column, aside))
+        return Launch((self._transport(everyone),), replicas, self, roles, (everyone, column, aside))
 
     def _transport(self, group: dist.ProcessGroup) -> Transport:
         return _join(self._name, group, self._with_delegate, self._addresses)

@@ -64,7 +64,7 @@ class Sharing:
         self.has_trained = False
         self._session: weakref.ref[Any] | None = None
         self._own: Any = WeakTensorKeyDictionary()
-        here = {transport.rank for transport in launched.transports}
+        here = set(launched.ranks)
         is_alone = launched.job is None
         tied = {one.name: len({placement[stage] for stage in one.stages}) for one in compiled.tied}
         for name, tensor in () if model is None else _tensors(model, compiled):
