@@ -100,7 +100,8 @@ def compile(
 
     Raises:
         OptionError: An argument is invalid. The text names it.
-        CaseError: A fault to inject can't be parsed, or names a stage that does not exist.
+        CaseError: A fault to inject can't be parsed, names a stage or replica that does not exist, or divides a rate that no
+            other fault gives.
         CaptureError, PartitionError: The model can't be captured or cut. The text says where and what to change.
         BatchError: The example's batch does not divide into microbatches.
         LaunchError: The ranks don't fit the stages, the transport does not exist, or another rank compiles something else.

@@ -64,6 +64,8 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         for transport in launched.transports:
             opened.callback(transport.close)
         _check_contract(request, launched)
+        for fault in request.faults:  # all ranks gave the same ones and refuse them alike
+            fault.check_replica(1 if launched.roles is None else launched.roles.replicas)
         limit = request.memory_limit
         free = free_memory(launched, _device(request.whole_model), options.timeout) if limit is None else None
         spec = PipelineSpec(

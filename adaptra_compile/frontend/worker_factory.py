@@ -10,11 +10,12 @@ from pathlib import Path
 from torch import Tensor
 
 from adaptra.graph import CompiledStages
+from adaptra.program.placement import stages_of
 from adaptra.report import perfetto
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.control.replanning import Planning
 from adaptra.runtime.injection.emulation import Pacing
-from adaptra.runtime.injection.faults import Fault
+from adaptra.runtime.injection.faults import Fault, faults_of_worker
 from adaptra.runtime.injection.faulty_transport import FaultyTransport
 from adaptra.runtime.launch.launch import Launch
 from adaptra.runtime.options import Options
@@ -35,7 +36,7 @@ class WorkerFactory:
         compiled: The stages.
         microbatches: Microbatches per step.
         planning: Functions that make later plans.
-        faults: Faults to inject.
+        faults: Faults to inject, of all workers.
         options: Options of the runtime.
         reduction: How the losses of microbatches and replicas are reduced to that of the batch.
     """
@@ -65,11 +66,14 @@ class WorkerFactory:
             first_step: The number of the first step.
         """
         folder = _telemetry(self.options, launched).folder
-        pacing = Pacing(initial.case.cost if self.options.emulate is not None else None, self.faults)
+        emulated = initial.case.cost if self.options.emulate is not None else None
+        replica = 0 if launched.replicas is None else launched.replicas.index
         workers: list[Worker] = []
         with ExitStack() as opened:
             for transport, state in zip(launched.transports, states, strict=True):
-                carrier = FaultyTransport(transport, self.faults) if self.faults else transport
+                stages = stages_of(launched.pipeline_of(transport).rank, initial.case.placement)
+                faults = tuple(faults_of_worker(self.faults, replica, stages))
+                carrier = FaultyTransport(transport, faults) if faults else transport
                 opened.callback(carrier.close)
                 pipeline = launched.pipeline_of(carrier)
                 worker = Worker(
@@ -80,7 +84,7 @@ class WorkerFactory:
                     initial,
                     self.planning,
                     launched.replicas,
-                    pacing,
+                    Pacing(emulated, faults),
                     RankTelemetry(pipeline.rank, recorder, pipeline, None if folder is None else Path(folder), perfetto.write),
                     self.options,
                     first_step,

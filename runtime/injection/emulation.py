@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from adaptra.checks import is_finite
 from adaptra.errors import OptionError
 from adaptra.program import Kind
-from adaptra.runtime.injection.faults import Fault, compute_extra, compute_factor
+from adaptra.runtime.injection.faults import Fault, compute_extra, compute_factor, compute_freeze
 from adaptra.simulation.cost import CostModel
 
 
 @dataclass(frozen=True, slots=True)
 class EmulatedDevice:
-    """Durations of F, I and W on every stage's emulated device, in seconds; each a number or one number per stage."""
+    """Durations of F, I and W on every stage's emulated device, in seconds; each a number or one number per stage.
+
+    All replicas have the same durations. A worker that is slower than its peers is a fault, such as ``slow 1.2 2x``.
+    """
 
     forward: float | Sequence[float]
     input_grad: float | Sequence[float]
@@ -52,17 +55,21 @@ def _per_stage(name: str, given: float | Sequence[float], stages: int) -> tuple[
     return tuple(map(float, values))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pacing:
-    """Lengthens a rank's ops beyond their own computation, for an emulated device, injected slow stages, or both.
+    """Lengthens one worker's ops beyond their own computation, for an emulated device, injected faults, or both.
+
+    A frozen worker pauses at the end of its first op of the step. Nobody can tell that from a pause at its beginning, since
+    messages are received meanwhile and nothing uses the op's result before its end.
 
     Attributes:
         emulated: A cost model to whose durations every op is padded, or None.
-        faults: Injected faults; only those of stages matter here.
+        faults: The worker's own faults, see :func:`.faults.faults_of_worker`; those of edges change nothing here.
     """
 
     emulated: CostModel | None
     faults: Sequence[Fault]
+    _newest: int = field(default=-1, init=False)
 
     def pad(self, stage: int, kind: Kind, step: int, started: float) -> None:
         """Sleep until the op that started at ``started`` (monotonic seconds) has reached its duration."""
@@ -70,6 +77,9 @@ class Pacing:
             return
         duration = time.monotonic() - started if self.emulated is None else self.emulated.duration(stage, kind)
         duration = duration * compute_factor(self.faults, stage, step) + compute_extra(self.faults, stage, step)
+        if step > self._newest:  # evaluations have negative steps
+            self._newest = step
+            duration += compute_freeze(self.faults, step)
         remaining = started + duration - time.monotonic()
         if remaining > 0:
             time.sleep(remaining)

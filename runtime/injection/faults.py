@@ -1,13 +1,27 @@
-"""Injected faults: a link or a stage that turns slow at a given step, on any transport.
+"""Injected faults: a link or a worker that turns slow at a given step, on any transport.
 
 The text form of a fault is one line::
 
     delay 1-2 60ms @8          each message between stages 1 and 2, both ways, arrives 60 ms later, from step 8 on
     delay 1>2 60ms @8..20      only from 1 to 2, in steps 8 to 19
     rate 1>2 50MB @8           the edge carries 50 MB a second
+    rate 1-2 /6 @8             the edge carries a sixth of the lowest such rate that it has in a step
     lossy 1-2 5% 200ms @8      one in twenty messages arrives 200 ms later, as when it was lost and is sent again
     slow 2 1.5x @8             ops of stage 2 take one and a half times as long
     slow 2 5ms                 ops of stage 2 take 5 ms longer, always
+    freeze 2 @8 5s             the worker of stage 2 stops computing for 5 s, once, in its first op of step 8
+
+They hit every replica of the job, unless they name one::
+
+    delay 1-2@replica0 60ms @8      only the messages of replica 0; so with ``rate`` and ``lossy``
+    slow 1.2 1.5x @8                only the worker of replica 1 that has stage 2, in the ops of all its stages
+    freeze 1.2 @8 5s                only that worker
+
+A rate such as ``/6`` is a fault of its own, beside those with the rates that it divides. Several multiply. Without a rate to
+divide, of the same replica or of all, it is refused.
+
+A fault is of a place, a stage of a replica, whichever rank of the job has it. So the fault stays where it is when ranks change
+roles: then another rank is slow.
 
 This file defines the faults. :mod:`adaptra.runtime.injection.faulty_transport` applies them to messages and
 :mod:`adaptra.runtime.injection.emulation` to ops.
@@ -18,13 +32,14 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from enum import Enum
 from typing import Final
 
 from adaptra.errors import CaseError
+from adaptra.program.routing import NUMBER
 from adaptra.runtime.transports.base import Identity
 
 
@@ -35,29 +50,42 @@ class Effect(Enum):
     """Seconds by which a message arrives later."""
     RATE = "rate"
     """Bytes a second that an edge carries at most."""
+    DIVISOR = "divisor"
+    """The divisor of the lowest RATE of the same edge in a step; at least 1."""
     LOSS = "lossy"
     """Seconds by which a share of the messages, and those behind them on their channel, arrive later."""
     FACTOR = "factor"
     """The factor of the duration of a stage's ops; at least 1."""
     EXTRA = "extra"
     """Seconds by which the ops of a stage take longer."""
+    FREEZE = "freeze"
+    """Seconds for which a worker stops computing once, in its first op of a step. Its threads of control go on."""
 
 
 _TIMES: Final = {"s": 1, "ms": 1000, "us": 1000000}
 _RATES: Final = {"GB": 1000000000, "MB": 1000000, "kB": 1000, "B": 1}
 _EXPECTED: Final = (
-    "expected such as 'delay 1-2 60ms @8', 'delay 1>2 60ms @8..20', 'rate 1>2 50MB @8', 'lossy 1-2 5% 200ms @8', "
-    "'slow 2 1.5x @8' or 'slow 2 5ms'"
+    "expected such as 'delay 1-2 60ms @8', 'delay 1>2@replica0 60ms @8..20', 'rate 1>2 50MB @8', 'rate 1-2 /6 @8', "
+    "'lossy 1-2 5% 200ms @8', 'slow 2 1.5x @8', 'slow 1.2 5ms' or 'freeze 1.2 @8 5s'"
 )
+_EDGES: Final = frozenset({Effect.DELAY, Effect.RATE, Effect.DIVISOR, Effect.LOSS})
+_LEAST: Final = {Effect.RATE: math.ulp(0.0), Effect.DIVISOR: 1.0, Effect.FACTOR: 1.0}
 _NUMBER: Final = r"\d+(?:\.\d+)?"
-_WHOLE: Final = r"0|[1-9]\d*"
-_SPAN: Final = rf"(?: @(?P<first>{_WHOLE})(?:\.\.(?P<until>{_WHOLE}))?)?"
-_EDGE: Final = rf"(?P<stage>{_WHOLE})(?P<ways>[->])(?P<peer>{_WHOLE})"
-_FORMS: Final = (
-    re.compile(rf"delay {_EDGE} (?P<number>{_NUMBER})(?P<unit>s|ms|us){_SPAN}"),
-    re.compile(rf"lossy {_EDGE} (?P<share>{_NUMBER})% (?P<number>{_NUMBER})(?P<unit>s|ms|us){_SPAN}"),
-    re.compile(rf"rate {_EDGE} (?P<number>{_NUMBER})(?P<unit>GB|MB|kB|B){_SPAN}"),
-    re.compile(rf"slow (?P<stage>{_WHOLE}) (?P<number>{_NUMBER})(?P<unit>x|s|ms|us){_SPAN}"),
+_AMOUNT: Final = rf"(?P<number>{_NUMBER})"
+_SECONDS: Final = rf"{_AMOUNT}(?P<unit>s|ms|us)"
+_SPAN: Final = rf"(?: @(?P<first>{NUMBER})(?:\.\.(?P<until>{NUMBER}))?)?"
+_EDGE: Final = rf"(?P<stage>{NUMBER})(?P<ways>[->])(?P<peer>{NUMBER})(?:@replica(?P<replica>{NUMBER}))?"
+_WORKER: Final = rf"(?:(?P<replica>{NUMBER})\.)?(?P<stage>{NUMBER})"
+_FORMS: Final = tuple(
+    re.compile(form)
+    for form in (
+        rf"(?P<what>delay) {_EDGE} {_SECONDS}{_SPAN}",
+        rf"(?P<what>lossy) {_EDGE} (?P<share>{_NUMBER})% {_SECONDS}{_SPAN}",
+        rf"(?P<what>rate) {_EDGE} {_AMOUNT}(?P<unit>GB|MB|kB|B){_SPAN}",
+        rf"(?P<what>rate) {_EDGE} (?P<unit>/){_AMOUNT}{_SPAN}",
+        rf"(?P<what>slow) {_WORKER} {_AMOUNT}(?P<unit>x|s|ms|us){_SPAN}",
+        rf"(?P<what>freeze) {_WORKER} @(?P<first>{NUMBER}) {_SECONDS}",
+    )
 )
 
 
@@ -68,13 +96,14 @@ class Fault:
     Attributes:
         effect: Its effect.
         amount: The size of the effect, in the effect's unit.
-        stage: The slow stage, or the stage at one end of the edge.
-        peer: The stage at the edge's other end, None for a slow stage.
+        stage: The stage that is slow or whose worker is, or the stage at one end of the edge.
+        peer: The stage at the edge's other end, None for a slow stage or worker.
         both_ways: Whether messages from ``peer`` to ``stage`` are affected too.
         from_step: The first step affected.
         until_step: The first step not affected any more, None for ever.
         share: The share of late messages on a lossy edge: above 0, at most 1. Their identities decide which ones, the same in
             every run.
+        replica: The replica whose worker or edge is affected, None for all replicas.
 
     Raises:
         CaseError: The parts don't fit together.
@@ -88,12 +117,13 @@ class Fault:
     from_step: int = 0
     until_step: int | None = None
     share: float = 1.0
+    replica: int | None = None
 
     def __post_init__(self) -> None:
-        is_edge = self.effect in {Effect.DELAY, Effect.RATE, Effect.LOSS}
+        is_edge = self.effect in _EDGES
         if is_edge != (self.peer is not None) or self.peer == self.stage or (self.both_ways and not is_edge):
             raise CaseError(f"fault {self.effect.value} of stage {self.stage} and {self.peer}: {_EXPECTED}")
-        least = {Effect.RATE: math.ulp(0.0), Effect.FACTOR: 1.0}.get(self.effect, 0.0)
+        least = _LEAST.get(self.effect, 0.0)
         if not (math.isfinite(self.amount) and self.amount >= least):
             raise CaseError(f"fault {self.effect.value} {self.amount}: expected a finite number of at least {least}")
         if not 0 < self.share <= 1 or (self.share < 1 and self.effect is not Effect.LOSS):
@@ -101,6 +131,8 @@ class Fault:
             raise CaseError(f"fault {share}: expected above 0% and at most 100%, and of a lossy edge alone")
         if self.until_step is not None and self.until_step <= self.from_step:
             raise CaseError(f"fault @{self.from_step}..{self.until_step}: expected the second step to be after the first")
+        if self.until_step is not None and self.effect is Effect.FREEZE:
+            raise CaseError(f"fault freeze @{self.from_step}..{self.until_step}: expected one step, as a worker freezes once")
 
     @staticmethod
     def parse(text: str) -> Fault:
@@ -113,25 +145,27 @@ class Fault:
         if found is None:
             raise CaseError(f"fault {text!r}: {_EXPECTED}")
         parts = found.groupdict()
-        number, unit = float(parts["number"]), parts["unit"]
-        if unit == "x":
-            effect, amount = Effect.FACTOR, number
-        elif unit in _RATES:
-            effect, amount = Effect.RATE, number * _RATES[unit]
-        elif "share" in parts:
-            effect, amount = Effect.LOSS, number / _TIMES[unit]
-        else:
-            effect, amount = Effect.DELAY if "peer" in parts else Effect.EXTRA, number / _TIMES[unit]
-        peer, until = parts.get("peer"), parts["until"]
+        unit = parts["unit"]
+        match parts["what"], unit:
+            case "rate", "/":
+                effect = Effect.DIVISOR
+            case "slow", "x":
+                effect = Effect.FACTOR
+            case "slow", _:
+                effect = Effect.EXTRA
+            case what, _:
+                effect = Effect(what)
+        peer, until, replica = (None if (one := parts.get(name)) is None else int(one) for name in ("peer", "until", "replica"))
         return Fault(
             effect,
-            amount,
+            float(parts["number"]) * _RATES.get(unit, 1) / _TIMES.get(unit, 1),
             int(parts["stage"]),
-            None if peer is None else int(peer),
+            peer,
             parts.get("ways") == "-",
             int(parts["first"] or 0),
-            None if until is None else int(until),
+            until,
             float(Decimal(parts.get("share") or 100) / 100),
+            replica,
         )
 
     def check_stages(self, stages: int) -> None:
@@ -144,19 +178,61 @@ class Fault:
             if stage is not None and stage >= stages:
                 raise CaseError(f"fault '{self}': there is no stage {stage}: expected stages of 0..{stages - 1}")
 
+    def check_replica(self, replicas: int) -> None:
+        """Refuse a fault of a replica that a job of ``replicas`` replicas does not have.
+
+        Raises:
+            CaseError: Names the fault and the replicas there are.
+        """
+        if self.replica is not None and self.replica >= replicas:
+            raise CaseError(f"fault '{self}': there is no replica {self.replica}: expected replicas of 0..{replicas - 1}")
+
+    def check_base(self, faults: Iterable[Fault]) -> None:
+        """Refuse a divisor without a rate to divide, in any step and direction in which it is on.
+
+        The rate must be of the divisor's replica or of all replicas.
+
+        Args:
+            faults: All faults of the job.
+
+        Raises:
+            CaseError: Names the fault, the edge and the step, and shows a rate that would do.
+        """
+        if self.effect is not Effect.DIVISOR:
+            return
+        assert self.peer is not None, "a divisor is of an edge"
+        bases = [one for one in faults if one.effect is Effect.RATE and one.replica in (None, self.replica)]
+        ends = {one.until_step for one in bases if one.until_step is not None and self.is_on(one.until_step)}
+        ways = [(self.stage, self.peer), (self.peer, self.stage)]
+        for source, destination in ways if self.both_ways else ways[:1]:
+            for step in sorted({self.from_step, *ends}):
+                if not any(one.is_of_edge(source, destination) and one.is_on(step) for one in bases):
+                    raise CaseError(
+                        f"fault '{self}': edge {source}→{destination} has no rate to divide in step {step}: expected another "
+                        f"fault such as '{replace(self, effect=Effect.RATE, amount=50e6)}'"
+                    )
+
     def __str__(self) -> str:
-        where = str(self.stage) if self.peer is None else f"{self.stage}{'-' if self.both_ways else '>'}{self.peer}"
+        if self.peer is None:
+            where = f"{self.stage}" if self.replica is None else f"{self.replica}.{self.stage}"
+        else:
+            replica = "" if self.replica is None else f"@replica{self.replica}"
+            where = f"{self.stage}{'-' if self.both_ways else '>'}{self.peer}{replica}"
         match self.effect:
             case Effect.DELAY:
                 what, amount = "delay", _seconds(self.amount)
             case Effect.RATE:
                 what, amount = "rate", _rate(self.amount)
+            case Effect.DIVISOR:
+                what, amount = "rate", f"/{_decimal(self.amount)}"
             case Effect.LOSS:
                 what, amount = "lossy", f"{_percent(self.share)} {_seconds(self.amount)}"
             case Effect.FACTOR:
                 what, amount = "slow", f"{_decimal(self.amount)}x"
             case Effect.EXTRA:
                 what, amount = "slow", _seconds(self.amount)
+            case Effect.FREEZE:
+                return f"freeze {where} @{self.from_step} {_seconds(self.amount)}"
         if self.until_step is not None:
             span = f" @{self.from_step}..{self.until_step}"
         else:
@@ -173,6 +249,26 @@ class Fault:
         return ends == (source, destination) or (self.both_ways and ends == (destination, source))
 
 
+def faults_of_worker(faults: Iterable[Fault], replica: int, stages: Sequence[int]) -> Iterator[Fault]:
+    """Yield the faults that a worker applies: to its ops, and to the messages that it sends.
+
+    A slow worker is slow at all its stages, so its fault is yielded once for each.
+
+    Args:
+        faults: All faults of the job.
+        replica: The worker's replica.
+        stages: The worker's stages.
+    """
+    for fault in faults:
+        if fault.replica not in (None, replica):
+            continue
+        if fault.peer is not None:
+            yield fault
+        elif fault.stage in stages:
+            is_whole = fault.replica is not None and fault.effect is not Effect.FREEZE
+            yield from (replace(fault, stage=stage) for stage in (stages if is_whole else [fault.stage]))
+
+
 def compute_factor(faults: Iterable[Fault], stage: int, step: int) -> float:
     """Return the factor of the duration of a stage's ops in a step; factors multiply."""
     return math.prod(f.amount for f in faults if f.effect is Effect.FACTOR and f.stage == stage and f.is_on(step))
@@ -181,6 +277,11 @@ def compute_factor(faults: Iterable[Fault], stage: int, step: int) -> float:
 def compute_extra(faults: Iterable[Fault], stage: int, step: int) -> float:
     """Return the seconds that each op of a stage takes longer in a step, after the factor."""
     return sum(f.amount for f in faults if f.effect is Effect.EXTRA and f.stage == stage and f.is_on(step))
+
+
+def compute_freeze(faults: Iterable[Fault], step: int) -> float:
+    """Return the seconds for which a worker with these faults freezes in its first op of a step."""
+    return sum(f.amount for f in faults if f.effect is Effect.FREEZE and f.from_step == step)
 
 
 def link_delay(faults: Iterable[Fault], identity: Identity) -> float:
@@ -195,9 +296,13 @@ def _is_lost(identity: Identity, share: float) -> bool:
 
 
 def link_occupancy(faults: Iterable[Fault], identity: Identity) -> float:
-    """Return the seconds for which a message occupies its edge: its bytes at the lowest injected rate."""
-    rates = [f.amount for f in faults if f.effect is Effect.RATE and f.is_of_edge(*identity.edge) and f.is_on(identity.step)]
-    return sum(spec.travelling_bytes for spec in identity.specs) / min(rates) if rates else 0.0
+    """Return the seconds for which a message occupies its edge: its bytes at the lowest injected rate, divided by all
+    divisors.
+    """
+    mine = [f for f in faults if f.is_of_edge(*identity.edge) and f.is_on(identity.step)]
+    rates = [f.amount for f in mine if f.effect is Effect.RATE]
+    divisor = math.prod(f.amount for f in mine if f.effect is Effect.DIVISOR)
+    return sum(spec.travelling_bytes for spec in identity.specs) * divisor / min(rates) if rates else 0.0
 
 
 def _decimal(value: float) -> str:

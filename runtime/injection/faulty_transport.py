@@ -81,7 +81,8 @@ class FaultyTransport(Transport):
 
     Args:
         transport: Carries the messages.
-        faults: The faults. Those of slow stages change nothing here: the executor applies them, see :func:`compute_factor`.
+        faults: The rank's own faults, see :func:`.faults.faults_of_worker`. Those of stages and workers change nothing here:
+            :class:`.emulation.Pacing` applies them.
     """
 
     def __init__(self, transport: Transport, faults: Iterable[Fault]) -> None:

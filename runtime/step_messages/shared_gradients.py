@@ -192,7 +192,9 @@ class Gradients:
         """Finish the step: after this every copy of a shared parameter has the same gradient."""
         self._add_up(wait=True)
         for edge, names in self._messages.sums_to.items():
-            self._send(Purpose.SHARED_SUM, edge, 0, names, [_gradient(self._parameters[name]) for name in names])
+            # Copies: replicas, clipping and the optimizer may write to the gradients before the message has left.
+            sums = [_gradient(self._parameters[name]).clone() for name in names]
+            self._send(Purpose.SHARED_SUM, edge, 0, names, sums)
         returning = {
             edge: self._receive(Purpose.SHARED_SUM, edge, 0, names) for edge, names in self._messages.sums_from.items()
         }

@@ -37,7 +37,7 @@ class StepGradients:
             gradient, parameter.grad = parameter.grad, earlier
             if gradient is None or (weight is not None and not 0 < weight < float("inf")):
                 continue
-            if weight is not None:  # not in place: ranks of one process may still read it, for their copy of the parameter
-                gradient = gradient / weight
+            if weight is not None:
+                gradient /= weight
             parameter.grad = gradient if earlier is None else earlier.add_(gradient)
         self._before = {}

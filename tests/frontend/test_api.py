@@ -428,8 +428,8 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
         for mistake in (emulate(-0.1, 0.1, 0.1), emulate(0.1, "fast", 0.1), emulate(0.1, 0.1, [0.1, float("nan")]))
     ),
     (
-        "fault '…': expected such as 'delay 1-2 60ms @8', 'delay 1>2 60ms @8..20', 'rate 1>2 50MB @8', "
-        "'lossy 1-2 5% 200ms @8', 'slow 2 1.5x @8' or 'slow 2 5ms'",
+        "fault '…': expected such as 'delay 1-2 60ms @8', 'delay 1>2@replica0 60ms @8..20', 'rate 1>2 50MB @8', "
+        "'rate 1-2 /6 @8', 'lossy 1-2 5% 200ms @8', 'slow 2 1.5x @8', 'slow 1.2 5ms' or 'freeze 1.2 @8 5s'",
         options(faults=["delay 0-1"]),
     ),
     *(
@@ -439,6 +439,14 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     *(
         ("fault '…': there is no stage …: expected stages of 0..…", options(faults=[given]))
         for given in ("slow 2 2x", "delay 1-2 5ms", "rate 7>0 1MB")
+    ),
+    *(
+        ("fault '…': there is no replica …: expected replicas of 0..…", options(faults=["slow 0.1 2x", given]))
+        for given in ("slow 1.0 2x", "freeze 1.1 @8 5s", "delay 0-1@replica1 5ms")
+    ),
+    (
+        "fault '…': edge …→… has no rate to divide in step …: expected another fault such as '…'",
+        options(faults=["rate 0-1 /6 @8", "rate 0>1 50MB"]),
     ),
     *(
         (

@@ -41,7 +41,7 @@ class CompileArguments:
     Raises:
         OptionError: An argument is invalid. The text names it, its value and what is expected.
         LaunchError: The transport does not exist.
-        CaseError: A fault can't be parsed, or names a stage that does not exist.
+        CaseError: A fault can't be parsed, names a stage that does not exist, or divides a rate that no other fault gives.
     """
 
     model: nn.Module | Sequence[nn.Module] = field(metadata=agreed(describe_model))
@@ -94,6 +94,7 @@ class CompileArguments:
             self._check_edge(f"delegate={self.options.delegate!r}", edge)
         for fault in self.faults:
             fault.check_stages(self.stages)
+            fault.check_base(self.faults)
             if fault.peer is not None:
                 self._check_edge(f"fault '{fault}'", (fault.stage, fault.peer))
         check_inner(given.inner)

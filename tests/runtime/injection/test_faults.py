@@ -1,7 +1,8 @@
-"""Faults: their text, what they do to messages on a link, and to stages."""
+"""Faults: their text, what they do to messages on a link, and to stages and workers."""
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 
@@ -11,7 +12,16 @@ from hypothesis import strategies as st
 from transport_bodies import LARGE, SMALL, backward, forward, make
 
 from adaptra.errors import CaseError, TransportError
-from adaptra.runtime.injection.faults import Effect, Fault, compute_extra, compute_factor, link_delay
+from adaptra.runtime.injection.faults import (
+    Effect,
+    Fault,
+    compute_extra,
+    compute_factor,
+    compute_freeze,
+    faults_of_worker,
+    link_delay,
+    link_occupancy,
+)
 from adaptra.runtime.injection.faulty_transport import FaultyTransport
 from adaptra.runtime.transports.base import Identity
 from adaptra.runtime.transports.local import LocalHub
@@ -31,6 +41,15 @@ from adaptra.runtime.transports.local import LocalHub
         ("lossy 2>1 0.7% 1.5s", Fault(Effect.LOSS, 1.5, 2, 1, share=0.007)),
         ("slow 2 1.5x @8", Fault(Effect.FACTOR, 1.5, 2, from_step=8)),
         ("slow 2 5ms", Fault(Effect.EXTRA, 0.005, 2)),
+        ("delay 1-2@replica0 60ms @8", Fault(Effect.DELAY, 0.06, 1, 2, both_ways=True, from_step=8, replica=0)),
+        ("rate 1>2@replica12 50MB", Fault(Effect.RATE, 50e6, 1, 2, replica=12)),
+        ("rate 1-2 /6 @8..20", Fault(Effect.DIVISOR, 6, 1, 2, both_ways=True, from_step=8, until_step=20)),
+        ("rate 1>2@replica0 /1.5", Fault(Effect.DIVISOR, 1.5, 1, 2, replica=0)),
+        ("lossy 1>2@replica1 5% 60ms", Fault(Effect.LOSS, 0.06, 1, 2, share=0.05, replica=1)),
+        ("slow 1.2 2x @8", Fault(Effect.FACTOR, 2, 2, from_step=8, replica=1)),
+        ("slow 0.2 5ms", Fault(Effect.EXTRA, 0.005, 2, replica=0)),
+        ("freeze 1.2 @8 5s", Fault(Effect.FREEZE, 5, 2, from_step=8, replica=1)),
+        ("freeze 2 @0 1.5ms", Fault(Effect.FREEZE, 0.0015, 2)),
     ],
 )
 def test_text_form(text: str, fault: Fault) -> None:
@@ -50,20 +69,30 @@ AMOUNTS = st.floats(1e-9, 1e12, allow_nan=False)
     first=st.integers(0, 99),
     steps=st.none() | st.integers(1, 99),
     share=st.floats(1e-9, 1.0),
+    replica=st.none() | st.integers(0, 99),
 )
 def test_text_form_round_trips(
-    effect: Effect, amount: float, stage: int, away: int, both_ways: bool, first: int, steps: int | None, share: float
+    effect: Effect,
+    amount: float,
+    stage: int,
+    away: int,
+    both_ways: bool,
+    first: int,
+    steps: int | None,
+    share: float,
+    replica: int | None,
 ) -> None:
-    is_edge = effect in {Effect.DELAY, Effect.RATE, Effect.LOSS}
+    is_edge = effect in {Effect.DELAY, Effect.RATE, Effect.DIVISOR, Effect.LOSS}
     fault = Fault(
         effect,
-        amount + 1 if effect is Effect.FACTOR else amount,
+        amount + 1 if effect in {Effect.FACTOR, Effect.DIVISOR} else amount,
         stage,
         stage + away if is_edge else None,
         both_ways and is_edge,
         first,
-        None if steps is None else first + steps,
+        None if steps is None or effect is Effect.FREEZE else first + steps,
         share if effect is Effect.LOSS else 1.0,
+        replica,
     )
     assert Fault.parse(str(fault)) == fault
 
@@ -95,6 +124,27 @@ def test_text_form_round_trips(
         "slow 2-3 1.5x",
         "slow 2 0.5x",
         "delay 1-2 60ms @8..8",
+        "delay 0.1-0.2 60ms",
+        "delay 1-2@0 60ms",
+        "delay 1-2@replica 60ms",
+        "delay 1-2@replica-1 60ms",
+        "delay 1-2 @replica1 60ms",
+        "rate 1-2 /0.5",
+        "rate 1-2 /6MB",
+        "rate 1-2 6",
+        "slow 2@replica1 2x",
+        "slow 1.2.3 2x",
+        "slow 1. 2x",
+        "slow .2 2x",
+        "slow 1.02 2x",
+        "slow 1.2 /2",
+        "slow 1.1234567890 2x",
+        "freeze 1.2 5s",
+        "freeze 1.2 5s @8",
+        "freeze 1.2 @8",
+        "freeze 1.2 @8..9 5s",
+        "freeze 1.2 @8 5x",
+        "freeze 1-2 @8 5s",
         "delay 1-2 60ms; rate 1>2 5MB",
     ],
 )
@@ -111,6 +161,95 @@ def test_a_refusal_shows_the_text_and_the_forms() -> None:
 def test_only_a_lossy_edge_has_a_share() -> None:
     with pytest.raises(CaseError, match=r"fault delay 50%: expected above 0% and at most 100%, and of a lossy edge alone"):
         Fault(Effect.DELAY, 0.06, 1, 2, share=0.5)
+
+
+def test_a_worker_freezes_once() -> None:
+    with pytest.raises(CaseError, match=r"fault freeze @8\.\.9: expected one step, as a worker freezes once"):
+        Fault(Effect.FREEZE, 5.0, 2, from_step=8, until_step=9)
+
+
+@pytest.mark.parametrize("text", ["slow 1.0 2x", "freeze 1.0 @8 5s", "delay 0-1@replica1 5ms", "rate 0>1@replica1 /2"])
+def test_a_fault_of_a_replica_that_does_not_exist_is_refused(text: str) -> None:
+    Fault.parse(text).check_replica(2)
+    with pytest.raises(CaseError, match=re.escape(f"fault '{text}': there is no replica 1: expected replicas of 0..0")):
+        Fault.parse(text).check_replica(1)
+
+
+def test_a_fault_of_all_replicas_fits_any_job() -> None:
+    Fault.parse("slow 1 2x").check_replica(1)
+    Fault.parse("delay 0-1 5ms").check_replica(1)
+
+
+@pytest.mark.parametrize(
+    ("divisor", "rates"),
+    [
+        ("rate 1-2 /6 @8", ["rate 1-2 50MB"]),
+        ("rate 1-2@replica0 /6 @8", ["rate 1-2 50MB"]),
+        ("rate 1-2@replica0 /6 @8", ["rate 1-2@replica0 50MB @8"]),
+        ("rate 1-2 /6 @8", ["rate 1>2 50MB", "rate 2>1 5MB"]),
+        ("rate 1>2 /6", ["rate 2-1 50MB"]),
+        ("rate 1-2 /6 @8..20", ["rate 1-2 50MB @4..20"]),
+        ("rate 1-2 /6 @8", ["rate 1-2 50MB @8..12", "rate 1-2 20MB @12"]),
+    ],
+)
+def test_a_divisor_with_a_rate_at_all_its_steps_is_taken(divisor: str, rates: Sequence[str]) -> None:
+    faults = [Fault.parse(text) for text in (divisor, *rates)]
+    for fault in faults:
+        fault.check_base(faults)
+
+
+@pytest.mark.parametrize(
+    ("divisor", "rates", "edge", "step", "shown"),
+    [
+        ("rate 1-2 /6 @8", [], "1→2", 8, "rate 1-2 50MB @8"),
+        ("rate 1-2 /6 @8", ["rate 1-2 /2", "delay 1-2 5ms"], "1→2", 8, "rate 1-2 50MB @8"),
+        ("rate 1-2@replica0 /6", ["rate 1-2@replica1 5MB"], "1→2", 0, "rate 1-2@replica0 50MB"),
+        ("rate 1-2 /6", ["rate 1-2@replica0 5MB"], "1→2", 0, "rate 1-2 50MB"),
+        ("rate 1-2 /6", ["rate 1>2 5MB"], "2→1", 0, "rate 1-2 50MB"),
+        ("rate 2>1 /6", ["rate 1>2 5MB"], "2→1", 0, "rate 2>1 50MB"),
+        ("rate 1-2 /6 @8", ["rate 1-2 50MB @9"], "1→2", 8, "rate 1-2 50MB @8"),
+        ("rate 1-2 /6 @8", ["rate 1-2 50MB @8..12"], "1→2", 12, "rate 1-2 50MB @8"),
+        ("rate 1-2 /6 @8..20", ["rate 1-2 50MB @8..12", "rate 1-2 20MB @13"], "1→2", 12, "rate 1-2 50MB @8..20"),
+    ],
+)
+def test_a_divisor_without_a_rate_to_divide_is_refused(
+    divisor: str, rates: Sequence[str], edge: str, step: int, shown: str
+) -> None:
+    """The rate that the refusal shows would do."""
+    faults = [Fault.parse(text) for text in (divisor, *rates)]
+    told = f"fault '{divisor}': edge {edge} has no rate to divide in step {step}: expected another fault such as '{shown}'"
+    with pytest.raises(CaseError, match=f"^{re.escape(told)}$"):
+        faults[0].check_base(faults)
+    faults[0].check_base([*faults, Fault.parse(shown)])
+
+
+def test_the_lowest_rate_is_divided_and_divisors_multiply() -> None:
+    faults = [Fault.parse(text) for text in ("rate 0>1 500kB", "rate 0>1 1MB", "rate 0>1 /2 @3", "rate 0-1 /3 @5")]
+    message = 20_000 / 500_000  # bytes by bytes a second
+    assert [link_occupancy(faults, forward(0, step=step, specs=LARGE)) for step in (2, 3, 5)] == pytest.approx(
+        [message, 2 * message, 6 * message]
+    )
+    assert link_occupancy(faults[-1:], backward(0, step=5)) == 0
+
+
+def test_a_worker_gets_its_own_faults_and_those_of_all_replicas() -> None:
+    texts = ["slow 1 2x", "slow 1.1 3x", "slow 0.1 4x", "slow 1.0 5x", "freeze 1.1 @8 5s", "freeze 1 @9 1s", "freeze 0 @8 9s"]
+    texts += ["delay 0-1 5ms", "delay 0-1@replica1 6ms", "delay 0-1@replica0 7ms"]
+    mine = tuple(faults_of_worker(map(Fault.parse, texts), 1, [1]))
+    assert [compute_factor(mine, stage, 0) for stage in (0, 1)] == [1, 6]
+    assert [compute_freeze(mine, step) for step in (7, 8, 9, 10)] == [0, 5, 1, 0]
+    assert link_delay(mine, forward(0)) == pytest.approx(0.011)
+
+
+def test_a_slow_worker_is_slow_at_all_its_stages_and_a_slow_stage_alone() -> None:
+    """A worker with several stages may be named by any of them. It freezes as a whole, once."""
+    faults = tuple(map(Fault.parse, ("slow 1.3 2x", "slow 1.0 5ms", "slow 3 3x", "freeze 1.3 @8 5s")))
+    mine = tuple(faults_of_worker(faults, 1, [0, 3]))
+    assert [compute_factor(mine, stage, 8) for stage in (0, 3)] == [2, 6]
+    assert [compute_extra(mine, stage, 8) for stage in (0, 3)] == [0.005, 0.005]
+    assert compute_freeze(mine, 8) == 5
+    other = tuple(faults_of_worker(faults, 0, [0, 3]))
+    assert [compute_factor(other, stage, 8) for stage in (0, 3)] == [1, 3]
 
 
 def test_which_messages_are_lost_is_the_same_in_every_run_and_as_many_as_ordered() -> None:

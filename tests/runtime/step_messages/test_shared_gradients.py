@@ -203,6 +203,21 @@ def test_a_contribution_is_the_value_at_the_end_of_its_w() -> None:
     assert job.gradients("tied") == [2.0, 2.0]
 
 
+def test_a_sum_is_the_value_at_the_end_of_the_owners_step() -> None:
+    """The owner's gradient is averaged over replicas or clipped in place while the sum may still be on its way."""
+    job = Job([["tied"]] * 3, [TIED], 1)
+    job.begin(0)
+    for stage in (2, 1, 0):
+        job.weight_grad(stage, 0, tied=1.0)
+    job.stages[0].end_step()
+    averaged = job.parameters[0]["tied"].grad
+    assert averaged is not None and averaged.item() == 3.0
+    averaged.fill_(7.0)
+    for copy in job.stages[1:]:
+        copy.end_step()
+    assert job.gradients("tied") == [7.0, 3.0, 3.0]
+
+
 def test_several_shared_parameters_of_two_stages_travel_together_and_own_ones_stay() -> None:
     """One message per pair of stages and microbatch, and a parameter of two stages goes to those two only."""
     shared = [
