@@ -22,7 +22,8 @@ def free_memory(launched: Launch, device: torch.device, timeout: float) -> tuple
     """Return the bytes that each rank of a pipeline may use: its device's free memory, divided by the ranks that share the
     device.
 
-    Under a launcher all ranks of the job call it together and get the same numbers.
+    With replicas the rank of the one with the least counts, because all replicas begin with the same plan. Under a launcher
+    all ranks of the job call it together and get the same numbers.
 
     Args:
         launched: The ranks.
@@ -39,9 +40,9 @@ def free_memory(launched: Launch, device: torch.device, timeout: float) -> tuple
     found = _gather_by_rank(under("free memory", launched.job.store), launched.job.rank, [_place(device), free], timeout)
     sharing = Counter(place for place, _ in found)
     shares = [free // sharing[place] for place, free in found]
-    replicas, roles = launched.replicas, launched.roles
-    members = range(len(shares)) if roles is None else roles.pipeline(0 if replicas is None else replicas.index)
-    return tuple(shares[rank] for rank in members)
+    roles = launched.roles
+    columns = [(rank,) for rank in range(len(shares))] if roles is None else map(roles.column, range(roles.stages))
+    return tuple(min(shares[rank] for rank in column) for column in columns)
 
 
 def free_on(device: torch.device) -> int:
