@@ -88,7 +88,7 @@ FOUR = [
 @pytest.mark.parametrize("cases", [FOUR[:4], FOUR[4:]])
 def test_models_train_bitwise_as_one_process_on_four_ranks(cases: Sequence[ExampleCase]) -> None:
     """Also with fewer microbatches than stages, tied parameters of three stages, and stages that end in a view."""
-    check(run_processes(train_examples, 4, 4, cases))
+    check(run_processes(train_examples, 4, 4, cases, is_fresh=True))
 
 
 TWO = [

@@ -5,10 +5,13 @@ import multiprocessing
 import os
 import random
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -45,8 +48,38 @@ def free_ports(count: int) -> int:
     raise AssertionError(f"no {count} free ports from 10000 to {lowest_given}")
 
 
+@cache
+def _server() -> tuple[Any, dict[str, str]]:
+    """Start a server that has imported torch and compiled a model, of which processes are forks; and its environment."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["warm"])
+    environment = _environment()
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server is not given this process's path
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        os.environ |= environment
+    return context, environment
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+def _context(is_fresh: bool) -> Any:
+    """How to start processes: as forks, unless torch must be imported anew, in which it reads the environment."""
+    context, environment = _server()
+    return multiprocessing.get_context("spawn") if is_fresh or environment != _environment() else context
+
+
 def run_processes(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150.0, may_die: tuple[int, ...] = ()
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 150.0,
+    may_die: tuple[int, ...] = (),
+    is_fresh: bool = False,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` in ``world_size`` processes, with RANK, WORLD_SIZE and MASTER_* set.
 
@@ -55,6 +88,7 @@ def run_processes(
         world_size: The number of processes.
         timeout: Seconds after which all that is left is killed.
         may_die: Ranks whose death is part of the test; their value is None.
+        is_fresh: Whether each process starts an interpreter of its own, as launchers do. The order of sets then differs.
 
     Returns:
         What each rank returned.
@@ -62,7 +96,7 @@ def run_processes(
     Raises:
         AssertionError: A process failed, died or took too long; the others are killed.
     """
-    context = multiprocessing.get_context("spawn")
+    context = _context(is_fresh)
     port = free_port()
     processes, ends = [], []
     for rank in range(world_size):
@@ -105,6 +139,7 @@ def _collect(
 
 
 def _run(end: Connection, function: Callable[..., Any], rank: int, world_size: int, port: int, args: tuple[Any, ...]) -> None:
+    os.environ.pop("PYTHONPATH", None)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
         import torch

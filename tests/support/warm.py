@@ -1,0 +1,19 @@
+"""Compiles a small model once, where tests fork processes from.
+
+The forks then have the modules that compiling imports, and torch's tables. Both take seconds in a process of its own.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+from chained import compile_example
+from models import EXAMPLES
+
+for name in ("frontend.api", "frontend.builder", "runtime.transports.c10d.c10d", "runtime.transports.delegate.join"):
+    import_module(f"adaptra.{name}")
+import_module("training")
+torch.set_num_threads(1)
+example = EXAMPLES["gpt_tied"]
+compile_example(example, example.make(), example.rows(2, 0), 2)
