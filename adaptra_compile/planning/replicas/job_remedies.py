@@ -74,6 +74,7 @@ class RemedyCandidate:
         what: What it does, for people.
         hand_overs: How often an accumulator of weight gradients changes workers in a step, the way home included.
         moved: The number of microbatches that another replica's worker computes on a stage, of all stages together.
+        over_memory: The workers that hold more microbatches than the case allows. Only the running program may have any.
     """
 
     kind: JobRemedy
@@ -84,6 +85,7 @@ class RemedyCandidate:
     what: str
     hand_overs: int
     moved: int
+    over_memory: tuple[int, ...] = ()
 
     def seconds(self, horizon: int) -> float:
         """Return the predicted seconds of a step, with the step's part of what the change costs over ``horizon`` steps."""
@@ -130,7 +132,8 @@ def compare_remedies(
     count as equal. Of these the one with the fewest hand-overs wins, then that which moves the fewest microbatches. A program
     that gives all routes back has to be as good as the running one only.
 
-    Shares in contiguous blocks are preferred in the same way to shares in turns. No candidate exceeds the case's memory.
+    Shares in contiguous blocks are preferred in the same way to shares in turns. No new program exceeds the case's memory. If
+    the running one does, any other is better.
 
     Args:
         case: The measured case, in seconds; see :func:`adaptra.planning.replicas.measured_jobs.measured_case`.
@@ -236,21 +239,29 @@ class _Comparing:
 
     def _shared(self) -> None:
         case = self._case
-        crossing = any(case.replica_of(here) != case.replica_of(there) for here, there in case.links)
-        found = [shares(case, in_turns=in_turns) for in_turns in (False, True)] if case.slow or case.ports or crossing else []
-        tiers = [[routing for routing in routings if routing != self._healthy] for routings in found]
+        tiers = [self._shares(in_turns=in_turns) for in_turns in (False, True)]
         if not any(tiers):
             self._refused[JobRemedy.SHARE] = "no worker slow enough" if case.slow else "no slow worker"
             return
         self._add(JobRemedy.SHARE, case, [self._maker(case, tier, 0.4) for tier in tiers if tier])
+
+    def _shares(self, in_turns: bool) -> list[Routing]:
+        """Return shares of slow workers and narrow ports, of which links to other replicas tell."""
+        case = self._case
+        crossing = any(case.replica_of(here) != case.replica_of(there) for here, there in case.links)
+        found = shares(case, in_turns=in_turns) if case.slow or case.ports or crossing else []
+        return [routing for routing in found if routing != self._healthy]
 
     def _detoured(self) -> None:
         case = self._case
         if not case.links and not case.ports:
             self._refused[JobRemedy.DETOUR] = "no narrow or late link"
             return
-        bases = [self._healthy, *(one.program.routing for one in self._found if one.kind is JobRemedy.SHARE)]
-        ways = [way for base in bases if base is not None for way in (around_links(case, base), *detoured(case, base))]
+        blocks = self._shares(in_turns=False)
+        found = [one.program.routing for one in self._found if one.kind is JobRemedy.SHARE]
+        bases = dict.fromkeys((self._healthy, *blocks, *(one for one in found if one is not None)))
+        ways = [around_links(case, base) for base in bases]
+        ways += [way for base in (self._healthy, *blocks[:1]) for way in detoured(case, base)]
         counted = {way: hand_overs(way) for way in ways if way is not None and way not in bases}
         by_hand_overs = sorted(counted, key=counted.__getitem__)
         tiers = [list(tier) for _, tier in groupby(by_hand_overs, key=counted.__getitem__)]
@@ -295,7 +306,8 @@ class _Comparing:
             cost += max(simulated.makespan - simulated.period, 0.0)
         bound = period_bound(simulated.case, routing).value
         moved = sum(len(list(_takers(routing, *place))) for place in _places(routing))
-        return RemedyCandidate(kind, program, simulated.period, bound, cost, _what(kind, routing), hand_overs(routing), moved)
+        what, passed = _what(kind, routing), hand_overs(routing)
+        return RemedyCandidate(kind, program, simulated.period, bound, cost, what, passed, moved, simulated.over_memory)
 
 
 _Maker = tuple[Callable[[], Program], Sequence[Routing]]
@@ -314,7 +326,7 @@ def _what(kind: JobRemedy, routing: Routing) -> str:
 
 def _best(found: Sequence[RemedyCandidate], gain: float, horizon: int) -> RemedyCandidate:
     keep = found[0]
-    before = keep.seconds(horizon)
+    before = math.inf if keep.over_memory else keep.seconds(horizon)
 
     def is_usable(one: RemedyCandidate) -> bool:
         if one.moved == 0 and keep.moved and one.kind is JobRemedy.REORDER:
