@@ -13,6 +13,7 @@ Once the job is healthy again, reorder gives all routes back.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import Counter
@@ -45,6 +46,7 @@ ALIKE: Final = 0.01
 HORIZON: Final = 100
 """The steps over which a change must pay for what it costs once."""
 
+_NO_ROOM: Final = "no room in memory"
 _LEAST: Final = 1e-4
 """Seconds of a search when a budget is used up."""
 _MOST_NAMES: Final = 4
@@ -216,8 +218,8 @@ class _Comparing:
         for kind, find in finders.items():
             try:
                 find()
-            except PlanError as error:
-                self._refused[kind] = str(error)
+            except PlanError:
+                self._refused[kind] = _NO_ROOM
         return RemedyComparison(self._case, tuple(self._found), self._refused, _best(self._found, gain, horizon))
 
     def _reordered(self) -> None:
@@ -274,9 +276,13 @@ class _Comparing:
 
     def _by_delegate(self) -> None:
         case = self._delegated
-        if case is not None:
-            routings = [self._healthy, *(shares(case, in_turns=False) if case.slow else ())]
-            self._add(JobRemedy.DELEGATE, case, [(lambda: self._current, ()), self._maker(case, routings, 0.5)])
+        if case is None:
+            return
+        if not self._case.links and not self._case.ports:
+            self._refused[JobRemedy.DELEGATE] = "no narrow or late link"
+            return
+        routings = [self._healthy, *(shares(case, in_turns=False) if case.slow else ())]
+        self._add(JobRemedy.DELEGATE, case, [(lambda: self._current, ()), self._maker(case, routings, 0.5)])
 
     def _maker(self, case: JobCase, routings: Sequence[Routing], part: float) -> _Maker:
         return lambda: self._searches.routed(case, routings, part), routings
@@ -288,13 +294,14 @@ class _Comparing:
         for make, routings in makers:
             if routings and least <= (1 + ALIKE) * min(period_bound(case, routing).value for routing in routings):
                 continue
-            simulated = simulate_period(make(), case)
-            if not simulated.over_memory:
-                found.append(simulated)
-                least = min(least, simulated.period)
+            with contextlib.suppress(PlanError):
+                simulated = simulate_period(make(), case)
+                if not simulated.over_memory:
+                    found.append(simulated)
+                    least = min(least, simulated.period)
         first = next((one for one in found if one.period <= (1 + ALIKE) * least), None)
         if first is None:
-            self._refused[kind] = "no room in memory"
+            self._refused[kind] = _NO_ROOM
         else:
             self._found.append(self._candidate(kind, first))
 

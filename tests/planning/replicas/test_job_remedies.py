@@ -20,6 +20,7 @@ from adaptra.planning.replicas.joined_programs import join
 from adaptra.planning.replicas.measured_jobs import measured_case
 from adaptra.planning.replicas.period_bound import flow_bound
 from adaptra.program import Program
+from adaptra.program.placement import in_turn, v_shaped
 from adaptra.program.routing import Routing
 from adaptra.program.verify import verify
 from adaptra.simulation.cost import Case, CostModel
@@ -200,6 +201,44 @@ def test_a_slow_worker_shares_what_the_others_memory_allows() -> None:
     found = compare_remedies(shape.case({0: slow(1, 3.0)}, memory=memory), running, effort=EFFORT)
     assert found.best.kind is JobRemedy.SHARE
     assert max(simulate_period(found.best.program, found.case).held) <= 2
+
+
+def test_without_room_no_remedy_is_possible() -> None:
+    cost = CostModel.uniform(4, 0.04, 0.04, 0.04, 0.004, 0.01)
+    hurt = narrow(0)(slow(1)(cost))
+    running = join([plan(Case(cost, 4, v_shaped(2)), effort=EFFORT)] * 2)
+    # A microbatch is on two stages of a worker at once, and there is room for one.
+    case = measured_case([cost, hurt], 4, seconds_of_updates(4), placement=v_shaped(2), memory=(1, 1))
+    found = compare_remedies(case, running, delegated=case, effort=EFFORT)
+    assert found.best.kind is JobRemedy.KEEP
+    assert found.best.over_memory == (0, 1, 2, 3)
+    no_room = "not possible (no room in memory)"
+    assert str(found).endswith(f"reorder {no_room}, share {no_room}, detour {no_room}, delegate {no_room}")
+
+
+def test_a_running_program_that_exceeds_the_memory_is_replaced_even_by_a_slower_one() -> None:
+    shape = Shape(2, 3, 8)
+    found = compare_remedies(shape.case(memory=(2, 2, 2)), shape.healthy(), effort=EFFORT)
+    assert found.candidates[0].over_memory
+    assert found.best.kind is JobRemedy.REORDER
+    assert found.best.period > found.candidates[0].period
+
+
+@pytest.mark.parametrize("placement", [v_shaped(2), in_turn(2, 2)])
+def test_workers_with_several_stages_share_and_are_gone_round(placement: tuple[int, ...]) -> None:
+    cost = CostModel.uniform(4, 0.04, 0.04, 0.04, 0.004, 0.01)
+    updates = seconds_of_updates(4)
+    running = join([plan(Case(cost, 6, placement), effort=EFFORT)] * 3)
+    hurt = cost.with_stage(0, 0.08, 0.08, 0.08).with_stage(placement.index(0, 1), 0.08, 0.08, 0.08)
+    narrowed = cost.with_occupancies(
+        [(stage, near) for stage in range(4) for near in (stage - 1, stage + 1) if 0 <= near < 4], 24
+    )
+    for costs, kind in (([cost, hurt, cost], JobRemedy.SHARE), ([cost, narrowed, cost], JobRemedy.DETOUR)):
+        case = measured_case(costs, 6, updates, placement=placement)
+        found = compare_remedies(case, running, effort=EFFORT)
+        verify(found.best.program)
+        assert found.best.kind is kind
+        assert found.best.period < 0.8 * found.candidates[0].period
 
 
 def test_what_changes_workers_is_counted_with_the_way_home() -> None:
