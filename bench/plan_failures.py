@@ -3,7 +3,8 @@
 ReCycle's unit cases have F, I and W of 1, an optimizer of 3, and twice as many microbatches in memory as stages. Random cases
 have unequal F, I and W and one to three lost workers. A plan is good if its period is within 1 % of its bound.
 ``--exact SECONDS`` (extra exact) also compares with what the exact solver finds in that time, where a plan is more than 1 %
-above its bound. A second set of random cases also has latency and a slow worker.
+above its bound. A second set of random cases also has latency and a slow worker. Running jobs, whose replicas measure costs
+with noise, compare what they can do within four budgets.
 
 ``--judge FILE`` compares period, first step and memory of random programs with another simulator. It is run as
 ``FILE CASE PROGRAM`` and prints a JSON object with ``period``, ``makespan`` and ``peak``.
