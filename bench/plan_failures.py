@@ -3,7 +3,8 @@
 ReCycle's unit cases have F, I and W of 1, an optimizer of 3, and twice as many microbatches in memory as stages. Random cases
 have unequal F, I and W and one to three lost workers. A plan is good if its period is within 1 % of its bound.
 ``--exact SECONDS`` (extra exact) also compares with what the exact solver finds in that time, where a plan is more than 1 %
-above its bound. A second set of random cases also has latency and a slow worker.
+above its bound. A second set of random cases also has latency and a slow worker. Running jobs, whose replicas measure costs
+with noise, compare what they can do within four budgets.
 
 ``--judge FILE`` compares period, first step and memory of random programs with another simulator. It is run as
 ``FILE CASE PROGRAM`` and prints a JSON object with ``period``, ``makespan`` and ``peak``.
@@ -23,8 +24,12 @@ from pathlib import Path
 
 from _table import Row, parser, print_rows
 
+from adaptra.planning.planner import plan
 from adaptra.planning.replicas.job_planner import plan_job
+from adaptra.planning.replicas.job_remedies import compare_remedies
+from adaptra.planning.replicas.joined_programs import join
 from adaptra.planning.replicas.large_jobs import plan_large
+from adaptra.planning.replicas.measured_jobs import UpdateSeconds, measured_case
 from adaptra.planning.replicas.period_bound import flow_bound, period_bound
 from adaptra.planning.replicas.recut import recuts
 from adaptra.planning.replicas.resilience import Resilience
@@ -230,6 +235,39 @@ def resilience_rows(budget: float) -> Iterator[Row]:
     yield Row("the same, 17 decisions: processor seconds", time.process_time() - started, None, "s", 1)
 
 
+def remedy_rows(budget: float) -> Iterator[Row]:
+    """Yield the rows of what a running job does, from costs that its replicas measure with a noise of 2 %."""
+    chance = random.Random(1)
+    names = ("forward", "input_grad", "weight_grad", "occupancy_forward", "occupancy_backward")
+
+    def noisy(cost: CostModel) -> CostModel:
+        return replace(cost, **{one: tuple(value * chance.gauss(1, 0.02) for value in getattr(cost, one)) for one in names})
+
+    def case_of(costs: Iterable[CostModel], microbatches: int, stages: int) -> JobCase:
+        return measured_case(list(costs), microbatches, UpdateSeconds((0.02,) * stages, (0.02,) * stages, 0.02))
+
+    for name, replicas, stages, microbatches, many, bar in (
+        ("one worker 2× slow", 4, 4, 8, 1, 1.30),
+        ("one narrow edge, 6 forwards a message", 2, 2, 16, 1, 1.10),
+        ("3 of 4 links narrow", 4, 4, 8, 3, 1.10),
+        ("one of 24 workers 2× slow", 6, 4, 8, 1, 1.30),
+    ):
+        even = CostModel.uniform(stages, 0.04, 0.04, 0.04, occupancy=0.03)
+        ends = (stages // 2 - 1, stages // 2), (stages // 2, stages // 2 - 1)
+        hurt = even.with_stage(1, 0.08, 0.08, 0.08) if "slow" in name else even.with_occupancies(ends, 8)
+        costs = [hurt if 0 < replica <= many else even for replica in range(replicas)]
+        pipeline = Case(even, microbatches, tuple(range(stages)))
+        healthy = case_of([even] * replicas, microbatches, stages)
+        running = compare_remedies(healthy, join([plan(pipeline, budget=budget)] * replicas)).best
+        started = time.process_time()
+        found = compare_remedies(case_of(map(noisy, costs), microbatches, stages), running.program, budget=4 * budget)
+        seconds = time.process_time() - started
+        period = simulate_period(found.best.program, case_of(costs, microbatches, stages)).period
+        where = f"{replicas}×{stages}, {name}: {found.best.kind.value}"
+        yield Row(f"{where}: period ÷ healthy", period / running.period, bar, "", 1)
+        yield Row(f"{where}: processor seconds to compare", seconds, 0.3, "s", 1)
+
+
 def random_rows(what: str, cases: Iterable[JobCase], budget: float, exact: float) -> Iterator[Row]:
     """Yield the rows of random cases."""
     ratios: list[float] = []
@@ -294,6 +332,7 @@ def main() -> int:
         *narrow_rows(given.budget),
         *port_rows(given.budget),
         *recut_rows(given.budget),
+        *remedy_rows(given.budget),
     ]
     if given.random > 0:
         lost = random_cases(given.random, given.seed)

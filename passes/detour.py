@@ -1,9 +1,10 @@
-"""Detours round narrow links: microbatches that cross to another replica's workers, and as many that cross back."""
+"""Detours round narrow and late links: microbatches that cross to another replica's workers, and as many that cross back."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 
 from adaptra.program.routing import Routing
@@ -24,38 +25,73 @@ def detours(case: JobCase, routing: Routing, limit: float) -> Iterator[Routing]:
         routing: The routing without detours.
         limit: The period that other bounds allow, in the case's unit.
     """
-    pairs = _pairs(case, routing, limit)
+
+    def is_narrow(stage: int, here: int, there: int, _around: float) -> bool:
+        return case.microbatches * _load(case, routing, stage, here, there) > limit
+
+    pairs = _pairs(routing, partial(_occupancy, case), is_narrow)
     if not pairs:
         return
     longest = max(_load(case, routing, stage, worker, after) for stage, _, worker, after in pairs)
     least = max(case.microbatches - math.floor(limit / longest), 1)
     step = max(1, math.ceil((case.microbatches - least) / (_MOST_CHOICES - 1)))
-    for number in range(least, case.microbatches + 1, step):
+    for number in (*range(least, case.microbatches, step), case.microbatches):
         yield _exchanged(case, routing, pairs, number)
 
 
-def _pairs(case: JobCase, routing: Routing, limit: float) -> list[tuple[int, int, int, int]]:
-    """Return the detours: the stage behind which two replicas exchange paths, the partner, and the ends of the narrow link."""
+def around_links(case: JobCase, routing: Routing) -> Routing | None:
+    """Return the routing that leaves links which are worse than those to another replica; None if there are none.
+
+    A link is worse if a message there and one back take longer. Two replicas exchange paths for all microbatches. So no
+    accumulator of weight gradients passes from one worker to another within a step.
+
+    Args:
+        case: The case.
+        routing: The routing without detours.
+    """
+
+    def is_worse(stage: int, here: int, there: int, around: float) -> bool:
+        return around < _flight(case, stage, here, there)
+
+    pairs = _pairs(routing, partial(_flight, case), is_worse)
+    return _exchanged(case, routing, pairs, case.microbatches) if pairs else None
+
+
+def _pairs(
+    routing: Routing, time: Callable[[int, int, int], float], is_hurt: Callable[[int, int, int, float], bool]
+) -> list[tuple[int, int, int, int]]:
+    """Return the detours: the stage behind which two replicas exchange paths, the partner, and the ends of the hurt link.
+
+    Args:
+        routing: The routing.
+        time: Returns what a link costs, given the stage before it and its workers.
+        is_hurt: Returns whether a link is to be left, given these and the most that the links to the partner cost.
+    """
     found: list[tuple[int, int, int, int]] = []
     taken: set[tuple[int, int]] = set()
     for replica, path in enumerate(routing.workers):
-        for stage in range(case.stages - 1):
-            here, there = path[stage], path[stage + 1]
+        for stage, (here, there) in enumerate(pairwise(path)):
             if here is None or there is None or (replica, stage) in taken:
                 continue
-            if case.microbatches * _load(case, routing, stage, here, there) <= limit:
-                continue
+            # Of equal partners one with a bad link of its own is best: both links are left then.
             partners = [
-                (max(_occupancy(case, stage, here, far), _occupancy(case, stage, near, there)), other)
-                for other, row in enumerate(routing.workers)
-                if other != replica and (other, stage) not in taken
-                and (near := row[stage]) is not None and (far := row[stage + 1]) is not None
-            ]  # fmt: skip
-            if partners:
-                _, other = min(partners)
+                (max(time(stage, here, far), time(stage, near, there)), -time(stage, near, far), other)
+                for other, near, far in _partners(routing, replica, stage)
+                if (other, stage) not in taken
+            ]
+            if partners and is_hurt(stage, here, there, min(partners)[0]):
+                *_, other = min(partners)
                 taken |= {(replica, stage), (other, stage)}
                 found.append((stage, other, here, there))
     return found
+
+
+def _partners(routing: Routing, replica: int, stage: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the other replicas whose workers of a stage and the next live, with these workers."""
+    for other, row in enumerate(routing.workers):
+        near, far = row[stage], row[stage + 1]
+        if other != replica and near is not None and far is not None:
+            yield other, near, far
 
 
 def _exchanged(case: JobCase, routing: Routing, pairs: list[tuple[int, int, int, int]], number: int) -> Routing:
@@ -67,11 +103,18 @@ def _exchanged(case: JobCase, routing: Routing, pairs: list[tuple[int, int, int,
         ]
         for replica in range(case.replicas)
     ]
-    for stage, other, here, _ in pairs:
-        replica = routing.replica_of(here)
+    for stage, other, here, there in pairs:
+        near, far = routing.workers[other][stage : stage + 2]
+        # The shorter part of the path changes workers, which passes on fewer accumulators.
+        part = slice(stage + 1) if stage + 1 < case.stages - stage - 1 else slice(stage + 1, None)
         for microbatch in spread:
-            ours, theirs = paths[replica][microbatch], paths[other][microbatch]
-            ours[stage + 1 :], theirs[stage + 1 :] = theirs[stage + 1 :], ours[stage + 1 :]
+            # Shares and earlier exchanges may lead any replica's microbatch across the link, or away from the partner.
+            of_replica = [path[microbatch] for path in paths]
+            for ours in of_replica:
+                others = [path for path in of_replica if path[stage] != here and path[stage + 1] != there]
+                if ours[stage] == here and ours[stage + 1] == there and others:
+                    theirs = min(others, key=lambda path: (path[stage] != near, path[stage + 1] != far))
+                    ours[part], theirs[part] = theirs[part], ours[part]
     return Routing.of_paths(routing.workers, [list(map(tuple, of_microbatch)) for of_microbatch in paths])
 
 
@@ -85,3 +128,9 @@ def _occupancy(case: JobCase, stage: int, here: int, there: int) -> float:
     """Return the longer occupancy of the two directions between workers of a stage and the next."""
     links = case.link(here, there, (stage, stage + 1)), case.link(there, here, (stage + 1, stage))
     return max(link.occupancy for link in links)
+
+
+def _flight(case: JobCase, stage: int, here: int, there: int) -> float:
+    """Return the time of a message there and of one back between workers of a stage and the next."""
+    links = case.link(here, there, (stage, stage + 1)), case.link(there, here, (stage + 1, stage))
+    return sum(link.latency + link.occupancy for link in links)

@@ -18,8 +18,9 @@ def share_evenly(case: JobCase, *, in_turns: bool, pause: float = 0.0) -> Routin
     Args:
         case: The case, with lost and slow workers.
         in_turns: Whether the microbatches that a worker gives are spread over the step and taken in turns, as in ReCycle.
-            Otherwise a worker gives its last ones, and others take contiguous blocks. Then there are fewer hand-overs of the
-            accumulator of weight gradients.
+            Otherwise a worker gives those in the middle of the step, and others take contiguous blocks. Then there are fewer
+            hand-overs of the accumulator of weight gradients, and the last one brings it home. Of 600 random jobs
+            with a slow worker, turns take 0.7 % longer in the mean. First ones take 2 % longer, and last ones 6 %.
         pause: The time of a period in which a slow worker does nothing, or a narrow port carries nothing. It passes before the
             first op and behind the last one.
     """
@@ -94,7 +95,7 @@ def _holders(case: JobCase, stage: int, in_turns: bool, pause: float) -> list[in
     for replica in range(case.replicas):
         worker = case.worker(replica, stage)
         given = case.microbatches - own.get(worker, 0)
-        last = range(case.microbatches - given, case.microbatches)
-        spread = {(2 * number + 1) * case.microbatches // (2 * given) for number in range(given)} if in_turns else last
-        holders += [next(taking) if microbatch in spread else worker for microbatch in range(case.microbatches)]
+        middle = range(own.get(worker, 0) // 2, own.get(worker, 0) // 2 + given)
+        away = {(2 * number + 1) * case.microbatches // (2 * given) for number in range(given)} if in_turns else middle
+        holders += [next(taking) if microbatch in away else worker for microbatch in range(case.microbatches)]
     return holders

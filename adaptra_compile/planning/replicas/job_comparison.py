@@ -16,7 +16,7 @@ from adaptra.simulation.period import PeriodicSimulation, simulate_period
 COMPARED: Final = {
     "healthy": "no worker is lost or slow",
     "kept": "slow workers keep all their microbatches, only those of lost ones are shared",
-    "blocks": "workers give their last microbatches in contiguous blocks",
+    "blocks": "workers give microbatches of the middle of the step, in contiguous blocks",
     "turns": "workers give microbatches in turns, as ReCycle does",
 }
 """The plans to compare with, and what each of them is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Final
@@ -42,7 +42,7 @@ def plan_job(
     effort: int | None = None,
     budget: float | None = None,
     seed: int = 0,
-    routing: Routing | None = None,
+    routing: Routing | Sequence[Routing] | None = None,
 ) -> Program:
     """Find the program of several replicas with the shortest period that the search finds.
 
@@ -53,7 +53,7 @@ def plan_job(
         effort: About how many ops to schedule; :data:`EFFORT` by default, and no limit with a budget.
         budget: Seconds to search. A first program is found even with the shortest budget.
         seed: Seed of all random choices.
-        routing: The routing to use; by default the best of those that the planner knows.
+        routing: The routing to use, or several of which the best is used; by default those that the planner knows.
 
     Raises:
         PlanError: The budget is not above 0, or no order was found that keeps the case's memory limit.
@@ -63,7 +63,7 @@ def plan_job(
     _check_room(case)
     ends = None if budget is None else time.perf_counter() + _SEARCHED * budget
     effort = effort or (EFFORT if budget is None else _UNLIMITED)
-    tries = _tries(case) if routing is None else [_Try(case, routing, period_bound(case, routing).value)]
+    tries = _tries(case, _known(case) if routing is None else [routing] if isinstance(routing, Routing) else routing)
     best: _Try | None = None
     # Each routing for a while, and then the best ones for longer.
     for turn, (number, part) in enumerate(((len(tries), 0.4), (4, 0.5), (2, 1.0))):
@@ -123,16 +123,31 @@ class _Try:
             self.period, self.orders = found
 
 
-def _tries(case: JobCase) -> list[_Try]:
+def _tries(case: JobCase, routings: Sequence[Routing]) -> list[_Try]:
     """Return the routings to search, those with the least bounds."""
-    shared = [share_evenly(case, in_turns=in_turns) for in_turns in (False, True)]
+    bounded = [(routing, period_bound(case, routing).value) for routing in dict.fromkeys(routings)]
+    return [_Try(case, *one) for one in sorted(bounded, key=lambda one: one[1])[:_MOST_TRIES]]
+
+
+def _known(case: JobCase) -> list[Routing]:
+    """Return the routings that the planner knows."""
+    blocks = share_evenly(case, in_turns=False)
+    return [*detoured(case, blocks), blocks, *shares(case, in_turns=True)]
+
+
+def shares(case: JobCase, *, in_turns: bool) -> list[Routing]:
+    """Return routings around lost and slow workers and narrow ports: with a pause of slow workers, and the first without.
+
+    Args:
+        case: The case.
+        in_turns: As of :func:`adaptra.passes.route.share_evenly`.
+    """
+    found = [share_evenly(case, in_turns=in_turns)]
     narrow = _with_narrow_ports(case)
     if (narrow.ports or case.slow) and case.workers * case.microbatches <= _SMALL:
         once = _once(narrow)
-        shared += [share_evenly(narrow, in_turns=True, pause=once * part / _PAUSES) for part in range(1, _PAUSES + 1)]
-    routings = dict.fromkeys((*_detoured(case, shared[0]), *shared))
-    bounded = sorted(((routing, period_bound(case, routing).value) for routing in routings), key=lambda one: one[1])
-    return [_Try(case, routing, bound) for routing, bound in bounded[:_MOST_TRIES]]
+        found += [share_evenly(narrow, in_turns=in_turns, pause=once * part / _PAUSES) for part in range(1, _PAUSES + 1)]
+    return list(dict.fromkeys(found))
 
 
 def _with_narrow_ports(case: JobCase) -> JobCase:
@@ -161,8 +176,13 @@ def _once(case: JobCase) -> float:
     return ops + sum(map(sum, edges)) + 4 * max(case.ports.values(), default=0.0)
 
 
-def _detoured(case: JobCase, routing: Routing) -> Iterator[Routing]:
-    """Yield routings with detours, if messages occupy a link for a good part of the period."""
+def detoured(case: JobCase, routing: Routing) -> Iterator[Routing]:
+    """Yield routings with detours, if messages occupy a link for a good part of the period.
+
+    Args:
+        case: The case.
+        routing: The routing without detours.
+    """
     if not any(link.occupancy for link in case.links.values()) and not any(
         (*case.cost.occupancy_forward, *case.cost.occupancy_backward)
     ):

@@ -98,10 +98,11 @@ def test_blocks_are_contiguous_and_turns_are_spread() -> None:
     assert [turns.holder(1, 0, microbatch) for microbatch in range(4)] == [0, 2, 0, 2]
     slow = replace(losing(4, 1, 8), slow={1: 2.0})
     assert [str(route) for route in share_evenly(slow, in_turns=False).routes if route.replica == 1] == [
-        "route 1 0-4 by 1",
-        "route 1 5 by 0",
-        "route 1 6 by 2",
-        "route 1 7 by 3",
+        "route 1 0-1 by 1",
+        "route 1 2 by 0",
+        "route 1 3 by 2",
+        "route 1 4 by 3",
+        "route 1 5-7 by 1",
     ]
     spread = share_evenly(slow, in_turns=True)
     assert [spread.holder(1, 0, microbatch) for microbatch in range(8)] == [1, 0, 1, 1, 2, 1, 3, 1]
