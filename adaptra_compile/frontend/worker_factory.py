@@ -81,6 +81,7 @@ class WorkerFactory:
                     state,
                     self.microbatches,
                     pipeline,
+                    carrier,
                     initial,
                     self.planning,
                     launched.replicas,

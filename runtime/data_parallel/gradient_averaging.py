@@ -1,8 +1,7 @@
 """Gradient averaging: the ranks with the same stage in other pipelines combine their gradients after every step.
 
-The ranks of one pipeline report failures to each other (see :mod:`adaptra.runtime.membership.membership`). Between pipelines a
-failure travels through the group of each stage. A rank of the failed pipeline writes the cause to the store and closes the
-group's connections. That ends the waits of its peers in the other pipelines.
+The ranks of a job report failures to each other (see :mod:`adaptra.runtime.membership.membership`). That does not end the wait
+for an operation of a group, so a rank that fails closes the connections of its own groups, and writes the cause to the store.
 """
 
 from __future__ import annotations
@@ -55,21 +54,29 @@ class Replicas:
             gradients.
         store: Shared by all ranks of the job; with a prefix of these roles.
         index: The index of this rank's pipeline in the job, from 0.
-        pipeline: The job's ranks that make up this rank's pipeline, by stage.
+        workers: The job's rank of each worker, replica · stages + stage.
+        stages: The number of ranks of a pipeline.
 
     Attributes:
         index: As given.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, aside: dist.ProcessGroup, store: Store, index: int, pipeline: Sequence[int]
+        self,
+        group: dist.ProcessGroup,
+        aside: dist.ProcessGroup,
+        store: Store,
+        index: int,
+        workers: Sequence[int],
+        stages: int,
     ) -> None:
         self.index = index
         self._group = group
         self._aside = aside
         self._count = dist.get_world_size(group)
         self._store = clone(store)
-        self._pipeline = pipeline
+        self._workers = workers
+        self._stages = stages
         self._lock = threading.Lock()
         self._ended = False
 
@@ -100,7 +107,7 @@ class Replicas:
     @property
     def pipeline(self) -> Sequence[int]:
         """The job's ranks that make up this rank's pipeline, by stage."""
-        return self._pipeline
+        return self._workers[self.index * self._stages :][: self._stages]
 
     @property
     def ranks(self) -> list[int]:
@@ -161,12 +168,10 @@ class Replicas:
             raise PeerLostError(f"a data-parallel replica is lost: {self._why() or error}") from error
 
     def placed(self, error: PeerLostError) -> PeerLostError:
-        """Convert an error of this rank's pipeline, in which ranks count from 0, to one with the job's number of the
-        lost rank.
-        """
-        if error.rank is None or (lost := self._pipeline[error.rank]) == error.rank:
+        """Convert an error that names a worker to one with the job's number of the lost rank."""
+        if error.rank is None or (lost := self._workers[error.rank]) == error.rank:
             return error
-        message = f"{error} (rank {error.rank} of this pipeline is the job's rank {lost})"
+        message = f"{error} (worker {error.rank} is the job's rank {lost})"
         return PeerLostError(message, rank=lost, edge=error.edge, op=error.op)
 
     def abort(self, error: BaseException) -> None:
@@ -175,7 +180,7 @@ class Replicas:
             if self._ended:
                 return
             self._ended = True
-        ranks = ", ".join(map(str, self._pipeline))
+        ranks = ", ".join(map(str, self.pipeline))
         with contextlib.suppress(RuntimeError):
             # The first text is the cause, later ones are its consequences.
             text = f"the pipeline of the job's ranks {ranks} failed: {type(error).__name__}: {error}"[:4000]

@@ -140,14 +140,13 @@ class Job:
             group = new_group(range(dist.get_world_size()), name, timeout=None)
             return Launch((self._transport(group),), None, self, groups=(group,))
         replica, stage = roles.of(self.rank)
-        members = roles.pipeline(replica)
         # Each rank makes only the groups that it belongs to. Their order is that of the replicas, so that gradients are always
         # added in the same order.
         peers = roles.column(stage)
         everyone = new_group(roles.ranks, f"{name}/workers", timeout=None)
         column = new_group(peers, f"{name}/stage {stage}", timeout=None)
         aside = new_group(peers, f"{name}/stage {stage} aside", timeout=None)
-        replicas = Replicas(column, aside, under(f"replicas/{self._joined}", self.store), replica, members)
+        replicas = Replicas(column, aside, under(f"replicas/{self._joined}", self.store), replica, roles.ranks, roles.stages)
         return Launch((self._transport(everyone),), replicas, self, roles, (everyone, column, aside))
 
     def _transport(self, group: dist.ProcessGroup) -> Transport:

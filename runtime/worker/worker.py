@@ -61,7 +61,8 @@ class Worker:
         compiled: The model's stages.
         state: The parameters and buffers of this rank's stages by their names in the user's model.
         microbatches: Microbatches per step.
-        transport: This rank's transport.
+        transport: This rank's transport, which joins the ranks of its pipeline.
+        job: The transport of all ranks of the job, of which that is a part; the same without replicas.
         initial: The plan of the first step, the same on every rank; its placement defines this rank's stages.
         planning: The compiler, as the controller uses it.
         replicas: The ranks that have copies of these stages, or None without data parallelism.
@@ -84,6 +85,7 @@ class Worker:
         state: Mapping[str, Tensor],
         microbatches: int,
         transport: Transport,
+        job: Transport,
         initial: Plan,
         planning: Planning,
         replicas: Replicas | None,
@@ -141,11 +143,11 @@ class Worker:
             job_ranks=() if replicas is None else replicas.pipeline,
         )
         self._membership = Membership(
-            Connection(under("membership", transport.store)),
-            self.rank,
-            self._ranks,
+            Connection(under("membership", job.store)),
+            job.rank,
+            job.world_size,
             self.abort,
-            waiting_for=transport.waiting_for,
+            waiting_for=job.waiting_for,
         )
         self._watcher = watch(transport.rdma_devices, self._record_link_event)
         telemetry.started(agree_on_run(transport.store), initial)
