@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -169,9 +170,42 @@ void test_bulk_gives_way() {
   for (const auto& activation : activations) check(activation->wait(kPatience) == Outcome::kDone, "all to arrive");
 }
 
+bool is_bulk_under_way(const Engine& engine) {
+  const auto reports = engine.channels();
+  return std::any_of(reports.begin(), reports.end(), [](const ChannelReport& report) {
+    return report.address.channel == ChannelClass::kBulk && report.is_sender && report.stats->in_flight.load() > 0;
+  });
+}
+
+// An activation that is handed over while a large bulk message is under way is there before it.
+void test_an_activation_overtakes_bulk() {
+  constexpr std::size_t kBytes = 512U << 10, kBulkBytes = 64U << 20;
+  Two two;
+  Engine &source = *two.engines[0], &destination = *two.engines[1];
+  destination.reserve(0, kBytes, 1);
+  destination.reserve(0, kBulkBytes, 1);
+  // On a busy machine this thread may get its turn only when the bulk message is there. Then neither has met the other.
+  for (int attempt = 0; attempt < 20; ++attempt) {
+    const auto bulk = source.send(1, ChannelClass::kBulk, source.allocate(kBulkBytes), kBulkBytes, Clock::now());
+    while (!is_bulk_under_way(source) && bulk->outcome() == Outcome::kPending) std::this_thread::yield();
+    const auto activation = source.send(1, ChannelClass::kForward, source.allocate(kBytes), kBytes, Clock::now());
+    const auto handed_over = Clock::now();
+    check(activation->wait(kPatience) == Outcome::kDone && bulk->wait(kPatience) == Outcome::kDone, "both to arrive");
+    if (bulk->moment() > handed_over) return check(activation->moment() < bulk->moment(), "the activation to be there first");
+    for (const auto& [channel, bytes] :
+         {std::pair(ChannelClass::kBulk, kBulkBytes), std::pair(ChannelClass::kForward, kBytes)}) {
+      const auto receive = destination.receive(0, channel, bytes);
+      check(receive->wait(kPatience) == Outcome::kDone, "the message to be there");
+      destination.release(0, channel, receive->slot());
+    }
+  }
+  check(false, "both to be under way at a time once");
+}
+
 }  // namespace
 
 void test_engines() {
+  test_an_activation_overtakes_bulk();
   test_bulk_is_opened_by_its_first_message();
   test_bulk_gives_way();
   test_all_channels_at_a_time();
