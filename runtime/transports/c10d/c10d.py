@@ -55,7 +55,7 @@ CONTRACTS: Final = {
 _CLOSE_SECONDS: Final = 5.0
 
 
-class _Channel(NamedTuple):
+class _ChannelEnd(NamedTuple):
     peer: int
     channel: ChannelClass
     is_receive: bool
@@ -106,11 +106,11 @@ class C10dTransport(Transport):
         self.world_size = self._communicators.size
         self._guard = PendingOperations(self.rank, self.world_size)
         self._pool = Pool(self._allocate)
-        self._standing: dict[_Channel, PrepostedReceives] = {}
-        self._held: dict[Pending, tuple[_Channel, MessageBuffer]] = {}
+        self._standing: dict[_ChannelEnd, PrepostedReceives] = {}
+        self._held: dict[Pending, tuple[_ChannelEnd, MessageBuffer]] = {}
         self._sent: dict[MessageLayout, list[MessageBuffer]] = {}
         self._lock = threading.Lock()
-        self._channels: dict[_Channel, _ServedChannel] = {}
+        self._channels: dict[_ChannelEnd, _ServedChannel] = {}
         self._is_closed = False
         self.store = self._communicators.control_plane()
         self.clock_offsets = self._communicators.compare_clocks(self.store)
@@ -128,7 +128,7 @@ class C10dTransport(Transport):
         except IndexError:
             buffer = self._allocate(identity.specs)
         buffer.pack(identity, tensors, posted_at)
-        channel = _Channel(destination_rank, identity.channel, False)
+        channel = _ChannelEnd(destination_rank, identity.channel, False)
         group, peer = self._communicators.between(channel.peer, channel.channel)
 
         def post() -> _Posted:
@@ -142,7 +142,7 @@ class C10dTransport(Transport):
     def receive(self, source_rank: int, identity: Identity) -> Pending:
         """See :meth:`Transport.receive`."""
         pending = self._guard.post(source_rank, identity, is_receive=True)
-        channel = _Channel(source_rank, identity.channel, True)
+        channel = _ChannelEnd(source_rank, identity.channel, True)
         # With in-order transports a receive is posted where its op needs it, and a message sent before need not wait for it.
         asked_at = -math.inf if self.contract.in_order else now()
 
@@ -164,7 +164,7 @@ class C10dTransport(Transport):
     def stand_by(self, source_rank: int, like: Identity, count: int) -> None:
         """See :meth:`Transport.stand_by`."""
         if not self.contract.in_order:
-            self._stand(_Channel(source_rank, like.channel, True), lambda standing: standing.stand(like, count))
+            self._stand(_ChannelEnd(source_rank, like.channel, True), lambda standing: standing.stand(like, count))
 
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
         """See :meth:`Transport.reserve`."""
@@ -203,7 +203,7 @@ class C10dTransport(Transport):
         self._standing.clear()
         self._communicators.close(is_whole and not unfinished and not any(thread.is_alive() for thread in threads))
 
-    def _start(self, channel: _Channel, pending: Completion, post: Callable[[], _Posted]) -> None:
+    def _start(self, channel: _ChannelEnd, pending: Completion, post: Callable[[], _Posted]) -> None:
         try:
             # One message at a time, so that no other thread's message comes between its parts.
             with self._lock:
@@ -215,12 +215,12 @@ class C10dTransport(Transport):
             self.abort(lost)
             pending.wait()
 
-    def _stand(self, channel: _Channel, change: Callable[[PrepostedReceives], None]) -> None:
+    def _stand(self, channel: _ChannelEnd, change: Callable[[PrepostedReceives], None]) -> None:
         # A lost peer is reported when a message of it is wanted.
         with self._lock, contextlib.suppress(RuntimeError):
             change(self._standing_on(channel))
 
-    def _standing_on(self, channel: _Channel) -> PrepostedReceives:
+    def _standing_on(self, channel: _ChannelEnd) -> PrepostedReceives:
         if channel not in self._standing:
             group, peer = self._communicators.between(channel.peer, channel.channel)
             self._standing[channel] = PrepostedReceives(
@@ -228,7 +228,7 @@ class C10dTransport(Transport):
             )
         return self._standing[channel]
 
-    def _open(self, channel: _Channel) -> None:
+    def _open(self, channel: _ChannelEnd) -> None:
         posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
         way = "from" if channel.is_receive else "to"
         name = f"adaptra rank {self.rank} {channel.channel.name.lower()} {way} {channel.peer}"
@@ -236,7 +236,7 @@ class C10dTransport(Transport):
         self._channels[channel] = _ServedChannel(posted, thread)
         thread.start()
 
-    def _serve(self, channel: _Channel, queued: queue.SimpleQueue[_Posted | None]) -> None:
+    def _serve(self, channel: _ChannelEnd, queued: queue.SimpleQueue[_Posted | None]) -> None:
         """Wait for the messages of one channel, one after the other."""
         while (posted := queued.get()) is not None:
             try:
