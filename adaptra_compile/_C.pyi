@@ -276,19 +276,34 @@ class Engine:
         """Allocate memory for messages to be sent."""
 
     def reserve(self, peer: int, size: int, count: int) -> None:
-        """Let a peer send at least ``count`` messages of ``size`` bytes in each direction before any is released."""
+        """Let a peer send at least ``count`` messages of ``size`` bytes in each class before any is released."""
 
-    def send(self, peer: int, is_backward: bool, message: Memory, size: int, posted_at: float) -> Request:
-        """Send the first ``size`` bytes of ``message``. Do not write to it until the request is done."""
+    def send(self, peer: int, channel: int, message: Memory, size: int, posted_at: float) -> Request:
+        """Send the first ``size`` bytes of ``message``. Do not write to it until the request is done.
 
-    def receive(self, peer: int, is_backward: bool, size: int) -> Request:
-        """Expect the channel's next message."""
+        Args:
+            peer: The destination.
+            channel: The value of a :class:`~adaptra.runtime.transports.base.ChannelClass`.
+            message: Memory of this engine.
+            size: Bytes, at least 1.
+            posted_at: The time of the hand-over in ``time.monotonic`` seconds.
+
+        Raises:
+            ValueError: There is no such peer or class, or the memory has not as many bytes.
+        """
+
+    def receive(self, peer: int, channel: int, size: int) -> Request:
+        """Expect the next message of a peer's channel of this class.
+
+        Raises:
+            ValueError: There is no such peer or class.
+        """
 
     def release(self, request: Request) -> None:
         """Release the memory of a message that arrived."""
 
-    def statistics(self) -> list[tuple[int, int, bool, bool, dict[str, int]]]:
-        """Return, per channel: source, destination, whether it is backward, whether this rank sends, and its counters."""
+    def statistics(self) -> list[tuple[int, int, int, bool, dict[str, int]]]:
+        """Return, per channel: source, destination, class, whether this rank sends, and its counters."""
 
     def refusals(self) -> list[tuple[str, str, int]]:
         """Return the refused connections: address, reason of the first refusal, number of refusals."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from adaptra import _C
+from adaptra.runtime.transports.base import ChannelClass
 from adaptra.runtime.transports.delegate.endpoints import Endpoint, address_towards, share_endpoints, share_secret
 from adaptra.runtime.transports.process_groups import job_store
 
@@ -85,10 +86,12 @@ class Delegate:
 
     def _begin(self, is_source: bool, k: int) -> _C.Request:
         # Rank 0's messages take the forward channel, rank 1's the backward one.
+        is_rank_0s = self._is_source == is_source
+        channel = ChannelClass.FORWARD if is_rank_0s else ChannelClass.BACKWARD
         if not is_source:
-            return self._engine.receive(self._peer, self._is_source, self._size)
+            return self._engine.receive(self._peer, channel, self._size)
         message = self._buffers[k % len(self._buffers)]
-        return self._engine.send(self._peer, not self._is_source, message, self._size, time.monotonic())
+        return self._engine.send(self._peer, channel, message, self._size, time.monotonic())
 
     def _end(self, request: _C.Request) -> None:
         assert request.wait(TIMEOUT) and request.error is None, request.error

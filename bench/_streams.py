@@ -10,6 +10,7 @@ from collections.abc import Callable
 from ctypes import memmove, string_at
 
 from adaptra import _C
+from adaptra.runtime.transports.base import ChannelClass
 
 SIZE, WINDOW, PAUSE = 16384, 8, 0.002
 TIMEOUT = 30.0
@@ -51,7 +52,7 @@ class Stream:
         memory = self._free.popleft()
         memmove(memory.address, NUMBER.pack(number), NUMBER.size)
         now = time.monotonic()
-        self._under_way.append((self._engine.send(1, False, memory, SIZE, now), memory))
+        self._under_way.append((self._engine.send(1, ChannelClass.FORWARD, memory, SIZE, now), memory))
         self.posted.append(now)
 
     def _take_back(self) -> None:
@@ -64,7 +65,7 @@ class Stream:
 def receive_all(engine: _C.Engine) -> list[float]:
     """Rank 1: when each message arrived, by number, until the last."""
     engine.reserve(0, SIZE, WINDOW)
-    waiting = deque(engine.receive(0, False, SIZE) for _ in range(WINDOW))
+    waiting = deque(engine.receive(0, ChannelClass.FORWARD, SIZE) for _ in range(WINDOW))
     arrived: list[float] = []
     while True:
         request = waiting.popleft()
@@ -79,7 +80,7 @@ def receive_all(engine: _C.Engine) -> list[float]:
             return arrived
         assert number == len(arrived), f"message {number} came in place of {len(arrived)}"
         arrived.append(request.moment)
-        waiting.append(engine.receive(0, False, SIZE))
+        waiting.append(engine.receive(0, ChannelClass.FORWARD, SIZE))
 
 
 def wait_until(what: str, holds: Callable[[], bool]) -> None:

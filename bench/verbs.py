@@ -26,6 +26,7 @@ from _lab_hosts import swap
 from _table import Row, parser, print_rows
 
 from adaptra import _C
+from adaptra.runtime.transports.base import ChannelClass
 
 PING = ROOT / "build" / "cxx-plain" / "verbs_ping"
 MIB = 1 << 20
@@ -164,7 +165,7 @@ def send(engine: _C.Engine, size: int, count: int) -> float:
             started = time.monotonic()
         if len(sent) == OUTSTANDING:
             end(sent.popleft())
-        sent.append(engine.send(1, False, message, size, time.monotonic()))
+        sent.append(engine.send(1, ChannelClass.FORWARD, message, size, time.monotonic()))
     while sent:
         end(sent.popleft())
     return count * size / (time.monotonic() - started)
@@ -172,7 +173,7 @@ def send(engine: _C.Engine, size: int, count: int) -> float:
 
 def receive(engine: _C.Engine, size: int, count: int) -> float:
     """The receiving host."""
-    for request in deque(engine.receive(0, False, size) for _ in range(OUTSTANDING + count)):
+    for request in deque(engine.receive(0, ChannelClass.FORWARD, size) for _ in range(OUTSTANDING + count)):
         end(request)
         engine.release(request)
     return 0.0

@@ -40,7 +40,7 @@ struct Held {
 struct Ticket {
   std::shared_ptr<Request> request;
   std::uint32_t peer = 0;
-  bool is_backward = false;
+  ChannelClass channel = ChannelClass::kForward;
 };
 
 // Limits the seconds to what the clock can represent.
@@ -52,6 +52,14 @@ Clock::duration to_duration(double seconds) {
 }
 
 double to_seconds(Clock::time_point moment) { return std::chrono::duration<double>(moment.time_since_epoch()).count(); }
+
+ChannelClass to_class(std::uint32_t number) {
+  if (number >= kChannelClasses.size()) {
+    throw std::invalid_argument("channel class " + std::to_string(number) + ": expected 0.." +
+                                std::to_string(kChannelClasses.size() - 1));
+  }
+  return static_cast<ChannelClass>(number);
+}
 
 Clock::time_point to_moment(double seconds) { return Clock::time_point(to_duration(seconds)); }
 
@@ -176,22 +184,25 @@ void bind_engine(nb::module_& m) {
            nb::call_guard<nb::gil_scoped_release>())
       .def(
           "send",
-          [](Engine& engine, std::uint32_t peer, bool is_backward, const Held& message, std::size_t size, double posted_at) {
-            return Ticket{engine.send(peer, is_backward, message.pages, size, to_moment(posted_at)), peer, is_backward};
+          [](Engine& engine, std::uint32_t peer, std::uint32_t number, const Held& message, std::size_t size,
+             double posted_at) {
+            const ChannelClass channel = to_class(number);
+            return Ticket{engine.send(peer, channel, message.pages, size, to_moment(posted_at)), peer, channel};
           },
-          nb::arg("peer"), nb::arg("is_backward"), nb::arg("message"), nb::arg("size"), nb::arg("posted_at"),
+          nb::arg("peer"), nb::arg("channel"), nb::arg("message"), nb::arg("size"), nb::arg("posted_at"),
           nb::call_guard<nb::gil_scoped_release>())
       .def(
           "receive",
-          [](Engine& engine, std::uint32_t peer, bool is_backward, std::uint64_t size) {
-            return Ticket{engine.receive(peer, is_backward, size), peer, is_backward};
+          [](Engine& engine, std::uint32_t peer, std::uint32_t number, std::uint64_t size) {
+            const ChannelClass channel = to_class(number);
+            return Ticket{engine.receive(peer, channel, size), peer, channel};
           },
-          nb::arg("peer"), nb::arg("is_backward"), nb::arg("size"), nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("peer"), nb::arg("channel"), nb::arg("size"), nb::call_guard<nb::gil_scoped_release>())
       .def(
           "release",
           [](Engine& engine, const Ticket& ticket) {
             if (ticket.request->outcome() == Outcome::kDone && ticket.request->pages()) {
-              engine.release(ticket.peer, ticket.is_backward, ticket.request->slot());
+              engine.release(ticket.peer, ticket.channel, ticket.request->slot());
             }
           },
           nb::arg("request"), nb::call_guard<nb::gil_scoped_release>())
@@ -200,8 +211,8 @@ void bind_engine(nb::module_& m) {
              nb::list found;
              for (const ChannelReport& report : engine.channels()) {
                const Address& address = report.address;
-               found.append(nb::make_tuple(address.source, address.destination, address.is_backward, report.is_sender,
-                                           to_dict(*report.stats)));
+               found.append(nb::make_tuple(address.source, address.destination, static_cast<std::uint32_t>(address.channel),
+                                           report.is_sender, to_dict(*report.stats)));
              }
              return found;
            })

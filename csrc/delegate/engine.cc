@@ -17,6 +17,8 @@ namespace {
 constexpr std::size_t kSmallMessage = 64U << 10;
 // The time for which wires are polled without a pause after something came.
 constexpr Clock::duration kBusyPolling = std::chrono::microseconds(50);
+// The time after which a channel that gives way looks again, if nothing happens before.
+constexpr int kHeldMs = 1;
 
 }  // namespace
 
@@ -73,12 +75,18 @@ void Engine::reserve(std::uint32_t peer, std::uint64_t bytes, std::size_t count)
   submit(
       [this, peer, bytes, count] {
         if (is_closed_) return;
-        for (const bool is_backward : {false, true}) receiver(peer, is_backward).reserve(bytes, count);
+        std::size_t& reserved = reserved_[peer][bytes];
+        reserved = std::max(reserved, count);
+        for (const ChannelClass channel : kChannelClasses) {
+          // A rank may never use the bulk channel, so it is opened with its first message.
+          if (channel == ChannelClass::kBulk && ends_[{peer, channel}].receiver == nullptr) continue;
+          receiver(peer, channel).reserve(bytes, count);
+        }
       },
       true);
 }
 
-std::shared_ptr<Request> Engine::send(std::uint32_t peer, bool is_backward, std::shared_ptr<const Pages> message,
+std::shared_ptr<Request> Engine::send(std::uint32_t peer, ChannelClass channel, std::shared_ptr<const Pages> message,
                                       std::size_t bytes, Clock::time_point posted_at) {
   check_peer(peer);
   if (bytes == 0 || bytes > message->memory().bytes.size()) {
@@ -87,30 +95,30 @@ std::shared_ptr<Request> Engine::send(std::uint32_t peer, bool is_backward, std:
   }
   auto request = std::make_shared<Request>(message);
   submit(
-      [this, peer, is_backward, request, message, bytes, posted_at] {
+      [this, peer, channel, request, message, bytes, posted_at] {
         if (is_closed_) return request->fail("the engine is closed");
-        sender(peer, is_backward).submit(request, message, bytes, posted_at);
+        sender(peer, channel).submit(request, message, bytes, posted_at);
       },
       bytes <= kSmallMessage);
   return request;
 }
 
-std::shared_ptr<Request> Engine::receive(std::uint32_t peer, bool is_backward, std::uint64_t bytes) {
+std::shared_ptr<Request> Engine::receive(std::uint32_t peer, ChannelClass channel, std::uint64_t bytes) {
   check_peer(peer);
   auto request = std::make_shared<Request>();
   submit(
-      [this, peer, is_backward, bytes, request] {
+      [this, peer, channel, bytes, request] {
         if (is_closed_) return request->fail("the engine is closed");
-        receiver(peer, is_backward).post(request, bytes);
+        receiver(peer, channel).post(request, bytes);
       },
       true);
   return request;
 }
 
-void Engine::release(std::uint32_t peer, bool is_backward, std::uint32_t slot) {
+void Engine::release(std::uint32_t peer, ChannelClass channel, std::uint32_t slot) {
   submit(
-      [this, peer, is_backward, slot] {
-        if (!is_closed_) receiver(peer, is_backward).release(slot);
+      [this, peer, channel, slot] {
+        if (!is_closed_) receiver(peer, channel).release(slot);
       },
       true);
 }
@@ -151,7 +159,8 @@ void Engine::submit(std::function<void()> command, bool is_urgent) {
     if (lock.owns_lock()) {
       run_commands();
       flush();
-      return;
+      // The engine's thread looks when a held channel may go on.
+      if (held_.empty()) return;
     }
   }
   poller_.wake();
@@ -182,13 +191,15 @@ void Engine::run() {
   auto busy_until = Clock::time_point::min();
   const auto tick_ms =
       std::max<std::int64_t>(1, std::chrono::duration_cast<std::chrono::milliseconds>(timing_.heartbeat).count() / 4);
+  int wait_ms = static_cast<int>(tick_ms);
   while (true) {
     const bool is_polling = Clock::now() < busy_until;
-    const std::size_t found = poller_.wait(is_polling ? 0 : static_cast<int>(tick_ms));
+    const std::size_t found = poller_.wait(is_polling ? 0 : wait_ms);
     const std::lock_guard lock(mutex_);
     try {
       poller_.dispatch(found);
       if (!run_once(busy_until)) return;
+      wait_ms = held_.empty() ? static_cast<int>(tick_ms) : kHeldMs;
     } catch (const std::exception& error) {
       fail_all(std::string("the engine failed: ") + error.what());
     }
@@ -206,6 +217,7 @@ bool Engine::run_once(Clock::time_point& busy_until) {
     next_tick_ = now + timing_.heartbeat / 4;
     for_each_channel([now](Channel& channel, bool) { channel.tick(now); });
   }
+  for (SendChannel* const channel : std::exchange(held_, {})) channel->resume();
   flush();
   for_each_channel([](Channel& channel, bool) { channel.reap(); });
   if (!closing_until_) return true;
@@ -252,6 +264,21 @@ void Engine::open(const Address& address) {
   connector_.open(address, locals_[address.path], peers_.at(peer_in(address))[address.path]);
 }
 
+bool Engine::may_post(SendChannel& channel) {
+  if (channel.address().channel != ChannelClass::kBulk) return true;
+  const bool are_others_under_way = std::any_of(ends_.begin(), ends_.end(), [](const auto& entry) {
+    const auto& [key, ends] = entry;
+    return key.second != ChannelClass::kBulk && ends.sender != nullptr && ends.sender->is_under_way();
+  });
+  const bool has_left = last_bulk_ == nullptr || last_bulk_->has_room();
+  if (!giving_way_.may_post(are_others_under_way, has_left, Clock::now())) {
+    if (std::find(held_.begin(), held_.end(), &channel) == held_.end()) held_.push_back(&channel);
+    return false;
+  }
+  last_bulk_ = &channel;
+  return true;
+}
+
 bool Engine::expects(const Address& address, std::uint32_t path, std::string& refusal) {
   const bool is_own = (address.source == rank_) != (address.destination == rank_);
   if (!is_closed_ && is_own && peer_in(address) < world_size_ && address.path == path && address.index < kMostConnections) {
@@ -266,31 +293,34 @@ void Engine::connected(Descriptor socket, const Address& address, bool opened_he
   if (!is_question) {
     channel(address).connected(std::move(socket), address, opened_here);
   } else if (is_source) {
-    sender(address.destination, address.is_backward).probe_answered(address);
+    sender(address.destination, address.channel).probe_answered(address);
+  } else if (address.channel == ChannelClass::kBulk && peers_.contains(address.source)) {
+    (void)receiver(address.source, address.channel);
   }
 }
 
 void Engine::not_connected(const Address& address, std::string reason) { channel(address).not_connected(address, reason); }
 
 Channel& Engine::channel(const Address& address) {
-  if (address.source == rank_) return sender(address.destination, address.is_backward);
-  return receiver(address.source, address.is_backward);
+  if (address.source == rank_) return sender(address.destination, address.channel);
+  return receiver(address.source, address.channel);
 }
 
-SendChannel& Engine::sender(std::uint32_t peer, bool is_backward) {
-  auto& found = ends_[{peer, is_backward}].sender;
+SendChannel& Engine::sender(std::uint32_t peer, ChannelClass channel) {
+  auto& found = ends_[{peer, channel}].sender;
   if (found == nullptr) {
-    const Address address{.source = rank_, .destination = peer, .is_backward = is_backward};
+    const Address address{.source = rank_, .destination = peer, .channel = channel};
     found = std::make_unique<SendChannel>(static_cast<Host&>(*this), address, names_);
   }
   return *found;
 }
 
-ReceiveChannel& Engine::receiver(std::uint32_t peer, bool is_backward) {
-  auto& found = ends_[{peer, is_backward}].receiver;
+ReceiveChannel& Engine::receiver(std::uint32_t peer, ChannelClass channel) {
+  auto& found = ends_[{peer, channel}].receiver;
   if (found == nullptr) {
-    const Address address{.source = peer, .destination = rank_, .is_backward = is_backward};
+    const Address address{.source = peer, .destination = rank_, .channel = channel};
     found = std::make_unique<ReceiveChannel>(static_cast<Host&>(*this), address, names_);
+    for (const auto& [bytes, count] : reserved_[peer]) found->reserve(bytes, count);
     found->tick(Clock::now());  // opens its paths
   }
   return *found;

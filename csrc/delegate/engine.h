@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "delegate/channel/channel.h"
+#include "delegate/channel/giving_way.h"
 #include "delegate/channel/receive_channel.h"
 #include "delegate/channel/request.h"
 #include "delegate/channel/send_channel.h"
@@ -55,12 +56,12 @@ class Engine final : private Host, private Connector::Owner {
   // Memory for messages to be sent.
   [[nodiscard]] std::shared_ptr<const Pages> allocate(std::size_t bytes) { return make_pages(bytes); }
 
-  // Let a peer send `count` messages of `bytes` bytes, in either direction, before any is released.
+  // Let a peer send `count` messages of `bytes` bytes, in each class, before any is released.
   void reserve(std::uint32_t peer, std::uint64_t bytes, std::size_t count);
-  [[nodiscard]] std::shared_ptr<Request> send(std::uint32_t peer, bool is_backward, std::shared_ptr<const Pages> message,
+  [[nodiscard]] std::shared_ptr<Request> send(std::uint32_t peer, ChannelClass channel, std::shared_ptr<const Pages> message,
                                               std::size_t bytes, Clock::time_point posted_at);
-  [[nodiscard]] std::shared_ptr<Request> receive(std::uint32_t peer, bool is_backward, std::uint64_t bytes);
-  void release(std::uint32_t peer, bool is_backward, std::uint32_t slot);
+  [[nodiscard]] std::shared_ptr<Request> receive(std::uint32_t peer, ChannelClass channel, std::uint64_t bytes);
+  void release(std::uint32_t peer, ChannelClass channel, std::uint32_t slot);
 
   [[nodiscard]] std::vector<ChannelReport> channels() const;
   [[nodiscard]] std::vector<Refusal> refusals() const;
@@ -73,8 +74,8 @@ class Engine final : private Host, private Connector::Owner {
   [[nodiscard]] bool is_copy() const noexcept { return generation_ != forks::generation(); }
 
  private:
-  using Key = std::pair<std::uint32_t, bool>;  // peer, is_backward
-  // The ends on this rank of the two channels with a peer in one direction of the pipeline; null while not used.
+  using Key = std::pair<std::uint32_t, ChannelClass>;  // peer
+  // The ends on this rank of the two channels with a peer in one class; null while not used.
   struct Ends {
     std::unique_ptr<ReceiveChannel> receiver;
     std::unique_ptr<SendChannel> sender;
@@ -85,6 +86,7 @@ class Engine final : private Host, private Connector::Owner {
   [[nodiscard]] std::shared_ptr<const Pages> make_pages(std::size_t bytes) override;
   void open(const Address& address) override;
   void wants_flush(Channel& channel) override { to_flush_.push_back(&channel); }
+  [[nodiscard]] bool may_post(SendChannel& channel) override;
   [[nodiscard]] bool expects(const Address& address, std::uint32_t path, std::string& refusal) override;
   void connected(Descriptor socket, const Address& address, bool opened_here) override;
   void not_connected(const Address& address, std::string reason) override;
@@ -99,8 +101,8 @@ class Engine final : private Host, private Connector::Owner {
     return address.source == rank_ ? address.destination : address.source;
   }
   [[nodiscard]] Channel& channel(const Address& address);
-  [[nodiscard]] SendChannel& sender(std::uint32_t peer, bool is_backward);
-  [[nodiscard]] ReceiveChannel& receiver(std::uint32_t peer, bool is_backward);
+  [[nodiscard]] SendChannel& sender(std::uint32_t peer, ChannelClass channel);
+  [[nodiscard]] ReceiveChannel& receiver(std::uint32_t peer, ChannelClass channel);
   // Calls call(channel, is_sender) for each channel in use.
   template <typename Call>
   void for_each_channel(Call call) const {
@@ -124,7 +126,11 @@ class Engine final : private Host, private Connector::Owner {
   Connector connector_;
   std::map<std::uint32_t, std::vector<Endpoint>> peers_;
   std::map<Key, Ends> ends_;
+  std::map<std::uint32_t, std::map<std::uint64_t, std::size_t>> reserved_;  // messages by peer and bytes
   std::vector<Channel*> to_flush_;
+  GivingWay giving_way_;
+  const SendChannel* last_bulk_ = nullptr;  // which posted the last bulk chunk
+  std::vector<SendChannel*> held_;          // which give way
   Clock::time_point next_tick_;
   std::optional<Clock::time_point> closing_until_;
   bool is_closed_ = false;

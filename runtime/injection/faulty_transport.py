@@ -19,7 +19,7 @@ from adaptra.errors import TransportError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program import Program
 from adaptra.runtime.injection.faults import Fault, link_delay, link_occupancy
-from adaptra.runtime.transports.base import Identity, PathCounts, Pending, Transport, now
+from adaptra.runtime.transports.base import ChannelClass, Identity, PathCounts, Pending, Transport, now
 from adaptra.runtime.transports.pending import wait_for
 
 
@@ -96,8 +96,8 @@ class FaultyTransport(Transport):
         self._held: list[_Held] = []
         self._ordinal = 0
         self._edge_free: dict[tuple[int, int], float] = {}
-        self._last_due: dict[tuple[int, bool], float] = {}
-        self._held_on: dict[tuple[int, bool], int] = {}
+        self._last_due: dict[tuple[int, ChannelClass], float] = {}
+        self._held_on: dict[tuple[int, ChannelClass], int] = {}
         self._error: Exception | None = None
         self._ends = False
         self._thread = threading.Thread(target=self._release_in_time, name=f"adaptra rank {self.rank} faults", daemon=True)
@@ -109,7 +109,7 @@ class FaultyTransport(Transport):
         """See :meth:`Transport.send`."""
         posted_at = now() if posted_at is None else posted_at
         delay, occupancy = link_delay(self.faults, identity), link_occupancy(self.faults, identity)
-        channel = (destination_rank, identity.is_backward)
+        channel = (destination_rank, identity.channel)
         with self._condition:
             if self._error is not None:
                 raise self._error
@@ -198,4 +198,4 @@ class FaultyTransport(Transport):
                     held.pending.fail(error)
                 else:
                     held.pending.hand(inner)
-                self._held_on[held.destination_rank, identity.is_backward] -= 1
+                self._held_on[held.destination_rank, identity.channel] -= 1

@@ -104,12 +104,16 @@ class RankTelemetry:
             nbytes[message.source, message.destination] += message.nbytes
         arrived = tuple(nbytes[edge.source, edge.destination] for edge in measurement.edges)
         yield StepTaken(measurement, arrived, version, predicted)
-        for source, destination, failures, changes in self._transport.path_counts():
-            before = self._paths.get((source, destination), (0, 0))
-            self._paths[source, destination] = (failures, changes)
-            if (failures, changes) != before:
-                more = (failures - before[0], changes - before[1])
-                yield PathsChanged(self._rank, measurement.step, source, destination, *more)
+        failures: Counter[tuple[int, int]] = Counter()
+        changes: Counter[tuple[int, int]] = Counter()
+        for counts in self._transport.path_counts():
+            failures[counts.source, counts.destination] += counts.failures
+            changes[counts.source, counts.destination] += counts.changes
+        for edge in failures:
+            before = self._paths.get(edge, (0, 0))
+            self._paths[edge] = now = (failures[edge], changes[edge])
+            if now != before:
+                yield PathsChanged(self._rank, measurement.step, *edge, now[0] - before[0], now[1] - before[1])
 
     def _unfinished(self, step: int, start: float, monitor: Monitor) -> StepRecords | None:
         """Return the records of a step that broke off, or None if no op ran or its device can't be read."""

@@ -4,8 +4,8 @@ A message is the tensors that one stage sends another for one microbatch of one 
 state the identity, and the receiver refuses a message other than the expected one.
 
 A :class:`Transport` belongs to one rank. Neither :meth:`Transport.send` nor :meth:`Transport.receive` ever waits for the other
-side; both return a :class:`Pending`. A channel is (source rank, destination rank, forward or backward). Messages of one channel
-are received in the order of their sends, and channels never queue behind each other.
+side; both return a :class:`Pending`. A channel is (source rank, destination rank, :class:`ChannelClass`). Messages of one
+channel are received in the order of their sends, and channels never queue behind each other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from torch import Tensor
@@ -43,6 +43,21 @@ def _dtype_text(spec: TensorSpec) -> str:
     return f"{text}→bfloat16" if spec.lossy_bf16 else text
 
 
+class ChannelClass(IntEnum):
+    """A class of channels. Two ranks have one channel of each class in each direction, opened on first use.
+
+    The values travel in the delegate's handshake.
+    """
+
+    FORWARD = 0
+    """Activations, and what never meets gradients of activations in a queue."""
+    BACKWARD = 1
+    """Gradients of activations, and what never meets activations in a queue."""
+    BULK = 2
+    """What one worker does for another's replica, and sums of weight gradients. It gives way to the other classes where a
+    transport can order messages."""
+
+
 class Purpose(Enum):
     """The purpose of a message. The value is its name in errors."""
 
@@ -66,6 +81,7 @@ class Purpose(Enum):
     """The norms of a rank's gradients, for all ranks."""
     MODEL_STATE = "model state"
     """A part of a rank's parameters and buffers."""
+    # Codes of messages are positions in this list, so new purposes come last.
     INPUT = "inputs"
     """The inputs of a microbatch that another replica's worker computes."""
     TARGET = "targets"
@@ -74,6 +90,8 @@ class Purpose(Enum):
     """The results of such a microbatch, for its home replica."""
     ACCUMULATOR = "weight gradients so far"
     """A stage's sums of weight gradients, which the worker of the next microbatch continues; sent by a SEND_W."""
+    TERM = "term"
+    """A part of a replica's gradients, for the sum over replicas."""
 
 
 PURPOSE_OF: Final = {Kind.SEND_F: Purpose.ACTIVATION, Kind.SEND_B: Purpose.GRADIENT, Kind.SEND_W: Purpose.ACCUMULATOR}
@@ -91,7 +109,7 @@ class Identity:
 
     Attributes:
         step: The training step; negative steps are evaluations.
-        purpose: The message's purpose, which decides the channel; see :attr:`is_backward`.
+        purpose: The message's purpose, which decides the class of its channel.
         source: The sending stage. For messages between ranks, a rank's first stage, which has the rank's number.
         destination: The receiving stage.
         microbatch: The microbatch within the step, or the number of several messages of one purpose.
@@ -113,21 +131,21 @@ class Identity:
         return (self.step, self.purpose, self.source, self.destination, self.microbatch, self.replica)
 
     @property
-    def is_backward(self) -> bool:
-        """True if the message travels on the backward channel of its pair of ranks.
+    def channel(self) -> ChannelClass:
+        """The class of the channel on which the message travels.
 
-        Some messages are neither activations nor gradients of activations. They take the channel on which activations and their
-        gradients travel the other way, so they never queue with these.
+        Some messages of a pipeline are neither activations nor gradients of activations. They take the class on which these
+        travel the other way, so they never queue with these.
         """
         match self.purpose:
             case Purpose.GRADIENT | Purpose.INPUT_GRADIENT:
-                return True
+                return ChannelClass.BACKWARD
             case Purpose.ACTIVATION | Purpose.OUTPUT | Purpose.LOSS:
-                return False
+                return ChannelClass.FORWARD
             case Purpose.SHARED_GRADIENT | Purpose.SHARED_SUM | Purpose.PROBE | Purpose.GRADIENT_NORM | Purpose.MODEL_STATE:
-                return self.source < self.destination
-            case Purpose.INPUT | Purpose.TARGET | Purpose.RESULT | Purpose.ACCUMULATOR:
-                return False
+                return ChannelClass.BACKWARD if self.source < self.destination else ChannelClass.FORWARD
+            case Purpose.INPUT | Purpose.TARGET | Purpose.RESULT | Purpose.ACCUMULATOR | Purpose.TERM:
+                return ChannelClass.BULK
 
     @property
     def op(self) -> str:
@@ -206,10 +224,11 @@ class Pending(ABC):
 
 
 class PathCounts(NamedTuple):
-    """Counters of the paths of a directed edge of ranks so far: failed paths, and changes of path by messages."""
+    """Counters of the paths of a channel so far: failed paths, and changes of path by messages."""
 
     source: int
     destination: int
+    channel: ChannelClass
     failures: int
     changes: int
 
@@ -296,7 +315,7 @@ class Transport(ABC):
                     raise TransportError(f"{op}: {type(self).__name__} has no lanes")
 
     def path_counts(self) -> tuple[PathCounts, ...]:
-        """Return the counters of each directed edge that has several paths and ends here. Does not delay messages."""
+        """Return the counters of each channel that has several paths and ends here. Does not delay messages."""
         return ()
 
     @abstractmethod

@@ -25,6 +25,7 @@ from adaptra.errors import LaunchError
 from adaptra.runtime.control_store.forked_children import keep_store_from_children, kept_from_children
 from adaptra.runtime.control_store.signed_store import signed_together
 from adaptra.runtime.control_store.stores import clone
+from adaptra.runtime.transports.base import ChannelClass
 
 # The membership detects lost ranks: a wait for a message may last as long as its sender lives.
 FOR_EVER: Final = timedelta(days=7)
@@ -105,16 +106,16 @@ def next_name(group: ProcessGroup | None) -> str:
 
 def make_groups(
     ranks: Sequence[int], rank: int, backend: str, name: str
-) -> dict[tuple[bool, tuple[int, int] | None], ProcessGroup]:
-    """Make the communicators, keyed by direction (True for backward) and, if each pair has its own, by pair of ranks."""
+) -> dict[tuple[ChannelClass, tuple[int, int] | None], ProcessGroup]:
+    """Make the communicators, keyed by class of channels and, if each pair has its own, by pair of ranks."""
     pairs: list[tuple[int, int] | None] = [None] if backend == "gloo" else list(combinations(range(len(ranks)), 2))
-    groups: dict[tuple[bool, tuple[int, int] | None], ProcessGroup] = {}
-    for is_backward in (False, True):
+    groups: dict[tuple[ChannelClass, tuple[int, int] | None], ProcessGroup] = {}
+    for channel in ChannelClass:
         for pair in pairs:
             if pair is None or rank in pair:
                 members = list(ranks) if pair is None else [ranks[member] for member in pair]
-                which = f"{name}/{'backward' if is_backward else 'forward'}/{pair or 'all'}"
-                groups[is_backward, pair] = new_group(members, which, backend)
+                which = f"{name}/{channel.name.lower()}/{pair or 'all'}"
+                groups[channel, pair] = new_group(members, which, backend)
     return groups
 
 

@@ -17,6 +17,7 @@ using namespace adaptra::delegate;
 
 void test_channels();
 void test_engines();
+void test_giving_way();
 void test_stripe_width();
 #if ADAPTRA_HAS_VERBS
 void test_verbs();
@@ -132,7 +133,7 @@ Handshake::State hear(Handshake& listener, std::span<const std::byte> told) {
 }
 
 void test_handshake() {
-  const Address address{.source = 3, .destination = 4, .is_backward = true, .path = 1, .index = 2};
+  const Address address{.source = 3, .destination = 4, .channel = ChannelClass::kBulk, .path = 1, .index = 2};
   Secret secret{}, other{};
   other[31] = std::byte{1};
   for (const bool same : {true, false}) {
@@ -148,8 +149,21 @@ void test_handshake() {
     }
     check(hear(opener, acceptor.output()) == Handshake::State::kDone, "the acceptor to prove itself too");
     const Address& proven = acceptor.address();
-    check(proven.source == 3 && proven.destination == 4 && proven.is_backward && proven.path == 1 && proven.index == 2,
+    check(proven.source == 3 && proven.destination == 4 && proven.channel == ChannelClass::kBulk && proven.path == 1 &&
+              proven.index == 2,
           "the proven address to be the opener's");
+  }
+}
+
+void test_unknown_classes_are_refused() {
+  for (const unsigned number : {0U, 1U, 2U, 3U, 255U}) {
+    Handshake opener = Handshake::open({.rank = 4}, {.source = 3, .destination = 4}, make_nonce());
+    Handshake acceptor = Handshake::accept({.rank = 3}, make_nonce());
+    std::vector<std::byte> hello = opener.output();
+    hello[5] = static_cast<std::byte>(number);
+    const auto state = hear(acceptor, hello);
+    check((state == Handshake::State::kTalking) == (number < 3), "a class that there is not to be refused at the door");
+    check(number < 3 || acceptor.reason() == "sent bytes that are no greeting of version 3", "the reason to be told");
   }
 }
 
@@ -161,7 +175,9 @@ int main() {
   test_frames();
   test_intervals();
   test_handshake();
+  test_unknown_classes_are_refused();
   test_stripe_width();
+  test_giving_way();
   test_channels();
   test_engines();
 #if ADAPTRA_HAS_VERBS

@@ -1,10 +1,12 @@
 // Two engines on two loopback addresses, used from several threads at a time, for the thread sanitizer.
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -38,33 +40,37 @@ struct Two {
   std::uint16_t port = 0;
 };
 
-// Messages of several chunks in both directions of both pairs of channels, a thread for each.
+int value_of(std::size_t number, std::uint32_t source, ChannelClass channel) {
+  return static_cast<int>(number + source + 70 * static_cast<std::size_t>(channel));
+}
+
+// Messages of several chunks both ways in all classes of channels, a thread for each.
 void test_all_channels_at_a_time() {
   constexpr std::size_t kCount = 40, kBytes = 700'001, kWindow = 4;
   Two two;
   std::atomic<bool> is_done{false};
   std::vector<std::thread> threads;
   for (const std::uint32_t source : {0U, 1U}) {
-    for (const bool is_backward : {false, true}) {
-      threads.emplace_back([&, source, is_backward] {
+    for (const ChannelClass channel : kChannelClasses) {
+      threads.emplace_back([&, source, channel] {
         Engine& engine = *two.engines[source];
         std::vector<std::shared_ptr<Request>> sends;
         for (std::size_t k = 0; k < kCount; ++k) {
           auto message = engine.allocate(kBytes);
-          std::memset(message->memory().bytes.data(), static_cast<int>(k + source + 100 * is_backward), kBytes);
-          sends.push_back(engine.send(1 - source, is_backward, message, kBytes, Clock::now()));
+          std::memset(message->memory().bytes.data(), value_of(k, source, channel), kBytes);
+          sends.push_back(engine.send(1 - source, channel, message, kBytes, Clock::now()));
         }
         for (const auto& send : sends) check(send->wait(kPatience) == Outcome::kDone, "every message to be acknowledged");
       });
-      threads.emplace_back([&, source, is_backward] {
+      threads.emplace_back([&, source, channel] {
         Engine& engine = *two.engines[1 - source];
         engine.reserve(source, kBytes, kWindow);
         for (std::size_t k = 0; k < kCount; ++k) {
-          const auto request = engine.receive(source, is_backward, kBytes);
+          const auto request = engine.receive(source, channel, kBytes);
           check(request->wait(kPatience) == Outcome::kDone, "every message to arrive");
-          const auto expected = static_cast<std::byte>(k + source + 100 * is_backward);
+          const auto expected = static_cast<std::byte>(value_of(k, source, channel));
           for (const std::byte byte : request->pages()->memory().bytes) check(byte == expected, "its own bytes");
-          engine.release(source, is_backward, request->slot());
+          engine.release(source, channel, request->slot());
         }
       });
     }
@@ -90,14 +96,15 @@ void test_close_ends_every_wait() {
   std::vector<std::thread> threads;
   std::vector<std::shared_ptr<Request>> waits;
   two.engines[1]->reserve(0, 1000, 2);
-  for (int k = 0; k < 4; ++k) waits.push_back(two.engines[1]->receive(0, false, 1000));
+  for (int k = 0; k < 4; ++k) waits.push_back(two.engines[1]->receive(0, ChannelClass::kForward, 1000));
   for (const auto& wait : waits) {
     threads.emplace_back([&wait] { check(wait->wait(kPatience) == Outcome::kFailed, "the close to end the wait"); });
   }
   two.engines[1]->close("the reason", std::chrono::milliseconds(200));
   for (auto& thread : threads) thread.join();
   for (const auto& wait : waits) check(wait->text() == "the reason", "the reason to be told");
-  check(two.engines[1]->receive(0, false, 1000)->wait(kPatience) == Outcome::kFailed, "a closed engine to refuse");
+  check(two.engines[1]->receive(0, ChannelClass::kForward, 1000)->wait(kPatience) == Outcome::kFailed,
+        "a closed engine to refuse");
   two.engines[1]->close("again", std::chrono::milliseconds(0));
 }
 
@@ -110,17 +117,97 @@ void test_strangers() {
     Descriptor caller(socket(AF_INET, SOCK_STREAM, 0));
     check(connect(caller.get(), to.get(), to.length) == 0, "the listener to be there");
     if (k % 2 == 0) check(send(caller.get(), "GET / HTTP/1.1", 14, MSG_NOSIGNAL) == 14, "the stranger to be heard");
-    const auto receive = two.engines[1]->receive(0, false, 1000);
-    const auto send = two.engines[0]->send(1, false, two.engines[0]->allocate(1000), 1000, Clock::now());
+    const auto receive = two.engines[1]->receive(0, ChannelClass::kForward, 1000);
+    const auto send = two.engines[0]->send(1, ChannelClass::kForward, two.engines[0]->allocate(1000), 1000, Clock::now());
     check(receive->wait(kPatience) == Outcome::kDone, "the job's own message to arrive");
-    two.engines[1]->release(0, false, receive->slot());
+    two.engines[1]->release(0, ChannelClass::kForward, receive->slot());
     check(send->wait(kPatience) == Outcome::kDone, "and to be acknowledged");
   }
+}
+
+bool has_bulk(const Engine& engine) {
+  const auto reports = engine.channels();
+  return std::any_of(reports.begin(), reports.end(),
+                     [](const ChannelReport& report) { return report.address.channel == ChannelClass::kBulk; });
+}
+
+// The bulk channel is opened by its first message, received or not, and not before.
+void test_bulk_is_opened_by_its_first_message() {
+  Two two;
+  Engine &source = *two.engines[0], &destination = *two.engines[1];
+  destination.reserve(0, 1000, 1);
+  const auto first = source.send(1, ChannelClass::kForward, source.allocate(1000), 1000, Clock::now());
+  check(first->wait(kPatience) == Outcome::kDone, "a forward message to be acknowledged");
+  check(!has_bulk(source) && !has_bulk(destination), "no bulk channel before its first message");
+  const auto second = source.send(1, ChannelClass::kBulk, source.allocate(1000), 1000, Clock::now());
+  check(second->wait(kPatience) == Outcome::kDone, "a message to travel whether its receive is posted or not");
+  const auto receive = destination.receive(0, ChannelClass::kBulk, 1000);
+  check(receive->wait(kPatience) == Outcome::kDone, "it to be there");
+}
+
+// Counts how many of 128 activations had arrived when a bulk message an eighth of their size had. Equal parts of the port would
+// bring it after about 16.
+void test_bulk_gives_way() {
+  constexpr std::size_t kCount = 128, kBytes = 512U << 10, kBulkBytes = 16 * kBytes;
+  Two two;
+  Engine &source = *two.engines[0], &destination = *two.engines[1];
+  destination.reserve(0, kBytes, kCount);
+  destination.reserve(0, kBulkBytes, 2);
+  const auto send_bulk = [&] {
+    return source.send(1, ChannelClass::kBulk, source.allocate(kBulkBytes), kBulkBytes, Clock::now());
+  };
+  check(send_bulk()->wait(kPatience) == Outcome::kDone, "both classes' connections to be there");
+  std::vector<std::shared_ptr<Request>> activations;
+  for (std::size_t k = 0; k < kCount; ++k) {
+    activations.push_back(source.send(1, ChannelClass::kForward, source.allocate(kBytes), kBytes, Clock::now()));
+  }
+  const auto bulk = send_bulk();
+  check(bulk->wait(kPatience) == Outcome::kDone, "the bulk message to arrive");
+  std::size_t before = 0;
+  for (const auto& activation : activations)
+    before += activation->outcome() == Outcome::kDone && activation->moment() < bulk->moment();
+  check(before >= 48, "most activations to be there first");
+  for (const auto& activation : activations) check(activation->wait(kPatience) == Outcome::kDone, "all to arrive");
+}
+
+bool is_bulk_under_way(const Engine& engine) {
+  const auto reports = engine.channels();
+  return std::any_of(reports.begin(), reports.end(), [](const ChannelReport& report) {
+    return report.address.channel == ChannelClass::kBulk && report.is_sender && report.stats->in_flight.load() > 0;
+  });
+}
+
+// An activation that is handed over while a large bulk message is under way is there before it.
+void test_an_activation_overtakes_bulk() {
+  constexpr std::size_t kBytes = 512U << 10, kBulkBytes = 64U << 20;
+  Two two;
+  Engine &source = *two.engines[0], &destination = *two.engines[1];
+  destination.reserve(0, kBytes, 1);
+  destination.reserve(0, kBulkBytes, 1);
+  // On a busy machine this thread may get its turn only when the bulk message is there. Then neither has met the other.
+  for (int attempt = 0; attempt < 20; ++attempt) {
+    const auto bulk = source.send(1, ChannelClass::kBulk, source.allocate(kBulkBytes), kBulkBytes, Clock::now());
+    while (!is_bulk_under_way(source) && bulk->outcome() == Outcome::kPending) std::this_thread::yield();
+    const auto activation = source.send(1, ChannelClass::kForward, source.allocate(kBytes), kBytes, Clock::now());
+    const auto handed_over = Clock::now();
+    check(activation->wait(kPatience) == Outcome::kDone && bulk->wait(kPatience) == Outcome::kDone, "both to arrive");
+    if (bulk->moment() > handed_over) return check(activation->moment() < bulk->moment(), "the activation to be there first");
+    for (const auto& [channel, bytes] :
+         {std::pair(ChannelClass::kBulk, kBulkBytes), std::pair(ChannelClass::kForward, kBytes)}) {
+      const auto receive = destination.receive(0, channel, bytes);
+      check(receive->wait(kPatience) == Outcome::kDone, "the message to be there");
+      destination.release(0, channel, receive->slot());
+    }
+  }
+  check(false, "both to be under way at a time once");
 }
 
 }  // namespace
 
 void test_engines() {
+  test_an_activation_overtakes_bulk();
+  test_bulk_is_opened_by_its_first_message();
+  test_bulk_gives_way();
   test_all_channels_at_a_time();
   test_close_ends_every_wait();
   test_strangers();

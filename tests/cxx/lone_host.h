@@ -30,6 +30,7 @@ class LoneHost : public adaptra::delegate::Host {
     return std::make_shared<const adaptra::delegate::Pages>(++memories_, bytes);
   }
   void open(const adaptra::delegate::Address&) override {}
+  [[nodiscard]] bool may_post(adaptra::delegate::SendChannel&) override { return true; }
   void wants_flush(adaptra::delegate::Channel& channel) override { to_flush = &channel; }
 
   NoPoller poller;

@@ -16,6 +16,7 @@ import time
 from typing import TypedDict
 
 from adaptra import _C
+from adaptra.runtime.transports.base import ChannelClass
 from adaptra.runtime.transports.delegate.endpoints import Endpoint
 from adaptra.runtime.transports.delegate.engine import Listen, listen
 
@@ -198,10 +199,10 @@ class Pair:
         return memory
 
     def send(self, number: int, size: int) -> _C.Request:
-        return self.sender.send(1, False, self.message(number, size), size, time.monotonic())
+        return self.sender.send(1, ChannelClass.FORWARD, self.message(number, size), size, time.monotonic())
 
     def receive(self, size: int) -> _C.Request:
-        return self.receiver.receive(0, False, size)
+        return self.receiver.receive(0, ChannelClass.FORWARD, size)
 
     def take(self, request: _C.Request, timeout: float = 10.0) -> bytes:
         """The bytes of a received message, which is released."""

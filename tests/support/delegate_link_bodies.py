@@ -14,6 +14,7 @@ from linked_hosts import change_links
 from own_sockets import connected_sockets
 
 from adaptra import _C
+from adaptra.runtime.transports.base import ChannelClass
 
 SIZE = 1 << 20
 WINDOW = 24
@@ -72,7 +73,7 @@ def _send(engine: _C.Engine, change: str, control: str, has_come: Callable[[], b
         is_last = int(is_there or time.monotonic() > deadline)
         message = engine.allocate(SIZE)
         ctypes.memmove(message.address, struct.pack("<BI", is_last, count), 5)
-        pending.append(engine.send(1, False, message, SIZE, time.monotonic()))
+        pending.append(engine.send(1, ChannelClass.FORWARD, message, SIZE, time.monotonic()))
         count += 1
         if len(pending) == WINDOW or is_last:
             _finish(pending.popleft())
@@ -83,7 +84,7 @@ def _send(engine: _C.Engine, change: str, control: str, has_come: Callable[[], b
 
 def _receive(engine: _C.Engine) -> int:
     """How many messages came, in order and each once."""
-    pending = deque(engine.receive(0, False, SIZE) for _ in range(WINDOW))
+    pending = deque(engine.receive(0, ChannelClass.FORWARD, SIZE) for _ in range(WINDOW))
     count, is_last = 0, 0
     while not is_last:
         request = pending.popleft()
@@ -93,7 +94,7 @@ def _receive(engine: _C.Engine) -> int:
         assert number == count
         count += 1
         engine.release(request)
-        pending.append(engine.receive(0, False, SIZE))
+        pending.append(engine.receive(0, ChannelClass.FORWARD, SIZE))
     return count
 
 

@@ -15,6 +15,8 @@ from typing import Any
 from delegate_lab import CALM, SECRET, pattern
 from stranger import FRAME, frame, proof, read
 
+from adaptra.runtime.transports.base import ChannelClass
+
 PORT = 7100
 SIZE = 4096
 TIMEOUT = 20.0
@@ -38,9 +40,9 @@ def receive_from_stranger_code(_host: int) -> dict[str, Any]:
     engine.set_peer(1, [("10.9.0.2", PORT)])
     engine.start()
     engine.reserve(1, SIZE, 3)
-    requests = [engine.receive(1, False, SIZE) for _ in range(3)]
+    requests = [engine.receive(1, ChannelClass.FORWARD, SIZE) for _ in range(3)]
     # Its connections, and with them its keys, are others than those of the channel above.
-    other = engine.receive(1, True, SIZE)
+    other = engine.receive(1, ChannelClass.BACKWARD, SIZE)
     for number, request in enumerate(requests):
         assert request.wait(TIMEOUT), f"message {number} did not come"
         assert request.error is None, request.error
@@ -65,7 +67,7 @@ def send_and_attack(_host: int) -> dict[str, int]:
     with socket.create_server(("10.9.0.2", PORT)) as listener:
         listener.settimeout(TIMEOUT)
         door = Door(listener)
-        forward, backward = door.next(False), door.next(True)
+        forward, backward = door.next(ChannelClass.FORWARD), door.next(ChannelClass.BACKWARD)
         grants = [forward.granted() for _ in range(3)]
         slots = [forward.slots[slot] for slot, _ in grants]
         forward.write_bare(0, *grants[0])
@@ -77,11 +79,11 @@ def send_and_attack(_host: int) -> dict[str, int]:
         foreign = backward.write(*slots[0], b"x" * SIZE)
         # A key of a connection that has ended; the memory is the same, and open to the next connection by another key.
         forward.close()
-        again = door.next(False)
+        again = door.next(ChannelClass.FORWARD)
         assert again.exposed(grants[0][0])[0] == slots[0][0]
         revoked = again.write(*slots[0], b"x" * SIZE)
 
-        last = door.next(False)
+        last = door.next(ChannelClass.FORWARD)
         last.exposed(grants[2][0])
         last.write_bare(2, *grants[2])
         last.wait_for_acknowledgement(2)
@@ -95,11 +97,11 @@ class Door:
         self._listener = listener
         self._waiting: list[Peer] = []
 
-    def next(self, is_backward: bool) -> Peer:
-        """The next connection of this direction."""
+    def next(self, channel: ChannelClass) -> Peer:
+        """The next connection of this class."""
         while True:
             for peer in self._waiting:
-                if peer.is_backward == is_backward:
+                if peer.channel == channel:
                     self._waiting.remove(peer)
                     return peer
             self._waiting.append(Peer(self._listener.accept()[0]))
@@ -124,7 +126,7 @@ class Peer:
         self._frames: list[tuple[Any, ...]] = []
         self._chunks = 0
         hello = read(connection, 56)
-        self.is_backward = hello[5] == 1
+        self.channel = ChannelClass(hello[5])
         challenge = os.urandom(32)
         connection.sendall(challenge)
         assert read(connection, 32) == proof("opener", hello, challenge)

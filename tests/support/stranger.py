@@ -21,10 +21,16 @@ FRAME = struct.Struct("<HBBIIIQQQI16x")
 
 
 def hello(
-    path: int = 0, source: int = 0, destination: int = 1, index: int = 5, nonce: bytes | None = None, opener: int = 1
+    path: int = 0,
+    source: int = 0,
+    destination: int = 1,
+    index: int = 5,
+    nonce: bytes | None = None,
+    opener: int = 1,
+    channel: int = 0,
 ) -> bytes:
     """A greeting: who opens a connection for which channel, and a nonce."""
-    told = (b"adhs", 2, 0, opener == source, source, destination, path, index)
+    told = (b"adhs", 3, channel, opener == source, source, destination, path, index)
     return struct.pack("<4sBBBxIIII", *told) + (nonce or os.urandom(32))
 
 
@@ -33,7 +39,7 @@ def proof(role: str, greeting: bytes, challenge: bytes, secret: bytes = SECRET) 
     is_opened_by_source = bool(greeting[6])
     source, destination = struct.unpack_from("<II", greeting, 8)
     ranks = (source, destination) if is_opened_by_source == (role == "opener") else (destination, source)
-    told = f"adaptra {role} 2".ljust(18).encode() + hashlib.sha256(b"").digest() + struct.pack("<II", *ranks)
+    told = f"adaptra {role} 3".ljust(18).encode() + hashlib.sha256(b"").digest() + struct.pack("<II", *ranks)
     return hmac.digest(secret, told + greeting + challenge, hashlib.sha256)
 
 

@@ -35,6 +35,15 @@ def backward(
     return Identity(step, Purpose.GRADIENT, source, destination, microbatch, specs)
 
 
+BULK = (Purpose.INPUT, Purpose.TARGET, Purpose.RESULT, Purpose.ACCUMULATOR, Purpose.TERM)
+
+
+def bulk(
+    microbatch: int, source: int = 0, destination: int = 1, specs: tuple[TensorSpec, ...] = LARGE, step: int = 0
+) -> Identity:
+    return Identity(step, BULK[microbatch % len(BULK)], source, destination, microbatch, specs)
+
+
 def make(identity: Identity) -> tuple[Tensor, ...]:
     """Tensors that no other microbatch has."""
     generator = torch.Generator().manual_seed(identity.microbatch)
@@ -137,6 +146,25 @@ def backward_overtakes_forward(transport: Transport) -> None:
         transport.receive(0, forward(1, specs=LARGE)).wait(100)
 
 
+def classes_never_queue_behind_each_other(transport: Transport) -> None:
+    """A message of any class that nobody receives yet holds up none of the other classes; each class keeps its order."""
+    if transport.rank == 0:
+        transport.reserve({(1, SMALL): 2})
+        stuck = [transport.send(1, bulk(k), make(bulk(k))) for k in range(5)]
+        stuck.append(transport.send(1, forward(0), make(forward(0))))
+        stuck.append(transport.send(1, backward(0, 0, 1), make(backward(0, 0, 1))))
+        for theirs in (backward(0), bulk(5, 1, 0, SMALL)):
+            assert same(transport.receive(1, theirs).wait(100), make(theirs))
+        for pending in stuck:
+            pending.wait(100)
+    elif transport.rank == 1:
+        transport.reserve({(0, SMALL): 2, (0, LARGE): 5})
+        for mine in (backward(0), bulk(5, 1, 0, SMALL)):
+            transport.send(0, mine, make(mine)).wait(100)
+        for theirs in (backward(0, 0, 1), forward(0), *map(bulk, range(5))):
+            assert same(transport.receive(0, theirs).wait(100), make(theirs))
+
+
 def refuses_other_shapes(transport: Transport) -> None:
     """A message of other shapes than expected, even a larger one, is an error that names edge, expectation and arrival."""
     if transport.rank == 0:
@@ -158,6 +186,18 @@ def refuses_another_message(transport: Transport) -> None:
         transport.reserve({(0, SMALL): 1})
         with pytest.raises(TransportError, match=r"receive of 0SEND_F0 of step 0 on edge 0→1.*got 0SEND_F1 of step 0"):
             transport.receive(0, forward(0)).wait(100)
+        transport.store.set("refused", "")
+
+
+def refuses_another_bulk_message(transport: Transport) -> None:
+    """The third class is matched by its order, too."""
+    if transport.rank == 0:
+        transport.send(1, bulk(4), make(bulk(4)))
+        transport.store.wait(["refused"])
+    elif transport.rank == 1:
+        transport.reserve({(0, LARGE): 1})
+        with pytest.raises(TransportError, match=r"receive of 0SEND_W3 of step 0 on edge 0→1.*got term of step 0"):
+            transport.receive(0, bulk(3)).wait(100)
         transport.store.set("refused", "")
 
 
@@ -302,6 +342,7 @@ ALL = (
     sends_what_requires_grad,
     many_in_flight_both_ways,
     backward_overtakes_forward,
+    classes_never_queue_behind_each_other,
     refuses_other_shapes,
     times_messages_when_they_arrive,
     tells_how_long_a_send_waited_for_its_receive,
@@ -309,4 +350,4 @@ ALL = (
     abort_ends_every_wait,
     refuses_misuse,
 )
-IN_ORDER = (refuses_another_message,)
+IN_ORDER = (refuses_another_message, refuses_another_bulk_message)

@@ -38,6 +38,8 @@ class Host {
   [[nodiscard]] virtual std::shared_ptr<const Pages> make_pages(std::size_t bytes) = 0;
   // Open a connection; the channel's connected() or not_connected() follows.
   virtual void open(const Address& address) = 0;
+  // Whether a channel may post a chunk now; true means that it does. If not, its resume() is called until it may.
+  [[nodiscard]] virtual bool may_post(class SendChannel& channel) = 0;
   // Have the channel's flush() called before the engine waits again.
   virtual void wants_flush(class Channel& channel) = 0;
 };

@@ -45,6 +45,7 @@ void SendChannel::submit(std::shared_ptr<Request> request, std::shared_ptr<const
                     .is_begun = false,
                     .is_sent = false});
   pump();
+  probe_peer(Clock::now());
 }
 
 std::span<std::byte> SendChannel::place(const Frame&, std::string& refusal) {
@@ -92,9 +93,11 @@ void SendChannel::path_failed(std::size_t path) {
 }
 
 // Asks on each path whether the destination's process lives. The destination opens all connections of a channel. A source that
-// has none left opens one only to learn whether a process answers, and both ends close it at once.
+// has none left opens one only to learn whether a process answers, and both ends close it at once. The destination of a bulk
+// channel learns by it that there is something to open.
 void SendChannel::probe_peer(Clock::time_point now) {
-  if (!is_cut_off() || probing_ != 0 || now < probe_not_before_) return;
+  const bool is_closed = address_.channel == ChannelClass::kBulk && has_pending() && !is_connected();
+  if (!(is_closed || is_cut_off()) || probing_ != 0 || now < probe_not_before_) return;
   probe_not_before_ = now + kProbeEvery;
   for (std::uint32_t path = 0; path < paths_.size(); ++path) {
     Address address = address_;
@@ -231,7 +234,7 @@ void SendChannel::pump() {
     }
     if (!take_grant(message)) return announce(message);
     Connection* const connection = pick(message.grant->slot);
-    if (connection == nullptr) return;
+    if (connection == nullptr || !host_.may_post(*this)) return;
     post(message, *connection);
   }
 }
@@ -285,6 +288,12 @@ Connection* SendChannel::pick(std::uint32_t slot) {
   return nullptr;
 }
 
+bool SendChannel::has_room() const {
+  if (!path_) return true;
+  const auto& up = paths_[*path_].up;
+  return std::all_of(up.begin(), up.end(), [this](const Connection* connection) { return connection->can_post(last_slot_); });
+}
+
 void SendChannel::post(Outgoing& message, Connection& connection) {
   const bool is_first = !std::exchange(message.is_begun, true);
   if (is_first) {
@@ -307,6 +316,7 @@ void SendChannel::post(Outgoing& message, Connection& connection) {
                     .length = static_cast<std::uint32_t>(length),
                     .checksum = crc32c(memory.bytes.subspan(message.cursor, length))};
   connection.post(chunk, memory, is_first && is_next_to_complete(message, length));
+  last_slot_ = chunk.slot;
   message.cursor += length;
   message.paths |= std::uint64_t{1} << *path_;
   wants_flush();

@@ -31,6 +31,14 @@ class SendChannel final : public Channel {
   // Ends a probe that probe_peer() began: the destination lives.
   void probe_answered(const Address& address);
 
+  // Whether a message is on its way to the destination. One that waits for a slot or a path takes nothing of a port. Were it
+  // counted, its destination could wait for a bulk message, and that for it.
+  [[nodiscard]] bool is_under_way() const { return path_ && !queue_.empty() && queue_.front().is_begun; }
+  // Whether the wire would take more: what was posted before has left.
+  [[nodiscard]] bool has_room() const;
+  // Goes on after Host::may_post() had said no.
+  void resume() { pump(); }
+
   [[nodiscard]] std::span<std::byte> place(const Frame& chunk, std::string& refusal) override;
   void chunk(Connection&, const Frame&) override {}
   void bare_message(Connection& connection, std::uint32_t bytes, std::uint32_t header_checksum) override;
@@ -89,6 +97,7 @@ class SendChannel final : public Channel {
   std::uint64_t sequence_ = 0;
   std::optional<std::size_t> path_, last_path_;
   std::size_t next_connection_ = 0;  // which of the path's connections is next
+  std::uint32_t last_slot_ = 0;      // of the chunk posted last
   std::optional<std::uint64_t> announced_;
   std::uint32_t resyncs_ = 0;                        // number of the latest; an answer to an earlier one may be untrue by now
   std::map<std::uint64_t, std::deque<Grant>> free_;  // by the message size that a slot is for

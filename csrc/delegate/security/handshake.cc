@@ -16,10 +16,10 @@ namespace adaptra::delegate {
 namespace {
 
 constexpr std::string_view kMagic = "adhs";
-constexpr unsigned kVersion = 2;
+constexpr unsigned kVersion = 3;
 constexpr std::size_t kNonceAt = 24;
 // Both have one length, so that the fields behind them are in the same place.
-constexpr std::string_view kOpener = "adaptra opener 2  ", kAcceptor = "adaptra acceptor 2";
+constexpr std::string_view kOpener = "adaptra opener 3  ", kAcceptor = "adaptra acceptor 3";
 static_assert(kOpener.size() == kAcceptor.size());
 
 }  // namespace
@@ -41,7 +41,7 @@ Handshake Handshake::open(const Credentials& own, const Address& address, const 
   std::span<std::byte> hello = made.hello_;
   std::memcpy(hello.data(), kMagic.data(), kMagic.size());
   put(hello, 4, 1, kVersion);
-  put(hello, 5, 1, address.is_backward ? 1 : 0);
+  put(hello, 5, 1, static_cast<std::uint64_t>(address.channel));
   put(hello, 6, 1, address.source == own.rank ? 1 : 0);
   put(hello, 8, 4, address.source);
   put(hello, 12, 4, address.destination);
@@ -97,11 +97,12 @@ Handshake::State Handshake::receive(std::span<const std::byte> part) {
 }
 
 Handshake::State Handshake::greeted() {
-  if (std::memcmp(hello_.data(), kMagic.data(), kMagic.size()) != 0 || get(hello_, 4, 1) != kVersion || get(hello_, 5, 1) > 1 ||
-      get(hello_, 6, 1) > 1 || get(hello_, 7, 1) != 0) {
+  if (std::memcmp(hello_.data(), kMagic.data(), kMagic.size()) != 0 || get(hello_, 4, 1) != kVersion ||
+      get(hello_, 5, 1) >= kChannelClasses.size() || get(hello_, 6, 1) > 1 || get(hello_, 7, 1) != 0) {
     return refuse("sent bytes that are no greeting of version " + std::to_string(kVersion));
   }
-  address_ = Address{get32(hello_, 8), get32(hello_, 12), get(hello_, 5, 1) != 0, get32(hello_, 16), get32(hello_, 20)};
+  address_ = Address{get32(hello_, 8), get32(hello_, 12), static_cast<ChannelClass>(get(hello_, 5, 1)), get32(hello_, 16),
+                     get32(hello_, 20)};
   const bool is_opened_by_source = get(hello_, 6, 1) != 0;
   const std::uint32_t opener = is_opened_by_source ? address_.source : address_.destination;
   const std::uint32_t greeted = is_opened_by_source ? address_.destination : address_.source;

@@ -24,15 +24,18 @@ constexpr std::size_t kBatch = 32;
 constexpr std::uint32_t kSignalEvery = 16;
 // Enough to fill a long link. Chunks queued here are out of reach of a better path.
 constexpr std::uint64_t kQueuedBytes = 32U << 20;
+// The device gives every queue pair its turn: what is queued here of bulk messages can give way to no other any more.
+constexpr std::uint64_t kBulkQueuedBytes = 8U << 20;
 constexpr std::byte kReady{0x52};
 
 }  // namespace
 
-VerbsConnection::VerbsConnection(VerbsWire& wire, Descriptor socket, std::uint32_t serial, Sink& sink)
+VerbsConnection::VerbsConnection(VerbsWire& wire, Descriptor socket, std::uint32_t serial, ChannelClass channel, Sink& sink)
     : wire_(wire),
       socket_(std::move(socket)),
       serial_(serial),
       sink_(sink),
+      most_queued_(channel == ChannelClass::kBulk ? kBulkQueuedBytes : kQueuedBytes),
       domain_(wire.verbs_.alloc_pd(wire.device_.get()), wire.verbs_.dealloc_pd),
       cells_(0, kReceives * kReceiveCellBytes + kSends * kSendCellBytes),
       cells_region_(nullptr, wire.verbs_.dereg_mr),
@@ -125,7 +128,7 @@ void VerbsConnection::withdraw(std::uint32_t slot) noexcept { exposed_.erase(slo
 
 bool VerbsConnection::can_post(std::uint32_t slot) const {
   if (!established_ || closed_ || !remote_.contains(slot)) return false;
-  if (waiting_.size() < kSends / 2 && queued_bytes_ < kQueuedBytes) return true;
+  if (waiting_.size() < kSends / 2 && queued_bytes_ < most_queued_) return true;
   wire_.notice_all();
   return false;
 }

@@ -35,7 +35,7 @@ inline constexpr std::uint32_t kNumbers = kReceiveBit - 1;
 class VerbsConnection : public Connection, public Handler {
  public:
   // Throws std::system_error.
-  VerbsConnection(VerbsWire& wire, Descriptor socket, std::uint32_t serial, Sink& sink);
+  VerbsConnection(VerbsWire& wire, Descriptor socket, std::uint32_t serial, ChannelClass channel, Sink& sink);
   ~VerbsConnection() override;
 
   void expose(std::uint32_t slot, const Memory& memory) override;
@@ -118,6 +118,7 @@ class VerbsConnection : public Connection, public Handler {
   Descriptor socket_;
   std::uint32_t serial_;
   Sink& sink_;
+  const std::uint64_t most_queued_;  // bytes of chunks
   bool closed_ = false;
   bool established_ = false;
   std::string broken_;

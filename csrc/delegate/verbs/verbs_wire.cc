@@ -72,12 +72,12 @@ std::string VerbsWire::name() const { return "verbs " + port_.device + " port " 
 
 std::uint32_t VerbsWire::chunk_bytes() const { return kChunkBytes; }
 
-std::unique_ptr<Connection> VerbsWire::adopt(int descriptor, const Address&, bool, Sink& sink) {
+std::unique_ptr<Connection> VerbsWire::adopt(int descriptor, const Address& address, bool, Sink& sink) {
   Descriptor socket(descriptor);
   const auto room = static_cast<std::size_t>(completions_->cqe / kRequestsPerConnection);
   if (connections_.size() >= room) throw failure(name() + ": too many connections", ENOSPC);
   const std::uint32_t serial = next_serial_++;
-  auto connection = std::make_unique<VerbsConnection>(*this, std::move(socket), serial, sink);
+  auto connection = std::make_unique<VerbsConnection>(*this, std::move(socket), serial, address.channel, sink);
   connections_.emplace(serial, connection.get());
   return connection;
 }

@@ -1,14 +1,15 @@
 // The one concept that all wires share: how the engine makes connections and moves frames over them.
 //
-// A channel (source rank, destination rank, direction) has an ordered list of paths; each path is a Wire and a pair of
-// addresses. The destination opens every path of a channel, and the engine's own TCP listener accepts. Both sides prove that
-// they know the job's secret. Only then does adopt() hand the socket to the path's Wire, on both sides. The TCP wire goes on
+// A channel (source rank, destination rank, class) has an ordered list of paths; each path is a Wire and a pair of addresses.
+// The destination opens every path of a channel, and the engine's own TCP listener accepts. Both sides prove that they know the
+// job's secret. Only then does adopt() hand the socket to the path's Wire, on both sides. The TCP wire goes on
 // using that socket. The verbs wire exchanges its queue pairs' addresses over it and keeps it, so that the end of the peer's
 // process is noticed at once.
 //
 // All of this runs on the engine's one thread. Nothing here blocks.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -33,11 +34,19 @@ struct Memory {
   std::span<std::byte> bytes;
 };
 
+// The classes of channels between two ranks; the values are those of Python's ChannelClass, and stand in the handshake.
+enum class ChannelClass : std::uint8_t {
+  kForward = 0,
+  kBackward = 1,
+  kBulk = 2,  // gives way to the other two, and is opened when its first message is sent or expected
+};
+inline constexpr std::array kChannelClasses = {ChannelClass::kForward, ChannelClass::kBackward, ChannelClass::kBulk};
+
 // The identity of a connection; both sides proved it in the handshake.
 struct Address {
   std::uint32_t source = 0;       // the rank that sends messages
   std::uint32_t destination = 0;  // the rank that receives them, and opens the connection (see SendChannel::probe_answered)
-  bool is_backward = false;
+  ChannelClass channel = ChannelClass::kForward;
   std::uint32_t path = 0;   // index in the ordered list of paths
   std::uint32_t index = 0;  // several connections may share a path
 };

@@ -1,7 +1,7 @@
 """Messages over torch.distributed: gloo between hosts without GPUs, NCCL between GPUs.
 
-Each direction (forward, backward) has communicators of its own. NCCL runs one operation at a time per communicator, so there it
-has one per direction and pair of ranks. A message is one operation, or two if it is large, see
+Each class of channels has a communicator of its own. NCCL runs one operation at a time per communicator, so there each pair of
+ranks has one per class. A message is one operation, or two if it is large, see
 :mod:`adaptra.runtime.transports.message_format`. Over gloo the second part's tag is made of its layout, because gloo ends a
 process that receives more than it expects.
 
@@ -28,7 +28,16 @@ from torch.distributed import ProcessGroup, Work
 from adaptra.errors import LaunchError, TransportError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program.transport_contract import Contract
-from adaptra.runtime.transports.base import Identity, MessageLayout, Pending, Transport, check_tensors, layout_of, now
+from adaptra.runtime.transports.base import (
+    ChannelClass,
+    Identity,
+    MessageLayout,
+    Pending,
+    Transport,
+    check_tensors,
+    layout_of,
+    now,
+)
 from adaptra.runtime.transports.c10d.communicators import Communicators
 from adaptra.runtime.transports.c10d.preposted import FIRST_TAG, PrepostedReceives
 from adaptra.runtime.transports.message_format import MessageBuffer
@@ -39,16 +48,16 @@ logger = logging.getLogger(__name__)
 
 CONTRACTS: Final = {
     "gloo": Contract(send_waits_for_receiver=True, in_order=False, buffered=False),
-    # The directions have communicators of their own here too, but a posted receive occupies a part of the device until its
+    # The classes have communicators of their own here too, but a posted receive occupies a part of the device until its
     # message comes. So receives belong as late as in one shared queue.
     "nccl": Contract(send_waits_for_receiver=True, in_order=True, buffered=False),
 }
 _CLOSE_SECONDS: Final = 5.0
 
 
-class _Direction(NamedTuple):
+class _ChannelEnd(NamedTuple):
     peer: int
-    is_backward: bool
+    channel: ChannelClass
     is_receive: bool
 
 
@@ -97,11 +106,11 @@ class C10dTransport(Transport):
         self.world_size = self._communicators.size
         self._guard = PendingOperations(self.rank, self.world_size)
         self._pool = Pool(self._allocate)
-        self._standing: dict[_Direction, PrepostedReceives] = {}
-        self._held: dict[Pending, tuple[_Direction, MessageBuffer]] = {}
+        self._standing: dict[_ChannelEnd, PrepostedReceives] = {}
+        self._held: dict[Pending, tuple[_ChannelEnd, MessageBuffer]] = {}
         self._sent: dict[MessageLayout, list[MessageBuffer]] = {}
         self._lock = threading.Lock()
-        self._channels: dict[_Direction, _ServedChannel] = {}
+        self._channels: dict[_ChannelEnd, _ServedChannel] = {}
         self._is_closed = False
         self.store = self._communicators.control_plane()
         self.clock_offsets = self._communicators.compare_clocks(self.store)
@@ -119,8 +128,8 @@ class C10dTransport(Transport):
         except IndexError:
             buffer = self._allocate(identity.specs)
         buffer.pack(identity, tensors, posted_at)
-        channel = _Direction(destination_rank, identity.is_backward, False)
-        group, peer = self._communicators.between(channel.peer, channel.is_backward)
+        channel = _ChannelEnd(destination_rank, identity.channel, False)
+        group, peer = self._communicators.between(channel.peer, channel.channel)
 
         def post() -> _Posted:
             first = group.send([buffer.first], peer, FIRST_TAG)
@@ -133,7 +142,7 @@ class C10dTransport(Transport):
     def receive(self, source_rank: int, identity: Identity) -> Pending:
         """See :meth:`Transport.receive`."""
         pending = self._guard.post(source_rank, identity, is_receive=True)
-        channel = _Direction(source_rank, identity.is_backward, True)
+        channel = _ChannelEnd(source_rank, identity.channel, True)
         # With in-order transports a receive is posted where its op needs it, and a message sent before need not wait for it.
         asked_at = -math.inf if self.contract.in_order else now()
 
@@ -155,7 +164,7 @@ class C10dTransport(Transport):
     def stand_by(self, source_rank: int, like: Identity, count: int) -> None:
         """See :meth:`Transport.stand_by`."""
         if not self.contract.in_order:
-            self._stand(_Direction(source_rank, like.is_backward, True), lambda standing: standing.stand(like, count))
+            self._stand(_ChannelEnd(source_rank, like.channel, True), lambda standing: standing.stand(like, count))
 
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
         """See :meth:`Transport.reserve`."""
@@ -194,7 +203,7 @@ class C10dTransport(Transport):
         self._standing.clear()
         self._communicators.close(is_whole and not unfinished and not any(thread.is_alive() for thread in threads))
 
-    def _start(self, channel: _Direction, pending: Completion, post: Callable[[], _Posted]) -> None:
+    def _start(self, channel: _ChannelEnd, pending: Completion, post: Callable[[], _Posted]) -> None:
         try:
             # One message at a time, so that no other thread's message comes between its parts.
             with self._lock:
@@ -206,28 +215,28 @@ class C10dTransport(Transport):
             self.abort(lost)
             pending.wait()
 
-    def _stand(self, channel: _Direction, change: Callable[[PrepostedReceives], None]) -> None:
+    def _stand(self, channel: _ChannelEnd, change: Callable[[PrepostedReceives], None]) -> None:
         # A lost peer is reported when a message of it is wanted.
         with self._lock, contextlib.suppress(RuntimeError):
             change(self._standing_on(channel))
 
-    def _standing_on(self, channel: _Direction) -> PrepostedReceives:
+    def _standing_on(self, channel: _ChannelEnd) -> PrepostedReceives:
         if channel not in self._standing:
-            group, peer = self._communicators.between(channel.peer, channel.is_backward)
+            group, peer = self._communicators.between(channel.peer, channel.channel)
             self._standing[channel] = PrepostedReceives(
                 lambda memory, tag: group.recv([memory], peer, tag), self._pool, channel.peer
             )
         return self._standing[channel]
 
-    def _open(self, channel: _Direction) -> None:
+    def _open(self, channel: _ChannelEnd) -> None:
         posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
-        direction = f"{'backward' if channel.is_backward else 'forward'} {'from' if channel.is_receive else 'to'}"
-        name = f"adaptra rank {self.rank} {direction} {channel.peer}"
+        way = "from" if channel.is_receive else "to"
+        name = f"adaptra rank {self.rank} {channel.channel.name.lower()} {way} {channel.peer}"
         thread = threading.Thread(target=self._serve, args=(channel, posted), name=name, daemon=True)
         self._channels[channel] = _ServedChannel(posted, thread)
         thread.start()
 
-    def _serve(self, channel: _Direction, queued: queue.SimpleQueue[_Posted | None]) -> None:
+    def _serve(self, channel: _ChannelEnd, queued: queue.SimpleQueue[_Posted | None]) -> None:
         """Wait for the messages of one channel, one after the other."""
         while (posted := queued.get()) is not None:
             try:

@@ -1,4 +1,4 @@
-"""The communicators of one rank's transport: one per direction, and over NCCL one per direction and pair of ranks."""
+"""The communicators of one rank's transport: one per class of channels, and over NCCL one per class and pair of ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup, Store, Work
 
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.transports import clock_offset as clock
+from adaptra.runtime.transports.base import ChannelClass
 from adaptra.runtime.transports.c10d.preposted import FIRST_TAG
 from adaptra.runtime.transports.process_groups import (
     control_plane,
@@ -54,13 +55,13 @@ class Communicators:
         """Return a new client of the ranks' control plane; all ranks call it."""
         return control_plane(self._name, self.rank, self.size)
 
-    def between(self, peer: int, is_backward: bool) -> tuple[ProcessGroup, int]:
-        """Return the communicator of a peer's messages in a direction, and the peer's rank within it."""
-        group = self._groups.get((is_backward, None))
+    def between(self, peer: int, channel: ChannelClass) -> tuple[ProcessGroup, int]:
+        """Return the communicator of a peer's messages of a class, and the peer's rank within it."""
+        group = self._groups.get((channel, None))
         if group is not None:
             return group, peer
         pair = (min(self.rank, peer), max(self.rank, peer))
-        return self._groups[is_backward, pair], pair.index(peer)
+        return self._groups[channel, pair], pair.index(peer)
 
     def wait(self, work: Work) -> None:
         """Wait for an operation, on a stream of its own if it runs on a GPU.
@@ -95,17 +96,18 @@ class Communicators:
             distributed.destroy_process_group()
 
     def compare_clocks(self, store: Store) -> tuple[clock.Offset, ...]:
-        """Measure how far every rank's clock is ahead of this one's, from neighbour to neighbour over both directions."""
+        """Measure how far every rank's clock is ahead of this one's, from neighbour to neighbour."""
         cell = torch.zeros(1, dtype=torch.float64, device=self.device)
         to_next: clock.Offset | None = None
-        # From rank to rank, each pair over both communicators: NCCL sets them up on first use.
+        # From rank to rank, each pair over both communicators of a pipeline: NCCL sets them up on first use.
         for lower in (self.rank - 1, self.rank):
             if lower < 0 or lower + 1 >= self.size:
                 continue
             is_initiator = lower == self.rank
             peer = lower + 1 if is_initiator else lower
-            out, out_peer = self.between(peer, not is_initiator)
-            back, back_peer = self.between(peer, is_initiator)
+            there, here = ChannelClass.FORWARD, ChannelClass.BACKWARD
+            out, out_peer = self.between(peer, there if is_initiator else here)
+            back, back_peer = self.between(peer, here if is_initiator else there)
 
             def send(value: float, out: ProcessGroup = out, peer: int = out_peer) -> None:
                 out.send([torch.full_like(cell, value)], peer, FIRST_TAG).wait()

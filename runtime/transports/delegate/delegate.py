@@ -21,6 +21,7 @@ from adaptra.errors import TransportError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program.transport_contract import Contract
 from adaptra.runtime.transports.base import (
+    ChannelClass,
     Identity,
     PathCounts,
     Pending,
@@ -91,7 +92,7 @@ class DelegateTransport(Transport):
         pending = self._guard.post(source_rank, identity, is_receive=True, make=self._arriving)
         self._pool.take(source_rank, identity)
         pending.source_rank = source_rank
-        request = self._engine.receive(source_rank, identity.is_backward, HEADER_BYTES + flat_bytes(identity.specs))
+        request = self._engine.receive(source_rank, identity.channel, HEADER_BYTES + flat_bytes(identity.specs))
         pending.begin(self.settle, request)
         self._expect(pending, source_rank)
         return pending
@@ -144,21 +145,22 @@ class DelegateTransport(Transport):
         if self._on_close is not None:
             self._on_close()
 
-    def statistics(self) -> list[tuple[int, int, bool, bool, dict[str, int]]]:
-        """Return for each channel its source and destination rank, backward or not, sent or received here, and its counters.
+    def statistics(self) -> list[tuple[int, int, ChannelClass, bool, dict[str, int]]]:
+        """Return for each channel its source and destination rank, its class, whether it sends here, and its counters.
 
         Counters are those of ``csrc/delegate/channel/stats.h``; reading them delays no message.
         """
-        return self._engine.statistics()
+        return [
+            (source, destination, ChannelClass(channel), is_sender, counters)
+            for source, destination, channel, is_sender, counters in self._engine.statistics()
+        ]
 
     def path_counts(self) -> tuple[PathCounts, ...]:
         """See :meth:`Transport.path_counts`."""
-        found: dict[tuple[int, int], PathCounts] = {}
-        for source, destination, _, _, counters in self.statistics():
-            before = found.get((source, destination), PathCounts(source, destination, 0, 0))
-            failures, changes = counters["path_failures"], counters["path_changes"]
-            found[source, destination] = before._replace(failures=before.failures + failures, changes=before.changes + changes)
-        return tuple(found.values())
+        return tuple(
+            PathCounts(source, destination, channel, counters["path_failures"], counters["path_changes"])
+            for source, destination, channel, _, counters in self.statistics()
+        )
 
     def settle(self, pending: EnginePending) -> None:
         """Complete the pending of a message that the engine is done with, or fail it and all others."""
@@ -220,8 +222,8 @@ class DelegateTransport(Transport):
     def _start(self, pending: EnginePending, destination_rank: int, message: EngineMessage, posted_at: float) -> None:
         # Messages of one channel are matched by their order, so the queue's order has to be the engine's.
         with self._lock:
-            memory, is_backward = message.memory, pending.identity.is_backward
-            request = self._engine.send(destination_rank, is_backward, memory, len(memory), posted_at)
+            memory = message.memory
+            request = self._engine.send(destination_rank, pending.identity.channel, memory, len(memory), posted_at)
             self._sent.append(pending)
         pending.begin(self.settle, request)
 

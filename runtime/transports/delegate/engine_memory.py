@@ -15,7 +15,7 @@ from adaptra import _C
 from adaptra.errors import LaunchError, TransportError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.runtime.transports import clock_offset as clock
-from adaptra.runtime.transports.base import MessageLayout, layout_of, now
+from adaptra.runtime.transports.base import ChannelClass, MessageLayout, layout_of, now
 from adaptra.runtime.transports.message_format import HEADER_BYTES, Header, flat_bytes, views_of
 
 _READING: Final = struct.Struct("<d")
@@ -92,20 +92,21 @@ class EngineMessages:
 class _Pair:
     """Exchanges readings of a clock with one other rank, one at a time."""
 
-    def __init__(self, engine: _C.Engine, peer: int, is_backward: bool) -> None:
+    def __init__(self, engine: _C.Engine, peer: int, out: ChannelClass, back: ChannelClass) -> None:
         self._engine = engine
         self._peer = peer
-        self._is_backward = is_backward
+        self._out = out
+        self._back = back
         self._memory = engine.allocate(_READING.size)
         self._cell = (ctypes.c_ubyte * _READING.size).from_address(self._memory.address)
         engine.reserve(peer, _READING.size, 1)
 
     def send(self, value: float) -> None:
         _READING.pack_into(self._cell, 0, value)
-        self._await(self._engine.send(self._peer, self._is_backward, self._memory, _READING.size, now()))
+        self._await(self._engine.send(self._peer, self._out, self._memory, _READING.size, now()))
 
     def receive(self) -> float:
-        request = self._engine.receive(self._peer, not self._is_backward, _READING.size)
+        request = self._engine.receive(self._peer, self._back, _READING.size)
         self._await(request)
         memory = request.memory
         assert memory is not None, "an arrived message lies somewhere"
@@ -127,10 +128,10 @@ def compare_clocks(engine: _C.Engine, rank: int, world_size: int, store: Store) 
         LaunchError: A neighbour can't be reached.
     """
     if rank > 0:
-        lower = _Pair(engine, rank - 1, is_backward=True)
+        lower = _Pair(engine, rank - 1, ChannelClass.BACKWARD, ChannelClass.FORWARD)
         clock.answer(lower.send, lower.receive)
     to_next: clock.Offset | None = None
     if rank + 1 < world_size:
-        upper = _Pair(engine, rank + 1, is_backward=False)
+        upper = _Pair(engine, rank + 1, ChannelClass.FORWARD, ChannelClass.BACKWARD)
         to_next = clock.initiate(upper.send, upper.receive)
     return clock.share(store, rank, world_size, to_next)

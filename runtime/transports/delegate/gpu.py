@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adaptra import _C
 from adaptra.graph.ops.specs import MessageSpec
-from adaptra.runtime.transports.base import Identity
+from adaptra.runtime.transports.base import ChannelClass, Identity
 from adaptra.runtime.transports.delegate.delegate import DelegateTransport
 from adaptra.runtime.transports.delegate.engine import StartedEngine
 from adaptra.runtime.transports.delegate.engine_memory import EngineMessage
@@ -57,7 +57,7 @@ class GpuDelegateTransport(DelegateTransport):
     def __init__(self, started: StartedEngine, on_close: Callable[[], None], device: torch.device) -> None:
         super().__init__(started, on_close)
         self._staging = Staging(device, f"adaptra rank {self.rank}")
-        self._prefetched: dict[tuple[int, bool], queue.SimpleQueue[EnginePending | None]] = {}
+        self._prefetched: dict[tuple[int, ChannelClass], queue.SimpleQueue[EnginePending | None]] = {}
         self._prefetchers: list[threading.Thread] = []
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class GpuDelegateTransport(DelegateTransport):
         self._staging.then(self._staging.to_host(message, tensors), start)
 
     def _expect(self, pending: EnginePending, source_rank: int) -> None:
-        channel = (source_rank, pending.identity.is_backward)
+        channel = (source_rank, pending.identity.channel)
         with self._lock:
             prefetched = self._prefetched.get(channel)
             if prefetched is None:

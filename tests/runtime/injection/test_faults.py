@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transport_bodies import LARGE, SMALL, backward, forward, make
+from transport_bodies import LARGE, SMALL, backward, bulk, forward, make
 
 from adaptra.errors import CaseError, TransportError
 from adaptra.runtime.injection.faults import (
@@ -345,13 +345,15 @@ def test_a_channel_stays_in_order_when_a_fault_ends() -> None:
     """What is sent after the last slow step does not overtake what is still held."""
     with Pair("delay 0>1 1s @0..1") as pair:
         held, later, other = forward(0, step=0), forward(0, step=1), backward(0, 0, 1, step=1)
-        sends = [pair.ends[0].send(1, identity, make(identity)) for identity in (held, later, other)]
-        received = [pair.ends[1].receive(0, identity) for identity in (held, later, other)]
+        bulky = bulk(0, specs=SMALL, step=2)
+        sends = [pair.ends[0].send(1, identity, make(identity)) for identity in (held, later, other, bulky)]
+        received = [pair.ends[1].receive(0, identity) for identity in (held, later, other, bulky)]
         for pending in received:
             pending.wait(100)
         assert received[0].arrived_at <= received[1].arrived_at
-        # The other channel is free.
+        # The other channels are free.
         assert received[2].arrived_at < received[0].arrived_at
+        assert received[3].arrived_at < received[0].arrived_at
         assert all(pending.wait(100) == () and pending.done for pending in sends)
 
 

@@ -15,7 +15,7 @@ from transport_bodies import LARGE, SMALL, forward, make
 from adaptra.errors import LaunchError, TransportError
 from adaptra.graph.ops.specs import TensorSpec
 from adaptra.runtime.injection.faulty_transport import FaultyTransport
-from adaptra.runtime.transports.base import Identity, Transport
+from adaptra.runtime.transports.base import Identity, Purpose, Transport
 from adaptra.runtime.transports.clock_offset import Offset, share
 from adaptra.runtime.transports.local import LocalHub
 from adaptra.runtime.transports.message_format import HEADER_BYTES, INLINE_BYTES, MessageBuffer
@@ -108,6 +108,13 @@ class TestWire:
         assert bodies.same(buffer.tensors(torch.device("cpu")), make(identity))
         assert all(view.data_ptr() % 64 == 0 for view in buffer.tensors(torch.device("cpu")) if view.numel())
 
+    def test_codes_of_purposes_stay(self) -> None:
+        """Other programs may read messages of earlier versions."""
+        names = "activation gradient output input_gradient loss shared_gradient shared_sum probe gradient_norm model_state"
+        assert [purpose.name for purpose in Purpose] == [
+            name.upper() for name in (names + " input target result accumulator term").split()
+        ]
+
     @pytest.mark.parametrize(
         "other",
         [
@@ -138,7 +145,7 @@ class TestWire:
     def test_bytes_that_are_no_message_are_refused(self, position: int) -> None:
         buffer = self.buffer()
         buffer.first[position] = 255
-        with pytest.raises(TransportError, match="no message of version 2"):
+        with pytest.raises(TransportError, match="no message of version 3"):
             buffer.check(forward(1))
 
 

@@ -61,6 +61,9 @@ def join_half(rank: int) -> None:
     transport = C10dTransport(halves[rank % 2])
     assert (transport.rank, transport.world_size) == (rank // 2, 2)
     bodies.many_in_flight_both_ways(transport)
+    # A thread serves a channel from its first message on.
+    named = [thread.name for thread in threading.enumerate() if thread.name.startswith("adaptra rank")]
+    assert len(named) == 2 and not any("bulk" in name for name in named)
     # Each half has a control plane of its own.
     transport.store.set("parity", str(rank % 2))
     assert int(transport.store.get("parity")) == rank % 2

@@ -15,6 +15,7 @@ from delegate_lab import CALM, SECRET, EngineTimes
 from stranger import hello, proof, read
 
 from adaptra import _C
+from adaptra.runtime.transports.base import ChannelClass
 
 pytestmark = pytest.mark.processes
 SIZE = 100_000
@@ -61,7 +62,7 @@ class Slow:
 engine.set_peer(1, [("127.0.0.2", int(sys.stdin.readline()))])
 engine.start()
 message = engine.allocate(100_000)
-sent = engine.send(1, False, message, 100_000, time.monotonic())
+sent = engine.send(1, 0, message, 100_000, time.monotonic())
 assert sent.wait(100) and sent.error is None
 next(iter(DataLoader(Slow(), num_workers=1, multiprocessing_context="fork")))
 """
@@ -115,7 +116,7 @@ def test_a_worker_of_a_data_loader_keeps_no_dead_rank_alive() -> None:
         engine.start()
         try:
             engine.reserve(0, SIZE, 2)
-            first, second = (engine.receive(0, False, SIZE) for _ in range(2))
+            first, second = (engine.receive(0, ChannelClass.FORWARD, SIZE) for _ in range(2))
             process.stdin.write(f"{port}\n")
             process.stdin.flush()
             assert first.wait(100) and first.error is None

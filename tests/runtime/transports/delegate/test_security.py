@@ -14,6 +14,7 @@ from stranger import STRANGER, frame, hello, proof, prove, read
 
 from adaptra import _C
 from adaptra.runtime.control_store.secret import derive
+from adaptra.runtime.transports.base import ChannelClass
 from adaptra.runtime.transports.delegate.endpoints import share_secret
 from adaptra.runtime.transports.delegate.rejected import RejectedConnections
 
@@ -92,7 +93,7 @@ def test_a_scanner_that_comes_a_hundred_times_is_one_line_of_the_log(pair: Pair,
     reason = "ended the connection before it proved anything"
     assert [record.getMessage() for record in caplog.records] == [
         f"rank 0: turned away {STRANGER}, 100 times: {reason}",
-        "rank 0: turned away 127.0.0.78, once: sent bytes that are no greeting of version 2",
+        "rank 0: turned away 127.0.0.78, once: sent bytes that are no greeting of version 3",
     ]
 
 
@@ -174,6 +175,14 @@ def test_a_greeting_to_another_rank_gets_no_challenge(pair: Pair, greeting: byte
     assert refusals(pair)[STRANGER][0].endswith(": this is rank 0")
 
 
+@pytest.mark.parametrize("channel", [3, 255])
+def test_a_class_that_there_is_not_gets_no_challenge(pair: Pair, channel: int) -> None:
+    with call(pair) as connection:
+        connection.sendall(hello(channel=channel))
+        assert not read(connection, 32)
+    assert refusals(pair)[STRANGER][0] == "sent bytes that are no greeting of version 3"
+
+
 def test_a_rank_that_asks_whether_another_is_there_learns_that_and_no_more(pair: Pair) -> None:
     """A source opens no paths of its own."""
     with call(pair) as connection:
@@ -249,7 +258,7 @@ def where_rank_0_listened() -> Generator[tuple[socket.socket, bytes, _C.Engine, 
         engine.start()
         try:
             engine.reserve(0, SIZE, 1)
-            receive = engine.receive(0, False, SIZE)
+            receive = engine.receive(0, ChannelClass.FORWARD, SIZE)
             deceived, _ = listener.accept()
             with deceived:
                 deceived.settimeout(10)
