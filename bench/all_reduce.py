@@ -1,8 +1,8 @@
 """The canonical sum over replicas beside gloo's all_reduce, on this machine's loopback or over limited links.
 
-    bench/all_reduce.py --ranks 2 4 8 --bytes 64MiB     seconds of one sum
-    bench/all_reduce.py --rate 100MB                    between hosts, over links of that rate (root)
-    bench/all_reduce.py --bits 1000                     random sums: how many differ from the left fold in one bit
+    bench/all_reduce.py --ranks 2 4 8 --bytes 64MiB     seconds of one sum.
+    bench/all_reduce.py --rate 100MB                    between hosts, over links of that rate (root).
+    bench/all_reduce.py --bits 1000                     random sums: how many differ from the left fold in one bit.
 
 Ours and gloo's are measured in turn. The smallest of ``--runs`` is printed, because other processes only ever add time.
 A random case draws the ranks and their order, shapes, dtypes, bucket size, algorithm, and how late each rank comes.
@@ -40,7 +40,7 @@ def measure(rank: int, sizes: list[int], algorithms: list[str], runs: int) -> li
     for size in sizes:
         values = torch.randn(size // 4)
         works: list[Any] = [
-            lambda how=ALGORITHMS[name], values=values: combine([values], group, mean=False, algorithm=how)
+            lambda how=ALGORITHMS[name], values=values, group=group: combine([values], group, mean=False, algorithm=how)
             for name in algorithms
         ]
         works.append(lambda values=values: dist.all_reduce(values, group=group))
