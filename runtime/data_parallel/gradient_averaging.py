@@ -19,6 +19,7 @@ from torch.distributed import Store
 
 from adaptra.errors import PeerLostError
 from adaptra.runtime.control_store.stores import clone
+from adaptra.runtime.data_parallel.collectives.engine import combine
 from adaptra.runtime.transports.process_groups import end_gloo_waits
 
 
@@ -76,8 +77,8 @@ class Replicas:
     def combine_gradients(self, parameters: Iterable[Tensor], *, mean: bool = True) -> None:
         """Replace every gradient by its mean over the replicas, or by their sum.
 
-        Every replica adds in the same order, so the copies stay bitwise equal. Waits for the replicas' ranks of this stage
-        alone: other stages may still compute.
+        The sum is the left fold in the replicas' order, see :mod:`.collectives.fold`, and the copies stay bitwise equal. Waits
+        for the replicas' ranks of this stage alone: other stages may still compute.
 
         Raises:
             PeerLostError: Another replica has failed; says why if it could report it.
@@ -146,12 +147,7 @@ class Replicas:
 
     def _combine(self, tensors: Sequence[Tensor], mean: bool, group: dist.ProcessGroup) -> None:
         with self._naming_the_lost():
-            works = [dist.all_reduce(one, group=group, async_op=True) for one in tensors]
-            for tensor, work in zip(tensors, works, strict=True):
-                assert work is not None, "this rank is of the group"
-                work.wait()
-                if mean:
-                    tensor /= self._count
+            combine(tensors, group, mean=mean)
 
     @contextlib.contextmanager
     def _naming_the_lost(self) -> Generator[None]:
