@@ -5,7 +5,8 @@
     bench/all_reduce.py --bits 1000                     random sums: how many differ from the left fold in one bit.
 
 Ours and gloo's are measured in turn. The smallest of ``--runs`` is printed, because other processes only ever add time.
-A random case draws the ranks and their order, shapes, dtypes, bucket size, algorithm, and how late each rank comes.
+A random case draws the ranks and their order, shapes, dtypes, also that of additions, bucket size and algorithm. It also draws
+how late each rank comes.
 """
 
 from __future__ import annotations
@@ -19,12 +20,11 @@ import torch.distributed as dist
 from _ranks import run_on_hosts, run_on_ranks, timed
 from _table import Row, parser, print_rows
 
-from adaptra.runtime.data_parallel.collectives.engine import combine
-from adaptra.runtime.data_parallel.collectives.rounds import Algorithm, chain, direct
+from adaptra.runtime.data_parallel.collectives.engine import GroupSum
+from adaptra.runtime.data_parallel.collectives.rounds import ALGORITHMS
 from adaptra.runtime.transports.process_groups import end_group, new_group
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-ALGORITHMS: dict[str, Algorithm] = {"direct": direct, "chain": chain}
 
 
 def size_of(text: str) -> int:
@@ -39,10 +39,8 @@ def measure(rank: int, sizes: list[int], algorithms: list[str], runs: int) -> li
     found: list[list[float]] = []
     for size in sizes:
         values = torch.randn(size // 4)
-        works: list[Any] = [
-            lambda how=ALGORITHMS[name], values=values, group=group: combine([values], group, mean=False, algorithm=how)
-            for name in algorithms
-        ]
+        sums = [GroupSum(group, algorithm=ALGORITHMS[name]) for name in algorithms]
+        works: list[Any] = [lambda one=one, values=values: one.combine([values], mean=False) for one in sums]
         works.append(lambda values=values: dist.all_reduce(values, group=group))
         rounds: list[list[float]] = []
         for _ in range(runs + 1):
@@ -58,31 +56,36 @@ def measure(rank: int, sizes: list[int], algorithms: list[str], runs: int) -> li
 def count_differences(rank: int, cases: int, ranks: int) -> int:
     """How many of some random cases have a bit other than the left fold on this rank or another."""
     draw, wrong = random.Random(0), 0
+    names = {
+        tuple(draw.sample(range(ranks), count)): f"group {index}" for index, count in enumerate([*range(2, ranks + 1)] * 2)
+    }
+    groups = {members: new_group(members, name) for members, name in names.items() if rank in members}
     for case in range(cases):
-        members = draw.sample(range(ranks), draw.randint(2, ranks))
+        members = draw.choice(list(names))
         shapes = [tuple(draw.randint(0, 40) for _ in range(draw.randint(0, 3))) for _ in range(draw.randint(1, 4))]
         dtype = draw.choice((torch.float32, torch.float64, torch.bfloat16, torch.float16))
-        limit, algorithm = draw.choice((None, draw.randint(1, 10_000))), draw.choice(list(ALGORITHMS.values()))
-        mean, late = draw.random() < 0.5, [draw.choice((0.0, draw.random() * 0.01)) for _ in range(ranks)]
+        limit, algorithm = draw.choice((None, draw.randint(1000, 100_000))), draw.choice(list(ALGORITHMS.values()))
+        added_in, mean = draw.choice((None, torch.float32)), draw.random() < 0.5
+        late = [draw.choice((0.0, 0.0, 0.0, draw.random() * 0.005)) for _ in range(ranks)]
         if rank not in members:
             continue
-        group = new_group(members, f"case {case}")
         terms = [_terms(case, member, shapes, dtype) for member in members]
         mine = _terms(case, rank, shapes, dtype)
         time.sleep(late[rank])
-        combine(mine, group, mean=mean, algorithm=algorithm, limit=limit)
+        GroupSum(groups[members], algorithm=algorithm, limit=limit, dtype=added_in).combine(mine, mean=mean)
+        wide = dtype if added_in is None else torch.promote_types(dtype, added_in)
         for index, one in enumerate(mine):
-            total = terms[0][index]
+            total = terms[0][index].to(wide)
             for other in terms[1:]:
                 total = total + other[index]
-            if mean:
-                total = total / len(members)
+            total = (total / len(members) if mean else total).to(dtype)
             if not torch.equal(total.view(-1).view(torch.uint8), one.view(-1).view(torch.uint8)):
                 wrong += 1
                 break
-        end_group(group)
     everywhere = torch.tensor(wrong)
     dist.all_reduce(everywhere)
+    for group in groups.values():
+        end_group(group)
     return int(everywhere)
 
 

@@ -19,7 +19,8 @@ from torch.distributed import Store
 
 from adaptra.errors import PeerLostError
 from adaptra.runtime.control_store.stores import clone
-from adaptra.runtime.data_parallel.collectives.engine import combine
+from adaptra.runtime.data_parallel.collectives.engine import GroupSum
+from adaptra.runtime.data_parallel.collectives.rounds import Algorithm
 from adaptra.runtime.transports.process_groups import end_gloo_waits
 
 
@@ -68,11 +69,16 @@ class Replicas:
         self.index = index
         self._group = group
         self._aside = aside
+        self._sums = {one: GroupSum(one) for one in (group, aside)}
         self._count = dist.get_world_size(group)
         self._store = clone(store)
         self._pipeline = pipeline
         self._lock = threading.Lock()
         self._ended = False
+
+    def add_by(self, algorithm: Algorithm, *, limit: int | None, dtype: torch.dtype | None) -> None:
+        """Set how sums are computed from now on; arguments are those of :class:`.collectives.engine.GroupSum`."""
+        self._sums = {one: GroupSum(one, algorithm=algorithm, limit=limit, dtype=dtype) for one in self._sums}
 
     def combine_gradients(self, parameters: Iterable[Tensor], *, mean: bool = True) -> None:
         """Replace every gradient by its mean over the replicas, or by their sum.
@@ -147,7 +153,7 @@ class Replicas:
 
     def _combine(self, tensors: Sequence[Tensor], mean: bool, group: dist.ProcessGroup) -> None:
         with self._naming_the_lost():
-            combine(tensors, group, mean=mean)
+            self._sums[group].combine(tensors, mean=mean)
 
     @contextlib.contextmanager
     def _naming_the_lost(self) -> Generator[None]:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-LATENCY: Final = 50e-6
-"""Seconds of one message between replicas, where it is not measured. About that of TCP within a data centre."""
-
-RATE: Final = float(2**30)
-"""Bytes per second between replicas, where the rate is not measured. About that of a network of 10 Gbit/s."""
-
-LEAST_BYTES: Final = 256 * 1024
-"""The smallest limit of a bucket, in bytes. Smaller ones would cost more latency than they save."""
+MESSAGE_BYTES: Final = 4 * 2**20
+"""Bytes of a message in a full bucket. Smaller ones cost a processor as much time to handle as to copy over gloo."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +28,12 @@ Bucket = tuple[TensorRange, ...]
 """Pieces of tensors of one kind that travel as one tensor, in this order."""
 
 
-def bucket_bytes(total: int, replicas: int, latency: float = LATENCY, rate: float = RATE) -> int:
-    """Return the size limit of a bucket, in bytes: √(s·N·α·rate), and at least ``LEAST_BYTES``.
+def bucket_bytes(replicas: int) -> int:
+    """Return the size limit of a bucket, in bytes. Each message carries one of as many parts as there are replicas.
 
-    k buckets of s/k bytes take about (k + 1)·(N − 1)·(α + s/(k·N·rate)). This is least for k = √(s/(N·α·rate)).
-
-    Args:
-        total: The bytes s of all tensors.
-        replicas: The number N of replicas.
-        latency: The seconds α of one message.
-        rate: Bytes per second.
+    Terms of the next bucket travel while an owner waits for those of this one. So several buckets cost a link no more than one.
     """
-    return max(LEAST_BYTES, int(math.sqrt(total * replicas * latency * rate)))
+    return replicas * MESSAGE_BYTES
 
 
 def make_buckets(tensors: Sequence[tuple[int, int, Hashable]], limit: int) -> list[Bucket]:

@@ -3,97 +3,117 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from adaptra.runtime.data_parallel.collectives.buckets import bucket_bytes, make_buckets
+from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
 from adaptra.runtime.data_parallel.collectives.rounds import Algorithm, TermMessage, direct
 from adaptra.runtime.data_parallel.collectives.terms import Terms
 
-IN_FLIGHT: Final = 2
-"""The most rounds under way. More would let several messages meet at one port, which TCP answers with losses."""
+_Flying = tuple[TermMessage, Tensor, dist.Work | None]
 
 
-def combine(
-    tensors: Sequence[Tensor], group: dist.ProcessGroup, *, mean: bool, algorithm: Algorithm = direct, limit: int | None = None
-) -> None:
-    """Replace tensors by their canonical sum or mean over the ranks of a group, see :mod:`.fold`. All ranks call it together.
-
-    A complex tensor is added, and divided, as its real and imaginary parts. The bits of a NaN are not specified.
+class GroupSum:
+    """The canonical sum, see :mod:`.fold`, over the ranks of a group. It keeps the memory of what arrives for the next one.
 
     Args:
-        tensors: Of the same shapes and dtypes on all ranks, dense.
         group: Its ranks in the order of the sum.
-        mean: Whether the sum is divided by the number of ranks.
         algorithm: The rounds; all give the same bits.
         limit: The most bytes of a bucket, or None for :func:`.buckets.bucket_bytes`.
-
-    Raises:
-        RuntimeError: A message failed or took longer than the group's timeout.
+        dtype: The least precise dtype of additions, or None for that of the tensors.
     """
-    replicas, rank = group.size(), group.rank()
-    if replicas == 1:
-        return
-    real = [torch.view_as_real(one.detach()) if one.is_complex() else one.detach() for one in tensors]
-    limit = limit or bucket_bytes(sum(one.nbytes for one in real), replicas)
-    buckets = make_buckets([(one.numel(), one.element_size(), (one.dtype, one.device)) for one in real], limit)
-    on_host = dist.get_backend(group) == "gloo"
-    terms = Terms(real, buckets, replicas, rank, mean, torch.device("cpu") if on_host else None)
-    rounds = _rounds(algorithm, replicas, len(buckets) * replicas, rank)
-    left = Counter(message.value.part // replicas for each in rounds for message in each)
-    flying: deque[list[tuple[TermMessage, Tensor, dist.Work | None]]] = deque()
 
-    def finish() -> None:
-        for message, tensor, work in flying.popleft():
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        algorithm: Algorithm = direct,
+        limit: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._group = group
+        self._replicas, self._rank = group.size(), group.rank()
+        self._algorithm = algorithm
+        self._limit = limit or bucket_bytes(self._replicas)
+        self._dtype = dtype
+        self._memory = SpareMemory()
+        self._through_host = dist.get_backend(group) == "gloo"
+
+    def combine(self, tensors: Sequence[Tensor], *, mean: bool) -> None:
+        """Replace tensors by their sum or mean over the group's ranks, which call it together.
+
+        A complex tensor is added, and divided, as its real and imaginary parts. The bits of a NaN are not specified.
+
+        Args:
+            tensors: Of the same shapes and dtypes on all ranks, dense.
+            mean: Whether the sum is divided by the number of ranks.
+
+        Raises:
+            RuntimeError: A message failed or took longer than the group's timeout.
+        """
+        if self._replicas == 1:
+            return
+        real = [torch.view_as_real(one.detach()) if one.is_complex() else one.detach() for one in tensors]
+        flat = [one.contiguous() for one in real]
+        self._run(flat, mean)
+        for tensor, result in zip(real, flat, strict=True):
+            if tensor is not result:
+                tensor.copy_(result)
+
+    def _run(self, tensors: Sequence[Tensor], mean: bool) -> None:
+        buckets = make_buckets([(one.numel(), one.element_size(), (one.dtype, one.device)) for one in tensors], self._limit)
+        device = torch.device("cpu") if self._through_host else None
+        terms = Terms(tensors, buckets, self._replicas, self._rank, mean, self._memory, self._dtype, device)
+        rounds = [
+            [one for one in each if terms.size(one.value.part)]
+            for each in _rounds(self._algorithm, self._replicas, len(buckets) * self._replicas, self._rank)
+        ]
+        left = Counter(one.value.part // self._replicas for each in rounds for one in each)
+        flying: deque[_Flying] = deque()
+
+        def finish() -> None:
+            message, tensor, work = flying.popleft()
             if work is not None:
                 work.wait()
-            if message.destination == rank:
+            if message.destination == self._rank:
                 terms.arrived(message.value, tensor)
-            bucket = message.value.part // replicas
+            bucket = message.value.part // self._replicas
             left[bucket] -= 1
             if not left[bucket]:
                 terms.end_bucket(bucket)
 
-    for each in rounds:
-        while flying and not all(_is_ready(terms, message, rank) for message in each):
+        # A message of gloo travels at once if its receive waits for it. NCCL pairs a round's send with its receive.
+        ahead = self._replicas - 1 if self._through_host else 0
+        self._begin([], rounds[:ahead], terms, flying)
+        for moment, each in enumerate(rounds):
+            while not all(terms.has(one.value) for one in each if one.source == self._rank):
+                finish()
+            self._begin(each, rounds[moment + ahead : moment + ahead + 1], terms, flying)
+        while flying:
             finish()
-        flying.append(_start(terms, each, rank, group))
-        if len(flying) == IN_FLIGHT:
-            finish()
-    while flying:
-        finish()
 
-
-def _is_ready(terms: Terms, message: TermMessage, rank: int) -> bool:
-    return message.source != rank or terms.has(message.value)
-
-
-def _start(
-    terms: Terms, messages: Sequence[TermMessage], rank: int, group: dist.ProcessGroup
-) -> list[tuple[TermMessage, Tensor, dist.Work | None]]:
-    begun: list[tuple[TermMessage, Tensor, dist.Work | None]] = []
-    filled = [one for one in messages if terms.size(one.value.part)]
-    operations: list[dist.P2POp] = []
-    for message in filled:
-        if message.source == rank:
-            tensor = terms.value(message.value)
-            operations.append(dist.P2POp(dist.isend, tensor, group=group, group_peer=message.destination))
-        else:
-            tensor = terms.place(message.value)
-            operations.append(dist.P2POp(dist.irecv, tensor, group=group, group_peer=message.source))
-        begun.append((message, tensor, None))
-    works = dist.batch_isend_irecv(operations) if operations else []
-    # NCCL gives one work for the whole batch, gloo one for each message.
-    padded = [*works, *[None] * (len(begun) - len(works))]
-    begun = [(message, tensor, work) for (message, tensor, _), work in zip(begun, padded, strict=True)]
-    nothing = torch.empty(0)
-    return begun + [(one, nothing, None) for one in messages if not terms.size(one.value.part)]
+    def _begin(
+        self, sends: Iterable[TermMessage], receives: Iterable[Sequence[TermMessage]], terms: Terms, flying: deque[_Flying]
+    ) -> None:
+        """Begin this rank's receives of some rounds and its sends of one."""
+        arriving = [one for each in receives for one in each if one.destination == self._rank]
+        leaving = [one for one in sends if one.source == self._rank]
+        tensors = [*(terms.place(one.value) for one in arriving), *(terms.value(one.value) for one in leaving)]
+        peers = [*((dist.irecv, one.source) for one in arriving), *((dist.isend, one.destination) for one in leaving)]
+        operations = [
+            dist.P2POp(what, tensor, group=self._group, group_peer=peer)
+            for (what, peer), tensor in zip(peers, tensors, strict=True)
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        # NCCL gives one work for the whole batch, gloo one for each message.
+        padded = [*works, *[None] * (len(operations) - len(works))]
+        flying.extend(zip([*arriving, *leaving], tensors, padded, strict=True))
 
 
 @lru_cache(maxsize=16)

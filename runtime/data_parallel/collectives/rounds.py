@@ -6,9 +6,9 @@ Parts are numbered through all buckets. Each bucket has as many parts as there a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 
 class Value(NamedTuple):
@@ -88,6 +88,10 @@ def chain(replicas: int, parts: int, rank: int | None = None) -> Iterator[TermMe
         if rank is None or rank in (message.source, message.destination)
     ]
     yield from sorted(found, key=lambda message: message.round)
+
+
+ALGORITHMS: Final[Mapping[str, Algorithm]] = {"direct": direct, "chain": chain}
+"""All algorithms by their names."""
 
 
 def check_rounds(messages: Iterable[TermMessage], replicas: int, parts: int) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from adaptra.runtime.data_parallel.collectives.buckets import Bucket, part_of
 from adaptra.runtime.data_parallel.collectives.fold import fold
+from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
 from adaptra.runtime.data_parallel.collectives.rounds import Value
 
 
@@ -19,11 +20,13 @@ class Terms:
     part's result.
 
     Args:
-        tensors: The terms, of real dtypes; in the end they hold the results.
+        tensors: The terms, contiguous, of real dtypes; in the end they hold the results.
         buckets: Their buckets.
         replicas: The number of replicas.
         rank: This replica.
         mean: Whether the sum is divided by the number of replicas.
+        memory: The memory of what arrives.
+        dtype: The least precise dtype of additions, or None for that of the terms.
         device: The device of what travels, or None for the tensors' own.
     """
 
@@ -34,15 +37,19 @@ class Terms:
         replicas: int,
         rank: int,
         mean: bool,
+        memory: SpareMemory,
+        dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self._tensors = tensors
+        self._flat = [one.view(-1) for one in tensors]
         self._buckets = buckets
         self._replicas = replicas
         self._rank = rank
         self._divisor = replicas if mean else 1
+        self._memory = memory
+        self._dtype = dtype
         self._device = device
-        self._flat: dict[int, Tensor] = {}
+        self._packed: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._held: dict[int, dict[tuple[int, int], Tensor]] = {}
 
     def size(self, part: int) -> int:
@@ -71,25 +78,18 @@ class Terms:
         if (first, end) not in held:
             known = next((until for until in range(end - 1, 1, -1) if (0, until) in held), 1)
             spans = [(0, known), *((one, one + 1) for one in range(known, end))]
-            terms = [self._own(part) if span == own else held.pop(span) for span in spans]
-            if end == self._replicas:
-                # Until the last addition the own term stays as it is, because it may come late in the order.
-                spare = terms[1] if spans[0] == own else terms[0]
-                if len(terms) > 2:
-                    fold(terms[:-1], spare)
-                    terms = [spare, terms[-1]]
-                fold(terms, self._own(part), self._divisor)
-                held[0, end] = self._own(part)
-            else:
-                made = torch.empty_like(terms[0]) if spans[0] == own else terms[0]
-                fold(terms, made)
-                held[0, end] = made
+            terms = [self._own(part) if span == own else held[span] for span in spans]
+            held[0, end] = self.place(value)
+            fold(terms, held[0, end], self._divisor if end == self._replicas else 1, self._sum_dtype(part))
         return held[first, end]
 
     def place(self, value: Value) -> Tensor:
-        """Return the memory for a value that will arrive."""
-        own = self._own(value.part)
-        return own if (value.first, value.end) == (0, self._replicas) else torch.empty_like(own)
+        """Return the memory for a value that will arrive. A result's is that of the own term, which has been added by then."""
+        part, first, end = value
+        own = self._own(part)
+        if (first, end) == (0, self._replicas):
+            return own
+        return self._memory.take(own.numel(), own.dtype if end == first + 1 else self._sum_dtype(part), own.device)
 
     def arrived(self, value: Value, tensor: Tensor) -> None:
         """Record a value that has arrived in the memory of :meth:`place`."""
@@ -99,34 +99,42 @@ class Terms:
         """Write a bucket's results to the tensors. Nothing of it may be under way.
 
         Raises:
-            AssertionError: A part has no result yet.
+            KeyError: A part has no result yet.
         """
+        whole, _ = self._parts(bucket)
         for part in range(bucket * self._replicas, (bucket + 1) * self._replicas):
             if self.size(part):
                 self.value(Value(part, 0, self._replicas))
-        flat = self._flat.pop(bucket, None)
-        for part in range(bucket * self._replicas, (bucket + 1) * self._replicas):
-            self._held.pop(part, None)
-        if flat is None:
-            return
+            for tensor in self._held.pop(part, {}).values():
+                self._memory.give_back(tensor)
+        del self._packed[bucket]
         begin = 0
         for piece in self._buckets[bucket]:
             end = begin + piece.end - piece.begin
-            tensor = self._tensors[piece.tensor]
-            if not tensor.is_contiguous():  # the whole of it: a piece of a tensor of other strides is packed alone
-                whole = tensor.reshape(-1)
-                whole[piece.begin : piece.end] = flat[begin:end]
-                tensor.copy_(whole.view(tensor.shape))
-            elif flat.data_ptr() != tensor.view(-1)[piece.begin :].data_ptr():
-                tensor.view(-1)[piece.begin : piece.end] = flat[begin:end]
+            target = self._flat[piece.tensor][piece.begin : piece.end]
+            if target.data_ptr() != whole.data_ptr():
+                target.copy_(whole[begin:end])
             begin = end
+        self._memory.give_back(whole)
 
     def _own(self, part: int) -> Tensor:
         bucket, index = divmod(part, self._replicas)
-        if bucket not in self._flat:
-            pieces = [self._tensors[one.tensor].reshape(-1)[one.begin : one.end] for one in self._buckets[bucket]]
-            # One piece of a contiguous tensor travels from where it is.
-            packed = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            self._flat[bucket] = packed if self._device is None else packed.to(self._device)
-        flat = self._flat[bucket]
-        return flat[part_of(flat.numel(), self._replicas, index)]
+        return self._parts(bucket)[1][index]
+
+    def _parts(self, bucket: int) -> tuple[Tensor, list[Tensor]]:
+        """Return a bucket as one tensor, which travels from where it is if it is one piece, and its parts."""
+        if bucket not in self._packed:
+            pieces = [self._flat[one.tensor][one.begin : one.end] for one in self._buckets[bucket]]
+            whole = pieces[0]
+            device = self._device or whole.device
+            if len(pieces) > 1 or whole.device != device:
+                whole = self._memory.take(sum(one.numel() for one in pieces), whole.dtype, device)
+                for place, piece in zip(whole.split([one.numel() for one in pieces]), pieces, strict=True):
+                    place.copy_(piece)
+            parts = [whole[part_of(whole.numel(), self._replicas, index)] for index in range(self._replicas)]
+            self._packed[bucket] = whole, parts
+        return self._packed[bucket]
+
+    def _sum_dtype(self, part: int) -> torch.dtype:
+        dtype = self._own(part).dtype
+        return dtype if self._dtype is None else torch.promote_types(dtype, self._dtype)
