@@ -102,18 +102,20 @@ class GroupSum:
         self, sends: Iterable[TermMessage], receives: Iterable[Sequence[TermMessage]], terms: Terms, flying: deque[_Flying]
     ) -> None:
         """Begin this rank's receives of some rounds and its sends of one."""
-        arriving = [one for each in receives for one in each if one.destination == self._rank]
-        leaving = [one for one in sends if one.source == self._rank]
-        tensors = [*(terms.place(one.value) for one in arriving), *(terms.value(one.value) for one in leaving)]
-        peers = [*((dist.irecv, one.source) for one in arriving), *((dist.isend, one.destination) for one in leaving)]
-        operations = [
-            dist.P2POp(what, tensor, group=self._group, group_peer=peer)
-            for (what, peer), tensor in zip(peers, tensors, strict=True)
-        ]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        # NCCL gives one work for the whole batch, gloo one for each message.
-        padded = [*works, *[None] * (len(operations) - len(works))]
-        flying.extend(zip([*arriving, *leaving], tensors, padded, strict=True))
+        arriving = [(one, terms.place(one.value)) for each in receives for one in each if one.destination == self._rank]
+        leaving = [(one, terms.value(one.value)) for one in sends if one.source == self._rank]
+        if self._through_host:
+            flying += [(one, tensor, self._group.recv([tensor], one.source, 0)) for one, tensor in arriving]
+            flying += [(one, tensor, self._group.send([tensor], one.destination, 0)) for one, tensor in leaving]
+        elif arriving or leaving:
+            operations = [
+                *(dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=one.source) for one, tensor in arriving),
+                *(dist.P2POp(dist.isend, tensor, group=self._group, group_peer=one.destination) for one, tensor in leaving),
+            ]
+            works = dist.batch_isend_irecv(operations)
+            # NCCL gives one work for the whole batch, other backends one for each message.
+            padded = [*works, *[None] * (len(operations) - len(works))]
+            flying += [(*message, work) for message, work in zip([*arriving, *leaving], padded, strict=True)]
 
 
 @lru_cache(maxsize=16)

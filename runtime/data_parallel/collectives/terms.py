@@ -43,6 +43,7 @@ class Terms:
     ) -> None:
         self._flat = [one.view(-1) for one in tensors]
         self._buckets = buckets
+        self._counts = [sum(one.end - one.begin for one in bucket) for bucket in buckets]
         self._replicas = replicas
         self._rank = rank
         self._divisor = replicas if mean else 1
@@ -55,7 +56,7 @@ class Terms:
     def size(self, part: int) -> int:
         """Return the number of elements of a part; it may be 0."""
         bucket, index = divmod(part, self._replicas)
-        where = part_of(sum(one.end - one.begin for one in self._buckets[bucket]), self._replicas, index)
+        where = part_of(self._counts[bucket], self._replicas, index)
         return where.stop - where.start
 
     def has(self, value: Value) -> bool:
@@ -128,7 +129,7 @@ class Terms:
             whole = pieces[0]
             device = self._device or whole.device
             if len(pieces) > 1 or whole.device != device:
-                whole = self._memory.take(sum(one.numel() for one in pieces), whole.dtype, device)
+                whole = self._memory.take(self._counts[bucket], whole.dtype, device)
                 for place, piece in zip(whole.split([one.numel() for one in pieces]), pieces, strict=True):
                     place.copy_(piece)
             parts = [whole[part_of(whole.numel(), self._replicas, index)] for index in range(self._replicas)]
