@@ -153,10 +153,16 @@ def sum_in_processes(rank: int) -> list[str]:
     shapes: list[tuple[int, ...]] = [(3,), (), (70, 50), (20_001,), (0,), (7, 2, 3)]
     dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
     for replicas in (1, 2, 3, 4):
-        group: Any = dist.new_group(list(range(replicas)))
-        ways = [(one, limit, dtype) for one in ALGORITHMS for limit in (None, 4096) for dtype in (None, torch.float32)]
-        for name, limit, dtype in ways if rank < replicas else []:
-            total = GroupSum(group, algorithm=ALGORITHMS[name], limit=limit, dtype=dtype)
+        # A group with a list of backends pairs the messages of a round, as one of NCCL does.
+        groups: list[Any] = [dist.new_group(list(range(replicas)), backend=one) for one in ("gloo", "cpu:gloo")]
+        ways = [
+            (index, one, limit, dtype)
+            for index, limit in ((0, None), (0, 4096), (1, 4096))
+            for one in ALGORITHMS
+            for dtype in (None, torch.float32)
+        ]
+        for index, name, limit, dtype in ways if rank < replicas else []:
+            total = GroupSum(groups[index], algorithm=ALGORITHMS[name], limit=limit, dtype=dtype)
             for seed in range(2):  # the second one uses memory again
                 mine = terms_of(rank, seed, shapes, dtypes)
                 total.combine(mine, mean=True)
