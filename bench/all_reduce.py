@@ -5,6 +5,7 @@
     bench/all_reduce.py --bits 1000                     random sums: how many differ from the left fold in one bit.
 
 Ours and gloo's are measured in turn. The smallest of ``--runs`` is printed, because other processes only ever add time.
+Each pair of hosts has a link of its own. So a rate limits the port of a host only if there are two ranks.
 A random case draws the ranks and their order, shapes, dtypes, also that of additions, bucket size and algorithm. It also draws
 how late each rank comes.
 """
