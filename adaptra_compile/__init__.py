@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from adaptra.program.schedules import GENERATORS, generate
     from adaptra.runtime.injection.emulation import EmulatedDevice
     from adaptra.runtime.options import Options
+    from adaptra.runtime.options.reduce_options import Reduce
     from adaptra.runtime.telemetry.log import JsonFormatter
     from adaptra.runtime.telemetry.options import Telemetry
     from adaptra.simulation.cost import Case, CostModel
@@ -34,6 +35,7 @@ __all__ = [
     "Options",
     "Pipeline",
     "Program",
+    "Reduce",
     "Telemetry",
     "TrainingState",
     "compile",
@@ -51,6 +53,7 @@ _HOMES: Final = {
     "Options": "adaptra.runtime.options",
     "Pipeline": "adaptra.frontend.api",
     "Program": "adaptra.program",
+    "Reduce": "adaptra.runtime.options.reduce_options",
     "Telemetry": "adaptra.runtime.telemetry.options",
     "TrainingState": "adaptra.frontend.checkpoint_state",
     "compile": "adaptra.frontend.api",

@@ -18,6 +18,8 @@ from torch.distributed import Store
 
 from adaptra.errors import PeerLostError
 from adaptra.runtime.control_store.stores import clone
+from adaptra.runtime.data_parallel.collectives.engine import GroupSum
+from adaptra.runtime.data_parallel.collectives.rounds import Algorithm
 from adaptra.runtime.transports.process_groups import end_gloo_waits
 
 
@@ -73,6 +75,7 @@ class Replicas:
         self.index = index
         self._group = group
         self._aside = aside
+        self._sums = {one: GroupSum(one) for one in (group, aside)}
         self._count = dist.get_world_size(group)
         self._store = clone(store)
         self._workers = workers
@@ -80,11 +83,15 @@ class Replicas:
         self._lock = threading.Lock()
         self._ended = False
 
+    def add_by(self, algorithm: Algorithm, *, limit: int | None, dtype: torch.dtype | None) -> None:
+        """Set how sums are computed from now on; arguments are those of :class:`.collectives.engine.GroupSum`."""
+        self._sums = {one: GroupSum(one, algorithm=algorithm, limit=limit, dtype=dtype) for one in self._sums}
+
     def combine_gradients(self, parameters: Iterable[Tensor], *, mean: bool = True) -> None:
         """Replace every gradient by its mean over the replicas, or by their sum.
 
-        Every replica adds in the same order, so the copies stay bitwise equal. Waits for the replicas' ranks of this stage
-        alone: other stages may still compute.
+        The sum is the left fold in the replicas' order, see :mod:`.collectives.fold`, and the copies stay bitwise equal. Waits
+        for the replicas' ranks of this stage alone: other stages may still compute.
 
         Raises:
             PeerLostError: Another replica has failed; says why if it could report it.
@@ -153,12 +160,7 @@ class Replicas:
 
     def _combine(self, tensors: Sequence[Tensor], mean: bool, group: dist.ProcessGroup) -> None:
         with self._naming_the_lost():
-            works = [dist.all_reduce(one, group=group, async_op=True) for one in tensors]
-            for tensor, work in zip(tensors, works, strict=True):
-                assert work is not None, "this rank is of the group"
-                work.wait()
-                if mean:
-                    tensor /= self._count
+            self._sums[group].combine(tensors, mean=mean)
 
     @contextlib.contextmanager
     def _naming_the_lost(self) -> Generator[None]:

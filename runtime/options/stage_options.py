@@ -1,4 +1,4 @@
-"""The user's options of what stages compute: random numbers, compilers, and buffers that the model changes."""
+"""The user's options of what stages compute: random numbers, compilers, changed buffers, and sums over replicas."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Literal
 from adaptra.checks import is_whole, require_flag, require_word
 from adaptra.errors import OptionError
 from adaptra.runtime.options.rank_agreement import agreed, per_rank
+from adaptra.runtime.options.reduce_options import Reduce
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,7 @@ class StageOptions:
         broadcast_buffers: With several replicas, broadcast the first one's buffers to all before each forward pass, as DDP
             does. These are the buffers that the model changes, such as the statistics of BatchNorm. False: each replica has its
             own.
+        reduce: How gradients and losses are added over replicas.
 
     Raises:
         OptionError: An option is invalid; names it, the given value and the expected one.
@@ -37,6 +39,7 @@ class StageOptions:
         default="warn", metadata=per_rank("each rank compares and reacts on its own; an error ends all of them")
     )
     broadcast_buffers: bool = field(default=True, metadata=agreed())
+    reduce: Reduce = field(default_factory=Reduce, metadata=agreed())
 
     def __post_init__(self) -> None:
         given: Any = self.seed
@@ -44,3 +47,6 @@ class StageOptions:
             raise OptionError(f"seed={given!r}: expected a whole number of 0..2**63-1")
         require_word("captured", self.captured, ("warn", "error", "accept"))
         require_flag("broadcast_buffers", self.broadcast_buffers)
+        given = self.reduce
+        if not isinstance(given, Reduce):
+            raise OptionError(f"reduce={given!r}: expected adaptra.Reduce(...)")

@@ -11,6 +11,7 @@ from torch import Tensor
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program.placement import stages_of
+from adaptra.runtime.data_parallel.collectives.rounds import ALGORITHMS
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.data_parallel.replica_buffers import ReplicaBuffers
 from adaptra.runtime.detection.monitor import Monitor
@@ -97,6 +98,9 @@ class StepParts:
             for stage in own
         }
         self._replicas = replicas
+        if replicas is not None:
+            reduce = options.reduce
+            replicas.add_by(ALGORITHMS[reduce.algorithm], limit=reduce.bucket, dtype=reduce.dtype)
         self._reduction = reduction
         self._timeout = options.timeout
 

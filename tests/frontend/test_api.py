@@ -96,6 +96,9 @@ class Masked(nn.Module):
         return self.last(torch.tanh(self.first(x))) * mask
 
 
+WRONG_BUCKETS: tuple[Any, ...] = (0, True, "4MiB")
+
+
 def options(**given: Any) -> Callable[[], object]:
     return lambda: compiled(options=adaptra.Options(**given))
 
@@ -392,6 +395,16 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
         options(delegate=True),
     ),
     ("on_event=…: expected a function that is called with each event, or None", options(on_event=[])),
+    ("reduce=…: expected adaptra.Reduce(...)", options(reduce="chain")),
+    (
+        "Reduce: dtype=…: expected torch.float32, or None for that of the gradients",
+        lambda: adaptra.Reduce(dtype=torch.bfloat16),
+    ),
+    ("Reduce: algorithm=…: expected 'direct' or 'chain'", lambda: adaptra.Reduce(algorithm="ring")),  # type: ignore[arg-type]
+    *(
+        ("Reduce: bucket=…: expected bytes, a whole number above 0, or None", lambda given=given: adaptra.Reduce(bucket=given))
+        for given in WRONG_BUCKETS
+    ),
     ("telemetry=…: expected adaptra.Telemetry(...)", options(telemetry="runs")),
     ("Telemetry: folder=…: expected a folder's name, or None", telemetry(folder=3)),
     *(

@@ -18,7 +18,7 @@ FLOORS = """
     graph.ops graph.capture graph.partition graph.stages graph.backward graph
     passes planning planning.replicas
     runtime.control_store runtime.transports runtime.transports.c10d runtime.transports.delegate
-    runtime.rdma runtime.injection runtime.detection runtime.data_parallel
+    runtime.rdma runtime.injection runtime.detection runtime.data_parallel.collectives runtime.data_parallel
     runtime.membership runtime.launch runtime.state runtime.control runtime.telemetry runtime.options runtime
     runtime.step_messages runtime.reconfigure runtime.worker
     report frontend.arguments frontend cli

@@ -30,6 +30,7 @@ OTHERS: dict[str, Any] = {
     "lossy_bf16": "slow",
     "inner": "aot_eager",
     "broadcast_buffers": False,
+    "reduce": adaptra.Reduce(algorithm="chain"),
 }
 """Another value than the default of every option that must be equal on all ranks."""
 

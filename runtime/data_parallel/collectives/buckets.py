@@ -1,0 +1,73 @@
+"""Buckets: tensors that travel together, and the parts of a bucket, each of which has an owner."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+MESSAGE_BYTES: Final = 4 * 2**20
+"""Bytes of a message in a full bucket. Smaller ones cost a processor as much time to handle as to copy over gloo."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRange:
+    """A range of a tensor's elements.
+
+    Attributes:
+        tensor: The tensor's number.
+        begin, end: The first element and the one after the last.
+    """
+
+    tensor: int
+    begin: int
+    end: int
+
+
+Bucket = tuple[TensorRange, ...]
+"""Pieces of tensors of one kind that travel as one tensor, in this order."""
+
+
+def bucket_bytes(replicas: int) -> int:
+    """Return the size limit of a bucket, in bytes. Each message carries one of as many parts as there are replicas.
+
+    Terms of the next bucket travel while an owner waits for those of this one. So several buckets cost a link no more than one.
+    """
+    return replicas * MESSAGE_BYTES
+
+
+def make_buckets(tensors: Sequence[tuple[int, int, Hashable]], limit: int) -> list[Bucket]:
+    """Distribute tensors to buckets in their order. A tensor is cut only if it alone is above the limit.
+
+    Args:
+        tensors: Of each tensor the number of elements, the bytes of one element, and what all tensors of a bucket share.
+        limit: The most bytes of a bucket; one element may exceed it.
+    """
+    buckets: list[Bucket] = []
+    current: list[TensorRange] = []
+    used, kind = 0, None
+
+    def close() -> None:
+        nonlocal current, used
+        if current:
+            buckets.append(tuple(current))
+        current, used = [], 0
+
+    for number, (count, width, shared) in enumerate(tensors):
+        if shared != kind or used + count * width > limit:
+            close()
+        kind = shared
+        most = max(1, limit // width)
+        for begin in range(0, count, most):
+            end = min(count, begin + most)
+            current.append(TensorRange(number, begin, end))
+            used += (end - begin) * width
+            if count > most:
+                close()
+    close()
+    return buckets
+
+
+def part_of(count: int, parts: int, index: int) -> slice:
+    """Return the elements of one of ``parts`` nearly equal parts of ``count`` elements; a part may be empty."""
+    return slice(count * index // parts, count * (index + 1) // parts)

@@ -1,0 +1,46 @@
+"""The canonical sum of the replicas' terms, which names no worker: one expression with the same bits wherever it is evaluated.
+
+The sum of T_0 … T_{P−1} is the left fold ((T_0 + T_1) + …) + T_{P−1}. The mean is this sum divided by P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+BLOCK_BYTES: Final = 256 * 1024
+"""Bytes of a tensor that a processor's thread adds up at a time. The running sum then stays in its cache."""
+
+
+def fold(terms: Sequence[Tensor], out: Tensor, divisor: int = 1, dtype: torch.dtype | None = None) -> None:
+    """Write the left fold of the terms, divided by ``divisor``, to ``out``.
+
+    Every element goes through the same operations, so a part of the tensors gives that part of the result.
+
+    Args:
+        terms: At least two tensors of one dimension, one size and real dtypes, in the order of the sum. The first one may be a
+            sum already.
+        out: Of the same size. It may be one of the terms.
+        divisor: The number of replicas for a mean, or 1 for a sum.
+        dtype: Of the additions and of the division, or None for that of the first term. The result is then rounded to the dtype
+            of ``out``.
+    """
+    dtype = dtype or terms[0].dtype
+    block = out.numel() or 1
+    if out.device.type == "cpu":
+        block = min(block, BLOCK_BYTES // dtype.itemsize * torch.get_num_threads())
+    total = torch.empty(block, dtype=dtype, device=out.device)
+    for target, first, *others in zip(out.split(block), *(one.split(block) for one in terms), strict=True):
+        running = total[: target.numel()]
+        if first.dtype != dtype:
+            first = running.copy_(first)
+        for term in others[:-1]:
+            first = torch.add(first, term, out=running)
+        last = others[-1]
+        if divisor == 1:
+            torch.add(first, last, out=target)
+        else:
+            torch.div(torch.add(first, last, out=running), divisor, out=target)

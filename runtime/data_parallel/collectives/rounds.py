@@ -1,0 +1,133 @@
+"""Rounds as data: who sends what to whom, and in which order. An algorithm only moves terms; the sum is the same for all.
+
+Parts are numbered through all buckets. Each bucket has as many parts as there are replicas.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+
+class Value(NamedTuple):
+    """The fold of the terms of replicas ``first`` to ``end - 1`` for one part. A single term is a fold of one.
+
+    A fold of several terms begins with the first replica's, because the sum is a left fold.
+    """
+
+    part: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class TermMessage:
+    """One message between two replicas.
+
+    Attributes:
+        round: Its round, from 0.
+        source, destination: Replicas.
+        value: What it carries.
+    """
+
+    round: int
+    source: int
+    destination: int
+    value: Value
+
+
+Algorithm = Callable[[int, int, int | None], Iterator[TermMessage]]
+"""Yields the messages for a number of replicas and parts, by round: of all replicas, or of those that one sends or receives."""
+
+
+def direct(replicas: int, parts: int, rank: int | None = None) -> Iterator[TermMessage]:
+    """Yield the rounds of an exchange between all: terms go to the part's owner, which adds them, and the results go back.
+
+    Replica i owns the parts whose number is i modulo the number of replicas. In shift r it sends to replica i + r. The terms of
+    the next bucket travel before the results of this one, so that an owner adds while messages travel.
+
+    Args:
+        replicas: The number N of replicas.
+        parts: N for each bucket.
+        rank: Only messages of this replica, or None for all.
+    """
+    buckets, moment = parts // replicas, 0
+    for bucket in range(buckets + 1):
+        for of, is_result in ((bucket, False), (bucket - 1, True)):
+            if not 0 <= of < buckets:
+                continue
+            for shift in range(1, replicas):
+                for source in range(replicas) if rank is None else {rank, (rank - shift) % replicas}:
+                    destination = (source + shift) % replicas
+                    if is_result:
+                        value = Value(of * replicas + source, 0, replicas)
+                    else:
+                        value = Value(of * replicas + destination, source, source + 1)
+                    yield TermMessage(moment, source, destination, value)
+                moment += 1
+
+
+def chain(replicas: int, parts: int, rank: int | None = None) -> Iterator[TermMessage]:
+    """Yield the rounds of a pipelined fold from the first replica to the last, and of the result's way back.
+
+    Each link between neighbours carries every part once per direction. A replica in the middle sends two messages per part,
+    so parts follow each other every other round. Arguments are those of :func:`direct`.
+    """
+    pace = min(replicas - 1, 2)
+    last = replicas - 1
+    found = [
+        message
+        for part in range(parts if replicas > 1 else 0)
+        for hop in range(last)
+        for message in (
+            TermMessage(pace * part + hop, hop, hop + 1, Value(part, 0, hop + 1)),
+            TermMessage(pace * part + last + hop + pace - 1, last - hop, last - hop - 1, Value(part, 0, replicas)),
+        )
+        if rank is None or rank in (message.source, message.destination)
+    ]
+    yield from sorted(found, key=lambda message: message.round)
+
+
+ALGORITHMS: Final[Mapping[str, Algorithm]] = {"direct": direct, "chain": chain}
+"""All algorithms by their names."""
+
+
+def check_rounds(messages: Iterable[TermMessage], replicas: int, parts: int) -> None:
+    """Check that the messages give every replica the whole sum of each part, and that no port is used twice in a round.
+
+    A replica begins with its own terms. It can extend a fold by the next replica's term, and in no other way. What arrives
+    in a round can be sent in the next one.
+
+    Raises:
+        ValueError: Names the message that is not possible, or the part that a replica lacks.
+    """
+    held: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
+    by_round: dict[int, list[TermMessage]] = defaultdict(list)
+    for message in messages:
+        by_round[message.round].append(message)
+    for rank in range(replicas):
+        for part in range(parts):
+            held[rank, part].add((rank, rank + 1))
+    for moment in sorted(by_round):
+        for ports in ([one.source for one in by_round[moment]], [one.destination for one in by_round[moment]]):
+            if len(set(ports)) < len(ports):
+                raise ValueError(f"round {moment}: expected each replica to send and to receive at most one message")
+        for message in by_round[moment]:
+            part, first, end = message.value
+            if not _can_make(held[message.source, part], first, end):
+                raise ValueError(f"{message}: expected a value that its source can have by then")
+        for message in by_round[moment]:
+            part, first, end = message.value
+            held[message.destination, part].add((first, end))
+    for rank in range(replicas):
+        for part in range(parts):
+            if not _can_make(held[rank, part], 0, replicas):
+                raise ValueError(f"replica {rank}: expected the whole sum of part {part} in the end")
+
+
+def _can_make(held: set[tuple[int, int]], first: int, end: int) -> bool:
+    if (first, end) in held:
+        return True
+    return first == 0 and (end - 1, end) in held and end > 1 and _can_make(held, 0, end - 1)

@@ -1,0 +1,141 @@
+"""What one replica holds of a sum: its own terms, those that have arrived, and the results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from adaptra.runtime.data_parallel.collectives.buckets import Bucket, part_of
+from adaptra.runtime.data_parallel.collectives.fold import fold
+from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
+from adaptra.runtime.data_parallel.collectives.rounds import Value
+
+
+class Terms:
+    """One replica's values in a sum over replicas. It sends nothing itself.
+
+    A bucket exists from its first use until :meth:`end_bucket`. The replica's own term of a part is overwritten only by that
+    part's result.
+
+    Args:
+        tensors: The terms, contiguous, of real dtypes; in the end they hold the results.
+        buckets: Their buckets.
+        replicas: The number of replicas.
+        rank: This replica.
+        mean: Whether the sum is divided by the number of replicas.
+        memory: The memory of what arrives.
+        dtype: The least precise dtype of additions, or None for that of the terms.
+        device: The device of what travels, or None for the tensors' own.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        buckets: Sequence[Bucket],
+        replicas: int,
+        rank: int,
+        mean: bool,
+        memory: SpareMemory,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._flat = [one.view(-1) for one in tensors]
+        self._buckets = buckets
+        self._counts = [sum(one.end - one.begin for one in bucket) for bucket in buckets]
+        self._replicas = replicas
+        self._rank = rank
+        self._divisor = replicas if mean else 1
+        self._memory = memory
+        self._dtype = dtype
+        self._device = device
+        self._packed: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._held: dict[int, dict[tuple[int, int], Tensor]] = {}
+
+    def size(self, part: int) -> int:
+        """Return the number of elements of a part; it may be 0."""
+        bucket, index = divmod(part, self._replicas)
+        where = part_of(self._counts[bucket], self._replicas, index)
+        return where.stop - where.start
+
+    def has(self, value: Value) -> bool:
+        """Return True if :meth:`value` can return a value by now."""
+        held = self._held.get(value.part, {})
+        for end in range(value.end, value.first, -1):
+            if (value.first, end) in held or (value.first, end) == (self._rank, self._rank + 1):
+                return True
+            if value.first != 0 or not ((end - 1, end) in held or end - 1 == self._rank):
+                return False
+        return False
+
+    def value(self, value: Value) -> Tensor:
+        """Return a value to send, added up if it is not yet. It must not change while it is sent."""
+        part, first, end = value
+        held = self._held.setdefault(part, {})
+        own = (self._rank, self._rank + 1)
+        if (first, end) == own:
+            return self._own(part)
+        if (first, end) not in held:
+            known = next((until for until in range(end - 1, 1, -1) if (0, until) in held), 1)
+            spans = [(0, known), *((one, one + 1) for one in range(known, end))]
+            terms = [self._own(part) if span == own else held[span] for span in spans]
+            held[0, end] = self.place(value)
+            fold(terms, held[0, end], self._divisor if end == self._replicas else 1, self._sum_dtype(part))
+        return held[first, end]
+
+    def place(self, value: Value) -> Tensor:
+        """Return the memory for a value that will arrive. A result's is that of the own term, which has been added by then."""
+        part, first, end = value
+        own = self._own(part)
+        if (first, end) == (0, self._replicas):
+            return own
+        return self._memory.take(own.numel(), own.dtype if end == first + 1 else self._sum_dtype(part), own.device)
+
+    def arrived(self, value: Value, tensor: Tensor) -> None:
+        """Record a value that has arrived in the memory of :meth:`place`."""
+        self._held.setdefault(value.part, {})[value.first, value.end] = tensor
+
+    def end_bucket(self, bucket: int) -> None:
+        """Write a bucket's results to the tensors. Nothing of it may be under way.
+
+        Raises:
+            KeyError: A part has no result yet.
+        """
+        whole, _ = self._parts(bucket)
+        for part in range(bucket * self._replicas, (bucket + 1) * self._replicas):
+            if self.size(part):
+                self.value(Value(part, 0, self._replicas))
+            for tensor in self._held.pop(part, {}).values():
+                self._memory.give_back(tensor)
+        del self._packed[bucket]
+        begin = 0
+        for piece in self._buckets[bucket]:
+            end = begin + piece.end - piece.begin
+            target = self._flat[piece.tensor][piece.begin : piece.end]
+            if target.data_ptr() != whole.data_ptr():
+                target.copy_(whole[begin:end])
+            begin = end
+        self._memory.give_back(whole)
+
+    def _own(self, part: int) -> Tensor:
+        bucket, index = divmod(part, self._replicas)
+        return self._parts(bucket)[1][index]
+
+    def _parts(self, bucket: int) -> tuple[Tensor, list[Tensor]]:
+        """Return a bucket as one tensor, which travels from where it is if it is one piece, and its parts."""
+        if bucket not in self._packed:
+            pieces = [self._flat[one.tensor][one.begin : one.end] for one in self._buckets[bucket]]
+            whole = pieces[0]
+            device = self._device or whole.device
+            if len(pieces) > 1 or whole.device != device:
+                whole = self._memory.take(self._counts[bucket], whole.dtype, device)
+                for place, piece in zip(whole.split([one.numel() for one in pieces]), pieces, strict=True):
+                    place.copy_(piece)
+            parts = [whole[part_of(whole.numel(), self._replicas, index)] for index in range(self._replicas)]
+            self._packed[bucket] = whole, parts
+        return self._packed[bucket]
+
+    def _sum_dtype(self, part: int) -> torch.dtype:
+        dtype = self._own(part).dtype
+        return dtype if self._dtype is None else torch.promote_types(dtype, self._dtype)

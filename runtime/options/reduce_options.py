@@ -1,0 +1,40 @@
+"""The user's options of sums over replicas: none of them changes which terms are added, or in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from adaptra.checks import is_whole, require_word
+from adaptra.errors import OptionError
+from adaptra.runtime.data_parallel.collectives.rounds import ALGORITHMS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduce:
+    """How gradients and losses are added over replicas, see :mod:`adaptra.runtime.data_parallel.collectives.fold`.
+
+    Attributes:
+        dtype: ``torch.float32``: values of bfloat16 and float16 are added in float32 and rounded once, also after the division.
+            None: every addition rounds to the values' own dtype, as in torch.
+        algorithm: The way of the terms. ``"direct"``: each part has an owner, which adds the terms of all. ``"chain"``: a sum
+            passes from replica to replica and its result passes back. Both give the same bits.
+        bucket: The most bytes of gradients that travel as one tensor. None: 4 MiB for each replica.
+
+    Raises:
+        OptionError: An option is invalid; names it, the given value and the expected one.
+    """
+
+    dtype: torch.dtype | None = None
+    algorithm: Literal["direct", "chain"] = "direct"
+    bucket: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, torch.float32):
+            raise OptionError(f"Reduce: dtype={self.dtype!r}: expected torch.float32, or None for that of the gradients")
+        require_word("Reduce: algorithm", self.algorithm, list(ALGORITHMS))
+        given: Any = self.bucket
+        if given is not None and (not is_whole(given) or given < 1):
+            raise OptionError(f"Reduce: bucket={given!r}: expected bytes, a whole number above 0, or None")
