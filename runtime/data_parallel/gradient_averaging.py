@@ -1,7 +1,7 @@
 """Gradient averaging: the ranks with the same stage in other pipelines combine their gradients after every step.
 
 The ranks of a job report failures to each other (see :mod:`adaptra.runtime.membership.membership`). That does not end the wait
-for an operation of a group, so a rank that fails closes the connections of its own groups, and writes the cause to the store.
+for an operation of a group. So a rank that fails closes the connections of its own groups, and writes the cause to the store.
 """
 
 from __future__ import annotations

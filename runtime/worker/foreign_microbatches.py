@@ -1,8 +1,8 @@
 """The inputs, targets and results of microbatches that a worker of another replica computes on the first or the last stage.
 
-The home replica has the batch. Before the first op of a step its workers send the inputs and targets of such microbatches, and
-after the last op they receive the results. Both sides go through the same list in the same order, so the messages of a channel
-are received in the order of their sends.
+The home replica has the batch. Before the first op of a step its workers send the inputs and targets of such microbatches. After
+the last op they receive the results. Both sides go through the same list in the same order, so the messages of a channel are
+received in the order of their sends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BatchShapes:
     results: MessageSpec = ()
 
 
-class _Message(NamedTuple):
+class _CrossingMessage(NamedTuple):
     """One message between the home of a microbatch and the worker that computes it on the first or the last stage."""
 
     purpose: Purpose
@@ -134,22 +134,22 @@ class ForeignMicrobatches:
             found(microbatch, tuple(one.clone() for one in pending.wait(self._timeout)))
             self._transport.release(pending)
 
-    def _receive(self, message: _Message) -> Pending:
+    def _receive(self, message: _CrossingMessage) -> Pending:
         return self._transport.receive(message.source, self._identity(message))
 
-    def _identity(self, message: _Message) -> Identity:
+    def _identity(self, message: _CrossingMessage) -> Identity:
         stage, specs = message.stage, message.specs
         return Identity(self._step, message.purpose, stage, stage, message.microbatch, specs, message.replica)
 
 
-def _of(rank: int, messages: Sequence[_Message]) -> tuple[list[_Message], list[_Message]]:
+def _of(rank: int, messages: Sequence[_CrossingMessage]) -> tuple[list[_CrossingMessage], list[_CrossingMessage]]:
     """Return the messages that a rank sends, and those that it receives."""
     return [one for one in messages if one.source == rank], [one for one in messages if one.destination == rank]
 
 
-def _crossing(program: Program, shapes: BatchShapes) -> list[_Message]:
+def _crossing(program: Program, shapes: BatchShapes) -> list[_CrossingMessage]:
     routing = program.routing
-    found: list[_Message] = []
+    found: list[_CrossingMessage] = []
     if routing is None:
         return found
     last = program.stages - 1
@@ -162,5 +162,5 @@ def _crossing(program: Program, shapes: BatchShapes) -> list[_Message]:
                 if home is None or holder == home or not specs:
                     continue
                 ends = (holder, home) if purpose is Purpose.RESULT else (home, holder)
-                found.append(_Message(purpose, replica, stage, microbatch, *ends, specs))
+                found.append(_CrossingMessage(purpose, replica, stage, microbatch, *ends, specs))
     return found

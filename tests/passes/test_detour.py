@@ -56,7 +56,7 @@ def test_links_that_are_wide_enough_have_no_detour() -> None:
 
 def test_all_microbatches_go_round_narrow_and_late_links_of_several_edges() -> None:
     case = narrow(3, 4, 6, (0, 1), (2, 3), (9, 10))
-    case = replace(case, links=case.links | {(5, 6): WorkerLink(2.0, 0.2)})
+    case = replace(case, links={**case.links, (5, 6): WorkerLink(2.0, 0.2)})
     for base in (Routing.healthy(3, 4, 6), share_evenly(replace(case, slow={1: 2.0}), in_turns=False)):
         routing = around_links(case, base)
         assert routing is not None
