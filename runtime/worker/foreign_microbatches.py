@@ -1,8 +1,8 @@
 """The inputs, targets and results of microbatches that a worker of another replica computes on the first or the last stage.
 
-The home replica has the batch. Before the first op of a step its workers send the inputs and targets of such microbatches. After
-the last op they receive the results. Both sides go through the same list in the same order, so the messages of a channel are
-received in the order of their sends.
+The home replica has the batch. Before the first op of a step its workers send the inputs and targets of such microbatches.
+After the last op they receive the results. Both sides go through the same list in the same order, so the messages of a channel
+are received in the order of their sends.
 """
 
 from __future__ import annotations
