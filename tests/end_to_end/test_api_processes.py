@@ -376,26 +376,22 @@ def fail_in_a_replica(rank: int) -> Caught | None:
 
 
 def test_a_rank_killed_in_one_replica_ends_all() -> None:
-    """Its pipeline names it by its number in the job, and the other pipeline ends too."""
+    """All ranks name it by its number in the job, with its edge, those of the other replica too."""
     results = run_processes(be_killed, 4, 3, 2, may_die=(3,))
-    kind, message, lost, edge, _ = results[2]
-    assert (kind, lost) == ("PeerLostError", 3) and "rank 3" in message
-    assert edge is not None and 1 in edge
-    for kind, message, *_ in results[:2]:
-        assert kind == "PeerLostError", message
-    assert any("a data-parallel replica is lost" in message for _, message, *_ in results[:2])
-    assert all(result[-1] < 100 for result in results[:3])
+    for kind, message, lost, edge, seconds in results[:3]:
+        assert (kind, lost) == ("PeerLostError", 3) and "rank 3 is lost" in message
+        assert edge is not None and 1 in edge
+        assert seconds < 100
 
 
 def test_a_failure_in_one_replica_reaches_the_others() -> None:
     """The ranks of the other pipeline wait for the failed one's gradients; none of them waits for long, all are told why."""
     results = run_processes(fail_in_a_replica, 4)
     assert results[2][0] == "IndexError"
-    assert results[3][:3:2] == ("PeerLostError", 2) and "out of range" in results[3][1]
-    for kind, message, _, _, seconds in results[:2]:
-        assert kind == "PeerLostError" and "out of range" in message and "the job's ranks 2, 3" in message
+    for rank in (0, 1, 3):
+        kind, message, lost, _, seconds = results[rank]
+        assert (kind, lost) == ("PeerLostError", 2) and "out of range" in message
         assert seconds < 100, "it waited for an op's own limit"
-    assert any("a data-parallel replica is lost" in message for _, message, *_ in results[:2])
 
 
 def look_at_it(rank: int, folder: str) -> tuple[Any, ...]:
