@@ -42,7 +42,6 @@ DOCUMENTED = {
         "… ranks for a pipeline of …: expected a multiple of … ranks (more make data-parallel replicas); start … processes or "
         "ask for another number of stages"
     ),
-    "replica": "a data-parallel replica is lost: …",
     "half": "mesh=…: … ranks in a job of …: expected a mesh of all ranks",
     "pp": "mesh=…: … ranks along pp: expected …, as many as the pipeline has",
     "local": "mesh= with transport 'local': expected another transport, as 'local' runs all in one process",

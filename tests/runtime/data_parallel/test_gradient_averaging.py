@@ -133,3 +133,31 @@ def test_what_is_broadcast_is_a_flag() -> None:
     wrong: Any = 1
     with pytest.raises(adaptra.errors.OptionError, match="broadcast_buffers=1: expected True or False"):
         adaptra.Options(broadcast_buffers=wrong)
+
+
+def lose_a_peer(rank: int) -> str | None:
+    """Rank 0, which has the store, fails while rank 1 waits for its part of a sum."""
+    import torch.distributed as dist
+
+    from adaptra.errors import PeerLostError
+    from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+
+    dist.init_process_group("gloo")
+    everyone, aside = dist.group.WORLD, dist.new_group()
+    assert everyone is not None and isinstance(aside, dist.ProcessGroup)
+    store = dist.PrefixStore("replicas", everyone.get_group_store())
+    replicas = Replicas(everyone, aside, store, rank, (0, 1), 1)
+    if rank == 0:
+        replicas.abort(ValueError("the disk is full"))
+        store.wait(["told"])
+        return None
+    with pytest.raises(PeerLostError) as lost:
+        replicas.combine_losses(torch.ones(3))
+    store.set("told", "")
+    return str(lost.value)
+
+
+def test_a_replica_that_fails_ends_the_sums_of_the_others() -> None:
+    _, message = run_processes(lose_a_peer, 2)
+    check_documented("PeerLostError", message, "a data-parallel replica is lost: …")
+    assert message.endswith("the pipeline of the job's ranks 0 failed: ValueError: the disk is full")
