@@ -25,8 +25,7 @@ from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import RECEIVED_BY, SENT_BY, needs
 from adaptra.program.transport_contract import Contract
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.job_case import JobCase
-from adaptra.simulation.period import simulate_period
+from adaptra.simulation.period import alike_case, simulate_period
 from adaptra.simulation.simulate import simulate
 from adaptra.simulation.timeline import OpInterval
 
@@ -197,12 +196,9 @@ def _counts_needed(
 
 def _times(program: Program, cost: CostModel, hands_over: bool) -> Sequence[Sequence[OpInterval]]:
     """Return when each rank runs its ops, in a step that begins with all ranks idle."""
-    routing = program.routing
-    if routing is None:
+    if program.routing is None:
         return simulate(program, cost).timeline.ops
-    none = (0.0,) * cost.stages
-    case = JobCase(cost, routing.replicas, program.microbatches, none, none, hands_over=hands_over, placement=routing.placement)
-    return simulate_period(program, case).steps[0]
+    return simulate_period(program, alike_case(program, cost, hands_over=hands_over)).steps[0]
 
 
 def _delays(message: Message, cost: CostModel) -> tuple[float, float]:

@@ -30,6 +30,7 @@ from adaptra.frontend.not_a_module import NotAModule
 from adaptra.frontend.session import Session
 from adaptra.planning.explanation import explain
 from adaptra.planning.layout_change import RoleChange, SplitChange
+from adaptra.planning.replicas.job_explanation import explain_job
 from adaptra.program.roles import Roles
 from adaptra.report import drawing, perfetto, picture
 from adaptra.report.files import check_suffix
@@ -40,6 +41,7 @@ from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.options import Options
 from adaptra.runtime.worker.batch import require_no_gradient
 from adaptra.runtime.worker.worker import Worker
+from adaptra.simulation.period import alike_case, simulate_alike
 from adaptra.simulation.simulate import simulate
 from adaptra.simulation.timeline import Timeline
 
@@ -545,6 +547,8 @@ class Pipeline(NotAModule):
         connections, rounding or another cut point, and the limit that would remain.
         """
         plan, bandwidth = self.plan, self._require().bandwidth
+        if plan.program.routing is not None:
+            return str(explain_job(plan.program, alike_case(plan.program, plan.case.cost)))
         explanation = explain(
             plan.program,
             plan.case.cost,
@@ -565,10 +569,15 @@ class Pipeline(NotAModule):
     def report(self) -> str:
         """Return a table of the stages with their FLOPs, parameters, activations, peak memory and messages."""
         session = self._require()
-        peaks = simulate(self.plan.program, self.plan.case.cost).peak_in_flight
-        sizes = predicted_peaks(self.plan.program, session.compiled.train)
-        of_stage = [sizes[rank] for rank in self.plan.program.placement]
-        return stage_table(session.compiled.train, self.plan.program, peaks, of_stage)
+        program, cost = self.plan.program, self.plan.case.cost
+        sizes = predicted_peaks(program, session.compiled.train)
+        if program.routing is None:
+            in_flight, workers = simulate(program, cost).peak_in_flight, program.placement
+        else:
+            workers = tuple(worker for worker in program.routing.workers[self.replica] if worker is not None)
+            held = simulate_alike(program, cost).held
+            in_flight = tuple(held[worker] for worker in workers)
+        return stage_table(session.compiled.train, program, in_flight, [sizes[worker] for worker in workers])
 
     def timeline(self) -> Timeline | None:
         """Return the measured timeline of the last step.

@@ -64,12 +64,13 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         for transport in launched.transports:
             opened.callback(transport.close)
         _check_contract(request, launched)
+        replicas = 1 if launched.roles is None else launched.roles.replicas
         for fault in request.faults:  # all ranks gave the same ones and refuse them alike
-            fault.check_replica(1 if launched.roles is None else launched.roles.replicas)
+            fault.check_replica(replicas)
         limit = request.memory_limit
         free = free_memory(launched, _device(request.whole_model), options.timeout) if limit is None else None
         spec = PipelineSpec(
-            request.placed, request.microbatches, limit, request.with_loss, request.faults, options, reduction, free
+            request.placed, request.microbatches, limit, request.with_loss, request.faults, options, reduction, free, replicas
         )
         try:
             recorder = open_recorder(options, launched)

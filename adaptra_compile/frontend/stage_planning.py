@@ -10,6 +10,7 @@ from typing import Final
 from adaptra.errors import OptionError
 from adaptra.frontend.activation_memory import in_bytes, limits_free, limits_within, predicted_peaks
 from adaptra.frontend.first_plan import first_plan, two_phase_plan
+from adaptra.frontend.given_routes import routed_plan
 from adaptra.frontend.worker_factory import WorkerFactory
 from adaptra.graph import CompiledStages
 from adaptra.graph.estimated_cost import estimated_cost
@@ -68,6 +69,7 @@ class PipelineSpec:
             :class:`adaptra.frontend.arguments.arguments.CompileArguments`.
         memory: The user's limit of a rank's activations, or None.
         free: The free bytes of each rank's device. They are the limit of plans if ``memory`` is None.
+        replicas: The number of replicas of the job.
     """
 
     placement: tuple[int, ...]
@@ -78,6 +80,7 @@ class PipelineSpec:
     options: Options
     reduction: Reduction
     free: tuple[int, ...] | None = None
+    replicas: int = 1
 
     def prepare(self, compiled: CompiledStages) -> PlannedPipeline:
         """Plan for these stages.
@@ -113,11 +116,17 @@ class PipelineSpec:
         remedies = partial(find_remedies, bandwidth=bandwidth)
         peaks = partial(predicted_peaks, stages=compiled.train)
         planning = Planning(planner, remedies, draft, activation_bytes=peaks)
-        initial = (
-            first_plan(options, case, room, options.delegated) if self.with_loss else two_phase_plan(case, options.delegated)
-        )
+        initial = self._first_plan(compiled, case, room)
         factory = WorkerFactory(compiled, self.microbatches, planning, self.faults, options, self.reduction)
         return PlannedPipeline(factory, initial, bandwidth)
+
+    def _first_plan(self, compiled: CompiledStages, case: Case, room: tuple[float, ...] | None) -> Plan:
+        options = self.options
+        if not self.with_loss:
+            return two_phase_plan(case, options.delegated)
+        if isinstance(options.schedule, Program) and options.schedule.routing is not None:
+            return routed_plan(options.schedule, case, self.replicas, compiled, options)
+        return first_plan(options, case, room, options.delegated)
 
     def _check_shared(self, compiled: CompiledStages) -> None:
         """Refuse shared parameters on ranks with several stages, where their gradients and activations share a channel."""

@@ -291,6 +291,15 @@ def parse_op(token: str) -> Op:
     return Op(int(stage), Kind(kind), int(microbatch), lane)
 
 
+def parse_recorded_op(token: str) -> Op:
+    """Parse one op as it prints, of one pipeline or of several replicas, but for REDUCE and STEP.
+
+    Raises:
+        ScheduleError: The token is neither.
+    """
+    return _parse_routed_op(0, token) if ":" in token else parse_op(token)
+
+
 def _parse_order(number: int, line: str, rank: int, parse: Callable[[str], Op], what: str = "rank") -> tuple[Op, ...]:
     label, *tokens = line.split()
     if label != f"{rank}:":

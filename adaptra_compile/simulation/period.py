@@ -19,7 +19,7 @@ from adaptra.errors import CaseError, ScheduleError
 from adaptra.program import Kind, Op, Program
 from adaptra.program.routing import Routing
 from adaptra.program.verify import verify
-from adaptra.simulation.cost import placement_lists
+from adaptra.simulation.cost import CostModel, placement_lists
 from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.timeline import OpInterval
 
@@ -106,6 +106,24 @@ def simulate_period(program: Program, case: JobCase) -> PeriodicSimulation:
         raise AssertionError(f"{program.name}: the simulator can't execute what the verifier accepts")
     held = tuple(_most_held(order) for order in whole.orders)
     return PeriodicSimulation(whole, case, simulated.period, simulated.makespan, held, simulated)
+
+
+def simulate_alike(program: Program, cost: CostModel) -> PeriodicSimulation:
+    """Simulate a program of several replicas that all have the same costs; REDUCE and STEP take no time.
+
+    Raises:
+        ScheduleError: As of :func:`simulate_period`.
+    """
+    return simulate_period(program, alike_case(program, cost))
+
+
+def alike_case(program: Program, cost: CostModel, *, hands_over: bool = True) -> JobCase:
+    """Return the case of a program of several replicas that all have the same costs; REDUCE and STEP take no time."""
+    routing = program.routing
+    if routing is None:
+        raise ScheduleError(f"{program.name}: a program of one pipeline: expected replicas and routes, version 2")
+    none = (0.0,) * cost.stages
+    return JobCase(cost, routing.replicas, program.microbatches, none, none, hands_over=hands_over, placement=routing.placement)
 
 
 def with_updates(program: Program) -> Program:

@@ -13,6 +13,7 @@ from adaptra.runtime.control.plan import Edges, Plan
 from adaptra.runtime.detection.detector import Detection
 from adaptra.runtime.detection.step_noise import steps_until_sure
 from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.period import simulate_alike
 from adaptra.simulation.simulate import lower_bound, simulate
 
 
@@ -21,8 +22,8 @@ def nothing_helps(_case: Case, _program: Program, _spread: Edges, _rounded: Edge
 
 
 def makespan(program: Program, cost: CostModel) -> float:
-    """Return the predicted time of a step, in the unit of the cost model."""
-    return simulate(program, cost).makespan
+    """Return the predicted time of a step, in the unit of the cost model; of several replicas the period."""
+    return simulate(program, cost).makespan if program.routing is None else simulate_alike(program, cost).period
 
 
 def nothing_ahead(_program: Program, _cost: CostModel) -> Mapping[Channel, int]:

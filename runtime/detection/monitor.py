@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any, Final, NamedTuple
 
 from adaptra.errors import ControlError, ScheduleError
-from adaptra.program import Kind, Op, Program, parse_op
+from adaptra.program import Kind, Op, Program, parse_recorded_op
 from adaptra.program.placement import stages_of
 from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.detection.measurement import EdgeMeasurement, StageMeasurement, StepMeasurement, estimate_edge
@@ -95,7 +95,7 @@ class StepRecords:
 
 def _read_op(fields: Fields) -> OpRecord:
     try:
-        op = parse_op(fields.text("op", at_most=64))
+        op = parse_recorded_op(fields.text("op", at_most=64))
     except ScheduleError as error:
         raise ControlError(f"records of a step: {error}") from None
     record = OpRecord(op, fields.instant("start"), fields.instant("end"))

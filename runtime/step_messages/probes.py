@@ -67,7 +67,8 @@ class Probes:
             self._transport.send(stage, self._identity(self._rank, stage), self._content)
 
     def end_step(self, timeout: float) -> None:
-        """Record the probes in the monitor.
+        """Record the probes in the monitor. A neighbour that has sent nothing in this step, because its messages take other
+        routes, is sent its probe now.
 
         Args:
             timeout: Seconds to wait for one that is still under way.
@@ -75,6 +76,8 @@ class Probes:
         Raises:
             TransportError: A probe could not be exchanged.
         """
+        for stage in tuple(self._unanswered):
+            self.answer(stage)
         for stage, pending in self._pending:
             pending.wait(timeout)
             self._monitor.probe(stage, self._rank, pending.sent_at, pending.arrived_at)

@@ -291,6 +291,10 @@ class Transport(ABC):
                 time. It replaces earlier reservations; buffers in use stay valid.
         """
 
+    def worker_of(self, rank: int) -> int:
+        """Return the number of a rank of this transport in that of the whole job; the same unless it joins a part of it."""
+        return rank
+
     def stand_by(self, source_rank: int, like: Identity, count: int) -> None:  # noqa: B027 - few have anything to do
         """Pre-post receives for the first messages of the next step, because all messages of this step on a channel have
         arrived.

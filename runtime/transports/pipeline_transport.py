@@ -16,8 +16,6 @@ from adaptra.runtime.transports.base import Identity, PathCounts, Pending, Trans
 class PipelineTransport(Transport):
     """The part of a job's transport that joins the ranks of one pipeline. It ends when the job's transport does.
 
-    Receive buffers are reserved in the job's transport, for all its users at once, see :meth:`in_job`.
-
     Args:
         job: The job's transport.
         replica: The pipeline's replica, which gives its records in the store a name of their own.
@@ -33,9 +31,9 @@ class PipelineTransport(Transport):
         self.rdma_devices = job.rdma_devices
         self._job = job
 
-    def in_job(self, counts: Mapping[tuple[int, MessageSpec], int]) -> dict[tuple[int, MessageSpec], int]:
-        """Return numbers of receive buffers by source rank of the job, which are given by source rank of the pipeline."""
-        return {(self.members[rank], specs): count for (rank, specs), count in counts.items()}
+    def worker_of(self, rank: int) -> int:
+        """See :meth:`Transport.worker_of`."""
+        return self.members[rank]
 
     def send(
         self, destination_rank: int, identity: Identity, tensors: Sequence[Tensor], *, posted_at: float | None = None
@@ -53,7 +51,7 @@ class PipelineTransport(Transport):
 
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
         """See :meth:`Transport.reserve`. The reservation is that of the whole job."""
-        self._job.reserve(self.in_job(counts))
+        self._job.reserve({(self.members[rank], specs): count for (rank, specs), count in counts.items()})
 
     def stand_by(self, source_rank: int, like: Identity, count: int) -> None:
         """See :meth:`Transport.stand_by`."""

@@ -189,10 +189,7 @@ class Executor:
         neighbour = op.stage + offset
         if self.program.holder(op.replica, neighbour, op.microbatch) == self._rank:
             return self._values.pop(_made_by(Kind.F if offset < 0 else Kind.I, op, neighbour))
-        tensors = self._messages.take(op, offset)
-        if self._on_message is not None:
-            self._on_message(neighbour)
-        return tensors
+        return self._messages.take(op, offset, self._on_message)
 
 
 def _made_by(kind: Kind, op: Op, stage: int) -> Op:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -88,8 +88,13 @@ class ProgramMessages:
         received = other_end(op)
         self._transport.send(self._holder(received), self._identity(op, received), tensors)
 
-    def take(self, op: Op, offset: int) -> tuple[Tensor, ...]:
+    def take(self, op: Op, offset: int, on_message: Callable[[int], None] | None = None) -> tuple[Tensor, ...]:
         """Wait for the message from the stage at this offset that a compute op needs, and return its tensors.
+
+        Args:
+            op: The compute op.
+            offset: The sending stage relative to the op's.
+            on_message: Called with the sending stage of a message between two workers of one replica.
 
         Raises:
             TransportError: It could not be exchanged, or not within the timeout.
@@ -99,22 +104,37 @@ class ProgramMessages:
         asked = time.monotonic()
         tensors = pending.wait(self._timeout)
         now = time.monotonic()
-        self._monitor.wait(op, now - asked)
-        self._monitor.message(
-            SENT_BY[receive.kind],
-            op.stage + offset,
-            op.stage,
-            op.microbatch,
-            sum(spec.travelling_bytes for spec in pending.identity.specs),
-            pending.sent_at,
-            pending.departed_at,
-            pending.arrived_at,
-            now,
-        )
+        if self._is_at_home(receive):
+            self._record(receive, pending, now - asked, now)
+            if on_message is not None:
+                on_message(op.stage + offset)
         self._keep(op, pending)
         if (ahead := self._preposted_after.get(receive)) is not None:
             self._transport.stand_by(self._holder(other_end(receive)), pending.identity, ahead)
         return tensors
+
+    def _is_at_home(self, receive: Op) -> bool:
+        """Return whether a message goes between two workers of its microbatch's replica, as all do without routes."""
+        routing = self._program.routing
+        ends = (self._rank, self._holder(other_end(receive)))
+        return routing is None or all(routing.replica_of(worker) == receive.replica for worker in ends)
+
+    def _record(self, receive: Op, pending: Pending, waited: float, consumed_at: float) -> None:
+        """Record a message between two workers of one replica. Other links are not measured as that replica's edges."""
+        op = Op(receive.stage, Kind.F if receive.kind is Kind.RECV_F else Kind.I, receive.microbatch, None, receive.replica)
+        sent = other_end(receive)
+        self._monitor.wait(op, waited)
+        self._monitor.message(
+            sent.kind,
+            sent.stage,
+            receive.stage,
+            receive.microbatch,
+            sum(spec.travelling_bytes for spec in pending.identity.specs),
+            pending.sent_at,
+            pending.departed_at,
+            pending.arrived_at,
+            consumed_at,
+        )
 
     def take_weights(self, op: Op) -> tuple[Tensor, ...] | None:
         """Wait for the sums of weight gradients that a W continues, or return None if they are on this rank.

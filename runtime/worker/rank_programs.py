@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from adaptra.errors import PlanError
@@ -24,7 +24,9 @@ from adaptra.runtime.worker.executor import Executor
 from adaptra.runtime.worker.foreign_microbatches import BatchShapes
 from adaptra.runtime.worker.program_messages import MessageShapes
 from adaptra.runtime.worker.stage import Stage
-from adaptra.simulation.cost import CostModel
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.period import simulate_period
 from adaptra.simulation.simulate import simulate
 
 MOST_PREPARED: Final = 4
@@ -36,8 +38,11 @@ class RankPrograms:
 
     Args:
         compiled: The model's stages.
-        stages: This rank's stages in training.
-        transport: This rank's transport.
+        stages_of: This rank's stages in training under a program, by replica and number.
+        weights: Per stage the tensors in which its weight gradients are handed over; none of a stage on another rank.
+        batch: The tensors of a microbatch's inputs, targets and results.
+        transport: This rank's transport, which joins the ranks of its pipeline.
+        job: The transport of all workers of the job, of which that is a part; the same without replicas.
         initial: The plan of the first step.
         pacing: Lengthens ops on emulated devices and slowed stages.
         monitor: Records ops and messages.
@@ -52,8 +57,11 @@ class RankPrograms:
     def __init__(
         self,
         compiled: CompiledStages,
-        stages: Mapping[int, Stage],
+        stages_of: Callable[[Program], Mapping[tuple[int | None, int], Stage]],
+        weights: Sequence[MessageSpec],
+        batch: BatchShapes,
         transport: Transport,
+        job: Transport,
         initial: Plan,
         pacing: Pacing,
         monitor: Monitor,
@@ -63,13 +71,16 @@ class RankPrograms:
     ) -> None:
         self.plan = initial
         self._compiled = compiled
-        self._stages = stages
+        self._stages_of = stages_of
+        self._weights = weights
+        self._batch = batch
         self._transport = transport
+        self._job = job
         self._pacing = pacing
         self._monitor = monitor
         self._clock = clock
         self._timeout = timeout
-        self._always = Counter(always)
+        self._always = self._by_worker(always)
         self._by_program: Counter[tuple[int, MessageSpec]] = Counter()
         self._cost = initial.case.cost
         self._running: Executor | None = None
@@ -99,7 +110,7 @@ class RankPrograms:
         if self._running is None or plan.version != self.plan.version:
             self._running = self._prepared.get(plan.version) or self._executor_of(plan)
             self._transport.use_lanes(step, self._running.program)
-            self.reserve(self._running.receive_counts)
+            self._reserve(self._running)
             self.plan = plan
             for version in [version for version in list(self._prepared) if version < plan.version]:
                 self._prepared.pop(version, None)
@@ -115,27 +126,31 @@ class RankPrograms:
         program = InsertComm.for_contract(self._transport.contract).apply(forwards, self.plan.case.cost)
         verify(program)
         shapes = [MessageShapes(stage.outputs, ()) for stage in self._compiled.eval]
-        executor = self.executor(program, stages, shapes)
-        self.reserve(executor.receive_counts)
+        executor = self.executor(program, {(None, stage): one for stage, one in stages.items()}, shapes)
+        self._reserve(executor)
         return executor
 
     def executor(
-        self, lowered: Program, stages: Mapping[int, Stage], shapes: Sequence[MessageShapes] | None = None
+        self,
+        lowered: Program,
+        stages: Mapping[tuple[int | None, int], Stage],
+        shapes: Sequence[MessageShapes] | None = None,
     ) -> Executor:
         """Return an executor of a lowered program.
 
         Args:
             lowered: The program, with SEND and RECV.
-            stages: This rank's stages.
+            stages: This rank's stages by replica and number.
             shapes: The tensors in the messages of every stage; by default those of training under the current plan.
         """
+        carrier = self._transport if lowered.routing is None else self._job
         return Executor(
             lowered,
-            self._transport.rank,
-            {(None, stage): one for stage, one in stages.items()},
+            carrier.rank,
+            stages,
             self._shapes(self.plan) if shapes is None else shapes,
-            BatchShapes(),
-            self._transport,
+            self._batch,
+            carrier,
             self._pacing,
             self._monitor,
             self._clock.mark,
@@ -143,20 +158,37 @@ class RankPrograms:
         )
 
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
-        """Grow the pool of receive buffers to the needs of programs, in addition to messages that are not in a program."""
-        self._by_program |= Counter(counts)
-        self._transport.reserve(self._always + self._by_program)
+        """Grow the pool of receive buffers to the needs of programs, in addition to messages that are not in a program.
+
+        Args:
+            counts: Numbers of buffers per source rank of this pipeline and message.
+        """
+        self._grow(self._by_worker(counts))
 
     def reserve_once(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
         """Add these receive buffers to the pool until the next :meth:`reserve`."""
-        self._transport.reserve(self._always + self._by_program + Counter(counts))
+        self._job.reserve(self._always + self._by_program + self._by_worker(counts))
+
+    def _reserve(self, executor: Executor) -> None:
+        is_routed = executor.program.routing is not None
+        self._grow(Counter(executor.receive_counts) if is_routed else self._by_worker(executor.receive_counts))
+
+    def _grow(self, counts: Counter[tuple[int, MessageSpec]]) -> None:
+        self._by_program |= counts
+        self._job.reserve(self._always + self._by_program)
+
+    def _by_worker(self, counts: Mapping[tuple[int, MessageSpec], int]) -> Counter[tuple[int, MessageSpec]]:
+        return Counter({(self._transport.worker_of(rank), specs): count for (rank, specs), count in counts.items()})
 
     def _executor_of(self, plan: Plan) -> Executor:
-        return self.executor(self._lower(plan), self._stages, self._shapes(plan))
+        return self.executor(self._lower(plan), self._stages_of(plan.program), self._shapes(plan))
 
     def _shapes(self, plan: Plan) -> list[MessageShapes]:
         stages = round_edges(self._compiled.train, plan.rounded)
-        return [MessageShapes(graphs.outputs, graphs.grad_inputs) for graphs in stages]
+        return [
+            MessageShapes(graphs.outputs, graphs.grad_inputs, weights)
+            for graphs, weights in zip(stages, self._weights, strict=True)
+        ]
 
     def _lower(self, plan: Plan) -> Program:
         """Insert SEND and RECV for this transport, and put those of delegated edges on their lane.
@@ -179,10 +211,27 @@ def check_memory(what: str, program: Program, cost: CostModel) -> None:
     Raises:
         PlanError: Names the rank, the memory that it would need and its limit.
     """
+    if program.routing is not None:
+        _check_memory_of_workers(what, program, cost)
+        return
     found = simulate(program, cost)
     for rank in found.over_memory:
         assert cost.memory_limit is not None, "only a limit can be exceeded"
         raise PlanError(
             f"{what}: rank {rank} holds {found.peak_memory[rank]:g} of activations: expected at most "
             f"{cost.memory_limit[rank]:g}, in the unit of memory= (microbatches, or bytes)"
+        )
+
+
+def _check_memory_of_workers(what: str, program: Program, cost: CostModel) -> None:
+    routing = program.routing
+    assert routing is not None, "the program has several replicas"
+    case = JobCase.of(Case(cost, program.microbatches, routing.placement), routing.replicas)
+    found = simulate_period(program, case)
+    for worker in found.over_memory:
+        assert case.memory is not None, "only a limit can be exceeded"
+        most = case.memory[worker % case.ranks]
+        raise PlanError(
+            f"{what}: worker {case.place_of(worker)} holds {found.held[worker]} microbatches, with those of other replicas: "
+            f"expected at most {most}, as memory= allows"
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.program import Program
 from adaptra.program.placement import stages_of
 from adaptra.runtime.data_parallel.collectives.rounds import ALGORITHMS
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
@@ -97,12 +98,57 @@ class StepParts:
             )
             for stage in own
         }
+        self._foreign: dict[tuple[int, int], TrainingStage] = {}
+        self._compiled = compiled
+        self._state = state
+        self._microbatches = microbatches
+        self._transport = transport
+        self._seed = options.seed
         self._replicas = replicas
         if replicas is not None:
             reduce = options.reduce
             replicas.add_by(ALGORITHMS[reduce.algorithm], limit=reduce.bucket, dtype=reduce.dtype)
         self._reduction = reduction
         self._timeout = options.timeout
+
+    def stages_of(self, program: Program) -> dict[tuple[int | None, int], TrainingStage]:
+        """Return this rank's stages by replica and number, as the ops of a program name them.
+
+        Those of other replicas have the same parameters, and weight gradients of their own until they are handed over.
+        """
+        if program.routing is None:
+            return {(None, number): stage for number, stage in self.stages.items()}
+        found: dict[tuple[int | None, int], TrainingStage] = {
+            (self.replica, number): stage for number, stage in self.stages.items()
+        }
+        for op in program.orders[self._transport.worker_of(self._transport.rank)]:
+            if op.kind.is_compute and (op.replica, op.stage) not in found and op.replica is not None:
+                found[op.replica, op.stage] = self._foreign_stage(op.replica, op.stage)
+        return found
+
+    def weights_of(self, stage: int) -> MessageSpec:
+        """Return the tensors in which a stage's weight gradients are handed over; none of a stage on another rank."""
+        return self.stages[stage].handed_over if stage in self.stages else ()
+
+    def _foreign_stage(self, replica: int, number: int) -> TrainingStage:
+        if (replica, number) not in self._foreign:
+            stage = self._compiled.train[number]
+            # Detached tensors have the parameters' values and gradients of their own.
+            sums = {name: self._state[name].detach() for name in stage.trainable}
+            rank = self._transport.rank
+            gradients = Gradients(rank, sums, (), (rank,) * len(self._compiled.train), self._transport, self._timeout)
+            self._foreign[replica, number] = TrainingStage(
+                stage,
+                self._state,
+                seed=self._seed,
+                microbatches=self._microbatches,
+                replica=replica,
+                is_last=number == self._compiled.train[-1].index,
+                gradients=gradients,
+                reduction=self._reduction,
+                await_buffers=self.buffers.wait,
+            )
+        return self._foreign[replica, number]
 
     def receive_counts(self) -> Counter[tuple[int, MessageSpec]]:
         """Return the number of receive buffers for messages that are not in a program, at a time, per source rank and
@@ -132,7 +178,7 @@ class StepParts:
         if self._step_gradients is not None:
             self._step_gradients.begin_step()
         self.buffers.begin()
-        for stage in self.stages.values():
+        for stage in (*self.stages.values(), *self._foreign.values()):
             stage.begin_step(loss_scale, steps_before)
         executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=self._losses.send)
         self.gradients.end_step()

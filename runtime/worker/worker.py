@@ -41,6 +41,7 @@ from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.telemetry.start import agree_on_run
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.worker.device_clock import OpClock
+from adaptra.runtime.worker.foreign_microbatches import BatchShapes
 from adaptra.runtime.worker.loss_reduction import Reduction
 from adaptra.runtime.worker.rank_programs import RankPrograms
 from adaptra.runtime.worker.step_parts import Batch, StepParts
@@ -120,8 +121,11 @@ class Worker:
         self.initial = initial
         self._programs = RankPrograms(
             compiled,
-            self._parts.stages,
+            self._parts.stages_of,
+            [self._parts.weights_of(one.index) for one in compiled.train],
+            BatchShapes(compiled.train[0].inputs, compiled.train[-1].targets, compiled.train[-1].outputs),
             transport,
+            job,
             initial,
             pacing,
             self.monitor,
@@ -244,7 +248,7 @@ class Worker:
             self._parts.gradients,
             self._parts.replica,
             self._parts.buffers.wait,
-            lambda part, stage: self._programs.executor(part, {self.rank: stage}),
+            lambda part, stage: self._programs.executor(part, {(None, self.rank): stage}),
             self._options,
         )
         self._programs.reserve(phases.receive_counts)
@@ -300,7 +304,10 @@ class Worker:
             )
         if records is None:
             return None
-        return merge_timelines(self.plan.program, map(StepRecords.from_json, records))
+        of_rank = map(StepRecords.from_json, records)
+        if self.plan.program.routing is not None:  # whose rows are those of all workers
+            of_rank = (replace(one, rank=self._transport.worker_of(one.rank)) for one in of_rank)
+        return merge_timelines(self.plan.program, of_rank)
 
     def align_copies(self) -> None:
         """Replace copies of values by the first holder's, and log it if any differed; all ranks call it."""

@@ -1,0 +1,75 @@
+"""The first plan, if the user gives a program of several replicas: the checks that this job can run its routes."""
+
+from __future__ import annotations
+
+from adaptra.errors import OptionError, PlanError
+from adaptra.graph import CompiledStages
+from adaptra.planning.replicas.period_bound import period_bound
+from adaptra.program import Program
+from adaptra.program.routing import Routing
+from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.options import Options
+from adaptra.runtime.worker.rank_programs import check_memory
+from adaptra.simulation.cost import Case
+from adaptra.simulation.period import alike_case, simulate_period
+
+
+def routed_plan(program: Program, case: Case, replicas: int, compiled: CompiledStages, options: Options) -> Plan:
+    """Return the plan of a given program of several replicas.
+
+    Args:
+        program: The program, compute ops with or without REDUCE and STEP.
+        case: The costs of each replica, with the user's memory limits.
+        replicas: The number of replicas of the job.
+        compiled: The stages.
+        options: The user's options.
+
+    Raises:
+        OptionError: Another option does not go with routes.
+        PlanError: The program is of another job, or exceeds the memory. Or it routes microbatches that can't leave their home.
+    """
+    routing = program.routing
+    assert routing is not None, "the program has several replicas"
+    what = f"schedule {program.name}"
+    if options.adapt:
+        raise OptionError(f"{what} with routes and adapt=True: expected adapt=False, as routes are followed and not changed")
+    if options.uses_delegate:
+        raise OptionError(f"{what} with routes and delegate=…: expected no delegate, which carries edges of one pipeline")
+    ranks = max(case.placement) + 1
+    grid = tuple(tuple(replica * ranks + rank for rank in case.placement) for replica in range(replicas))
+    if routing.workers != grid or program.microbatches != case.microbatches:
+        rows = " ".join(",".join(map(str, row)) for row in grid)
+        raise PlanError(
+            f"{what}: {routing.replicas} replicas of {routing.stages} stages, {program.microbatches} microbatches, and workers "
+            f"as its second line says: expected {replicas}, {case.cost.stages}, {case.microbatches}, and 'workers {rows}'"
+        )
+    if program.is_lowered:
+        raise PlanError(f"{what}: it has SEND and RECV ops: expected compute ops, REDUCE and STEP only")
+    _check_routed_stages(what, routing, compiled)
+    check_memory(what, program, case.cost)
+    found = simulate_period(program, alike_case(program, case.cost))
+    bound = period_bound(found.case, routing).value
+    return Plan(0, program, case, found.period, bound, f"{program.name}, with its routes, as asked for")
+
+
+def _check_routed_stages(what: str, routing: Routing, compiled: CompiledStages) -> None:
+    """Refuse routes that leave a replica where its own state is needed: tied weights, changed buffers, the ends of a sum."""
+    tied = {stage: one.name for one in compiled.tied for stage in one.stages}
+    last = routing.microbatches - 1
+    for replica, row in enumerate(routing.workers):
+        for stage, home in enumerate(row):
+            away = [one for one in range(last + 1) if routing.holder(replica, stage, one) != home]
+            if not away:
+                continue
+            where = f"{what}: microbatch {away[0]} of replica {replica} leaves its home on stage {stage}"
+            if stage in tied:
+                raise PlanError(f"{where}, which shares {tied[stage]} with another stage: expected routes that keep it at home")
+            changed = sorted(compiled.changing & set(compiled.train[stage].buffers))
+            if changed:
+                raise PlanError(f"{where}, which changes the buffer {changed[0]}: expected routes that keep it at home")
+            if {0, last} & set(away):
+                end = "first" if 0 in away else "last"
+                raise PlanError(
+                    f"{what}: the {end} microbatch of replica {replica} leaves its home on stage {stage}: expected it at home, "
+                    "where the sum of weight gradients begins and ends"
+                )
