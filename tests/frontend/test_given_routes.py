@@ -1,0 +1,92 @@
+"""A program of several replicas that this job can't run is refused before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from chained import compile_example
+from errors_table import check_documented
+from models import EXAMPLES
+
+import adaptra
+from adaptra.errors import AdaptraError, OptionError, PlanError
+from adaptra.frontend.given_routes import routed_plan
+from adaptra.graph import CompiledStages
+from adaptra.passes.insert_comm import InsertComm
+from adaptra.planning.replicas.job_planner import plan_job
+from adaptra.program import Program
+from adaptra.program.routing import Routing
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.job_case import JobCase
+
+ADAPTS = "schedule … with routes and adapt=True: expected adapt=False, as routes are followed and not changed"
+DELEGATED = "schedule … with routes and delegate=…: expected no delegate, which carries edges of one pipeline"
+OTHER = (
+    "schedule …: … replicas of … stages, … microbatches, and workers as its second line says: expected …, …, …, and 'workers …'"
+)
+LOWERED = "schedule …: it has SEND and RECV ops: expected compute ops, REDUCE and STEP only"
+TIED = (
+    "schedule …: microbatch … of replica … leaves its home on stage …, which shares … with another stage: expected routes that "
+    "keep it at home"
+)
+CHANGED = (
+    "schedule …: microbatch … of replica … leaves its home on stage …, which changes the buffer …: expected routes that keep "
+    "it at home"
+)
+ENDS = (
+    "schedule …: the … microbatch of replica … leaves its home on stage …: expected it at home, where the sum of weight "
+    "gradients begins and ends"
+)
+TOO_MANY = "schedule …: worker … holds … microbatches, with those of other replicas: expected at most …, as memory= allows"
+
+CASE = Case(CostModel.uniform(2, 1.0, 1.0, 1.0), 4, (0, 1))
+ROWS = ((0, 1), (2, 3))
+
+
+def program(away: Sequence[int] = (1,), stage: int = 1, case: Case = CASE) -> Program:
+    """Replica 0's worker computes these microbatches of replica 1 on a stage."""
+    path = (0, 3) if stage == 0 else (2, 1)
+    paths = [[(0, 1)] * 4, [path if number in away else (2, 3) for number in range(4)]]
+    return plan_job(JobCase.of(case, 2), routing=Routing.of_paths(ROWS, paths))
+
+
+def compiled(name: str = "skip_mlp") -> CompiledStages:
+    example = EXAMPLES[name]
+    return compile_example(example, example.make(), example.rows(2, 0), 2)
+
+
+def plan(given: Program, *, name: str = "skip_mlp", case: Case = CASE, replicas: int = 2, **options: object) -> None:
+    chosen: dict[str, object] = {"adapt": False, "schedule": given, **options}
+    routed_plan(given, case, replicas, compiled(name), adaptra.Options(**chosen))  # pyright: ignore[reportArgumentType]
+
+
+REFUSED: dict[str, tuple[type[AdaptraError], Callable[[], object]]] = {
+    ADAPTS: (OptionError, lambda: plan(program(), adapt=True)),
+    DELEGATED: (OptionError, lambda: plan(program(), delegate=True)),
+    OTHER: (PlanError, lambda: plan(program(), replicas=3)),
+    LOWERED: (PlanError, lambda: plan(InsertComm().apply(program(), CASE.cost))),
+    TIED: (PlanError, lambda: plan(program(), name="gpt_tied")),
+    CHANGED: (PlanError, lambda: plan(program(stage=0), name="resnet")),
+    ENDS: (PlanError, lambda: plan(program(away=(3,)))),
+    TOO_MANY: (
+        PlanError,
+        lambda: plan(program(away=(1, 2)), case=replace(CASE, cost=replace(CASE.cost, memory_limit=(1.0, 1.0)))),
+    ),
+}
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_what_a_job_can_not_run_is_refused(row: str) -> None:
+    kind, run = REFUSED[row]
+    with pytest.raises(kind) as refused:
+        run()
+    check_documented(kind.__name__, str(refused.value), row)
+
+
+def test_a_program_that_fits_is_taken_with_its_period() -> None:
+    given = program(away=(1, 2))
+    found = routed_plan(given, CASE, 2, compiled(), adaptra.Options(adapt=False, schedule=given))
+    assert (found.program, found.version) == (given, 0)
+    assert found.bound <= found.predicted
