@@ -13,7 +13,7 @@ Where probes would queue with other messages there are none: if two ranks share 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import torch
@@ -52,13 +52,21 @@ class Probes:
         """Return the number of receive buffers that probes need at a time, per source rank and message."""
         return {(stage, SPEC): 1 for stage in self._neighbours}
 
-    def begin_step(self, step: int) -> None:
-        """Post the receives of this step's probes."""
+    def begin_step(self, step: int, heard: Collection[int] | None = None) -> None:
+        """Post the receives of this step's probes.
+
+        Args:
+            step: The step's number.
+            heard: The stages whose messages will come to this rank's pipeline; None for all. A neighbour whose messages take
+                other routes is sent its probe at once.
+        """
         self._step = step
         self._unanswered = set(self._neighbours)
         self._pending = [
             (stage, self._transport.receive(stage, self._identity(stage, self._rank))) for stage in self._neighbours
         ]
+        for stage in () if heard is None else self._unanswered - set(heard):
+            self.answer(stage)
 
     def answer(self, stage: int) -> None:
         """Send the probe to a neighbouring stage, because a message of this step has come from it."""
@@ -67,8 +75,7 @@ class Probes:
             self._transport.send(stage, self._identity(self._rank, stage), self._content)
 
     def end_step(self, timeout: float) -> None:
-        """Record the probes in the monitor. A neighbour that has sent nothing in this step, because its messages take other
-        routes, is sent its probe now.
+        """Record the probes in the monitor.
 
         Args:
             timeout: Seconds to wait for one that is still under way.
@@ -76,8 +83,6 @@ class Probes:
         Raises:
             TransportError: A probe could not be exchanged.
         """
-        for stage in tuple(self._unanswered):
-            self.answer(stage)
         for stage, pending in self._pending:
             pending.wait(timeout)
             self._monitor.probe(stage, self._rank, pending.sent_at, pending.arrived_at)

@@ -184,6 +184,15 @@ class Gradients:
             parameter = self._parameters[name]
             parameter.grad = torch.empty_like(parameter).copy_(one) if is_present else None
 
+    def begin_from(self, home: Gradients | None, names: Sequence[str]) -> None:
+        """Begin sums of another replica with copies of this replica's gradients, or with none if another worker begins them.
+
+        Gradients of earlier steps are the same in all replicas, since their mean or sum was taken.
+        """
+        for name in names:
+            before = None if home is None else home._parameters[name].grad
+            self._parameters[name].grad = None if before is None else before.clone()
+
     def unshared(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return each of these parameters that no other rank contributes to, once."""
         return tuple(name for name in dict.fromkeys(names) if name not in self._shared)

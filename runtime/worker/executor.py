@@ -60,7 +60,8 @@ class Executor:
         self._stages = stages
         self._home = None if program.routing is None else program.routing.replica_of(rank)
         self._messages = ProgramMessages(program, rank, shapes, transport, monitor, timeout)
-        self._foreign = ForeignMicrobatches(program, rank, batch, transport, timeout)
+        weights = [one.weights for one in shapes]
+        self._foreign = ForeignMicrobatches(program, rank, batch, weights, transport, timeout)
         self._pacing = pacing
         self._monitor = monitor
         self._mark = mark
@@ -75,6 +76,11 @@ class Executor:
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
         """The number of receive buffers that the program needs at a time, per source rank and message."""
         return Counter(self._messages.receive_counts) + self._foreign.receive_counts
+
+    @property
+    def heard(self) -> frozenset[int]:
+        """The stages from which messages of this rank's replica come."""
+        return self._messages.heard
 
     @torch.no_grad()
     def run(
@@ -113,7 +119,7 @@ class Executor:
             except Exception as error:
                 error.add_note(f"in step {step}: rank {self._rank} at {op}")
                 raise
-        self._foreign.end_step(self._found)
+        self._foreign.end_step(self._stages, self._found)
         return self._results
 
     def _execute(self, op: Op, inputs: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]) -> None:

@@ -1,14 +1,16 @@
-"""The inputs, targets and results of microbatches that a worker of another replica computes on the first or the last stage.
+"""What crosses replicas before and after the ops of a step, because a worker of another replica computes a microbatch.
 
-The home replica has the batch. Before the first op of a step its workers send the inputs and targets of such microbatches.
-After the last op they receive the results. Both sides go through the same list in the same order, so the messages of a channel
-are received in the order of their sends.
+The home replica has the batch. Before the first op its workers send the inputs and targets of microbatches whose first or last
+stage others compute. After the last op they receive the results. If the last microbatch of a stage is computed elsewhere, the
+sums of weight gradients then come home too.
+
+Both sides go through the same list in the same order, so the messages of a channel are received in the order of their sends.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from torch import Tensor
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program import Op, Program
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
+from adaptra.runtime.worker.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class _CrossingMessage(NamedTuple):
 
 
 class ForeignMicrobatches:
-    """One rank's inputs, targets and results that cross replicas. Used by the thread that runs the steps.
+    """One rank's inputs, targets, results and sums that cross replicas. Used by the thread that runs the steps.
 
     In a program of one pipeline, and without such microbatches, there are no messages.
 
@@ -60,16 +63,22 @@ class ForeignMicrobatches:
         program: A lowered program.
         rank: This rank.
         shapes: The tensors of a microbatch.
+        weights: Per stage the tensors in which its weight gradients are handed over.
         transport: Carries the messages.
         timeout: Seconds to wait for a message before the step fails.
     """
 
-    def __init__(self, program: Program, rank: int, shapes: BatchShapes, transport: Transport, timeout: float) -> None:
-        crossing = list(_crossing(program, shapes))
-        given = [one for one in crossing if one.purpose is not Purpose.RESULT]
-        results = [one for one in crossing if one.purpose is Purpose.RESULT]
-        self._given_from, self._given_to = _of(rank, given)
-        self._results_from, self._results_to = _of(rank, results)
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        shapes: BatchShapes,
+        weights: Sequence[MessageSpec],
+        transport: Transport,
+        timeout: float,
+    ) -> None:
+        self._given_from, self._given_to = _of(rank, _given(program, shapes))
+        self._results_from, self._results_to = _of(rank, _returned(program, shapes.results, weights))
         self._transport = transport
         self._timeout = timeout
         self._step = -1
@@ -118,20 +127,29 @@ class ForeignMicrobatches:
                 if pending is not None:
                     self._transport.release(pending)
 
-    def end_step(self, found: Callable[[int, tuple[Tensor, ...]], None]) -> None:
-        """Send the results of other replicas' microbatches, and pass on those of the own ones that others have computed.
+    def end_step(
+        self, stages: Mapping[tuple[int | None, int], Stage], found: Callable[[int, tuple[Tensor, ...]], None]
+    ) -> None:
+        """Send results and sums of other replicas, and take those of the own one that others have computed.
 
         Args:
+            stages: The stages of this rank by replica and index; their sums are handed over.
             found: Called with each number of a microbatch and its results.
 
         Raises:
-            TransportError: Results could not be exchanged, or not within the timeout.
+            TransportError: A message could not be exchanged, or not within the timeout.
         """
-        receives = [(one.microbatch, self._receive(one)) for one in self._results_to]
+        receives = [(one, self._receive(one)) for one in self._results_to]
         for one in self._results_from:
-            self._transport.send(one.destination, self._identity(one), self._computed.pop(one.place))
-        for microbatch, pending in receives:
-            found(microbatch, tuple(one.clone() for one in pending.wait(self._timeout)))
+            is_result = one.purpose is Purpose.RESULT
+            tensors = self._computed.pop(one.place) if is_result else stages[one.replica, one.stage].hand_over()
+            self._transport.send(one.destination, self._identity(one), tensors)
+        for one, pending in receives:
+            tensors = pending.wait(self._timeout)
+            if one.purpose is Purpose.RESULT:
+                found(one.microbatch, tuple(each.clone() for each in tensors))
+            else:
+                stages[one.replica, one.stage].take_over(tensors)
             self._transport.release(pending)
 
     def _receive(self, message: _CrossingMessage) -> Pending:
@@ -142,25 +160,39 @@ class ForeignMicrobatches:
         return Identity(self._step, message.purpose, stage, stage, message.microbatch, specs, message.replica)
 
 
-def _of(rank: int, messages: Sequence[_CrossingMessage]) -> tuple[list[_CrossingMessage], list[_CrossingMessage]]:
+def _of(rank: int, messages: Iterable[_CrossingMessage]) -> tuple[list[_CrossingMessage], list[_CrossingMessage]]:
     """Return the messages that a rank sends, and those that it receives."""
-    return [one for one in messages if one.source == rank], [one for one in messages if one.destination == rank]
+    found = list(messages)
+    return [one for one in found if one.source == rank], [one for one in found if one.destination == rank]
 
 
-def _crossing(program: Program, shapes: BatchShapes) -> list[_CrossingMessage]:
-    routing = program.routing
-    found: list[_CrossingMessage] = []
-    if routing is None:
-        return found
+def _given(program: Program, shapes: BatchShapes) -> Iterator[_CrossingMessage]:
+    """Yield the messages before the first op: inputs and targets, from their home to the worker that computes them."""
     last = program.stages - 1
-    parts = [(Purpose.INPUT, 0, shapes.inputs), (Purpose.TARGET, last, shapes.targets), (Purpose.RESULT, last, shapes.results)]
-    for purpose, stage, specs in parts:
-        for replica in range(routing.replicas):
-            home = routing.workers[replica][stage]
-            for microbatch in range(program.microbatches):
-                holder = routing.holder(replica, stage, microbatch)
-                if home is None or holder == home or not specs:
-                    continue
-                ends = (holder, home) if purpose is Purpose.RESULT else (home, holder)
-                found.append(_CrossingMessage(purpose, replica, stage, microbatch, *ends, specs))
-    return found
+    for purpose, stage, specs in ((Purpose.INPUT, 0, shapes.inputs), (Purpose.TARGET, last, shapes.targets)):
+        for replica, microbatch, home, holder in _away(program, stage):
+            if specs:
+                yield _CrossingMessage(purpose, replica, stage, microbatch, home, holder, specs)
+
+
+def _returned(program: Program, results: MessageSpec, weights: Sequence[MessageSpec]) -> Iterator[_CrossingMessage]:
+    """Yield the messages behind the last op: results, and the sums of stages whose last microbatch was computed elsewhere."""
+    last, final = program.stages - 1, program.microbatches - 1
+    for replica, microbatch, home, holder in _away(program, last):
+        yield _CrossingMessage(Purpose.RESULT, replica, last, microbatch, holder, home, results)
+    for stage in range(program.stages):
+        for replica, microbatch, home, holder in _away(program, stage):
+            if microbatch == final:
+                yield _CrossingMessage(Purpose.ACCUMULATOR, replica, stage, microbatch, holder, home, weights[stage])
+
+
+def _away(program: Program, stage: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the microbatches that leave their home on a stage: replica, number, home and the worker that computes it."""
+    routing = program.routing
+    if routing is None:
+        return
+    for replica, row in enumerate(routing.workers):
+        for microbatch in range(program.microbatches):
+            home, holder = row[stage], routing.holder(replica, stage, microbatch)
+            if home is not None and holder != home:
+                yield replica, microbatch, home, holder

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program import Kind, Op, Program
-from adaptra.program.dependencies import RECEIVED_BY, RULE, SENT_BY, other_end
+from adaptra.program.dependencies import RECEIVED_BY, RULE, SENT_BY, other_end, peer_stage
 from adaptra.runtime.detection.monitor import Monitor
 from adaptra.runtime.transports.base import PURPOSE_OF, Identity, Pending, Transport
 
@@ -48,6 +48,7 @@ class ProgramMessages:
         timeout: Seconds an op waits for a message before the step fails.
 
     Attributes:
+        heard: The stages from which messages of this rank's replica come.
         receive_counts: The number of receive buffers that the program needs at a time, per source rank and message.
     """
 
@@ -71,6 +72,7 @@ class ProgramMessages:
         self._last_uses = frozenset((Kind.F,) if program.is_forward_only else (Kind.W, Kind.B))
         self._receives: dict[Op, Pending] = {}
         self._kept: dict[tuple[int | None, int, int], list[Pending]] = {}
+        self.heard = frozenset(peer_stage(receive) for receive in self._taken_by(order) if self._is_at_home(receive))
         self._preposted_after = self._preposting(order)
         self.receive_counts = self._receive_counts(order)
 

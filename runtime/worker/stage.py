@@ -129,6 +129,10 @@ class TrainingStage:
         """Continue the sums that another worker has handed over."""
         self._gradients.take_over(self._handed_over, sums)
 
+    def begin_sums(self, home: Gradients | None) -> None:
+        """Begin the sums of this stage, which is another replica's; see :meth:`Gradients.begin_from`."""
+        self._gradients.begin_from(home, self._handed_over)
+
 
 class TwoPassStage(TrainingStage):
     """A stage whose forwards and backwards are two programs, with anything between them, including other forwards.

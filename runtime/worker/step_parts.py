@@ -171,7 +171,7 @@ class StepParts:
             The loss of every microbatch, (microbatches,), on every rank; if weighted (microbatches, 2), each a sum and its
             weight.
         """
-        self._probes.begin_step(step)
+        self._probes.begin_step(step, executor.heard)
         self._losses.begin_step(step)
         self.gradients.begin_step(step)
         self._hooks.begin_step()
@@ -180,6 +180,10 @@ class StepParts:
         self.buffers.begin()
         for stage in (*self.stages.values(), *self._foreign.values()):
             stage.begin_step(loss_scale, steps_before)
+        worker = self._transport.worker_of(self._transport.rank)
+        for (replica, number), stage in self._foreign.items():
+            begins = executor.program.holder(replica, number, 0) == worker
+            stage.begin_sums(self.gradients if begins else None)
         executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=self._losses.send)
         self.gradients.end_step()
         self.buffers.end()

@@ -21,6 +21,7 @@ FIRST, SECOND = (0, 1, 2), (3, 4, 5)
 PATHS: Mapping[str, Sequence[Sequence[tuple[int, ...]]]] = {
     "a share of the middle stage": [[FIRST] * 4, [SECOND, (3, 1, 5), (3, 1, 5), SECOND]],
     "shares of the first and the last stage": [[FIRST, (3, 1, 2), (0, 1, 5), FIRST], [SECOND] * 4],
+    "exchanged paths": [[(0, 4, 5)] * 4, [(3, 1, 2)] * 4],
     "detours": [[FIRST, (0, 4, 5), (0, 4, 2), FIRST], [SECOND, (3, 1, 2), (3, 1, 5), SECOND]],
 }
 

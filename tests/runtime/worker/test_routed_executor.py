@@ -45,7 +45,7 @@ def numbers(program: Program, salt: int) -> dict[int, list[tuple[Tensor]]]:
 
 
 def run(program: Program) -> Outcome:
-    """Run one step of all workers on threads. Gradients are read where the last microbatch was computed."""
+    """Run one step of all workers on threads. Gradients are read at home."""
     routing = program.routing
     assert routing is not None
     hub = LocalHub(program.ranks)
@@ -67,11 +67,11 @@ def run(program: Program) -> Outcome:
         ]
         for home, one in zip(homes, runs, strict=True):
             losses |= {(home, number): result[0].item() for number, result in one.result(SOON).items()}
-    gradients = {
-        (replica, stage): stages[routing.holder(replica, stage, program.microbatches - 1)][replica, stage].hand_over()[0].item()
-        for replica in range(routing.replicas)
-        for stage in range(program.stages)
-    }
+    gradients: dict[tuple[int, int], float] = {}
+    for replica, row in enumerate(routing.workers):
+        for stage, home in enumerate(row):
+            assert home is not None, "no worker is lost"
+            gradients[replica, stage] = stages[home][replica, stage].hand_over()[0].item()
     return losses, gradients
 
 
