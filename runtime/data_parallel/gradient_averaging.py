@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from adaptra.errors import PeerLostError
+from adaptra.program.roles import Roles
 from adaptra.runtime.control_store.stores import clone
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
 from adaptra.runtime.data_parallel.collectives.rounds import Algorithm
@@ -56,8 +57,7 @@ class Replicas:
             gradients.
         store: Shared by all ranks of the job; with a prefix of these roles.
         index: The index of this rank's pipeline in the job, from 0.
-        workers: The job's rank of each worker, replica · stages + stage.
-        stages: The number of ranks of a pipeline.
+        roles: The roles of all ranks of the job.
 
     Attributes:
         index: As given.
@@ -69,8 +69,7 @@ class Replicas:
         aside: dist.ProcessGroup,
         store: Store,
         index: int,
-        workers: Sequence[int],
-        stages: int,
+        roles: Roles,
     ) -> None:
         self.index = index
         self._group = group
@@ -78,8 +77,7 @@ class Replicas:
         self._sums = {one: GroupSum(one) for one in (group, aside)}
         self._count = dist.get_world_size(group)
         self._store = clone(store)
-        self._workers = workers
-        self._stages = stages
+        self._roles = roles
         self._lock = threading.Lock()
         self._ended = False
 
@@ -114,7 +112,7 @@ class Replicas:
     @property
     def pipeline(self) -> Sequence[int]:
         """The job's ranks that make up this rank's pipeline, by stage."""
-        return self._workers[self.index * self._stages :][: self._stages]
+        return self._roles.pipeline(self.index)
 
     @property
     def ranks(self) -> list[int]:
@@ -171,7 +169,7 @@ class Replicas:
 
     def placed(self, error: PeerLostError) -> PeerLostError:
         """Convert an error that names a worker to one with the job's number of the lost rank."""
-        if error.rank is None or (lost := self._workers[error.rank]) == error.rank:
+        if error.rank is None or (lost := self._roles.ranks[error.rank]) == error.rank:
             return error
         message = f"{error} (worker {error.rank} is the job's rank {lost})"
         return PeerLostError(message, rank=lost, edge=error.edge, op=error.op)

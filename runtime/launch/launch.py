@@ -146,7 +146,7 @@ class Job:
         everyone = new_group(roles.ranks, f"{name}/workers", timeout=None)
         column = new_group(peers, f"{name}/stage {stage}", timeout=None)
         aside = new_group(peers, f"{name}/stage {stage} aside", timeout=None)
-        replicas = Replicas(column, aside, under(f"replicas/{self._joined}", self.store), replica, roles.ranks, roles.stages)
+        replicas = Replicas(column, aside, under(f"replicas/{self._joined}", self.store), replica, roles)
         return Launch((self._transport(everyone),), replicas, self, roles, (everyone, column, aside))
 
     def _transport(self, group: dist.ProcessGroup) -> Transport:

@@ -140,13 +140,14 @@ def lose_a_peer(rank: int) -> str | None:
     import torch.distributed as dist
 
     from adaptra.errors import PeerLostError
+    from adaptra.program.roles import Roles
     from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 
     dist.init_process_group("gloo")
     everyone, aside = dist.group.WORLD, dist.new_group()
     assert everyone is not None and isinstance(aside, dist.ProcessGroup)
     store = dist.PrefixStore("replicas", everyone.get_group_store())
-    replicas = Replicas(everyone, aside, store, rank, (0, 1), 1)
+    replicas = Replicas(everyone, aside, store, rank, Roles.initial(2, 1))
     if rank == 0:
         replicas.abort(ValueError("the disk is full"))
         store.wait(["told"])
