@@ -84,32 +84,19 @@ class StepParts:
         changing = {name for stage in own for name in compiled.train[stage].buffers} & compiled.changing
         broadcast = replicas if options.broadcast_buffers else None
         self.buffers: Final = ReplicaBuffers(broadcast, [state[name] for name in sorted(changing)])
-        self.stages: Final = {
-            stage: TrainingStage(
-                compiled.train[stage],
-                state,
-                seed=options.seed,
-                microbatches=microbatches,
-                replica=self.replica,
-                is_last=stage == last.index,
-                gradients=self.gradients,
-                reduction=reduction,
-                await_buffers=self.buffers.wait,
-            )
-            for stage in own
-        }
-        self._foreign: dict[tuple[int, int], TrainingStage] = {}
         self._compiled = compiled
         self._state = state
         self._microbatches = microbatches
         self._transport = transport
         self._seed = options.seed
+        self._reduction = reduction
+        self._timeout = options.timeout
+        self.stages: Final = {stage: self._stage(self.replica, stage, self.gradients) for stage in own}
+        self._foreign: dict[tuple[int, int], TrainingStage] = {}
         self._replicas = replicas
         if replicas is not None:
             reduce = options.reduce
             replicas.add_by(ALGORITHMS[reduce.algorithm], limit=reduce.bucket, dtype=reduce.dtype)
-        self._reduction = reduction
-        self._timeout = options.timeout
 
     def stages_of(self, program: Program) -> dict[tuple[int | None, int], TrainingStage]:
         """Return this rank's stages by replica and number, as the ops of a program name them.
@@ -132,23 +119,25 @@ class StepParts:
 
     def _foreign_stage(self, replica: int, number: int) -> TrainingStage:
         if (replica, number) not in self._foreign:
-            stage = self._compiled.train[number]
             # Detached tensors have the parameters' values and gradients of their own.
-            sums = {name: self._state[name].detach() for name in stage.trainable}
+            sums = {name: self._state[name].detach() for name in self._compiled.train[number].trainable}
             rank = self._transport.rank
             gradients = Gradients(rank, sums, (), (rank,) * len(self._compiled.train), self._transport, self._timeout)
-            self._foreign[replica, number] = TrainingStage(
-                stage,
-                self._state,
-                seed=self._seed,
-                microbatches=self._microbatches,
-                replica=replica,
-                is_last=number == self._compiled.train[-1].index,
-                gradients=gradients,
-                reduction=self._reduction,
-                await_buffers=self.buffers.wait,
-            )
+            self._foreign[replica, number] = self._stage(replica, number, gradients)
         return self._foreign[replica, number]
+
+    def _stage(self, replica: int, number: int, gradients: Gradients) -> TrainingStage:
+        return TrainingStage(
+            self._compiled.train[number],
+            self._state,
+            seed=self._seed,
+            microbatches=self._microbatches,
+            replica=replica,
+            is_last=number == self._compiled.train[-1].index,
+            gradients=gradients,
+            reduction=self._reduction,
+            await_buffers=self.buffers.wait,
+        )
 
     def receive_counts(self) -> Counter[tuple[int, MessageSpec]]:
         """Return the number of receive buffers for messages that are not in a program, at a time, per source rank and
