@@ -106,8 +106,19 @@ class ProgramMessages:
         asked = time.monotonic()
         tensors = pending.wait(self._timeout)
         now = time.monotonic()
-        if self._is_at_home(receive):
-            self._record(receive, pending, now - asked, now)
+        if self._is_at_home(receive):  # other links are not measured as edges of the replica
+            self._monitor.wait(op, now - asked)
+            self._monitor.message(
+                SENT_BY[receive.kind],
+                op.stage + offset,
+                op.stage,
+                op.microbatch,
+                sum(spec.travelling_bytes for spec in pending.identity.specs),
+                pending.sent_at,
+                pending.departed_at,
+                pending.arrived_at,
+                now,
+            )
             if on_message is not None:
                 on_message(op.stage + offset)
         self._keep(op, pending)
@@ -118,25 +129,9 @@ class ProgramMessages:
     def _is_at_home(self, receive: Op) -> bool:
         """Return whether a message goes between two workers of its microbatch's replica, as all do without routes."""
         routing = self._program.routing
-        ends = (self._rank, self._holder(other_end(receive)))
-        return routing is None or all(routing.replica_of(worker) == receive.replica for worker in ends)
-
-    def _record(self, receive: Op, pending: Pending, waited: float, consumed_at: float) -> None:
-        """Record a message between two workers of one replica. Other links are not measured as that replica's edges."""
-        op = Op(receive.stage, Kind.F if receive.kind is Kind.RECV_F else Kind.I, receive.microbatch, None, receive.replica)
-        sent = other_end(receive)
-        self._monitor.wait(op, waited)
-        self._monitor.message(
-            sent.kind,
-            sent.stage,
-            receive.stage,
-            receive.microbatch,
-            sum(spec.travelling_bytes for spec in pending.identity.specs),
-            pending.sent_at,
-            pending.departed_at,
-            pending.arrived_at,
-            consumed_at,
-        )
+        if routing is None:
+            return True
+        return all(routing.replica_of(worker) == receive.replica for worker in (self._rank, self._holder(other_end(receive))))
 
     def take_weights(self, op: Op) -> tuple[Tensor, ...] | None:
         """Wait for the sums of weight gradients that a W continues, or return None if they are on this rank.
