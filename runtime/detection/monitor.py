@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Final, NamedTuple
 
@@ -271,18 +271,23 @@ def _durations(records: StepRecords) -> dict[tuple[int, Kind], list[float]]:
     return durations
 
 
-def merge_timelines(program: Program, records: Iterable[StepRecords]) -> Timeline:
+def merge_timelines(
+    program: Program, records: Iterable[StepRecords], worker_of: Callable[[int], int] | None = None
+) -> Timeline:
     """Merge the records of a step into one measured timeline, in seconds since the start of the first rank.
 
     Args:
         program: The program that ran.
         records: The step's records, one per rank. Ranks without records have no ops.
+        worker_of: Returns the worker of a rank of the pipeline. Workers are the rows of a program of several replicas.
 
     Raises:
         ValueError: The records are of several steps, or name a rank twice or one that the program does not have.
     """
     by_rank: dict[int, StepRecords] = {}
     for one in records:
+        if worker_of is not None and program.routing is not None:
+            one = replace(one, rank=worker_of(one.rank))
         if one.rank in by_rank or not one.rank < program.ranks:
             raise ValueError(f"records of rank {one.rank}: expected each of the ranks 0..{program.ranks - 1} at most once")
         by_rank[one.rank] = one

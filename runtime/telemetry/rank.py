@@ -6,7 +6,6 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -125,10 +124,6 @@ class RankTelemetry:
             return None
         return records if records.ops else None
 
-    def _row_of(self, plan: Plan, records: StepRecords) -> StepRecords:
-        """Return records under the number of their row in a timeline: the worker's, if the program is of several replicas."""
-        return records if plan.program.routing is None else replace(records, rank=self._transport.worker_of(self._rank))
-
     def _write_last_steps(self, folder: Path, step: int, monitor: Monitor) -> Path | None:
         """Write the trace and return its path; None if there is nothing to write or the system refuses, which is logged."""
         plans = {of_step: (start, plan) for of_step, start, plan in self._plans}
@@ -140,7 +135,7 @@ class RankTelemetry:
         named = [
             (
                 f"rank {self._rank}, step {records.step}, plan {plan.version}{end}",
-                merge_timelines(plan.program, [self._row_of(plan, records)]),
+                merge_timelines(plan.program, [records], self._transport.worker_of),
             )
             for records, end in recorded
             for _, plan in [plans[records.step]]

@@ -304,10 +304,7 @@ class Worker:
             )
         if records is None:
             return None
-        of_rank = map(StepRecords.from_json, records)
-        if self.plan.program.routing is not None:  # whose rows are those of all workers
-            of_rank = (replace(one, rank=self._transport.worker_of(one.rank)) for one in of_rank)
-        return merge_timelines(self.plan.program, of_rank)
+        return merge_timelines(self.plan.program, map(StepRecords.from_json, records), self._transport.worker_of)
 
     def align_copies(self) -> None:
         """Replace copies of values by the first holder's, and log it if any differed; all ranks call it."""
