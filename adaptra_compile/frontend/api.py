@@ -575,8 +575,8 @@ class Pipeline(NotAModule):
             in_flight, workers = simulate(program, cost).peak_in_flight, program.placement
         else:
             workers = tuple(worker for worker in program.routing.workers[self.replica] if worker is not None)
-            held = simulate_alike(program, cost).held
-            in_flight = tuple(held[worker] for worker in workers)
+            of_worker = simulate_alike(program, cost).peak_in_flight
+            in_flight = tuple(of_worker[worker] for worker in workers)
         return stage_table(session.compiled.train, program, in_flight, [sizes[worker] for worker in workers])
 
     def timeline(self) -> Timeline | None:

@@ -11,7 +11,8 @@ from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.options import Options
 from adaptra.runtime.worker.rank_programs import check_memory
 from adaptra.simulation.cost import Case
-from adaptra.simulation.period import alike_case, simulate_period
+from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.period import simulate_alike
 
 
 def routed_plan(program: Program, case: Case, replicas: int, compiled: CompiledStages, options: Options) -> Plan:
@@ -35,8 +36,7 @@ def routed_plan(program: Program, case: Case, replicas: int, compiled: CompiledS
         raise OptionError(f"{what} with routes and adapt=True: expected adapt=False, as routes are followed and not changed")
     if options.uses_delegate:
         raise OptionError(f"{what} with routes and delegate=…: expected no delegate, which carries edges of one pipeline")
-    ranks = max(case.placement) + 1
-    grid = tuple(tuple(replica * ranks + rank for rank in case.placement) for replica in range(replicas))
+    grid = JobCase.of(case, replicas).grid
     if routing.workers != grid or program.microbatches != case.microbatches:
         rows = " ".join(",".join(map(str, row)) for row in grid)
         raise PlanError(
@@ -47,7 +47,7 @@ def routed_plan(program: Program, case: Case, replicas: int, compiled: CompiledS
         raise PlanError(f"{what}: it has SEND and RECV ops: expected compute ops, REDUCE and STEP only")
     _check_routed_stages(what, routing, compiled)
     check_memory(what, program, case.cost)
-    found = simulate_period(program, alike_case(program, case.cost))
+    found = simulate_alike(program, case.cost)
     bound = period_bound(found.case, routing).value
     return Plan(0, program, case, found.period, bound, f"{program.name}, with its routes, as asked for")
 

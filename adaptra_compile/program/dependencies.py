@@ -42,17 +42,18 @@ class Need(NamedTuple):
         return " or ".join(map(str, self.ops))
 
 
-_INPUT_GRADIENT = (Kind.I, Kind.B)
+INPUT_GRADIENT: Final = (Kind.I, Kind.B)
+"""The kinds that compute the gradient of a stage's inputs."""
 WEIGHT_GRADIENT: Final = (Kind.W, Kind.B)
 """The kinds that add to a stage's accumulator of weight gradients."""
 
 RULE: Final[dict[Kind, tuple[Row, ...]]] = {
     Kind.F: (Row(-1, (Kind.F,)),),
-    Kind.I: (Row(0, (Kind.F,)), Row(+1, _INPUT_GRADIENT)),
-    Kind.B: (Row(0, (Kind.F,)), Row(+1, _INPUT_GRADIENT)),
+    Kind.I: (Row(0, (Kind.F,)), Row(+1, INPUT_GRADIENT)),
+    Kind.B: (Row(0, (Kind.F,)), Row(+1, INPUT_GRADIENT)),
     Kind.W: (Row(0, (Kind.I,)),),
     Kind.SEND_F: (Row(0, (Kind.F,)),),
-    Kind.SEND_B: (Row(0, _INPUT_GRADIENT),),
+    Kind.SEND_B: (Row(0, INPUT_GRADIENT),),
     Kind.RECV_F: (Row(-1, (Kind.SEND_F,)),),
     Kind.RECV_B: (Row(+1, (Kind.SEND_B,)),),
     Kind.SEND_W: (Row(0, WEIGHT_GRADIENT),),

@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import struct
 from array import array
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
 
 from adaptra import _C
 from adaptra.errors import CaseError, ScheduleError
 from adaptra.program import Kind, Op, Program
+from adaptra.program.dependencies import INPUT_GRADIENT, WEIGHT_GRADIENT
 from adaptra.program.routing import Routing
 from adaptra.program.verify import verify
-from adaptra.simulation.cost import CostModel, placement_lists
+from adaptra.simulation.cost import Case, CostModel, placement_lists
 from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.timeline import OpInterval
 
@@ -41,6 +42,7 @@ class PeriodicSimulation:
         period: The steady distance between the ends of steps, of the slowest worker.
         makespan: The end of the first step.
         held: Per worker, the most microbatches from the start of F to the end of W.
+        peak_in_flight: Per worker, the most microbatches from the start of F to the end of I, of all its stages together.
     """
 
     program: Program
@@ -48,6 +50,7 @@ class PeriodicSimulation:
     period: float
     makespan: float
     held: tuple[int, ...]
+    peak_in_flight: tuple[int, ...]
     _simulated: _C.SimulatedPeriod = field(repr=False, compare=False)
 
     @property
@@ -104,12 +107,12 @@ def simulate_period(program: Program, case: JobCase) -> PeriodicSimulation:
     if simulated is None or not simulated.complete:
         verify(whole, hands_over=case.hands_over, barrier=case.barrier)
         raise AssertionError(f"{program.name}: the simulator can't execute what the verifier accepts")
-    held = tuple(_most_held(order) for order in whole.orders)
-    return PeriodicSimulation(whole, case, simulated.period, simulated.makespan, held, simulated)
+    held, in_flight = (tuple(_most(order, ends) for order in whole.orders) for ends in (WEIGHT_GRADIENT, INPUT_GRADIENT))
+    return PeriodicSimulation(whole, case, simulated.period, simulated.makespan, held, in_flight, simulated)
 
 
 def simulate_alike(program: Program, cost: CostModel) -> PeriodicSimulation:
-    """Simulate a program of several replicas that all have the same costs; REDUCE and STEP take no time.
+    """Simulate a program of several replicas in the case of :func:`alike_case`.
 
     Raises:
         ScheduleError: As of :func:`simulate_period`.
@@ -118,12 +121,15 @@ def simulate_alike(program: Program, cost: CostModel) -> PeriodicSimulation:
 
 
 def alike_case(program: Program, cost: CostModel, *, hands_over: bool = True) -> JobCase:
-    """Return the case of a program of several replicas that all have the same costs; REDUCE and STEP take no time."""
+    """Return the case of a program of several replicas that all have the same costs; REDUCE and STEP take no time.
+
+    A limit of memory is that of :meth:`JobCase.of`.
+    """
     routing = program.routing
     if routing is None:
         raise ScheduleError(f"{program.name}: a program of one pipeline: expected replicas and routes, version 2")
-    none = (0.0,) * cost.stages
-    return JobCase(cost, routing.replicas, program.microbatches, none, none, hands_over=hands_over, placement=routing.placement)
+    case = JobCase.of(Case(cost, program.microbatches, routing.placement), routing.replicas)
+    return replace(case, hands_over=hands_over)
 
 
 def with_updates(program: Program) -> Program:
@@ -210,12 +216,13 @@ def _executed(order: Iterable[Op]) -> tuple[Op, ...]:
     return tuple(op for op in order if not op.kind.is_message)
 
 
-def _most_held(order: Iterable[Op]) -> int:
+def _most(order: Iterable[Op], ends: Collection[Kind]) -> int:
+    """Return the most microbatches from the start of F to the end of an op of these kinds."""
     held = most = 0
     for op in order:
         if op.kind is Kind.F:
             held += 1
             most = max(most, held)
-        elif op.kind in (Kind.W, Kind.B):
+        elif op.kind in ends:
             held -= 1
     return most

@@ -68,12 +68,8 @@ class EventRecorder:
     def compute_memory(self, plan: Plan) -> None:
         """Compute the activation memory of a plan before an event needs it. Results of the last few plans are remembered."""
         if self._activation_bytes is not None and plan.version not in self._memory:
-            is_routed = plan.program.routing is not None
-            in_flight = (
-                simulate_alike(plan.program, plan.case.cost).held
-                if is_routed
-                else simulate(plan.program, plan.case.cost).peak_in_flight
-            )
+            simulated = simulate if plan.program.routing is None else simulate_alike
+            in_flight = simulated(plan.program, plan.case.cost).peak_in_flight
             self._memory[plan.version] = in_flight, self._activation_bytes(plan.program)
             for version in sorted(self._memory)[:-_KEPT_PLANS]:
                 self._memory.pop(version, None)

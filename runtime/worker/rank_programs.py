@@ -24,9 +24,8 @@ from adaptra.runtime.worker.executor import Executor
 from adaptra.runtime.worker.foreign_microbatches import BatchShapes
 from adaptra.runtime.worker.program_messages import MessageShapes
 from adaptra.runtime.worker.stage import Stage
-from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.job_case import JobCase
-from adaptra.simulation.period import simulate_period
+from adaptra.simulation.cost import CostModel
+from adaptra.simulation.period import simulate_alike
 from adaptra.simulation.simulate import simulate
 
 MOST_PREPARED: Final = 4
@@ -224,11 +223,9 @@ def check_memory(what: str, program: Program, cost: CostModel) -> None:
 
 
 def _check_memory_of_workers(what: str, program: Program, cost: CostModel) -> None:
-    routing = program.routing
-    assert routing is not None, "the program has several replicas"
-    case = JobCase.of(Case(cost, program.microbatches, routing.placement), routing.replicas)
-    found = simulate_period(program, case)
+    found = simulate_alike(program, cost)
     for worker in found.over_memory:
+        case = found.case
         assert case.memory is not None, "only a limit can be exceeded"
         most = case.memory[worker % case.ranks]
         raise PlanError(
