@@ -69,8 +69,10 @@ def _environment() -> dict[str, str]:
 
 def _context(is_fresh: bool) -> Any:
     """How to start processes: as forks, unless torch must be imported anew, in which it reads the environment."""
+    if is_fresh:
+        return multiprocessing.get_context("spawn")
     context, environment = _server()
-    return multiprocessing.get_context("spawn") if is_fresh or environment != _environment() else context
+    return context if environment == _environment() else multiprocessing.get_context("spawn")
 
 
 def run_processes(
