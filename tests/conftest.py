@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,10 @@ from adaptra import _C
 # A loaded machine is no reason to fail: pytest's own time limit ends what hangs, and speed is measured in bench/.
 settings.register_profile("adaptra", deadline=None)
 settings.load_profile("adaptra")
+
+# torch's store asks for the name of each host that connects, and answers nobody meanwhile. Where a name server does not answer,
+# that lasts 5 s. It is long enough for ranks to believe that the coordinator is gone.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
