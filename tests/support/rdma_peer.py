@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 import time
+from pathlib import Path
 from typing import Any
 
 from delegate_lab import CALM, SECRET, pattern
@@ -27,14 +28,20 @@ RECEIVES, CELL = 64, 512
 FIRST_PACKET = 77
 
 
-def receive_from_stranger_code(_host: int) -> dict[str, Any]:
+def receive_from_stranger_code(_host: int, listening: str) -> dict[str, Any]:
     """Rank 0: an engine that receives three messages from :func:`send_and_attack`, and holds all of them.
+
+    It begins once there is a file ``listening``: where nobody listens, its only path has failed for good.
 
     Returns:
         Whether each is, in the end, what was sent, and the counters of its channel.
     """
     from adaptra import _C
 
+    until = time.monotonic() + TIMEOUT
+    while not Path(listening).exists():
+        assert time.monotonic() < until, "the peer does not listen"
+        time.sleep(0.01)
     engine = _C.Engine(0, 2, SECRET, **CALM)
     engine.add_verbs_path("rxe0_0", 1, "10.9.0.1")
     engine.set_peer(1, [("10.9.0.2", PORT)])
@@ -58,14 +65,15 @@ def receive_from_stranger_code(_host: int) -> dict[str, Any]:
     return {"held": held, "counters": counters}
 
 
-def send_and_attack(_host: int) -> dict[str, int]:
-    """Rank 1: send messages in both forms, and try keys where and when they must not open anything.
+def send_and_attack(_host: int, listening: str) -> dict[str, int]:
+    """Rank 1: make a file ``listening``, send messages in both forms, and try keys where they must not open anything.
 
     Returns:
         How the device ended each forbidden write.
     """
     with socket.create_server(("10.9.0.2", PORT)) as listener:
         listener.settimeout(TIMEOUT)
+        Path(listening).touch()
         door = Door(listener)
         forward, backward = door.next(ChannelClass.FORWARD), door.next(ChannelClass.BACKWARD)
         grants = [forward.granted() for _ in range(3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -65,8 +66,9 @@ def test_four_ranks_train_bitwise_as_in_one_process_through_failures(in_lab: Cal
 def attack() -> Any:
     """The engine on host 0, and pyverbs as its peer on host 1."""
     with (
-        contextlib.closing(inside.Process(0, rdma_peer.receive_from_stranger_code, (0,))) as engine,
-        contextlib.closing(inside.Process(1, rdma_peer.send_and_attack, (1,))) as peer,
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(inside.Process(0, rdma_peer.receive_from_stranger_code, (0, f"{folder}/listening"))) as engine,
+        contextlib.closing(inside.Process(1, rdma_peer.send_and_attack, (1, f"{folder}/listening"))) as peer,
     ):
         return [engine.result(100), peer.result(100)]
 
