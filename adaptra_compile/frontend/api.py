@@ -32,6 +32,7 @@ from adaptra.planning.explanation import explain
 from adaptra.planning.layout_change import RoleChange, SplitChange
 from adaptra.planning.replicas.job_explanation import explain_job
 from adaptra.program.roles import Roles
+from adaptra.program.routing import Route
 from adaptra.report import drawing, perfetto, picture
 from adaptra.report.files import check_suffix
 from adaptra.report.stage_table import stage_table
@@ -412,6 +413,28 @@ class Pipeline(NotAModule):
         """The data-parallel replica of this process, 0 if there is only one. Give its part of a batch to step."""
         replicas = self._require().launched.replicas
         return 0 if replicas is None else replicas.index
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The rank in the job of each worker: worker w is rank w % n of replica w // n, with n ranks in a pipeline.
+
+        Routes and events name workers, which stay the same when ranks change roles.
+        """
+        roles = self._require().launched.roles
+        return tuple(range(len(set(self.plan.case.placement)))) if roles is None else roles.ranks
+
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        """The routes of the last step's microbatches: for each range of each replica's, the worker of every stage.
+
+        Without a slow worker or link each replica has one route, through its own workers.
+        """
+        program = self.plan.program
+        if program.routing is not None:
+            return program.routing.routes
+        ranks = len(set(program.placement))
+        rows = [tuple(replica * ranks + rank for rank in program.placement) for replica in range(self.replicas)]
+        return tuple(Route(replica, range(program.microbatches), row) for replica, row in enumerate(rows))
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Let this optimizer's state move with the parameters, so that changes of roles and cuts need not be given it.

@@ -69,9 +69,9 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
             fault.check_replica(replicas)
         limit = request.memory_limit
         free = free_memory(launched, _device(request.whole_model), options.timeout) if limit is None else None
-        spec = PipelineSpec(
-            request.placed, request.microbatches, limit, request.with_loss, request.faults, options, reduction, free, replicas
-        )
+        in_order = any(transport.contract.in_order for transport in launched.transports)
+        given = (request.placed, request.microbatches, limit, request.with_loss, request.faults, options, reduction)
+        spec = PipelineSpec(*given, free, replicas, in_order)
         try:
             recorder = open_recorder(options, launched)
             opened.callback(recorder.close)

@@ -20,6 +20,7 @@ from adaptra.planning.bandwidth_remedies import BandwidthOptions, find_remedies
 from adaptra.planning.planner import plan
 from adaptra.program import Program
 from adaptra.program.placement import is_straight
+from adaptra.runtime.control.job_planning import JobPlanning
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.control.replanning import Planning, makespan
 from adaptra.runtime.injection.faults import Fault
@@ -70,6 +71,7 @@ class PipelineSpec:
         memory: The user's limit of a rank's activations, or None.
         free: The free bytes of each rank's device. They are the limit of plans if ``memory`` is None.
         replicas: The number of replicas of the job.
+        in_order: Whether a transport has one queue for all messages between two ranks, as NCCL has.
     """
 
     placement: tuple[int, ...]
@@ -81,6 +83,7 @@ class PipelineSpec:
     reduction: Reduction
     free: tuple[int, ...] | None = None
     replicas: int = 1
+    in_order: bool = False
 
     def prepare(self, compiled: CompiledStages) -> PlannedPipeline:
         """Plan for these stages.
@@ -115,7 +118,11 @@ class PipelineSpec:
         planner, draft = (partial(_better_plan, options.planning_seconds, share) for share in (PLANNER_SHARE, DRAFT_SHARE))
         remedies = partial(find_remedies, bandwidth=bandwidth)
         peaks = partial(predicted_peaks, stages=compiled.train)
-        planning = Planning(planner, remedies, draft, activation_bytes=peaks)
+        if self._shares(compiled):
+            ranks, seconds = len(set(self.placement)), options.planning_seconds
+            planning = JobPlanning(planner, activation_bytes=peaks, replicas=self.replicas, ranks=ranks, seconds=seconds)
+        else:
+            planning = Planning(planner, remedies, draft, activation_bytes=peaks)
         initial = self._first_plan(compiled, case, room)
         factory = WorkerFactory(compiled, self.microbatches, planning, self.faults, options, self.reduction)
         return PlannedPipeline(factory, initial, bandwidth)
@@ -127,6 +134,17 @@ class PipelineSpec:
         if isinstance(options.schedule, Program) and options.schedule.routing is not None:
             return routed_plan(options.schedule, case, self.replicas, compiled, options)
         return first_plan(options, case, room, options.delegated)
+
+    def _shares(self, compiled: CompiledStages) -> bool:
+        """Return whether replicas may compute microbatches for each other.
+
+        They do not where microbatches need what only their home has: tied weights or changed buffers. Messages that take the
+        delegate or round stay on the edges of one pipeline, as do those in NCCL's queues.
+        """
+        options = self.options
+        changes = any(compiled.changing & set(stage.buffers) for stage in compiled.train)
+        is_alone = self.replicas == 1 or not self.with_loss or self.in_order or bool(compiled.tied) or changes
+        return options.share and options.adapt and not (is_alone or options.uses_delegate or options.lossy_bf16)
 
     def _check_shared(self, compiled: CompiledStages) -> None:
         """Refuse shared parameters on ranks with several stages, where their gradients and activations share a channel."""

@@ -26,6 +26,10 @@ NUMBER: Final = "(?:0|[1-9][0-9]{0,8})"
 """The form of every number in a program's text."""
 
 
+Grid = tuple[tuple[int | None, ...], ...]
+"""``grid[replica][stage]`` is the worker that has the stage's parameters, or None if it is lost."""
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """The path of a range of one replica's microbatches.
@@ -58,7 +62,7 @@ class Routing:
             microbatch has no route or several.
     """
 
-    workers: tuple[tuple[int | None, ...], ...]
+    workers: Grid
     routes: tuple[Route, ...]
     microbatches: int
 
@@ -98,7 +102,7 @@ class Routing:
         return Routing.of_paths(grid, [[path] * microbatches for path in grid])
 
     @staticmethod
-    def of_paths(workers: tuple[tuple[int | None, ...], ...], paths: Sequence[Sequence[tuple[int, ...]]]) -> Routing:
+    def of_paths(workers: Grid, paths: Sequence[Sequence[tuple[int, ...]]]) -> Routing:
         """Return the routing of ``paths[replica][microbatch]``, with one route for each run of equal paths."""
         routes: list[Route] = []
         for replica, of_microbatch in enumerate(paths):

@@ -231,7 +231,7 @@ def _step(number: int, ranks: list[StepTaken]) -> RecordedStep:
 def _happening(timestamped: TimestampedRecord) -> Happening | None:
     record = timestamped.record
     match record:
-        case ControlEvent(kind=EventKind.CONFIRMED | EventKind.SWITCHED):
+        case ControlEvent(kind=EventKind.CONFIRMED | EventKind.SWITCHED | EventKind.SHARED | EventKind.DETOURED):
             return None  # the same on every rank: the agreement's event reports it once
         case ControlEvent():
             return Happening(record.step, record.rank, record.kind.value, f"plan {record.version}: {record.text}")

@@ -14,6 +14,7 @@ from typing import Any, Final
 from adaptra.errors import CaseError
 from adaptra.program import refuse_size
 from adaptra.program.placement import Edge, in_turn, stages_of
+from adaptra.program.routing import Grid
 from adaptra.simulation.case_fields import CaseFields
 from adaptra.simulation.cost import Blocking, Case, CostModel, placement_lists
 
@@ -157,7 +158,7 @@ class JobCase:
         return max(self.placement) + 1
 
     @cached_property
-    def grid(self) -> tuple[tuple[int | None, ...], ...]:
+    def grid(self) -> Grid:
         """The worker of each stage of each replica, None where it is lost."""
         return tuple(
             tuple(None if (worker := self.worker(replica, stage)) in self.lost else worker for stage in range(self.stages))

@@ -18,12 +18,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
+from typing import Final
 
 from torch.distributed import DistError, DistNetworkError, Store
 
 from adaptra.errors import BatchError, ControlError
 from adaptra.planning.layout_change import RoleChange, SplitChange
+from adaptra.planning.replicas.job_remedies import JobRemedy, moves
 from adaptra.program import Program
 from adaptra.runtime.control.coordinator import Coordinator
 from adaptra.runtime.control.event_recorder import EventRecorder
@@ -60,6 +63,9 @@ CLOSE_SECONDS = 10.0
 DEAF_WAITS = 8
 """The number of control timeouts without a sign of the control thread after which the store counts as lost."""
 
+_ROUTED: Final = {JobRemedy.SHARE: EventKind.SHARED, JobRemedy.DETOUR: EventKind.DETOURED}
+"""The events of switches to routes through other replicas' workers."""
+
 log = logging.getLogger(__name__)
 
 
@@ -74,9 +80,9 @@ class Controller:
     comparison and event recorder. The rest is what the control thread and the training thread say to each other.
 
     Args:
-        rank: This rank within the pipeline.
-        world_size: The number of ranks of the pipeline.
-        store: The pipeline's store, with a prefix that no other controller uses or has used. It is cloned.
+        rank: This rank among those that agree: the ranks of the pipeline, or all workers of the job.
+        world_size: The number of these ranks.
+        store: Their store, with a prefix that no other controller uses or has used. It is cloned.
         initial: Plan 0; every rank must give the same program.
         planning: The compiler; used while this rank coordinates.
         options: The coordinating rank's options apply, except for ``plan_seconds`` and ``answer_seconds``, which each rank has
@@ -87,7 +93,8 @@ class Controller:
             control thread.
         on_error: Called on the control thread with the error that ends the control plane.
         first_step: The first step that will be asked for.
-        job_ranks: The ranks' numbers in the job, if these differ; errors use them.
+        pipeline: The ranks of this rank's pipeline among those that agree; all of them by default.
+        job_ranks: The numbers of the pipeline's ranks in the job, if these differ; errors use them.
     """
 
     def __init__(
@@ -103,11 +110,13 @@ class Controller:
         on_event: Callable[[ControlEvent], None] | None = None,
         on_error: Callable[[Exception], None] | None = None,
         first_step: int = 0,
+        pipeline: range | None = None,
         job_ranks: Sequence[int] = (),
     ) -> None:
         options = options or ControllerOptions()
         self._rank = rank
         self._ranks = world_size
+        self._pipeline = range(world_size) if pipeline is None else pipeline
         self._initial = initial
         self._planning = planning
         self._options = options
@@ -120,6 +129,7 @@ class Controller:
         self._preparation = Preparation(
             rank,
             initial.program,
+            planning.workers(initial.case),
             prepare,
             self._is_ready,
             self._is_refused,
@@ -134,14 +144,14 @@ class Controller:
                 self._coverage.extend,
                 self._preparation.begin,
                 self._lead,
-                self._recorder.emit,
+                self._emit,
             ),
             options.ahead,
             first_step,
         )
         self._coordinator: Coordinator | None = None
         self._has_resigned = False
-        self._rows = SameRows(job_ranks or range(world_size))
+        self._rows = SameRows(job_ranks or self._pipeline)
         self._has_mailed_difference = False
         self._requests: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_impatient = threading.Event()
@@ -176,6 +186,8 @@ class Controller:
         if plan.version != self._running.version:
             self._running = plan
             self._emit_now(EventKind.SWITCHED, plan.reason, plan.predicted)
+            if plan.remedy in _ROUTED and plan.program.routing is not None:
+                self._emit_now(_ROUTED[plan.remedy], "; ".join(moves(plan.program.routing)), plan.predicted)
         return plan
 
     def report(self, measurement: StepMeasurement) -> None:
@@ -185,12 +197,15 @@ class Controller:
             ControlError: The store is lost.
         """
         try:
-            self._mailbox.post(self._participant.reach(measurement.step), Measured(measurement))
+            mail = Measured(replace(measurement, rank=self._rank))
+            self._mailbox.post(self._participant.reach(measurement.step), mail)
         except DistError as error:
             raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
 
     def send_checksums(self, call: str, number: int, numbers: Mapping[str, int]) -> None:
-        """Send checksums of this rank's batch to rank 0, which compares them with those of the other ranks. Does not wait.
+        """Send checksums of this rank's batch to the pipeline's first rank, which compares those of all its ranks.
+
+        Does not wait.
 
         If they differ, a later step raises the error on all ranks.
 
@@ -203,7 +218,7 @@ class Controller:
             ControlError: The store is lost.
         """
         try:
-            self._mailbox.post(0, BatchChecksums(self._rank, call, number, numbers))
+            self._mailbox.post(self._pipeline[0], BatchChecksums(self._place, call, number, numbers))
         except DistError as error:
             raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
 
@@ -257,12 +272,21 @@ class Controller:
         if (coordinator := self._coordinator) is not None:
             coordinator.close(CLOSE_SECONDS)
 
+    @property
+    def _place(self) -> int:
+        """This rank within its pipeline."""
+        return self._pipeline.index(self._rank)
+
+    def _emit(self, event: ControlEvent) -> None:
+        """Emit an event of this rank. Events name a rank by its place in its pipeline."""
+        self._recorder.emit(replace(event, rank=self._place))
+
     def _known(self, version: int) -> Plan | None:
         return self._participant.known(version)
 
     def _emit_now(self, kind: EventKind, text: str, predicted: float | None = None, before: float | None = None) -> None:
         """Emit an event about the plan that this rank runs."""
-        self._recorder.emit(ControlEvent(kind, self._rank, self._step, self._running.version, text, predicted, before))
+        self._emit(ControlEvent(kind, self._rank, self._step, self._running.version, text, predicted, before))
 
     def _wait_for(self, step: int) -> None:
         """Wait until the log covers a step, and ask the coordinator after each control timeout."""
@@ -340,7 +364,7 @@ class Controller:
         if leads and agreement is not None:
             running = agreement.current or self._initial
             policy = Policy(self._rank, self._ranks, running, self._planning, self._options)
-            self._coordinator = Coordinator(self._participant, policy, self._recorder.emit, self._mailbox.wake)
+            self._coordinator = Coordinator(self._participant, policy, self._emit, self._mailbox.wake)
 
     def _coordinate(self, act: Callable[[Coordinator], None]) -> None:
         """Run the coordinator's part. The first failure hands coordination to another rank, and a second one is raised."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from adaptra.errors import CaseError, ControlError, ScheduleError
+from adaptra.planning.replicas.job_remedies import JobRemedy
+from adaptra.planning.replicas.joined_programs import crossed_replicas
 from adaptra.program import Program
 from adaptra.program.placement import Edge
 from adaptra.runtime.control_store.schema import Fields
@@ -32,6 +34,7 @@ class Plan:
         reason: The reason for the plan, for people.
         delegated: The directed edges of stages whose messages travel by the delegate, in ascending order.
         rounded: The directed edges whose messages are rounded to bfloat16 while they travel, in ascending order.
+        remedy: The remedy of a job of several replicas that the plan is, such as a share; None for the plan of one pipeline.
     """
 
     version: int
@@ -42,6 +45,7 @@ class Plan:
     reason: str
     delegated: Edges = ()
     rounded: Edges = ()
+    remedy: JobRemedy | None = None
 
     @property
     def digest(self) -> str:
@@ -49,6 +53,16 @@ class Plan:
         way.
         """
         return digest_of(self.program, self.delegated, self.rounded)
+
+    def is_plainer_than(self, other: Plan) -> bool:
+        """Return True if it rounds fewer edges than the other, or if it alone leaves all microbatches at home."""
+        return set(self.rounded) < set(other.rounded) or (other.is_routed and not self.is_routed)
+
+    @property
+    def is_routed(self) -> bool:
+        """True if a replica's worker computes microbatches of another one."""
+        routing = self.program.routing
+        return routing is not None and bool(crossed_replicas(routing))
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that :meth:`from_json` reads back to an equal plan."""
@@ -62,6 +76,7 @@ class Plan:
             "reason": self.reason,
             "delegated": [list(edge) for edge in self.delegated],
             "rounded": [list(edge) for edge in self.rounded],
+            "remedy": None if self.remedy is None else self.remedy.value,
         }
 
     @staticmethod
@@ -83,6 +98,7 @@ class Plan:
                 reason=fields.text("reason", at_most=MAX_REASON),
                 delegated=_edges(fields, "delegated"),
                 rounded=_edges(fields, "rounded"),
+                remedy=_remedy(fields),
             )
         except (ScheduleError, CaseError) as error:
             raise ControlError(f"plan: {error}") from None
@@ -100,6 +116,16 @@ def digest_of(program: Program, delegated: Edges = (), rounded: Edges = ()) -> s
     marks = [(delegated, "delegate"), (rounded, "bfloat16")]
     lines = "".join(f"{source}>{destination}@{mark}\n" for edges, mark in marks for source, destination in edges)
     return hashlib.sha256((str(program) + lines).encode()).hexdigest()
+
+
+def _remedy(fields: Fields) -> JobRemedy | None:
+    given = fields.raw("remedy")
+    names = [one.value for one in JobRemedy]
+    if given is None:
+        return None
+    if given not in names:
+        raise fields.refuse("remedy", f"None or one of {', '.join(names)}", given)
+    return JobRemedy(given)
 
 
 def _edges(fields: Fields, name: str) -> Edges:

@@ -28,7 +28,7 @@ from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.control.plan_log import Agreement
 from adaptra.runtime.control.replanning import Planning, makespan
 from adaptra.runtime.detection.changes import EdgeChange, LossChange, StageChange
-from adaptra.runtime.detection.detector import Detection, Detector
+from adaptra.runtime.detection.detector import Detection
 from adaptra.runtime.detection.level_shift import DetectorOptions
 from adaptra.runtime.detection.measurement import StepMeasurement
 from adaptra.runtime.detection.speculation import Speculation
@@ -178,7 +178,7 @@ class Policy:
         self._ranks = ranks
         self._planning = planning
         self._options = options
-        self._detector = Detector(current.case.cost, options.detector)
+        self._detector = planning.detector(current.case.cost, options.detector)
         self._gathered: dict[int, dict[int, StepMeasurement]] = {}
         self._observed = -1
         self._speculation = Speculation()
@@ -299,12 +299,12 @@ class Policy:
         """Return True if a postponed plan still gains enough under the costs of the steps since then."""
         if (plan.delegated, plan.rounded) != (current.delegated, current.rounded):
             return True  # those steps don't show edges whose messages would take the delegate or round
-        latest = self._detector.latest
-        return self._is_gain(makespan(plan.program, latest), makespan(current.program, latest))
+        expect, latest = self._planning.expect, self._detector.latest
+        return self._is_gain(expect(plan.program, latest), expect(current.program, latest))
 
-    def _is_gain(self, predicted: float, before: float, rounds_less: bool = False) -> bool:
-        """Return True if a plan saves enough of a step. Fewer rounded edges are worth as much as a switch has to gain."""
-        least = -self._options.switch_gain if rounds_less else self._options.switch_gain
+    def _is_gain(self, predicted: float, before: float, is_plainer: bool = False) -> bool:
+        """Return True if a plan saves enough of a step. To be plainer is worth as much as a switch has to gain."""
+        least = -self._options.switch_gain if is_plainer else self._options.switch_gain
         return predicted < (1 - least) * before
 
     def _begin_planning(self, detection: Detection, current: Plan, is_draft: bool) -> BeginPlanning:
@@ -329,12 +329,12 @@ class Policy:
             actions.append(self._event(EventKind.KEPT, step, current, f"no other plan: {outcome.error}"))
         elif plan is None or before is None:
             actions.append(self._event(EventKind.KEPT, step, current, "switching plans is turned off", before, before))
-        elif not self._is_gain(plan.predicted, before, rounds_less=(rounds_less := set(plan.rounded) < set(current.rounded))):
+        elif not self._is_gain(plan.predicted, before, is_plainer=(is_plainer := plan.is_plainer_than(current))):
             text = f"the best plan found takes {1e3 * plan.predicted:.1f} ms, the running one {1e3 * before:.1f} ms"
             actions.append(self._event(EventKind.KEPT, step, current, text, before, before))
             if outcome.same is not None:
                 actions.append(self._propose(outcome.same, before, now))
-        elif steps := _steps_to_wait(outcome.detection, math.inf if rounds_less else before - plan.predicted):
+        elif steps := _steps_to_wait(outcome.detection, math.inf if is_plainer else before - plan.predicted):
             self._postponed = _Postponed(plan, before, outcome.detection.step + steps, current.program)
             text = f"{_why_postponed(outcome.detection, plan, before)} {steps} steps after step {outcome.detection.step}"
             actions.append(self._event(EventKind.KEPT, self._observed, current, text, before, before))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from adaptra.errors import ControlError
 from adaptra.program import Program
+from adaptra.program.routing import Grid
 from adaptra.program.verify import verify
 from adaptra.runtime.control.mail import Proposed
 from adaptra.runtime.control.plan import Plan
@@ -18,6 +19,7 @@ class Preparation:
     Args:
         rank: This rank, for the threads' names.
         running: A program of the pipeline, whose placement and microbatches a plan must have.
+        workers: Those of each stage by replica, which a plan of several replicas must have; none if there can be none.
         prepare: Prepares a switch to a plan. An exception that it raises refuses the plan.
         ready: Called with a plan that can be run.
         refuse: Called with the version of a plan that can't be run, and the reason. An invalid plan never ends the one that
@@ -28,12 +30,14 @@ class Preparation:
         self,
         rank: int,
         running: Program,
+        workers: Grid,
         prepare: Callable[[Plan], None] | None,
         ready: Callable[[Plan], None],
         refuse: Callable[[int, str], None],
     ) -> None:
         self._rank = rank
         self._running = running
+        self._workers = workers
         self._prepare = prepare
         self._ready = ready
         self._refuse = refuse
@@ -68,9 +72,12 @@ class Preparation:
         given, expected = plan.program, self._running
         if plan.version != version:
             raise ControlError(f"plan {plan.version} proposed as version {version}: expected the plan's own")
-        if (given.placement, given.microbatches) != (expected.placement, expected.microbatches):
+        found = given.placement if given.routing is None else given.routing.workers
+        wanted = expected.placement if given.routing is None else self._workers
+        if (found, given.microbatches) != (wanted, expected.microbatches):
+            what = "placement" if given.routing is None else "workers"
             raise ControlError(
-                f"plan {version} has placement {given.placement} and {given.microbatches} microbatches: "
-                f"expected {expected.placement} and {expected.microbatches}"
+                f"plan {version} has {what} {found} and {given.microbatches} microbatches: "
+                f"expected {wanted} and {expected.microbatches}"
             )
         verify(given)

@@ -9,8 +9,11 @@ from statistics import fmean
 from adaptra.passes.insert_comm import Channel
 from adaptra.planning.bandwidth_remedies import BFLOAT16_SHARE, Remedies, Remedy, needed_rounding
 from adaptra.program import Program
+from adaptra.program.routing import Grid
 from adaptra.runtime.control.plan import Edges, Plan
-from adaptra.runtime.detection.detector import Detection
+from adaptra.runtime.detection.detector import Detection, Detector
+from adaptra.runtime.detection.job_detector import JobDetector
+from adaptra.runtime.detection.level_shift import DetectorOptions
 from adaptra.runtime.detection.step_noise import steps_until_sure
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.period import simulate_alike
@@ -50,6 +53,14 @@ class Planning:
     draft: Callable[[Case, Program], Program] | None = None
     ahead_of_need: Callable[[Program, CostModel], Mapping[Channel, int]] = nothing_ahead
     activation_bytes: Callable[[Program], tuple[int, ...]] | None = None
+
+    def workers(self, case: Case) -> Grid:
+        """Return the workers of each stage by replica that a plan of several replicas has; none for one pipeline."""
+        return ()
+
+    def detector(self, cost: CostModel, options: DetectorOptions) -> Detector | JobDetector:
+        """Return the detector of changes, which begins with these costs."""
+        return Detector(cost, options)
 
     def plan_for(self, detection: Detection, current: Plan, delegated: Edges, is_draft: bool) -> tuple[Plan, Remedies | None]:
         """The best plan for what was detected that the time allows, and what would relieve edges whose bandwidth binds.

@@ -4,7 +4,7 @@ way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
@@ -15,7 +15,7 @@ SURE: Final = 0.99
 """Confidences from here on are not shown in texts."""
 
 Where = tuple[int, ...]
-"""A stage, or the two stages of a directed edge."""
+"""A stage, or the two stages of a directed edge; in a job of several replicas, the replica comes first."""
 
 AGREEMENT: Final = 0.2
 """Two values agree about a change if they differ by at most this fraction of it."""
@@ -40,7 +40,8 @@ class ChangeKind(Enum):
 class StageChange:
     """A stage whose ops take longer or shorter: seconds of F + I + W before, now, and at calibration.
 
-    ``confidence`` of every change is a lower bound of the probability that it is not noise.
+    ``confidence`` of every change is a lower bound of the probability that it is not noise. ``replica`` is None where one
+    pipeline is watched on its own.
     """
 
     stage: int
@@ -50,11 +51,12 @@ class StageChange:
     is_healed: bool
     is_flapping: bool = False
     confidence: float = 1.0
+    replica: int | None = None
 
     @property
     def where(self) -> Where:
         """The stage."""
-        return (self.stage,)
+        return _in_replica(self.replica, self.stage)
 
     @property
     def kind(self) -> ChangeKind:
@@ -68,7 +70,8 @@ class StageChange:
 
     def __str__(self) -> str:
         factor = f"{self.now / max(self.calibrated, 1e-9):.2f}x"
-        return f"stage {self.stage} {_word(self)}: {factor} the calibrated time{_doubt(self)}"
+        what = f"stage {self.stage}" if self.replica is None else f"worker {self.replica}.{self.stage}"
+        return f"{what} {_word(self)}: {factor} the calibrated time{_doubt(self)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +80,17 @@ class _ChangeOnEdge:
 
     source: int
     destination: int
+    replica: int | None = field(default=None, kw_only=True)
 
     @property
     def where(self) -> Where:
         """The edge."""
-        return self.source, self.destination
+        return _in_replica(self.replica, self.source, self.destination)
 
     @property
     def _edge(self) -> str:
-        return f"edge {self.source}→{self.destination}"
+        edge = f"edge {self.source}→{self.destination}"
+        return edge if self.replica is None else f"{edge} of replica {self.replica}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +160,10 @@ class LossChange(_ChangeOnEdge):
 
 Change = StageChange | EdgeChange | LossChange
 """Any change that the detector finds."""
+
+
+def _in_replica(replica: int | None, *stages: int) -> Where:
+    return stages if replica is None else (replica, *stages)
 
 
 def _word(change: StageChange | EdgeChange) -> str:

@@ -39,10 +39,11 @@ class Detection:
     """A new cost model and its reasons. ``changes`` is empty for the first one, which is the calibration.
 
     Attributes:
-        cost: The new costs; for a lossy edge, those of its mean message.
+        cost: The new costs; for a lossy edge, those of its mean message. Of several replicas the largest.
         scenarios: The possible delays of messages on lossy edges, if there are any.
         hold_off: Steps for which no plan for it runs, because all that has changed is the recovery of flapping edges or stages.
         noise: The standard deviation of a step's time, seconds.
+        by_replica: The new costs of each replica; empty where one pipeline is watched on its own.
     """
 
     step: int
@@ -51,6 +52,7 @@ class Detection:
     scenarios: tuple[Scenario, ...] = ()
     hold_off: int = 0
     noise: float = 0.0
+    by_replica: tuple[CostModel, ...] = ()
 
     @property
     def reason(self) -> str:
@@ -99,8 +101,11 @@ class Detector:
         return self._cost
 
     @property
-    def latest(self) -> CostModel:
-        """The cost model of the recent steps, which are more than the steps that a change was detected in."""
+    def latest(self) -> Detection:
+        """The costs of the recent steps, which are more than the steps that a change was detected in."""
+        return Detection(self._seen, (), self._latest_cost())
+
+    def _latest_cost(self) -> CostModel:
         cost = self._cost
         for stage, level in self._stages.items():
             if level.level > 0.0:

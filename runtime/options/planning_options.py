@@ -25,6 +25,8 @@ class PlanningOptions:
         expected_delays: Delays that a link may get, if they are known beforehand. Per directed edge of neighbouring stages: the
             seconds added to each message, and their relative weights, such as ``{(1, 2): {0.0: 0.9, 0.06: 0.1}}``. The first
             plan is then good on average over all combinations.
+        share: Whether replicas compute microbatches for each other while a worker is slow, or carry them round a slow link.
+            Without replicas it says nothing. See ``docs/replicas.md`` for the jobs whose replicas can't.
         planning_seconds: The longest search for another plan, in seconds, beside training and on one rank alone. It never takes
             more than half a step, or a tenth of a step for a speculative plan. The search for the first plan is limited by
             effort instead, so that every rank finds the same one.
@@ -39,12 +41,14 @@ class PlanningOptions:
         default_factory=dict[Any, Any],
         metadata=agreed(),
     )
+    share: bool = field(default=True, metadata=agreed())
     planning_seconds: float = field(
         default=0.1, metadata=per_rank("only the coordinator searches, and every rank receives its result")
     )
 
     def __post_init__(self) -> None:
         require_flag("adapt", self.adapt)
+        require_flag("share", self.share)
         given: Any = self.schedule
         if given is not None and not isinstance(given, str | Program):
             raise OptionError(f"schedule={given!r}: expected a generator's name such as '1f1b', an adaptra.Program, or None")

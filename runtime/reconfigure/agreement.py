@@ -16,6 +16,7 @@ from adaptra.graph.stages.stages import TrainStage
 from adaptra.planning.choose_roles import JobModel, StageLoad, choose_roles
 from adaptra.planning.layout_change import RoleChange, SplitChange
 from adaptra.program.roles import Roles
+from adaptra.runtime.detection.job_detector import MEASURED
 from adaptra.runtime.detection.measurement import StageMeasurement
 from adaptra.runtime.reconfigure.link_probe import measure_links
 from adaptra.runtime.reconfigure.state_transfer import VALUE, Handover
@@ -97,8 +98,8 @@ def gather_costs(
     Raises:
         RuntimeError: A rank is lost.
     """
-    known = [] if measured is None else [value for name in _MEASURED for value in getattr(measured, name)]
-    count = sum(len(getattr(planned, name)) for name in _MEASURED)
+    known = [] if measured is None else [value for name in MEASURED for value in getattr(measured, name)]
+    count = sum(len(getattr(planned, name)) for name in MEASURED)
     values = sum(tensor_bytes(one) for state in held for (_, what), one in state.tensors.items() if what == VALUE)
     moves = sum(state.nbytes for state in held)
     row = torch.tensor([measured is not None, moves, values, *(known or [0.0] * count)], dtype=torch.float64)
@@ -112,7 +113,7 @@ def gather_costs(
     if not is_known:
         return None, ratio
     largest = iter(facts.amax(0).tolist()[3:])
-    found = {name: tuple(next(largest) for _ in getattr(planned, name)) for name in _MEASURED}
+    found = {name: tuple(next(largest) for _ in getattr(planned, name)) for name in MEASURED}
     return replace(planned, **found), ratio
 
 
@@ -147,12 +148,6 @@ def share_split(
     chosen = tuple(by_position[int(one)] for one in positions)
     was, now = (tuple(place.module for place in some) for some in (places.chosen, chosen))
     return SplitChange(was, now, before, after, moving), chosen
-
-
-_MEASURED: Final = (
-    *("forward", "input_grad", "weight_grad"),
-    *("latency_forward", "latency_backward", "occupancy_forward", "occupancy_backward"),
-)
 
 
 def _durations(case: Case, stage: int, measured: Sequence[StageMeasurement]) -> tuple[float, float, float]:

@@ -152,6 +152,8 @@ def _event(event: ControlEvent, rank: tuple[str]) -> Iterator[Sample]:
             | EventKind.AGREED
             | EventKind.WITHDRAWN
             | EventKind.LIMITED
+            | EventKind.SHARED
+            | EventKind.DETOURED
             | EventKind.ROLES
             | EventKind.SPLIT
             | EventKind.CONFIRMED

@@ -21,6 +21,7 @@ from adaptra.graph import CompiledStages
 from adaptra.graph.inner_compiler import prepare
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.runtime.control.controller import Controller
+from adaptra.runtime.control.job_planning import JobPlanning
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.control.policy import ControllerOptions
 from adaptra.runtime.control.replanning import Planning
@@ -133,10 +134,13 @@ class Worker:
             options.timeout,
             self._parts.receive_counts(),
         )
+        # Replicas that compute for each other agree on one plan log.
+        log = job if isinstance(planning, JobPlanning) else transport
+        first = log.rank - self.rank
         self.controller = Controller(
-            self.rank,
-            self._ranks,
-            under("controller", transport.store),
+            log.rank,
+            log.world_size,
+            under("controller", log.store),
             initial,
             replace(planning, ahead_of_need=InsertComm.for_contract(transport.contract).ahead_of_need),
             options=ControllerOptions(adapt=options.adapt, delegate=options.uses_delegate, plan_seconds=options.timeout),
@@ -144,6 +148,7 @@ class Worker:
             on_event=telemetry.event,
             on_error=self._abort_by_control,
             first_step=first_step,
+            pipeline=range(first, first + self._ranks),
             job_ranks=() if replicas is None else replicas.pipeline,
         )
         self._membership = Membership(

@@ -336,6 +336,7 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
         example(memory=2, options=adaptra.Options(schedule="gpipe")),
     ),
     ("adapt=…: expected True or False", options(adapt="no")),
+    ("share=…: expected True or False", options(share=1)),
     ("schedule=…: expected a generator's name such as '1f1b', an adaptra.Program, or None", options(schedule=1)),
     *(
         (

@@ -1,0 +1,104 @@
+"""The compiler as the control plane of a job of several replicas uses it: shares and detours are among its plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from adaptra.planning.bandwidth_remedies import Remedies
+from adaptra.planning.replicas.job_remedies import JobRemedy, compare_remedies
+from adaptra.planning.replicas.joined_programs import crossed_replicas, join, order_of_replica
+from adaptra.planning.replicas.measured_jobs import UpdateSeconds, measured_case
+from adaptra.program import Program
+from adaptra.program.routing import Grid
+from adaptra.runtime.control.plan import MAX_REASON, Edges, Plan
+from adaptra.runtime.control.replanning import Planning
+from adaptra.runtime.detection.detector import Detection
+from adaptra.runtime.detection.job_detector import JobDetector
+from adaptra.runtime.detection.level_shift import DetectorOptions
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.period import simulate_period
+
+LONGEST_SEARCH: Final = 0.2
+"""Seconds of the longest search for remedies: with more, it finds hardly any better ones."""
+
+DRAFT: Final = 0.25
+"""The part of a search's seconds for a suspicion, since all ranks must be ready before the next step ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlanning(Planning):
+    """The compiler of a job. Its plans have a program of one pipeline, if all replicas run the same, or of all replicas.
+
+    Attributes:
+        replicas: The number of replicas.
+        ranks: The number of workers of a replica.
+        seconds: The longest search, in seconds, at most :data:`LONGEST_SEARCH`.
+    """
+
+    replicas: int = 1
+    ranks: int = 1
+    seconds: float = LONGEST_SEARCH
+
+    def workers(self, case: Case) -> Grid:
+        """Return the workers of each stage by replica."""
+        return JobCase.of(case, self.replicas).grid
+
+    def detector(self, cost: CostModel, options: DetectorOptions) -> JobDetector:
+        """Return the detector of changes of all replicas, which begins with these costs of each."""
+        return JobDetector(cost, self.replicas, self.ranks, options)
+
+    def plan_for(self, detection: Detection, current: Plan, delegated: Edges, is_draft: bool) -> tuple[Plan, Remedies | None]:
+        """The best of all remedies for what was detected: keep, reorder, share, detour.
+
+        Args:
+            detection: What holds now.
+            current: The plan that runs.
+            delegated: No edges, since a job that shares has no delegate.
+            is_draft: Whether there is time for a quick search only.
+        """
+        running = self._of_job(current.program)
+        case = self._with_room_for(running, self._case(detection, current.case))
+        budget = min(self.seconds, LONGEST_SEARCH) * (DRAFT if is_draft else 1.0)
+        compared = compare_remedies(case, running, budget=budget)
+        best = compared.best
+        is_kept = best.kind is JobRemedy.KEEP
+        program = current.program if is_kept else _as_one_pipeline(best.program)
+        reason = f"{detection.reason}; {best.what}; {compared}"[:MAX_REASON]
+        planned = Case(detection.cost, current.case.microbatches, current.case.placement, current.case.name)
+        remedy = current.remedy if is_kept else best.kind
+        return Plan(current.version, program, planned, best.period, best.bound, reason, remedy=remedy), None
+
+    def expect(self, program: Program, detection: Detection) -> float:
+        """The period of a program under the detected costs of all replicas."""
+        placement = program.placement if program.routing is None else program.routing.placement
+        case = self._case(detection, Case(detection.cost, program.microbatches, placement))
+        return simulate_period(self._of_job(program), case).period
+
+    def _case(self, detection: Detection, case: Case) -> JobCase:
+        """Return the job's case: the costs of each replica, and the memory of its ranks in microbatches."""
+        costs = detection.by_replica or (detection.cost,) * self.replicas
+        nothing = (0.0,) * case.cost.stages
+        memory = JobCase.of(case, self.replicas).memory
+        return measured_case(costs, case.microbatches, UpdateSeconds(nothing, nothing), placement=case.placement, memory=memory)
+
+    def _with_room_for(self, running: Program, case: JobCase) -> JobCase:
+        """Return the case with room for what runs. A limit in bytes allows more than as many whole microbatches."""
+        if case.memory is None:
+            return case
+        held = simulate_period(running, case).held
+        by_rank = (max(held[rank :: self.ranks]) for rank in range(self.ranks))
+        return replace(case, memory=tuple(map(max, case.memory, by_rank)))
+
+    def _of_job(self, program: Program) -> Program:
+        return join([program] * self.replicas) if program.routing is None else program
+
+
+def _as_one_pipeline(program: Program) -> Program:
+    """Return the program of one pipeline if all replicas run the same, each its own microbatches; else the given one."""
+    routing = program.routing
+    if routing is None or crossed_replicas(routing):
+        return program
+    orders = [order_of_replica(program, replica) for replica in range(routing.replicas)]
+    return orders[0] if all(one.orders == orders[0].orders for one in orders) else program

@@ -1,0 +1,91 @@
+"""The detector of a job of several replicas: one detector for each, and what they find at the same step as one detection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from adaptra.runtime.detection.detector import Detection, Detector
+from adaptra.runtime.detection.level_shift import DetectorOptions
+from adaptra.runtime.detection.measurement import StepMeasurement
+from adaptra.simulation.cost import CostModel
+
+MEASURED: Final = (
+    *("forward", "input_grad", "weight_grad"),
+    *("latency_forward", "latency_backward", "occupancy_forward", "occupancy_backward"),
+)
+"""The costs that steps measure; the others, such as memory, are the same in all replicas."""
+
+
+class JobDetector:
+    """Detects changes in the measurements of all workers of a job.
+
+    Args:
+        cost: The estimated cost model of each replica.
+        replicas: The number of replicas. Worker w is of replica w // (workers of a replica).
+        workers: The number of workers of a replica.
+        options: The thresholds of a change.
+    """
+
+    def __init__(self, cost: CostModel, replicas: int, workers: int, options: DetectorOptions | None = None) -> None:
+        self._workers = workers
+        self._detectors = [Detector(cost, options) for _ in range(replicas)]
+
+    @property
+    def cost(self) -> CostModel:
+        """The current cost model, in seconds; of several replicas the largest of each cost."""
+        return largest([detector.cost for detector in self._detectors])
+
+    @property
+    def latest(self) -> Detection:
+        """The costs of the recent steps; see :attr:`.detector.Detector.latest`."""
+        found = [detector.latest for detector in self._detectors]
+        return self._joined(found[0].step, found)
+
+    def observe(self, measurements: Sequence[StepMeasurement]) -> Detection | None:
+        """Take the measurements of all workers of one step.
+
+        Returns:
+            A detection if the costs of a replica have changed, else None.
+
+        Raises:
+            ControlError: A measurement names a stage or edge that the pipelines do not have.
+        """
+        return self._each(measurements, Detector.observe)
+
+    def foresee(self, measurements: Sequence[StepMeasurement]) -> Detection | None:
+        """Return the detection that would follow if the next step measured the same; see :meth:`.detector.Detector.foresee`."""
+        return self._each(measurements, Detector.foresee)
+
+    def _each(
+        self,
+        measurements: Sequence[StepMeasurement],
+        ask: Callable[[Detector, Sequence[StepMeasurement]], Detection | None],
+    ) -> Detection | None:
+        of_replica: list[list[StepMeasurement]] = [[] for _ in self._detectors]
+        for one in measurements:
+            of_replica[one.rank // self._workers].append(one)
+        found = [ask(detector, mine) for detector, mine in zip(self._detectors, of_replica, strict=True)]
+        if all(one is None for one in found):
+            return None
+        return self._joined(measurements[0].step, found)
+
+    def _joined(self, step: int, found: Sequence[Detection | None]) -> Detection:
+        """Return what the detectors of all replicas have found as one detection. Those that found nothing keep their costs."""
+        by_replica = tuple(
+            detector.cost if one is None else one.cost for detector, one in zip(self._detectors, found, strict=True)
+        )
+        changes = tuple(
+            replace(change, replica=replica) for replica, one in enumerate(found) if one is not None for change in one.changes
+        )
+        known = [one for one in found if one is not None]
+        hold_off = min((one.hold_off for one in known if one.changes), default=0)
+        noise = max(one.noise for one in known)
+        return Detection(step, changes, largest(by_replica), (), hold_off, noise, by_replica)
+
+
+def largest(costs: Sequence[CostModel]) -> CostModel:
+    """Return the first cost model with the largest of each measured cost."""
+    found = {name: tuple(map(max, zip(*(getattr(cost, name) for cost in costs), strict=True))) for name in MEASURED}
+    return replace(costs[0], **found)

@@ -1,0 +1,92 @@
+"""Tests of the plans of a job: who computes what while a worker is slow, and that all goes home when it is not."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from job_world import CASE, COST, REPLICAS, STAGES, job_world, measured, plan_zero, slow
+
+from adaptra.errors import ControlError
+from adaptra.planning.replicas.job_remedies import JobRemedy
+from adaptra.planning.replicas.joined_programs import join
+from adaptra.runtime.control.events import EventKind
+from adaptra.runtime.control.job_planning import JobPlanning
+from adaptra.runtime.control.mail import Proposed
+from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.control.preparation import Preparation
+from adaptra.runtime.detection.detector import Detection
+from adaptra.simulation.cost import CostModel
+from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.period import simulate_period
+
+ONSET, HEALED = 10, 20
+
+
+def through(costs: CostModel, steps: int = 32) -> list[Plan]:
+    """The plan of each step, while the second replica has these costs from the onset to the recovery."""
+    world = job_world()
+    plans = [world.plan]
+    for step in range(steps):
+        plans.append(world.step(measured(step, {1: costs} if ONSET <= step < HEALED else None)))
+    return plans
+
+
+def test_a_slow_worker_gives_microbatches_away_and_gets_them_back() -> None:
+    plans = through(slow(1, 2.0))
+    before, during, after = plans[ONSET], plans[ONSET + 3], plans[HEALED + 5]
+    assert not before.is_routed and before.program.routing is None
+    assert during.is_routed and during.remedy is JobRemedy.SHARE
+    routing = during.program.routing
+    assert routing is not None
+    away = [(r, s, m) for r in range(2) for s in range(3) for m in range(4) if routing.holder(r, s, m) != 3 * r + s]
+    assert away and all((replica, stage) == (1, 1) for replica, stage, _ in away)
+    assert "worker 1.1 slow" in during.reason and "share" in during.reason and "keep" in during.reason
+    assert during.predicted < 0.85 * 2 * before.predicted
+    assert not after.is_routed and after.program == before.program
+
+
+def test_plans_of_a_late_link_are_those_of_both_replicas() -> None:
+    during = through(COST.with_latency(0, 1, 0.1).with_latency(1, 0, 0.1))[ONSET + 3]
+    assert during.program.routing is not None and during.case.cost.latency(0, 1) == 0.1
+    assert during.remedy in (JobRemedy.REORDER, JobRemedy.DETOUR) and "replica 1" in during.reason
+
+
+def test_a_job_that_only_scatters_is_not_shared() -> None:
+    noise, world = random.Random(3), job_world()
+    for step in range(1500):
+        world.step(measured(step, None, noise))
+    assert not [event for event in world.events(EventKind.PROPOSED) if "microbatches of worker" in event.text]
+
+
+def test_a_plan_has_room_for_what_runs() -> None:
+    """Whole microbatches may exceed a limit in bytes that the running program keeps: it stays, and nothing holds more."""
+    planning = JobPlanning(lambda _case, program: program, replicas=REPLICAS, ranks=STAGES)
+    tight = replace(CASE, cost=replace(COST, memory_limit=(1.0,) * STAGES))
+    current = replace(plan_zero(), case=tight)
+    costs = (COST, slow(1, 2.0))
+    plan, _ = planning.plan_for(Detection(9, (), costs[1], by_replica=costs), current, (), is_draft=False)
+    held = [max(simulate_period(one, JobCase.of(CASE, REPLICAS)).held) for one in (join([current.program] * 2), plan.program)]
+    assert plan.remedy is JobRemedy.SHARE and held[1] <= held[0]
+
+
+def test_a_plan_keeps_its_remedy_as_json() -> None:
+    plan = through(slow(1, 2.0))[ONSET + 3]
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(ControlError, match="remedy"):
+        Plan.from_json(plan.to_json() | {"remedy": "pray"})
+
+
+def test_a_plan_of_other_workers_is_refused() -> None:
+    routed, refused, ready = through(slow(1, 2.0))[ONSET + 3], list[str](), list[Plan]()
+    planning = JobPlanning(lambda _case, program: program, replicas=REPLICAS, ranks=STAGES)
+    for workers in (planning.workers(plan_zero().case), ((0, 1, 2),)):
+        preparation = Preparation(
+            0, plan_zero().program, workers, None, ready.append, lambda _version, why: refused.append(why)
+        )
+        preparation.begin(Proposed(routed.version, routed.to_json()))
+        preparation.close(10)
+    assert ready == [routed]
+    what = f"plan {routed.version} has workers ((0, 1, 2), (3, 4, 5)) and 4 microbatches"
+    assert refused == [f"{what}: expected ((0, 1, 2),) and 4"]

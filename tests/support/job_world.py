@@ -1,0 +1,64 @@
+"""A job of two replicas of three stages whose steps are only measured, for tests of its detector and its controller."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+from policy_world import PolicyWorld
+
+from adaptra.program import Program
+from adaptra.program.schedules import one_f_one_b
+from adaptra.runtime.control.job_planning import JobPlanning
+from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.detection.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.simulate import lower_bound, simulate
+
+REPLICAS, STAGES, MICROBATCHES = 2, 3, 4
+COST = CostModel.uniform(STAGES, 0.04, 0.04, 0.04, latency=2e-4)
+CASE = Case(COST, MICROBATCHES, tuple(range(STAGES)))
+
+
+def plan_zero() -> Plan:
+    """The plan that training begins with."""
+    program = one_f_one_b(STAGES, MICROBATCHES)
+    return Plan(0, program, CASE, simulate(program, COST).makespan, lower_bound(CASE).value, "initial")
+
+
+def job_world() -> PolicyWorld:
+    """A policy of the job, whose drafts and plans are there before the next step."""
+
+    def never(_case: Case, _program: Program) -> Program:
+        raise AssertionError("a job is planned as a whole")
+
+    return PolicyWorld(plan_zero(), REPLICAS * STAGES, JobPlanning(never, replicas=REPLICAS, ranks=STAGES))
+
+
+def measured(
+    step: int, costs: Mapping[int, CostModel] | None = None, noise: random.Random | None = None
+) -> list[StepMeasurement]:
+    """What all workers measure in a step under each replica's costs, which scatter by two hundredths with ``noise``."""
+
+    def scattered(value: float) -> float:
+        return value if noise is None else value * noise.gauss(1.0, 0.02)
+
+    found: list[StepMeasurement] = []
+    for replica in range(REPLICAS):
+        cost = (costs or {}).get(replica, COST)
+        for stage in range(STAGES):
+            f, i, w = (scattered(one[stage]) for one in (cost.forward, cost.input_grad, cost.weight_grad))
+            edges = tuple(
+                EdgeMeasurement(near, stage, MICROBATCHES, 0.0, EdgeEstimate(scattered(cost.latency(near, stage)), None, 0.01))
+                for near in (stage - 1, stage + 1)
+                if 0 <= near < STAGES
+            )
+            worker = replica * STAGES + stage
+            stages = (StageMeasurement(stage, f, i, w, None),)
+            found.append(StepMeasurement(worker, step, scattered(0.6), stages, edges))
+    return found
+
+
+def slow(stage: int, factor: float) -> CostModel:
+    """The costs of a replica whose worker of a stage is slow."""
+    return COST.with_stage(stage, *(factor * one[stage] for one in (COST.forward, COST.input_grad, COST.weight_grad)))
