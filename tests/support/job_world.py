@@ -17,6 +17,8 @@ from adaptra.simulation.simulate import lower_bound, simulate
 
 REPLICAS, STAGES, MICROBATCHES = 2, 3, 4
 COST = CostModel.uniform(STAGES, 0.04, 0.04, 0.04, latency=2e-4)
+SECONDS = 0.6
+"""Of a step."""
 CASE = Case(COST, MICROBATCHES, tuple(range(STAGES)))
 
 
@@ -55,7 +57,7 @@ def measured(
             )
             worker = replica * STAGES + stage
             stages = (StageMeasurement(stage, f, i, w, None),)
-            found.append(StepMeasurement(worker, step, scattered(0.6), stages, edges))
+            found.append(StepMeasurement(worker, step, scattered(SECONDS), stages, edges))
     return found
 
 
