@@ -185,9 +185,10 @@ class Controller:
         plan = self._coverage.plan_for(step)
         if plan.version != self._running.version:
             self._running = plan
-            self._emit_now(EventKind.SWITCHED, plan.reason, plan.predicted)
+            seconds = plan.predicted, plan.predicted_before
+            self._emit_now(EventKind.SWITCHED, plan.reason, *seconds)
             if plan.remedy in _ROUTED and plan.program.routing is not None:
-                self._emit_now(_ROUTED[plan.remedy], "; ".join(moves(plan.program.routing)), plan.predicted)
+                self._emit_now(_ROUTED[plan.remedy], "; ".join(moves(plan.program.routing)), *seconds)
         return plan
 
     def report(self, measurement: StepMeasurement) -> None:

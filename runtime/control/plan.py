@@ -34,6 +34,7 @@ class Plan:
         reason: The reason for the plan, for people.
         delegated: The directed edges of stages whose messages travel by the delegate, in ascending order.
         rounded: The directed edges whose messages are rounded to bfloat16 while they travel, in ascending order.
+        predicted_before: The simulated makespan of the plan that it replaces, under the same case; seconds, None for plan 0.
         remedy: The remedy of a job of several replicas that the plan is, such as a share; None for the plan of one pipeline.
     """
 
@@ -45,6 +46,7 @@ class Plan:
     reason: str
     delegated: Edges = ()
     rounded: Edges = ()
+    predicted_before: float | None = None
     remedy: JobRemedy | None = None
 
     @property
@@ -76,6 +78,7 @@ class Plan:
             "reason": self.reason,
             "delegated": [list(edge) for edge in self.delegated],
             "rounded": [list(edge) for edge in self.rounded],
+            "predicted_before": self.predicted_before,
             "remedy": None if self.remedy is None else self.remedy.value,
         }
 
@@ -98,6 +101,7 @@ class Plan:
                 reason=fields.text("reason", at_most=MAX_REASON),
                 delegated=_edges(fields, "delegated"),
                 rounded=_edges(fields, "rounded"),
+                predicted_before=fields.number_or_none("predicted_before"),
                 remedy=_remedy(fields),
             )
         except (ScheduleError, CaseError) as error:

@@ -363,4 +363,5 @@ class Policy:
     def _propose(self, plan: Plan, before: float, now: float, is_speculative: bool = False) -> Propose:
         self._deadline = now + self._options.confirm_seconds
         text = f"{plan.reason}; {1e3 * plan.predicted:.1f} ms instead of {1e3 * before:.1f} ms"
-        return Propose(plan, before, f"in case of {text}" if is_speculative else text, is_speculative)
+        planned = replace(plan, predicted_before=before)
+        return Propose(planned, before, f"in case of {text}" if is_speculative else text, is_speculative)

@@ -56,8 +56,10 @@ def train(faults: Sequence[str]) -> Trained:
             name: hashlib.sha256(value.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
             for name, value in pipe.state_dict().items()
         }
-    kinds = (EventKind.SHARED, EventKind.DETOURED)
-    return Trained(losses, state, [(event.step, event.text) for event in told if event.kind in kinds], routes)
+    routed = [event for event in told if event.kind in (EventKind.SHARED, EventKind.DETOURED)]
+    for event in routed:
+        assert event.predicted is not None and event.predicted_before is not None and event.predicted < event.predicted_before
+    return Trained(losses, state, [(event.step, event.text) for event in routed], routes)
 
 
 def train_with_and_without(rank: int) -> tuple[Trained, Trained]:
