@@ -38,7 +38,8 @@ class RankPrograms:
     Args:
         compiled: The model's stages.
         stages_of: This rank's stages in training under a program, by replica and number.
-        weights: Per stage the tensors in which its weight gradients are handed over; none of a stage on another rank.
+        handed_over: Per stage the tensors in which its weight gradients are handed over, and the buffers that it changes; none
+            of a stage on another rank.
         batch: The tensors of a microbatch's inputs, targets and results.
         transport: This rank's transport, which joins the ranks of its pipeline.
         job: The transport of all workers of the job, of which that is a part; the same without replicas.
@@ -57,7 +58,7 @@ class RankPrograms:
         self,
         compiled: CompiledStages,
         stages_of: Callable[[Program], Mapping[tuple[int | None, int], Stage]],
-        weights: Sequence[MessageSpec],
+        handed_over: Sequence[tuple[MessageSpec, MessageSpec]],
         batch: BatchShapes,
         transport: Transport,
         job: Transport,
@@ -71,7 +72,7 @@ class RankPrograms:
         self.plan = initial
         self._compiled = compiled
         self._stages_of = stages_of
-        self._weights = weights
+        self._handed_over = handed_over
         self._batch = batch
         self._transport = transport
         self._job = job
@@ -185,8 +186,8 @@ class RankPrograms:
     def _shapes(self, plan: Plan) -> list[MessageShapes]:
         stages = round_edges(self._compiled.train, plan.rounded)
         return [
-            MessageShapes(graphs.outputs, graphs.grad_inputs, weights)
-            for graphs, weights in zip(stages, self._weights, strict=True)
+            MessageShapes(graphs.outputs, graphs.grad_inputs, weights, buffers)
+            for graphs, (weights, buffers) in zip(stages, self._handed_over, strict=True)
         ]
 
     def _lower(self, plan: Plan) -> Program:

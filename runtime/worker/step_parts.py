@@ -81,17 +81,17 @@ class StepParts:
         self._losses = LossBroadcast(rank, placement, microbatches, loss, sharing, transport)
         self._probes = Probes(rank, placement, transport, monitor)
         self.replica: Final = 0 if replicas is None else replicas.index
-        changing = {name for stage in own for name in compiled.train[stage].buffers} & compiled.changing
+        self._compiled = compiled
+        changing = {name for stage in own for name in self._changing(stage)}
         broadcast = replicas if options.broadcast_buffers else None
         self.buffers: Final = ReplicaBuffers(broadcast, [state[name] for name in sorted(changing)])
-        self._compiled = compiled
         self._state = state
         self._microbatches = microbatches
         self._transport = transport
         self._seed = options.seed
         self._reduction = reduction
         self._timeout = options.timeout
-        self.stages: Final = {stage: self._stage(self.replica, stage, self.gradients) for stage in own}
+        self.stages: Final = {stage: self._stage(self.replica, stage, self.gradients, state) for stage in own}
         self._foreign: dict[tuple[int, int], TrainingStage] = {}
         self._replicas = replicas
         if replicas is not None:
@@ -113,9 +113,12 @@ class StepParts:
                 found[op.replica, op.stage] = self._foreign_stage(op.replica, op.stage)
         return found
 
-    def weights_of(self, stage: int) -> MessageSpec:
-        """Return the tensors in which a stage's weight gradients are handed over; none of a stage on another rank."""
-        return self.stages[stage].handed_over if stage in self.stages else ()
+    def handed_over_of(self, stage: int) -> tuple[MessageSpec, MessageSpec]:
+        """Return the tensors in which a stage's weight gradients are handed over, and the buffers that it changes.
+
+        There are none of a stage on another rank.
+        """
+        return (one.handed_over, one.changing) if (one := self.stages.get(stage)) is not None else ((), ())
 
     def _foreign_stage(self, replica: int, number: int) -> TrainingStage:
         if (replica, number) not in self._foreign:
@@ -123,13 +126,18 @@ class StepParts:
             sums = {name: self._state[name].detach() for name in self._compiled.train[number].trainable}
             rank = self._transport.rank
             gradients = Gradients(rank, sums, (), (rank,) * len(self._compiled.train), self._transport, self._timeout)
-            self._foreign[replica, number] = self._stage(replica, number, gradients)
+            # The other replica's values of changing buffers, which are handed over before they are read.
+            buffers = {name: self._state[name].clone() for name in self._changing(number)}
+            self._foreign[replica, number] = self._stage(replica, number, gradients, {**self._state, **buffers})
         return self._foreign[replica, number]
 
-    def _stage(self, replica: int, number: int, gradients: Gradients) -> TrainingStage:
+    def _changing(self, stage: int) -> list[str]:
+        return sorted(self._compiled.changing.intersection(self._compiled.train[stage].buffers))
+
+    def _stage(self, replica: int, number: int, gradients: Gradients, state: Mapping[str, Tensor]) -> TrainingStage:
         return TrainingStage(
             self._compiled.train[number],
-            self._state,
+            state,
             seed=self._seed,
             microbatches=self._microbatches,
             replica=replica,
@@ -137,6 +145,7 @@ class StepParts:
             gradients=gradients,
             reduction=self._reduction,
             await_buffers=self.buffers.wait,
+            changing=self._changing(number),
         )
 
     def receive_counts(self) -> Counter[tuple[int, MessageSpec]]:

@@ -32,7 +32,7 @@ def routed(paths: Sequence[Sequence[tuple[int, ...]]]) -> Program:
     return plan_job(case, routing=Routing.of_paths((FIRST, SECOND), paths))
 
 
-def train(schedule: str | Program) -> dict[str, Any]:
+def train(schedule: str | Program, example: str = "gpt_dropout", **options: Any) -> dict[str, Any]:
     """What is left of some steps with accumulation, clipping and an evaluation: losses, gradients and the state's digests."""
     import hashlib
 
@@ -42,13 +42,13 @@ def train(schedule: str | Program) -> dict[str, Any]:
 
     import adaptra
 
-    example = EXAMPLES["gpt_dropout"]
+    given = EXAMPLES[example]
     found: dict[str, Any] = {}
-    options = adaptra.Options(schedule=schedule, adapt=False)
-    with compiled(example, example.rows(ROWS, 0), stages=3, microbatches=MICROBATCHES, options=options) as pipe:
+    chosen = adaptra.Options(schedule=schedule, adapt=False, **options)
+    with compiled(given, given.rows(ROWS, 0), stages=3, microbatches=MICROBATCHES, options=chosen) as pipe:
         optimizer = adam(pipe.parameters())
         for step in range(4):
-            args, kwargs = call(example.rows(ROWS, 2 * step + pipe.replica))
+            args, kwargs = call(given.rows(ROWS, 2 * step + pipe.replica))
             pipe.step(*args, **kwargs)
             found[f"losses {step}"] = pipe.microbatch_losses.tolist()
             if step in (1, 3):
@@ -58,20 +58,32 @@ def train(schedule: str | Program) -> dict[str, Any]:
                 found[f"evaluation {step}"] = pipe.eval_step(*args, **kwargs).tolist()
         assert pipe.explain() and pipe.report()
         for name, value in pipe.state_dict().items():
-            found[name] = hashlib.sha256(value.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+            found[name] = hashlib.sha256(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
     return found
 
 
-def train_each(rank: int, programs: Sequence[Program]) -> list[dict[str, Any]]:
+def train_each(rank: int, programs: Sequence[Program], variants: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    return [train(schedule) for schedule in ("1f1b", *programs)]
+    return [[train(schedule, **variant) for schedule in ("1f1b", *programs)] for variant in variants]
 
 
 def test_routes_change_no_number() -> None:
     """Whoever computes the first, a middle or the last stage of a microbatch, with dropout and gradients of two steps."""
-    results = run_processes(train_each, 6, [routed(paths) for paths in PATHS.values()])
-    for rank, (expected, *found) in enumerate(results):
-        for name, one in zip(PATHS, found, strict=True):
-            assert one == expected, f"{name}, rank {rank}"
+    check([{}], tuple(PATHS))
+
+
+def test_buffers_change_in_the_order_of_their_replica() -> None:
+    """Those of BatchNorm, shared by the replicas or each with its own. Losses of evaluations depend on them."""
+    variants = [{"example": "resnet"}, {"example": "resnet", "broadcast_buffers": False}]
+    check(variants, ["shares of the first and the last stage", "detours"])
+
+
+def check(variants: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    """Compare jobs with these routes with one without, rank by rank."""
+    results = run_processes(train_each, 6, [routed(PATHS[name]) for name in names], variants)
+    for rank, of_variants in enumerate(results):
+        for variant, (expected, *found) in zip(variants, of_variants, strict=True):
+            for name, one in zip(names, found, strict=True):
+                assert one == expected, f"{name}, {variant}, rank {rank}"
