@@ -54,7 +54,7 @@ def routed_plan(program: Program, case: Case, replicas: int, compiled: CompiledS
 
 
 def _check_routed_stages(what: str, program: Program, routing: Routing, compiled: CompiledStages) -> None:
-    """Refuse routes that leave a replica where its own state is needed: tied weights, or buffers that can't be handed over."""
+    """Refuse routes that leave a replica where its tied weights or changing buffers can't follow."""
     tied = {stage: one.name for one in compiled.tied for stage in one.stages}
     changed = {one.index: name for one in compiled.train for name in sorted(compiled.changing.intersection(one.buffers))[:1]}
     handed_over: set[int] = set()
@@ -64,14 +64,14 @@ def _check_routed_stages(what: str, program: Program, routing: Routing, compiled
             if not away:
                 continue
             where = f"{what}: microbatch {away[0]} of replica {replica} leaves its home on stage {stage}"
-            if stage in tied:
-                raise PlanError(f"{where}, which shares {tied[stage]} with another stage: expected routes that keep it at home")
+            why = f"shares {tied[stage]} with another stage" if stage in tied else ""
+            why = f"changes the buffer {changed[stage]}" if stage in changed else why
+            if why and home is not None and len(routing.stages_of(home)) > 1:
+                raise PlanError(
+                    f"{where}, which {why}, and its rank has several stages: expected routes that keep it at home, or one "
+                    "stage per rank"
+                )
             if stage in changed:
-                if home is not None and len(routing.stages_of(home)) > 1:
-                    raise PlanError(
-                        f"{where}, which changes the buffer {changed[stage]}, and its rank has several stages: expected "
-                        "routes that keep it at home, or one stage per rank"
-                    )
                 handed_over.add(stage)
     if handed_over:
         try:

@@ -38,6 +38,8 @@ class RankPrograms:
     Args:
         compiled: The model's stages.
         stages_of: This rank's stages in training under a program, by replica and number.
+        contributions_of: The receive buffers for other replicas' contributions to shared parameters under a program, per source
+            worker and message.
         handed_over: Per stage the tensors in which its weight gradients are handed over, and the buffers that it changes; none
             of a stage on another rank.
         batch: The tensors of a microbatch's inputs, targets and results.
@@ -58,6 +60,7 @@ class RankPrograms:
         self,
         compiled: CompiledStages,
         stages_of: Callable[[Program], Mapping[tuple[int | None, int], Stage]],
+        contributions_of: Callable[[Program], Counter[tuple[int, MessageSpec]]],
         handed_over: Sequence[tuple[MessageSpec, MessageSpec]],
         batch: BatchShapes,
         transport: Transport,
@@ -72,6 +75,7 @@ class RankPrograms:
         self.plan = initial
         self._compiled = compiled
         self._stages_of = stages_of
+        self._contributions_of = contributions_of
         self._handed_over = handed_over
         self._batch = batch
         self._transport = transport
@@ -170,8 +174,10 @@ class RankPrograms:
         self._job.reserve(self._always + self._by_program + self._by_worker(counts))
 
     def _reserve(self, executor: Executor) -> None:
-        is_routed = executor.program.routing is not None
-        self._grow(Counter(executor.receive_counts) if is_routed else self._by_worker(executor.receive_counts))
+        if executor.program.routing is None:
+            self._grow(self._by_worker(executor.receive_counts))
+        else:
+            self._grow(Counter(executor.receive_counts) + self._contributions_of(executor.program))
 
     def _grow(self, counts: Counter[tuple[int, MessageSpec]]) -> None:
         self._by_program |= counts

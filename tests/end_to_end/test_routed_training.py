@@ -38,11 +38,11 @@ def train(schedule: str | Program, example: str = "gpt_dropout", **options: Any)
 
     import torch
     from models import EXAMPLES
-    from training import adam, call, compiled
+    from training import MIXED, adam, call, compiled
 
     import adaptra
 
-    given = EXAMPLES[example]
+    given = MIXED if example == MIXED.name else EXAMPLES[example]
     found: dict[str, Any] = {}
     chosen = adaptra.Options(schedule=schedule, adapt=False, **options)
     with compiled(given, given.rows(ROWS, 0), stages=3, microbatches=MICROBATCHES, options=chosen) as pipe:
@@ -62,28 +62,31 @@ def train(schedule: str | Program, example: str = "gpt_dropout", **options: Any)
     return found
 
 
-def train_each(rank: int, programs: Sequence[Program], variants: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def train_each(rank: int, jobs: Sequence[tuple[dict[str, Any], Sequence[Program]]]) -> list[list[dict[str, Any]]]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    return [[train(schedule, **variant) for schedule in ("1f1b", *programs)] for variant in variants]
+    return [[train(schedule, **variant) for schedule in ("1f1b", *programs)] for variant, programs in jobs]
 
 
 def test_routes_change_no_number() -> None:
     """Whoever computes the first, a middle or the last stage of a microbatch, with dropout and gradients of two steps."""
-    check([{}], tuple(PATHS))
+    check([({}, list(PATHS))])
 
 
-def test_buffers_change_in_the_order_of_their_replica() -> None:
-    """Those of BatchNorm, shared by the replicas or each with its own. Losses of evaluations depend on them."""
-    variants = [{"example": "resnet"}, {"example": "resnet", "broadcast_buffers": False}]
-    check(variants, ["shares of the first and the last stage", "detours"])
+def test_buffers_and_tied_weights_keep_the_order_of_their_replica() -> None:
+    """Buffers of BatchNorm, shared by the replicas or each with its own, and a weight of both the first and the last stage.
+
+    Losses of evaluations depend on the buffers.
+    """
+    shares, detours = "shares of the first and the last stage", "detours"
+    check([({"example": "mixed"}, [shares]), ({"example": "mixed", "broadcast_buffers": False}, [detours])])
 
 
-def check(variants: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-    """Compare jobs with these routes with one without, rank by rank."""
-    results = run_processes(train_each, 6, [routed(PATHS[name]) for name in names], variants)
-    for rank, of_variants in enumerate(results):
-        for variant, (expected, *found) in zip(variants, of_variants, strict=True):
+def check(jobs: Sequence[tuple[dict[str, Any], Sequence[str]]]) -> None:
+    """Compare jobs with these routes with the same ones without, rank by rank."""
+    given = [(variant, [routed(PATHS[name]) for name in names]) for variant, names in jobs]
+    for rank, of_jobs in enumerate(run_processes(train_each, 6, given)):
+        for (variant, names), (expected, *found) in zip(jobs, of_jobs, strict=True):
             for name, one in zip(names, found, strict=True):
                 assert one == expected, f"{name}, {variant}, rank {rank}"

@@ -28,8 +28,8 @@ OTHER = (
 )
 LOWERED = "schedule …: it has SEND and RECV ops: expected compute ops, REDUCE and STEP only"
 TIED = (
-    "schedule …: microbatch … of replica … leaves its home on stage …, which shares … with another stage: expected routes that "
-    "keep it at home"
+    "schedule …: microbatch … of replica … leaves its home on stage …, which shares … with another stage, and its rank has "
+    "several stages: expected routes that keep it at home, or one stage per rank"
 )
 SEVERAL_STAGES = (
     "schedule …: microbatch … of replica … leaves its home on stage …, which changes the buffer …, and its rank has several "
@@ -55,9 +55,10 @@ def program(away: Sequence[int] = (1,), stage: int = 1, case: Case = CASE) -> Pr
 V_SHAPED = Case(CostModel.uniform(4, 1.0, 1.0, 1.0), 4, (0, 1, 1, 0))
 
 
-def v_shaped() -> Program:
-    """The other replica's worker computes the two middle stages of some microbatches."""
-    paths = [[(0, 1, 1, 0)] * 4, [(2, 3, 3, 2), (2, 1, 1, 2), (2, 1, 1, 2), (2, 3, 3, 2)]]
+def v_shaped(stages: Sequence[int] = (1, 2)) -> Program:
+    """The other replica's worker computes these stages of some microbatches."""
+    path = tuple((0, 1, 1, 0)[stage] if stage in stages else (2, 3, 3, 2)[stage] for stage in range(4))
+    paths = [[(0, 1, 1, 0)] * 4, [(2, 3, 3, 2), path, path, (2, 3, 3, 2)]]
     return plan_job(JobCase.of(V_SHAPED, 2), routing=Routing.of_paths(((0, 1, 1, 0), (2, 3, 3, 2)), paths))
 
 
@@ -93,7 +94,7 @@ REFUSED: dict[str, tuple[type[AdaptraError], Callable[[], object]]] = {
     DELEGATED: (OptionError, lambda: plan(program(), delegate=True)),
     OTHER: (PlanError, lambda: plan(program(), replicas=3)),
     LOWERED: (PlanError, lambda: plan(InsertComm().apply(program(), CASE.cost))),
-    TIED: (PlanError, lambda: plan(program(), name="gpt_tied")),
+    TIED: (PlanError, lambda: plan(v_shaped(stages=(0, 3)), name="gpt_tied", case=V_SHAPED)),
     SEVERAL_STAGES: (PlanError, lambda: plan(v_shaped(), name="resnet", case=V_SHAPED)),
     OUT_OF_ORDER: (PlanError, lambda: plan(Program.parse(CROSSED), name="resnet", case=TWO)),
     TOO_MANY: (
@@ -123,5 +124,6 @@ def test_stages_that_change_no_buffer_may_run_in_any_order() -> None:
     plan(v_shaped(), case=V_SHAPED)
 
 
-def test_stages_that_change_buffers_are_routed() -> None:
+def test_stages_that_change_buffers_or_share_weights_are_routed() -> None:
     plan(program(stage=0), name="resnet")
+    plan(program(), name="gpt_tied")
