@@ -127,3 +127,34 @@ def test_stages_that_change_no_buffer_may_run_in_any_order() -> None:
 def test_stages_that_change_buffers_or_share_weights_are_routed() -> None:
     plan(program(stage=0), name="resnet")
     plan(program(), name="gpt_tied")
+
+
+GIVEN_AWAY = """
+schedule away version=2 stages=2 microbatches=2
+workers 0,1 2,3
+route 0 0-1 by 0,1
+route 1 0-1 by 2,1
+0: 0:0F0 0:0F1 0:0I0 0:0W0 0:0I1 0:0W1
+1: 0:1F0 0:1F1 1:1F0 1:1F1 0:1I0 0:1W0 0:1I1 0:1W1 1:1I0 1:1W0 1:1I1 1:1W1
+2: 1:0F0 1:0F1 1:0I0 1:0W0 1:0I1 1:0W1
+3:
+"""
+EXCHANGED = """
+schedule exchanged version=2 stages=2 microbatches=2
+workers 0,1 2,3
+route 0 0-1 by 0,3
+route 1 0-1 by 2,1
+0: 0:0F0 0:0F1 0:0I0 0:0W0 0:0I1 0:0W1
+1: 1:1F0 1:1F1 1:1I0 1:1W0 1:1I1 1:1W1
+2: 1:0F0 1:0F1 1:0I0 1:0W0 1:0I1 1:0W1
+3: 0:1F0 0:1F1 0:1I0 0:1W0 0:1I1 0:1W1
+"""
+
+
+def test_a_worker_holds_the_microbatches_that_it_computes_whosever_they_are() -> None:
+    limited = replace(TWO, cost=replace(TWO.cost, memory_limit=(2.0, 2.0)))
+    plan(Program.parse(EXCHANGED), case=limited)
+    with pytest.raises(PlanError, match=r"worker 0\.1 holds 4 microbatches, .* expected at most 2"):
+        plan(Program.parse(GIVEN_AWAY), case=limited)
+    with pytest.raises(PlanError, match=r"worker 0\.0 holds 2 microbatches, .* expected at most 1"):
+        plan(Program.parse(EXCHANGED), case=replace(TWO, cost=replace(TWO.cost, memory_limit=(1.0, 1.0))))
