@@ -35,8 +35,6 @@ def routed_plan(program: Program, case: Case, replicas: int, compiled: CompiledS
     what = f"schedule {program.name}"
     if options.adapt:
         raise OptionError(f"{what} with routes and adapt=True: expected adapt=False, as routes are followed and not changed")
-    if options.uses_delegate:
-        raise OptionError(f"{what} with routes and delegate=…: expected no delegate, which carries edges of one pipeline")
     grid = JobCase.of(case, replicas).grid
     if routing.workers != grid or program.microbatches != case.microbatches:
         rows = " ".join(",".join(map(str, row)) for row in grid)
@@ -50,7 +48,7 @@ def routed_plan(program: Program, case: Case, replicas: int, compiled: CompiledS
     _check_routed_stages(what, program, routing, compiled)
     found = simulate_alike(program, case.cost)
     bound = period_bound(found.case, routing).value
-    return Plan(0, program, case, found.period, bound, f"{program.name}, with its routes, as asked for")
+    return Plan(0, program, case, found.period, bound, f"{program.name}, with its routes, as asked for", options.delegated)
 
 
 def _check_routed_stages(what: str, program: Program, routing: Routing, compiled: CompiledStages) -> None:

@@ -12,10 +12,11 @@ from adaptra.graph.ops.specs import MessageSpec
 from adaptra.graph.round_messages import round_edges
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.passes.lower_comm import LowerComm
-from adaptra.program import Program
+from adaptra.program import Kind, Program
+from adaptra.program.dependencies import other_end, peer_stage
 from adaptra.program.schedules import forward_only
 from adaptra.program.verify import verify
-from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.control.plan import Edges, Plan
 from adaptra.runtime.detection.monitor import Monitor
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.transports.base import Transport
@@ -203,7 +204,16 @@ class RankPrograms:
         """
         ahead = None if self._compiled.with_loss else plan.program.microbatches
         lowered = InsertComm.for_contract(self._transport.contract, ahead).apply(plan.program, plan.case.cost)
-        return LowerComm(slow=plan.delegated).apply(lowered, plan.case.cost)
+        slow = plan.delegated if lowered.routing is None else _links_over(lowered, plan.delegated)
+        return LowerComm(slow=slow).apply(lowered, plan.case.cost)
+
+
+def _links_over(lowered: Program, edges: Edges) -> Edges:
+    """Return the links of workers that carry a program's messages over these directed edges of stages."""
+    sends = [op for order in lowered.orders for op in order if op.kind in (Kind.SEND_F, Kind.SEND_B)]
+    crossing = [(op, other_end(op)) for op in sends if (op.stage, peer_stage(op)) in edges]
+    found = {tuple(lowered.holder(end.replica, end.stage, end.microbatch) for end in ends) for ends in crossing}
+    return tuple(sorted((source, destination) for source, destination in found))
 
 
 def check_memory(what: str, program: Program, cost: CostModel) -> None:

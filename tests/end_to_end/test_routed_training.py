@@ -36,20 +36,21 @@ def routed(paths: Sequence[Sequence[tuple[int, ...]]]) -> Program:
     return plan_job(case, routing=Routing.of_paths((FIRST, SECOND), paths))
 
 
-def train(schedule: str | Program, example: str = "gpt_dropout", **options: Any) -> dict[str, Any]:
+def train(schedule: str | Program, example: str = "gpt_dropout", transport: str = "c10d", **options: Any) -> dict[str, Any]:
     """What is left of some steps with accumulation, clipping and an evaluation: losses, gradients and the state's digests."""
     import hashlib
 
     import torch
     from models import EXAMPLES
-    from training import MIXED, adam, call, compiled
+    from training import MIXED, adam, call, carried, compiled
 
     import adaptra
 
     given = MIXED if example == MIXED.name else EXAMPLES[example]
     found: dict[str, Any] = {}
     chosen = adaptra.Options(schedule=schedule, adapt=False, **options)
-    with compiled(given, given.rows(ROWS, 0), stages=3, microbatches=MICROBATCHES, options=chosen) as pipe:
+    how: dict[str, Any] = {"stages": 3, "microbatches": MICROBATCHES, "transport": transport, "options": chosen}
+    with compiled(given, given.rows(ROWS, 0), **how) as pipe:
         optimizer = adam(pipe.parameters())
         for step in range(4):
             args, kwargs = call(given.rows(ROWS, 2 * step + pipe.replica))
@@ -61,6 +62,7 @@ def train(schedule: str | Program, example: str = "gpt_dropout", **options: Any)
                 optimizer.zero_grad()
                 found[f"evaluation {step}"] = pipe.eval_step(*args, **kwargs).tolist()
         assert pipe.explain() and pipe.report()
+        found["delegated"] = carried(pipe) if chosen.uses_delegate else set()
         for name, value in pipe.state_dict().items():
             found[name] = hashlib.sha256(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
     return found
@@ -145,6 +147,16 @@ def test_buffers_and_tied_weights_keep_the_order_of_their_replica() -> None:
     check([(mixed, [SHARES, "exchanged paths"]), (partial(mixed, broadcast_buffers=False), ["detours"])])
 
 
+def test_the_delegate_carries_what_crosses_replicas() -> None:
+    """Of all messages, or of those between the first two stages, whichever workers have them."""
+    mixed = partial(train, example="mixed")
+    edges = partial(mixed, delegate=[(0, 1), (1, 0)])
+    results = check([(partial(mixed, transport="delegate"), [SHARES, "detours"]), (edges, [SHARES, "detours"])])
+    _, shares, detours = ({edge for one in results for edge in one[1][number]["delegated"]} for number in range(3))
+    assert shares == {(0, 1), (1, 0), (3, 1), (1, 3), (3, 4), (4, 3)}
+    assert detours == {(0, 1), (1, 0), (0, 4), (4, 0), (3, 4), (4, 3), (3, 1), (1, 3)}
+
+
 def test_all_that_a_plain_step_has_holds_under_routes() -> None:
     """Recomputation, weighted and scaled losses, hooks, accumulation, clipping, and checkpoints."""
     for ((found, *_),) in check([(train_with_all, [SHARES, "exchanged paths"])]):
@@ -159,5 +171,5 @@ def check(jobs: Sequence[tuple[Training, Sequence[str]]]) -> list[list[list[dict
     for rank, of_jobs in enumerate(results):
         for (train_once, names), (expected, *found) in zip(jobs, of_jobs, strict=True):
             for name, one in zip(names, found, strict=True):
-                assert one == expected, f"{name}, {train_once}, rank {rank}"
+                assert {**one, "delegated": None} == {**expected, "delegated": None}, f"{name}, {train_once}, rank {rank}"
     return results

@@ -22,7 +22,6 @@ from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.job_case import JobCase
 
 ADAPTS = "schedule … with routes and adapt=True: expected adapt=False, as routes are followed and not changed"
-DELEGATED = "schedule … with routes and delegate=…: expected no delegate, which carries edges of one pipeline"
 OTHER = (
     "schedule …: … replicas of … stages, … microbatches, and workers as its second line says: expected …, …, …, and 'workers …'"
 )
@@ -91,7 +90,6 @@ def plan(given: Program, *, name: str = "skip_mlp", case: Case = CASE, replicas:
 
 REFUSED: dict[str, tuple[type[AdaptraError], Callable[[], object]]] = {
     ADAPTS: (OptionError, lambda: plan(program(), adapt=True)),
-    DELEGATED: (OptionError, lambda: plan(program(), delegate=True)),
     OTHER: (PlanError, lambda: plan(program(), replicas=3)),
     LOWERED: (PlanError, lambda: plan(InsertComm().apply(program(), CASE.cost))),
     TIED: (PlanError, lambda: plan(v_shaped(stages=(0, 3)), name="gpt_tied", case=V_SHAPED)),
@@ -117,6 +115,12 @@ def test_a_program_that_fits_is_taken_with_its_period() -> None:
     found = routed_plan(given, CASE, 2, compiled(), adaptra.Options(adapt=False, schedule=given))
     assert (found.program, found.version) == (given, 0)
     assert found.bound <= found.predicted
+
+
+def test_the_delegate_takes_over_edges_from_the_start() -> None:
+    given = program()
+    options = adaptra.Options(adapt=False, schedule=given, delegate=[(0, 1)])
+    assert routed_plan(given, CASE, 2, compiled(), options).delegated == ((0, 1),)
 
 
 def test_stages_that_change_no_buffer_may_run_in_any_order() -> None:
