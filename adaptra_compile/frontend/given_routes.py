@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from adaptra.errors import OptionError, PlanError
+from adaptra.errors import OptionError, PlanError, ScheduleError
 from adaptra.graph import CompiledStages
 from adaptra.planning.replicas.period_bound import period_bound
 from adaptra.program import Program
 from adaptra.program.routing import Routing
+from adaptra.program.verify import verify
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.options import Options
 from adaptra.runtime.worker.rank_programs import check_memory
@@ -34,8 +35,6 @@ def routed_plan(program: Program, case: Case, replicas: int, compiled: CompiledS
     what = f"schedule {program.name}"
     if options.adapt:
         raise OptionError(f"{what} with routes and adapt=True: expected adapt=False, as routes are followed and not changed")
-    if options.uses_delegate:
-        raise OptionError(f"{what} with routes and delegate=…: expected no delegate, which carries edges of one pipeline")
     grid = JobCase.of(case, replicas).grid
     if routing.workers != grid or program.microbatches != case.microbatches:
         rows = " ".join(",".join(map(str, row)) for row in grid)
@@ -45,24 +44,39 @@ def routed_plan(program: Program, case: Case, replicas: int, compiled: CompiledS
         )
     if program.is_lowered:
         raise PlanError(f"{what}: it has SEND and RECV ops: expected compute ops, REDUCE and STEP only")
-    _check_routed_stages(what, routing, compiled)
     check_memory(what, program, case.cost)
+    _check_routed_stages(what, program, routing, compiled)
     found = simulate_alike(program, case.cost)
     bound = period_bound(found.case, routing).value
-    return Plan(0, program, case, found.period, bound, f"{program.name}, with its routes, as asked for")
+    return Plan(0, program, case, found.period, bound, f"{program.name}, with its routes, as asked for", options.delegated)
 
 
-def _check_routed_stages(what: str, routing: Routing, compiled: CompiledStages) -> None:
-    """Refuse routes that leave a replica where its own state is needed: tied weights or changed buffers."""
+def _check_routed_stages(what: str, program: Program, routing: Routing, compiled: CompiledStages) -> None:
+    """Refuse routes that leave a replica where its tied weights or changing buffers can't follow."""
     tied = {stage: one.name for one in compiled.tied for stage in one.stages}
+    changed = {one.index: name for one in compiled.train for name in sorted(compiled.changing.intersection(one.buffers))[:1]}
+    handed_over: set[int] = set()
     for replica, row in enumerate(routing.workers):
         for stage, home in enumerate(row):
             away = [one for one in range(routing.microbatches) if routing.holder(replica, stage, one) != home]
             if not away:
                 continue
             where = f"{what}: microbatch {away[0]} of replica {replica} leaves its home on stage {stage}"
-            if stage in tied:
-                raise PlanError(f"{where}, which shares {tied[stage]} with another stage: expected routes that keep it at home")
-            changed = sorted(compiled.changing & set(compiled.train[stage].buffers))
-            if changed:
-                raise PlanError(f"{where}, which changes the buffer {changed[0]}: expected routes that keep it at home")
+            why = f"shares {tied[stage]} with another stage" if stage in tied else ""
+            why = f"changes the buffer {changed[stage]}" if stage in changed else why
+            if why and home is not None and len(routing.stages_of(home)) > 1:
+                raise PlanError(
+                    f"{where}, which {why}, and its rank has several stages: expected routes that keep it at home, or one "
+                    "stage per rank"
+                )
+            if stage in changed:
+                handed_over.add(stage)
+    if handed_over:
+        try:
+            verify(program, changing=handed_over)
+        except ScheduleError as error:
+            names = ", ".join(changed[stage] for stage in sorted(handed_over))
+            raise PlanError(
+                f"{what}: forwards change {names} and run in microbatch order over all workers: expected orders that allow it, "
+                f"but {error}"
+            ) from error

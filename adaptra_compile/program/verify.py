@@ -47,6 +47,7 @@ class Facts:
         forward_only: Whether no op computes a gradient.
         hands_over: Whether workers hand over the accumulator of weight gradients.
         barrier: Whether every STEP waits for the REDUCE of all workers.
+        changing: The stages whose forwards change buffers, which workers hand over.
     """
 
     program: Program
@@ -55,6 +56,7 @@ class Facts:
     forward_only: bool
     hands_over: bool
     barrier: bool
+    changing: Container[int]
 
     def needed(self, op: Op) -> Iterator[Op]:
         """Yield the program's own ops, lanes included, that meet the needs of ``op``."""
@@ -63,13 +65,22 @@ class Facts:
                 place = self.places.get(one)
                 if place is not None:
                     yield self.program.orders[place.rank][place.number]
+        if op.kind is Kind.F and op.stage in self.changing and op.microbatch > 0:
+            yield Op(op.stage, Kind.F, op.microbatch - 1, None, op.replica)
 
     def error(self, text: str) -> ScheduleError:
         """Return the error of a broken rule: the program's name and the text."""
         return ScheduleError(f"{self.program.name}: {text}")
 
 
-def verify(program: Program, *, ordered_channels: bool = True, hands_over: bool = True, barrier: bool = False) -> None:
+def verify(
+    program: Program,
+    *,
+    ordered_channels: bool = True,
+    hands_over: bool = True,
+    barrier: bool = False,
+    changing: Container[int] = (),
+) -> None:
     """Prove that the ranks can execute the program and that it is one complete training step or evaluation.
 
     A verified program has these properties:
@@ -89,6 +100,8 @@ def verify(program: Program, *, ordered_channels: bool = True, hands_over: bool 
             need this.
         hands_over: Whether workers hand over the accumulator of weight gradients, so that each W waits for the one before it.
         barrier: Whether every STEP waits for the REDUCE of all workers, not of its own stage alone.
+        changing: The stages whose forwards change buffers. They run in microbatch order over all workers too, since the worker
+            of each microbatch takes the buffers from that of the one before.
 
     Raises:
         ScheduleError: A rule is broken. The text names the first broken rule, the op and its position, the expectation and the
@@ -101,7 +114,7 @@ def verify(program: Program, *, ordered_channels: bool = True, hands_over: bool 
                 problem = check(program, rank, op)
                 if problem is not None:
                     raise ScheduleError(f"{program.name}: {op}, {Position(rank, number, program.rank_word)}: {problem}")
-    facts = Facts(program, _places(program), program.is_lowered, program.is_forward_only, hands_over, barrier)
+    facts = Facts(program, _places(program), program.is_lowered, program.is_forward_only, hands_over, barrier, changing)
     for rule in PROGRAM_RULES:
         rule(facts)
     if ordered_channels:

@@ -9,12 +9,14 @@ in autograd's order as soon as all have arrived.
 
 Contributions of stages on the owner's rank wait there. No op waits for them before the end of the step. Then the owner sends
 the sum back, so that every copy takes the same optimizer step and all copies stay equal.
+
+Where another replica's worker computes a microbatch, it sends its contributions to the owner at the microbatch's home.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,6 +49,21 @@ class SharedParameter:
     order: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class AwayFromHome:
+    """The microbatches of a replica that workers of other replicas compute, on stages that share parameters.
+
+    Attributes:
+        replica: The replica.
+        workers: The worker by stage and microbatch.
+        transport: Joins the workers of all replicas.
+    """
+
+    replica: int
+    workers: Mapping[tuple[int, int], int]
+    transport: Transport
+
+
 class _SharedMessages:
     """The names of the parameters in each message of a rank, by the stages at both ends, source first.
 
@@ -56,19 +73,23 @@ class _SharedMessages:
         rank: The rank.
         shared: The shared parameters of which it has a copy.
         placement: ``placement[stage]`` is the stage's rank.
+        foreign: The stage that it computes for another replica, whose placement this is, or None for its own stages.
 
     Attributes:
         given: Contributions that the rank sends to owners on other ranks.
         taken: Contributions that it receives as the owner.
+        taken_back: Contributions of its own stages that it receives as the owner where others compute a microbatch.
         sums_from: Sums that it receives from owners.
         sums_to: Sums that it sends as the owner.
         contributing: Its stages whose contributions it awaits as the owner.
     """
 
-    def __init__(self, rank: int, shared: Sequence[SharedParameter], placement: Sequence[int]) -> None:
-        here = frozenset(stages_of(rank, placement))
-        owned = [one for one in shared if one.owner in here]
-        borrowed = [one for one in shared if one.owner not in here]
+    def __init__(
+        self, rank: int, shared: Sequence[SharedParameter], placement: Sequence[int], foreign: int | None = None
+    ) -> None:
+        here = frozenset(stages_of(rank, placement) if foreign is None else (foreign,))
+        owned = [] if foreign is not None else [one for one in shared if one.owner in here]
+        borrowed = [one for one in shared if one not in owned]
 
         def copy_of(one: SharedParameter, other: int) -> Edge:
             """Return the edge from the owner of a parameter to the first stage of a rank that uses it."""
@@ -76,13 +97,21 @@ class _SharedMessages:
 
         self.given: Final = _by_edge(((user, one.owner), one.name) for one in borrowed for user in one.order if user in here)
         self.taken: Final = _by_edge(((user, one.owner), one.name) for one in owned for user in one.order if user not in here)
-        self.sums_from: Final = _by_edge((copy_of(one, rank), one.name) for one in borrowed)
+        self.taken_back: Final = _by_edge(((user, one.owner), one.name) for one in owned for user in one.order if user in here)
+        copies = borrowed if foreign is None else []
+        self.sums_from: Final = _by_edge((copy_of(one, rank), one.name) for one in copies)
         self.sums_to: Final = _by_edge(
             (copy_of(one, other), one.name)
             for one in owned
             for other in sorted({placement[user] for user in one.stages} - {rank})
         )
         self.contributing: Final = {user for one in owned for user in one.stages if user in here}
+
+    def taken_of(self, microbatch: int, away: AwayFromHome | None) -> Iterator[tuple[Edge, list[str]]]:
+        """Yield the messages of contributions to one microbatch that the rank receives as the owner."""
+        yield from self.taken.items()
+        if away is not None:
+            yield from (one for one in self.taken_back.items() if (one[0][0], microbatch) in away.workers)
 
 
 class Gradients:
@@ -95,6 +124,8 @@ class Gradients:
         placement: ``placement[stage]`` is the stage's rank.
         transport: Carries the contributions of shared parameters.
         timeout: Seconds the end of a step waits for other stages' contributions.
+        foreign: The replica and the stage of which this rank computes microbatches, if they are another replica's. The
+            placement is then that replica's, in ranks of a transport that joins all replicas.
     """
 
     def __init__(
@@ -105,6 +136,7 @@ class Gradients:
         placement: Sequence[int],
         transport: Transport,
         timeout: float,
+        foreign: tuple[int, int] | None = None,
     ) -> None:
         self._parameters = parameters
         self._placement = placement
@@ -113,8 +145,10 @@ class Gradients:
         self._step = -1
         here = [one for one in shared if one.name in parameters]
         self._shared = {one.name for one in here}
+        self._replica, computed = foreign or (0, None)
         self._owned = [one for one in here if placement[one.owner] == rank]
-        self._messages = _SharedMessages(rank, here, placement)
+        self._messages = _SharedMessages(rank, here, placement, computed)
+        self._away: AwayFromHome | None = None
         self._own: dict[int, dict[tuple[int, str], list[Tensor]]] = {}
         self._ended: dict[int, set[int]] = {}
         self._arriving: dict[int, dict[Edge, Pending]] = {}
@@ -128,9 +162,25 @@ class Gradients:
                 counts[self._placement[source], self._spec(names)] += count
         return counts
 
-    def begin_step(self, step: int) -> None:
-        """Start a step, and discard the remains of an interrupted one."""
+    def receive_counts_of(self, away: AwayFromHome) -> Counter[tuple[int, MessageSpec]]:
+        """Return the number of receive buffers needed at a time for contributions from elsewhere, per worker and message."""
+        sent = Counter((worker, stage) for (stage, _), worker in away.workers.items())
+        counts: Counter[tuple[int, MessageSpec]] = Counter()
+        for (source, _), names in (*self._messages.taken.items(), *self._messages.taken_back.items()):
+            for (worker, stage), count in sent.items():
+                if stage == source:
+                    counts[worker, self._spec(names)] += min(count, POSTED_AHEAD)
+        return counts
+
+    def begin_step(self, step: int, away: AwayFromHome | None = None) -> None:
+        """Start a step, and discard the remains of an interrupted one.
+
+        Args:
+            step: The step's number.
+            away: The microbatches whose contributions come from workers of other replicas.
+        """
         self._step = step
+        self._away = away
         self._next = self._posted = 0
         self._own.clear()
         self._ended.clear()
@@ -214,10 +264,10 @@ class Gradients:
 
     def _add_up(self, wait: bool) -> None:
         while self._owned:
-            while len(self._arriving) < POSTED_AHEAD and self._messages.contributing <= self._ended.get(self._posted, set()):
+            while len(self._arriving) < POSTED_AHEAD and self._have_ended(self._posted):
                 self._arriving[self._posted] = {
-                    edge: self._receive(Purpose.SHARED_GRADIENT, edge, self._posted, names)
-                    for edge, names in self._messages.taken.items()
+                    edge: self._receive_contributions(edge, self._posted, names)
+                    for edge, names in self._messages.taken_of(self._posted, self._away)
                 }
                 self._posted += 1
             arriving = self._arriving.get(self._next)
@@ -227,7 +277,8 @@ class Gradients:
                 return
             contributions = self._own.pop(self._next, {})
             for edge, pending in arriving.items():
-                for name, gradient in zip(self._messages.taken[edge], pending.wait(self._timeout), strict=True):
+                names = self._messages.taken.get(edge) or self._messages.taken_back[edge]
+                for name, gradient in zip(names, pending.wait(self._timeout), strict=True):
                     contributions.setdefault((edge[0], name), []).append(gradient)
             for one in self._owned:
                 total, *others = (contributions[user, one.name].pop(0) for user in one.order)
@@ -239,12 +290,27 @@ class Gradients:
             del self._arriving[self._next]
             self._next += 1
 
+    def _have_ended(self, microbatch: int) -> bool:
+        """Return whether the stages of this rank that contribute to a microbatch here have done so."""
+        ended = self._ended.get(microbatch, set())
+        return all(one in ended or self._worker_away(one, microbatch) is not None for one in self._messages.contributing)
+
+    def _worker_away(self, stage: int, microbatch: int) -> int | None:
+        return None if self._away is None else self._away.workers.get((stage, microbatch))
+
+    def _receive_contributions(self, edge: Edge, microbatch: int, names: Sequence[str]) -> Pending:
+        worker = self._worker_away(edge[0], microbatch)
+        if self._away is None or worker is None:
+            return self._receive(Purpose.SHARED_GRADIENT, edge, microbatch, names)
+        identity = Identity(self._step, Purpose.SHARED_GRADIENT, *edge, microbatch, self._spec(names), self._away.replica)
+        return self._away.transport.receive(worker, identity)
+
     def _spec(self, names: Sequence[str]) -> MessageSpec:
         parameters = (self._parameters[name] for name in names)
         return tuple(TensorSpec(tuple(one.shape), one.dtype) for one in parameters)
 
     def _send(self, purpose: Purpose, edge: Edge, microbatch: int, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-        identity = Identity(self._step, purpose, *edge, microbatch, self._spec(names))
+        identity = Identity(self._step, purpose, *edge, microbatch, self._spec(names), self._replica)
         self._transport.send(self._placement[edge[1]], identity, tensors)
 
     def _receive(self, purpose: Purpose, edge: Edge, microbatch: int, names: Sequence[str]) -> Pending:

@@ -92,6 +92,8 @@ class Purpose(Enum):
     """A stage's sums of weight gradients, which the worker of the next microbatch continues; sent by a SEND_W."""
     TERM = "term"
     """A part of a replica's gradients, for the sum over replicas."""
+    BUFFERS = "buffers"
+    """The buffers that a stage changes, for the worker of the next microbatch; or behind the last one, for their home."""
 
 
 PURPOSE_OF: Final = {Kind.SEND_F: Purpose.ACTIVATION, Kind.SEND_B: Purpose.GRADIENT, Kind.SEND_W: Purpose.ACCUMULATOR}
@@ -99,7 +101,10 @@ PURPOSE_OF: Final = {Kind.SEND_F: Purpose.ACTIVATION, Kind.SEND_B: Purpose.GRADI
 
 _SENT_BY: Final = {purpose: kind for kind, purpose in PURPOSE_OF.items()}
 _OF_EACH_MICROBATCH: Final = frozenset(
-    {Purpose.OUTPUT, Purpose.INPUT_GRADIENT, Purpose.SHARED_GRADIENT, Purpose.INPUT, Purpose.TARGET, Purpose.RESULT}
+    (
+        *(Purpose.OUTPUT, Purpose.INPUT_GRADIENT, Purpose.SHARED_GRADIENT),
+        *(Purpose.INPUT, Purpose.TARGET, Purpose.RESULT, Purpose.BUFFERS),
+    )
 )
 
 
@@ -138,7 +143,8 @@ class Identity:
         travel the other way, so they never queue with these.
         """
         match self.purpose:
-            case Purpose.GRADIENT | Purpose.INPUT_GRADIENT:
+            case Purpose.GRADIENT | Purpose.INPUT_GRADIENT | Purpose.BUFFERS:
+                # Workers of one stage exchange no gradients of activations, so buffers have this class for themselves.
                 return ChannelClass.BACKWARD
             case Purpose.ACTIVATION | Purpose.OUTPUT | Purpose.LOSS:
                 return ChannelClass.FORWARD

@@ -19,6 +19,7 @@ from adaptra.program import Kind, Op, Program
 from adaptra.runtime.detection.monitor import Monitor
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.transports.base import Purpose, Transport
+from adaptra.runtime.worker.buffer_hand_over import BufferHandOver
 from adaptra.runtime.worker.device_clock import Mark
 from adaptra.runtime.worker.foreign_microbatches import BatchShapes, ForeignMicrobatches
 from adaptra.runtime.worker.program_messages import MessageShapes, ProgramMessages
@@ -62,6 +63,7 @@ class Executor:
         self._messages = ProgramMessages(program, rank, shapes, transport, monitor, timeout)
         weights = [one.weights for one in shapes]
         self._foreign = ForeignMicrobatches(program, rank, batch, weights, transport, timeout)
+        self._buffers = BufferHandOver(program, rank, [one.buffers for one in shapes], transport, timeout)
         self._pacing = pacing
         self._monitor = monitor
         self._mark = mark
@@ -75,7 +77,7 @@ class Executor:
     @property
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
         """The number of receive buffers that the program needs at a time, per source rank and message."""
-        return Counter(self._messages.receive_counts) + self._foreign.receive_counts
+        return Counter(self._messages.receive_counts) + self._foreign.receive_counts + self._buffers.receive_counts
 
     @property
     def heard(self) -> frozenset[int]:
@@ -113,6 +115,7 @@ class Executor:
         self._results = {}
         self._messages.begin_step(step)
         self._foreign.begin_step(step, inputs, targets)
+        self._buffers.begin_step(step, self._stages)
         for op in self._order:
             try:
                 self._execute(op, inputs, targets)
@@ -120,6 +123,7 @@ class Executor:
                 error.add_note(f"in step {step}: rank {self._rank} at {op}")
                 raise
         self._foreign.end_step(self._stages, self._found)
+        self._buffers.end_step(self._stages)
         return self._results
 
     def _execute(self, op: Op, inputs: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]) -> None:
@@ -157,9 +161,11 @@ class Executor:
     def _forward(self, op: Op, inputs: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]) -> None:
         given = self._of_batch(Purpose.INPUT, op, inputs) if op.stage == 0 else self._take(op, -1)
         wanted = self._of_batch(Purpose.TARGET, op, targets) if op.stage == self._last else ()
+        self._buffers.before_forward(op, self._stages)
         started = time.monotonic(), self._mark()
         outputs = self._stages[op.replica, op.stage].forward(self._step, op.microbatch, given, wanted)
         self._finish(op, started)
+        self._buffers.after_forward(op, self._stages)
         if op.stage < self._last:
             self._values[op] = outputs
         elif op.replica == self._home:

@@ -29,11 +29,13 @@ class MessageShapes:
         forward: Tensors the stage sends to the next one; empty on the last stage.
         backward: Gradients the stage sends to the previous one; empty on the first stage.
         weights: The sums of the stage's weight gradients, which workers hand over.
+        buffers: The buffers that the stage changes, which workers hand over too.
     """
 
     forward: MessageSpec
     backward: MessageSpec
     weights: MessageSpec = ()
+    buffers: MessageSpec = ()
 
 
 class ProgramMessages:

@@ -12,10 +12,11 @@ from adaptra.graph.ops.specs import MessageSpec
 from adaptra.graph.round_messages import round_edges
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.passes.lower_comm import LowerComm
-from adaptra.program import Program
+from adaptra.program import Kind, Program
+from adaptra.program.dependencies import other_end, peer_stage
 from adaptra.program.schedules import forward_only
 from adaptra.program.verify import verify
-from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.control.plan import Edges, Plan
 from adaptra.runtime.detection.monitor import Monitor
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.transports.base import Transport
@@ -38,7 +39,10 @@ class RankPrograms:
     Args:
         compiled: The model's stages.
         stages_of: This rank's stages in training under a program, by replica and number.
-        weights: Per stage the tensors in which its weight gradients are handed over; none of a stage on another rank.
+        contributions_of: The receive buffers for other replicas' contributions to shared parameters under a program, per source
+            worker and message.
+        handed_over: Per stage the tensors in which its weight gradients are handed over, and the buffers that it changes; none
+            of a stage on another rank.
         batch: The tensors of a microbatch's inputs, targets and results.
         transport: This rank's transport, which joins the ranks of its pipeline.
         job: The transport of all workers of the job, of which that is a part; the same without replicas.
@@ -57,7 +61,8 @@ class RankPrograms:
         self,
         compiled: CompiledStages,
         stages_of: Callable[[Program], Mapping[tuple[int | None, int], Stage]],
-        weights: Sequence[MessageSpec],
+        contributions_of: Callable[[Program], Counter[tuple[int, MessageSpec]]],
+        handed_over: Sequence[tuple[MessageSpec, MessageSpec]],
         batch: BatchShapes,
         transport: Transport,
         job: Transport,
@@ -71,7 +76,8 @@ class RankPrograms:
         self.plan = initial
         self._compiled = compiled
         self._stages_of = stages_of
-        self._weights = weights
+        self._contributions_of = contributions_of
+        self._handed_over = handed_over
         self._batch = batch
         self._transport = transport
         self._job = job
@@ -169,8 +175,10 @@ class RankPrograms:
         self._job.reserve(self._always + self._by_program + self._by_worker(counts))
 
     def _reserve(self, executor: Executor) -> None:
-        is_routed = executor.program.routing is not None
-        self._grow(Counter(executor.receive_counts) if is_routed else self._by_worker(executor.receive_counts))
+        if executor.program.routing is None:
+            self._grow(self._by_worker(executor.receive_counts))
+        else:
+            self._grow(Counter(executor.receive_counts) + self._contributions_of(executor.program))
 
     def _grow(self, counts: Counter[tuple[int, MessageSpec]]) -> None:
         self._by_program |= counts
@@ -185,8 +193,8 @@ class RankPrograms:
     def _shapes(self, plan: Plan) -> list[MessageShapes]:
         stages = round_edges(self._compiled.train, plan.rounded)
         return [
-            MessageShapes(graphs.outputs, graphs.grad_inputs, weights)
-            for graphs, weights in zip(stages, self._weights, strict=True)
+            MessageShapes(graphs.outputs, graphs.grad_inputs, weights, buffers)
+            for graphs, (weights, buffers) in zip(stages, self._handed_over, strict=True)
         ]
 
     def _lower(self, plan: Plan) -> Program:
@@ -196,7 +204,16 @@ class RankPrograms:
         """
         ahead = None if self._compiled.with_loss else plan.program.microbatches
         lowered = InsertComm.for_contract(self._transport.contract, ahead).apply(plan.program, plan.case.cost)
-        return LowerComm(slow=plan.delegated).apply(lowered, plan.case.cost)
+        slow = plan.delegated if lowered.routing is None else _links_over(lowered, plan.delegated)
+        return LowerComm(slow=slow).apply(lowered, plan.case.cost)
+
+
+def _links_over(lowered: Program, edges: Edges) -> Edges:
+    """Return the links of workers that carry a program's messages over these directed edges of stages."""
+    sends = [op for order in lowered.orders for op in order if op.kind in (Kind.SEND_F, Kind.SEND_B)]
+    crossing = [(op, other_end(op)) for op in sends if (op.stage, peer_stage(op)) in edges]
+    found = {tuple(lowered.holder(end.replica, end.stage, end.microbatch) for end in ends) for ends in crossing}
+    return tuple(sorted((source, destination) for source, destination in found))
 
 
 def check_memory(what: str, program: Program, cost: CostModel) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from adaptra.graph.ops.random_state import RandomKey
-from adaptra.graph.ops.specs import MessageSpec
+from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.graph.stages.stages import EvalStage, TrainStage
 from adaptra.runtime.step_messages.shared_gradients import Gradients
 from adaptra.runtime.worker.loss_reduction import Reduction
@@ -37,6 +37,14 @@ class Stage(Protocol):
         """Continue the sums that another worker has handed over. They are copied."""
         ...
 
+    def hand_over_buffers(self) -> tuple[Tensor, ...]:
+        """Return the present values of the buffers that the stage changes, for the worker of its next microbatch."""
+        ...
+
+    def take_over_buffers(self, values: Sequence[Tensor]) -> None:
+        """Take the values of these buffers that another worker has handed over. They are copied."""
+        ...
+
 
 class TrainingStage:
     """F, I and W of one stage.
@@ -52,6 +60,7 @@ class TrainingStage:
         gradients: Takes each parameter's gradient of each microbatch.
         await_buffers: Called before each F: waits until the buffers that the replicas share have arrived.
         reduction: The reduction of the microbatches' losses to the step's.
+        changing: The names of the buffers that the stage changes.
     """
 
     def __init__(
@@ -66,6 +75,7 @@ class TrainingStage:
         gradients: Gradients,
         await_buffers: Callable[[], None],
         reduction: Reduction = Reduction.MEAN,
+        changing: Sequence[str] = (),
     ) -> None:
         self._stage = stage
         self._state = state
@@ -80,6 +90,12 @@ class TrainingStage:
         self._root_gradients: Sequence[Tensor] = ()
         self._steps_before = 0
         self._handed_over = gradients.unshared(stage.contributions)
+        self._changing = [state[name] for name in changing]
+
+    @property
+    def changing(self) -> MessageSpec:
+        """The tensors of :meth:`hand_over_buffers`."""
+        return tuple(TensorSpec(tuple(one.shape), one.dtype) for one in self._changing)
 
     @property
     def handed_over(self) -> MessageSpec:
@@ -129,8 +145,19 @@ class TrainingStage:
         """Continue the sums that another worker has handed over."""
         self._gradients.take_over(self._handed_over, sums)
 
-    def begin_sums(self, home: Gradients | None) -> None:
-        """Begin the sums of this stage, which is another replica's; see :meth:`Gradients.begin_from`."""
+    def hand_over_buffers(self) -> tuple[Tensor, ...]:
+        """Return the present values of the buffers that the stage changes, once those that replicas share have arrived."""
+        self._await_buffers()
+        return tuple(one.detach().clone() for one in self._changing)
+
+    def take_over_buffers(self, values: Sequence[Tensor]) -> None:
+        """Take the values of these buffers that another worker has handed over."""
+        for one, value in zip(self._changing, values, strict=True):
+            one.copy_(value)
+
+    def begin_sums(self, step: int, home: Gradients | None) -> None:
+        """Begin a step's sums of this stage, which is another replica's; see :meth:`Gradients.begin_from`."""
+        self._gradients.begin_step(step)
         self._gradients.begin_from(home, self._handed_over)
 
 
@@ -241,3 +268,11 @@ class EvaluationStage:
     def take_over(self, sums: Sequence[Tensor]) -> None:
         """Never called: an evaluation program is forward-only."""
         raise AssertionError("weight gradients are taken over in an evaluation")
+
+    def hand_over_buffers(self) -> tuple[Tensor, ...]:
+        """Never called: evaluations follow no routes."""
+        raise AssertionError("buffers are handed over in an evaluation")
+
+    def take_over_buffers(self, values: Sequence[Tensor]) -> None:
+        """Never called: evaluations follow no routes."""
+        raise AssertionError("buffers are taken over in an evaluation")

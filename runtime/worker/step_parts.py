@@ -12,6 +12,7 @@ from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Program
 from adaptra.program.placement import stages_of
+from adaptra.program.routing import Routing
 from adaptra.runtime.data_parallel.collectives.rounds import ALGORITHMS
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.data_parallel.replica_buffers import ReplicaBuffers
@@ -20,7 +21,7 @@ from adaptra.runtime.options import Options
 from adaptra.runtime.step_messages.gradient_norms import GradientNorms
 from adaptra.runtime.step_messages.loss_broadcast import LossBroadcast
 from adaptra.runtime.step_messages.probes import Probes
-from adaptra.runtime.step_messages.shared_gradients import Gradients, SharedParameter
+from adaptra.runtime.step_messages.shared_gradients import AwayFromHome, Gradients, SharedParameter
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.worker.executor import Executor
 from adaptra.runtime.worker.gradient_hooks import GradientHooks
@@ -41,6 +42,7 @@ class StepParts:
         placement: ``placement[stage]`` is the stage's rank.
         microbatches: Microbatches per step.
         transport: This rank's transport.
+        job: The transport of all replicas' ranks; the same without replicas.
         replicas: The ranks that have copies of these stages, or None without data parallelism.
         monitor: Records the flights of probes.
         options: Seed, timeout, and whether buffers are broadcast.
@@ -62,6 +64,7 @@ class StepParts:
         placement: Sequence[int],
         microbatches: int,
         transport: Transport,
+        job: Transport,
         replicas: Replicas | None,
         monitor: Monitor,
         options: Options,
@@ -70,8 +73,8 @@ class StepParts:
         rank, last = transport.rank, compiled.train[-1]
         own = stages_of(rank, placement)
         self.trainable: Final = {name: state[name] for stage in own for name in compiled.train[stage].trainable}
-        shared = [SharedParameter(one.name, one.stages, one.owner, one.order) for one in compiled.tied]
-        self.gradients: Final = Gradients(rank, self.trainable, shared, placement, transport, options.timeout)
+        self._shared = [SharedParameter(one.name, one.stages, one.owner, one.order) for one in compiled.tied]
+        self.gradients: Final = Gradients(rank, self.trainable, self._shared, placement, transport, options.timeout)
         self.norms: Final = GradientNorms(rank, self.trainable, compiled, placement, transport)
         self._hooks = GradientHooks(self.trainable, compiled.copied(placement))
         self._step_gradients = None if reduction is Reduction.MEAN else StepGradients(self.trainable)
@@ -81,17 +84,18 @@ class StepParts:
         self._losses = LossBroadcast(rank, placement, microbatches, loss, sharing, transport)
         self._probes = Probes(rank, placement, transport, monitor)
         self.replica: Final = 0 if replicas is None else replicas.index
-        changing = {name for stage in own for name in compiled.train[stage].buffers} & compiled.changing
+        self._compiled = compiled
+        changing = {name for stage in own for name in self._changing(stage)}
         broadcast = replicas if options.broadcast_buffers else None
         self.buffers: Final = ReplicaBuffers(broadcast, [state[name] for name in sorted(changing)])
-        self._compiled = compiled
         self._state = state
         self._microbatches = microbatches
         self._transport = transport
+        self._job = job
         self._seed = options.seed
         self._reduction = reduction
         self._timeout = options.timeout
-        self.stages: Final = {stage: self._stage(self.replica, stage, self.gradients) for stage in own}
+        self.stages: Final = {stage: self._stage(self.replica, stage, self.gradients, state) for stage in own}
         self._foreign: dict[tuple[int, int], TrainingStage] = {}
         self._replicas = replicas
         if replicas is not None:
@@ -110,26 +114,56 @@ class StepParts:
         }
         for op in program.orders[self._transport.worker_of(self._transport.rank)]:
             if op.kind.is_compute and (op.replica, op.stage) not in found and op.replica is not None:
-                found[op.replica, op.stage] = self._foreign_stage(op.replica, op.stage)
+                found[op.replica, op.stage] = self._foreign_stage(program.routing, op.replica, op.stage)
         return found
 
-    def weights_of(self, stage: int) -> MessageSpec:
-        """Return the tensors in which a stage's weight gradients are handed over; none of a stage on another rank."""
-        return self.stages[stage].handed_over if stage in self.stages else ()
+    def handed_over_of(self, stage: int) -> tuple[MessageSpec, MessageSpec]:
+        """Return the tensors in which a stage's weight gradients are handed over, and the buffers that it changes.
 
-    def _foreign_stage(self, replica: int, number: int) -> TrainingStage:
+        There are none of a stage on another rank.
+        """
+        return (one.handed_over, one.changing) if (one := self.stages.get(stage)) is not None else ((), ())
+
+    def contributions_of(self, program: Program) -> Counter[tuple[int, MessageSpec]]:
+        """Return the number of receive buffers for other replicas' contributions to shared parameters, at a time, per source
+        worker and message.
+        """
+        away = self._away_from_home(program)
+        return Counter() if away is None else self.gradients.receive_counts_of(away)
+
+    def _away_from_home(self, program: Program) -> AwayFromHome | None:
+        """Return which microbatches of this replica others compute on stages that share parameters; None if there are none."""
+        routing = program.routing
+        if routing is None or not self._shared:
+            return None
+        workers = {
+            (stage, microbatch): holder
+            for stage in {stage for one in self._shared for stage in one.stages}
+            for microbatch in range(program.microbatches)
+            if (holder := routing.holder(self.replica, stage, microbatch)) != routing.workers[self.replica][stage]
+        }
+        return AwayFromHome(self.replica, workers, self._job) if workers else None
+
+    def _foreign_stage(self, routing: Routing, replica: int, number: int) -> TrainingStage:
         if (replica, number) not in self._foreign:
             # Detached tensors have the parameters' values and gradients of their own.
             sums = {name: self._state[name].detach() for name in self._compiled.train[number].trainable}
-            rank = self._transport.rank
-            gradients = Gradients(rank, sums, (), (rank,) * len(self._compiled.train), self._transport, self._timeout)
-            self._foreign[replica, number] = self._stage(replica, number, gradients)
+            homes = [-1 if worker is None else worker for worker in routing.workers[replica]]
+            gradients = Gradients(
+                self._job.rank, sums, self._shared, homes, self._job, self._timeout, foreign=(replica, number)
+            )
+            # The other replica's values of changing buffers, which are handed over before they are read.
+            buffers = {name: self._state[name].clone() for name in self._changing(number)}
+            self._foreign[replica, number] = self._stage(replica, number, gradients, {**self._state, **buffers})
         return self._foreign[replica, number]
 
-    def _stage(self, replica: int, number: int, gradients: Gradients) -> TrainingStage:
+    def _changing(self, stage: int) -> list[str]:
+        return sorted(self._compiled.changing.intersection(self._compiled.train[stage].buffers))
+
+    def _stage(self, replica: int, number: int, gradients: Gradients, state: Mapping[str, Tensor]) -> TrainingStage:
         return TrainingStage(
             self._compiled.train[number],
-            self._state,
+            state,
             seed=self._seed,
             microbatches=self._microbatches,
             replica=replica,
@@ -137,6 +171,7 @@ class StepParts:
             gradients=gradients,
             reduction=self._reduction,
             await_buffers=self.buffers.wait,
+            changing=self._changing(number),
         )
 
     def receive_counts(self) -> Counter[tuple[int, MessageSpec]]:
@@ -162,7 +197,7 @@ class StepParts:
         """
         self._probes.begin_step(step, executor.heard)
         self._losses.begin_step(step)
-        self.gradients.begin_step(step)
+        self.gradients.begin_step(step, self._away_from_home(executor.program))
         self._hooks.begin_step()
         if self._step_gradients is not None:
             self._step_gradients.begin_step()
@@ -172,7 +207,7 @@ class StepParts:
         worker = self._transport.worker_of(self._transport.rank)
         for (replica, number), stage in self._foreign.items():
             begins = executor.program.holder(replica, number, 0) == worker
-            stage.begin_sums(self.gradients if begins else None)
+            stage.begin_sums(step, self.gradients if begins else None)
         executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=self._losses.send)
         self.gradients.end_step()
         self.buffers.end()

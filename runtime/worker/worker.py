@@ -110,7 +110,7 @@ class Worker:
         clock = OpClock.of(state.values())
         self.monitor = Monitor(self.rank, self._placement, read=clock.read)
         self._parts = StepParts(
-            compiled, state, self._placement, microbatches, transport, replicas, self.monitor, options, reduction
+            compiled, state, self._placement, microbatches, transport, job, replicas, self.monitor, options, reduction
         )
         self._step = first_step
         self.steps_before = self._evaluations = self._gathered = 0
@@ -123,7 +123,8 @@ class Worker:
         self._programs = RankPrograms(
             compiled,
             self._parts.stages_of,
-            [self._parts.weights_of(one.index) for one in compiled.train],
+            self._parts.contributions_of,
+            [self._parts.handed_over_of(one.index) for one in compiled.train],
             BatchShapes(compiled.train[0].inputs, compiled.train[-1].targets, compiled.train[-1].outputs),
             transport,
             job,

@@ -11,7 +11,7 @@ import pytest
 from processes import run_processes
 
 if TYPE_CHECKING:
-    import adaptra
+    pass
 
 ExampleCase = tuple[str, str, int, Any, list[str] | None]
 """An example's name, a dtype, microbatches, a schedule and a split."""
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.processes
 
 STAGES = 4
 ROWS = 24
-CLOCK_BYTES = 8
 """The size of a message that compares two clocks."""
 
 
@@ -127,23 +126,10 @@ def test_two_stages_on_each_rank_train_bitwise_as_one_process(transport: str, ra
     check(run_processes(train_examples, ranks, ranks, cases, transport, "v"))
 
 
-def carried(pipe: adaptra.Pipeline) -> set[tuple[int, int]]:
-    """The edges over which this process's delegate has sent messages of the pipeline, as (source, destination)."""
-    assert pipe._session is not None
-    lanes: Any = pipe._session.workers[0]._transport
-    lanes = getattr(lanes, "_transport", lanes)._lanes["delegate"]
-    # Clocks are compared over it too, by messages of one time each.
-    return {
-        (source, destination)
-        for source, destination, _, is_sender, counters in lanes.statistics()
-        if is_sender and counters["bytes"] > CLOCK_BYTES * counters["acknowledged"]
-    }
-
-
 def train_with_lanes(rank: int) -> tuple[list[str], tuple[tuple[int, int], ...], set[tuple[int, int]]]:
     """Both directions of one edge by the delegate, all else by gloo."""
     import torch.distributed as dist
-    from training import MIXED, compiled, differences, train, train_alone
+    from training import MIXED, carried, compiled, differences, train, train_alone
 
     import adaptra
 
@@ -217,7 +203,7 @@ def test_paths_that_fail_all_the_time_change_no_number() -> None:
 def switch_plans(rank: int, transport: str = "c10d", delegate: bool = False) -> tuple[Any, ...]:
     """A link turns slow; train until three steps have run under a plan made for that, or for too long."""
     import torch.distributed as dist
-    from training import MIXED, adam, call, compiled, differences, run_step, train_alone
+    from training import MIXED, adam, call, carried, compiled, differences, run_step, train_alone
 
     import adaptra
 

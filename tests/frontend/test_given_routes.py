@@ -22,18 +22,21 @@ from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.job_case import JobCase
 
 ADAPTS = "schedule … with routes and adapt=True: expected adapt=False, as routes are followed and not changed"
-DELEGATED = "schedule … with routes and delegate=…: expected no delegate, which carries edges of one pipeline"
 OTHER = (
     "schedule …: … replicas of … stages, … microbatches, and workers as its second line says: expected …, …, …, and 'workers …'"
 )
 LOWERED = "schedule …: it has SEND and RECV ops: expected compute ops, REDUCE and STEP only"
 TIED = (
-    "schedule …: microbatch … of replica … leaves its home on stage …, which shares … with another stage: expected routes that "
-    "keep it at home"
+    "schedule …: microbatch … of replica … leaves its home on stage …, which shares … with another stage, and its rank has "
+    "several stages: expected routes that keep it at home, or one stage per rank"
 )
-CHANGED = (
-    "schedule …: microbatch … of replica … leaves its home on stage …, which changes the buffer …: expected routes that keep "
-    "it at home"
+SEVERAL_STAGES = (
+    "schedule …: microbatch … of replica … leaves its home on stage …, which changes the buffer …, and its rank has several "
+    "stages: expected routes that keep it at home, or one stage per rank"
+)
+OUT_OF_ORDER = (
+    "schedule …: forwards change … and run in microbatch order over all workers: expected orders that allow it, "
+    "but …: deadlock: …"
 )
 TOO_MANY = "schedule …: worker … holds … microbatches, with those of other replicas: expected at most …, as memory= allows"
 
@@ -48,23 +51,50 @@ def program(away: Sequence[int] = (1,), stage: int = 1, case: Case = CASE) -> Pr
     return plan_job(JobCase.of(case, 2), routing=Routing.of_paths(ROWS, paths))
 
 
-def compiled(name: str = "skip_mlp") -> CompiledStages:
+V_SHAPED = Case(CostModel.uniform(4, 1.0, 1.0, 1.0), 4, (0, 1, 1, 0))
+
+
+def v_shaped(stages: Sequence[int] = (1, 2)) -> Program:
+    """The other replica's worker computes these stages of some microbatches."""
+    path = tuple((0, 1, 1, 0)[stage] if stage in stages else (2, 3, 3, 2)[stage] for stage in range(4))
+    paths = [[(0, 1, 1, 0)] * 4, [(2, 3, 3, 2), path, path, (2, 3, 3, 2)]]
+    return plan_job(JobCase.of(V_SHAPED, 2), routing=Routing.of_paths(((0, 1, 1, 0), (2, 3, 3, 2)), paths))
+
+
+TWO = replace(CASE, microbatches=2)
+CROSSED = """
+schedule crossed version=2 stages=2 microbatches=2
+workers 0,1 2,3
+route 0 0 by 2,1
+route 0 1 by 0,1
+route 1 0 by 0,3
+route 1 1 by 2,3
+0: 0:0F1 1:0F0 1:0I0 1:0W0 0:0I1 0:0W1
+1: 0:1F0 0:1I0 0:1W0 0:1F1 0:1I1 0:1W1
+2: 1:0F1 0:0F0 0:0I0 0:0W0 1:0I1 1:0W1
+3: 1:1F0 1:1I0 1:1W0 1:1F1 1:1I1 1:1W1
+"""
+"""Each first worker computes its own second microbatch before the other replica's first one."""
+
+
+def compiled(name: str = "skip_mlp", stages: int = 2) -> CompiledStages:
     example = EXAMPLES[name]
-    return compile_example(example, example.make(), example.rows(2, 0), 2)
+    return compile_example(example, example.make(), example.rows(2, 0), stages)
 
 
 def plan(given: Program, *, name: str = "skip_mlp", case: Case = CASE, replicas: int = 2, **options: object) -> None:
     chosen: dict[str, object] = {"adapt": False, "schedule": given, **options}
-    routed_plan(given, case, replicas, compiled(name), adaptra.Options(**chosen))  # pyright: ignore[reportArgumentType]
+    stages = compiled(name, given.stages)
+    routed_plan(given, case, replicas, stages, adaptra.Options(**chosen))  # pyright: ignore[reportArgumentType]
 
 
 REFUSED: dict[str, tuple[type[AdaptraError], Callable[[], object]]] = {
     ADAPTS: (OptionError, lambda: plan(program(), adapt=True)),
-    DELEGATED: (OptionError, lambda: plan(program(), delegate=True)),
     OTHER: (PlanError, lambda: plan(program(), replicas=3)),
     LOWERED: (PlanError, lambda: plan(InsertComm().apply(program(), CASE.cost))),
-    TIED: (PlanError, lambda: plan(program(), name="gpt_tied")),
-    CHANGED: (PlanError, lambda: plan(program(stage=0), name="resnet")),
+    TIED: (PlanError, lambda: plan(v_shaped(stages=(0, 3)), name="gpt_tied", case=V_SHAPED)),
+    SEVERAL_STAGES: (PlanError, lambda: plan(v_shaped(), name="resnet", case=V_SHAPED)),
+    OUT_OF_ORDER: (PlanError, lambda: plan(Program.parse(CROSSED), name="resnet", case=TWO)),
     TOO_MANY: (
         PlanError,
         lambda: plan(program(away=(1, 2)), case=replace(CASE, cost=replace(CASE.cost, memory_limit=(1.0, 1.0)))),
@@ -85,3 +115,50 @@ def test_a_program_that_fits_is_taken_with_its_period() -> None:
     found = routed_plan(given, CASE, 2, compiled(), adaptra.Options(adapt=False, schedule=given))
     assert (found.program, found.version) == (given, 0)
     assert found.bound <= found.predicted
+
+
+def test_the_delegate_takes_over_edges_from_the_start() -> None:
+    given = program()
+    options = adaptra.Options(adapt=False, schedule=given, delegate=[(0, 1)])
+    assert routed_plan(given, CASE, 2, compiled(), options).delegated == ((0, 1),)
+
+
+def test_stages_that_change_no_buffer_may_run_in_any_order() -> None:
+    plan(Program.parse(CROSSED), case=TWO)
+    plan(v_shaped(), case=V_SHAPED)
+
+
+def test_stages_that_change_buffers_or_share_weights_are_routed() -> None:
+    plan(program(stage=0), name="resnet")
+    plan(program(), name="gpt_tied")
+
+
+GIVEN_AWAY = """
+schedule away version=2 stages=2 microbatches=2
+workers 0,1 2,3
+route 0 0-1 by 0,1
+route 1 0-1 by 2,1
+0: 0:0F0 0:0F1 0:0I0 0:0W0 0:0I1 0:0W1
+1: 0:1F0 0:1F1 1:1F0 1:1F1 0:1I0 0:1W0 0:1I1 0:1W1 1:1I0 1:1W0 1:1I1 1:1W1
+2: 1:0F0 1:0F1 1:0I0 1:0W0 1:0I1 1:0W1
+3:
+"""
+EXCHANGED = """
+schedule exchanged version=2 stages=2 microbatches=2
+workers 0,1 2,3
+route 0 0-1 by 0,3
+route 1 0-1 by 2,1
+0: 0:0F0 0:0F1 0:0I0 0:0W0 0:0I1 0:0W1
+1: 1:1F0 1:1F1 1:1I0 1:1W0 1:1I1 1:1W1
+2: 1:0F0 1:0F1 1:0I0 1:0W0 1:0I1 1:0W1
+3: 0:1F0 0:1F1 0:1I0 0:1W0 0:1I1 0:1W1
+"""
+
+
+def test_a_worker_holds_the_microbatches_that_it_computes_whosever_they_are() -> None:
+    limited = replace(TWO, cost=replace(TWO.cost, memory_limit=(2.0, 2.0)))
+    plan(Program.parse(EXCHANGED), case=limited)
+    with pytest.raises(PlanError, match=r"worker 0\.1 holds 4 microbatches, .* expected at most 2"):
+        plan(Program.parse(GIVEN_AWAY), case=limited)
+    with pytest.raises(PlanError, match=r"worker 0\.0 holds 2 microbatches, .* expected at most 1"):
+        plan(Program.parse(EXCHANGED), case=replace(TWO, cost=replace(TWO.cost, memory_limit=(1.0, 1.0))))

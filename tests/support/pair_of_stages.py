@@ -21,6 +21,7 @@ from adaptra.runtime.worker.program_messages import MessageShapes
 
 SPEC = (TensorSpec((1,), torch.float32),)
 SHAPES = MessageShapes(SPEC, SPEC, SPEC)
+WITH_BUFFERS = MessageShapes(SPEC, SPEC, SPEC, SPEC)
 SOON = 20.0
 """Seconds that something which must happen may take."""
 
@@ -32,7 +33,10 @@ schedule pair placement=0,1 microbatches=2
 
 
 class Doubling:
-    """A stage that doubles: F its input, I its gradient; W takes input × gradient, as the stage's weight is a factor of 2."""
+    """A stage that doubles: F its input, I its gradient; W takes input × gradient, as the stage's weight is a factor of 2.
+
+    Its buffer is halved by each F, and the input is added to it.
+    """
 
     def __init__(self, last: bool = False, fail_at: str = "") -> None:
         self.ran: list[str] = []
@@ -41,11 +45,13 @@ class Doubling:
         self._fail_at = fail_at
         self._saved: dict[int, tuple[Tensor, ...]] = {}
         self.sum: Tensor | None = None
+        self.buffer = torch.ones(1)
         self._changed = threading.Condition()
 
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
         self._run(f"F{microbatch}")
         self._saved[microbatch] = tuple(inputs)
+        self.buffer = self.buffer / 2 + inputs[0]
         return tuple(2 * one + sum(targets) for one in inputs)
 
     def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -68,6 +74,12 @@ class Doubling:
     def take_over(self, sums: Sequence[Tensor]) -> None:
         (self.sum,) = (one.clone() for one in sums)
 
+    def hand_over_buffers(self) -> tuple[Tensor, ...]:
+        return (self.buffer,)
+
+    def take_over_buffers(self, values: Sequence[Tensor]) -> None:
+        (self.buffer,) = (one.clone() for one in values)
+
     def has_run(self, op: str) -> bool:
         """Wait until it has."""
         with self._changed:
@@ -89,14 +101,19 @@ def executor_of(
 
 
 def routed_executor(
-    program: Program, rank: int, transport: Transport, stages: dict[tuple[int | None, int], Doubling], timeout: float = SOON
+    program: Program,
+    rank: int,
+    transport: Transport,
+    stages: dict[tuple[int | None, int], Doubling],
+    timeout: float = SOON,
+    shapes: MessageShapes = SHAPES,
 ) -> Executor:
     """A rank's executor, whose stages are those of several replicas, with its transport's buffers reserved."""
     executor = Executor(
         program,
         rank,
         stages,
-        [SHAPES] * program.stages,
+        [shapes] * program.stages,
         BatchShapes(SPEC, SPEC, SPEC),
         transport,
         Pacing(None, ()),

@@ -39,6 +39,7 @@ class Mixed(nn.Module):
         return self.last(x)
 
 
+CLOCK_BYTES = 8
 MIXED = Example("mixed", Mixed, vectors(8), square_loss)
 
 
@@ -179,6 +180,20 @@ def train(pipe: adaptra.Pipeline, batches: Sequence[Batch], optimizer: Optimizer
     """A pipeline's steps, in the way of :func:`train_alone`."""
     optim = optimizer(pipe.parameters())
     return [run_step(pipe, optim, batch) for batch in batches]
+
+
+def carried(pipe: adaptra.Pipeline) -> set[tuple[int, int]]:
+    """The links over which this process's delegate has sent messages of the job, as (source, destination)."""
+    assert pipe._session is not None
+    lanes: Any = pipe._session.workers[0]._transport
+    lanes = getattr(lanes, "_job", lanes)  # which joins the ranks of all replicas
+    lanes = getattr(lanes, "_transport", lanes)._lanes["delegate"]
+    # Clocks are compared over it too, by messages of one time each.
+    return {
+        (source, destination)
+        for source, destination, _, is_sender, counters in lanes.statistics()
+        if is_sender and counters["bytes"] > CLOCK_BYTES * counters["acknowledged"]
+    }
 
 
 def differences(steps: Sequence[Step], expected: Sequence[Step], whole: bool = True) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adaptra.errors import TransportError
-from adaptra.runtime.step_messages.shared_gradients import POSTED_AHEAD, Gradients, SharedParameter
+from adaptra.runtime.step_messages.shared_gradients import POSTED_AHEAD, AwayFromHome, Gradients, SharedParameter
 from adaptra.runtime.transports.local import LocalHub, LocalTransport
 
 TIED = SharedParameter("tied", stages=(0, 1, 2), owner=0, order=(2, 1, 0))
@@ -281,3 +282,38 @@ def test_bf16_sums_are_rounded_as_autograd_rounds_them() -> None:
     found: Tensor | None = mine.grad
     assert found is not None and weight.grad is not None
     assert torch.equal(found, weight.grad) and found.item() == 1.0
+
+
+def test_contributions_from_workers_of_another_replica_are_added_at_home_in_the_same_order() -> None:
+    """Workers 0 and 1 compute two microbatches of the replica that has workers 2 and 3, of both stages. Each stage has one."""
+    tied = SharedParameter("tied", (0, 1), 0, (1, 0, 0))
+    uses = [(1e8, 1.0, -1e8), (0.25, 3.0, 0.1), (7.0, -1e8, 1e8)]  # per microbatch, of stage 1 once and of stage 0 twice
+    plain = Job([["tied"]] * 2, [tied], 3)
+    plain.begin(0)
+    for microbatch, (of_last, *of_first) in enumerate(uses):
+        plain.weight_grad(1, microbatch, tied=of_last)
+        plain.weight_grad(0, microbatch, tied=of_first)
+    plain.end()
+
+    hub = LocalHub(4)
+    transports = [hub.transport(rank) for rank in range(4)]
+    parameters = [{"tied": parameter()} for _ in range(4)]
+    foreign = [Gradients(one, parameters[one], [tied], (2, 3), transports[one], 5.0, foreign=(1, one)) for one in (0, 1)]
+    home = [Gradients(one, parameters[one], [tied], (2, 3), transports[one], 5.0) for one in (2, 3)]
+    workers = {(0, 1): 0, (0, 2): 0, (1, 0): 1, (1, 1): 1}
+    away = AwayFromHome(1, workers, transports[2])
+    for gradients, transport in zip(home, transports[2:], strict=True):
+        transport.reserve(Counter(gradients.receive_counts()) + gradients.receive_counts_of(away))
+        gradients.begin_step(0, away)
+    for gradients in foreign:
+        gradients.begin_step(0)
+    for stage in (0, 1):  # the owner is through before the first contribution to it leaves
+        for microbatch, (of_last, *of_first) in enumerate(uses):
+            one = foreign[stage] if (stage, microbatch) in workers else home[stage]
+            for value in [of_last] if stage == 1 else of_first:
+                one.add(stage, "tied", microbatch, torch.tensor([value]))
+            one.end_microbatch(stage, microbatch)
+    for gradients in home:
+        gradients.end_step()
+    assert [parameters[rank]["tied"].grad for rank in (2, 3)] == plain.gradients("tied")
+    assert [parameters[rank]["tied"].grad for rank in (0, 1)] == [None, None]
