@@ -138,12 +138,13 @@ class PipelineSpec:
     def _shares(self, compiled: CompiledStages) -> bool:
         """Return whether replicas may compute microbatches for each other.
 
-        They do not where microbatches need what only their home has: tied weights or changed buffers. Messages that take the
-        delegate or round stay on the edges of one pipeline, as do those in NCCL's queues.
+        They do not where a forward changes buffers, whose order a search does not know, or where ranks with several stages tie
+        weights. Messages that take the delegate or round stay on the edges of one pipeline, as do those in NCCL's queues.
         """
         options = self.options
         changes = any(compiled.changing & set(stage.buffers) for stage in compiled.train)
-        is_alone = self.replicas == 1 or not self.with_loss or self.in_order or bool(compiled.tied) or changes
+        is_tied = bool(compiled.tied) and not is_straight(self.placement)
+        is_alone = self.replicas == 1 or not self.with_loss or self.in_order or is_tied or changes
         return options.share and options.adapt and not (is_alone or options.uses_delegate or options.lossy_bf16)
 
     def _check_shared(self, compiled: CompiledStages) -> None:
