@@ -110,7 +110,7 @@ class Identity:
     Attributes:
         step: The training step; negative steps are evaluations.
         purpose: The message's purpose, which decides the class of its channel.
-        source: The sending stage. For messages between ranks, a rank's first stage, which has the rank's number.
+        source: The sending stage. For messages between ranks, a rank's first stage, and for model state the rank.
         destination: The receiving stage.
         microbatch: The microbatch within the step, or the number of several messages of one purpose.
         specs: One per tensor.

@@ -1,4 +1,4 @@
-"""Two stages on each rank, there and back: bitwise one process, adapted like any plan, and what it can't do is told."""
+"""Several stages on each rank: bitwise one process, adapted like any plan, and what such a pipeline can't do is told."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from training import MIXED, Step, adam, call, compiled, differences, run_step, t
 
 import adaptra
 from adaptra.errors import AdaptraError
+from adaptra.frontend.arguments.placing import placed_on
 from adaptra.program.placement import v_shaped
 from adaptra.runtime.transports import local
 
@@ -24,8 +25,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STAGES, ROWS = 4, 24
 
 DOCUMENTED = {
-    "placement": "placement=…: expected 'straight' or 'v'",
-    "odd": "placement=… with stages=…: expected an even number, two stages for each rank",
+    "placement": (
+        "placement=…: expected 'straight', 'v', 'interleaved', 'interleaved-N' for N stages on each rank, or a list with the "
+        "rank of each stage"
+    ),
+    "chunks": "placement=… with stages=…: expected a multiple of …, the stages of each rank",
+    "length": "placement=… with stages=…: expected one rank for every stage, not …",
+    "numbering": (
+        "placement=…: expected ranks numbered 0, 1, … in the order of their first stages; mesh= says which ranks of the job "
+        "these are"
+    ),
+    "schedule": "placement …: … places stages on ranks …",
     "edge": "…: stages … and … are both on rank …: expected an edge between ranks",
     "shared": (
         "…: ranks … share it, and each has several stages: expected placement='straight', or split= with its uses on one rank"
@@ -52,6 +62,48 @@ def test_a_pipeline_placed_as_a_v_trains_bitwise_as_one_process(name: str, sched
     with compiled(example, batches[0], stages=STAGES, microbatches=6, placement="v", options=options) as pipe:
         assert differences(train(pipe, batches), train_alone(example, batches, 6)) == []
         assert pipe.plan.program.placement == v_shaped(2)
+
+
+MANY = {
+    "interleaved": (0, 1, 0, 1),
+    "interleaved-2": (0, 1, 0, 1),
+    "interleaved-3": (0, 1, 0, 1, 0, 1),
+    "straight": (0, 1, 2),
+    "v": (0, 1, 1, 0),
+}
+UNEVEN = [(0, 1, 1, 0, 0, 1), (0, 1, 2, 0, 1, 2, 0), (0, 0, 1, 1), (0, 1, 2, 1)]
+
+
+@pytest.mark.parametrize(("placement", "ranks"), [*MANY.items(), *((list(one), one) for one in UNEVEN)])
+def test_a_placement_says_the_rank_of_each_stage(placement: Any, ranks: tuple[int, ...]) -> None:
+    assert placed_on(placement, len(ranks)) == ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "stages", "schedule"),
+    [
+        ("skip_mlp", "interleaved", 4, None),
+        ("gpt_dropout", "interleaved-3", 6, None),
+        ("gpt_dropout", "interleaved-3", 6, "interleaved"),
+        ("resnet", "interleaved", 6, "interleaved"),
+        ("skip_mlp", "interleaved-4", 8, None),
+        *(("skip_mlp", one, len(one), None) for one in UNEVEN),
+    ],
+)
+def test_more_stages_on_a_rank_train_bitwise_as_one_process(
+    name: str, placement: Any, stages: int, schedule: str | None
+) -> None:
+    """In turn, there and back and there again, and ranks with more stages than others; evaluation runs them too."""
+    example = EXAMPLES[name]
+    batches = [example.rows(ROWS, seed) for seed in range(3)]
+    options = adaptra.Options(schedule=schedule)
+    with compiled(example, batches[0], stages=stages, microbatches=6, placement=placement, options=options) as pipe:
+        assert differences(train(pipe, batches), train_alone(example, batches, 6)) == []
+        assert pipe.plan.program.placement == placed_on(placement, stages)
+        assert pipe.plan.program.name == (schedule or "adapted")
+        args, kwargs = call(batches[0])
+        assert pipe.eval_step(*args, **kwargs).isfinite() and "makespan" in pipe.explain()
+        assert pipe.clip_grad_norm_(1.0) >= 0 and pipe.report().count("│") > stages
 
 
 def test_three_uses_of_a_parameter_on_one_rank_add_up_as_autograd_adds_them() -> None:
@@ -121,6 +173,24 @@ def test_a_slow_link_is_slow_on_both_of_its_edges_and_the_plan_adapts() -> None:
         assert differences(steps, train_alone(example, batches[: len(steps)], 6)) == []
 
 
+def test_a_slow_link_of_interleaved_stages_is_planned_around() -> None:
+    """Three edges go from rank 0 to rank 1 and two come back. The plan changes while the numbers stay."""
+    example = EXAMPLES["skip_mlp"]
+    batches = [example.rows(ROWS, seed) for seed in range(30)]
+    options = adaptra.Options(emulate=adaptra.EmulatedDevice(0.004, 0.004, 0.004), faults=["delay 0-1 40ms @6"])
+    arguments: dict[str, Any] = {"stages": 6, "microbatches": 6, "placement": "interleaved-3", "memory": 4, "options": options}
+    with compiled(example, batches[0], **arguments) as pipe:
+        before, optimizer, steps = pipe.plan, adam(pipe.parameters()), list[Step]()
+        for batch in batches:
+            steps.append(run_step(pipe, optimizer, batch))
+            if pipe.plan.version > before.version and pipe.plan.case.cost.latency(0, 1) > 0.02:
+                break
+        else:
+            pytest.fail(f"after {len(steps)} steps: plan {pipe.plan.version} for {pipe.plan.case.cost}")
+        assert pipe.plan.case.cost.latency(2, 3) < 0.02
+        assert differences(steps, train_alone(example, batches[: len(steps)], 6)) == []
+
+
 def test_memory_counts_both_stages_of_a_rank() -> None:
     """In microbatches, each held for half of a rank's layers by either stage; in bytes, what both keep."""
     example = EXAMPLES["skip_mlp"]
@@ -176,8 +246,17 @@ def optimizer_of(pipe: adaptra.Pipeline) -> torch.optim.Optimizer:
 
 
 MISTAKES: list[tuple[str, dict[str, Any], Callable[[adaptra.Pipeline], object]]] = [
-    *(("placement", {"placement": given}, nothing) for given in ("w", None, [0, 1, 1, 0], 3)),
-    ("odd", {"stages": 3}, nothing),
+    *(
+        ("placement", {"placement": given}, nothing)
+        for given in ("w", None, 3, "interleaved-0", "interleaved3", [], [0, "1", 1, 0], [False, True, True, False])
+    ),
+    ("chunks", {"stages": 3}, nothing),
+    ("chunks", {"placement": "interleaved-3"}, nothing),
+    ("length", {"placement": [0, 1, 0]}, nothing),
+    *(("numbering", {"placement": given}, nothing) for given in ([1, 0, 1, 0], [0, 2, 2, 0], [0, 1, 0, -1])),
+    ("schedule", {"options": adaptra.Options(schedule="interleaved")}, nothing),
+    ("schedule", {"placement": "interleaved", "options": adaptra.Options(schedule="zbv")}, nothing),
+    ("schedule", {"placement": [0, 1, 0, 0], "options": adaptra.Options(schedule="1f1b")}, nothing),
     ("edge", {"options": adaptra.Options(faults=["delay 1-2 5ms"])}, nothing),
     ("edge", {"options": adaptra.Options(delegate=[(2, 1)])}, nothing),
     ("memory", {"memory": "1 KiB"}, nothing),

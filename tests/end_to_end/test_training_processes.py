@@ -20,6 +20,7 @@ pytestmark = pytest.mark.processes
 
 STAGES = 4
 ROWS = 24
+STAGES_PER_RANK = {"straight": 1, "v": 2, "interleaved-3": 3}
 CLOCK_BYTES = 8
 """The size of a message that compares two clocks."""
 
@@ -48,7 +49,7 @@ def train_examples(
         with compiled(
             example,
             batches[0],
-            stages=world_size if placement == "straight" else 2 * world_size,
+            stages=STAGES_PER_RANK[placement] * world_size,
             microbatches=microbatches,
             dtype=dtype,
             split=split,
@@ -125,6 +126,18 @@ def test_two_stages_on_each_rank_train_bitwise_as_one_process(transport: str, ra
     """Both ways between two ranks each channel has messages; what the first and the last stage share stays on its rank."""
     cases = PLACED if ranks == 2 else [PLACED[0], PLACED[2]]
     check(run_processes(train_examples, ranks, ranks, cases, transport, "v"))
+
+
+INTERLEAVED = [
+    ("gpt_dropout", "float32", 8, "interleaved", None),
+    ("skip_mlp", "bfloat16", 3, None, None),
+]
+
+
+@pytest.mark.parametrize(("transport", "ranks"), [("c10d", 2), ("delegate", 2)])
+def test_three_stages_on_each_rank_train_bitwise_as_one_process(transport: str, ranks: int) -> None:
+    """One channel has the messages of several edges, of other sizes, and losses behind them."""
+    check(run_processes(train_examples, ranks, ranks, INTERLEAVED, transport, "interleaved-3"))
 
 
 def carried(pipe: adaptra.Pipeline) -> set[tuple[int, int]]:
