@@ -97,7 +97,7 @@ def compile(
             ``"interleaved-3"`` three, and so on. Or a list with the rank of each stage, such as ``[0, 1, 1, 0, 0, 1]``. Ranks
             are numbered in the order of their first stages.
             Several smaller stages fill the pipeline sooner within the same memory, but messages cross each link more often.
-            These placements are not available over NCCL, the cut points can't be moved later, and ranks keep their roles.
+            These placements are not available over NCCL.
         mesh: A ``torch.distributed`` DeviceMesh of all ranks with dimensions ``dp`` and ``pp``, or ``pp`` alone. The stages of
             a replica are along ``pp``. Without a mesh they are on consecutive ranks.
         transport: ``"local"``, ``"c10d"``, the name of an installed transport, or None for c10d under a launcher, else local.
@@ -401,7 +401,10 @@ class Pipeline(NotAModule):
 
     @property
     def roles(self) -> Roles | None:
-        """The stage and data-parallel replica of each rank of the job; None if there is one replica."""
+        """The place in its pipeline and the data-parallel replica of each rank of the job; None if there is one replica.
+
+        The place is the rank's stage, or its number in ``placement`` if ranks have several stages.
+        """
         return self._require().launched.roles
 
     @property

@@ -110,8 +110,7 @@ class PipelineSpec:
                 cost = in_bytes(cost, compiled.train)
                 room = None if self.free is None else limits_free(self.free, compiled.train, self.placement)
         case = Case(cost, self.microbatches, self.placement, name="compiled")
-        cut_points = compiled.cut_points if is_straight(self.placement) else None  # other placements are never cut again
-        bandwidth = BandwidthOptions(options.uses_delegate, options.lossy_bf16 == "slow", cut_points)
+        bandwidth = BandwidthOptions(options.uses_delegate, options.lossy_bf16 == "slow", compiled.cut_points)
         planner, draft = (partial(_better_plan, options.planning_seconds, share) for share in (PLANNER_SHARE, DRAFT_SHARE))
         remedies = partial(find_remedies, bandwidth=bandwidth)
         peaks = partial(predicted_peaks, stages=compiled.train)
