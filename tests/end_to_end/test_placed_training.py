@@ -261,6 +261,8 @@ MISTAKES: list[tuple[str, dict[str, Any], Callable[[adaptra.Pipeline], object]]]
     ("schedule", {"placement": [0, 1, 0, 0], "options": adaptra.Options(schedule="1f1b")}, nothing),
     ("edge", {"options": adaptra.Options(faults=["delay 1-2 5ms"])}, nothing),
     ("edge", {"options": adaptra.Options(delegate=[(2, 1)])}, nothing),
+    ("edge", {"options": adaptra.Options(expected_delays={(1, 2): {0.0: 0.5, 0.06: 0.5}})}, nothing),
+    ("edge", {"placement": [0, 0, 1, 1], "options": adaptra.Options(faults=["rate 2>3 5MB"])}, nothing),
     ("memory", {"memory": "1 KiB"}, nothing),
     ("alone", {}, step_and(lambda pipe: pipe.settle_roles(optimizer_of(pipe)))),
 ]

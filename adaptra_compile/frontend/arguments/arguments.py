@@ -88,6 +88,9 @@ class CompileArguments:
             if max(edge) >= self.stages:
                 raise OptionError(f"delegate={self.options.delegate!r}: expected edges of stages 0..{self.stages - 1}")
             self._check_edge(f"delegate={self.options.delegate!r}", edge)
+        for edge in given.expected_delays:
+            if max(edge) < self.stages:  # planning names an edge that does not exist
+                self._check_edge(f"expected_delays={given.expected_delays!r}", edge)
         for fault in self.faults:
             fault.check_stages(self.stages)
             fault.check_base(self.faults)
