@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from adaptra.errors import OptionError
 from adaptra.frontend.activation_memory import in_bytes, limits_free, limits_within, predicted_peaks
 from adaptra.frontend.first_plan import first_plan, two_phase_plan
 from adaptra.frontend.given_routes import routed_plan
@@ -19,7 +18,6 @@ from adaptra.graph.round_messages import round_messages
 from adaptra.planning.bandwidth_remedies import BandwidthOptions, find_remedies
 from adaptra.planning.planner import plan
 from adaptra.program import Program
-from adaptra.program.placement import is_straight
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.control.replanning import Planning, makespan
 from adaptra.runtime.injection.faults import Fault
@@ -86,8 +84,7 @@ class PipelineSpec:
         """Plan for these stages.
 
         Raises:
-            OptionError: The options round messages, and a message can't be rounded. Or ranks with several stages share a
-                parameter.
+            OptionError: The options round messages, and a message can't be rounded.
             ScheduleError, PlanError: The user's schedule does not fit, or one microbatch does not fit.
         """
         options = self.options
@@ -95,7 +92,6 @@ class PipelineSpec:
         if options.lossy_bf16:
             rounded = round_messages(compiled)  # also for "slow", to refuse early what can't be rounded
             compiled = rounded if options.lossy_bf16 is True else compiled
-        self._check_shared(compiled)
         cost = estimated_cost(compiled, self.placement)
         if options.emulate is not None:
             cost = options.emulate.apply(cost)
@@ -126,16 +122,6 @@ class PipelineSpec:
         if isinstance(options.schedule, Program) and options.schedule.routing is not None:
             return routed_plan(options.schedule, case, self.replicas, compiled, options)
         return first_plan(options, case, room, options.delegated)
-
-    def _check_shared(self, compiled: CompiledStages) -> None:
-        """Refuse shared parameters on ranks with several stages, where their gradients and activations share a channel."""
-        for one in () if is_straight(self.placement) else compiled.tied:
-            ranks = sorted({self.placement[stage] for stage in one.stages})
-            if len(ranks) > 1:
-                raise OptionError(
-                    f"{one.name}: ranks {', '.join(map(str, ranks))} share it, and each has several stages: expected "
-                    "placement='straight', or split= with its uses on one rank"
-                )
 
 
 def _better_plan(seconds: float, share: float, case: Case, incumbent: Program) -> Program:

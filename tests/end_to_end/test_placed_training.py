@@ -37,9 +37,6 @@ DOCUMENTED = {
     ),
     "schedule": "placement …: … places stages on ranks …",
     "edge": "…: stages … and … are both on rank …: expected an edge between ranks",
-    "shared": (
-        "…: ranks … share it, and each has several stages: expected placement='straight', or split= with its uses on one rank"
-    ),
     "alone": "roles: this job has one replica: expected several, whose ranks can change places",
     "nccl": (
         "placement=… over NCCL: both ways between two ranks would be in one queue: expected 'straight', or edges over gloo or "
@@ -279,14 +276,19 @@ def test_mistakes_have_their_documented_message(
     check_documented(type(caught.value).__name__, str(caught.value), DOCUMENTED[row])
 
 
-def test_a_parameter_that_several_ranks_share_is_refused() -> None:
-    example = tied_blocks(4, 14)
-    with (
-        pytest.raises(AdaptraError) as caught,
-        compiled(example, example.rows(ROWS, 0), stages=4, microbatches=6, placement="v", split=begin_blocks(4)),
-    ):
-        pass
-    check_documented(type(caught.value).__name__, str(caught.value), DOCUMENTED["shared"])
+@pytest.mark.parametrize(
+    ("placement", "stages"), [("v", 4), ("interleaved", 4), ("interleaved-3", 6), ([0, 1, 0, 0, 2], 5), ([0, 1, 1, 2], 4)]
+)
+@pytest.mark.parametrize("name", ["tied_blocks", "mixed", "gpt_tied", "tied_twice"])
+def test_parameters_that_several_ranks_share_train_bitwise(name: str, placement: Any, stages: int) -> None:
+    """Ranks contribute from one stage or several, and the owner's rank may contribute from others than the owner too."""
+    example = (EXAMPLES | {"mixed": MIXED, "tied_blocks": tied_blocks(stages, 14)})[name]
+    batches = [example.rows(ROWS, seed) for seed in range(2)]
+    split = begin_blocks(stages) if name == "tied_blocks" else None
+    with compiled(example, batches[0], stages=stages, microbatches=6, placement=placement, split=split) as pipe:
+        assert differences(train(pipe, batches), train_alone(example, batches, 6)) == []
+        args, kwargs = call(batches[0])
+        assert pipe.eval_step(*args, **kwargs).isfinite()
 
 
 def test_one_queue_between_two_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,8 @@ def test_two_stages_on_each_rank_train_bitwise_as_one_process(transport: str, ra
 INTERLEAVED = [
     ("gpt_dropout", "float32", 8, "interleaved", None),
     ("skip_mlp", "bfloat16", 3, None, None),
+    ("mixed", "float32", 6, "interleaved", None),
+    ("tied_twice", "bfloat16", 6, None, None),
 ]
 
 

@@ -84,18 +84,7 @@ class CompileArguments:
                 f"lossy_bf16={given.lossy_bf16!r} with transport {self.transport!r}: expected a transport of adaptra's own, "
                 "which all can round"
             )
-        for edge in self.options.delegated:
-            if max(edge) >= self.stages:
-                raise OptionError(f"delegate={self.options.delegate!r}: expected edges of stages 0..{self.stages - 1}")
-            self._check_edge(f"delegate={self.options.delegate!r}", edge)
-        for edge in given.expected_delays:
-            if max(edge) < self.stages:  # planning names an edge that does not exist
-                self._check_edge(f"expected_delays={given.expected_delays!r}", edge)
-        for fault in self.faults:
-            fault.check_stages(self.stages)
-            fault.check_base(self.faults)
-            if fault.peer is not None:
-                self._check_edge(f"fault '{fault}'", (fault.stage, fault.peer))
+        self._check_edges()
         check_inner(given.inner)
 
     def _check_model(self) -> None:
@@ -120,6 +109,21 @@ class CompileArguments:
                 f"inner={self.options.inner!r}: expected 'eager', as the model is a list of stages, which run as they are: "
                 "compile one by its module.compile() before"
             )
+
+    def _check_edges(self) -> None:
+        options = self.options
+        for edge in options.delegated:
+            if max(edge) >= self.stages:
+                raise OptionError(f"delegate={options.delegate!r}: expected edges of stages 0..{self.stages - 1}")
+            self._check_edge(f"delegate={options.delegate!r}", edge)
+        for edge in options.expected_delays:
+            if max(edge) < self.stages:  # planning names an edge that does not exist
+                self._check_edge(f"expected_delays={options.expected_delays!r}", edge)
+        for fault in self.faults:
+            fault.check_stages(self.stages)
+            fault.check_base(self.faults)
+            if fault.peer is not None:
+                self._check_edge(f"fault '{fault}'", (fault.stage, fault.peer))
 
     def _check_edge(self, what: str, edge: tuple[int, int]) -> None:
         """Refuse an edge between two stages of one rank, since no message crosses it."""

@@ -18,6 +18,7 @@ from training import MIXED, Step, call, compiled, differences, run_step, train_a
 
 import adaptra
 from adaptra.errors import AdaptraError, PipelineError
+from adaptra.frontend.arguments.placing import placed_on
 from adaptra.graph import compile_stages
 from adaptra.runtime.control.events import EventKind
 
@@ -75,8 +76,12 @@ def test_a_run_whose_cuts_move_is_bitwise_the_plain_model(options: dict[str, Any
     [
         ("v", [["norms.0", "middle.3", "norms.2"], ["middle.1", "middle.2", "middle.3"], ["middle.3", "middle.4", "middle.5"]]),
         (
-            [0, 1, 1, 0],
-            [["norms.0", "middle.3", "norms.2"], ["middle.4", "norms.2", "last"], ["middle.0", "middle.1", "middle.2"]],
+            "interleaved",
+            [["norms.0", "middle.3", "last"], ["middle.4", "norms.2", "last"], ["middle.0", "middle.1", "middle.2"]],
+        ),
+        (
+            [0, 1, 2, 1],
+            [["norms.0", "middle.3", "last"], ["middle.0", "middle.1", "middle.2"], ["middle.4", "norms.2", "last"]],
         ),
     ],
 )
@@ -95,7 +100,7 @@ def test_cuts_move_between_ranks_with_several_stages(placement: Any, splits: lis
             found.append(run_step(pipe, optimizer, batch))
             held = [one for group in optimizer.param_groups for one in group["params"]]
             assert {id(one) for one in held} == {id(one) for one in pipe.parameters()} == {id(one) for one in optimizer.state}
-        assert pipe.plan.program.placement == (0, 1, 1, 0)
+        assert pipe.plan.program.placement == placed_on(placement, 4)
     assert differences(found, train_alone(MIXED, batches(), MICROBATCHES, optimizer=two_groups_of)) == []
 
 
