@@ -97,7 +97,6 @@ def compile(
             ``"interleaved-3"`` three, and so on. Or a list with the rank of each stage, such as ``[0, 1, 1, 0, 0, 1]``. Ranks
             are numbered in the order of their first stages.
             Several smaller stages fill the pipeline sooner within the same memory, but messages cross each link more often.
-            These placements are not available over NCCL.
         mesh: A ``torch.distributed`` DeviceMesh of all ranks with dimensions ``dp`` and ``pp``, or ``pp`` alone. The stages of
             a replica are along ``pp``. Without a mesh they are on consecutive ranks.
         transport: ``"local"``, ``"c10d"``, the name of an installed transport, or None for c10d under a launcher, else local.

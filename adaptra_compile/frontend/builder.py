@@ -193,8 +193,9 @@ def _check_contract(request: CompileArguments, launched: Launch) -> None:
     Raises:
         LaunchError: The transport has only one queue per pair of ranks and direction of the pipeline.
     """
-    if not is_straight(request.placed) and any(transport.contract.in_order for transport in launched.transports):
+    contracts = [transport.contract for transport in launched.transports]
+    if not is_straight(request.placed) and any(one.in_order and not one.one_way for one in contracts):
         raise LaunchError(
-            f"placement={request.placement!r} over NCCL: both ways between two ranks would be in one queue: expected "
-            f"{STRAIGHT!r}, or edges over gloo or the delegate"
+            f"placement={request.placement!r} over a transport with one queue between two ranks, where both ways would be in "
+            f"line: expected {STRAIGHT!r}, or a transport whose contract says in_order=False or one_way=True"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from adaptra.errors import AdaptraError
 from adaptra.frontend.arguments.placing import placed_on
 from adaptra.program.placement import v_shaped
 from adaptra.runtime.transports import local
+from adaptra.runtime.transports.base import Identity, Pending
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,9 +40,9 @@ DOCUMENTED = {
     "schedule": "placement …: … places stages on ranks …",
     "edge": "…: stages … and … are both on rank …: expected an edge between ranks",
     "alone": "roles: this job has one replica: expected several, whose ranks can change places",
-    "nccl": (
-        "placement=… over NCCL: both ways between two ranks would be in one queue: expected 'straight', or edges over gloo or "
-        "the delegate"
+    "queue": (
+        "placement=… over a transport with one queue between two ranks, where both ways would be in line: expected 'straight', "
+        "or a transport whose contract says in_order=False or one_way=True"
     ),
     "memory": (
         "memory=…: rank … with its … stages needs … for one microbatch, and keeps … of it from F to I: expected at least what "
@@ -291,8 +293,39 @@ def test_parameters_that_several_ranks_share_train_bitwise(name: str, placement:
         assert pipe.eval_step(*args, **kwargs).isfinite()
 
 
+@pytest.mark.parametrize("in_order", [False, True], ids=["gloo's", "NCCL's"])
+@pytest.mark.parametrize(("placement", "stages"), [("v", 4), ("interleaved-3", 6), ([0, 1, 2, 1, 0, 0], 6)])
+def test_channels_are_received_in_the_order_of_their_sends(
+    placement: Any, stages: int, in_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the contracts of gloo and of NCCL: then no message waits for one behind it, whatever carries a channel."""
+    contract = replace(local.CONTRACT, send_waits_for_receiver=True, in_order=in_order, one_way=in_order)
+    monkeypatch.setattr(local, "CONTRACT", contract)
+    sent, received = defaultdict[object, list[object]](list), defaultdict[object, list[object]](list)
+    send, receive = local.LocalTransport.send, local.LocalTransport.receive
+
+    def sending(self: Any, to: int, identity: Identity, *args: Any, **kwargs: Any) -> Pending:
+        sent[self.rank, to, identity.channel].append(identity.key)
+        return send(self, to, identity, *args, **kwargs)
+
+    def receiving(self: Any, source: int, identity: Identity) -> Pending:
+        received[source, self.rank, identity.channel].append(identity.key)
+        return receive(self, source, identity)
+
+    monkeypatch.setattr(local.LocalTransport, "send", sending)
+    monkeypatch.setattr(local.LocalTransport, "receive", receiving)
+    batches = [MIXED.rows(ROWS, seed) for seed in range(2)]
+    with compiled(MIXED, batches[0], stages=stages, microbatches=6, placement=placement) as pipe:
+        assert differences(train(pipe, batches), train_alone(MIXED, batches, 6)) == []
+        args, kwargs = call(batches[0])
+        pipe.step(*args, **kwargs)
+        pipe.clip_grad_norm_(1.0)
+        pipe.eval_step(*args, **kwargs)
+    assert sent == received and len(sent) > 3
+
+
 def test_one_queue_between_two_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NCCL's is; its place is taken by the threads' transport, told to be like that."""
+    """Its place is taken by the threads' transport, told to be like that."""
     monkeypatch.setattr(local, "CONTRACT", replace(local.CONTRACT, in_order=True))
     example = EXAMPLES["skip_mlp"]
     with (
@@ -300,7 +333,7 @@ def test_one_queue_between_two_ranks_is_refused(monkeypatch: pytest.MonkeyPatch)
         compiled(example, example.rows(ROWS, 0), stages=STAGES, microbatches=6, placement="v"),
     ):
         pass
-    check_documented(type(caught.value).__name__, str(caught.value), DOCUMENTED["nccl"])
+    check_documented(type(caught.value).__name__, str(caught.value), DOCUMENTED["queue"])
 
 
 def test_a_list_of_modules_can_be_placed_too() -> None:

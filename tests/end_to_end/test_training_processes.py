@@ -142,6 +142,19 @@ def test_three_stages_on_each_rank_train_bitwise_as_one_process(transport: str, 
     check(run_processes(train_examples, ranks, ranks, INTERLEAVED, transport, "interleaved-3"))
 
 
+def train_under_nccls_contract(rank: int) -> dict[Any, Any]:
+    """Train over gloo with a communicator for every channel, late receives and no probes."""
+    from adaptra.runtime.transports.c10d import c10d
+
+    c10d.CONTRACTS["gloo"] = c10d.CONTRACTS["nccl"]
+    return train_examples(rank, 2, [("mixed", "float32", 6, None, None)], "c10d", "interleaved-3")
+
+
+def test_interleaved_stages_train_under_the_contract_of_nccl() -> None:
+    """What NCCL itself would carry, but for its kernels."""
+    check(run_processes(train_under_nccls_contract, 2))
+
+
 def carried(pipe: adaptra.Pipeline) -> set[tuple[int, int]]:
     """The edges over which this process's delegate has sent messages of the pipeline, as (source, destination)."""
     assert pipe._session is not None
