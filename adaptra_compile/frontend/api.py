@@ -6,8 +6,8 @@
     optimizer.step()
     optimizer.zero_grad()
 
-Under torchrun every rank runs the same lines and has one stage, or two. Without a launcher all stages run as threads of this
-process.
+Under torchrun every rank runs the same lines and has one stage or several. Without a launcher all stages run as threads of
+this process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from adaptra.checks import is_real
 from adaptra.errors import BatchError, OptionError, PipelineError, StateError
 from adaptra.frontend.activation_memory import predicted_peaks
-from adaptra.frontend.arguments.arguments import STRAIGHT, CompileArguments, check_split
+from adaptra.frontend.arguments.arguments import CompileArguments, check_split
+from adaptra.frontend.arguments.placing import STRAIGHT, Placement
 from adaptra.frontend.attached_optimizer import given_or_attached, refuse_foreign
 from adaptra.frontend.builder import build
 from adaptra.frontend.grad_scaler import GradScaler
@@ -61,7 +62,7 @@ def compile(
     reduction: str = "mean",
     memory: int | str | None = None,
     split: Sequence[str] | None = None,
-    placement: str = STRAIGHT,
+    placement: Placement = STRAIGHT,
     mesh: DeviceMesh | None = None,
     transport: str | None = None,
     options: Options | None = None,
@@ -93,9 +94,10 @@ def compile(
             longer than the best one found.
         split: Names of the modules that begin stages 1, 2, …; without it the stages are balanced by estimated cost.
         placement: ``"straight"`` for one stage on each rank, or ``"v"`` for two. In V placement stages go down the ranks and
-            back, so the first rank also has the last stage. Its smaller stages fill the pipeline sooner within the same memory,
-            but messages cross each link twice. It is not available over NCCL, the cut points can't be moved later, and ranks
-            keep their roles.
+            back, so the first rank also has the last stage. ``"interleaved"`` is two stages on each rank in turn,
+            ``"interleaved-3"`` three, and so on. Or a list with the rank of each stage, such as ``[0, 1, 1, 0, 0, 1]``. Ranks
+            are numbered in the order of their first stages.
+            Several smaller stages fill the pipeline sooner within the same memory, but messages cross each link more often.
         mesh: A ``torch.distributed`` DeviceMesh of all ranks with dimensions ``dp`` and ``pp``, or ``pp`` alone. The stages of
             a replica are along ``pp``. Without a mesh they are on consecutive ranks.
         transport: ``"local"``, ``"c10d"``, the name of an installed transport, or None for c10d under a launcher, else local.
@@ -399,7 +401,10 @@ class Pipeline(NotAModule):
 
     @property
     def roles(self) -> Roles | None:
-        """The stage and data-parallel replica of each rank of the job; None if there is one replica."""
+        """The place in its pipeline and the data-parallel replica of each rank of the job; None if there is one replica.
+
+        The place is the rank's stage, or its number in ``placement`` if ranks have several stages.
+        """
         return self._require().launched.roles
 
     @property

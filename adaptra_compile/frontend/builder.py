@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from adaptra.errors import BatchError, CaptureError, LaunchError, OptionError
-from adaptra.frontend.arguments.arguments import STRAIGHT, CompileArguments
+from adaptra.frontend.arguments.arguments import CompileArguments
+from adaptra.frontend.arguments.placing import STRAIGHT
 from adaptra.frontend.arguments.shared_models import Sharing
 from adaptra.frontend.session import Session
 from adaptra.frontend.stage_planning import PipelineSpec, PlannedPipeline
@@ -25,7 +26,7 @@ from adaptra.graph.compile_modules import compile_modules
 from adaptra.graph.inner_compiler import EAGER, prepare
 from adaptra.graph.ops.autocast import refuse_autocast
 from adaptra.graph.ops.weighted_loss import WeightedLoss
-from adaptra.program.placement import stages_of
+from adaptra.program.placement import is_straight, stages_of
 from adaptra.progress import Progress, log_progress, shown_progress
 from adaptra.runtime.launch.agreement import agree, disagree
 from adaptra.runtime.launch.free_memory import free_memory
@@ -192,8 +193,9 @@ def _check_contract(request: CompileArguments, launched: Launch) -> None:
     Raises:
         LaunchError: The transport has only one queue per pair of ranks and direction of the pipeline.
     """
-    if request.placement != STRAIGHT and any(transport.contract.in_order for transport in launched.transports):
+    contracts = [transport.contract for transport in launched.transports]
+    if not is_straight(request.placed) and any(one.in_order and not one.one_way for one in contracts):
         raise LaunchError(
-            f"placement={request.placement!r} over NCCL: both ways between two ranks would be in one queue: expected "
-            f"{STRAIGHT!r}, or edges over gloo or the delegate"
+            f"placement={request.placement!r} over a transport with one queue between two ranks, where both ways would be in "
+            f"line: expected {STRAIGHT!r}, or a transport whose contract says in_order=False or one_way=True"
         )

@@ -13,7 +13,7 @@ from adaptra.planning.planner import plan
 from adaptra.planning.published import uniform_slack
 from adaptra.planning.robust import robust_plan
 from adaptra.program import Program
-from adaptra.program.placement import is_straight
+from adaptra.program.placement import in_turn, is_straight, v_shaped
 from adaptra.program.schedules import generate_for, two_phases
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.options.planning_options import PlanningOptions
@@ -88,8 +88,11 @@ def two_phase_plan(case: Case, delegated: Edges) -> Plan:
 
 
 def _known(case: Case) -> Program | None:
-    """Return a known schedule to start from, which the search needs if ranks have several stages; else None."""
-    return None if is_straight(case.placement) else generate_for("zbv", case.placement, case.microbatches)
+    """Return the known schedule of a placement with several stages on each rank, which the search may not find; else None."""
+    stages, ranks = len(case.placement), len(set(case.placement))
+    known = {in_turn(ranks, stages // ranks): "interleaved", v_shaped(ranks): "zbv"}
+    schedule = None if is_straight(case.placement) else known.get(case.placement)
+    return None if schedule is None else generate_for(schedule, case.placement, case.microbatches)
 
 
 def _asked_for(schedule: str | Program, case: Case) -> Program:

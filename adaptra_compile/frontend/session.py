@@ -25,7 +25,7 @@ from adaptra.graph.ops.autocast import refuse_autocast
 from adaptra.graph.stages.stages import TrainStage
 from adaptra.planning.bandwidth_remedies import BandwidthOptions, choose_split
 from adaptra.planning.layout_change import RoleChange, SplitChange
-from adaptra.program.placement import is_straight
+from adaptra.program.placement import stages_of
 from adaptra.program.roles import Roles
 from adaptra.runtime.control.calls import Calls
 from adaptra.runtime.launch.agreement import agree
@@ -33,7 +33,7 @@ from adaptra.runtime.launch.launch import Job, Launch
 from adaptra.runtime.reconfigure.agreement import RESTART_SECONDS, agree_on_roles, gather_costs, share_split
 from adaptra.runtime.reconfigure.consent import Consent, check_consents
 from adaptra.runtime.reconfigure.cut_transfer import move_within, new_state, regroup
-from adaptra.runtime.reconfigure.state_transfer import Handover, exchange, gather_state, give_optimizer, take_over
+from adaptra.runtime.reconfigure.state_transfer import Handover, exchange, gather_state, give_optimizer
 from adaptra.runtime.reconfigure.transfers import Transfer, cut_transfers, role_transfers, senders_to, sent_by
 from adaptra.runtime.telemetry.recorder import Recorder
 from adaptra.runtime.worker.batch import split_batch
@@ -117,11 +117,12 @@ class Session:
         (worker,) = self.workers
         moving = role_transfers(before, after)
         receivers, senders = sent_by(job.rank, moving), senders_to(job.rank, moving)
-        graphs = self.compiled.train[after.of(job.rank)[1]]
+        graphs = self._stages_of(after.of(job.rank)[1], self.compiled.train)
 
         def ready() -> tuple[dict[int, Handover], Consent]:
             (held,) = self._held("roles", optimizer)
-            prepare(graphs)
+            for stage in graphs:
+                prepare(stage)
             leaving = dict.fromkeys(receivers, held)
             return leaving, Consent.to(len(optimizer.param_groups), leaving)
 
@@ -131,7 +132,7 @@ class Session:
             state = worker.state
             if senders:
                 arrived = exchange(leaving, senders, job.everyone)
-                state = take_over(arrived, frozenset(graphs.trainable), frozenset(graphs.parameters))
+                state = new_state(graphs, {}, arrived)
                 give_optimizer(optimizer, arrived, state)
             self._start(self._planned, launched, [state], opened)
 
@@ -193,7 +194,6 @@ class Session:
 
     def _captured(self) -> Captured:
         self.require_running()
-        self._require_straight("split")
         captured = self.compiled.captured
         if captured is None or not self.compiled.with_loss:
             raise OptionError(
@@ -207,8 +207,9 @@ class Session:
 
     def _cut_transfers(self, after: Sequence[TrainStage]) -> list[Transfer[str]]:
         """Return the transfers within this process's pipeline to the stages of another cut."""
-        replicas, roles = self.launched.replicas, self.launched.roles
-        ranks = range(len(after)) if roles is None else roles.pipeline(0 if replicas is None else replicas.index)
+        replicas, roles, placement = self.launched.replicas, self.launched.roles, self._spec.placement
+        row = range(len(placement)) if roles is None else roles.pipeline(0 if replicas is None else replicas.index)
+        ranks = [row[rank] for rank in placement]
         names_before, names_after = ([one.state_names for one in stages] for stages in (self.compiled.train, after))
         return cut_transfers(names_before, names_after, ranks)
 
@@ -224,8 +225,8 @@ class Session:
 
         def ready() -> tuple[tuple[list[Handover], dict[int, Handover]], Consent]:
             held = self._held("split", optimizer)
-            for worker in self.workers:
-                prepare(stages[worker.rank])
+            for stage in (one for worker in self.workers for one in self._stages_of(worker.rank, stages)):
+                prepare(stage)
             receivers = {} if job is None else sent_by(job.rank, moving)
             leaving = {receiver: held[0].part(names) for receiver, names in receivers.items()}
             return (held, leaving), Consent.to(len(optimizer.param_groups), leaving)
@@ -236,11 +237,12 @@ class Session:
                 agree(launched.transports[0], "pipeline", after.facts(), self._spec.options.timeout)
             self._end()
             if job is None:
-                states, arrived = move_within(held, states, stages, moving)
+                by_rank = [self._stages_of(worker.rank, stages) for worker in self.workers]
+                states, arrived = move_within(held, states, by_rank, moving)
             else:
                 arrived = [exchange(leaving, senders_to(job.rank, moving), job.everyone)]
             made = [
-                new_state(stages[worker.rank], state, one)
+                new_state(self._stages_of(worker.rank, stages), state, one)
                 for worker, state, one in zip(self.workers, states, arrived, strict=True)
             ]
             regroup(optimizer, before, made, arrived)
@@ -314,15 +316,14 @@ class Session:
 
     def _replicated(self) -> tuple[Job, Roles]:
         self.require_running()
-        self._require_straight("roles")
         job, roles = self.launched.job, self.launched.roles
         if job is None or roles is None:
             raise OptionError("roles: this job has one replica: expected several, whose ranks can change places")
         return job, roles
 
-    def _require_straight(self, what: str) -> None:
-        if not is_straight(self._spec.placement):
-            raise OptionError(f"{what}: each rank has several stages: expected a pipeline with one stage on each rank")
+    def _stages_of(self, rank: int, stages: Sequence[TrainStage]) -> list[TrainStage]:
+        """Return those of a pipeline's stages that are on one of its ranks."""
+        return [stages[stage] for stage in stages_of(rank, self._spec.placement)]
 
     def _held(self, what: str, optimizer: torch.optim.Optimizer) -> list[Handover]:
         """Return the state that each stage of this process would transfer."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from adaptra.errors import OptionError
 from adaptra.frontend.activation_memory import in_bytes, limits_free, limits_within, predicted_peaks
 from adaptra.frontend.first_plan import first_plan, two_phase_plan
 from adaptra.frontend.given_routes import routed_plan
@@ -89,8 +88,7 @@ class PipelineSpec:
         """Plan for these stages.
 
         Raises:
-            OptionError: The options round messages, and a message can't be rounded. Or ranks with several stages share a
-                parameter.
+            OptionError: The options round messages, and a message can't be rounded.
             ScheduleError, PlanError: The user's schedule does not fit, or one microbatch does not fit.
         """
         options = self.options
@@ -98,7 +96,6 @@ class PipelineSpec:
         if options.lossy_bf16:
             rounded = round_messages(compiled)  # also for "slow", to refuse early what can't be rounded
             compiled = rounded if options.lossy_bf16 is True else compiled
-        self._check_shared(compiled)
         cost = estimated_cost(compiled, self.placement)
         if options.emulate is not None:
             cost = options.emulate.apply(cost)
@@ -113,8 +110,7 @@ class PipelineSpec:
                 cost = in_bytes(cost, compiled.train)
                 room = None if self.free is None else limits_free(self.free, compiled.train, self.placement)
         case = Case(cost, self.microbatches, self.placement, name="compiled")
-        cut_points = compiled.cut_points if is_straight(self.placement) else None  # other placements are never cut again
-        bandwidth = BandwidthOptions(options.uses_delegate, options.lossy_bf16 == "slow", cut_points)
+        bandwidth = BandwidthOptions(options.uses_delegate, options.lossy_bf16 == "slow", compiled.cut_points)
         planner, draft = (partial(_better_plan, options.planning_seconds, share) for share in (PLANNER_SHARE, DRAFT_SHARE))
         remedies = partial(find_remedies, bandwidth=bandwidth)
         peaks = partial(predicted_peaks, stages=compiled.train)
@@ -146,16 +142,6 @@ class PipelineSpec:
         is_tied = bool(compiled.tied) and not is_straight(self.placement)
         is_alone = self.replicas == 1 or not self.with_loss or self.in_order or is_tied or changes
         return options.share and options.adapt and not (is_alone or options.uses_delegate or options.lossy_bf16)
-
-    def _check_shared(self, compiled: CompiledStages) -> None:
-        """Refuse shared parameters on ranks with several stages, where their gradients and activations share a channel."""
-        for one in () if is_straight(self.placement) else compiled.tied:
-            ranks = sorted({self.placement[stage] for stage in one.stages})
-            if len(ranks) > 1:
-                raise OptionError(
-                    f"{one.name}: ranks {', '.join(map(str, ranks))} share it, and each has several stages: expected "
-                    "placement='straight', or split= with its uses on one rank"
-                )
 
 
 def _better_plan(seconds: float, share: float, case: Case, incumbent: Program) -> Program:

@@ -1,8 +1,8 @@
 """The choice of roles for ranks, when some links between ranks are slower than others.
 
-A step lasts as long as the slowest replica's pipeline plus the slowest averaging of a stage's gradients. A slow link hurts the
+A step lasts as long as the slowest replica's pipeline plus the slowest averaging of gradients. A slow link hurts the
 averaging in full; between two stages a schedule hides its latency. To compare assignments of ranks to roles, we plan for each
-of their pipelines. Then we add the time of the averaging on a ring of each stage's ranks.
+of their pipelines. Then we add the time of the averaging on a ring of the ranks that have copies of the same stages.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from adaptra.errors import CaseError
 from adaptra.planning.layout_change import RoleChange
 from adaptra.planning.limitation import EFFORT
 from adaptra.planning.planner import plan
+from adaptra.program.placement import in_turn
 from adaptra.program.roles import Roles, moved
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.links import Link
@@ -27,12 +28,12 @@ LEAST_GAIN: Final = 0.03
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """Gradients and state of a stage.
+    """Gradients and state of one rank of a pipeline, of all its stages.
 
     Attributes:
         gradient_bytes: Bytes of gradients averaged with the other replicas after every step.
         gradients: The number of gradient tensors.
-        state_bytes: Bytes that move with the stage: parameters, buffers and the optimizer's state.
+        state_bytes: Bytes that move with the role: parameters, buffers and the optimizer's state.
     """
 
     gradient_bytes: int
@@ -48,9 +49,10 @@ class JobModel:
         cost: Durations and memory of the stages. Its edges are not used.
         microbatches: Microbatches per step.
         message_bytes: Per edge between two stages, the bytes that a microbatch sends forward and backward.
-        loads: Gradients and state per stage.
+        loads: Gradients and state per rank of a pipeline.
         links: The link of every pair of ranks. A pair's smaller rank comes first.
         restart: Seconds that a change costs in addition to moving state.
+        placement: The rank of each stage within its pipeline; stage i on rank i if empty.
     """
 
     cost: CostModel
@@ -59,6 +61,7 @@ class JobModel:
     loads: Sequence[StageLoad]
     links: Mapping[tuple[int, int], Link]
     restart: float = 0.0
+    placement: tuple[int, ...] = ()
 
     def link(self, one: int, other: int) -> Link:
         """Return the link between two ranks.
@@ -72,8 +75,9 @@ class JobModel:
         return self.links[pair]
 
     def pipeline(self, ranks: Sequence[int]) -> Case:
-        """Return the planning problem of a pipeline whose stages are on these ranks, in order of stages."""
-        links = [self.link(*pair) for pair in pairwise(ranks)]
+        """Return the planning problem of a pipeline of these ranks, in order. Stages of one rank have no link between them."""
+        placement = self.placement or in_turn(self.cost.stages)
+        links = [Link(0.0, 0.0) if one == other else self.link(ranks[one], ranks[other]) for one, other in pairwise(placement)]
         latency = tuple(link.latency for link in links)
         forward = tuple(sent * link.per_byte for (sent, _), link in zip(self.message_bytes, links, strict=True))
         backward = tuple(sent * link.per_byte for (_, sent), link in zip(self.message_bytes, links, strict=True))
@@ -84,15 +88,15 @@ class JobModel:
             occupancy_forward=forward,
             occupancy_backward=backward,
         )
-        return Case(cost, self.microbatches, tuple(range(cost.stages)), "roles")
+        return Case(cost, self.microbatches, placement, "roles")
 
-    def averaging(self, stage: int, ranks: Sequence[int]) -> float:
-        """Return the seconds that averaging the stage's gradients takes on a ring of these ranks.
+    def averaging(self, place: int, ranks: Sequence[int]) -> float:
+        """Return the seconds that averaging takes on a ring of these ranks: the gradients of a pipeline's rank ``place``.
 
         Each tensor is reduced and then gathered, in one pass around the ring each. Every link carries one part of the tensor
         at a time. The slowest link sets the time of a round.
         """
-        count, load = len(ranks), self.loads[stage]
+        count, load = len(ranks), self.loads[place]
         ring = [self.link(*pair) for pair in zip(ranks, (*ranks[1:], ranks[0]), strict=True)] if count > 1 else []
         rounds = [load.gradients * link.latency + load.gradient_bytes / count * link.per_byte for link in ring]
         return 2 * (count - 1) * max(rounds, default=0.0)
@@ -115,7 +119,7 @@ def choose_roles(job: JobModel, before: Roles, horizon: int) -> RoleChange | Non
         The change, or None if no change saves time.
     """
     seconds = _step_seconds(job, before)
-    best = RoleChange(before, before, seconds, seconds, 0.0)
+    best = RoleChange(before, before, seconds, seconds, 0.0, job.placement)
     while (better := _better_swap(job, best, horizon)) is not None:
         best = better
     return None if best.after == before else best
@@ -128,16 +132,17 @@ def _better_swap(job: JobModel, best: RoleChange, horizon: int) -> RoleChange | 
         candidate = best.after.swapped(one, other)
         moving = job.moving(best.before, candidate)
         # Bounds cost next to nothing, and for most swaps even the saving by the bound is too small.
-        if RoleChange(best.before, candidate, before, _least_seconds(job, candidate), moving).saved(horizon) <= saved:
+        bound = replace(best, after=candidate, seconds_after=_least_seconds(job, candidate), moving=moving)
+        if bound.saved(horizon) <= saved:
             continue
-        change = RoleChange(best.before, candidate, before, _step_seconds(job, candidate), moving)
+        change = replace(bound, seconds_after=_step_seconds(job, candidate))
         if change.saved(horizon) > saved and change.seconds_after < (1 - LEAST_GAIN) * before:
             found, saved = change, change.saved(horizon)
     return found
 
 
 def _averaging(job: JobModel, roles: Roles) -> float:
-    return max(job.averaging(stage, roles.column(stage)) for stage in range(roles.stages))
+    return max(job.averaging(place, roles.column(place)) for place in range(roles.stages))
 
 
 def _least_seconds(job: JobModel, roles: Roles) -> float:

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from adaptra.program.placement import stages_of
 from adaptra.program.roles import Roles, moved
 
 T = TypeVar("T")
@@ -43,18 +44,28 @@ class LayoutChange(Generic[T]):
         )
 
 
+@dataclass(frozen=True, slots=True)
 class RoleChange(LayoutChange[Roles]):
-    """A change of the rank that each stage of each replica is on."""
+    """A change of the rank that each stage of each replica is on.
 
-    __slots__ = ()
+    Attributes:
+        placement: The rank of each stage within its pipeline; stage i on rank i if empty.
+    """
+
+    placement: tuple[int, ...] = ()
 
     def what(self) -> str:
         """Return a description of the ranks that change roles."""
         return ", ".join(
-            f"rank {rank} from stage {self.before.of(rank)[1]} of replica {self.before.of(rank)[0]} to stage "
-            f"{self.after.of(rank)[1]} of {self.after.of(rank)[0]}"
+            f"rank {rank} from {self._stages(before)} of replica {old} to {self._stages(after)} of {new}"
             for rank in moved(self.before, self.after)
+            for (old, before), (new, after) in [(self.before.of(rank), self.after.of(rank))]
         )
+
+    def _stages(self, place: int) -> str:
+        """Return the stages of one rank of a pipeline, for people."""
+        stages = stages_of(place, self.placement) if self.placement else (place,)
+        return f"{'stage' if len(stages) == 1 else 'stages'} {' and '.join(map(str, stages))}"
 
 
 class SplitChange(LayoutChange[tuple[str | None, ...]]):

@@ -1,4 +1,4 @@
-"""Roles: the stage and the data-parallel replica of each rank of a job."""
+"""Roles: the place in a pipeline and the data-parallel replica of each rank of a job."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from adaptra.errors import OptionError
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """One role, a stage of a replica, for every rank of a job.
+    """One role, a place in a replica's pipeline, for every rank of a job.
+
+    The place is a stage, or a rank's number in its pipeline if ranks have several stages. Those move together.
 
     Attributes:
-        stages: The number of stages of each replica's pipeline.
+        stages: The number of places of each replica's pipeline.
         ranks: ``ranks[replica * stages + stage]`` is the rank of that role. Every rank of the job has one role.
 
     Raises:

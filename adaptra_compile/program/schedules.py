@@ -161,10 +161,11 @@ def zbv(ranks: int, microbatches: int) -> Program:
 def forward_only(placement: Sequence[int], microbatches: int) -> Program:
     """Generate the program of evaluation: every stage runs its forwards in order and nothing else.
 
-    A rank with several stages alternates between them. Its later stages begin when the first microbatch arrives there.
+    A rank with several stages alternates between them. Its later stages begin when the first microbatch arrives there. No rank
+    waits for ever, since all ranks follow one order of ops in which every op comes after those that it needs.
 
     Args:
-        placement: ``placement[stage]`` is the stage's rank. All ranks have the same number of stages.
+        placement: ``placement[stage]`` is the stage's rank. Ranks may have different numbers of stages.
         microbatches: The number of microbatches of one step.
 
     Raises:

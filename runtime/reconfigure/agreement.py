@@ -15,6 +15,7 @@ from adaptra.graph.ops.specs import tensor_bytes
 from adaptra.graph.stages.stages import TrainStage
 from adaptra.planning.choose_roles import JobModel, StageLoad, choose_roles
 from adaptra.planning.layout_change import RoleChange, SplitChange
+from adaptra.program.placement import stages_of
 from adaptra.program.roles import Roles
 from adaptra.runtime.detection.job_detector import MEASURED
 from adaptra.runtime.detection.measurement import StageMeasurement
@@ -43,7 +44,7 @@ def agree_on_roles(
         roles: The present roles.
         stages: The stages' graphs, which give the size of each message.
         case: The first plan's case: memory, and the shares of I and W where only B ran.
-        measured: The measurements of this rank's stage in the last steps.
+        measured: The measurements of this rank's stages in the last steps.
         held: The state that this rank would hand over.
         horizon: The number of steps over which a change must pay.
 
@@ -53,31 +54,33 @@ def agree_on_roles(
     Raises:
         RuntimeError: A rank is lost.
     """
-    rank, stage = group.rank(), roles.of(group.rank())[1]
+    rank, place = group.rank(), roles.of(group.rank())[1]
     trained = [held.tensors[name, VALUE] for name in held.groups]
-    facts = torch.zeros(group.size(), 6, dtype=torch.float64)
-    sizes = (sum(map(tensor_bytes, trained)), len(trained), held.nbytes)
-    facts[rank] = torch.tensor([*_durations(case, stage, measured), *sizes])
-    group.allreduce([facts]).wait()
+    took = torch.zeros(group.size(), len(stages), 3, dtype=torch.float64)
+    for stage in stages_of(place, case.placement):
+        took[rank, stage] = torch.tensor(_durations(case, stage, [one for one in measured if one.stage == stage]))
+    sizes = torch.zeros(group.size(), 3, dtype=torch.float64)
+    sizes[rank] = torch.tensor([sum(map(tensor_bytes, trained)), len(trained), held.nbytes])
+    for facts in (took, sizes):
+        group.allreduce([facts]).wait()
     links = measure_links(group)
     chosen = torch.zeros(3 + group.size(), dtype=torch.float64)
     if rank == 0:
-        by_stage = [facts[list(roles.column(one))].amax(0).tolist() for one in range(roles.stages)]
-        cost = replace(
-            case.cost,
-            forward=tuple(found[0] for found in by_stage),
-            input_grad=tuple(found[1] for found in by_stage),
-            weight_grad=tuple(found[2] for found in by_stage),
-        )
+        forward, input_grad, weight_grad = (tuple(times) for times in took.amax(0).T.tolist())
+        cost = replace(case.cost, forward=forward, input_grad=input_grad, weight_grad=weight_grad)
         messages = [(one.output_bytes, other.grad_input_bytes) for one, other in pairwise(stages)]
-        loads = [StageLoad(*map(int, found[3:])) for found in by_stage]
-        change = choose_roles(JobModel(cost, case.microbatches, messages, loads, links, RESTART_SECONDS), roles, horizon)
+        columns = [sizes[list(roles.column(one))].amax(0).tolist() for one in range(roles.stages)]
+        loads = [StageLoad(*map(int, found)) for found in columns]
+        job = JobModel(cost, case.microbatches, messages, loads, links, RESTART_SECONDS, case.placement)
+        change = choose_roles(job, roles, horizon)
         if change is not None:
             chosen = torch.tensor([change.seconds_before, change.seconds_after, change.moving, *change.after.ranks])
             chosen = chosen.to(torch.float64)
     group.broadcast([chosen]).wait()
     before, after, moving, *ranks = chosen.tolist()
-    return RoleChange(roles, Roles(roles.stages, tuple(map(int, ranks))), before, after, moving) if before else None
+    if not before:
+        return None
+    return RoleChange(roles, Roles(roles.stages, tuple(map(int, ranks))), before, after, moving, case.placement)
 
 
 def gather_costs(

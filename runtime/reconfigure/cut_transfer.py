@@ -1,4 +1,4 @@
-"""State transfer of a cut change: the new tensors of each stage, with the optimizer updated.
+"""State transfer of a cut change: the new tensors of each rank, with the optimizer updated.
 
 The copies of a tied parameter have the same value, gradient and optimizer state, so any of them may continue.
 """
@@ -18,20 +18,25 @@ from adaptra.runtime.reconfigure.transfers import Transfer, sent_by
 def move_within(
     held: Sequence[Handover],
     states: Sequence[Mapping[str, Tensor]],
-    after: Sequence[TrainStage],
+    after: Sequence[Sequence[TrainStage]],
     moving: Sequence[Transfer[str]],
 ) -> tuple[list[Mapping[str, Tensor]], list[Handover]]:
-    """Move state between the stages of one process, which are its ranks.
+    """Move state between the ranks of a pipeline that are all in this process.
 
-    A tensor that its stage gives away stays the same object, so that references to it still see it trained. It is copied only
-    for further stages that need it.
+    A tensor that its rank gives away stays the same object, so that references to it still see it trained. It is copied only
+    for further ranks that need it.
+
+    Args:
+        held, states: What each rank has: the state that it would hand over, and its tensors by name.
+        after: The stages that each rank has then.
+        moving: The transfers between them.
 
     Returns:
-        Per stage the tensors that it has or is given, and copies for it of other stages' tensors.
+        Per rank the tensors that it has or is given, and copies for it of other ranks' tensors.
     """
     given = [dict(state) for state in states]
     copied: list[list[Transfer[str]]] = [[] for _ in states]
-    kept = [set(stage.state_names) for stage in after]
+    kept = [{name for stage in stages for name in stage.state_names} for stages in after]
     taken: set[str] = set()
     for one in moving:
         if one.item in kept[one.sender] or one.item in taken:
@@ -46,10 +51,12 @@ def move_within(
     return list(given), copies
 
 
-def new_state(stage: TrainStage, given: Mapping[str, Tensor], arrived: Handover) -> dict[str, Tensor]:
-    """Return the state of a stage: the tensors that it is given, and new ones for the state that has arrived."""
-    made = take_over(arrived, frozenset(stage.trainable), frozenset(stage.parameters))
-    return {name: given[name] if name in given else made[name] for name in stage.state_names}
+def new_state(stages: Sequence[TrainStage], given: Mapping[str, Tensor], arrived: Handover) -> dict[str, Tensor]:
+    """Return the state of a rank's stages: the tensors that it is given, and new ones for the state that has arrived."""
+    trainable = frozenset(name for one in stages for name in one.trainable)
+    parameters = frozenset(name for one in stages for name in one.parameters)
+    made = take_over(arrived, trainable, parameters)
+    return {name: given[name] if name in given else made[name] for one in stages for name in one.state_names}
 
 
 def regroup(

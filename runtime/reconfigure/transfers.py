@@ -89,5 +89,7 @@ def _holders(stages: Sequence[Collection[str]], ranks: Sequence[int]) -> dict[st
     found: dict[str, list[int]] = {}
     for names, rank in zip(stages, ranks, strict=True):
         for name in names:
-            found.setdefault(name, []).append(rank)
+            holders = found.setdefault(name, [])
+            if rank not in holders:  # several stages of a rank share one tensor
+                holders.append(rank)
     return found

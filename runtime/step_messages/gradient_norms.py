@@ -28,7 +28,7 @@ class GradientNorms:
     """One rank's part. Used by the thread that runs the steps, between two of them.
 
     Args:
-        rank: This rank; messages name it by its first stage, which has the same number.
+        rank: This rank; messages name it by its first stage.
         trainable: The trainable parameters of its stages by name.
         compiled: All stages; a parameter that several use counts at its owner.
         placement: ``placement[stage]`` is the stage's rank.
@@ -44,6 +44,7 @@ class GradientNorms:
         transport: Transport,
     ) -> None:
         self._rank = rank
+        self._placement = placement
         self._trainable = trainable
         owners = {one.name: one.owner for one in compiled.tied}
         counted = [[name for name in one.trainable if owners.get(name, one.index) == one.index] for one in compiled.train]
@@ -97,7 +98,8 @@ class GradientNorms:
         """Send this rank's tensor to every other rank and return theirs; ``spec_of`` gives the form of each rank's tensor."""
 
         def identity(source: int, destination: int) -> Identity:
-            return Identity(step, Purpose.GRADIENT_NORM, source, destination, 0, spec_of(source))
+            ends = self._placement.index(source), self._placement.index(destination)
+            return Identity(step, Purpose.GRADIENT_NORM, *ends, 0, spec_of(source))
 
         awaited = {other: self._transport.receive(other, identity(other, self._rank)) for other in self._others()}
         for other in awaited:

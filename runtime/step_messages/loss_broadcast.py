@@ -5,15 +5,14 @@ while those still work, however slow the link.
 
 Some ranks receive them at the end instead, because the losses would queue with other messages:
 
-- A rank that shares parameters with the last stage. Its gradients take the same channel, and a channel's messages are received
-  in the order of their sends.
-- All ranks, if the first stage is on the last one's rank, whose activations take that channel.
+- A rank to which the last stage's rank sends activations, those of another of its stages, which take that channel.
 - All ranks, if two ranks have one queue for everything. There a receive of the losses would block the ops that lead to them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -26,11 +25,10 @@ class LossBroadcast:
     """One rank's end. Used by the thread that runs the steps.
 
     Args:
-        rank: This rank; messages name it by its first stage, which has the same number.
+        rank: This rank; messages name it by its first stage.
         placement: ``placement[stage]`` is the stage's rank.
         microbatches: Microbatches per step.
         loss: The loss of one microbatch: a scalar, or a sum and its weight.
-        sharing: The ranks that share parameters with the last stage.
         transport: Carries the messages.
     """
 
@@ -40,14 +38,15 @@ class LossBroadcast:
         placement: Sequence[int],
         microbatches: int,
         loss: TensorSpec,
-        sharing: Collection[int],
         transport: Transport,
     ) -> None:
         self._rank = rank
+        self._placement = placement
         self._last, self._source = len(placement) - 1, placement[-1]
         self._spec: MessageSpec = (TensorSpec((microbatches, *loss.shape), loss.dtype),)
         others = sorted(set(placement) - {self._source})
-        in_line = others if transport.contract.in_order or self._source == placement[0] else sharing
+        busy = {there for here, there in pairwise(placement) if here == self._source}
+        in_line = others if transport.contract.in_order else busy
         self._at_once = [other for other in others if other not in in_line]
         self._at_the_end = [other for other in others if other in in_line]
         self._transport = transport
@@ -60,7 +59,7 @@ class LossBroadcast:
         return {} if self._rank == self._source else {(self._source, self._spec): 1}
 
     def begin_step(self, step: int) -> None:
-        """Post the receive of a step's losses, after the probes and before shared gradients."""
+        """Post the receive of a step's losses, after the probes."""
         self._step = step
         if self._rank in self._at_once:
             self._pending = self._receive()
@@ -98,4 +97,4 @@ class LossBroadcast:
         return self._transport.receive(self._source, self._identity(self._rank))
 
     def _identity(self, destination: int) -> Identity:
-        return Identity(self._step, Purpose.LOSS, self._last, destination, 0, self._spec)
+        return Identity(self._step, Purpose.LOSS, self._last, self._placement.index(destination), 0, self._spec)

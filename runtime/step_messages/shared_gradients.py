@@ -7,6 +7,9 @@ the latest use first, and then adds up the microbatches. Floating-point sums dep
 to the stage that owns the parameter, one message per microbatch, each contribution as a tensor of its own. The owner adds them
 in autograd's order as soon as all have arrived.
 
+Contributions of all stages of a rank to owners on another one are in one message. It leaves when the last of them has run W.
+Messages have a class of channels of their own, since activations may go both ways between ranks with several stages.
+
 Contributions of stages on the owner's rank wait there. No op waits for them before the end of the step. Then the owner sends
 the sum back, so that every copy takes the same optimizer step and all copies stay equal.
 
@@ -16,9 +19,9 @@ Where another replica's worker computes a microbatch, it sends its contributions
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +29,8 @@ from torch import Tensor
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program.placement import Edge, stages_of
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
+
+Content = TypeVar("Content")
 
 POSTED_AHEAD: Final = 2
 """The number of microbatches for which the owner reserves receive buffers at a time: one being added, one arriving."""
@@ -65,9 +70,9 @@ class AwayFromHome:
 
 
 class _SharedMessages:
-    """The names of the parameters in each message of a rank, by the stages at both ends, source first.
+    """The contents of each message of a rank, by the first stages of the ranks at both ends, source first.
 
-    Messages to the owner have a name once for each contribution, messages from the owner once for each copy.
+    Messages to the owner have the stage and the name of each contribution, messages from the owner the name of each copy.
 
     Args:
         rank: The rank.
@@ -82,6 +87,7 @@ class _SharedMessages:
         sums_from: Sums that it receives from owners.
         sums_to: Sums that it sends as the owner.
         contributing: Its stages whose contributions it awaits as the owner.
+        complete_by: Per message of contributions that it sends, the stages that contribute to it.
     """
 
     def __init__(
@@ -91,23 +97,34 @@ class _SharedMessages:
         owned = [] if foreign is not None else [one for one in shared if one.owner in here]
         borrowed = [one for one in shared if one not in owned]
 
-        def copy_of(one: SharedParameter, other: int) -> Edge:
-            """Return the edge from the owner of a parameter to the first stage of a rank that uses it."""
-            return one.owner, next(user for user in one.stages if placement[user] == other)
+        def between(source: int, destination: int) -> Edge:
+            """Return the edge that names the messages from one stage's rank to another's."""
+            return placement.index(placement[source]), placement.index(placement[destination])
 
-        self.given: Final = _by_edge(((user, one.owner), one.name) for one in borrowed for user in one.order if user in here)
-        self.taken: Final = _by_edge(((user, one.owner), one.name) for one in owned for user in one.order if user not in here)
-        self.taken_back: Final = _by_edge(((user, one.owner), one.name) for one in owned for user in one.order if user in here)
+        def contributions(some: Iterable[SharedParameter], users: Collection[int]) -> dict[Edge, list[tuple[int, str]]]:
+            """Return the contributions of these stages, those of one stage to one parameter together."""
+            return _by_edge(
+                (between(user, one.owner), (user, one.name))
+                for one in some
+                for user in dict.fromkeys(one.order)
+                if user in users
+                for _ in range(one.order.count(user))
+            )
+
+        self.given: Final = contributions(borrowed, here)
+        self.taken: Final = contributions(owned, frozenset(range(len(placement))) - here)
+        self.taken_back: Final = contributions(owned, here)
         copies = borrowed if foreign is None else []
-        self.sums_from: Final = _by_edge((copy_of(one, rank), one.name) for one in copies)
+        self.sums_from: Final = _by_edge((between(one.owner, min(here)), one.name) for one in copies)
         self.sums_to: Final = _by_edge(
-            (copy_of(one, other), one.name)
+            (between(one.owner, placement.index(other)), one.name)
             for one in owned
             for other in sorted({placement[user] for user in one.stages} - {rank})
         )
         self.contributing: Final = {user for one in owned for user in one.stages if user in here}
+        self.complete_by: Final = {edge: {user for user, _ in contents} for edge, contents in self.given.items()}
 
-    def taken_of(self, microbatch: int, away: AwayFromHome | None) -> Iterator[tuple[Edge, list[str]]]:
+    def taken_of(self, microbatch: int, away: AwayFromHome | None) -> Iterator[tuple[Edge, list[tuple[int, str]]]]:
         """Yield the messages of contributions to one microbatch that the rank receives as the owner."""
         yield from self.taken.items()
         if away is not None:
@@ -157,19 +174,20 @@ class Gradients:
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
         """Return the number of receive buffers needed at a time, per source rank and message."""
         counts: Counter[tuple[int, MessageSpec]] = Counter()
-        for incoming, count in ((self._messages.taken, POSTED_AHEAD), (self._messages.sums_from, 1)):
-            for (source, _), names in incoming.items():
-                counts[self._placement[source], self._spec(names)] += count
+        for (source, _), contents in self._messages.taken.items():
+            counts[self._placement[source], self._spec([name for _, name in contents])] += POSTED_AHEAD
+        for (source, _), names in self._messages.sums_from.items():
+            counts[self._placement[source], self._spec(names)] += 1
         return counts
 
     def receive_counts_of(self, away: AwayFromHome) -> Counter[tuple[int, MessageSpec]]:
         """Return the number of receive buffers needed at a time for contributions from elsewhere, per worker and message."""
         sent = Counter((worker, stage) for (stage, _), worker in away.workers.items())
         counts: Counter[tuple[int, MessageSpec]] = Counter()
-        for (source, _), names in (*self._messages.taken.items(), *self._messages.taken_back.items()):
+        for (source, _), contents in (*self._messages.taken.items(), *self._messages.taken_back.items()):
             for (worker, stage), count in sent.items():
                 if stage == source:
-                    counts[worker, self._spec(names)] += min(count, POSTED_AHEAD)
+                    counts[worker, self._spec([name for _, name in contents])] += min(count, POSTED_AHEAD)
         return counts
 
     def begin_step(self, step: int, away: AwayFromHome | None = None) -> None:
@@ -199,17 +217,19 @@ class Gradients:
             _accumulate(self._parameters[name], gradient, fresh=fresh)
 
     def end_microbatch(self, stage: int, microbatch: int) -> None:
-        """Send the contributions of a stage's W for other owners, and add up those that have arrived."""
+        """Send contributions for other owners that are complete with a stage's W, and add up those that have arrived."""
         if not self._shared:
             return
         own = self._own.setdefault(microbatch, {})
-        for edge, names in self._messages.given.items():
-            if edge[0] == stage:
-                gradients = [gradient for name in dict.fromkeys(names) for gradient in own.pop((stage, name))]
-                self._send(Purpose.SHARED_GRADIENT, edge, microbatch, names, gradients)
+        ended = self._ended.setdefault(microbatch, set())
+        ended.add(stage)
+        for edge, contents in self._messages.given.items():
+            # Stages run W in microbatch order, so these messages leave in that order too.
+            if stage in (needed := self._messages.complete_by[edge]) and needed <= ended:
+                gradients = [gradient for key in dict.fromkeys(contents) for gradient in own.pop(key)]
+                self._send(Purpose.SHARED_GRADIENT, edge, microbatch, [name for _, name in contents], gradients)
         if not own:
             del self._own[microbatch]
-        self._ended.setdefault(microbatch, set()).add(stage)
         self._add_up(wait=False)
 
     def spec_of_sums(self, names: Sequence[str]) -> MessageSpec:
@@ -266,8 +286,8 @@ class Gradients:
         while self._owned:
             while len(self._arriving) < POSTED_AHEAD and self._have_ended(self._posted):
                 self._arriving[self._posted] = {
-                    edge: self._receive_contributions(edge, self._posted, names)
-                    for edge, names in self._messages.taken_of(self._posted, self._away)
+                    edge: self._receive_contributions(edge, self._posted, [name for _, name in contents])
+                    for edge, contents in self._messages.taken_of(self._posted, self._away)
                 }
                 self._posted += 1
             arriving = self._arriving.get(self._next)
@@ -277,9 +297,9 @@ class Gradients:
                 return
             contributions = self._own.pop(self._next, {})
             for edge, pending in arriving.items():
-                names = self._messages.taken.get(edge) or self._messages.taken_back[edge]
-                for name, gradient in zip(names, pending.wait(self._timeout), strict=True):
-                    contributions.setdefault((edge[0], name), []).append(gradient)
+                contents = self._messages.taken.get(edge) or self._messages.taken_back[edge]
+                for key, gradient in zip(contents, pending.wait(self._timeout), strict=True):
+                    contributions.setdefault(key, []).append(gradient)
             for one in self._owned:
                 total, *others = (contributions[user, one.name].pop(0) for user in one.order)
                 for other in others:
@@ -318,10 +338,10 @@ class Gradients:
         return self._transport.receive(self._placement[edge[0]], identity)
 
 
-def _by_edge(pairs: Iterable[tuple[Edge, str]]) -> dict[Edge, list[str]]:
-    found: dict[Edge, list[str]] = {}
-    for edge, name in pairs:
-        found.setdefault(edge, []).append(name)
+def _by_edge(pairs: Iterable[tuple[Edge, Content]]) -> dict[Edge, list[Content]]:
+    found: dict[Edge, list[Content]] = {}
+    for edge, content in pairs:
+        found.setdefault(edge, []).append(content)
     return found
 
 

@@ -54,8 +54,8 @@ class ChannelClass(IntEnum):
     BACKWARD = 1
     """Gradients of activations, and what never meets activations in a queue."""
     BULK = 2
-    """What one worker does for another's replica, and sums of weight gradients. It gives way to the other classes where a
-    transport can order messages."""
+    """What one worker does for another's replica, sums of weight gradients, and gradients of shared parameters. It gives way to
+    the other classes where a transport can order messages."""
 
 
 class Purpose(Enum):
@@ -115,7 +115,7 @@ class Identity:
     Attributes:
         step: The training step; negative steps are evaluations.
         purpose: The message's purpose, which decides the class of its channel.
-        source: The sending stage. For messages between ranks, a rank's first stage, which has the rank's number.
+        source: The sending stage. For messages between ranks, a rank's first stage, and for model state the rank.
         destination: The receiving stage.
         microbatch: The microbatch within the step, or the number of several messages of one purpose.
         specs: One per tensor.
@@ -148,8 +148,10 @@ class Identity:
                 return ChannelClass.BACKWARD
             case Purpose.ACTIVATION | Purpose.OUTPUT | Purpose.LOSS:
                 return ChannelClass.FORWARD
-            case Purpose.SHARED_GRADIENT | Purpose.SHARED_SUM | Purpose.PROBE | Purpose.GRADIENT_NORM | Purpose.MODEL_STATE:
+            case Purpose.PROBE | Purpose.GRADIENT_NORM | Purpose.MODEL_STATE:
                 return ChannelClass.BACKWARD if self.source < self.destination else ChannelClass.FORWARD
+            case Purpose.SHARED_GRADIENT | Purpose.SHARED_SUM:  # between ranks with several stages, activations go both ways
+                return ChannelClass.BULK
             case Purpose.INPUT | Purpose.TARGET | Purpose.RESULT | Purpose.ACCUMULATOR | Purpose.TERM:
                 return ChannelClass.BULK
 

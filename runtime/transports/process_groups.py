@@ -14,7 +14,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
-from itertools import combinations
+from itertools import permutations
 from typing import Any, Final
 
 import torch
@@ -105,10 +105,14 @@ def next_name(group: ProcessGroup | None) -> str:
 
 
 def make_groups(
-    ranks: Sequence[int], rank: int, backend: str, name: str
+    ranks: Sequence[int], rank: int, backend: str, name: str, *, one_way: bool
 ) -> dict[tuple[ChannelClass, tuple[int, int] | None], ProcessGroup]:
-    """Make the communicators, keyed by class of channels and, if each pair has its own, by pair of ranks."""
-    pairs: list[tuple[int, int] | None] = [None] if backend == "gloo" else list(combinations(range(len(ranks)), 2))
+    """Make the communicators: one per class of channels or, if they are to be ``one_way``, one per channel.
+
+    Returns:
+        The communicators by class and, if they are one-way, by the source and the destination.
+    """
+    pairs: list[tuple[int, int] | None] = list(permutations(range(len(ranks)), 2)) if one_way else [None]
     groups: dict[tuple[ChannelClass, tuple[int, int] | None], ProcessGroup] = {}
     for channel in ChannelClass:
         for pair in pairs:

@@ -118,7 +118,7 @@ class Worker:
         self._aborted_by: Exception | None = None
         self.explain: Callable[[Exception], Exception] = _as_it_is
         self._shared = SharedValues(state, compiled.train, self._placement, transport, replicas, options.timeout, self.check)
-        self.measured: deque[StageMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
+        self.measured: deque[StageMeasurement] = deque(maxlen=KEPT_MEASUREMENTS * len(self._parts.stages))
         self.initial = initial
         self._programs = RankPrograms(
             compiled,

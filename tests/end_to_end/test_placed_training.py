@@ -1,8 +1,9 @@
-"""Two stages on each rank, there and back: bitwise one process, adapted like any plan, and what it can't do is told."""
+"""Several stages on each rank: bitwise one process, adapted like any plan, and what such a pipeline can't do is told."""
 
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,24 +17,32 @@ from training import MIXED, Step, adam, call, compiled, differences, run_step, t
 
 import adaptra
 from adaptra.errors import AdaptraError
+from adaptra.frontend.arguments.placing import placed_on
 from adaptra.program.placement import v_shaped
 from adaptra.runtime.transports import local
+from adaptra.runtime.transports.base import Identity, Pending
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STAGES, ROWS = 4, 24
 
 DOCUMENTED = {
-    "placement": "placement=…: expected 'straight' or 'v'",
-    "odd": "placement=… with stages=…: expected an even number, two stages for each rank",
-    "edge": "…: stages … and … are both on rank …: expected an edge between ranks",
-    "shared": (
-        "…: ranks … share it, and each has several stages: expected placement='straight', or split= with its uses on one rank"
+    "placement": (
+        "placement=…: expected 'straight', 'v', 'interleaved', 'interleaved-N' for N stages on each rank, or a list with the "
+        "rank of each stage"
     ),
-    "change": "…: each rank has several stages: expected a pipeline with one stage on each rank",
-    "nccl": (
-        "placement=… over NCCL: both ways between two ranks would be in one queue: expected 'straight', or edges over gloo or "
-        "the delegate"
+    "chunks": "placement=… with stages=…: expected a multiple of …, the stages of each rank",
+    "length": "placement=… with stages=…: expected one rank for every stage, not …",
+    "numbering": (
+        "placement=…: expected ranks numbered 0, 1, … in the order of their first stages; mesh= says which ranks of the job "
+        "these are"
+    ),
+    "schedule": "placement …: … places stages on ranks …",
+    "edge": "…: stages … and … are both on rank …: expected an edge between ranks",
+    "alone": "roles: this job has one replica: expected several, whose ranks can change places",
+    "queue": (
+        "placement=… over a transport with one queue between two ranks, where both ways would be in line: expected 'straight', "
+        "or a transport whose contract says in_order=False or one_way=True"
     ),
     "memory": (
         "memory=…: rank … with its … stages needs … for one microbatch, and keeps … of it from F to I: expected at least what "
@@ -52,6 +61,48 @@ def test_a_pipeline_placed_as_a_v_trains_bitwise_as_one_process(name: str, sched
     with compiled(example, batches[0], stages=STAGES, microbatches=6, placement="v", options=options) as pipe:
         assert differences(train(pipe, batches), train_alone(example, batches, 6)) == []
         assert pipe.plan.program.placement == v_shaped(2)
+
+
+MANY = {
+    "interleaved": (0, 1, 0, 1),
+    "interleaved-2": (0, 1, 0, 1),
+    "interleaved-3": (0, 1, 0, 1, 0, 1),
+    "straight": (0, 1, 2),
+    "v": (0, 1, 1, 0),
+}
+UNEVEN = [(0, 1, 1, 0, 0, 1), (0, 1, 2, 0, 1, 2, 0), (0, 0, 1, 1), (0, 1, 2, 1)]
+
+
+@pytest.mark.parametrize(("placement", "ranks"), [*MANY.items(), *((list(one), one) for one in UNEVEN)])
+def test_a_placement_says_the_rank_of_each_stage(placement: Any, ranks: tuple[int, ...]) -> None:
+    assert placed_on(placement, len(ranks)) == ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "stages", "schedule"),
+    [
+        ("skip_mlp", "interleaved", 4, None),
+        ("gpt_dropout", "interleaved-3", 6, None),
+        ("gpt_dropout", "interleaved-3", 6, "interleaved"),
+        ("resnet", "interleaved", 6, "interleaved"),
+        ("skip_mlp", "interleaved-4", 8, None),
+        *(("skip_mlp", one, len(one), None) for one in UNEVEN),
+    ],
+)
+def test_more_stages_on_a_rank_train_bitwise_as_one_process(
+    name: str, placement: Any, stages: int, schedule: str | None
+) -> None:
+    """In turn, there and back and there again, and ranks with more stages than others; evaluation runs them too."""
+    example = EXAMPLES[name]
+    batches = [example.rows(ROWS, seed) for seed in range(3)]
+    options = adaptra.Options(schedule=schedule)
+    with compiled(example, batches[0], stages=stages, microbatches=6, placement=placement, options=options) as pipe:
+        assert differences(train(pipe, batches), train_alone(example, batches, 6)) == []
+        assert pipe.plan.program.placement == placed_on(placement, stages)
+        assert pipe.plan.program.name == (schedule or "adapted")
+        args, kwargs = call(batches[0])
+        assert pipe.eval_step(*args, **kwargs).isfinite() and "makespan" in pipe.explain()
+        assert pipe.clip_grad_norm_(1.0) >= 0 and pipe.report().count("│") > stages
 
 
 def test_three_uses_of_a_parameter_on_one_rank_add_up_as_autograd_adds_them() -> None:
@@ -121,6 +172,26 @@ def test_a_slow_link_is_slow_on_both_of_its_edges_and_the_plan_adapts() -> None:
         assert differences(steps, train_alone(example, batches[: len(steps)], 6)) == []
 
 
+def test_a_slow_edge_of_interleaved_stages_is_measured() -> None:
+    """Three edges go from rank 0 to rank 1 and two come back. Numbers stay, whatever the plan."""
+    example = EXAMPLES["skip_mlp"]
+    batches = [example.rows(ROWS, seed) for seed in range(30)]
+    options = adaptra.Options(emulate=adaptra.EmulatedDevice(0.004, 0.004, 0.004), faults=["delay 0-1 40ms @4"])
+    arguments: dict[str, Any] = {"stages": 6, "microbatches": 6, "placement": "interleaved-3", "memory": 4, "options": options}
+    with compiled(example, batches[0], **arguments) as pipe:
+        optimizer, steps, flight = adam(pipe.parameters()), list[Step](), 0.0
+        for batch in batches:
+            steps.append(run_step(pipe, optimizer, batch))
+            built: Any = pipe._session
+            cost = built.workers[0].controller.measured_cost
+            flight = cost.latency(0, 1) + cost.occupancy(0, 1)
+            if flight > 0.03:
+                break
+        else:
+            pytest.fail(f"after {len(steps)} steps a message takes {flight}")
+        assert differences(steps, train_alone(example, batches[: len(steps)], 6)) == []
+
+
 def test_memory_counts_both_stages_of_a_rank() -> None:
     """In microbatches, each held for half of a rank's layers by either stage; in bytes, what both keep."""
     example = EXAMPLES["skip_mlp"]
@@ -176,14 +247,23 @@ def optimizer_of(pipe: adaptra.Pipeline) -> torch.optim.Optimizer:
 
 
 MISTAKES: list[tuple[str, dict[str, Any], Callable[[adaptra.Pipeline], object]]] = [
-    *(("placement", {"placement": given}, nothing) for given in ("w", None, [0, 1, 1, 0], 3)),
-    ("odd", {"stages": 3}, nothing),
+    *(
+        ("placement", {"placement": given}, nothing)
+        for given in ("w", None, 3, "interleaved-0", "interleaved3", [], [0, "1", 1, 0], [False, True, True, False])
+    ),
+    ("chunks", {"stages": 3}, nothing),
+    ("chunks", {"placement": "interleaved-3"}, nothing),
+    ("length", {"placement": [0, 1, 0]}, nothing),
+    *(("numbering", {"placement": given}, nothing) for given in ([1, 0, 1, 0], [0, 2, 2, 0], [0, 1, 0, -1])),
+    ("schedule", {"options": adaptra.Options(schedule="interleaved")}, nothing),
+    ("schedule", {"placement": "interleaved", "options": adaptra.Options(schedule="zbv")}, nothing),
+    ("schedule", {"placement": [0, 1, 0, 0], "options": adaptra.Options(schedule="1f1b")}, nothing),
     ("edge", {"options": adaptra.Options(faults=["delay 1-2 5ms"])}, nothing),
     ("edge", {"options": adaptra.Options(delegate=[(2, 1)])}, nothing),
+    ("edge", {"options": adaptra.Options(expected_delays={(1, 2): {0.0: 0.5, 0.06: 0.5}})}, nothing),
+    ("edge", {"placement": [0, 0, 1, 1], "options": adaptra.Options(faults=["rate 2>3 5MB"])}, nothing),
     ("memory", {"memory": "1 KiB"}, nothing),
-    ("change", {}, step_and(lambda pipe: pipe.settle_split(optimizer_of(pipe)))),
-    ("change", {}, step_and(lambda pipe: pipe.take_split(["layers.1"], optimizer_of(pipe)))),
-    ("change", {}, step_and(lambda pipe: pipe.settle_roles(optimizer_of(pipe)))),
+    ("alone", {}, step_and(lambda pipe: pipe.settle_roles(optimizer_of(pipe)))),
 ]
 
 
@@ -198,18 +278,54 @@ def test_mistakes_have_their_documented_message(
     check_documented(type(caught.value).__name__, str(caught.value), DOCUMENTED[row])
 
 
-def test_a_parameter_that_several_ranks_share_is_refused() -> None:
-    example = tied_blocks(4, 14)
-    with (
-        pytest.raises(AdaptraError) as caught,
-        compiled(example, example.rows(ROWS, 0), stages=4, microbatches=6, placement="v", split=begin_blocks(4)),
-    ):
-        pass
-    check_documented(type(caught.value).__name__, str(caught.value), DOCUMENTED["shared"])
+@pytest.mark.parametrize(
+    ("placement", "stages"), [("v", 4), ("interleaved", 4), ("interleaved-3", 6), ([0, 1, 0, 0, 2], 5), ([0, 1, 1, 2], 4)]
+)
+@pytest.mark.parametrize("name", ["tied_blocks", "mixed", "gpt_tied", "tied_twice"])
+def test_parameters_that_several_ranks_share_train_bitwise(name: str, placement: Any, stages: int) -> None:
+    """Ranks contribute from one stage or several, and the owner's rank may contribute from others than the owner too."""
+    example = (EXAMPLES | {"mixed": MIXED, "tied_blocks": tied_blocks(stages, 14)})[name]
+    batches = [example.rows(ROWS, seed) for seed in range(2)]
+    split = begin_blocks(stages) if name == "tied_blocks" else None
+    with compiled(example, batches[0], stages=stages, microbatches=6, placement=placement, split=split) as pipe:
+        assert differences(train(pipe, batches), train_alone(example, batches, 6)) == []
+        args, kwargs = call(batches[0])
+        assert pipe.eval_step(*args, **kwargs).isfinite()
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["gloo's", "NCCL's"])
+@pytest.mark.parametrize(("placement", "stages"), [("v", 4), ("interleaved-3", 6), ([0, 1, 2, 1, 0, 0], 6)])
+def test_channels_are_received_in_the_order_of_their_sends(
+    placement: Any, stages: int, in_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the contracts of gloo and of NCCL: then no message waits for one behind it, whatever carries a channel."""
+    contract = replace(local.CONTRACT, send_waits_for_receiver=True, in_order=in_order, one_way=in_order)
+    monkeypatch.setattr(local, "CONTRACT", contract)
+    sent, received = defaultdict[object, list[object]](list), defaultdict[object, list[object]](list)
+    send, receive = local.LocalTransport.send, local.LocalTransport.receive
+
+    def sending(self: Any, to: int, identity: Identity, *args: Any, **kwargs: Any) -> Pending:
+        sent[self.rank, to, identity.channel].append(identity.key)
+        return send(self, to, identity, *args, **kwargs)
+
+    def receiving(self: Any, source: int, identity: Identity) -> Pending:
+        received[source, self.rank, identity.channel].append(identity.key)
+        return receive(self, source, identity)
+
+    monkeypatch.setattr(local.LocalTransport, "send", sending)
+    monkeypatch.setattr(local.LocalTransport, "receive", receiving)
+    batches = [MIXED.rows(ROWS, seed) for seed in range(2)]
+    with compiled(MIXED, batches[0], stages=stages, microbatches=6, placement=placement) as pipe:
+        assert differences(train(pipe, batches), train_alone(MIXED, batches, 6)) == []
+        args, kwargs = call(batches[0])
+        pipe.step(*args, **kwargs)
+        pipe.clip_grad_norm_(1.0)
+        pipe.eval_step(*args, **kwargs)
+    assert sent == received and len(sent) > 3
 
 
 def test_one_queue_between_two_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NCCL's is; its place is taken by the threads' transport, told to be like that."""
+    """Its place is taken by the threads' transport, told to be like that."""
     monkeypatch.setattr(local, "CONTRACT", replace(local.CONTRACT, in_order=True))
     example = EXAMPLES["skip_mlp"]
     with (
@@ -217,7 +333,7 @@ def test_one_queue_between_two_ranks_is_refused(monkeypatch: pytest.MonkeyPatch)
         compiled(example, example.rows(ROWS, 0), stages=STAGES, microbatches=6, placement="v"),
     ):
         pass
-    check_documented(type(caught.value).__name__, str(caught.value), DOCUMENTED["nccl"])
+    check_documented(type(caught.value).__name__, str(caught.value), DOCUMENTED["queue"])
 
 
 def test_a_list_of_modules_can_be_placed_too() -> None:

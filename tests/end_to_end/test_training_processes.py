@@ -20,6 +20,7 @@ pytestmark = pytest.mark.processes
 
 STAGES = 4
 ROWS = 24
+STAGES_PER_RANK = {"straight": 1, "v": 2, "interleaved-3": 3}
 """The size of a message that compares two clocks."""
 
 
@@ -47,7 +48,7 @@ def train_examples(
         with compiled(
             example,
             batches[0],
-            stages=world_size if placement == "straight" else 2 * world_size,
+            stages=STAGES_PER_RANK[placement] * world_size,
             microbatches=microbatches,
             dtype=dtype,
             split=split,
@@ -124,6 +125,33 @@ def test_two_stages_on_each_rank_train_bitwise_as_one_process(transport: str, ra
     """Both ways between two ranks each channel has messages; what the first and the last stage share stays on its rank."""
     cases = PLACED if ranks == 2 else [PLACED[0], PLACED[2]]
     check(run_processes(train_examples, ranks, ranks, cases, transport, "v"))
+
+
+INTERLEAVED = [
+    ("gpt_dropout", "float32", 8, "interleaved", None),
+    ("skip_mlp", "bfloat16", 3, None, None),
+    ("mixed", "float32", 6, "interleaved", None),
+    ("tied_twice", "bfloat16", 6, None, None),
+]
+
+
+@pytest.mark.parametrize(("transport", "ranks"), [("c10d", 2), ("delegate", 2)])
+def test_three_stages_on_each_rank_train_bitwise_as_one_process(transport: str, ranks: int) -> None:
+    """One channel has the messages of several edges, of other sizes, and losses behind them."""
+    check(run_processes(train_examples, ranks, ranks, INTERLEAVED, transport, "interleaved-3"))
+
+
+def train_under_nccls_contract(rank: int) -> dict[Any, Any]:
+    """Train over gloo with a communicator for every channel, late receives and no probes."""
+    from adaptra.runtime.transports.c10d import c10d
+
+    c10d.CONTRACTS["gloo"] = c10d.CONTRACTS["nccl"]
+    return train_examples(rank, 2, [("mixed", "float32", 6, None, None)], "c10d", "interleaved-3")
+
+
+def test_interleaved_stages_train_under_the_contract_of_nccl() -> None:
+    """What NCCL itself would carry, but for its kernels."""
+    check(run_processes(train_under_nccls_contract, 2))
 
 
 def train_with_lanes(rank: int) -> tuple[list[str], tuple[tuple[int, int], ...], set[tuple[int, int]]]:

@@ -74,13 +74,16 @@ def optimizer_of(pipe: adaptra.Pipeline) -> tuple[torch.optim.AdamW, torch.optim
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
 
 
-def train(rank: int, changes: Mapping[int, tuple[int, int]] | None = None, links: Sequence[str] = ()) -> Trained:
-    """Losses of every step, this rank's role in the end and its state, and what settling told: 2 replicas of 2 stages.
+def train(
+    rank: int, changes: Mapping[int, tuple[int, int]] | None = None, links: Sequence[str] = (), placement: str = "straight"
+) -> Trained:
+    """Losses of every step, this rank's role in the end and its state, and what settling told: 2 replicas of 2 ranks.
 
     Args:
         rank: This rank.
         changes: Which two ranks swap roles before which step.
         links: Changes of the links between hosts before step 3, and roles are settled before step 5.
+        placement: One stage on each rank, or two.
     """
     import torch.distributed as dist
 
@@ -91,8 +94,8 @@ def train(rank: int, changes: Mapping[int, tuple[int, int]] | None = None, links
     inputs, _, targets = MIXED.rows(ROWS, seed=0)
     losses, told = [], None
     with adaptra.compile(
-        MIXED.make(), stages=2, microbatches=4, example_inputs=(inputs, targets), loss=MIXED.loss,
-        options=adaptra.Options(adapt=False),
+        MIXED.make(), stages=2 if placement == "straight" else 4, microbatches=4, example_inputs=(inputs, targets),
+        loss=MIXED.loss, options=adaptra.Options(adapt=False), placement=placement,
     ) as pipe:  # fmt: skip
         optimizer, schedule = optimizer_of(pipe)
         for step in range(STEPS):
@@ -125,16 +128,18 @@ def by_role(results: Sequence[Trained]) -> dict[tuple[int, int], tuple[list[floa
 
 
 def train_twice(
-    rank: int, changes: Mapping[int, tuple[int, int]] | None = None, links: Sequence[str] = ()
+    rank: int, changes: Mapping[int, tuple[int, int]] | None = None, links: Sequence[str] = (), placement: str = "straight"
 ) -> tuple[Trained, Trained]:
     """A run in which nobody moves, and one that something happens to."""
-    return train(rank), train(rank, changes, links)
+    return train(rank, placement=placement), train(rank, changes, links, placement)
 
 
 @pytest.mark.processes
-def test_a_run_whose_ranks_change_places_is_bitwise_the_undisturbed_one() -> None:
+@pytest.mark.parametrize("placement", ["straight", "v"])
+def test_a_run_whose_ranks_change_places_is_bitwise_the_undisturbed_one(placement: str) -> None:
     """Data-parallel links become pipeline links, then ranks of one pipeline swap stages: buffers, AdamW and all move."""
-    undisturbed, moved = zip(*run_processes(train_twice, 4, {3: (1, 2), 5: (0, 2), 6: (3, 1)}), strict=True)
+    results = run_processes(train_twice, 4, {3: (1, 2), 5: (0, 2), 6: (3, 1)}, (), placement)
+    undisturbed, moved = zip(*results, strict=True)
     assert [role for _, role, *_ in undisturbed] == [(0, 0), (0, 1), (1, 0), (1, 1)] != [role for _, role, *_ in moved]
     assert by_role(moved) == by_role(undisturbed)
     losses, *_ = moved[0]

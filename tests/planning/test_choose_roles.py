@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import combinations, permutations
+from itertools import combinations, pairwise, permutations
 from typing import Any
 
 import pytest
@@ -50,6 +50,24 @@ def test_a_slow_network_between_replicas_carries_activations_instead_of_gradient
     # 2 rounds of 8 tensors over 60 ms became two hidden latencies.
     assert change.seconds_before - change.seconds_after > 0.8
     assert "ms a step instead of" in str(change) and "steps' gain" in str(change)
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 1, 0), (0, 1, 0, 1, 0, 1)])
+def test_all_stages_of_a_rank_move_together(placement: tuple[int, ...]) -> None:
+    """The edges of a pipeline follow the ranks of its stages, and stages of one rank have no link between them."""
+    racks = job(
+        slow={(0, 2), (0, 3), (1, 2), (1, 3)},
+        cost=CostModel.uniform(len(placement), 0.02, 0.02, 0.02),
+        message_bytes=[(100_000, 100_000)] * (len(placement) - 1),
+        placement=placement,
+    )
+    case = racks.pipeline((0, 2))
+    assert case.placement == placement
+    crossing = [0.0 if one == other else SLOW.latency for one, other in pairwise(placement)]
+    assert list(case.cost.latency_forward) == list(case.cost.latency_backward) == crossing
+    change = choose_roles(racks, INITIAL, 1000)
+    assert change is not None and change.placement == placement
+    assert {frozenset(change.after.column(place)) for place in range(2)} == {frozenset({0, 1}), frozenset({2, 3})}
 
 
 def test_one_slow_link_between_replicas_carries_nothing_or_activations() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -12,9 +12,9 @@ from adaptra.checks import is_list_of, require_count, require_word
 from adaptra.errors import LaunchError, OptionError
 from adaptra.frontend.arguments.fingerprints import describe_function, describe_model
 from adaptra.frontend.arguments.mesh import describe_mesh, roles_of
+from adaptra.frontend.arguments.placing import STRAIGHT, Placement, placed_on
 from adaptra.frontend.arguments.wrapped_models import refuse_wrapped
 from adaptra.graph.inner_compiler import EAGER, check_inner
-from adaptra.program.placement import in_turn, v_shaped
 from adaptra.program.roles import Roles
 from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.options import Options
@@ -25,10 +25,6 @@ from adaptra.sizes import MemoryLimit
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
-
-
-STRAIGHT: Final = "straight"
-V: Final = "v"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +49,7 @@ class CompileArguments:
     mesh: DeviceMesh | None = field(metadata=agreed(describe_mesh))
     transport: str | None = field(metadata=agreed())
     options: Options = field(metadata=each_field())
-    placement: str = field(default=STRAIGHT, metadata=agreed())
+    placement: Placement = field(default=STRAIGHT, metadata=agreed())
     with_loss: bool = field(default=True, metadata=agreed())
     reduction: str = field(default=Reduction.MEAN, metadata=agreed())
     keeps_whole: bool = field(default=False, metadata=agreed())
@@ -68,7 +64,7 @@ class CompileArguments:
             )
         if self.split is not None:
             check_split(self.split)
-        self._check_placement()
+        placed_on(self.placement, self.stages)
         require_word("reduction", self.reduction, [str(one) for one in Reduction])
         given = self.transport
         if given is not None and given not in transport_names():
@@ -88,15 +84,7 @@ class CompileArguments:
                 f"lossy_bf16={given.lossy_bf16!r} with transport {self.transport!r}: expected a transport of adaptra's own, "
                 "which all can round"
             )
-        for edge in self.options.delegated:
-            if max(edge) >= self.stages:
-                raise OptionError(f"delegate={self.options.delegate!r}: expected edges of stages 0..{self.stages - 1}")
-            self._check_edge(f"delegate={self.options.delegate!r}", edge)
-        for fault in self.faults:
-            fault.check_stages(self.stages)
-            fault.check_base(self.faults)
-            if fault.peer is not None:
-                self._check_edge(f"fault '{fault}'", (fault.stage, fault.peer))
+        self._check_edges()
         check_inner(given.inner)
 
     def _check_model(self) -> None:
@@ -122,12 +110,20 @@ class CompileArguments:
                 "compile one by its module.compile() before"
             )
 
-    def _check_placement(self) -> None:
-        require_word("placement", self.placement, (STRAIGHT, V))
-        if self.placement == V and self.stages % 2:
-            raise OptionError(
-                f"placement={self.placement!r} with stages={self.stages}: expected an even number, two stages for each rank"
-            )
+    def _check_edges(self) -> None:
+        options = self.options
+        for edge in options.delegated:
+            if max(edge) >= self.stages:
+                raise OptionError(f"delegate={options.delegate!r}: expected edges of stages 0..{self.stages - 1}")
+            self._check_edge(f"delegate={options.delegate!r}", edge)
+        for edge in options.expected_delays:
+            if max(edge) < self.stages:  # planning names an edge that does not exist
+                self._check_edge(f"expected_delays={options.expected_delays!r}", edge)
+        for fault in self.faults:
+            fault.check_stages(self.stages)
+            fault.check_base(self.faults)
+            if fault.peer is not None:
+                self._check_edge(f"fault '{fault}'", (fault.stage, fault.peer))
 
     def _check_edge(self, what: str, edge: tuple[int, int]) -> None:
         """Refuse an edge between two stages of one rank, since no message crosses it."""
@@ -163,7 +159,7 @@ class CompileArguments:
     @property
     def placed(self) -> tuple[int, ...]:
         """The rank of the pipeline for each stage."""
-        return in_turn(self.stages) if self.placement == STRAIGHT else v_shaped(self.stages // 2)
+        return placed_on(self.placement, self.stages)
 
     @property
     def ranks(self) -> int:

@@ -1,7 +1,7 @@
 """Messages over torch.distributed: gloo between hosts without GPUs, NCCL between GPUs.
 
-Each class of channels has a communicator of its own. NCCL runs one operation at a time per communicator, so there each pair of
-ranks has one per class. A message is one operation, or two if it is large, see
+Each class of channels has a communicator of its own. NCCL runs one operation at a time per communicator, so there each channel
+has one. Two ranks with several stages send both ways in each class. A message is one operation, or two if it is large, see
 :mod:`adaptra.runtime.transports.message_format`. Over gloo the second part's tag is made of its layout, because gloo ends a
 process that receives more than it expects.
 
@@ -48,9 +48,9 @@ logger = logging.getLogger(__name__)
 
 CONTRACTS: Final = {
     "gloo": Contract(send_waits_for_receiver=True, in_order=False, buffered=False),
-    # The classes have communicators of their own here too, but a posted receive occupies a part of the device until its
+    # Channels have communicators of their own here, but a posted receive occupies a part of the device until its
     # message comes. So receives belong as late as in one shared queue.
-    "nccl": Contract(send_waits_for_receiver=True, in_order=True, buffered=False),
+    "nccl": Contract(send_waits_for_receiver=True, in_order=True, buffered=False, one_way=True),
 }
 _CLOSE_SECONDS: Final = 5.0
 
@@ -101,7 +101,7 @@ class C10dTransport(Transport):
         if backend not in CONTRACTS or not distributed.is_backend_available(backend):
             raise LaunchError(f"backend {backend!r}: expected one of {', '.join(CONTRACTS)} that this torch was built with")
         self.contract = CONTRACTS[backend]
-        self._communicators = Communicators(group, self._device, backend)
+        self._communicators = Communicators(group, self._device, backend, one_way=self.contract.one_way)
         self.rank = self._communicators.rank
         self.world_size = self._communicators.size
         self._guard = PendingOperations(self.rank, self.world_size)
@@ -129,7 +129,7 @@ class C10dTransport(Transport):
             buffer = self._allocate(identity.specs)
         buffer.pack(identity, tensors, posted_at)
         channel = _ChannelEnd(destination_rank, identity.channel, False)
-        group, peer = self._communicators.between(channel.peer, channel.channel)
+        group, peer = self._communicators.between(channel.peer, channel.channel, receives=False)
 
         def post() -> _Posted:
             first = group.send([buffer.first], peer, FIRST_TAG)
@@ -222,7 +222,7 @@ class C10dTransport(Transport):
 
     def _standing_on(self, channel: _ChannelEnd) -> PrepostedReceives:
         if channel not in self._standing:
-            group, peer = self._communicators.between(channel.peer, channel.channel)
+            group, peer = self._communicators.between(channel.peer, channel.channel, receives=True)
             self._standing[channel] = PrepostedReceives(
                 lambda memory, tag: group.recv([memory], peer, tag), self._pool, channel.peer
             )

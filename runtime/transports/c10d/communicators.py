@@ -1,4 +1,4 @@
-"""The communicators of one rank's transport: one per class of channels, and over NCCL one per class and pair of ranks."""
+"""The communicators of one rank's transport: one per class of channels, or one per channel where each is one queue."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class Communicators:
             exist.
         device: The device of sent and received tensors.
         backend: The name of the backend: ``gloo`` or ``nccl``.
+        one_way: Whether each channel has a communicator of its own, because one runs all its operations in one order.
 
     Attributes:
         rank: This rank.
@@ -41,26 +42,26 @@ class Communicators:
         LaunchError: There is no group and no launcher.
     """
 
-    def __init__(self, group: ProcessGroup | None, device: torch.device, backend: str) -> None:
+    def __init__(self, group: ProcessGroup | None, device: torch.device, backend: str, *, one_way: bool) -> None:
         self._owns_default = group is None and initialise(backend)
         ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
         self.rank: Final = distributed.get_rank(group)
         self.size: Final = len(ranks)
         self.device: Final = torch.device("cpu") if backend == "gloo" else device
         self._name = next_name(group)
-        self._groups = make_groups(ranks, self.rank, backend, self._name)
+        self._groups = make_groups(ranks, self.rank, backend, self._name, one_way=one_way)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def control_plane(self) -> Store:
         """Return a new client of the ranks' control plane; all ranks call it."""
         return control_plane(self._name, self.rank, self.size)
 
-    def between(self, peer: int, channel: ChannelClass) -> tuple[ProcessGroup, int]:
-        """Return the communicator of a peer's messages of a class, and the peer's rank within it."""
+    def between(self, peer: int, channel: ChannelClass, *, receives: bool) -> tuple[ProcessGroup, int]:
+        """Return the communicator of messages of a class from or to a peer, and the peer's rank within it."""
         group = self._groups.get((channel, None))
         if group is not None:
             return group, peer
-        pair = (min(self.rank, peer), max(self.rank, peer))
+        pair = (peer, self.rank) if receives else (self.rank, peer)
         return self._groups[channel, pair], pair.index(peer)
 
     def wait(self, work: Work) -> None:
@@ -106,8 +107,8 @@ class Communicators:
             is_initiator = lower == self.rank
             peer = lower + 1 if is_initiator else lower
             there, here = ChannelClass.FORWARD, ChannelClass.BACKWARD
-            out, out_peer = self.between(peer, there if is_initiator else here)
-            back, back_peer = self.between(peer, here if is_initiator else there)
+            out, out_peer = self.between(peer, there if is_initiator else here, receives=False)
+            back, back_peer = self.between(peer, here if is_initiator else there, receives=True)
 
             def send(value: float, out: ProcessGroup = out, peer: int = out_peer) -> None:
                 out.send([torch.full_like(cell, value)], peer, FIRST_TAG).wait()

@@ -15,7 +15,8 @@ from training import MIXED
 from adaptra.graph import compile_stages
 from adaptra.graph.estimated_cost import estimated_cost
 from adaptra.planning.layout_change import RoleChange
-from adaptra.program.roles import Roles
+from adaptra.program.placement import stages_of
+from adaptra.program.roles import Roles, moved
 from adaptra.runtime.detection.measurement import StageMeasurement
 from adaptra.runtime.reconfigure.agreement import agree_on_roles
 from adaptra.runtime.reconfigure.state_transfer import gather_state
@@ -39,18 +40,19 @@ class Slow:
         return self._group.send(tensors, destination, tag)
 
 
+@pytest.mark.parametrize("placement", [(0, 1), (0, 1, 1, 0), (0, 1, 0)], ids=["straight", "v", "uneven"])
 @pytest.mark.parametrize("pairs", [[], [{0, 2}, {0, 3}, {1, 2}, {1, 3}]], ids=["equal", "slow between replicas"])
-def test_all_ranks_make_the_change_that_wins(pairs: Collection[set[int]]) -> None:
+def test_all_ranks_make_the_change_that_wins(pairs: Collection[set[int]], placement: tuple[int, ...]) -> None:
     inputs, _, targets = MIXED.rows(ROWS, seed=0)
-    compiled = compile_stages(MIXED.make(), inputs, {}, stages=2, loss=MIXED.loss, targets=targets)
-    case = Case(estimated_cost(compiled, (0, 1)), 4, (0, 1))
+    compiled = compile_stages(MIXED.make(), inputs, {}, stages=len(placement), loss=MIXED.loss, targets=targets)
+    case = Case(estimated_cost(compiled, placement), 4, placement)
     store = dist.HashStore()
 
     def agree(rank: int) -> RoleChange | None:
         group: Any = Slow(dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=30)), pairs)
         state = {"weight": nn.Parameter(torch.ones(8, 8))}
         held = gather_state(state, torch.optim.SGD(state.values()))
-        measured = [StageMeasurement(rank % 2, 0.02, 0.02, 0.02, None)]
+        measured = [StageMeasurement(stage, 0.02, 0.02, 0.02, None) for stage in stages_of(rank % 2, placement)]
         return agree_on_roles(group, Roles.initial(RANKS, 2), compiled.train, case, measured, held, 1000)
 
     with ThreadPoolExecutor(RANKS) as threads:
@@ -63,3 +65,9 @@ def test_all_ranks_make_the_change_that_wins(pairs: Collection[set[int]]) -> Non
         assert change is not None
         assert {frozenset(change.after.column(stage)) for stage in range(2)} == {frozenset({0, 1}), frozenset({2, 3})}
         assert change.seconds_after < change.seconds_before
+        held = {0: "stage 0", 1: "stage 1"} if len(placement) == 2 else {1: "stage 1", 0: "stages 0 and 2"}
+        if len(placement) == 4:
+            held = {0: "stages 0 and 3", 1: "stages 1 and 2"}
+        for rank in moved(change.before, change.after):
+            (old, was), (new, now) = change.before.of(rank), change.after.of(rank)
+            assert f"rank {rank} from {held[was]} of replica {old} to {held[now]} of {new}" in str(change)

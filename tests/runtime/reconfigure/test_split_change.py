@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from errors_table import check_documented
-from models import Batch, Example, square_loss, vectors
+from models import EXAMPLES, Batch, Example, square_loss, vectors
 from processes import run_processes
 from torch import Tensor, nn
-from training import MIXED, call, compiled, differences, run_step, train_alone
+from training import MIXED, Step, call, compiled, differences, run_step, train_alone
 
 import adaptra
 from adaptra.errors import AdaptraError, PipelineError
+from adaptra.frontend.arguments.placing import placed_on
 from adaptra.graph import compile_stages
 from adaptra.runtime.control.events import EventKind
 
@@ -68,6 +69,55 @@ def test_a_run_whose_cuts_move_is_bitwise_the_plain_model(options: dict[str, Any
     assert differences(found, train_alone(MIXED, batches(), MICROBATCHES)) == []
     # Whoever holds the model goes on seeing it trained, as before the cuts moved.
     assert all(torch.equal(value, found[-1].state[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("placement", "splits"),
+    [
+        ("v", [["norms.0", "middle.3", "norms.2"], ["middle.1", "middle.2", "middle.3"], ["middle.3", "middle.4", "middle.5"]]),
+        (
+            "interleaved",
+            [["norms.0", "middle.3", "last"], ["middle.4", "norms.2", "last"], ["middle.0", "middle.1", "middle.2"]],
+        ),
+        (
+            [0, 1, 2, 1],
+            [["norms.0", "middle.3", "last"], ["middle.0", "middle.1", "middle.2"], ["middle.4", "norms.2", "last"]],
+        ),
+    ],
+)
+def test_cuts_move_between_ranks_with_several_stages(placement: Any, splits: list[list[str]]) -> None:
+    """A cut between two stages of one rank moves no tensor, one between ranks does; the first and the last stage share one."""
+    first, *others = splits
+    found: list[Step] = []
+    with compiled(
+        MIXED, batches()[0], stages=4, microbatches=MICROBATCHES, split=first, placement=placement
+    ) as pipe:  # fmt: skip
+        optimizer = two_groups(pipe)
+        for step, batch in enumerate(batches()):
+            if step in (2, 4):
+                pipe.take_split(others[step // 2 - 1], optimizer)
+                assert pipe.split == tuple(others[step // 2 - 1])
+            found.append(run_step(pipe, optimizer, batch))
+            held = [one for group in optimizer.param_groups for one in group["params"]]
+            assert {id(one) for one in held} == {id(one) for one in pipe.parameters()} == {id(one) for one in optimizer.state}
+        assert pipe.plan.program.placement == placed_on(placement, 4)
+    assert differences(found, train_alone(MIXED, batches(), MICROBATCHES, optimizer=two_groups_of)) == []
+
+
+def test_cuts_of_interleaved_stages_move() -> None:
+    """Three stages on each of two ranks, of which every cut is between ranks."""
+    example = EXAMPLES["skip_mlp"]
+    rows = [example.rows(ROWS, seed=step) for step in range(4)]
+    found: list[Step] = []
+    with compiled(example, rows[0], stages=6, microbatches=MICROBATCHES, placement="interleaved-3") as pipe:
+        optimizer = two_groups(pipe)
+        for step, batch in enumerate(rows):
+            if step == 2:
+                before = pipe.split
+                pipe.take_split([f"layers.{layer}" for layer in (1, 2, 4, 5, 6)], optimizer)
+                assert pipe.split != before
+            found.append(run_step(pipe, optimizer, batch))
+    assert differences(found, train_alone(example, rows, MICROBATCHES, optimizer=two_groups_of)) == []
 
 
 class Shared(nn.Module):
@@ -263,7 +313,7 @@ def test_two_processes_settle_on_the_same_cut() -> None:
 
 
 def changing(
-    rank: int, splits: Mapping[int, Sequence[str]], stages: int
+    rank: int, splits: Mapping[int, Sequence[str]], stages: int, placement: str = "straight"
 ) -> tuple[list[float], dict[str, str], tuple[str | None, ...]]:
     """Losses and state of a rank of one or more replicas, whose cuts move before steps 1 and 3, the first with gradients."""
     import torch.distributed as dist
@@ -273,7 +323,7 @@ def changing(
     found = []
     with adaptra.compile(
         MIXED.make(), stages=stages, microbatches=MICROBATCHES, example_inputs=(inputs, targets), loss=MIXED.loss,
-        split=["middle.1", "middle.4"][: stages - 1],
+        split=["middle.1", "middle.4", "norms.2"][: stages - 1], placement=placement,
     ) as pipe:  # fmt: skip
         optimizer = two_groups(pipe)
         for step in range(4):
@@ -290,20 +340,22 @@ def changing(
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("stages", "splits"),
+    ("stages", "splits", "placement", "ranks", "count"),
     [
-        (3, {1: ["middle.3", "middle.5"], 3: ["middle.0", "middle.1"]}),
-        (2, {1: ["middle.4"], 3: ["middle.0"]}),
+        (3, {1: ["middle.3", "middle.5"], 3: ["middle.0", "middle.1"]}, "straight", 3, 3),
+        (2, {1: ["middle.4"], 3: ["middle.0"]}, "straight", 2, 4),
+        (4, {1: ["middle.3", "middle.4", "middle.5"], 3: ["middle.0", "middle.1", "middle.4"]}, "v", 2, 4),
     ],
-    ids=["three stages", "replicas of two stages"],
+    ids=["three stages", "replicas of two stages", "replicas of two ranks as a V"],
 )
-def test_ranks_whose_cuts_move_go_on_bitwise(stages: int, splits: Mapping[int, Sequence[str]]) -> None:
-    count = 3 if stages == 3 else 4
-    moved = run_processes(changing, count, splits, stages)
-    undisturbed = run_processes(changing, count, {}, stages)
+def test_ranks_whose_cuts_move_go_on_bitwise(
+    stages: int, splits: Mapping[int, Sequence[str]], placement: str, ranks: int, count: int
+) -> None:
+    moved = run_processes(changing, count, splits, stages, placement)
+    undisturbed = run_processes(changing, count, {}, stages, placement)
     assert all(split == tuple(splits[3]) for *_, split in moved)
-    for replica in range(count // stages):
-        ours, theirs = (some[replica * stages : (replica + 1) * stages] for some in (moved, undisturbed))
+    for replica in range(count // ranks):
+        ours, theirs = (some[replica * ranks : (replica + 1) * ranks] for some in (moved, undisturbed))
         assert [losses for losses, *_ in ours] == [losses for losses, *_ in theirs]
         assert {name: one for _, state, _ in ours for name, one in state.items()} == {
             name: one for _, state, _ in theirs for name, one in state.items()

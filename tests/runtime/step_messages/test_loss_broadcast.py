@@ -1,4 +1,4 @@
-"""Losses reach the other ranks while the last stage still works, or in line behind the gradients of shared parameters."""
+"""Losses reach the other ranks while the last stage still works, or in line behind activations."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from adaptra.runtime.transports.local import LocalHub
 STAGES, MICROBATCHES = 3, 4
 
 
-def job(*sharing: int, in_order: bool = False) -> list[LossBroadcast]:
-    """Every rank's end; these ranks share parameters with the last stage."""
-    hub = LocalHub(STAGES)
-    transports = [hub.transport(rank) for rank in range(STAGES)]
+def job(*placement: int, in_order: bool = False) -> list[LossBroadcast]:
+    """Every rank's end of a pipeline with these stages, by default one on each of three ranks."""
+    placement = placement or tuple(range(STAGES))
+    ranks = len(set(placement))
+    hub = LocalHub(ranks)
+    transports = [hub.transport(rank) for rank in range(ranks)]
     for transport in transports:
         transport.contract = replace(transport.contract, in_order=in_order)
     losses = [
-        LossBroadcast(rank, range(STAGES), MICROBATCHES, TensorSpec((), torch.float32), sharing, transport)
+        LossBroadcast(rank, placement, MICROBATCHES, TensorSpec((), torch.float32), transport)
         for rank, transport in enumerate(transports)
     ]
     for one, transport in zip(losses, transports, strict=True):
@@ -44,11 +46,12 @@ def test_they_are_there_before_the_last_stage_ends_its_step() -> None:
         assert found.tolist() == [0.0, 1.0, 2.0, 3.0] and not found.requires_grad
 
 
-def test_who_shares_parameters_gets_them_when_the_last_stage_ends_its_step() -> None:
-    first, second, last = job(0, 2)
+def test_ranks_that_the_last_stages_rank_sends_activations_get_them_at_the_end() -> None:
+    """Stages in turn: rank 2 sends activations to rank 0, whose losses would be in line with them."""
+    first, second, last = job(0, 1, 2, 0, 1, 2)
     last.send(results())
     assert second.end_step(timeout=5.0).tolist() == [0.0, 1.0, 2.0, 3.0]
-    with pytest.raises(TransportError, match="losses of step 0 on edge 2→0"):
+    with pytest.raises(TransportError, match="losses of step 0 on edge 5→0"):
         first.end_step(timeout=0.0)
 
 
@@ -65,7 +68,7 @@ def test_where_ranks_have_one_queue_for_everything_all_get_them_at_the_end() -> 
 
 
 def test_a_step_after_a_step_has_its_own() -> None:
-    first, _, last = job(0)
+    first, _, last = job(0, 1, 2, 0, 1, 2)
     for step in range(2):
         for one in (first, last):
             one.begin_step(step)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from adaptra.errors import TransportError
 from adaptra.runtime.step_messages.shared_gradients import POSTED_AHEAD, AwayFromHome, Gradients, SharedParameter
+from adaptra.runtime.transports.base import Identity, Pending
 from adaptra.runtime.transports.local import LocalHub, LocalTransport
 
 TIED = SharedParameter("tied", stages=(0, 1, 2), owner=0, order=(2, 1, 0))
@@ -21,16 +24,22 @@ def parameter(size: int = 1) -> nn.Parameter:
 
 
 class Job:
-    """Stages 0, 1, … on ranks of the same number, each with the gradients of its parameters."""
+    """Ranks with the gradients of their parameters, by default with the stage of the same number each."""
 
     def __init__(
-        self, names: Sequence[Sequence[str]], shared: Sequence[SharedParameter], microbatches: int, timeout: float = 5.0
+        self,
+        names: Sequence[Sequence[str]],
+        shared: Sequence[SharedParameter],
+        microbatches: int,
+        timeout: float = 5.0,
+        placement: Sequence[int] | None = None,
     ) -> None:
+        self.placement = placement or range(len(names))
         hub = LocalHub(len(names))
         self.transports: list[LocalTransport] = [hub.transport(rank) for rank in range(len(names))]
         self.parameters = [{name: parameter() for name in of_stage} for of_stage in names]
         self.stages = [
-            Gradients(stage, self.parameters[stage], shared, range(len(names)), transport, timeout)
+            Gradients(stage, self.parameters[stage], shared, self.placement, transport, timeout)
             for stage, transport in enumerate(self.transports)
         ]
         for gradients, transport in zip(self.stages, self.transports, strict=True):
@@ -42,10 +51,11 @@ class Job:
 
     def weight_grad(self, stage: int, microbatch: int, **values: float | Sequence[float]) -> None:
         """What W of a stage does, given the gradients of its parameters, of some several."""
+        on_rank = self.stages[self.placement[stage]]
         for name, given in values.items():
             for value in given if isinstance(given, Sequence) else [given]:
-                self.stages[stage].add(stage, name, microbatch, torch.tensor([value]))
-        self.stages[stage].end_microbatch(stage, microbatch)
+                on_rank.add(stage, name, microbatch, torch.tensor([value]))
+        on_rank.end_microbatch(stage, microbatch)
 
     def end(self) -> None:
         """The owner's end first: the others wait for it, and here all are one thread."""
@@ -238,6 +248,41 @@ def test_several_shared_parameters_of_two_stages_travel_together_and_own_ones_st
     job.end()
     assert (job.gradients("a"), job.gradients("b"), job.gradients("c")) == ([22.0] * 2, [44.0] * 2, [66.0] * 2)
     assert job.gradients("own") == [10.0]
+
+
+@pytest.mark.parametrize("waits", [(3, 3, 1, 1, 2, 2, 0, 0), (3, 1, 3, 2, 0, 2, 1, 0), (1, 1, 3, 2, 3, 2, 0, 0)])
+def test_stages_of_a_rank_contribute_in_one_message_a_microbatch(waits: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the order of W, messages are received in the order of their sends, and added in autograd's order."""
+    shared = [SharedParameter("a", (0, 1, 2, 3), 0, (3, 2, 3, 1, 0)), SharedParameter("b", (1, 2, 3), 1, (3, 2, 1))]
+    job = Job([["a", "b"], ["a", "b"]], shared, 2, placement=(0, 1, 0, 1))
+    sent, received = dict[object, list[object]](), dict[object, list[object]]()
+    for transport in job.transports:
+        send, receive, rank = transport.send, transport.receive, transport.rank
+
+        def sending(to: int, identity: Identity, tensors: Sequence[Tensor], *, send: Any = send, rank: int = rank) -> Pending:
+            sent.setdefault((rank, to, identity.channel), []).append(identity.key)
+            return send(to, identity, tensors)
+
+        def receiving(source: int, identity: Identity, *, receive: Any = receive, rank: int = rank) -> Pending:
+            received.setdefault((source, rank, identity.channel), []).append(identity.key)
+            return receive(source, identity)
+
+        monkeypatch.setattr(transport, "send", sending)
+        monkeypatch.setattr(transport, "receive", receiving)
+    values: dict[int, dict[str, float | Sequence[float]]] = {
+        0: {"a": 1e-8}, 1: {"a": 1.0, "b": 5.0}, 2: {"a": 1e8, "b": 1e-8}, 3: {"a": [-1e8, 3.0], "b": -5.0}
+    }  # fmt: skip
+    job.begin(0)
+    done = dict.fromkeys(values, 0)
+    for stage in waits:
+        job.weight_grad(stage, done[stage], **values[stage])
+        done[stage] += 1
+    with ThreadPoolExecutor(2) as threads:  # each owner waits for the other rank
+        list(threads.map(lambda one: one.end_step(), job.stages))
+    assert sent == received and {len(keys) for keys in sent.values()} == {3}
+    once = total(-1e8, 1e8, 3.0, 1.0, 1e-8)
+    assert job.gradients("a") == [total(once, once)] * 2
+    assert job.gradients("b") == [total(*[total(-5.0, 1e-8, 5.0)] * 2)] * 2
 
 
 def test_an_interrupted_step_leaves_nothing_behind() -> None:
