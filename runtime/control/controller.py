@@ -52,6 +52,7 @@ from adaptra.runtime.control.preparation import Preparation
 from adaptra.runtime.control.replanning import Planning
 from adaptra.runtime.control.same_rows import SameRows
 from adaptra.runtime.detection.measurement import StepMeasurement
+from adaptra.runtime.detection.reduces import ReduceTracker, StepReduces
 from adaptra.simulation.cost import CostModel
 
 CLOSE_SECONDS = 10.0
@@ -85,6 +86,7 @@ class Controller:
             An exception that it raises refuses the plan.
         on_event: Called with each event by the thread on which it happens: the training thread for SWITCHED, else mostly the
             control thread.
+        on_reduces: Called on the control thread while this rank coordinates, with REDUCE of each step on all ranks.
         on_error: Called on the control thread with the error that ends the control plane.
         first_step: The first step that will be asked for.
         job_ranks: The ranks' numbers in the job, if these differ; errors use them.
@@ -101,6 +103,7 @@ class Controller:
         options: ControllerOptions | None = None,
         prepare: Callable[[Plan], None] | None = None,
         on_event: Callable[[ControlEvent], None] | None = None,
+        on_reduces: Callable[[StepReduces], None] | None = None,
         on_error: Callable[[Exception], None] | None = None,
         first_step: int = 0,
         job_ranks: Sequence[int] = (),
@@ -111,7 +114,7 @@ class Controller:
         self._initial = initial
         self._planning = planning
         self._options = options
-        self._on_error = on_error
+        self._on_error, self._on_reduces = on_error, on_reduces
         self._recorder = EventRecorder(on_event, self._known, planning.activation_bytes)
         self._running = initial
         self._step = first_step
@@ -231,6 +234,11 @@ class Controller:
         coordinator = self._coordinator
         return None if coordinator is None else coordinator.cost
 
+    @property
+    def coordinates(self) -> bool:
+        """True while this rank coordinates."""
+        return self._coordinator is not None
+
     def abort(self, error: Exception) -> None:
         """Make every waiting or later :meth:`plan_for` raise ``error``, because training has failed elsewhere. Any thread may
         call it.
@@ -340,7 +348,10 @@ class Controller:
         if leads and agreement is not None:
             running = agreement.current or self._initial
             policy = Policy(self._rank, self._ranks, running, self._planning, self._options)
-            self._coordinator = Coordinator(self._participant, policy, self._recorder.emit, self._mailbox.wake)
+            tracker = ReduceTracker(self._rank, self._ranks)
+            self._coordinator = Coordinator(
+                self._participant, policy, tracker, self._recorder.emit, self._on_reduces, self._mailbox.wake
+            )
 
     def _coordinate(self, act: Callable[[Coordinator], None]) -> None:
         """Run the coordinator's part. The first failure hands coordination to another rank, and a second one is raised."""

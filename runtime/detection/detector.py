@@ -125,6 +125,10 @@ class Detector:
             or flight.level - flight.calibrated > flight.limit(self._edge_limit(flight.calibrated), self._options.noise)
         )
 
+    def clock_gained(self, stage: int) -> float:
+        """See :meth:`.clock_drift.ClockDrift.gained`."""
+        return self._clocks.gained(stage)
+
     def observe(self, measurements: Sequence[StepMeasurement]) -> Detection | None:
         """Take the measurements of all ranks of one step.
 
