@@ -252,9 +252,8 @@ def _reduces(axes: Axes, run: Run) -> None:
         axes.plot(steps, whole, color=colour, linewidth=0.8, linestyle=(0, (3, 1.5)), alpha=0.6, zorder=2)
         axes.plot(steps, exposed, color=colour, linewidth=1.5, marker="o", markersize=2, zorder=3)
         ends.append((f"stage {name}", colour, exposed[-1]))
-    everything = [whole for points in by_name.values() for _, whole, _ in points]
     # The first step includes one-time costs; it must not flatten all others.
-    highest = 1.12 * max(everything[1:] or everything) or 1.0
+    highest = 1.12 * max(whole for points in by_name.values() for _, whole, _ in points[1:] or points) or 1.0
     axes.set_ylim(0, highest)
     _label_ends(axes, ends, highest)
     _finish(axes, "REDUCE exposed (ms)", "step")

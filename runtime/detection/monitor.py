@@ -77,6 +77,18 @@ class StepRecords:
     messages: tuple[MessageRecord, ...]
     reduce: ReduceRecord | None = None
 
+    def shifted(self, seconds: float) -> StepRecords:
+        """Return the records by a clock that is so far ahead of this rank's."""
+        return StepRecords(
+            self.rank,
+            self.step,
+            self.start + seconds,
+            self.end + seconds,
+            tuple(OpRecord(op, start + seconds, end + seconds) for op, start, end in self.ops),
+            tuple(MessageRecord(*one[:5], *(instant + seconds for instant in one[5:])) for one in self.messages),
+            self.reduce and self.reduce._replace(start=self.reduce.start + seconds, end=self.reduce.end + seconds),
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that :meth:`from_json` reads back to equal records."""
         return {

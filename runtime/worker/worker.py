@@ -305,7 +305,7 @@ class Worker:
             records = gather(
                 self._transport,
                 f"records/{self._gathered}",
-                self.monitor.records(step).to_json(),
+                self.monitor.records(step).shifted(self._transport.clock_of(0)).to_json(),
                 self._options.timeout,
                 self.check,
             )
