@@ -147,9 +147,9 @@ def _start_together() -> float:
     return start
 
 
-def layer() -> nn.Module:
+def layer(width: int = WIDTH) -> nn.Module:
     """One stage of the small model."""
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh())
 
 
 def squared_error(output: Tensor, target: Tensor) -> Tensor:
@@ -157,12 +157,12 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).mean()
 
 
-def small_problem(stages: int, microbatches: int) -> dict[str, Any]:
+def small_problem(stages: int, microbatches: int, width: int = WIDTH) -> dict[str, Any]:
     """The arguments of adaptra.compile for a model of one layer per stage."""
     torch.manual_seed(0)
-    inputs = torch.randn(2 * microbatches, WIDTH)
+    inputs = torch.randn(2 * microbatches, width)
     return {
-        "model": nn.Sequential(*(layer() for _ in range(stages))),
+        "model": nn.Sequential(*(layer(width) for _ in range(stages))),
         "stages": stages,
         "microbatches": microbatches,
         "example_inputs": (inputs, torch.zeros_like(inputs)),

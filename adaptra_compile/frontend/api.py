@@ -40,6 +40,7 @@ from adaptra.report.stage_table import stage_table
 from adaptra.report.standing_out import slow_edges_of
 from adaptra.runtime.control.events import ControlEvent
 from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.detection.reduces import StageReduce
 from adaptra.runtime.options import Options
 from adaptra.runtime.worker.batch import require_no_gradient
 from adaptra.runtime.worker.worker import Worker
@@ -568,12 +569,31 @@ class Pipeline(NotAModule):
         backward = [(i + 1, i) for i in edges if cost.latency_backward[i] + cost.occupancy_backward[i] > limit]
         return tuple(sorted(forward + backward))
 
+    @property
+    def reduces(self) -> tuple[StageReduce, ...]:
+        """REDUCE of the last step: the sum over the replicas of each stage's gradients. Empty without other replicas.
+
+        Each entry has the seconds that the sum took, and the bytes of its gradients. ``hidden`` are the seconds in which other
+        stages of this pipeline still computed, and ``exposed`` those after its last op.
+
+        Under torchrun the rank of the first stage coordinates, and gets an entry for every stage once all ranks have reported
+        the step. That is soon after the step. Other ranks have their own stages, with ``hidden`` and ``exposed`` None.
+        """
+        workers = self._require().workers
+        return next((worker.reduces for worker in workers if worker.controller.coordinates), workers[0].reduces)
+
     def explain(self) -> str:
         """Explain the plan: the bubble equations with its numbers, the makespan bound and the cause of that bound.
 
         If the bandwidth of an edge limits the step, no order of ops hides it. Then the text gives the savings by more
         connections, rounding or another cut point, and the limit that would remain.
+
+        With several replicas the text ends with REDUCE of the last step: see :attr:`reduces`.
         """
+        measured = "".join(f"REDUCE of the last step, {one}\n" for one in self.reduces)
+        return self._explain_plan() + measured
+
+    def _explain_plan(self) -> str:
         plan, bandwidth = self.plan, self._require().bandwidth
         if plan.program.routing is not None:
             return str(explain_job(plan.program, alike_case(plan.program, plan.case.cost)))

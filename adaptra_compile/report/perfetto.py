@@ -22,16 +22,18 @@ from adaptra.program import Kind, Program, parse_op
 from adaptra.program.dependencies import RULE
 from adaptra.report.files import check_suffix, write_whole
 from adaptra.report.text import origin
-from adaptra.simulation.timeline import MessageInterval, OpInterval, Source, Timeline
+from adaptra.simulation.timeline import MessageInterval, OpInterval, ReduceInterval, Source, Timeline
 
 FORMAT: Final = "adaptra-trace"
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
+READ_VERSIONS: Final = (1, 2)
+"""Version 2 has what version 1 has, and REDUCE of several replicas."""
 
 SECONDS_PER_CASE_UNIT: Final = 1e-3
 """Seconds that Perfetto shows for one unit of a timeline without a known unit."""
 
 _FIRST_EDGE_THREAD: Final = 1001
-_ARGUMENTS: Final = {"op": ("start", "end"), "message": ("posted", "departed", "arrived")}
+_ARGUMENTS: Final = {"op": ("start", "end"), "message": ("posted", "departed", "arrived"), "reduce": ("start", "end")}
 
 
 def trace(timelines: Sequence[tuple[str, Timeline]], slow_edges: Iterable[tuple[int, int]] = ()) -> dict[str, Any]:
@@ -112,6 +114,15 @@ def _events(
         times = {"start": interval.start, "end": interval.end}
         yield slice_of(process, thread, str(op), op.kind.value, start, length, {"op": str(op)} | times)
         middle[op.stage, op.kind, op.microbatch] = thread, start + length / 2
+    for reduce in timeline.reduces:
+        times = {"start": reduce.start, "end": reduce.end}
+        start, length = (reduce.start - zero) * scale, (reduce.end - reduce.start) * scale
+        arguments = {"reduce": reduce.rank, "bytes": reduce.nbytes} | times
+        yield slice_of(process, reduce.rank + 1, "REDUCE", "REDUCE", start, length, arguments)
+        exposed = timeline.exposed_from(reduce)
+        if exposed is not None and exposed < reduce.end:  # Perfetto draws it within the slice of the whole sum
+            start, length = (exposed - zero) * scale, (reduce.end - exposed) * scale
+            yield slice_of(process, reduce.rank + 1, "exposed", "REDUCE", start, length, {"exposed": reduce.rank})
     threads = tuple(_message_threads(timeline.messages, slow))
     for thread, label in sorted(set(threads)):
         yield named(process, thread, "thread", label)
@@ -197,8 +208,8 @@ def _read(data: Any) -> tuple[tuple[str, Timeline], ...]:
     other = data.get("otherData") if isinstance(data, Mapping) else None
     if not isinstance(other, Mapping) or other.get("format") != FORMAT:
         raise ReportError(f"not an adaptra trace: expected otherData.format to be {FORMAT!r}")
-    if other.get("version") != FORMAT_VERSION:
-        raise ReportError(f"trace version {other.get('version')!r}: this adaptra reads version {FORMAT_VERSION}")
+    if other.get("version") not in READ_VERSIONS:
+        raise ReportError(f"trace version {other.get('version')!r}: this adaptra reads the versions 1 and 2")
     runs, events = other.get("runs"), data.get("traceEvents")
     if not isinstance(runs, list) or not isinstance(events, list):
         raise ReportError("expected a list traceEvents and a list otherData.runs")
@@ -220,8 +231,13 @@ def _read_run(run: Any, events: Iterable[Mapping[str, Any]]) -> tuple[str, Timel
     unit = run.get("seconds_per_unit")
     if unit is not None and not (is_finite(unit) and unit > 0):
         raise ReportError(f"seconds_per_unit {unit!r}: expected a number above 0 or null")
+    return title, _read_slices(program, Source(source), unit, events)
+
+
+def _read_slices(program: Program, source: Source, unit: float | None, events: Iterable[Mapping[str, Any]]) -> Timeline:
     orders: list[list[OpInterval]] = [[] for _ in range(program.ranks)]
     messages: list[MessageInterval] = []
+    reduces: list[ReduceInterval] = []
     for event in events:
         match event.get("args"):
             case {"op": str(token)} as arguments:
@@ -237,12 +253,19 @@ def _read_run(run: Any, events: Iterable[Mapping[str, Any]]) -> tuple[str, Timel
                     raise ReportError(f"event {token} to {destination}: expected a SEND between stages 0..{program.stages - 1}")
                 times = _times(token, arguments, "message")
                 messages.append(MessageInterval(op.kind, op.stage, destination, op.microbatch, *times))
+            case {"reduce": int(rank), "bytes": int(nbytes)} as arguments:
+                if not 0 <= rank < program.ranks or nbytes < 0:
+                    raise ReportError(f"event REDUCE of rank {rank}: expected one of the ranks 0..{program.ranks - 1}")
+                start, end = _times("REDUCE", arguments, "reduce")
+                reduces.append(ReduceInterval(rank, start, end, nbytes))
+            case {"exposed": int(_)}:
+                pass  # follows from the times of REDUCE and of the last op
             case arguments:
-                raise ReportError(f"event with args {arguments!r}: expected those of an op or of a message")
+                raise ReportError(f"event with args {arguments!r}: expected those of an op, of a message or of REDUCE")
     for order in orders:
         order.sort(key=lambda interval: interval.start)
     messages.sort(key=lambda message: message.posted)
-    return title, Timeline(program, Source(source), tuple(map(tuple, orders)), tuple(messages), unit)
+    return Timeline(program, source, tuple(map(tuple, orders)), tuple(messages), unit, tuple(reduces))
 
 
 def _times(token: str, arguments: Mapping[str, Any], what: str) -> tuple[float, ...]:

@@ -43,6 +43,9 @@ COLOURS: Final = {Kind.F: "#2F78B7", Kind.I: "#F2A93B", Kind.W: "#8FD3BF", Kind.
 MESSAGE: Final = "#A53C8F"
 _INK: Final = {Kind.F: "white", Kind.I: "black", Kind.W: "black", Kind.B: "white"}
 _MEANING: Final = {Kind.F: "F forward", Kind.I: "I input gradient", Kind.W: "W weight gradient", Kind.B: "B both gradients"}
+_REDUCE: Final = "#7A7D85"
+"""Colour of the exposed part of REDUCE. What is hidden, or not known to be exposed, is lighter."""
+
 _SLOW_GROUND: Final = "#F6E4F1"
 
 # Inches, as everything below that is not a time.
@@ -67,6 +70,11 @@ class _Panel:
     @property
     def end(self) -> float:
         return self.timeline.makespan * self.scale
+
+    @property
+    def last(self) -> float:
+        """The end of the last op or sum over replicas."""
+        return max((self.end, *(self.time(reduce.end) for reduce in self.timeline.reduces)))
 
 
 def draw(
@@ -137,13 +145,14 @@ def _panel(name: str, timeline: Timeline, scale: float, slow: frozenset[tuple[in
 
 def _compose(figure: Figure, panels: Sequence[_Panel], slow: frozenset[tuple[int, int]], title: str | None) -> None:
     lengths = [(i.end - i.start) * p.scale for p in panels for i in p.timeline if i.end > i.start]
-    end, heights = max(panel.end for panel in panels), [panel.height for panel in panels]
+    end, heights = max(panel.last for panel in panels), [panel.height for panel in panels]
     microbatches = max(panel.timeline.program.microbatches for panel in panels)
     sheet = add_panels(figure, heights, lengths, end, _legend(panels, slow), title=title, left=_LEFT, heading=_PANEL_TITLE)
     for panel, here in zip(panels, sheet, strict=True):
         _frame(here.axes, panel, here.last)
         _lanes(here.axes, panel)
         _messages(here.axes, panel, slow)
+        _reduces(here.axes, panel)
         _ops(here.axes, panel, here.points_per_time, number_size(here.narrow, microbatches))
         _heading(here.axes, panel, None if panel is panels[0] else panels[0])
 
@@ -194,6 +203,19 @@ def _ops(axes: Axes, panel: _Panel, points_per_time: float, size: float) -> None
             ]
             if boxes:
                 draw_boxes(axes, lane, boxes, points_per_time, size)
+
+
+def _reduces(axes: Axes, panel: _Panel) -> None:
+    """Draw the sums over replicas as narrow bars behind the ops of their ranks."""
+    for reduce in panel.timeline.reduces:
+        exposed = panel.timeline.exposed_from(reduce)
+        turn = reduce.end if exposed is None else exposed
+        spans = ((reduce.start, turn, lighter(_REDUCE, 1)), (turn, reduce.end, _REDUCE))
+        for start, end, colour in spans:
+            if end > start:
+                begin, length = panel.time(start), (end - start) * panel.scale
+                place = panel.lanes[reduce.rank] + LANE / 4, LANE / 2
+                axes.broken_barh([(begin, length)], place, facecolors=colour, linewidth=0, zorder=3)
 
 
 def _messages(axes: Axes, panel: _Panel, slow: frozenset[tuple[int, int]]) -> None:
@@ -249,6 +271,9 @@ def _legend(panels: Sequence[_Panel], slow: frozenset[tuple[int, int]]) -> list[
         Patch(facecolor=colour, label=_MEANING[kind]) for kind, colour in COLOURS.items() if kind in seen
     ]
     handles.append(Patch(facecolor="white", edgecolor="#9A9DA5", linewidth=0.7, label="waiting"))
+    if any(panel.timeline.reduces for panel in panels):
+        handles.append(Patch(facecolor=lighter(_REDUCE, 1), label="REDUCE over replicas"))
+        handles.append(Patch(facecolor=_REDUCE, label="REDUCE, exposed"))
     if any(panel.timeline.messages for panel in panels):
         handles.append(Line2D([], [], color=MESSAGE, linewidth=0.9, alpha=0.6, label="message"))
     if slow:

@@ -1,4 +1,4 @@
-"""A page about a run: measured and predicted iteration times, delays per edge, and numbered events.
+"""A page about a run: measured and predicted iteration times, delays per edge, REDUCE of replicas, and numbered events.
 
 All panels have the steps as their common axis. A number in a circle marks a step with an event, and the list below describes
 it. Forward edges have full lines and backward edges dashed lines, since the two edges of a slow link often coincide.
@@ -37,7 +37,7 @@ _STANDS_OUT, _SEEN = 2.0, 0.1
 
 # Inches, like everything below that is not a time or a step.
 _WIDTH, _LEFT, _RIGHT = 11.0, 0.8, 1.15
-_HEAD, _STRIP_ROW, _TIMES, _DELAYS, _GAP, _LINE = 0.75, 0.24, 2.5, 1.9, 0.62, 0.19
+_HEAD, _STRIP_ROW, _TIMES, _DELAYS, _REDUCES, _GAP, _LINE = 0.75, 0.24, 2.5, 1.9, 1.5, 0.62, 0.19
 _LETTERS: Final = 150
 """The most letters of the heading's second line."""
 _LISTED_LETTERS: Final = 130
@@ -87,7 +87,9 @@ def _compose(figure: Figure, run: Run, title: str | None) -> None:
     if left_out:
         lines.append((f"     and {left_out} more, which adaptra trace prints without -o", TEXT))
     strip = _STRIP_ROW * (1 + max((mark.row for mark in marks), default=0))
-    height = _HEAD + strip + _TIMES + _GAP + _DELAYS + _GAP + _LINE * (len(lines) + 1)
+    upper = _HEAD + strip + _TIMES + _GAP + _DELAYS + _GAP
+    panels = upper + (_REDUCES + _GAP if run.reduces else 0.0)
+    height = panels + _LINE * (len(lines) + 1)
     figure.set_size_inches(_WIDTH, height)
     _heading(figure, run, title, height)
     plot = (_WIDTH - _LEFT - _RIGHT) / _WIDTH
@@ -104,10 +106,15 @@ def _compose(figure: Figure, run: Run, title: str | None) -> None:
     _times(times, run)
     delays = panel(top + strip + _TIMES + _GAP, _DELAYS)
     _delays(delays, run)
-    for axes in (times, delays):
+    below = [delays]
+    if run.reduces:
+        delays.set_xlabel("")
+        below.append(panel(upper, _REDUCES))
+        _reduces(below[-1], run)
+    for axes in (times, *below):
         for mark in marks:
             axes.axvline(mark.step, color=mark.colour, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1.5)
-    begin = height - (_HEAD + strip + _TIMES + _GAP + _DELAYS + _GAP)
+    begin = height - panels
     for index, (line, colour) in enumerate(lines):
         figure.text(
             _LEFT / _WIDTH, (begin - _LINE * (index + 0.5)) / height, line,
@@ -230,6 +237,26 @@ def _delays(axes: Axes, run: Run) -> None:
     axes.set_ylim(0, highest)
     _label_ends(axes, ends, highest)
     _finish(axes, "delay seen (ms)", "step")
+
+
+def _reduces(axes: Axes, run: Run) -> None:
+    """Draw REDUCE of each rank's stages: a full line for what is exposed, and a faint dashed one for the whole."""
+    by_name: dict[str, list[tuple[int, float, float]]] = {}
+    for step in run.reduces:
+        for one in step.stages:
+            exposed = one.seconds if one.exposed is None else one.exposed
+            by_name.setdefault(one.name, []).append((step.step, 1e3 * one.seconds, 1e3 * exposed))
+    ends: list[tuple[str, str, float]] = []
+    for (name, points), colour in zip(by_name.items(), chain(_EDGES, repeat(_FAINT)), strict=False):
+        steps, whole, exposed = zip(*points, strict=True)
+        axes.plot(steps, whole, color=colour, linewidth=0.8, linestyle=(0, (3, 1.5)), alpha=0.6, zorder=2)
+        axes.plot(steps, exposed, color=colour, linewidth=1.5, marker="o", markersize=2, zorder=3)
+        ends.append((f"stage {name}", colour, exposed[-1]))
+    # The first step includes one-time costs; it must not flatten all others.
+    highest = 1.12 * max(whole for points in by_name.values() for _, whole, _ in points[1:] or points) or 1.0
+    axes.set_ylim(0, highest)
+    _label_ends(axes, ends, highest)
+    _finish(axes, "REDUCE exposed (ms)", "step")
 
 
 def _finish(axes: Axes, name: str, below: str) -> None:

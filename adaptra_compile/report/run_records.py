@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from adaptra.errors import ControlError, ReportError
 from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.detection.reduces import StepReduces, usual_reduces
 from adaptra.runtime.telemetry.records import (
     PathsChanged,
     RunEnded,
@@ -96,6 +97,12 @@ class Run:
         return {edge: tuple(flights) for edge, flights in sorted(found.items())}
 
     @cached_property
+    def reduces(self) -> tuple[StepReduces, ...]:
+        """Return REDUCE of each step that all ranks measured, in order of steps; nothing without other replicas."""
+        found = {one.record.step: one.record for one in self._all() if isinstance(one.record, StepReduces)}
+        return tuple(found[step] for step in sorted(found))
+
+    @cached_property
     def happenings(self) -> tuple[Happening, ...]:
         """Return the coordinator's events, the ranks' refusals, and all failures and changes, in order of steps."""
         found = [(one.record.rank, one) for one in self._all()]
@@ -141,6 +148,22 @@ class Run:
             "edges": [
                 {"source": source, "destination": destination, "flights": [list(flight) for flight in flights]}
                 for (source, destination), flights in self.flights.items()
+            ],
+            "reduces": [
+                {
+                    "step": one.step,
+                    "stages": [
+                        {
+                            "stages": list(each.stages),
+                            "seconds": each.seconds,
+                            "hidden": each.hidden,
+                            "exposed": each.exposed,
+                            "bytes": each.nbytes,
+                        }
+                        for each in one.stages
+                    ],
+                }
+                for one in self.reduces
             ],
             "happenings": [{"step": one.step, "rank": one.rank, "kind": one.kind, "text": one.text} for one in self.happenings],
         }
@@ -240,7 +263,7 @@ def _happening(timestamped: TimestampedRecord) -> Happening | None:
         case StepFailed():
             where = "" if record.trace is None else f"; last steps in {record.trace}"
             return Happening(record.step, record.rank, "failed", f"rank {record.rank}: {record.error}{where}")
-        case RunStarted() | StepTaken() | RunEnded():
+        case RunStarted() | StepTaken() | StepReduces() | RunEnded():
             return None
 
 
@@ -261,5 +284,6 @@ def summary(run: Run) -> str:
             f"plan {version}: steps {steps[0].step} to {steps[-1].step}, median {1e3 * middle:.1f} ms, "
             f"predicted at the end {1e3 * predicted:.1f} ms"
         )
+    lines += [f"REDUCE, median of {len(run.reduces)} steps: {reduce}" for reduce in usual_reduces(run.reduces)]
     lines += [f"step {one.step}: {one.kind} {one.text}" for one in run.happenings]
     return "\n".join(lines) + "\n"

@@ -46,6 +46,16 @@ class MessageInterval:
     arrived: float
 
 
+@dataclass(frozen=True, slots=True)
+class ReduceInterval:
+    """The sum over the replicas of a rank's gradients, whose bytes are given."""
+
+    rank: int
+    start: float
+    end: float
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class Timeline:
     """The times of one step.
@@ -56,6 +66,7 @@ class Timeline:
         ops: The compute ops of each rank in execution order.
         messages: All messages between stages on different ranks, in order of ``posted``.
         seconds_per_unit: The unit of the times in seconds, or None for the case's own unit.
+        reduces: The sums over the replicas, one per measured rank; none without replicas or if simulated.
     """
 
     program: Program
@@ -63,6 +74,7 @@ class Timeline:
     ops: tuple[tuple[OpInterval, ...], ...]
     messages: tuple[MessageInterval, ...]
     seconds_per_unit: float | None = None
+    reduces: tuple[ReduceInterval, ...] = ()
 
     @property
     def start(self) -> float:
@@ -78,6 +90,19 @@ class Timeline:
     def makespan(self) -> float:
         """The time from zero (simulated) or the first op's start (measured) to the end of the last op."""
         return self.end - (0.0 if self.source is Source.SIMULATED else self.start)
+
+    def exposed_from(self, reduce: ReduceInterval) -> float | None:
+        """Return when a sum's exposed part begins: once the last op has ended. It is the sum's end if all of it is hidden.
+
+        None if it is not known, because ranks of the sum's pipeline have no ops here.
+        """
+        pipeline = set(self.program.placement)
+        if self.program.routing is not None:
+            members = next(row for row in self.program.routing.workers if reduce.rank in row)
+            pipeline = {worker for worker in members if worker is not None}
+        if not all(self.ops[rank] for rank in pipeline):
+            return None
+        return min(max(reduce.start, self.end), reduce.end)
 
     @property
     def busy(self) -> tuple[float, ...]:

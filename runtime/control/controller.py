@@ -55,6 +55,7 @@ from adaptra.runtime.control.preparation import Preparation
 from adaptra.runtime.control.replanning import Planning
 from adaptra.runtime.control.same_rows import SameRows
 from adaptra.runtime.detection.measurement import StepMeasurement
+from adaptra.runtime.detection.reduces import ReduceTracker, StepReduces
 from adaptra.simulation.cost import CostModel
 
 CLOSE_SECONDS = 10.0
@@ -91,6 +92,7 @@ class Controller:
             An exception that it raises refuses the plan.
         on_event: Called with each event by the thread on which it happens: the training thread for SWITCHED, else mostly the
             control thread.
+        on_reduces: Called on the control thread while this rank coordinates, with REDUCE of each step on all ranks.
         on_error: Called on the control thread with the error that ends the control plane.
         first_step: The first step that will be asked for.
         pipeline: The ranks of this rank's pipeline among those that agree; all of them by default.
@@ -108,6 +110,7 @@ class Controller:
         options: ControllerOptions | None = None,
         prepare: Callable[[Plan], None] | None = None,
         on_event: Callable[[ControlEvent], None] | None = None,
+        on_reduces: Callable[[StepReduces], None] | None = None,
         on_error: Callable[[Exception], None] | None = None,
         first_step: int = 0,
         pipeline: range | None = None,
@@ -120,7 +123,7 @@ class Controller:
         self._initial = initial
         self._planning = planning
         self._options = options
-        self._on_error = on_error
+        self._on_error, self._on_reduces = on_error, on_reduces
         self._recorder = EventRecorder(on_event, self._known, planning.activation_bytes)
         self._running = initial
         self._step = first_step
@@ -247,6 +250,11 @@ class Controller:
         coordinator = self._coordinator
         return None if coordinator is None else coordinator.cost
 
+    @property
+    def coordinates(self) -> bool:
+        """True while this rank coordinates."""
+        return self._coordinator is not None
+
     def abort(self, error: Exception) -> None:
         """Make every waiting or later :meth:`plan_for` raise ``error``, because training has failed elsewhere. Any thread may
         call it.
@@ -365,7 +373,10 @@ class Controller:
         if leads and agreement is not None:
             running = agreement.current or self._initial
             policy = Policy(self._rank, self._ranks, running, self._planning, self._options)
-            self._coordinator = Coordinator(self._participant, policy, self._emit, self._mailbox.wake)
+            tracker = ReduceTracker(self._place, self._pipeline)
+            self._coordinator = Coordinator(
+                self._participant, policy, tracker, self._emit, self._on_reduces, self._mailbox.wake
+            )
 
     def _coordinate(self, act: Callable[[Coordinator], None]) -> None:
         """Run the coordinator's part. The first failure hands coordination to another rank, and a second one is raised."""

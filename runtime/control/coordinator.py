@@ -18,6 +18,7 @@ from adaptra.runtime.control.participant import Participant
 from adaptra.runtime.control.plan_log import Agreement
 from adaptra.runtime.control.policy import Action, BeginPlanning, PlanningOutcome, Policy, Propose, Release, Withdraw
 from adaptra.runtime.detection.measurement import StepMeasurement
+from adaptra.runtime.detection.reduces import ReduceTracker, StepReduces
 from adaptra.simulation.cost import CostModel
 
 
@@ -27,16 +28,26 @@ class Coordinator:
     Args:
         participant: The coordinating rank's part in the agreement.
         policy: Decides what to do.
+        reduces: Gathers REDUCE of each step on all ranks.
         emit: Emits events.
+        on_reduces: Called with REDUCE of each step, or None.
         wake: Has :meth:`woken` called on the control thread. Any thread may call it.
     """
 
     def __init__(
-        self, participant: Participant, policy: Policy, emit: Callable[[ControlEvent], None], wake: Callable[[], None]
+        self,
+        participant: Participant,
+        policy: Policy,
+        reduces: ReduceTracker,
+        emit: Callable[[ControlEvent], None],
+        on_reduces: Callable[[StepReduces], None] | None,
+        wake: Callable[[], None],
     ) -> None:
         self._participant = participant
         self._policy = policy
+        self._reduces = reduces
         self._emit = emit
+        self._on_reduces = on_reduces
         self._wake = wake
         self._thread: threading.Thread | None = None
         self._outcomes: SimpleQueue[PlanningOutcome | Exception] = SimpleQueue()
@@ -49,6 +60,9 @@ class Coordinator:
     def measured(self, measurement: StepMeasurement) -> None:
         """Take the measurement of a step by one rank."""
         self._decide(partial(self._policy.observe, measurement))
+        reduces = self._reduces.observe(measurement, self._policy.clock_gained)
+        if reduces is not None and self._on_reduces is not None:
+            self._on_reduces(reduces)
 
     def suggest(self, program: Program, reason: str) -> None:
         """Propose a program in the next round, even if it gains nothing."""

@@ -126,6 +126,10 @@ class Fields:
         """Read a field that the caller checks."""
         return self._take(name)
 
+    def raw_or_none(self, name: str) -> object:
+        """Read a field that the caller checks. Null, or a field that writers may omit, is None."""
+        return self._left.pop(name, None)
+
     def end(self) -> None:
         """Refuse fields that were not read."""
         if self._left:

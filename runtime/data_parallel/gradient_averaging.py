@@ -85,11 +85,14 @@ class Replicas:
         """Set how sums are computed from now on; arguments are those of :class:`.collectives.engine.GroupSum`."""
         self._sums = {one: GroupSum(one, algorithm=algorithm, limit=limit, dtype=dtype) for one in self._sums}
 
-    def combine_gradients(self, parameters: Iterable[Tensor], *, mean: bool = True) -> None:
+    def combine_gradients(self, parameters: Iterable[Tensor], *, mean: bool = True) -> int:
         """Replace every gradient by its mean over the replicas, or by their sum.
 
         The sum is the left fold in the replicas' order, see :mod:`.collectives.fold`, and the copies stay bitwise equal. Waits
         for the replicas' ranks of this stage alone: other stages may still compute.
+
+        Returns:
+            The bytes of the gradients.
 
         Raises:
             PeerLostError: Another replica has failed; says why if it could report it.
@@ -100,6 +103,7 @@ class Replicas:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
         self._combine(gradients, mean, self._group)
+        return sum(one.nbytes for one in gradients)
 
     def combine_losses(self, losses: Tensor, *, mean: bool = True, aside: bool = False) -> Tensor:
         """Return the mean of the replicas' losses, or their sum, ``aside`` from a step or in it; raises as

@@ -91,6 +91,25 @@ class EdgeMeasurement:
 
 
 @dataclass(frozen=True, slots=True)
+class ReduceTimes:
+    """One rank's REDUCE of a step: the sum over the replicas of its stages' gradients.
+
+    Times are seconds on the clock of the pipeline's rank 0, so that those of different ranks can be compared.
+
+    Attributes:
+        computed: The end of the rank's last op.
+        start: The beginning of the sum. Until its end the rank may wait for the other replicas.
+        end: The end of the sum.
+        nbytes: The bytes of the gradients that were added.
+    """
+
+    computed: float
+    start: float
+    end: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepMeasurement:
     """The measurement of one step by one rank.
 
@@ -102,6 +121,7 @@ class StepMeasurement:
         edges: The directed edges that end at the rank's stages and start at another rank's.
         pause: The largest excess of an op's duration over the median of its kind, seconds: a garbage collection, a busy
             machine.
+        reduce: The rank's REDUCE, or None without other replicas.
     """
 
     rank: int
@@ -110,6 +130,7 @@ class StepMeasurement:
     stages: tuple[StageMeasurement, ...]
     edges: tuple[EdgeMeasurement, ...]
     pause: float = 0.0
+    reduce: ReduceTimes | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that :meth:`from_json` reads back to an equal measurement."""
@@ -136,7 +157,7 @@ class StepMeasurement:
                 for m in self.edges
             ],
             "pause": self.pause,
-        }
+        } | ({} if self.reduce is None else {"reduce": _reduce_to_json(self.reduce)})
 
     @staticmethod
     def from_json(data: object) -> StepMeasurement:
@@ -153,6 +174,7 @@ class StepMeasurement:
             stages=tuple(map(_read_stage, fields.objects("stages"))),
             edges=tuple(map(_read_edge, fields.objects("edges"))),
             pause=fields.number("pause"),
+            reduce=None if (reduce := fields.raw_or_none("reduce")) is None else _read_reduce(reduce),
         )
         fields.end()
         return measurement
@@ -172,6 +194,20 @@ def _read_edge(fields: Fields) -> EdgeMeasurement:
     stalls = Stalls(fields.whole("stalls"), fields.whole("late"), fields.number("lateness"))
     fields.end()
     return EdgeMeasurement(source, destination, messages, waiting, estimate, stalls)
+
+
+def _reduce_to_json(reduce: ReduceTimes) -> dict[str, Any]:
+    return {"computed": reduce.computed, "start": reduce.start, "end": reduce.end, "bytes": reduce.nbytes}
+
+
+def _read_reduce(data: object) -> ReduceTimes:
+    fields = Fields(data, "measurement: reduce")
+    computed, start, end = map(fields.instant, ("computed", "start", "end"))
+    reduce = ReduceTimes(computed, start, end, fields.whole("bytes"))
+    if reduce.end < reduce.start:
+        raise fields.refuse("end", f"at least start={reduce.start}", reduce.end)
+    fields.end()
+    return reduce
 
 
 def arrival_spacings(flights: Iterable[tuple[float, float]]) -> list[float]:

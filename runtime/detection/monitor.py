@@ -17,10 +17,16 @@ from adaptra.errors import ControlError, ScheduleError
 from adaptra.program import Kind, Op, Program, parse_recorded_op
 from adaptra.program.placement import stages_of
 from adaptra.runtime.control_store.schema import Fields
-from adaptra.runtime.detection.measurement import EdgeMeasurement, StageMeasurement, StepMeasurement, estimate_edge
+from adaptra.runtime.detection.measurement import (
+    EdgeMeasurement,
+    ReduceTimes,
+    StageMeasurement,
+    StepMeasurement,
+    estimate_edge,
+)
 from adaptra.runtime.detection.stalls import StallTracker
 from adaptra.runtime.rdma.watch import RdmaEvent
-from adaptra.simulation.timeline import MessageInterval, OpInterval, Source, Timeline
+from adaptra.simulation.timeline import MessageInterval, OpInterval, ReduceInterval, Source, Timeline
 
 _KEPT_LINKS: Final = 64
 
@@ -51,9 +57,17 @@ class MessageRecord(NamedTuple):
     consumed_at: float
 
 
+class ReduceRecord(NamedTuple):
+    """The sum of a rank's gradients over the replicas: its start and end in seconds of the monotonic clock, and its bytes."""
+
+    start: float
+    end: float
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepRecords:
-    """All records of one rank in one step, in the order of the events."""
+    """All records of one rank in one step, in the order of the events. ``reduce`` is None without other replicas."""
 
     rank: int
     step: int
@@ -61,6 +75,19 @@ class StepRecords:
     end: float
     ops: tuple[OpRecord, ...]
     messages: tuple[MessageRecord, ...]
+    reduce: ReduceRecord | None = None
+
+    def shifted(self, seconds: float) -> StepRecords:
+        """Return the records by a clock that is so far ahead of this rank's."""
+        return StepRecords(
+            self.rank,
+            self.step,
+            self.start + seconds,
+            self.end + seconds,
+            tuple(OpRecord(op, start + seconds, end + seconds) for op, start, end in self.ops),
+            tuple(MessageRecord(*one[:5], *(instant + seconds for instant in one[5:])) for one in self.messages),
+            self.reduce and self.reduce._replace(start=self.reduce.start + seconds, end=self.reduce.end + seconds),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that :meth:`from_json` reads back to equal records."""
@@ -71,6 +98,7 @@ class StepRecords:
             "end": self.end,
             "ops": [{"op": str(op), "start": start, "end": end} for op, start, end in self.ops],
             "messages": [{**message._asdict(), "kind": message.kind.value} for message in self.messages],
+            "reduce": None if self.reduce is None else self.reduce._asdict(),
         }
 
     @staticmethod
@@ -88,6 +116,7 @@ class StepRecords:
             end=fields.instant("end"),
             ops=tuple(map(_read_op, fields.objects("ops"))),
             messages=tuple(map(_read_message, fields.objects("messages"))),
+            reduce=None if (reduce := fields.raw("reduce")) is None else _read_reduce(reduce),
         )
         fields.end()
         return records
@@ -113,6 +142,13 @@ def _read_message(fields: Fields) -> MessageRecord:
     return MessageRecord(Kind(kind), *whole, *instants)
 
 
+def _read_reduce(data: object) -> ReduceRecord:
+    fields = Fields(data, "records of a step: reduce")
+    record = ReduceRecord(fields.instant("start"), fields.instant("end"), fields.whole("nbytes"))
+    fields.end()
+    return record
+
+
 class LinkRecord(NamedTuple):
     """An event of an RDMA device, its time on the monotonic clock in seconds, and the state of its ports."""
 
@@ -130,12 +166,19 @@ class Monitor:
         placement: ``placement[stage]`` is the stage's rank.
         keep: The number of steps whose raw records are kept.
         read: Converts the marks given to :meth:`op` to seconds, as :meth:`adaptra.runtime.worker.device_clock.OpClock.read`.
+        ahead: How far the clock of the pipeline's rank 0 is ahead of this rank's, seconds.
     """
 
     def __init__(
-        self, rank: int, placement: Sequence[int], keep: int = 8, read: Callable[[Sequence[Any]], list[float]] = list
+        self,
+        rank: int,
+        placement: Sequence[int],
+        keep: int = 8,
+        read: Callable[[Sequence[Any]], list[float]] = list,
+        ahead: float = 0.0,
     ) -> None:
         self._read = read
+        self._ahead = ahead
         self._rank = rank
         self._own = stages_of(rank, placement)
         self._kept: deque[StepRecords] = deque(maxlen=keep)
@@ -143,6 +186,7 @@ class Monitor:
         self._messages: list[tuple[Kind, int, int, int, int, float, float, float, float]] = []
         self._waits: list[tuple[Op, float]] = []
         self._probes: dict[tuple[int, int], tuple[float, float]] = {}
+        self._reduce: tuple[Any, Any, int] | None = None
         self._links: deque[LinkRecord] = deque(maxlen=_KEPT_LINKS)
         self._stalling: defaultdict[tuple[int, int], StallTracker] = defaultdict(StallTracker)
 
@@ -157,7 +201,7 @@ class Monitor:
 
     def begin_step(self) -> None:
         """Discard the records since the last :meth:`end_step`, which belong to a failed step or to one that only evaluated."""
-        self._ops, self._messages, self._waits, self._probes = [], [], [], {}
+        self._ops, self._messages, self._waits, self._probes, self._reduce = [], [], [], {}, None
 
     def op(self, op: Op, start: Any, end: Any) -> None:
         """Record that a compute op ran between two marks of the rank's clock."""
@@ -187,6 +231,10 @@ class Monitor:
         """Record a probe: a message of a few bytes that crossed an edge only to be timed."""
         self._probes[source, destination] = sent_at, arrived_at
 
+    def reduce(self, start: Any, end: Any, nbytes: int) -> None:
+        """Record that the step's gradients were added over the replicas between two marks, and their bytes."""
+        self._reduce = start, end, nbytes
+
     def end_step(self, step: int, start: float, end: float) -> StepMeasurement:
         """Condense the step that ran from ``start`` to ``end``, keep its records and begin the next step."""
         records = self.unfinished(step, start, end)
@@ -195,7 +243,8 @@ class Monitor:
         self._kept.append(records)
         durations = _durations(records)
         pause = max((max(values) - median(values) for values in durations.values()), default=0.0)
-        return StepMeasurement(self._rank, step, records.end - start, self._measure_stages(durations), edges, pause)
+        stages = self._measure_stages(durations)
+        return StepMeasurement(self._rank, step, records.end - start, stages, edges, pause, self._measure_reduce(records))
 
     @property
     def kept(self) -> tuple[StepRecords, ...]:
@@ -204,11 +253,14 @@ class Monitor:
 
     def unfinished(self, step: int, start: float, end: float) -> StepRecords:
         """Return the records since :meth:`begin_step`, as those of a step that broke off at ``end``."""
-        marks = iter(self._read([mark for _, *marks in self._ops for mark in marks]))
+        reducing = [] if self._reduce is None else self._reduce[:2]
+        marks = iter(self._read([*(mark for _, *marks in self._ops for mark in marks), *reducing]))
         ops = tuple(OpRecord(op, next(marks), next(marks)) for op, *_ in self._ops)
+        reduce = None if self._reduce is None else ReduceRecord(next(marks), next(marks), self._reduce[2])
         messages = tuple(map(MessageRecord._make, self._messages))
-        latest = max((op.end for op in ops), default=end)  # a GPU may finish an op after the host has ended the step
-        return StepRecords(self._rank, step, start, max(end, latest), ops, messages)
+        # A GPU may finish an op or the sum after the host has ended the step.
+        latest = max((*(op.end for op in ops), *(() if reduce is None else (reduce.end,))), default=end)
+        return StepRecords(self._rank, step, start, max(end, latest), ops, messages, reduce)
 
     def records(self, step: int) -> StepRecords:
         """Return the records of a step.
@@ -238,6 +290,13 @@ class Monitor:
             StageMeasurement(stage, *(medians.get((stage, kind)) for kind in (Kind.F, Kind.I, Kind.W, Kind.B)))
             for stage in self._own
         )
+
+    def _measure_reduce(self, records: StepRecords) -> ReduceTimes | None:
+        if records.reduce is None:
+            return None
+        start, end, nbytes = records.reduce
+        computed = max((op.end for op in records.ops), default=start)
+        return ReduceTimes(computed + self._ahead, start + self._ahead, end + self._ahead, nbytes)
 
     def _measure_edges(self, records: StepRecords) -> tuple[EdgeMeasurement, ...]:
         messages: dict[tuple[int, int], list[MessageRecord]] = {}
@@ -309,4 +368,9 @@ def merge_timelines(
         ),
         key=lambda message: message.posted,
     )
-    return Timeline(program, Source.MEASURED, ops, tuple(messages), seconds_per_unit=1.0)
+    reduces = tuple(
+        ReduceInterval(rank, one.reduce.start - zero, one.reduce.end - zero, one.reduce.nbytes)
+        for rank, one in sorted(by_rank.items())
+        if one.reduce is not None
+    )
+    return Timeline(program, Source.MEASURED, ops, tuple(messages), 1.0, reduces)

@@ -148,6 +148,10 @@ class FaultyTransport(Transport):
         """See :meth:`Transport.use_lanes`."""
         self._transport.use_lanes(step, program)
 
+    def clock_of(self, rank: int) -> float:
+        """See :meth:`Transport.clock_of`."""
+        return self._transport.clock_of(rank)
+
     def waiting_for(self, rank: int) -> Identity | None:
         """See :meth:`Transport.waiting_for`."""
         return self._transport.waiting_for(rank)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.detection.reduces import StepReduces
 from adaptra.runtime.telemetry.records import PathsChanged, Record, RunEnded, RunStarted, StepFailed, StepTaken
 
 
@@ -45,6 +46,14 @@ WAITING: Final = Metric("edge_waiting_seconds", "How long the rank's ops have wa
 MESSAGES: Final = Metric("edge_messages", "Messages that have arrived.", _EDGE, is_total=True)
 STALLS: Final = Metric("edge_stalls", "Messages that stalled, as those that are lost and sent again.", _EDGE, is_total=True)
 BYTES: Final = Metric("edge_bytes", "Bytes that have arrived.", _EDGE, is_total=True)
+REDUCE: Final = Metric("reduce_seconds", "How long the last step's sum of gradients over the replicas took.")
+REDUCE_BYTES: Final = Metric("reduce_bytes", "Bytes of gradients that were added over the replicas.", is_total=True)
+HIDDEN: Final = Metric(
+    "reduce_hidden_seconds", "The part of the last sum over replicas that other stages' compute hid.", ("rank", "stage")
+)
+EXPOSED: Final = Metric(
+    "reduce_exposed_seconds", "The part of the last sum over replicas after the pipeline's last op.", ("rank", "stage")
+)
 DETECTIONS: Final = Metric("detections", "Changes of the cost model that the coordinator detected.", is_total=True)
 SWITCHES: Final = Metric("switches", "Plans that the rank has switched to.", is_total=True)
 PATH_FAILURES: Final = Metric("path_failures", "Paths of the delegate that were up and failed.", _EDGE, is_total=True)
@@ -52,8 +61,8 @@ PATH_CHANGES: Final = Metric("path_changes", "Times that messages moved to anoth
 FAILURES: Final = Metric("failures", "1 once the rank can't go on.", is_total=True)
 
 METRICS: Final = (
-    STEPS, STEP, PREDICTED, PLAN, STAGE, LATENCY, OCCUPANCY, WAITING, MESSAGES, STALLS, BYTES, DETECTIONS, SWITCHES,
-    PATH_FAILURES, PATH_CHANGES, FAILURES,
+    STEPS, STEP, PREDICTED, PLAN, STAGE, LATENCY, OCCUPANCY, WAITING, MESSAGES, STALLS, BYTES, REDUCE, REDUCE_BYTES,
+    HIDDEN, EXPOSED, DETECTIONS, SWITCHES, PATH_FAILURES, PATH_CHANGES, FAILURES,
 )  # fmt: skip
 
 
@@ -105,6 +114,11 @@ def samples_of(record: Record) -> Iterator[Sample]:
                 yield Sample(metric, rank, 0.0)
         case StepTaken():
             yield from _step(record, rank)
+        case StepReduces():
+            for reduce in record.stages:
+                for metric, seconds in ((HIDDEN, reduce.hidden), (EXPOSED, reduce.exposed)):
+                    if seconds is not None:
+                        yield Sample(metric, (*rank, reduce.name), seconds)
         case ControlEvent():
             yield from _event(record, rank)
         case PathsChanged():
@@ -137,6 +151,9 @@ def _step(record: StepTaken, rank: tuple[str]) -> Iterator[Sample]:
         yield Sample(MESSAGES, labels, edge.messages)
         yield Sample(STALLS, labels, edge.stalls.count)
         yield Sample(BYTES, labels, nbytes)
+    if (reduce := measurement.reduce) is not None:
+        yield Sample(REDUCE, rank, reduce.end - reduce.start)
+        yield Sample(REDUCE_BYTES, rank, reduce.nbytes)
 
 
 def _event(event: ControlEvent, rank: tuple[str]) -> Iterator[Sample]:

@@ -15,6 +15,7 @@ from adaptra.runtime.control.events import ControlEvent, EventKind
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.detection.measurement import StepMeasurement
 from adaptra.runtime.detection.monitor import Monitor, StepRecords, merge_timelines
+from adaptra.runtime.detection.reduces import StepReduces
 from adaptra.runtime.telemetry.recorder import Recorder
 from adaptra.runtime.telemetry.records import PathsChanged, Record, RunEnded, RunStarted, StepFailed, StepTaken
 from adaptra.simulation.timeline import Timeline
@@ -81,6 +82,11 @@ class RankTelemetry:
         if self._recorder.follows_steps:
             _, _, plan = self._plans[-1]
             self._recorder.record(partial(self._step, measurement, records, plan.version, self._predicted))
+
+    def reduced(self, reduces: StepReduces) -> None:
+        """Record REDUCE of a step on all ranks, which this rank has gathered."""
+        if self._recorder.follows_steps:
+            self._recorder.record(lambda: (reduces,))
 
     def failed(self, step: int, error: Exception, monitor: Monitor) -> None:
         """Record that the rank can't continue. Writes a trace of its last steps, and adds its path to the error. Only once."""

@@ -15,9 +15,13 @@ from adaptra.errors import ControlError
 from adaptra.runtime.control.events import ControlEvent, EventKind
 from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.detection.measurement import StepMeasurement
+from adaptra.runtime.detection.reduces import StageReduce, StepReduces
 
-VERSION: Final = 2
+VERSION: Final = 3
 """The version of the lines' format."""
+
+READ_VERSIONS: Final = (2, 3)
+"""The versions that :func:`from_json` reads. Version 3 has what version 2 has, and REDUCE of several replicas."""
 
 MARK: Final = "adaptra"
 """The field that marks a line as adaptra's; its value is the format's version."""
@@ -133,7 +137,9 @@ class RunEnded:
         return f"closed after {self.steps} steps"
 
 
-Record = RunStarted | StepTaken | ControlEvent | PathsChanged | StepFailed | RunEnded
+_EVENTS: Final = {RunStarted: "started", PathsChanged: "path", StepFailed: "failed", RunEnded: "ended"}
+
+Record = RunStarted | StepTaken | StepReduces | ControlEvent | PathsChanged | StepFailed | RunEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +170,8 @@ def from_json(data: object, where: str) -> TimestampedRecord:
         raise ControlError(f"{where}: not adaptra's: expected a JSON object with a field {MARK!r}")
     fields = Fields(dict(data), where)
     version = fields.raw(MARK)
-    if version != VERSION:
-        raise ControlError(f"{where}: version {version!r}: this adaptra reads version {VERSION}")
+    if version not in READ_VERSIONS:
+        raise ControlError(f"{where}: version {version!r}: this adaptra reads the versions 2 and 3")
     timestamped = TimestampedRecord(fields.instant("time"), _read(fields, fields.text("event", at_most=32), where))
     fields.end()
     return timestamped
@@ -179,14 +185,10 @@ def _to_json(record: Record) -> tuple[str, dict[str, Any]]:
         case StepTaken():
             taken = {"version": record.version, "predicted": record.predicted, "bytes": list(record.nbytes)}
             return "step", record.measurement.to_json() | taken
-        case RunStarted():
-            return "started", asdict(record)
-        case PathsChanged():
-            return "path", asdict(record)
-        case StepFailed():
-            return "failed", asdict(record)
-        case RunEnded():
-            return "ended", asdict(record)
+        case StepReduces():
+            return "reduced", {"rank": record.rank, "step": record.step, "stages": list(map(_reduce_to_json, record.stages))}
+        case RunStarted() | PathsChanged() | StepFailed() | RunEnded():
+            return _EVENTS[type(record)], asdict(record)
 
 
 def _read(fields: Fields, event: str, where: str) -> Record:
@@ -202,8 +204,8 @@ def _read(fields: Fields, event: str, where: str) -> Record:
                 predicted=fields.number("predicted"),
                 bound=fields.number("bound"),
             )
-        case "step":
-            return _read_step(fields, where)
+        case "step" | "reduced":
+            return _read_step(fields, where) if event == "step" else _read_reduces(fields)
         case "path":
             return PathsChanged(*map(fields.whole, ("rank", "step", "source", "destination", "failures", "changes")))
         case "failed":
@@ -226,14 +228,36 @@ def _read(fields: Fields, event: str, where: str) -> Record:
                 memory=fields.wholes_or_none("memory"),
             )
         case _:
-            known = ", ".join(["started", "step", "path", "failed", "ended", *(kind.value for kind in EventKind)])
+            known = ", ".join(["started", "step", "reduced", "path", "failed", "ended", *(kind.value for kind in EventKind)])
             raise fields.refuse("event", f"one of {known}", event)
 
 
+def _reduce_to_json(reduce: StageReduce) -> dict[str, Any]:
+    times = {"seconds": reduce.seconds, "hidden": reduce.hidden, "exposed": reduce.exposed}
+    return {"stages": list(reduce.stages), **times, "bytes": reduce.nbytes}
+
+
+def _read_reduces(fields: Fields) -> StepReduces:
+    return StepReduces(fields.whole("rank"), fields.whole("step"), tuple(map(_read_reduce, fields.objects("stages"))))
+
+
+def _read_reduce(fields: Fields) -> StageReduce:
+    stages = fields.wholes_or_none("stages")
+    if not stages:
+        raise fields.refuse("stages", "the numbers of a rank's stages", stages)
+    times = fields.number("seconds"), fields.number_or_none("hidden"), fields.number_or_none("exposed")
+    reduce = StageReduce(stages, *times, fields.whole("bytes"))
+    fields.end()
+    return reduce
+
+
 def _read_step(fields: Fields, where: str) -> StepTaken:
-    names = ("rank", "step", "seconds", "stages", "edges", "pause")
+    names = ["rank", "step", "seconds", "stages", "edges", "pause"]
     try:
-        measurement = StepMeasurement.from_json({name: fields.raw(name) for name in names})
+        given = {name: fields.raw(name) for name in names}
+        if (reduce := fields.raw_or_none("reduce")) is not None:
+            given["reduce"] = reduce
+        measurement = StepMeasurement.from_json(given)
     except ControlError as error:
         raise ControlError(f"{where}: {error}") from None
     nbytes: list[int] = []

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from adaptra.errors import MissingExtraError
 from adaptra.runtime.control.events import ControlEvent
+from adaptra.runtime.detection.reduces import StepReduces
 from adaptra.runtime.telemetry.metrics import MetricValues, Sample
 from adaptra.runtime.telemetry.records import (
     PathsChanged,
@@ -82,7 +83,7 @@ def _step_of(record: Record) -> int:
     match record:
         case StepTaken():
             return record.measurement.step
-        case ControlEvent() | PathsChanged() | StepFailed():
+        case StepReduces() | ControlEvent() | PathsChanged() | StepFailed():
             return record.step
         case RunStarted():
             return 0

@@ -303,6 +303,10 @@ class Transport(ABC):
         """Return the number of a rank of this transport in that of the whole job; the same unless it joins a part of it."""
         return rank
 
+    def clock_of(self, rank: int) -> float:
+        """Return the seconds by which the clock of a rank was ahead of this rank's when they connected; 0 on one host."""
+        return 0.0
+
     def stand_by(self, source_rank: int, like: Identity, count: int) -> None:  # noqa: B027 - few have anything to do
         """Pre-post receives for the first messages of the next step, because all messages of this step on a channel have
         arrived.

@@ -35,6 +35,10 @@ class PipelineTransport(Transport):
         """See :meth:`Transport.worker_of`."""
         return self.members[rank]
 
+    def clock_of(self, rank: int) -> float:
+        """See :meth:`Transport.clock_of`."""
+        return self._job.clock_of(self.members[rank])
+
     def send(
         self, destination_rank: int, identity: Identity, tensors: Sequence[Tensor], *, posted_at: float | None = None
     ) -> Pending:

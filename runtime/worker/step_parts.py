@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from torch import Tensor
@@ -23,6 +23,7 @@ from adaptra.runtime.step_messages.loss_broadcast import LossBroadcast
 from adaptra.runtime.step_messages.probes import Probes
 from adaptra.runtime.step_messages.shared_gradients import AwayFromHome, Gradients, SharedParameter
 from adaptra.runtime.transports.base import Transport
+from adaptra.runtime.worker.device_clock import Mark
 from adaptra.runtime.worker.executor import Executor
 from adaptra.runtime.worker.gradient_hooks import GradientHooks
 from adaptra.runtime.worker.loss_reduction import Reduction, total_weight
@@ -44,7 +45,8 @@ class StepParts:
         transport: This rank's transport.
         job: The transport of all replicas' ranks; the same without replicas.
         replicas: The ranks that have copies of these stages, or None without data parallelism.
-        monitor: Records the flights of probes.
+        monitor: Records the flights of probes and the sum over replicas.
+        mark: The present time on this rank's device, as :meth:`adaptra.runtime.worker.device_clock.OpClock.mark`.
         options: Seed, timeout, and whether buffers are broadcast.
         reduction: The reduction of the losses of microbatches and replicas to that of the batch.
 
@@ -67,6 +69,7 @@ class StepParts:
         job: Transport,
         replicas: Replicas | None,
         monitor: Monitor,
+        mark: Callable[[], Mark],
         options: Options,
         reduction: Reduction,
     ) -> None:
@@ -97,6 +100,7 @@ class StepParts:
         self.stages: Final = {stage: self._stage(self.replica, stage, self.gradients, state) for stage in own}
         self._foreign: dict[tuple[int, int], TrainingStage] = {}
         self._replicas = replicas
+        self._monitor, self._mark = monitor, mark
         if replicas is not None:
             reduce = options.reduce
             replicas.add_by(ALGORITHMS[reduce.algorithm], limit=reduce.bucket, dtype=reduce.dtype)
@@ -211,7 +215,9 @@ class StepParts:
         self.gradients.end_step()
         self.buffers.end()
         if self._replicas is not None:  # while the stages that end later still compute
-            self._replicas.combine_gradients(self.trainable.values(), mean=self._reduction is Reduction.MEAN)
+            started = self._mark()
+            nbytes = self._replicas.combine_gradients(self.trainable.values(), mean=self._reduction is Reduction.MEAN)
+            self._monitor.reduce(started, self._mark(), nbytes)
         losses = self._end_losses()
         if self._step_gradients is not None:
             weighted = self._reduction is Reduction.WEIGHTED

@@ -31,6 +31,7 @@ from adaptra.runtime.control_store.stores import Connection
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.detection.measurement import StageMeasurement
 from adaptra.runtime.detection.monitor import Monitor, StepRecords, merge_timelines
+from adaptra.runtime.detection.reduces import StageReduce, StepReduces, own_reduce
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.launch.exchange import gather
 from adaptra.runtime.membership.membership import Membership
@@ -77,6 +78,8 @@ class Worker:
     Attributes:
         initial: As given.
         measured: Measurements of this rank's stages in the last steps, oldest first.
+        reduces: REDUCE of the last step, on this rank's stages. On the coordinator's rank that of all stages, in the last step
+            that all ranks have reported.
         steps_before: The number of training steps before this worker's first one, which random numbers add to the step.
         explain: Returns the cause of an error, for the user and the other ranks.
     """
@@ -108,9 +111,19 @@ class Worker:
         self._placement = initial.case.placement
         self._ranks = len(set(self._placement))
         clock = OpClock.of(state.values())
-        self.monitor = Monitor(self.rank, self._placement, read=clock.read)
+        self.monitor = Monitor(self.rank, self._placement, read=clock.read, ahead=transport.clock_of(0))
         self._parts = StepParts(
-            compiled, state, self._placement, microbatches, transport, job, replicas, self.monitor, options, reduction
+            compiled,
+            state,
+            self._placement,
+            microbatches,
+            transport,
+            job,
+            replicas,
+            self.monitor,
+            clock.mark,
+            options,
+            reduction,
         )
         self._step = first_step
         self.steps_before = self._evaluations = self._gathered = 0
@@ -119,6 +132,7 @@ class Worker:
         self.explain: Callable[[Exception], Exception] = _as_it_is
         self._shared = SharedValues(state, compiled.train, self._placement, transport, replicas, options.timeout, self.check)
         self.measured: deque[StageMeasurement] = deque(maxlen=KEPT_MEASUREMENTS * len(self._parts.stages))
+        self.reduces: tuple[StageReduce, ...] = ()
         self.initial = initial
         self._programs = RankPrograms(
             compiled,
@@ -147,6 +161,7 @@ class Worker:
             options=ControllerOptions(adapt=options.adapt, delegate=options.uses_delegate, plan_seconds=options.timeout),
             prepare=self._programs.prepare,
             on_event=telemetry.event,
+            on_reduces=self._take_reduces,
             on_error=self._abort_by_control,
             first_step=first_step,
             pipeline=range(first, first + self._ranks),
@@ -187,6 +202,8 @@ class Worker:
             losses = self._parts.run(executor, step, inputs, targets, loss_scale, self.steps_before)
             measurement = self.monitor.end_step(step, started, time.monotonic())
             self.measured.extend(measurement.stages)
+            if not self.controller.coordinates:
+                self.reduces = own_reduce(measurement)
             self.controller.report(measurement)
             self._telemetry.end_step(measurement, self.monitor.kept[-1])
         self._step += 1
@@ -304,7 +321,7 @@ class Worker:
             records = gather(
                 self._transport,
                 f"records/{self._gathered}",
-                self.monitor.records(step).to_json(),
+                self.monitor.records(step).shifted(self._transport.clock_of(0)).to_json(),
                 self._options.timeout,
                 self.check,
             )
@@ -452,6 +469,11 @@ class Worker:
             if cause is error:
                 raise
             raise cause from error
+
+    def _take_reduces(self, reduces: StepReduces) -> None:
+        """Take REDUCE of a step on all ranks, on the coordinator's control thread."""
+        self.reduces = reduces.stages
+        self._telemetry.reduced(reduces)
 
     def _record_link_event(self, event: RdmaEvent) -> None:
         """Record an RDMA event. The transport continues by itself on another path."""

@@ -5,6 +5,7 @@ import json
 import struct
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from adaptra.report.files import write_whole
 from adaptra.report.live import LiveTable
 from adaptra.report.picture import COLOURS, MESSAGE, draw
 from adaptra.report.text import bubble_ratio, render
-from adaptra.simulation.timeline import MessageInterval, OpInterval, Source, Timeline
+from adaptra.simulation.timeline import MessageInterval, OpInterval, ReduceInterval, Source, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -247,6 +248,49 @@ def test_trace_round_trips_several_timelines(tmp_path: Path) -> None:
     assert perfetto.load(tmp_path / "t.json", run=1) == runs[1][1]
 
 
+def replicated(with_both: bool = True) -> Timeline:
+    """Two ranks that add their gradients over replicas: all of rank 0's sum is exposed, and 3 ms of 5 ms of rank 1's."""
+    one = two_ranks(1.0, Source.MEASURED, 1e-3)
+    ops = one.ops if with_both else ((), one.ops[1])
+    return replace(one, ops=ops, reduces=(ReduceInterval(0, 20.0, 25.0, 64), ReduceInterval(1, 18.0, 23.0, 32)))
+
+
+def test_trace_shows_sums_over_replicas_and_their_exposed_part(tmp_path: Path) -> None:
+    perfetto.write([("t", replicated())], tmp_path / "t.json")
+    assert perfetto.load(tmp_path / "t.json") == replicated()
+    slices = [one for one in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if one.get("cat") == "REDUCE"]
+    assert [(one["name"], one["tid"], one["ts"], one["dur"]) for one in slices] == [
+        ("REDUCE", 1, 20e3, 5e3), ("exposed", 1, 20e3, 5e3), ("REDUCE", 2, 18e3, 5e3), ("exposed", 2, 20e3, 3e3),
+    ]  # fmt: skip
+
+
+def test_of_one_rank_alone_no_exposed_part_is_shown(tmp_path: Path) -> None:
+    events = perfetto.trace([("t", replicated(with_both=False))])["traceEvents"]
+    assert [one["name"] for one in events if one.get("cat") == "REDUCE"] == ["REDUCE", "REDUCE"]
+
+
+def test_traces_of_version_1_are_read(tmp_path: Path) -> None:
+    data = perfetto.trace([("t", two_ranks())])
+    data["otherData"]["version"] = 1
+    (tmp_path / "t.json").write_text(json.dumps(data))
+    assert perfetto.load(tmp_path / "t.json") == two_ranks()
+
+
+def test_a_sum_of_a_rank_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    perfetto.write([("t", replace(replicated(), reduces=(ReduceInterval(0, 20.0, 25.0, 64),)))], tmp_path / "t.json")
+    text = (tmp_path / "t.json").read_text()
+    (tmp_path / "t.json").write_text(text.replace('"reduce": 0', '"reduce": 2'))
+    with pytest.raises(ReportError, match=r"event REDUCE of rank 2: expected one of the ranks 0\.\.1"):
+        perfetto.load(tmp_path / "t.json")
+
+
+def test_a_picture_has_room_for_sums_over_replicas(tmp_path: Path) -> None:
+    draw([("t", replicated())], tmp_path / "with.svg")
+    draw([("t", replace(replicated(), reduces=()))], tmp_path / "without.svg")
+    assert "REDUCE, exposed" in (tmp_path / "with.svg").read_text()
+    assert "REDUCE" not in (tmp_path / "without.svg").read_text()
+
+
 def test_trace_keeps_the_order_of_messages_posted_at_one_time(tmp_path: Path) -> None:
     """1→2 before 0→1, though edges are sorted in the trace."""
     text = "schedule s placement=0,1,2 microbatches=2\n0: 0F0 0F1\n1: 1F0 1F1\n2: 2F0 2F1\n"
@@ -333,7 +377,7 @@ def broken(change: str) -> str:
         case "format":
             del data["otherData"]
         case "version":
-            data["otherData"]["version"] = 2
+            data["otherData"]["version"] = 3
         case "events":
             data["traceEvents"] = {}
         case "event":
@@ -362,7 +406,7 @@ def broken(change: str) -> str:
     ("change", "message"),
     [
         ("format", "not an adaptra trace: expected otherData.format to be 'adaptra-trace'"),
-        ("version", "trace version 2: this adaptra reads version 1"),
+        ("version", "trace version 3: this adaptra reads the versions 1 and 2"),
         ("events", "expected a list traceEvents and a list otherData.runs"),
         ("event", r": expected an object, got 7"),
         ("source", r"expected title, source \(simulated or measured\)"),
@@ -372,7 +416,7 @@ def broken(change: str) -> str:
         ("text", "event 0F0: expected finite start <= end, got 0, 2.0"),
         ("stage", r"event 9F0: expected a compute op of the stages 0\.\.1"),
         ("kind", r"event 0F0 to 1: expected a SEND between stages 0\.\.1"),
-        ("unknown", "expected those of an op or of a message"),
+        ("unknown", "expected those of an op, of a message or of REDUCE"),
     ],
 )
 def test_a_broken_trace_is_refused_by_file_and_field(tmp_path: Path, change: str, message: str) -> None:

@@ -170,6 +170,10 @@ class C10dTransport(Transport):
         """See :meth:`Transport.reserve`."""
         self._pool.reserve(counts)
 
+    def clock_of(self, rank: int) -> float:
+        """See :meth:`Transport.clock_of`."""
+        return self.clock_offsets[rank].ahead
+
     def waiting_for(self, rank: int) -> Identity | None:
         """See :meth:`Transport.waiting_for`."""
         return self._guard.waiting_for(rank)

@@ -115,6 +115,10 @@ class DelegateTransport(Transport):
         for (rank, size), count in sizes.items():
             self._engine.reserve(rank, size, count)
 
+    def clock_of(self, rank: int) -> float:
+        """See :meth:`Transport.clock_of`."""
+        return self.clock_offsets[rank].ahead
+
     def waiting_for(self, rank: int) -> Identity | None:
         """See :meth:`Transport.waiting_for`."""
         return self._guard.waiting_for(rank)

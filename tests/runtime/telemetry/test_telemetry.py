@@ -23,7 +23,15 @@ from adaptra.errors import OptionError
 from adaptra.report import perfetto
 from adaptra.report.run_records import load_run
 from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.detection.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, Stalls, StepMeasurement
+from adaptra.runtime.detection.measurement import (
+    EdgeEstimate,
+    EdgeMeasurement,
+    ReduceTimes,
+    StageMeasurement,
+    Stalls,
+    StepMeasurement,
+)
+from adaptra.runtime.detection.reduces import StageReduce, StepReduces
 from adaptra.runtime.telemetry.log import FileSink
 from adaptra.runtime.telemetry.prometheus import PrometheusSink
 from adaptra.runtime.telemetry.recorder import MOST_WAITING, Recorder
@@ -44,24 +52,25 @@ ROWS, MICROBATCHES = 8, 4
 EXAMPLE = EXAMPLES["gpt_tied"]
 
 
-def step_taken(step: int, rank: int = 1, seconds: float = 0.5) -> StepTaken:
+def step_taken(step: int, rank: int = 1, seconds: float = 0.5, reduce: ReduceTimes | None = None) -> StepTaken:
     stage = StageMeasurement(rank, 0.02, 0.021, 0.01, None)
     edges = (
         EdgeMeasurement(rank - 1, rank, 4, 0.25, EdgeEstimate(0.0625, 0.0125, 0.012)),
         EdgeMeasurement(rank + 1, rank, 4, 0.125, EdgeEstimate(0.001, None, None), Stalls(1, 2, 0.25)),
     )
-    return StepTaken(StepMeasurement(rank, step, seconds, (stage,), edges, 0.015625), (4096, 2048), 1, 0.4375)
+    return StepTaken(StepMeasurement(rank, step, seconds, (stage,), edges, 0.015625, reduce), (4096, 2048), 1, 0.4375)
 
 
 def records() -> list[Record]:
-    """One of every kind, and two steps."""
+    """One of every kind, and two steps, of which the second has other replicas."""
     return [
         RunStarted(1, "0123456789ab", 3, 4, 0, "1f1b", 0.375, 0.25),
         step_taken(0),
         ControlEvent(EventKind.DETECTED, 1, 0, 0, "edge 0→1 slow: 60.0 ms (was 1.0 ms)"),
         ControlEvent(EventKind.PROPOSED, 1, 0, 1, "edge 0→1 slow", 0.4375, 0.5),
         ControlEvent(EventKind.SWITCHED, 1, 1, 1, "edge 0→1 slow", 0.4375),
-        step_taken(1, seconds=0.4375),
+        step_taken(1, seconds=0.4375, reduce=ReduceTimes(7.25, 7.5, 7.75, 1024)),
+        StepReduces(1, 1, (StageReduce((0,), 0.125, 0.0, 0.125, 512), StageReduce((1, 2), 0.25, 0.1875, 0.0625, 1024))),
         PathsChanged(1, 1, 0, 1, 1, 2),
         StepFailed(1, 2, "IndexError: out of range", "runs/1/rank-1.step-2.json"),
         RunEnded(1, 2),
@@ -89,6 +98,7 @@ def test_every_event_and_field_of_a_line_is_documented() -> None:
     for one in timestamped_records():
         line = json.loads(to_line(one))
         inner = [field for name in ("edges", "stages") for each in line.get(name, ()) for field in each]
+        inner += line.get("reduce", ())
         assert set(line) - {"adaptra", "time", "event", "rank"} <= events[line["event"]]
         assert set(inner) <= events[line["event"]]
 
@@ -119,7 +129,7 @@ def test_logging_gets_the_same_lines_and_others_in_the_same_form() -> None:
         logger.removeHandler(handler)
         logger.setLevel(before)
     found = [json.loads(line) for line in lines]
-    assert {one["adaptra"] for one in found} == {2}
+    assert {one["adaptra"] for one in found} == {3}
     steps = [from_json(one, "log").record for one in found if one["event"] == "step"]
     assert sorted((one.rank, one.measurement.step) for one in steps if isinstance(one, StepTaken)) == [
         (0, 0), (0, 1), (1, 0), (1, 1),
@@ -142,6 +152,14 @@ def test_a_file_takes_no_second_run_at_a_time_and_any_later_one(tmp_path: Path) 
         to_line(TimestampedRecord(1.0, RunEnded(0, 0))),
         to_line(TimestampedRecord(2.0, RunEnded(0, 0))),
     ]
+
+
+def test_lines_of_version_2_are_read() -> None:
+    """They are those of version 3 without REDUCE."""
+    for one in timestamped_records():
+        if not isinstance(one.record, StepReduces):
+            line = json.loads(to_line(one)) | {"adaptra": 2}
+            assert from_json(line, "here") == one
 
 
 # Prometheus
@@ -187,6 +205,8 @@ def test_tensorboard_reads_the_same_numbers(tmp_path: Path) -> None:
     assert scalars("step_seconds/rank 1") == [(0, 0.5), (1, 0.4375)]
     assert scalars("edge_bytes/rank 1, edge 0>1") == [(0, 4096.0), (1, 8192.0)]
     assert dict(scalars("edge_latency_seconds/rank 1, edge 0>1")) == pytest.approx({0: 0.05, 1: 0.05})
+    assert scalars("reduce_seconds/rank 1") == [(1, 0.25)]
+    assert scalars("reduce_exposed_seconds/rank 1, stage 1,2") == [(1, 0.0625)]
     assert scalars("switches/rank 1") == [(0, 0.0), (1, 1.0)]
 
 

@@ -1,0 +1,115 @@
+"""What a job tells of REDUCE, measured in one: two replicas of two stages, whose ops are emulated."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import Example, square_loss, vectors
+from processes import run_processes
+from torch import nn
+from training import compiled
+
+import adaptra
+from adaptra.errors import PipelineError
+from adaptra.report import perfetto
+from adaptra.report.run_records import load_run, summary
+from adaptra.runtime.detection.reduces import StepReduces
+
+STAGES, ROWS, STEPS, WIDTH = 2, 8, 3, 8
+LATER = 1.0
+"""Seconds by which stage 0 ends later than stage 1, as its last ops are that long."""
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+LAYERS = Example("layers", two_layers, vectors(WIDTH), square_loss)
+
+
+def train(rank: int, folder: str) -> dict[str, Any]:
+    """Train with stage 0 far slower than stage 1; what this rank knows of REDUCE afterwards."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    told: list[Any] = []
+    (inputs,), _, targets = batch = LAYERS.rows(ROWS, 0)
+    telemetry = adaptra.Telemetry(folder=folder, on_record=told.append)
+    emulate = adaptra.EmulatedDevice(0.01, [LATER, 0.01], 0.01)
+    options = adaptra.Options(emulate=emulate, schedule="gpipe", adapt=False, telemetry=telemetry)
+    with compiled(LAYERS, batch, stages=STAGES, microbatches=1, split=["1"], options=options) as pipe:
+        before = pipe.reduces
+        for _ in range(STEPS):
+            pipe.step(inputs, targets)
+        deadline = time.monotonic() + 60
+        while rank % STAGES == 0 and not any(
+            isinstance(one.record, StepReduces) and one.record.step == STEPS - 1 for one in told
+        ):
+            assert time.monotonic() < deadline, "the coordinator has gathered no REDUCE of the last step"
+            time.sleep(0.01)
+        text = pipe.explain()
+        pipe.save_trace(Path(folder) / f"step of {rank // STAGES}.json")
+        return {
+            "before": before,
+            "reduces": [(one.stages, one.seconds, one.hidden, one.exposed, one.nbytes) for one in pipe.reduces],
+            "told": [line for line in text.splitlines() if "REDUCE of the last step" in line],
+        }
+
+
+@pytest.mark.processes
+def test_a_job_tells_what_other_stages_hide(tmp_path: Path) -> None:
+    results = run_processes(train, 2 * STAGES, str(tmp_path))
+    nbytes = 4 * (WIDTH * WIDTH + WIDTH)
+    for rank, found in enumerate(results):
+        assert found["before"] == ()
+        if rank % STAGES == 0:
+            first, (stages, seconds, hidden, exposed, count) = found["reduces"]
+            assert first == ((0,), first[1], 0.0, first[1], nbytes), "stage 0 ends last, so nothing hides its sum"
+            assert (stages, count) == ((1,), nbytes)
+            assert hidden > 0.0
+            assert hidden + exposed == pytest.approx(seconds)
+            assert 0.0 < seconds < LATER, "it does not wait for stage 0"
+            assert exposed == 0.0, "stage 0 computes for longer than this sum takes"
+        else:
+            ((stages, seconds, hidden, exposed, count),) = found["reduces"]
+            assert (stages, hidden, exposed, count) == ((1,), None, None, nbytes)
+            assert seconds > 0.0
+        assert len(found["told"]) == len(found["reduces"])
+    for replica in range(2):
+        run = load_run(tmp_path / f"replica-{replica}")
+        assert [one.step for one in run.reduces] == list(range(STEPS))
+        assert f"REDUCE, median of {STEPS} steps: stage 0: " in summary(run)
+        path = tmp_path / f"step of {replica}.json"
+        timeline = perfetto.load(path)
+        assert [(one.rank, one.nbytes) for one in timeline.reduces] == [(0, nbytes), (1, nbytes)]
+        late, early = timeline.reduces
+        assert early.end < late.start, "stage 1 adds while stage 0 computes"
+        events = json.loads(path.read_text())["traceEvents"]
+        slices = [(one["name"], one["tid"]) for one in events if one.get("cat") == "REDUCE"]
+        assert slices == [("REDUCE", 1), ("exposed", 1), ("REDUCE", 2)]
+
+
+def test_one_replica_has_none(tmp_path: Path) -> None:
+    """Its files have nothing of it either."""
+    (inputs,), _, targets = batch = LAYERS.rows(ROWS, 0)
+    options = adaptra.Options(telemetry=adaptra.Telemetry(folder=tmp_path))
+    with compiled(LAYERS, batch, stages=STAGES, microbatches=2, split=["1"], options=options) as pipe:
+        pipe.step(inputs, targets)
+        assert pipe.reduces == ()
+        assert "REDUCE" not in pipe.explain()
+        timeline = pipe.timeline()
+        assert timeline is not None
+        assert timeline.reduces == ()
+    for rank in range(STAGES):
+        assert "reduce" not in (tmp_path / f"rank-{rank}.jsonl").read_text()
+    assert load_run(tmp_path).reduces == ()
+
+
+def test_before_the_pipeline_is_compiled_it_is_an_error() -> None:
+    pipe = adaptra.compile(two_layers(), stages=STAGES, microbatches=2, loss=square_loss)
+    with pytest.raises(PipelineError, match="not compiled yet"):
+        _ = pipe.reduces
