@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -22,7 +23,7 @@ def program(*orders: str, microbatches: int = 1, placement: tuple[int, ...] | No
     return Program.parse("\n".join([f"schedule x placement={placed} microbatches={microbatches}", *lines]))
 
 
-def refusal(refused: Program, **options: bool) -> str:
+def refusal(refused: Program, **options: Any) -> str:
     with pytest.raises(ScheduleError) as error:
         verify(refused, **options)
     return str(error.value)

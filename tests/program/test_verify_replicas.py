@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,7 +39,7 @@ def changed(worker: int, old: str, new: str) -> Program:
     return program(*orders)
 
 
-def refusal(refused: Program, **options: bool) -> str:
+def refusal(refused: Program, **options: Any) -> str:
     with pytest.raises(ScheduleError) as error:
         verify(refused, **options)
     return str(error.value)
