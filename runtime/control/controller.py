@@ -33,12 +33,17 @@ from adaptra.runtime.control.mail import (
     BatchMismatch,
     Confirmed,
     Failed,
+    Gathered,
     Joined,
     LogGrew,
     Mail,
     Measured,
     Proposed,
+    Ran,
     Refused,
+    Reports,
+    Spread,
+    TellAnew,
     Term,
     Wake,
     Withdrawn,
@@ -49,9 +54,11 @@ from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.control.plan_log import Coverage
 from adaptra.runtime.control.policy import ControllerOptions, Policy
 from adaptra.runtime.control.preparation import Preparation
+from adaptra.runtime.control.relay import Relay, RelayOptions
 from adaptra.runtime.control.replanning import Planning
 from adaptra.runtime.control.same_rows import SameRows
 from adaptra.runtime.detection.measurement import StepMeasurement
+from adaptra.runtime.detection.news import NewsReader, NewsTeller
 from adaptra.simulation.cost import CostModel
 
 CLOSE_SECONDS = 10.0
@@ -88,6 +95,7 @@ class Controller:
         on_error: Called on the control thread with the error that ends the control plane.
         first_step: The first step that will be asked for.
         job_ranks: The ranks' numbers in the job, if these differ; errors use them.
+        relaying: How mail travels; equal on all ranks.
     """
 
     def __init__(
@@ -104,6 +112,7 @@ class Controller:
         on_error: Callable[[Exception], None] | None = None,
         first_step: int = 0,
         job_ranks: Sequence[int] = (),
+        relaying: RelayOptions | None = None,
     ) -> None:
         options = options or ControllerOptions()
         self._rank = rank
@@ -124,19 +133,21 @@ class Controller:
             self._is_ready,
             self._is_refused,
         )
+        self._relay = self._relay_for(relaying or RelayOptions(), options)
+        ahead = options.ahead if self._relay is None else options.ahead + self._relay.period
         self._participant = Participant(
             rank,
             world_size,
             initial,
             Surroundings(
                 self._mailbox.store,
-                self._mailbox.send,
+                self._mailbox.send if self._relay is None else self._relay.send,
                 self._coverage.extend,
                 self._preparation.begin,
                 self._lead,
                 self._recorder.emit,
             ),
-            options.ahead,
+            ahead,
             first_step,
         )
         self._coordinator: Coordinator | None = None
@@ -185,7 +196,11 @@ class Controller:
             ControlError: The store is lost.
         """
         try:
-            self._mailbox.post(self._participant.reach(measurement.step), Measured(measurement))
+            coordinator = self._participant.reach(measurement.step)
+            if self._relay is None:
+                self._mailbox.post(coordinator, Measured(measurement))
+            else:
+                self._mailbox.hand(Ran(measurement))
         except DistError as error:
             raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
 
@@ -291,6 +306,8 @@ class Controller:
         try:
             self._participant.start()
             while not self._closing.is_set():
+                if self._relay is not None:
+                    self._relay.flush()
                 self._receive()
         except Exception as error:
             if not self._closing.is_set():
@@ -306,7 +323,13 @@ class Controller:
         else:
             self._handle(mail)
 
-    def _handle(self, mail: Mail | Wake) -> None:
+    def _relay_for(self, relaying: RelayOptions, options: ControllerOptions) -> Relay | None:
+        if self._ranks <= relaying.direct:
+            return None
+        news = NewsTeller(options.detector), NewsReader()
+        return Relay(self._rank, self._ranks, relaying, lambda: self._participant.coordinator, self._mailbox.send, *news)
+
+    def _handle(self, mail: Mail | Wake | Ran | Reports) -> None:
         match mail:
             case BatchChecksums():
                 self._rows.add(mail)
@@ -321,9 +344,21 @@ class Controller:
                 # Detection comes first: the log entry that this report allows can then name a speculative plan.
                 self._coordinate(lambda coordinator: coordinator.measured(measurement))
                 self._participant.handle(mail)
+            case Reports(measurements=measurements):
+                for measurement in measurements:
+                    self._coordinate(lambda coordinator, one=measurement: coordinator.measured(one))
+                self._participant.handle(mail)
+            case Ran() | Gathered() | Spread() | TellAnew():
+                for inner in self._relayed(mail):
+                    self._handle(inner)
             case Proposed() | Confirmed() | Refused() | Withdrawn() | Joined() | Term() | LogGrew():
                 self._participant.handle(mail)
         self._coordinate(Coordinator.begin_round)
+
+    def _relayed(self, mail: Ran | Gathered | Spread | TellAnew) -> Sequence[Mail | Reports]:
+        if self._relay is None:
+            raise ControlError(f"relayed mail: expected none among {self._ranks} ranks, whose mail is direct")
+        return self._relay.ran(mail.measurement) if isinstance(mail, Ran) else self._relay.take(mail)
 
     def _woken(self) -> None:
         while not self._requests.empty():
