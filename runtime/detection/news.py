@@ -1,7 +1,8 @@
 """News: the measurements of steps that the coordinator can't foresee, because they differ from the last one that was told.
 
-A rank tells a measurement in full if a value has moved by half of what the detector takes for a change. Until it tells another
-one, the coordinator takes the last one for what the rank measures.
+A rank tells a measurement in full if a value has moved by half of what the detector takes for a change. It tells the next steps
+as well, so the detector decides by exact values. Until it tells another one, the coordinator takes the last one for what the rank
+measures.
 
 A value that scatters is told in every step. The detector's limit is then the scatter and not the least change, so it has to see
 all values. The same holds for the first steps of a rank, whose scatter is not known yet. What the detector counts or compares
@@ -42,6 +43,7 @@ class NewsTeller:
     def __init__(self, options: DetectorOptions | None = None) -> None:
         self._options = options or DetectorOptions()
         self._told: StepMeasurement | None = None
+        self._left = 0
         self._values: dict[Hashable, float] = {}
         self._recent: dict[Hashable, deque[float]] = {}
 
@@ -69,11 +71,14 @@ class NewsTeller:
         told = self._told
         if (
             told is not None
-            and is_steady
             and _exact(told) == _exact(measured)
             and all(abs(value - self._values.get(where, value)) <= band for where, value, band in values)
         ):
-            return False
+            if is_steady and self._left == 0:
+                return False
+            self._left = max(self._left - 1, 0)
+        elif told is not None:
+            self._left = self._options.window
         self._told = measured
         self._values = {where: value for where, value, _ in values}
         return True
@@ -158,7 +163,8 @@ def _values(measured: StepMeasurement, options: DetectorOptions) -> Iterator[_Va
         if estimate.occupancy is not None:
             yield ("occupancy", where), estimate.occupancy, band
         if estimate.spacing is not None:
-            yield ("spacing", where), estimate.spacing, max(band, options.change * estimate.spacing / 2)
+            # The detector takes it for a bound of what is at most the flight.
+            yield ("spacing", where), min(estimate.spacing, estimate.flight), band
 
 
 def _exact(measured: StepMeasurement) -> Hashable:

@@ -104,7 +104,7 @@ class _Client:
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         with self._store.lock:
             found = self._store.values.get(key)
-            if found == expected.encode():
+            if (b"" if found is None else found) == expected.encode():
                 self._put(key, desired.encode())
                 found = desired.encode()
             found = expected.encode() if found is None else found
