@@ -7,8 +7,8 @@ measurements scatter. Nothing here depends on the machine's speed.
     python bench/control.py --ranks 1000 10000 --steps 10 --noise 0.01
 
 At rest all ranks run steps under one plan, and the busiest rank is shown. Beside the bars stands a job whose mail is all
-direct. A hop is one mail from a rank to another. The hops of an agreement are those from the proposal to the last confirmation
-at the coordinator, and from the entry of the plan log to the last rank that knows it. A rank's stage that the coordinator knows
+direct. A hop is one mail from a rank to another. An agreement takes those from the proposal to the last confirmation.
+Those from the entry of the plan log to the last rank that knows it come on top. A rank's stage that the coordinator knows
 from an earlier step differs from what the rank measured: the largest difference is shown.
 """
 

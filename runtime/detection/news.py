@@ -1,8 +1,8 @@
 """News: the measurements of steps that the coordinator can't foresee, because they differ from the last one that was told.
 
 A rank tells a measurement in full if a value has moved by half of what the detector takes for a change. It tells the next steps
-as well, so the detector decides by exact values. Until it tells another one, the coordinator takes the last one for what the rank
-measures.
+as well, so the detector decides by exact values. Until it tells another one, the coordinator takes the last one for what the
+rank measures.
 
 A value that scatters is told in every step. The detector's limit is then the scatter and not the least change, so it has to see
 all values. The same holds for the first steps of a rank, whose scatter is not known yet. What the detector counts or compares

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from counting_store import CountingStore
@@ -47,7 +47,7 @@ class RelayedRanks:
     def __init__(self, count: int, relaying: RelayOptions | None, noise: float = 0.01, ahead: int = 2) -> None:
         self.store = CountingStore()
         self.known = [-1] * count
-        self.slow: Counter[int] = Counter()
+        self.slow: dict[int, float] = {}
         self.lost: Callable[[int, Mail], bool] = lambda rank, mail: False
         self.measured: dict[tuple[int, int], StepMeasurement] = {}
         self.restored: dict[tuple[int, int], StepMeasurement] = {}
@@ -145,7 +145,7 @@ class RelayedRanks:
         )
         self.participants.append(Participant(rank, count, PLAN, around, ahead, 0))
 
-    def _queue(self, rank: int) -> Iterable[bytes] | None:
+    def _queue(self, rank: int) -> deque[bytes] | None:
         return self.store.queues.get(queue_of(rank))
 
     def _waiting(self, end: int) -> list[int]:
@@ -186,7 +186,7 @@ class RelayedRanks:
         self._flush(rank)
 
     def _measure(self, rank: int, step: int) -> StepMeasurement:
-        factor = self.slow[rank] or 1.0
+        factor = self.slow.get(rank, 1.0)
         forward, input_grad, weight_grad = (factor * self._scattered(seconds) for seconds in (0.02, 0.02, 0.01))
         neighbours = [one for one in (rank - 1, rank + 1) if 0 <= one < len(self._next)]
         edges = tuple(

@@ -231,23 +231,6 @@ def test_ranks_whose_mail_goes_by_a_tree_switch_together(fan_out: int, period: i
     assert {version for found in journal.versions().values() for version in found} == set(range(last + 1))
 
 
-def test_a_coordinator_that_gives_up_is_replaced_though_mail_goes_by_a_tree() -> None:
-    """The planner fails once, on whichever rank coordinates then."""
-    journal, failures = Journal(), [IndexError("once")]
-
-    def planner(case: Case, incumbent: Program) -> Program:
-        if failures:
-            raise failures.pop()
-        return best(case, incumbent)
-
-    options = ControllerOptions(answer_seconds=0.2)
-    with controllers(journal, planner=planner, options=options, relaying=RelayOptions(0, 2, 2)) as started:
-        assert train(started, journal, lambda step, plan: plan.version > 2) == []
-    assert_agreed(journal)
-    assert [event.rank for event in journal.of(EventKind.RESIGNED)] == [0]
-    assert [event.rank for event in journal.of(EventKind.COORDINATES)] == [1]
-
-
 def test_a_failure_of_a_rank_reaches_all_though_mail_goes_by_a_tree() -> None:
     journal, store = Journal(), dist.HashStore()
     with controllers(journal, store=store, relaying=RelayOptions(0, 2, 2)) as started:
