@@ -22,6 +22,7 @@ from _table import Row, parser, print_rows
 
 from adaptra.runtime.control.relay import RelayOptions
 from adaptra.runtime.detection.level_shift import DetectorOptions
+from adaptra.runtime.detection.measurement import StepMeasurement
 from adaptra.runtime.detection.news import REMEMBERED
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,9 +75,16 @@ def restored(job: RelayedRanks, first: int, what: str) -> Iterator[Row]:
     farthest = 0.0
     for at, taken in job.restored.items():
         if at[0] >= first:
-            ours, theirs = (stage.forward + stage.backward for stage in (taken.stages[0], job.measured[at].stages[0]))
+            ours, theirs = _seconds(taken), _seconds(job.measured[at])
             farthest = max(farthest, abs(ours / theirs - 1))
     yield Row(f"{what}: a stage's time, farthest from what was measured", 100 * farthest, 100 * _DETECTED, "%", 1)
+
+
+def _seconds(measured: StepMeasurement) -> float:
+    """What a rank's stage takes for a microbatch."""
+    stage = measured.stages[0]
+    assert stage.forward is not None and stage.backward is not None
+    return stage.forward + stage.backward
 
 
 def counted(count: int, steps: int, noise: float) -> Iterator[Row]:

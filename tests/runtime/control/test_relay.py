@@ -56,9 +56,9 @@ class Wires:
         self.relays[rank].flush()
         return list(self.pushed)
 
-    def arrived(self, rank: int) -> dict[int, list[Mail]]:
+    def arrived(self, rank: int) -> dict[int, list[Mail | Reports]]:
         """What each rank gets of all that a rank pushes, by the hops of the tree."""
-        found: dict[int, list[Mail]] = {}
+        found: dict[int, list[Mail | Reports]] = {}
         waiting = self.flushed(rank)
         while waiting:
             to, mail = waiting.pop(0)
