@@ -105,7 +105,7 @@ def never_ask(self: Participant) -> None:
 
 
 def welcome_without_asking_again(self: Participant, rank: int, reached: int) -> None:
-    self._measured(rank, reached)
+    self._measured((rank,), reached)
 
 
 def keep_what_was_reached(self: Participant, term: int) -> None:
