@@ -36,12 +36,17 @@ from adaptra.runtime.control.mail import (
     BatchMismatch,
     Confirmed,
     Failed,
+    Gathered,
     Joined,
     LogGrew,
     Mail,
     Measured,
     Proposed,
+    Ran,
     Refused,
+    Reports,
+    Spread,
+    TellAnew,
     Term,
     Wake,
     Withdrawn,
@@ -52,9 +57,11 @@ from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.control.plan_log import Coverage
 from adaptra.runtime.control.policy import ControllerOptions, Policy
 from adaptra.runtime.control.preparation import Preparation
+from adaptra.runtime.control.relay import Relay, RelayOptions
 from adaptra.runtime.control.replanning import Planning
 from adaptra.runtime.control.same_rows import SameRows
 from adaptra.runtime.detection.measurement import StepMeasurement
+from adaptra.runtime.detection.news import NewsReader, NewsTeller
 from adaptra.runtime.detection.reduces import ReduceTracker, StepReduces
 from adaptra.simulation.cost import CostModel
 
@@ -97,6 +104,7 @@ class Controller:
         first_step: The first step that will be asked for.
         pipeline: The ranks of this rank's pipeline among those that agree; all of them by default.
         job_ranks: The numbers of the pipeline's ranks in the job, if these differ; errors use them.
+        relaying: How mail travels; equal on all ranks.
     """
 
     def __init__(
@@ -115,6 +123,7 @@ class Controller:
         first_step: int = 0,
         pipeline: range | None = None,
         job_ranks: Sequence[int] = (),
+        relaying: RelayOptions | None = None,
     ) -> None:
         options = options or ControllerOptions()
         self._rank = rank
@@ -137,19 +146,21 @@ class Controller:
             self._is_ready,
             self._is_refused,
         )
+        self._relay = self._relay_for(relaying or RelayOptions(), options)
+        ahead = options.ahead if self._relay is None else options.ahead + self._relay.period
         self._participant = Participant(
             rank,
             world_size,
             initial,
             Surroundings(
                 self._mailbox.store,
-                self._mailbox.send,
+                self._mailbox.send if self._relay is None else self._relay.send,
                 self._coverage.extend,
                 self._preparation.begin,
                 self._lead,
                 self._emit,
             ),
-            options.ahead,
+            ahead,
             first_step,
         )
         self._coordinator: Coordinator | None = None
@@ -201,8 +212,12 @@ class Controller:
             ControlError: The store is lost.
         """
         try:
-            mail = Measured(replace(measurement, rank=self._rank))
-            self._mailbox.post(self._participant.reach(measurement.step), mail)
+            mine = replace(measurement, rank=self._rank)
+            coordinator = self._participant.reach(mine.step)
+            if self._relay is None:
+                self._mailbox.post(coordinator, Measured(mine))
+            else:
+                self._mailbox.hand(Ran(mine))
         except DistError as error:
             raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
 
@@ -324,6 +339,8 @@ class Controller:
         try:
             self._participant.start()
             while not self._closing.is_set():
+                if self._relay is not None:
+                    self._relay.flush()
                 self._receive()
         except Exception as error:
             if not self._closing.is_set():
@@ -339,7 +356,13 @@ class Controller:
         else:
             self._handle(mail)
 
-    def _handle(self, mail: Mail | Wake) -> None:
+    def _relay_for(self, relaying: RelayOptions, options: ControllerOptions) -> Relay | None:
+        if self._ranks <= relaying.direct:
+            return None
+        news = NewsTeller(options.detector), NewsReader()
+        return Relay(self._rank, self._ranks, relaying, lambda: self._participant.coordinator, self._mailbox.send, *news)
+
+    def _handle(self, mail: Mail | Wake | Ran | Reports) -> None:
         match mail:
             case BatchChecksums():
                 self._rows.add(mail)
@@ -354,9 +377,21 @@ class Controller:
                 # Detection comes first: the log entry that this report allows can then name a speculative plan.
                 self._coordinate(lambda coordinator: coordinator.measured(measurement))
                 self._participant.handle(mail)
+            case Reports(measurements=measurements):
+                for measurement in measurements:
+                    self._coordinate(lambda coordinator, one=measurement: coordinator.measured(one))
+                self._participant.handle(mail)
+            case Ran() | Gathered() | Spread() | TellAnew():
+                for inner in self._relayed(mail):
+                    self._handle(inner)
             case Proposed() | Confirmed() | Refused() | Withdrawn() | Joined() | Term() | LogGrew():
                 self._participant.handle(mail)
         self._coordinate(Coordinator.begin_round)
+
+    def _relayed(self, mail: Ran | Gathered | Spread | TellAnew) -> Sequence[Mail | Reports]:
+        if self._relay is None:
+            raise ControlError(f"relayed mail: expected none among {self._ranks} ranks, whose mail is direct")
+        return self._relay.ran(mail.measurement) if isinstance(mail, Ran) else self._relay.take(mail)
 
     def _woken(self) -> None:
         while not self._requests.empty():

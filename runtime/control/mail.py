@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from adaptra.checks import is_finite, is_whole
 from adaptra.runtime.control_store.schema import Fields, decode
 from adaptra.runtime.detection.measurement import StepMeasurement
 
@@ -115,12 +116,86 @@ class Failed:
     error: str
 
 
+Vote = tuple[int, str, tuple[int, ...] | None]
+"""A version, a digest and the ranks that confirm it; None for the sender of the mail and all ranks below it in the tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What a rank and all ranks below it in the tree say to the coordinator, see :mod:`adaptra.runtime.control.relay`.
+
+    Attributes:
+        root: The coordinator that it is for, the root of the tree.
+        sender: The rank.
+        step: The last step that they have run, or -1 if this is no report of steps.
+        told: The sum over them of the step whose measurement each of them told last.
+        seconds: For each of the reported steps, of which ``step`` is the last, the most seconds that it took one of them.
+        news: Those measurements of these steps that are news.
+        votes: Their confirmations.
+    """
+
+    root: int
+    sender: int
+    step: int
+    told: int
+    seconds: tuple[float, ...]
+    news: tuple[StepMeasurement, ...]
+    votes: tuple[Vote, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mail of the coordinator ``root`` for all other ranks, on its way down the tree."""
+
+    root: int
+    mails: tuple[Mail, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TellAnew:
+    """The coordinator's request that every rank tell its next measurement in full, because it has missed news."""
+
+
 @dataclass(frozen=True, slots=True)
 class Wake:
     """An event within this process, not from the store."""
 
 
-Mail = Measured | Proposed | Confirmed | Refused | Withdrawn | Joined | Term | LogGrew | BatchChecksums | BatchMismatch | Failed
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """The measurement of a step that this rank has run. It goes from the training thread to the control thread."""
+
+    measurement: StepMeasurement
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """What several ranks have reported, made from :class:`Gathered` by the coordinator's relay.
+
+    All of ``ranks`` have run ``step``. There are no measurements if news were lost on the way.
+    """
+
+    ranks: tuple[int, ...]
+    step: int
+    measurements: tuple[StepMeasurement, ...]
+
+
+Mail = (
+    Measured
+    | Proposed
+    | Confirmed
+    | Refused
+    | Withdrawn
+    | Joined
+    | Term
+    | LogGrew
+    | BatchChecksums
+    | BatchMismatch
+    | Failed
+    | Gathered
+    | Spread
+    | TellAnew
+)
 
 
 _KINDS: Final[Mapping[str, type[Mail]]] = {
@@ -135,6 +210,9 @@ _KINDS: Final[Mapping[str, type[Mail]]] = {
     "given": BatchChecksums,
     "differed": BatchMismatch,
     "failed": Failed,
+    "gathered": Gathered,
+    "spread": Spread,
+    "anew": TellAnew,
 }
 """The kinds of mail by their names on the wire."""
 
@@ -164,14 +242,66 @@ def _numbers(fields: Fields, name: str) -> dict[str, int]:
     return found
 
 
+def _list(values: Sequence[Any]) -> list[Any]:
+    return list(values)
+
+
+def _seconds(fields: Fields, name: str) -> tuple[float, ...]:
+    found: list[float] = []
+    for item in fields.items(name):
+        if not is_finite(item) or item < 0:
+            raise fields.refuse(name, "seconds", item)
+        found.append(float(item))
+    return tuple(found)
+
+
+def _measurements_json(news: Sequence[StepMeasurement]) -> list[object]:
+    return [measurement.to_json() for measurement in news]
+
+
+def _measurements(fields: Fields, name: str) -> tuple[StepMeasurement, ...]:
+    return tuple(map(StepMeasurement.from_json, fields.items(name)))
+
+
+def _votes(fields: Fields, name: str) -> tuple[Vote, ...]:
+    found: list[Vote] = []
+    for item in fields.items(name):
+        match item:
+            case [int(version), str(digest), None]:
+                found.append((version, digest, None))
+            case [int(version), str(digest), [*ranks]] if all(is_whole(rank) and rank >= 0 for rank in ranks):
+                found.append((version, digest, tuple(ranks)))
+            case _:
+                raise fields.refuse(name, "a version, a digest and ranks or null", item)
+    return tuple(found)
+
+
+def _mails_json(mails: Sequence[Mail]) -> list[object]:
+    return [to_json(mail) for mail in mails]
+
+
+def _mails(fields: Fields, name: str) -> tuple[Mail, ...]:
+    found = tuple(map(_read, fields.objects(name)))
+    for mail in found:
+        if not isinstance(mail, (LogGrew, Proposed, Withdrawn, TellAnew)):
+            raise fields.refuse(name, "mail that goes to all ranks", _NAMES[type(mail)])
+    return found
+
+
 _FIELDS: Final[Mapping[str, tuple[Callable[[Any], object], Callable[[Fields, str], object]]]] = {
     "measurement": (StepMeasurement.to_json, lambda fields, name: StepMeasurement.from_json(fields.raw(name))),
     "plan": (_as_it_is, Fields.raw),
-    **dict.fromkeys(("rank", "version", "term", "position", "until", "number"), (_as_it_is, Fields.whole)),
-    "reached": (_as_it_is, partial(Fields.whole, at_least=-1)),
+    **dict.fromkeys(
+        ("rank", "version", "term", "position", "until", "number", "root", "sender", "told"), (_as_it_is, Fields.whole)
+    ),
+    **dict.fromkeys(("reached", "step"), (_as_it_is, partial(Fields.whole, at_least=-1))),
     **dict.fromkeys(("digest", "call"), (_as_it_is, partial(Fields.text, at_most=64))),
     **dict.fromkeys(("why", "error"), (_shortened, partial(Fields.text, at_most=MAX_TEXT))),
     "numbers": (_pairs, _numbers),
+    "seconds": (_list, _seconds),
+    "news": (_measurements_json, _measurements),
+    "votes": (_list, _votes),
+    "mails": (_mails_json, _mails),
 }
 """How a field of mail is written as a JSON value, and how it is read and checked."""
 
@@ -188,7 +318,10 @@ def from_json(payload: bytes) -> Mail:
     Raises:
         ControlError: It is not mail, or a field is missing, unknown or invalid.
     """
-    fields = decode(payload, "mail")
+    return _read(decode(payload, "mail"))
+
+
+def _read(fields: Fields) -> Mail:
     name = fields.text("mail", at_most=16)
     if name not in _KINDS:
         raise fields.refuse("mail", f"one of {', '.join(_KINDS)}", name)

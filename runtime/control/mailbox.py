@@ -13,9 +13,9 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import Final
 
-from torch.distributed import Store
+from torch.distributed import HashStore, Store
 
-from adaptra.runtime.control.mail import Mail, Wake, from_json, to_json
+from adaptra.runtime.control.mail import Mail, Ran, Wake, from_json, to_json
 from adaptra.runtime.control_store.schema import encode
 from adaptra.runtime.control_store.stores import Connection, clone, renewed
 
@@ -33,11 +33,13 @@ class Mailbox:
 
     def __init__(self, store: Store, rank: int) -> None:
         self._rank = rank
+        # HashStore's queue_push wakes one waiting thread, whatever its queue; set wakes all threads.
+        self._needs_bell = isinstance(_innermost(store), HashStore)
         self._sending = Connection(store)
         self._posting = Connection(store)
         self._waiting = clone(store)
         self._waiting.set_timeout(RECEIVE_TIMEOUT)
-        self._arrived: SimpleQueue[bytes | Wake | Exception] = SimpleQueue()
+        self._arrived: SimpleQueue[bytes | Wake | Ran | Exception] = SimpleQueue()
         self._is_closed = threading.Event()
         self._fetching = self._fetch()
 
@@ -55,20 +57,24 @@ class Mailbox:
         Raises:
             torch.distributed.DistError: The store is lost.
         """
-        _push(self._sending, rank, encode(to_json(mail)))
+        self._push(self._sending, rank, encode(to_json(mail)))
 
     def post(self, rank: int, mail: Mail) -> None:
         """Send mail to a rank like :meth:`send`, from any thread, without waiting.
 
         It has a client of its own, because requests of another client wait for answers, for ever if the store can't be reached.
         """
-        _push(self._posting, rank, encode(to_json(mail)))
+        self._push(self._posting, rank, encode(to_json(mail)))
+
+    def hand(self, mail: Wake | Ran) -> None:
+        """Have :meth:`receive` return this, without using the store. Any thread may call it."""
+        self._arrived.put(mail)
 
     def wake(self) -> None:
         """Have :meth:`receive` return :class:`Wake`, without using the store. Any thread may call it."""
-        self._arrived.put(Wake())
+        self.hand(Wake())
 
-    def receive(self) -> Mail | Wake:
+    def receive(self) -> Mail | Wake | Ran:
         """Wait for the next mail. Only one thread may call it.
 
         Raises:
@@ -77,8 +83,8 @@ class Mailbox:
             torch.distributed.DistError: The store is lost.
         """
         match self._arrived.get():
-            case Wake() as wake:
-                return wake
+            case Wake() | Ran() as handed:
+                return handed
             case bytes() as payload:
                 return from_json(payload)
             case error:
@@ -103,7 +109,7 @@ class Mailbox:
         """
         self._is_closed.set()
         if self._fetching.is_alive():
-            _push(self._posting, self._rank, "")
+            self._push(self._posting, self._rank, "")
             self._fetching.join(timeout)
 
     def _fetch(self) -> threading.Thread:
@@ -115,15 +121,26 @@ class Mailbox:
     def _run(self, store: Store) -> None:
         try:
             while True:
-                payload = store.queue_pop(f"mail/{self._rank}")
+                payload = store.queue_pop(queue_of(self._rank))
                 if self._is_closed.is_set():
                     return
                 self._arrived.put(payload)
         except Exception as error:
             self._arrived.put(error)
 
+    def _push(self, connection: Connection, rank: int, text: str) -> None:
+        connection.push(queue_of(rank), text)
+        if self._needs_bell:
+            connection.set("mail/bell", "")
 
-def _push(connection: Connection, rank: int, text: str) -> None:
-    connection.push(f"mail/{rank}", text)
-    # HashStore's queue_push wakes one waiting thread, whatever its queue; set wakes all threads.
-    connection.set("mail/bell", "")
+
+def queue_of(rank: int) -> str:
+    """Return the name of the queue in the store that holds a rank's mail."""
+    return f"mail/{rank}"
+
+
+def _innermost(store: Store) -> Store:
+    """Return the store that prefixes and signatures lie around."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return store

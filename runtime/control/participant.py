@@ -22,7 +22,7 @@ from typing import Protocol
 
 from adaptra.errors import ControlError
 from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.control.mail import Confirmed, Joined, LogGrew, Mail, Measured, Proposed, Refused, Term, Withdrawn
+from adaptra.runtime.control.mail import Confirmed, Joined, LogGrew, Mail, Measured, Proposed, Refused, Reports, Term, Withdrawn
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.control.plan_log import Agreement, Entry, Log, LogStore
 
@@ -119,7 +119,7 @@ class Participant:
         self._reached = step
         return self.coordinator
 
-    def handle(self, mail: Proposed | Confirmed | Refused | Withdrawn | Joined | Term | LogGrew | Measured) -> None:
+    def handle(self, mail: Proposed | Confirmed | Refused | Withdrawn | Joined | Term | LogGrew | Measured | Reports) -> None:
         """Act on mail.
 
         Raises:
@@ -138,7 +138,9 @@ class Participant:
                 self._joined(mail)
             case Measured(measurement):
                 self._check_rank(measurement.rank)
-                self._measured(measurement.rank, measurement.step)
+                self._measured((measurement.rank,), measurement.step)
+            case Reports(ranks, step):
+                self._measured(ranks, step)
             case Confirmed(rank):
                 self._check_rank(rank)
                 self._confirmed(mail)
@@ -282,10 +284,10 @@ class Participant:
 
     def _welcome(self, rank: int, reached: int) -> None:
         """Record the progress of a rank, and send it the proposal again if it has not answered."""
-        self._measured(rank, reached)
+        self._measured((rank,), reached)
         assert self._agreement is not None, "only the coordinator welcomes"
         proposal = self._agreement.proposal
-        if proposal is not None and rank in self._agreement.missing:
+        if proposal is not None and self._agreement.is_missing(rank):
             self._around.send(rank, Proposed(proposal.version, proposal.to_json()))
 
     def _lead(self) -> None:
@@ -309,14 +311,15 @@ class Participant:
             self._agreement = None
             self._around.lead(False)
 
-    def _measured(self, rank: int, step: int) -> None:
+    def _measured(self, ranks: Iterable[int], step: int) -> None:
         # Late mail for a former coordinator is ignored: its sender will turn to the new one.
         agreement = self._agreement
         if agreement is None:
             return
         if step >= agreement.until:
             self._follow()
-        agreement.report(rank, step)
+        for rank in ranks:
+            agreement.report(rank, step)
         self._advance(agreement)
 
     def _confirmed(self, mail: Confirmed) -> None:

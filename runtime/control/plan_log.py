@@ -130,6 +130,8 @@ class Agreement:
 
     def __init__(self, ranks: int, first_step: int = 0, ahead: int = 2) -> None:
         self._reported = [first_step - 1] * ranks
+        self._slowest = first_step - 1
+        self._at_slowest = ranks
         self._until = first_step
         self._ahead = ahead
         self._current: Plan | None = None
@@ -155,12 +157,16 @@ class Agreement:
     @property
     def missing(self) -> tuple[int, ...]:
         """The ranks that have not confirmed the proposal."""
-        return tuple(rank for rank in range(len(self._reported)) if rank not in self._confirmed)
+        return tuple(rank for rank in range(len(self._reported)) if self.is_missing(rank))
+
+    def is_missing(self, rank: int) -> bool:
+        """Return True if a rank has not confirmed the proposal."""
+        return rank not in self._confirmed
 
     @property
     def slowest(self) -> int:
         """The last step that all ranks have reported."""
-        return min(self._reported)
+        return self._slowest
 
     @property
     def until(self) -> int:
@@ -204,7 +210,7 @@ class Agreement:
         return self._proposal is not None and self._conclude(self._proposal)
 
     def _conclude(self, proposal: Plan) -> bool:
-        if self.missing or self._is_speculative:
+        if len(self._confirmed) < len(self._reported) or self._is_speculative:
             return False
         self._current, self._proposal = proposal, None
         return True
@@ -229,7 +235,16 @@ class Agreement:
         """
         if step >= self._until:
             raise ControlError(f"rank {rank} reports step {step}: expected one before {self._until}, where the log ends")
-        self._reported[rank] = max(step, self._reported[rank])
+        before = self._reported[rank]
+        if step <= before:
+            return
+        self._reported[rank] = step
+        # The slowest are counted, because a search after each report would take a time that grows with ranks squared.
+        if before == self._slowest:
+            self._at_slowest -= 1
+            if self._at_slowest == 0:
+                self._slowest = min(self._reported)
+                self._at_slowest = self._reported.count(self._slowest)
 
     def advance(self) -> Entry | None:
         """Return the entry to append now, or None."""

@@ -208,7 +208,7 @@ class Policy:
             self._gathered = {later: found for later, found in self._gathered.items() if later > measurement.step}
             actions = self._detect(measurement.step, list(step.values()), agreement)
         is_withdrawn = any(isinstance(action, Withdraw) for action in actions)
-        if agreement.proposal and agreement.missing and now > self._deadline and not is_withdrawn:
+        if agreement.proposal and now > self._deadline and agreement.missing and not is_withdrawn:
             missing = ", ".join(map(str, agreement.missing))
             why = f"not confirmed by rank {missing} within {self._options.confirm_seconds} s"
             actions.append(Withdraw(agreement.proposal.version, why))

@@ -81,7 +81,7 @@ class Level:
         """Return a level at the median of the first measured values."""
         level = median(values)
         remembered = deque((abs(value - level) for value in values), maxlen=options.memory)
-        return Level(level, level, _scatter(values), deque(values, maxlen=options.window), remembered)
+        return Level(level, level, median_deviation(values), deque(values, maxlen=options.window), remembered)
 
     @property
     def latest(self) -> float:
@@ -97,7 +97,7 @@ class Level:
         more than one step in ten has one.
         """
         remembered = sorted(self.remembered)[int(0.9 * (len(self.remembered) - 1))] / NINE_IN_TEN
-        return max(self.scatter, _scatter(self.recent), remembered)
+        return max(self.scatter, median_deviation(self.recent), remembered)
 
     def limit(self, smallest: float, noise: float) -> float:
         """Return the largest difference between two values that noise alone explains."""
@@ -153,6 +153,7 @@ class Level:
         self.suspects.clear()
 
 
-def _scatter(values: Sequence[float] | deque[float]) -> float:
+def median_deviation(values: Sequence[float] | deque[float]) -> float:
+    """Return the median absolute deviation from the median."""
     middle = median(values)
     return median(abs(value - middle) for value in values)

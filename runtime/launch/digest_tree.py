@@ -9,7 +9,7 @@ Ranks compute the same one only if none of their texts was replaced on the way.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,15 +30,23 @@ class DigestLevel:
     children: tuple[str, ...]
 
 
-def parent_of(rank: int) -> int:
+def parent_of(rank: int, fan_out: int = FANOUT) -> int:
     """Return the parent of a rank other than 0."""
-    return (rank - 1) // FANOUT
+    return (rank - 1) // fan_out
 
 
-def children_of(rank: int, ranks: int) -> range:
+def children_of(rank: int, ranks: int, fan_out: int = FANOUT) -> range:
     """Return the children of a rank; ``ranks`` is the number of ranks of the job."""
-    first = FANOUT * rank + 1
-    return range(min(first, ranks), min(first + FANOUT, ranks))
+    first = fan_out * rank + 1
+    return range(min(first, ranks), min(first + fan_out, ranks))
+
+
+def subtree_of(rank: int, ranks: int, fan_out: int = FANOUT) -> Iterator[range]:
+    """Yield a rank and its descendants, one level of the tree after the other."""
+    first, end = rank, rank + 1
+    while first < ranks:
+        yield range(first, min(end, ranks))
+        first, end = fan_out * first + 1, fan_out * end + 1
 
 
 def ancestors_of(rank: int) -> list[int]:

@@ -34,7 +34,18 @@ WITHOUT_TORCH = """
 
 MODULES_WITHOUT_TORCH = [
     f"runtime.control.{name}"
-    for name in ("coordinator", "events", "mail", "participant", "plan", "plan_log", "policy", "preparation", "replanning")
+    for name in (
+        "coordinator",
+        "events",
+        "mail",
+        "participant",
+        "plan",
+        "plan_log",
+        "policy",
+        "preparation",
+        "relay",
+        "replanning",
+    )
 ] + ["runtime.reconfigure.transfers"]
 """The part of the control plane that the model checker steps, and who sends what to whom in a change of layout."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from datetime import timedelta
 from typing import Any
 
@@ -16,12 +16,14 @@ class CountingStore:
 
     Attributes:
         values: The values by key.
+        queues: The values of queues by name.
         requests: Requests by rank and method.
         bytes: Bytes of keys and values by rank, of requests and answers together.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
+        self.queues: dict[str, deque[bytes]] = {}
         self.requests: dict[int, Counter[str]] = {}
         self.bytes: Counter[int] = Counter()
         self.lock = threading.RLock()
@@ -102,11 +104,34 @@ class _Client:
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         with self._store.lock:
             found = self._store.values.get(key)
-            if found == expected.encode():
+            if (b"" if found is None else found) == expected.encode():
                 self._put(key, desired.encode())
                 found = desired.encode()
             found = expected.encode() if found is None else found
             self._count("compare_set", key, expected, desired, found)
+            return found
+
+    def get(self, key: str) -> bytes:
+        with self._store.lock:
+            found = self._store.values[key]
+            self._count("get", key, found)
+            return found
+
+    def delete_key(self, key: str) -> bool:
+        with self._store.lock:
+            self._count("delete_key", key)
+            return self._store.values.pop(key, None) is not None
+
+    def queue_push(self, key: str, value: str) -> None:
+        with self._store.lock:
+            self._count("queue_push", key, value)
+            self._store.queues.setdefault(key, deque()).append(value.encode())
+
+    def queue_pop(self, key: str) -> bytes:
+        """Take the first value of a queue that has one."""
+        with self._store.lock:
+            found = self._store.queues[key].popleft()
+            self._count("queue_pop", key, found)
             return found
 
     def add(self, key: str, amount: int) -> int:

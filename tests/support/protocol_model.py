@@ -25,15 +25,16 @@ an event of its own.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from protocol_world import Bounds, Faults, ModelPlan, World, cloned, frozen
 
-from adaptra.runtime.control.mail import Mail, Measured, Proposed
+from adaptra.runtime.control.mail import Gathered, Mail, Measured, Proposed, Reports, Spread
 from adaptra.runtime.control.participant import Participant, Surroundings
+from adaptra.runtime.control.relay import Relay
 from adaptra.runtime.control_store.schema import decode
 from adaptra.runtime.detection.measurement import StepMeasurement
 
@@ -44,6 +45,25 @@ class ViolationError(Exception):
 
 class _DiesError(BaseException):
     """The process dies between two requests to the store."""
+
+
+class _NoNews:
+    """What ranks measured does not matter here, so nothing is told."""
+
+    told = 0
+
+    def tell(self, measurements: Sequence[StepMeasurement]) -> tuple[StepMeasurement, ...]:
+        """Nothing."""
+        return ()
+
+    def forget(self) -> None:
+        """Nothing is remembered."""
+
+    def read(
+        self, ranks: Sequence[int], step: int, told: int, seconds: Sequence[float], news: Sequence[StepMeasurement]
+    ) -> tuple[StepMeasurement, ...]:
+        """Nothing."""
+        return ()
 
 
 Event = tuple[str, str, int | None, Callable[[World], None]]
@@ -77,6 +97,8 @@ class Model:
             bounds.proposals,
             bounds.faults,
         )
+        if bounds.relaying is not None:
+            self._world.relays = [self._relay(rank) for rank in ranks]
         for rank in ranks:
             self._world.participants[rank].start()
             self._settle(self._world, rank)
@@ -167,6 +189,8 @@ class Model:
             changed.faults = replace(changed.faults, **{fault: getattr(changed.faults, fault) - 1})
         if rank is not None:
             changed.participants[rank] = cloned(changed.participants[rank])
+            if changed.relays:
+                changed.relays[rank] = cloned(changed.relays[rank])
         self._world, self._writes_left, self._writes = changed, writes_left, 0
         self._to_oneself.clear()
         try:
@@ -183,13 +207,26 @@ class Model:
     def _settle(self, world: World, rank: int) -> None:
         """Let a rank that has acted read its mail to itself, and run what it can if it is eager."""
         while True:
+            self._flush(world, rank)
             while self._to_oneself:
-                mail: Any = self._to_oneself.popleft()  # of which a participant sends some kinds alone
-                world.participants[rank].handle(mail)
+                self._handle(world, rank, self._to_oneself.popleft())
+                self._flush(world, rank)
             if not (self.bounds.eager and self._can_run(world, rank)):
                 break
             self._run(world, rank)
-        world.keys[rank] = frozen(world.participants[rank])
+        world.keys[rank] = (frozen(world.participants[rank]), frozen(world.relays[rank]) if world.relays else None)
+
+    def _flush(self, world: World, rank: int) -> None:
+        if world.relays:
+            world.relays[rank].flush()
+
+    def _handle(self, world: World, rank: int, mail: Mail | Reports) -> None:
+        if isinstance(mail, (Gathered, Spread)):
+            for inner in world.relays[rank].take(mail):
+                self._handle(world, rank, inner)
+        else:
+            protocol_mail: Any = mail  # participants send some kinds alone
+            world.participants[rank].handle(protocol_mail)
 
     def _may_turn_impatient(self, world: World, rank: int, is_quiet: bool) -> bool:
         # A rank that waits for a dead one asks and replaces coordinators until it is told; once round is enough.
@@ -249,8 +286,7 @@ class Model:
             yield f"end of {rank}", "", None, lambda world: self._tell(world, rank)
 
     def _deliver(self, world: World, source: int, to: int) -> None:
-        mail = self._take(world, (source, to))
-        world.participants[to].handle(mail)
+        self._handle(world, to, self._take(world, (source, to)))
 
     def _take(self, world: World, at: tuple[int, int]) -> Any:
         """The first mail of a queue, which it leaves."""
@@ -275,7 +311,12 @@ class Model:
             if world.ran[other] > step and world.covered[other][step] != version:
                 raise ViolationError(f"rank {rank} runs step {step} under plan {version}, rank {other} under another")
         coordinator = world.participants[rank].reach(step)
-        self._send(rank, coordinator, Measured(StepMeasurement(rank, step, 0.0, (), ())))
+        measurement = StepMeasurement(rank, step, 0.0, (), ())
+        if world.relays:
+            for reports in world.relays[rank].ran(measurement):
+                self._handle(world, rank, reports)
+        else:
+            self._send(rank, coordinator, Measured(measurement))
 
     def _ready(self, world: World, rank: int) -> None:
         plan: Any
@@ -317,10 +358,22 @@ class Model:
         world.considering[rank] = ()
         world.mail = {at: mails for at, mails in world.mail.items() if at[1] != rank}
 
+    def _relay(self, rank: int) -> Relay:
+        assert self.bounds.relaying is not None
+        return Relay(
+            rank,
+            self.bounds.ranks,
+            self.bounds.relaying,
+            lambda: self._world.participants[rank].coordinator,
+            lambda to, mail: self._send(rank, to, mail),
+            _NoNews(),
+            _NoNews(),
+        )
+
     def _around(self, rank: int) -> Surroundings:
         return Surroundings(
             self,  # the store
-            lambda to, mail: self._send(rank, to, mail),
+            lambda to, mail: self._world.relays[rank].send(to, mail) if self._world.relays else self._send(rank, to, mail),
             lambda until, plan: self._cover(rank, until, plan),
             lambda proposed: self._consider(rank, proposed),
             lambda leads: None,

@@ -10,6 +10,7 @@ from typing import Any
 
 from adaptra.runtime.control.participant import Participant
 from adaptra.runtime.control.plan_log import Agreement, Log
+from adaptra.runtime.control.relay import Relay, RelayOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Bounds:
         eager: Whether a rank runs a step as soon as the log covers it, so that only its report lags. Far fewer states.
         faults: What may go wrong.
         speculative: Whether speculative plans may also be proposed, and then released or withdrawn at any time.
+        relaying: How mail travels by a tree of the ranks; None if all of it is direct.
     """
 
     ranks: int
@@ -54,6 +56,7 @@ class Bounds:
     eager: bool = False
     faults: Faults = field(default_factory=Faults)
     speculative: bool = False
+    relaying: RelayOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +75,11 @@ class ModelPlan:
 
 @dataclass(slots=True)
 class World:
-    """One state; ``participants`` are never changed but replaced by changed copies."""
+    """One state; ``participants`` and ``relays`` are never changed but replaced by changed copies."""
 
     participants: list[Participant]
     keys: list[Hashable]
-    """Per participant what is equal for equal ones."""
+    """Per participant and its relay what is equal for equal ones."""
     alive: list[bool]
     told: list[bool]
     """Whether a rank has been told that another died, and has ended."""
@@ -94,6 +97,8 @@ class World:
     faults: Faults
     unreleased: frozenset[str] = frozenset()
     """The digests of the speculative plans that have not been released."""
+    relays: list[Relay] = field(default_factory=list[Relay])
+    """The ranks' relays; none if all mail is direct."""
 
     def copied(self) -> World:
         """A state that can be changed without changing this one."""
@@ -111,6 +116,7 @@ class World:
             self.proposals,
             self.faults,
             self.unreleased,
+            self.relays[:],
         )
 
     def key(self) -> Hashable:
@@ -130,7 +136,7 @@ class World:
         )
 
 
-_OWN = (Participant, Agreement, Log)
+_OWN = (Participant, Agreement, Log, Relay)
 
 
 def cloned(value: Any) -> Any:
@@ -143,7 +149,9 @@ def cloned(value: Any) -> Any:
     return copy(value)
 
 
-_UNCHANGING = frozenset({"_rank", "_ranks", "_initial", "_around", "_ahead", "_first_step", "_store", "_before"})
+_OF_PARTICIPANTS = {"_rank", "_ranks", "_initial", "_around", "_ahead", "_first_step", "_store", "_before"}
+_OF_RELAYS = {"_options", "_coordinator", "_push", "_teller", "_reader"}
+_UNCHANGING = frozenset(_OF_PARTICIPANTS | _OF_RELAYS)
 
 
 def frozen(value: Any) -> Hashable:

@@ -46,6 +46,7 @@ from adaptra.runtime.control.mail import Confirmed, Measured, Proposed
 from adaptra.runtime.control.mailbox import Mailbox
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.control.policy import ControllerOptions
+from adaptra.runtime.control.relay import RelayOptions
 from adaptra.runtime.control.replanning import Planning, nothing_ahead
 from adaptra.runtime.detection.level_shift import DetectorOptions
 from adaptra.simulation.cost import Case, CostModel
@@ -116,6 +117,7 @@ def controllers(
     on_error: Callable[[Exception], None] | None = None,
     first_step: int = 0,
     ahead_of_need: Callable[[Program, CostModel], Mapping[Channel, int]] = nothing_ahead,
+    relaying: RelayOptions | None = None,
 ) -> Generator[list[Controller], None, None]:
     common = store or dist.HashStore()
     started = [
@@ -130,6 +132,7 @@ def controllers(
             on_event=journal.event,
             on_error=on_error,
             first_step=first_step,
+            relaying=relaying,
         )
         for rank in ranks
     ]
@@ -216,6 +219,34 @@ def test_many_switches_and_every_step_ran_under_one_plan_on_all_ranks() -> None:
     for proposed in journal.of(EventKind.PROPOSED):
         assert proposed.predicted is not None and proposed.predicted_before is not None
         assert proposed.predicted < 0.97 * proposed.predicted_before
+
+
+@pytest.mark.parametrize("period", [1, 3])
+@pytest.mark.parametrize("fan_out", [1, 2])
+def test_ranks_whose_mail_goes_by_a_tree_switch_together(fan_out: int, period: int) -> None:
+    journal, last = Journal(), 6
+    with controllers(journal, relaying=RelayOptions(0, fan_out, period)) as started:
+        assert train(started, journal, lambda step, plan: plan.version == last) == []
+    assert_agreed(journal)
+    assert {version for found in journal.versions().values() for version in found} == set(range(last + 1))
+
+
+def test_a_failure_of_a_rank_reaches_all_though_mail_goes_by_a_tree() -> None:
+    journal, store = Journal(), dist.HashStore()
+    with controllers(journal, store=store, relaying=RelayOptions(0, 2, 2)) as started:
+        store.queue_push("mail/3", "no mail")
+        raised = train(started, journal, lambda step, plan: False)
+    assert len(raised) == RANKS
+    assert all("mail: not JSON" in str(error) for error in raised)
+
+
+def test_relayed_mail_is_refused_where_all_mail_is_direct() -> None:
+    journal, store = Journal(), dist.HashStore()
+    with controllers(journal, store=store) as started:
+        store.queue_push("mail/2", '{"mail":"anew"}')
+        raised = train(started, journal, lambda step, plan: False)
+    assert len(raised) == RANKS
+    assert all("relayed mail: expected none among 4 ranks, whose mail is direct" in str(error) for error in raised)
 
 
 def test_training_goes_on_while_the_planner_plans() -> None:
@@ -530,7 +561,7 @@ def test_a_bug_in_the_planner_ends_training_on_all_ranks_with_its_error() -> Non
         (
             '{"mail": "run"}',
             "expected one of measured, proposed, confirmed, refused, withdrawn, joined, term, log, given, differed, failed, "
-            "got 'run'",
+            "gathered, spread, anew, got 'run'",
         ),
         ('{"mail": "term", "term": 1, "more": 1}', "mail: unknown field 'more'"),
         ('{"mail": "refused", "rank": 9, "version": 0, "why": ""}', "mail of rank 9: expected ranks 0..3"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, get_args
 
 import pytest
@@ -14,12 +15,15 @@ from adaptra.runtime.control.mail import (
     BatchMismatch,
     Confirmed,
     Failed,
+    Gathered,
     Joined,
     LogGrew,
     Mail,
     Measured,
     Proposed,
     Refused,
+    Spread,
+    TellAnew,
     Term,
     Withdrawn,
     from_json,
@@ -45,6 +49,24 @@ WIRE: list[tuple[Mail, dict[str, Any]]] = [
     ),
     (BatchMismatch("other rows"), {"mail": "differed", "error": "other rows"}),
     (Failed(1, "broken"), {"mail": "failed", "rank": 1, "error": "broken"}),
+    (
+        Gathered(0, 1, 9, 12, (0.5, 0.25), (STEP,), ((3, "ab", None), (4, "cd", (1, 9)))),
+        {
+            "mail": "gathered",
+            "root": 0,
+            "sender": 1,
+            "step": 9,
+            "told": 12,
+            "seconds": [0.5, 0.25],
+            "news": [STEP.to_json()],
+            "votes": [[3, "ab", None], [4, "cd", [1, 9]]],
+        },
+    ),
+    (
+        Spread(2, (Withdrawn(3), TellAnew())),
+        {"mail": "spread", "root": 2, "mails": [{"mail": "withdrawn", "version": 3}, {"mail": "anew"}]},
+    ),
+    (TellAnew(), {"mail": "anew"}),
 ]
 
 
@@ -64,6 +86,28 @@ def test_a_missing_field_is_named(mail: Mail, expected: dict[str, Any]) -> None:
     *_, last = expected
     with pytest.raises(ControlError, match=last):
         from_json(json.dumps({name: value for name, value in expected.items() if name != last}).encode())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("seconds", [0.5, -1], "field 'seconds': expected seconds, got -1"),
+        ("news", [{}], "measurement: missing field 'rank'"),
+        ("votes", [[3, "ab"]], "field 'votes': expected a version, a digest and ranks or null"),
+        ("votes", [[3, "ab", [-1]]], "field 'votes': expected a version, a digest and ranks or null"),
+        ("step", -2, "field 'step': expected a whole number of at least -1, got -2"),
+    ],
+)
+def test_a_report_that_is_none_is_refused(field: str, value: object, message: str) -> None:
+    text = to_json(Gathered(0, 1, 9, 12, (0.5,), (), ())) | {field: value}
+    with pytest.raises(ControlError, match=re.escape(message)):
+        from_json(json.dumps(text).encode())
+
+
+def test_only_mail_for_all_ranks_is_spread() -> None:
+    text = {"mail": "spread", "root": 0, "mails": [to_json(Failed(1, "broken"))]}
+    with pytest.raises(ControlError, match="field 'mails': expected mail that goes to all ranks, got 'failed'"):
+        from_json(json.dumps(text).encode())
 
 
 def test_a_long_explanation_is_cut() -> None:

@@ -12,9 +12,13 @@ import pytest
 from protocol_model import Model, ViolationError
 from protocol_world import Bounds, Faults
 
-from adaptra.runtime.control.mail import Confirmed, Joined
+from adaptra.runtime.control.mail import Confirmed, Gathered, Joined
 from adaptra.runtime.control.participant import Participant
 from adaptra.runtime.control.plan_log import Agreement, Entry, Log
+from adaptra.runtime.control.relay import Relay, RelayOptions
+
+CHAIN, TREE = RelayOptions(direct=0, fan_out=1, period=1), RelayOptions(direct=0, fan_out=2, period=1)
+"""A rank sends on what comes for one other rank, or for two."""
 
 RUNS = {
     "two ranks, two plans": Bounds(2, steps=4, proposals=2, ahead=2),
@@ -40,6 +44,23 @@ RUNS = {
         2, steps=3, proposals=1, eager=True, faults=Faults(broken=1), speculative=True
     ),
     "three ranks, a process dies": Bounds(3, steps=2, proposals=1, eager=True, faults=Faults(crashes=1)),
+    "two ranks with relays": Bounds(2, steps=4, proposals=2, ahead=2, relaying=CHAIN),
+    "three ranks in a chain": Bounds(3, steps=3, proposals=1, eager=True, relaying=CHAIN),
+    "a chain, one lags": Bounds(3, steps=2, proposals=1, eager=True, faults=Faults(early=1), relaying=CHAIN),
+    "a chain, mail is lost": Bounds(3, steps=2, proposals=1, eager=True, faults=Faults(lost=1), relaying=CHAIN),
+    "a chain of late ranks, mail is lost": Bounds(3, steps=3, proposals=0, faults=Faults(lost=1), relaying=CHAIN),
+    "a chain, mail is told twice and plans are refused": Bounds(
+        3, steps=2, proposals=1, eager=True, faults=Faults(repeated=1, refused=1), relaying=CHAIN
+    ),
+    "a chain, a connection breaks": Bounds(3, steps=2, proposals=0, eager=True, faults=Faults(broken=1), relaying=CHAIN),
+    "a chain, a process dies": Bounds(3, steps=2, proposals=1, eager=True, faults=Faults(crashes=1), relaying=CHAIN),
+    "a chain, plans are speculative": Bounds(3, steps=2, proposals=1, eager=True, speculative=True, relaying=CHAIN),
+    "a chain that reports every second step, mail is lost": Bounds(
+        3, steps=5, proposals=1, ahead=3, eager=True, faults=Faults(lost=1), relaying=RelayOptions(0, 1, 2)
+    ),
+    "a tree of four ranks": Bounds(4, steps=2, proposals=1, eager=True, relaying=TREE),
+    "a tree, mail is lost": Bounds(4, steps=2, proposals=0, eager=True, faults=Faults(lost=1), relaying=TREE),
+    "a tree, a connection breaks": Bounds(4, steps=2, proposals=0, eager=True, faults=Faults(broken=1), relaying=TREE),
 }
 
 
@@ -84,7 +105,7 @@ def never_ask(self: Participant) -> None:
 
 
 def welcome_without_asking_again(self: Participant, rank: int, reached: int) -> None:
-    self._measured(rank, reached)
+    self._measured((rank,), reached)
 
 
 def keep_what_was_reached(self: Participant, term: int) -> None:
@@ -116,6 +137,16 @@ def keep_what_was_withdrawn(self: Participant, version: int) -> None:
     pass
 
 
+def claim_that_all_below_confirm(self: Relay, *, is_partial: bool) -> Any:
+    return tuple((version, digest, None) for version, digest, _ in take_votes(self, is_partial=True))
+
+
+def send_reports_without_waiting_for_those_below(self: Relay, report: Gathered) -> None:
+    gather(self, report)
+    self._parts = {key: parts * 2 for key, parts in self._parts.items() if len(parts) == 1}
+
+
+take_votes, gather = Relay._take_votes, Relay._gather
 append, forget, lead, propose, ready = Log.append, Log.forget, Participant._lead, Agreement.propose, Participant.ready
 
 MUTATIONS: list[tuple[type, str, Callable[..., Any], Bounds, str]] = [
@@ -131,6 +162,8 @@ MUTATIONS: list[tuple[type, str, Callable[..., Any], Bounds, str]] = [
     (Participant, "_confirm", answer_only_the_first_coordinator, RUNS["two ranks, connections break"], "no end can be reached"),
     (Participant, "_forget", keep_what_was_withdrawn, RUNS["two ranks, plans are speculative"], "still holds plans"),
     (Participant, "_lead", lead_without_reading_the_log, RUNS["two ranks, connections break"], "Error"),
+    (Relay, "_take_votes", claim_that_all_below_confirm, RUNS["a tree of four ranks"], "which not all ranks have confirmed"),
+    (Relay, "_gather", send_reports_without_waiting_for_those_below, RUNS["a chain of late ranks, mail is lost"], "no end"),
 ]
 
 
