@@ -101,7 +101,7 @@ class NewsReader:
         """Return the measurements of the last ``len(seconds)`` steps by these ranks, one step after the other.
 
         A rank without news in a step has measured nearly what it told last. Its step is said to have taken as long as the
-        longest of these ranks.
+        longest of these ranks. When its REDUCE was is not known.
 
         Args:
             ranks: The ranks that report.
@@ -138,7 +138,7 @@ class NewsReader:
                 if measured is None:
                     if (known := before[rank]) is None:
                         continue  # the first telling of a new coordinator need not be of the first step
-                    measured = replace(known, step=number, seconds=longest)
+                    measured = replace(known, step=number, seconds=longest, reduce=None)
                 else:
                     before[rank] = measured
                 result.append(measured)

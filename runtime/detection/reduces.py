@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Final
 
 from adaptra.runtime.detection.measurement import ReduceTimes, StepMeasurement
+
+MOST_PENDING: Final = 16
+"""The number of steps whose measurements are kept until all ranks have sent theirs. In large jobs some ranks send none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,8 @@ class ReduceTracker:
         of_step = self._steps.setdefault(measurement.step, {})
         of_step[measurement.rank] = measurement
         if len(of_step) < len(self._ranks):
+            for step in sorted(self._steps)[:-MOST_PENDING]:
+                del self._steps[step]
             return None
         for step in [step for step in self._steps if step <= measurement.step]:
             del self._steps[step]

@@ -11,7 +11,7 @@ from measurements import HEALTHY, SLOW, measured
 
 from adaptra.errors import ControlError
 from adaptra.runtime.detection.detector import Detector
-from adaptra.runtime.detection.measurement import Stalls, StepMeasurement
+from adaptra.runtime.detection.measurement import ReduceTimes, Stalls, StepMeasurement
 from adaptra.runtime.detection.news import REMEMBERED, NewsReader, NewsTeller
 from adaptra.simulation.cost import CostModel
 
@@ -49,6 +49,18 @@ def test_at_rest_nothing_is_told_once_the_scatter_is_known(noise: float) -> None
     restored = told.restored(steps_of([HEALTHY] * 50, noise, 1, REMEMBERED))
     assert told.number == before >= 4 * (REMEMBERED - 1)
     assert restored is not None and len(restored) == 200
+
+
+def test_when_a_rank_reduced_is_not_known_of_steps_without_news() -> None:
+    """Its times of an earlier step would make those of other ranks look hidden."""
+    teller, reader = NewsTeller(), NewsReader()
+    reduce = ReduceTimes(1.0, 1.0, 2.0, 8)
+    steps = [replace(step[2], reduce=reduce) for step in steps_of([HEALTHY] * (REMEMBERED + 4), 0.0, 0)]
+    news = teller.tell(steps)
+    restored = reader.read([2], len(steps) - 1, teller.told, [1.0] * len(steps), news)
+    assert restored is not None and len(news) < len(restored)
+    told = {one.step for one in news}
+    assert [one.reduce for one in restored] == [reduce if step in told else None for step in range(len(steps))]
 
 
 def test_values_that_scatter_are_all_told() -> None:

@@ -10,7 +10,7 @@ from adaptra.errors import ControlError
 from adaptra.program import Kind, Op, Program
 from adaptra.runtime.detection.measurement import ReduceTimes, StageMeasurement, StepMeasurement
 from adaptra.runtime.detection.monitor import Monitor, StepRecords, merge_timelines
-from adaptra.runtime.detection.reduces import ReduceTracker, StageReduce, StepReduces, own_reduce, usual_reduces
+from adaptra.runtime.detection.reduces import MOST_PENDING, ReduceTracker, StageReduce, StepReduces, own_reduce, usual_reduces
 from adaptra.simulation.timeline import ReduceInterval
 
 PROGRAM = Program.parse("schedule two placement=0,1 microbatches=1\n0: 0F0 0B0\n1: 1F0 1B0\n")
@@ -72,6 +72,21 @@ def test_steps_do_not_mix_and_none_is_kept_that_a_rank_never_reports() -> None:
     assert found is not None
     assert [found.step, *(one.hidden for one in found.stages)] == [2, 1.0, 0.0]
     assert tracker.observe(measurement(1, 1, late), no_drift) is None, "the other report of step 1 is gone"
+
+
+def test_steps_that_not_all_ranks_report_are_forgotten() -> None:
+    """As in a large job at rest, where a rank reports what is news."""
+    tracker, reduce = ReduceTracker(0, range(2)), ReduceTimes(1.0, 1.0, 2.0, 8)
+    for step in range(MOST_PENDING + 1):
+        assert tracker.observe(measurement(0, step, reduce), no_drift) is None
+    assert tracker.observe(measurement(1, 0, reduce), no_drift) is None
+    assert tracker.observe(measurement(1, MOST_PENDING, reduce), no_drift) is not None
+
+
+def test_other_replicas_are_left_out() -> None:
+    tracker, reduce = ReduceTracker(0, range(2, 4)), ReduceTimes(1.0, 1.0, 2.0, 8)
+    assert [tracker.observe(measurement(rank, 0, reduce), no_drift) for rank in (0, 2, 1)] == [None] * 3
+    assert tracker.observe(measurement(3, 0, reduce), no_drift) is not None
 
 
 def test_without_other_replicas_there_is_none() -> None:
