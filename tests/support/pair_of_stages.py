@@ -107,6 +107,7 @@ def routed_executor(
     stages: dict[tuple[int | None, int], Doubling],
     timeout: float = SOON,
     shapes: MessageShapes = SHAPES,
+    monitor: Monitor | None = None,
 ) -> Executor:
     """A rank's executor, whose stages are those of several replicas, with its transport's buffers reserved."""
     executor = Executor(
@@ -117,7 +118,7 @@ def routed_executor(
         BatchShapes(SPEC, SPEC, SPEC),
         transport,
         Pacing(None, ()),
-        Monitor(rank, program.placement),
+        monitor or Monitor(rank, program.placement),
         time.monotonic,
         timeout,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -17,9 +18,13 @@ from adaptra.errors import ScheduleError
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.program import Program
 from adaptra.program.verify import verify
+from adaptra.runtime.detection.monitor import Monitor
 from adaptra.runtime.transports.local import LocalHub
 from adaptra.runtime.worker.program_messages import MessageShapes
 from adaptra.simulation.cost import CostModel
+
+LATE = 0.5
+"""Seconds."""
 
 Outcome = tuple[dict[tuple[int, int], float], dict[tuple[int, int], float], dict[tuple[int, int], float]]
 """Losses by (replica, microbatch), and the weight gradients and the buffer by (replica, stage)."""
@@ -125,3 +130,34 @@ def test_buffers_change_in_the_order_of_their_replica_wherever_its_microbatches_
         assume("deadlock" not in str(error))
         raise
     assert run(program, WITH_BUFFERS) == computed_alone(program)
+
+
+class Late(Doubling):
+    """A stage whose first W ends half a second late."""
+
+    def weight_grad(self, microbatch: int) -> None:
+        time.sleep(LATE if microbatch == 0 else 0.0)
+        super().weight_grad(microbatch)
+
+
+def test_a_wait_for_another_workers_sums_is_no_part_of_w() -> None:
+    """Otherwise who continues them would look slow, and get a share for that."""
+    shared = Program.parse(
+        "schedule shared version=2 stages=1 microbatches=2\nworkers 0 1\nroute 0 0 by 1\nroute 0 1 by 0\nroute 1 0-1 by 1\n"
+        "0: 0:0F1 0:0I1 0:0W1 0REDUCE 0STEP\n1: 0:0F0 0:0I0 0:0W0 1:0F0 1:0I0 1:0W0 1:0F1 1:0I1 1:0W1 0REDUCE 0STEP\n"
+    )
+    program = InsertComm("ahead").apply(shared, CostModel.uniform(1, 1.0, 1.0, 1.0))
+    hub, monitor = LocalHub(2), Monitor(0, (0,))
+    home = routed_executor(program, 0, hub.transport(0), {(0, 0): Doubling(last=True)}, monitor=monitor)
+    other: dict[tuple[int | None, int], Doubling] = {(0, 0): Late(last=True), (1, 0): Doubling(last=True)}
+    peer = routed_executor(program, 1, hub.transport(1), other)
+    inputs, targets = numbers(program, 0), numbers(program, 1)
+    started = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(one.run, 0, inputs[rank], targets[rank]) for rank, one in enumerate((home, peer))]
+        for one in runs:
+            one.result(SOON)
+    measured = monitor.end_step(0, started, time.monotonic())
+    (stage,) = measured.stages
+    assert measured.seconds >= LATE
+    assert stage.weight_grad is not None and stage.weight_grad < LATE / 2
