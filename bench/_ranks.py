@@ -157,10 +157,10 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).mean()
 
 
-def small_problem(stages: int, microbatches: int, width: int = WIDTH) -> dict[str, Any]:
-    """The arguments of adaptra.compile for a model of one layer per stage."""
+def small_problem(stages: int, microbatches: int, width: int = WIDTH, rows: int = 2) -> dict[str, Any]:
+    """The arguments of adaptra.compile for a model of one layer per stage, with ``rows`` rows in a microbatch."""
     torch.manual_seed(0)
-    inputs = torch.randn(2 * microbatches, width)
+    inputs = torch.randn(rows * microbatches, width)
     return {
         "model": nn.Sequential(*(layer(width) for _ in range(stages))),
         "stages": stages,

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _ranks import WIDTH, change_links, layer, run_on_hosts, run_on_ranks, squared_error, timed_in_a_row
+from _ranks import WIDTH, change_links, run_on_hosts, run_on_ranks, small_problem, timed_in_a_row
 from _table import Row, parser, print_rows
-from torch import nn
 
 import adaptra
 from adaptra.runtime.control.events import ControlEvent, EventKind
@@ -31,20 +30,6 @@ REACTION = 3
 """Steps after an onset or a recovery that are not counted."""
 
 ROUTED = (EventKind.SHARED, EventKind.DETOURED)
-
-
-def problem(stages: int, microbatches: int, rows: int) -> dict[str, Any]:
-    """The arguments of adaptra.compile for a model of one layer per stage, with ``rows`` rows in a microbatch."""
-    torch.manual_seed(0)
-    inputs = torch.randn(rows * microbatches, WIDTH)
-    return {
-        "model": nn.Sequential(*(layer() for _ in range(stages))),
-        "stages": stages,
-        "microbatches": microbatches,
-        "example_inputs": (inputs, torch.zeros_like(inputs)),
-        "loss": squared_error,
-        "split": [str(stage) for stage in range(1, stages)],
-    }
 
 
 def train(
@@ -78,7 +63,7 @@ def measure(
             faults=list(faults) if is_disturbed else [],
             on_event=told.append,
         )
-        given = problem(stages, microbatches, rows)
+        given = small_problem(stages, microbatches, rows=rows)
         digest = hashlib.sha256()
         times: list[float] = []
         with adaptra.compile(**given, options=options) as pipe:
