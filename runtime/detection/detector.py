@@ -173,7 +173,8 @@ class Detector:
         levels = {edge: flight.level for edge, flight in self._flights.items() if edge not in unsteady}
         edges = self._clocks.correct(edges, levels, self._least_change)
         pauses = {stage.stage: one.pause for one in measurements for stage in one.stages}
-        losses = [self._observe_path(edge, max(pauses[edge.source], pauses[edge.destination])) for edge in edges]
+        used = [edge for edge in edges if edge.messages > 0]
+        losses = [self._observe_path(edge, max(pauses[edge.source], pauses[edge.destination])) for edge in used]
         steady = [edge for edge in edges if (edge.source, edge.destination) not in unsteady]
         moved = (*map(self._observe_stage, stages), *losses, *map(self._observe_edge, steady))
         changes = tuple(change for change in moved if change is not None)
@@ -236,12 +237,18 @@ class Detector:
         return StageChange(stage, was, now, level.calibrated, healed, flapping, confidence)
 
     def _says_nothing(self, measured: EdgeMeasurement) -> bool:
-        """Return True if most messages were late by stalls, which are no change of level.
+        """Return True if most messages were late by stalls, which are no change of level, or if a probe alone is too little.
 
-        That happens on a lossy path, and when one stall follows another.
+        Stalls are most on a lossy path, and when one follows another. A probe alone tells of an edge's latency. Where messages
+        are late for another reason, their rate or losses, it tells nothing.
         """
         edge, stalls = (measured.source, measured.destination), measured.stalls
-        if edge not in self._paths or 2 * stalls.late <= measured.messages:
+        if edge not in self._paths:
+            return False
+        if measured.messages == 0:
+            narrow = self._occupancies[edge].level > self._edge_limit(self._flights[edge].calibrated)
+            return narrow or self._paths[edge].loss is not None
+        if 2 * stalls.late <= measured.messages:
             return False
         return self._paths[edge].loss is not None or (stalls.count > 0 and bool(self._flights[edge].suspects))
 

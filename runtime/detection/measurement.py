@@ -80,7 +80,10 @@ class Stalls:
 
 @dataclass(frozen=True, slots=True)
 class EdgeMeasurement:
-    """One incoming directed edge in one step: its estimate, messages, stalls, and the seconds that ops waited for messages."""
+    """One incoming directed edge in one step: its estimate, messages, stalls, and the seconds that ops waited for messages.
+
+    Without messages the estimate is the flight of a probe.
+    """
 
     source: int
     destination: int
@@ -189,7 +192,7 @@ def _read_stage(fields: Fields) -> StageMeasurement:
 
 def _read_edge(fields: Fields) -> EdgeMeasurement:
     source, destination = fields.whole("source"), fields.whole("destination")
-    messages, waiting = fields.whole("messages", at_least=1), fields.number("waiting")
+    messages, waiting = fields.whole("messages"), fields.number("waiting")
     estimate = EdgeEstimate(fields.instant("flight"), fields.number_or_none("occupancy"), fields.number_or_none("spacing"))
     stalls = Stalls(fields.whole("stalls"), fields.whole("late"), fields.number("lateness"))
     fields.end()

@@ -18,6 +18,7 @@ from adaptra.program import Kind, Op, Program, parse_recorded_op
 from adaptra.program.placement import stages_of
 from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.detection.measurement import (
+    EdgeEstimate,
     EdgeMeasurement,
     ReduceTimes,
     StageMeasurement,
@@ -319,6 +320,9 @@ class Monitor:
                 probe = None  # it may have queued behind that message
             estimate = estimate_edge(prompt, probe)
             found.append(EdgeMeasurement(*edge, len(mine), waiting[edge], estimate, stalls))
+        # Edges whose messages take other routes. A probe alone tells of the latency, and nothing of the rate.
+        alone = {edge: arrived - sent for edge, (sent, arrived) in self._probes.items() if edge not in messages}
+        found += [EdgeMeasurement(*edge, 0, 0.0, EdgeEstimate(alone[edge], None, None)) for edge in sorted(alone)]
         return tuple(found)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from policy_world import PolicyWorld
 
 from adaptra.program import Program
+from adaptra.program.routing import Routing
 from adaptra.program.schedules import one_f_one_b
 from adaptra.runtime.control.job_planning import JobPlanning
 from adaptra.runtime.control.plan import Plan
@@ -38,9 +39,15 @@ def job_world() -> PolicyWorld:
 
 
 def measured(
-    step: int, costs: Mapping[int, CostModel] | None = None, noise: random.Random | None = None
+    step: int,
+    costs: Mapping[int, CostModel] | None = None,
+    noise: random.Random | None = None,
+    routing: Routing | None = None,
 ) -> list[StepMeasurement]:
-    """What all workers measure in a step under each replica's costs, which scatter by two hundredths with ``noise``."""
+    """What all workers measure in a step under each replica's costs, which scatter by two hundredths with ``noise``.
+
+    Over links that no route takes there are only probes, whose flights have no occupancy.
+    """
 
     def scattered(value: float) -> float:
         return value if noise is None else value * noise.gauss(1.0, 0.02)
@@ -50,14 +57,19 @@ def measured(
         cost = (costs or {}).get(replica, COST)
         for stage in range(STAGES):
             f, i, w = (scattered(one[stage]) for one in (cost.forward, cost.input_grad, cost.weight_grad))
-            edges = tuple(
-                EdgeMeasurement(near, stage, MICROBATCHES, 0.0, EdgeEstimate(scattered(cost.latency(near, stage)), None, 0.01))
-                for near in (stage - 1, stage + 1)
-                if 0 <= near < STAGES
-            )
             worker = replica * STAGES + stage
+            edges: list[EdgeMeasurement] = []
+            for near in (stage - 1, stage + 1):
+                if 0 <= near < STAGES:
+                    latency, occupancy = scattered(cost.latency(near, stage)), cost.occupancy(near, stage)
+                    estimate = EdgeEstimate(latency + occupancy, occupancy or None, occupancy or 0.01)
+                    messages = MICROBATCHES
+                    ends = {worker, replica * STAGES + near}
+                    if routing is not None and not any(ends <= set(route.workers) for route in routing.routes):
+                        messages, estimate = 0, EdgeEstimate(latency, None, None)
+                    edges.append(EdgeMeasurement(near, stage, messages, 0.0, estimate))
             stages = (StageMeasurement(stage, f, i, w, None),)
-            found.append(StepMeasurement(worker, step, scattered(SECONDS), stages, edges))
+            found.append(StepMeasurement(worker, step, scattered(SECONDS), stages, tuple(edges)))
     return found
 
 

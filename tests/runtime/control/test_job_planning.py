@@ -53,6 +53,28 @@ def test_plans_of_a_late_link_are_those_of_both_replicas() -> None:
     assert during.remedy in (JobRemedy.REORDER, JobRemedy.DETOUR) and "replica 1" in during.reason
 
 
+def test_microbatches_come_back_from_a_detour_once_the_link_is_no_longer_late() -> None:
+    """No message takes the link meanwhile, but its probes are late and then are not."""
+    late = COST.with_latency(0, 1, 0.3).with_latency(1, 0, 0.3)
+    world = job_world()
+    routed: list[bool] = []
+    for step in range(40):
+        routing = world.plan.program.routing
+        world.step(measured(step, {1: late} if ONSET <= step < HEALED else None, routing=routing))
+        routed.append(world.plan.is_routed)
+    assert all(routed[ONSET + 3 : HEALED]) and not any(routed[HEALED + 5 :])
+
+
+def test_a_probe_does_not_tell_that_a_link_is_wide_again() -> None:
+    """A few bytes are as fast over a narrow link, so microbatches stay where they are until something else is known."""
+    narrow = COST.with_occupancy(0, 1, 0.3).with_occupancy(1, 0, 0.3)
+    world = job_world()
+    for step in range(60):
+        world.step(measured(step, {1: narrow} if step >= ONSET else None, routing=world.plan.program.routing))
+    assert world.plan.is_routed
+    assert len([event for event in world.events(EventKind.DETECTED) if event.step > ONSET + 3]) == 0
+
+
 def test_a_job_that_only_scatters_is_not_shared() -> None:
     noise, world = random.Random(3), job_world()
     for step in range(1500):

@@ -82,6 +82,18 @@ def test_what_was_sent_before_its_receiver_began_the_step_is_no_slow_link() -> N
     assert edge.estimate.flight == pytest.approx(0.001)
 
 
+def test_an_edge_whose_messages_take_other_routes_is_measured_by_its_probe() -> None:
+    monitor = Monitor(1, (0, 1, 2))
+    monitor.message(Kind.SEND_F, 0, 1, 0, 64, 10.0, 10.0, 11.0, 11.5)
+    monitor.probe(2, 1, 10.0, 10.03)
+    measurement = monitor.end_step(1, 9.0, 12.0)
+    forward, alone = measurement.edges
+    assert (forward.source, forward.messages > 0) == (0, True)
+    assert (alone.source, alone.messages, alone.estimate.occupancy) == (2, 0, None)
+    assert alone.estimate.flight == pytest.approx(0.03)
+    assert StepMeasurement.from_json(measurement.to_json()) == measurement
+
+
 def test_only_the_last_steps_are_kept() -> None:
     monitor = Monitor(1, (0, 1), keep=3)
     for step in range(10):
