@@ -21,6 +21,7 @@ from adaptra.runtime.options.rank_agreement import agreed_values, describe_value
 
 OTHERS: dict[str, Any] = {
     "adapt": False,
+    "share": False,
     "schedule": "gpipe",
     "expected_delays": {(1, 2): {0.0: 0.9, 0.06: 0.1}},
     "seed": 1,
