@@ -5,6 +5,8 @@ while those still work, however slow the link.
 
 Some ranks receive them at the end instead, because the losses would queue with other messages:
 
+- A rank that shares parameters with the last stage, where each rank has one stage. Its gradients take the same channel, and a
+  channel's messages are received in the order of their sends.
 - A rank to which the last stage's rank sends activations, those of another of its stages, which take that channel.
 - All ranks, if two ranks have one queue for everything. There a receive of the losses would block the ops that lead to them.
 """
@@ -29,6 +31,7 @@ class LossBroadcast:
         placement: ``placement[stage]`` is the stage's rank.
         microbatches: Microbatches per step.
         loss: The loss of one microbatch: a scalar, or a sum and its weight.
+        sharing: The ranks that share parameters with the last stage.
         transport: Carries the messages.
     """
 
@@ -38,6 +41,7 @@ class LossBroadcast:
         placement: Sequence[int],
         microbatches: int,
         loss: TensorSpec,
+        sharing: Collection[int],
         transport: Transport,
     ) -> None:
         self._rank = rank
@@ -46,7 +50,8 @@ class LossBroadcast:
         self._spec: MessageSpec = (TensorSpec((microbatches, *loss.shape), loss.dtype),)
         others = sorted(set(placement) - {self._source})
         busy = {there for here, there in pairwise(placement) if here == self._source}
-        in_line = others if transport.contract.in_order else busy
+        is_straight = len(set(placement)) == len(placement)
+        in_line = others if transport.contract.in_order else busy.union(sharing if is_straight else ())
         self._at_once = [other for other in others if other not in in_line]
         self._at_the_end = [other for other in others if other in in_line]
         self._transport = transport
@@ -59,7 +64,7 @@ class LossBroadcast:
         return {} if self._rank == self._source else {(self._source, self._spec): 1}
 
     def begin_step(self, step: int) -> None:
-        """Post the receive of a step's losses, after the probes."""
+        """Post the receive of a step's losses, after the probes and before shared gradients."""
         self._step = step
         if self._rank in self._at_once:
             self._pending = self._receive()

@@ -8,7 +8,7 @@ to the stage that owns the parameter, one message per microbatch, each contribut
 in autograd's order as soon as all have arrived.
 
 Contributions of all stages of a rank to owners on another one are in one message. It leaves when the last of them has run W.
-Messages have a class of channels of their own, since activations may go both ways between ranks with several stages.
+Ranks with several stages send these messages in the bulk class of channels, since activations go both ways between them.
 
 Contributions of stages on the owner's rank wait there. No op waits for them before the end of the step. Then the owner sends
 the sum back, so that every copy takes the same optimizer step and all copies stay equal.
@@ -165,6 +165,9 @@ class Gradients:
         self._replica, computed = foreign or (0, None)
         self._owned = [one for one in here if placement[one.owner] == rank]
         self._messages = _SharedMessages(rank, here, placement, computed)
+        is_straight = len(set(placement)) == len(placement)
+        self._gradient = Purpose.SHARED_GRADIENT if is_straight else Purpose.RANK_GRADIENTS
+        self._sum = Purpose.SHARED_SUM if is_straight else Purpose.RANK_SUMS
         self._away: AwayFromHome | None = None
         self._own: dict[int, dict[tuple[int, str], list[Tensor]]] = {}
         self._ended: dict[int, set[int]] = {}
@@ -227,7 +230,7 @@ class Gradients:
             # Stages run W in microbatch order, so these messages leave in that order too.
             if stage in (needed := self._messages.complete_by[edge]) and needed <= ended:
                 gradients = [gradient for key in dict.fromkeys(contents) for gradient in own.pop(key)]
-                self._send(Purpose.SHARED_GRADIENT, edge, microbatch, [name for _, name in contents], gradients)
+                self._send(self._gradient, edge, microbatch, [name for _, name in contents], gradients)
         if not own:
             del self._own[microbatch]
         self._add_up(wait=False)
@@ -273,10 +276,8 @@ class Gradients:
         for edge, names in self._messages.sums_to.items():
             # Copies: replicas, clipping and the optimizer may write to the gradients before the message has left.
             sums = [_gradient(self._parameters[name]).clone() for name in names]
-            self._send(Purpose.SHARED_SUM, edge, 0, names, sums)
-        returning = {
-            edge: self._receive(Purpose.SHARED_SUM, edge, 0, names) for edge, names in self._messages.sums_from.items()
-        }
+            self._send(self._sum, edge, 0, names, sums)
+        returning = {edge: self._receive(self._sum, edge, 0, names) for edge, names in self._messages.sums_from.items()}
         for edge, pending in returning.items():
             for name, gradient in zip(self._messages.sums_from[edge], pending.wait(self._timeout), strict=True):
                 self._parameters[name].grad = torch.empty_like(self._parameters[name]).copy_(gradient)
@@ -321,8 +322,8 @@ class Gradients:
     def _receive_contributions(self, edge: Edge, microbatch: int, names: Sequence[str]) -> Pending:
         worker = self._worker_away(edge[0], microbatch)
         if self._away is None or worker is None:
-            return self._receive(Purpose.SHARED_GRADIENT, edge, microbatch, names)
-        identity = Identity(self._step, Purpose.SHARED_GRADIENT, *edge, microbatch, self._spec(names), self._away.replica)
+            return self._receive(self._gradient, edge, microbatch, names)
+        identity = Identity(self._step, self._gradient, *edge, microbatch, self._spec(names), self._away.replica)
         return self._away.transport.receive(worker, identity)
 
     def _spec(self, names: Sequence[str]) -> MessageSpec:

@@ -54,8 +54,8 @@ class ChannelClass(IntEnum):
     BACKWARD = 1
     """Gradients of activations, and what never meets activations in a queue."""
     BULK = 2
-    """What one worker does for another's replica, sums of weight gradients, and gradients of shared parameters. It gives way to
-    the other classes where a transport can order messages."""
+    """What one worker does for another's replica, sums of weight gradients, and shared gradients of ranks with several stages.
+    It gives way to the other classes where a transport can order messages."""
 
 
 class Purpose(Enum):
@@ -94,6 +94,10 @@ class Purpose(Enum):
     """A part of a replica's gradients, for the sum over replicas."""
     BUFFERS = "buffers"
     """The buffers that a stage changes, for the worker of the next microbatch; or behind the last one, for their home."""
+    RANK_GRADIENTS = "shared gradients of a rank"
+    """The contributions of all stages of a rank with several, for the rank that owns the parameters."""
+    RANK_SUMS = "shared gradients' sums of a rank"
+    """The sums of such contributions, for every other rank that has copies."""
 
 
 PURPOSE_OF: Final = {Kind.SEND_F: Purpose.ACTIVATION, Kind.SEND_B: Purpose.GRADIENT, Kind.SEND_W: Purpose.ACCUMULATOR}
@@ -103,7 +107,7 @@ _SENT_BY: Final = {purpose: kind for kind, purpose in PURPOSE_OF.items()}
 _OF_EACH_MICROBATCH: Final = frozenset(
     (
         *(Purpose.OUTPUT, Purpose.INPUT_GRADIENT, Purpose.SHARED_GRADIENT),
-        *(Purpose.INPUT, Purpose.TARGET, Purpose.RESULT, Purpose.BUFFERS),
+        *(Purpose.INPUT, Purpose.TARGET, Purpose.RESULT, Purpose.BUFFERS, Purpose.RANK_GRADIENTS),
     )
 )
 
@@ -148,9 +152,9 @@ class Identity:
                 return ChannelClass.BACKWARD
             case Purpose.ACTIVATION | Purpose.OUTPUT | Purpose.LOSS:
                 return ChannelClass.FORWARD
-            case Purpose.PROBE | Purpose.GRADIENT_NORM | Purpose.MODEL_STATE:
+            case Purpose.SHARED_GRADIENT | Purpose.SHARED_SUM | Purpose.PROBE | Purpose.GRADIENT_NORM | Purpose.MODEL_STATE:
                 return ChannelClass.BACKWARD if self.source < self.destination else ChannelClass.FORWARD
-            case Purpose.SHARED_GRADIENT | Purpose.SHARED_SUM:  # between ranks with several stages, activations go both ways
+            case Purpose.RANK_GRADIENTS | Purpose.RANK_SUMS:  # between ranks with several stages, activations go both ways
                 return ChannelClass.BULK
             case Purpose.INPUT | Purpose.TARGET | Purpose.RESULT | Purpose.ACCUMULATOR | Purpose.TERM:
                 return ChannelClass.BULK

@@ -83,7 +83,8 @@ class StepParts:
         self._step_gradients = None if reduction is Reduction.MEAN else StepGradients(self.trainable)
         # A pipeline without a loss broadcasts none, and a scalar stands for it.
         loss = last.outputs[0] if compiled.with_loss else TensorSpec((), last.outputs[0].dtype)
-        self._losses = LossBroadcast(rank, placement, microbatches, loss, transport)
+        sharing = {placement[stage] for one in compiled.tied if last.index in one.stages for stage in one.stages}
+        self._losses = LossBroadcast(rank, placement, microbatches, loss, sharing, transport)
         self._probes = Probes(rank, placement, transport, monitor)
         self.replica: Final = 0 if replicas is None else replicas.index
         self._compiled = compiled

@@ -24,7 +24,7 @@ def job(*placement: int, in_order: bool = False) -> list[LossBroadcast]:
     for transport in transports:
         transport.contract = replace(transport.contract, in_order=in_order)
     losses = [
-        LossBroadcast(rank, placement, MICROBATCHES, TensorSpec((), torch.float32), transport)
+        LossBroadcast(rank, placement, MICROBATCHES, TensorSpec((), torch.float32), (), transport)
         for rank, transport in enumerate(transports)
     ]
     for one, transport in zip(losses, transports, strict=True):
