@@ -33,7 +33,7 @@ from adaptra.planning.explanation import explain
 from adaptra.planning.layout_change import RoleChange, SplitChange
 from adaptra.planning.replicas.job_explanation import explain_job
 from adaptra.program.roles import Roles
-from adaptra.program.routing import Route
+from adaptra.program.routing import Route, Routing
 from adaptra.report import drawing, perfetto, picture
 from adaptra.report.files import check_suffix
 from adaptra.report.stage_table import stage_table
@@ -436,11 +436,8 @@ class Pipeline(NotAModule):
         Without a slow worker or link each replica has one route, through its own workers.
         """
         program = self.plan.program
-        if program.routing is not None:
-            return program.routing.routes
-        ranks = len(set(program.placement))
-        rows = [tuple(replica * ranks + rank for rank in program.placement) for replica in range(self.replicas)]
-        return tuple(Route(replica, range(program.microbatches), row) for replica, row in enumerate(rows))
+        routing = program.routing or Routing.at_home(program.placement, self.replicas, program.microbatches)
+        return routing.routes
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Let this optimizer's state move with the parameters, so that changes of roles and cuts need not be given it.

@@ -19,6 +19,7 @@ from adaptra.errors import PlanError
 from adaptra.planning.planner import plan
 from adaptra.planning.published import paper_rule, uniform_slack
 from adaptra.program import Program
+from adaptra.program.placement import has_several
 from adaptra.program.schedules import GENERATORS, generate
 from adaptra.renamed import former_keyword
 from adaptra.simulation.cost import Case, CostModel
@@ -135,7 +136,7 @@ def _candidates(
         yield search(replace(case, cost=cost))
     if incumbent is not None:
         yield incumbent
-    if len(set(case.placement)) == len(case.placement):
+    if not has_several(case.placement):
         yield uniform_slack(case, in_flight=in_flight)
         yield paper_rule(replace(case, cost=harshest), in_flight=in_flight)
     if case.placement == tuple(range(case.cost.stages)):

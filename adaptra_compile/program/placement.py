@@ -23,6 +23,11 @@ def is_straight(placement: Sequence[int]) -> bool:
     return tuple(placement) == in_turn(len(placement))
 
 
+def has_several(placement: Sequence[int]) -> bool:
+    """Return whether a rank has several stages, whatever the ranks' numbers."""
+    return len(set(placement)) < len(placement)
+
+
 def stages_of(rank: int, placement: Sequence[int]) -> tuple[int, ...]:
     """Return the stages on a rank. ``placement[stage]`` is the stage's rank."""
     return tuple(stage for stage, holder in enumerate(placement) if holder == rank)

@@ -98,7 +98,13 @@ class Routing:
     @staticmethod
     def healthy(replicas: int, stages: int, microbatches: int) -> Routing:
         """Return the routing in which every replica computes its own microbatches, by the workers replica · stages + stage."""
-        grid = tuple(tuple(range(replica * stages, (replica + 1) * stages)) for replica in range(replicas))
+        return Routing.at_home(range(stages), replicas, microbatches)
+
+    @staticmethod
+    def at_home(placement: Sequence[int], replicas: int, microbatches: int) -> Routing:
+        """Return the same for any placement: rank r of replica p is worker p · ranks + r."""
+        ranks = max(placement) + 1
+        grid = tuple(tuple(replica * ranks + rank for rank in placement) for replica in range(replicas))
         return Routing.of_paths(grid, [[path] * microbatches for path in grid])
 
     @staticmethod

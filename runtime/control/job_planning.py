@@ -10,7 +10,7 @@ from adaptra.planning.replicas.job_remedies import JobRemedy, compare_remedies
 from adaptra.planning.replicas.joined_programs import crossed_replicas, join, order_of_replica
 from adaptra.planning.replicas.measured_jobs import UpdateSeconds, measured_case
 from adaptra.program import Program
-from adaptra.program.routing import Grid
+from adaptra.program.routing import Grid, Routing
 from adaptra.runtime.control.plan import MAX_REASON, Edges, Plan
 from adaptra.runtime.control.replanning import Planning
 from adaptra.runtime.detection.detector import Detection
@@ -43,7 +43,7 @@ class JobPlanning(Planning):
 
     def workers(self, case: Case) -> Grid:
         """Return the workers of each stage by replica."""
-        return JobCase.of(case, self.replicas).grid
+        return Routing.at_home(case.placement, self.replicas, case.microbatches).workers
 
     def detector(self, cost: CostModel, options: DetectorOptions) -> JobDetector:
         """Return the detector of changes of all replicas, which begins with these costs of each."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.program.placement import has_several
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 
 
@@ -50,8 +51,7 @@ class LossBroadcast:
         self._spec: MessageSpec = (TensorSpec((microbatches, *loss.shape), loss.dtype),)
         others = sorted(set(placement) - {self._source})
         busy = {there for here, there in pairwise(placement) if here == self._source}
-        is_straight = len(set(placement)) == len(placement)
-        in_line = others if transport.contract.in_order else busy.union(sharing if is_straight else ())
+        in_line = others if transport.contract.in_order else busy.union(() if has_several(placement) else sharing)
         self._at_once = [other for other in others if other not in in_line]
         self._at_the_end = [other for other in others if other in in_line]
         self._transport = transport

@@ -19,6 +19,7 @@ from typing import Final
 import torch
 
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.program.placement import has_several
 from adaptra.runtime.detection.monitor import Monitor
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 
@@ -38,7 +39,7 @@ class Probes:
     def __init__(self, rank: int, placement: Sequence[int], transport: Transport, monitor: Monitor) -> None:
         self._rank = rank
         stages = len(placement)
-        is_in_line = transport.contract.in_order or stages > len(set(placement))
+        is_in_line = transport.contract.in_order or has_several(placement)
         neighbours = () if is_in_line else (rank - 1, rank + 1)
         self._neighbours = tuple(stage for stage in neighbours if 0 <= stage < stages)
         self._transport = transport

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
-from adaptra.program.placement import Edge, stages_of
+from adaptra.program.placement import Edge, has_several, stages_of
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 
 Content = TypeVar("Content")
@@ -165,9 +165,9 @@ class Gradients:
         self._replica, computed = foreign or (0, None)
         self._owned = [one for one in here if placement[one.owner] == rank]
         self._messages = _SharedMessages(rank, here, placement, computed)
-        is_straight = len(set(placement)) == len(placement)
-        self._gradient = Purpose.SHARED_GRADIENT if is_straight else Purpose.RANK_GRADIENTS
-        self._sum = Purpose.SHARED_SUM if is_straight else Purpose.RANK_SUMS
+        several = has_several(placement)
+        self._gradient = Purpose.RANK_GRADIENTS if several else Purpose.SHARED_GRADIENT
+        self._sum = Purpose.RANK_SUMS if several else Purpose.SHARED_SUM
         self._away: AwayFromHome | None = None
         self._own: dict[int, dict[tuple[int, str], list[Tensor]]] = {}
         self._ended: dict[int, set[int]] = {}

@@ -35,9 +35,7 @@ def join(programs: Sequence[Program]) -> Program:
                 f"{program.microbatches} microbatches: expected those of replica 0, "
                 f"{','.join(map(str, first.placement))} and {first.microbatches}"
             )
-    ranks = max(first.placement) + 1
-    rows = tuple(tuple(replica * ranks + rank for rank in first.placement) for replica in range(len(programs)))
-    routing = Routing.of_paths(rows, [[row] * first.microbatches for row in rows])
+    routing = Routing.at_home(first.placement, len(programs), first.microbatches)
     orders = tuple(
         tuple(replace(op, replica=replica) for op in order)
         for replica, program in enumerate(programs)
