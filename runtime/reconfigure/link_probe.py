@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from adaptra.simulation.links import Link
 
 ROUND_TRIPS: Final = 3
-"""The number of round trips of a few bytes; the fastest counts."""
+"""The number of round trips of each size; the fastest counts, since a busy host delays some."""
 
 BULK_BYTES: Final = 1 << 18
 """The size of the message that measures how long bytes occupy a link."""
@@ -34,11 +34,12 @@ def measure_links(group: ProcessGroup) -> dict[tuple[int, int], Link]:
     for peer in peers(rank, ranks):
         small, bulk = torch.zeros(1, dtype=torch.uint8), torch.zeros(BULK_BYTES, dtype=torch.uint8)
         if rank < peer:
-            latency = min(_to_and_fro(group, peer, small) for _ in range(ROUND_TRIPS)) / 2
-            whole = _to_and_fro(group, peer, bulk) / 2
+            latency, whole = (
+                min(_to_and_fro(group, peer, message) for _ in range(ROUND_TRIPS)) / 2 for message in (small, bulk)
+            )
             found[rank, peer] = torch.tensor([latency, max(0.0, whole - latency) / BULK_BYTES])
         else:
-            for message in (*(small,) * ROUND_TRIPS, bulk):
+            for message in (*(small,) * ROUND_TRIPS, *(bulk,) * ROUND_TRIPS):
                 group.recv([message], peer, 0).wait()
                 group.send([message], peer, 0).wait()
     group.allreduce([found]).wait()
