@@ -20,8 +20,8 @@ from torch._dynamo.exc import InvalidBackend
 from torch.fx.passes.split_module import split_module
 
 from adaptra.errors import CaptureError, OptionError
-from adaptra.graph.backward.split import ListCodeGen
 from adaptra.graph.compile import CompiledStages
+from adaptra.graph.ops.list_code import ListCodeGen
 from adaptra.graph.ops.random_state import run_seeded
 from adaptra.graph.stages.stage_graphs import EvalGraphs, StageGraphs
 from adaptra.graph.stages.stages import EvalStage, TrainStage

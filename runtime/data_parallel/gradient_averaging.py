@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,11 +85,18 @@ class Replicas:
         """Set how sums are computed from now on; arguments are those of :class:`.collectives.engine.GroupSum`."""
         self._sums = {one: GroupSum(one, algorithm=algorithm, limit=limit, dtype=dtype) for one in self._sums}
 
-    def combine_gradients(self, parameters: Iterable[Tensor], *, mean: bool = True) -> int:
+    def combine_gradients(
+        self, parameters: Sequence[Tensor], *, mean: bool = True, wait: Callable[[int], None] | None = None
+    ) -> int:
         """Replace every gradient by its mean over the replicas, or by their sum.
 
         The sum is the left fold in the replicas' order, see :mod:`.collectives.fold`, and the copies stay bitwise equal. Waits
         for the replicas' ranks of this stage alone: other stages may still compute.
+
+        Args:
+            parameters: The parameters, in the same order on all replicas.
+            mean: Whether to divide by the number of replicas.
+            wait: Returns when the gradient of the parameter of this number is complete. None if all are.
 
         Returns:
             The bytes of the gradients.
@@ -97,20 +104,26 @@ class Replicas:
         Raises:
             PeerLostError: Another replica has failed; says why if it could report it.
         """
-        gradients: list[Tensor] = []
-        for parameter in parameters:
+
+        def gradient(number: int) -> Tensor:
+            if wait is not None:
+                wait(number)
+            parameter = parameters[number]
             if parameter.grad is None:  # only here: another replica's part of the batch may have used the parameter
                 parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
-        self._combine(gradients, mean, self._group)
-        return sum(one.nbytes for one in gradients)
+            return parameter.grad
+
+        with self._naming_the_lost():
+            self._sums[self._group].combine_late(parameters, gradient, mean=mean)
+        return sum(one.nbytes for one in parameters)
 
     def combine_losses(self, losses: Tensor, *, mean: bool = True, aside: bool = False) -> Tensor:
         """Return the mean of the replicas' losses, or their sum, ``aside`` from a step or in it; raises as
         :meth:`combine_gradients`.
         """
         combined = losses.clone()  # the original may still be under way to other ranks
-        self._combine([combined], mean, self._aside if aside else self._group)
+        with self._naming_the_lost():
+            self._sums[self._aside if aside else self._group].combine([combined], mean=mean)
         return combined
 
     @property
@@ -159,10 +172,6 @@ class Replicas:
         """Wait for an operation under way; raises as :meth:`combine_gradients`."""
         with self._naming_the_lost():
             work.wait()
-
-    def _combine(self, tensors: Sequence[Tensor], mean: bool, group: dist.ProcessGroup) -> None:
-        with self._naming_the_lost():
-            self._sums[group].combine(tensors, mean=mean)
 
     @contextlib.contextmanager
     def _naming_the_lost(self) -> Generator[None]:

@@ -83,3 +83,14 @@ class Pacing:
         remaining = started + duration - time.monotonic()
         if remaining > 0:
             time.sleep(remaining)
+
+    def pad_part(self, stage: int, kind: Kind, step: int, started: float, share: float) -> None:
+        """Sleep until an emulated W or B that started at ``started`` has computed a share of its weights' gradients."""
+        if self.emulated is None:
+            return
+        factor = compute_factor(self.faults, stage, step)
+        weights = self.emulated.duration(stage, Kind.W)
+        before = self.emulated.duration(stage, kind) - weights
+        remaining = started + factor * (before + share * weights) - time.monotonic()
+        if remaining > 0:
+            time.sleep(remaining)

@@ -21,7 +21,8 @@ class Reduce:
             None: every addition rounds to the values' own dtype, as in torch.
         algorithm: The way of the terms. ``"direct"``: each part has an owner, which adds the terms of all. ``"chain"``: a sum
             passes from replica to replica and its result passes back. Both give the same bits.
-        bucket: The most bytes of gradients that travel as one tensor. None: 4 MiB for each replica.
+        bucket: The most bytes of gradients that travel as one tensor. A bucket leaves as soon as its gradients are complete,
+            while the last W computes others. None: 4 MiB for each replica.
 
     Raises:
         OptionError: An option is invalid; names it, the given value and the expected one.

@@ -138,14 +138,14 @@ class Executor:
                 started = time.monotonic(), self._mark()
                 grad_inputs = self._stages[op.replica, stage].input_grad(microbatch, grad_outputs)
                 if op.kind is Kind.B:
-                    self._stages[op.replica, stage].weight_grad(microbatch)
+                    self._weight_grad(op, started[0])
                 self._finish(op, started)
                 if stage > 0:
                     self._values[_made_by(Kind.I, op, stage)] = grad_inputs
             case Kind.W:
                 self._take_over_sums(op)
                 started = time.monotonic(), self._mark()
-                self._stages[op.replica, stage].weight_grad(microbatch)
+                self._weight_grad(op, started[0])
                 self._finish(op, started)
             case Kind.SEND_F:
                 self._messages.send(op, self._values.pop(_made_by(Kind.F, op, stage)))
@@ -172,6 +172,11 @@ class Executor:
             self._found(op.microbatch, outputs)
         else:
             self._foreign.keep(op, outputs)
+
+    def _weight_grad(self, op: Op, at: float) -> None:
+        """Run W, or the W of a B. An emulated device computes its gradients one after the other too."""
+        stage = self._stages[op.replica, op.stage]
+        stage.weight_grad(op.microbatch, lambda share: self._pacing.pad_part(op.stage, op.kind, self._step, at, share))
 
     def _finish(self, op: Op, started: tuple[float, Mark]) -> None:
         at, mark = started

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adaptra.graph.ops.random_state import RandomKey
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
-from adaptra.graph.stages.stages import EvalStage, TrainStage
+from adaptra.graph.stages.stages import EvalStage, Take, TrainStage
 from adaptra.runtime.step_messages.shared_gradients import Gradients
 from adaptra.runtime.worker.loss_reduction import Reduction
 
@@ -25,8 +25,8 @@ class Stage(Protocol):
         """Run I and return the gradients for the previous stage."""
         ...
 
-    def weight_grad(self, microbatch: int) -> None:
-        """Run W and accumulate the parameters' gradients."""
+    def weight_grad(self, microbatch: int, computed: Callable[[float], None]) -> None:
+        """Run W and accumulate the parameters' gradients. W may call ``computed`` with the share that it has computed."""
         ...
 
     def hand_over(self) -> tuple[Tensor, ...]:
@@ -61,6 +61,8 @@ class TrainingStage:
         await_buffers: Called before each F: waits until the buffers that the replicas share have arrived.
         reduction: The reduction of the microbatches' losses to the step's.
         changing: The names of the buffers that the stage changes.
+        complete: Called with the name of a parameter as soon as the last W has computed its gradient, if no other stage adds to
+            it. None if nobody needs it before the end of the step.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class TrainingStage:
         await_buffers: Callable[[], None],
         reduction: Reduction = Reduction.MEAN,
         changing: Sequence[str] = (),
+        complete: Callable[[str], None] | None = None,
     ) -> None:
         self._stage = stage
         self._state = state
@@ -91,6 +94,9 @@ class TrainingStage:
         self._steps_before = 0
         self._handed_over = gradients.unshared(stage.contributions)
         self._changing = [state[name] for name in changing]
+        self._complete = complete
+        # With one microbatch its gradients become the parameters' ``grad`` without a copy, which needs them all at the end.
+        self._in_turn = None if complete is None or microbatches == 1 else stage.weight_grad_in_turn()
 
     @property
     def changing(self) -> MessageSpec:
@@ -130,12 +136,32 @@ class TrainingStage:
         grad_inputs, self._saved[microbatch] = self._stage.run_input_grad(self._saved.pop(microbatch), grad_outputs)
         return grad_inputs
 
-    def weight_grad(self, microbatch: int) -> None:
-        """Run W and pass each gradient on."""
-        gradients = self._stage.run_weight_grad(self._saved.pop(microbatch))
-        for name, gradient, fresh in zip(self._stage.contributions, gradients, self._stage.fresh_gradients, strict=True):
-            self._gradients.add(self._stage.index, name, microbatch, gradient, fresh=fresh)
+    def weight_grad(self, microbatch: int, computed: Callable[[float], None]) -> None:
+        """Run W and pass each gradient on; those of the last microbatch one by one, if the sum over replicas waits for them."""
+        saved = self._saved.pop(microbatch)
+        if self._in_turn is not None and microbatch == self._microbatches - 1:
+            self._in_turn(saved, self._taking(microbatch, computed))
+        else:
+            gradients = self._stage.run_weight_grad(saved)
+            for name, gradient, fresh in zip(self._stage.contributions, gradients, self._stage.fresh_gradients, strict=True):
+                self._gradients.add(self._stage.index, name, microbatch, gradient, fresh=fresh)
         self._gradients.end_microbatch(self._stage.index, microbatch)
+
+    def _taking(self, microbatch: int, computed: Callable[[float], None]) -> Take:
+        """Return a function that takes W's gradients of a replica's last microbatch one by one."""
+        sizes = [self._state[name].nbytes for name in self._stage.contributions]
+        whole, done = max(1, sum(sizes)), 0
+
+        def take(number: int, gradient: Tensor) -> None:
+            nonlocal done
+            name = self._stage.contributions[number]
+            self._gradients.add(self._stage.index, name, microbatch, gradient)
+            done += sizes[number]
+            computed(done / whole)
+            if self._complete is not None and name in self._handed_over:
+                self._complete(name)
+
+        return take
 
     def hand_over(self) -> tuple[Tensor, ...]:
         """Return the sums of the weight gradients so far, which another worker continues. This stage then has none."""
@@ -257,7 +283,7 @@ class EvaluationStage:
         """Never called: an evaluation program is forward-only."""
         raise AssertionError(f"I of microbatch {microbatch} in an evaluation")
 
-    def weight_grad(self, microbatch: int) -> None:
+    def weight_grad(self, microbatch: int, computed: Callable[[float], None]) -> None:
         """Never called: an evaluation program is forward-only."""
         raise AssertionError(f"W of microbatch {microbatch} in an evaluation")
 

@@ -13,8 +13,10 @@ from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Program
 from adaptra.program.placement import stages_of
 from adaptra.program.routing import Routing
+from adaptra.runtime.data_parallel.collectives.buckets import bucket_bytes
 from adaptra.runtime.data_parallel.collectives.rounds import ALGORITHMS
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+from adaptra.runtime.data_parallel.gradient_sum import GradientSum
 from adaptra.runtime.data_parallel.replica_buffers import ReplicaBuffers
 from adaptra.runtime.detection.monitor import Monitor
 from adaptra.runtime.options import Options
@@ -98,10 +100,11 @@ class StepParts:
         self._seed = options.seed
         self._reduction = reduction
         self._timeout = options.timeout
+        self._sum = None if replicas is None else self._gradient_sum(replicas, options.reduce.bucket, mark)
         self.stages: Final = {stage: self._stage(self.replica, stage, self.gradients, state) for stage in own}
         self._foreign: dict[tuple[int, int], TrainingStage] = {}
         self._replicas = replicas
-        self._monitor, self._mark = monitor, mark
+        self._monitor = monitor
         if replicas is not None:
             reduce = options.reduce
             replicas.add_by(ALGORITHMS[reduce.algorithm], limit=reduce.bucket, dtype=reduce.dtype)
@@ -161,10 +164,16 @@ class StepParts:
             self._foreign[replica, number] = self._stage(replica, number, gradients, {**self._state, **buffers})
         return self._foreign[replica, number]
 
+    def _gradient_sum(self, replicas: Replicas, bucket: int | None, mark: Callable[[], Mark]) -> GradientSum:
+        late = {one.name for one in self._shared}.intersection(self.trainable)
+        bucket = bucket or bucket_bytes(len(replicas.ranks))
+        return GradientSum(replicas, self.trainable, late, bucket, self._reduction is Reduction.MEAN, mark)
+
     def _changing(self, stage: int) -> list[str]:
         return sorted(self._compiled.changing.intersection(self._compiled.train[stage].buffers))
 
     def _stage(self, replica: int, number: int, gradients: Gradients, state: Mapping[str, Tensor]) -> TrainingStage:
+        of_home = self._sum if gradients is self.gradients else None
         return TrainingStage(
             self._compiled.train[number],
             state,
@@ -176,6 +185,7 @@ class StepParts:
             reduction=self._reduction,
             await_buffers=self.buffers.wait,
             changing=self._changing(number),
+            complete=of_home.complete if of_home is not None and of_home.overlaps else None,
         )
 
     def receive_counts(self) -> Counter[tuple[int, MessageSpec]]:
@@ -212,13 +222,16 @@ class StepParts:
         for (replica, number), stage in self._foreign.items():
             begins = executor.program.holder(replica, number, 0) == worker
             stage.begin_sums(step, self.gradients if begins else None)
-        executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=self._losses.send)
-        self.gradients.end_step()
-        self.buffers.end()
-        if self._replicas is not None:  # while the stages that end later still compute
-            started = self._mark()
-            nbytes = self._replicas.combine_gradients(self.trainable.values(), mean=self._reduction is Reduction.MEAN)
-            self._monitor.reduce(started, self._mark(), nbytes)
+        if self._sum is None:
+            self._run_program(executor, step, inputs, targets)
+        else:  # from the last W on, and while the stages that end later still compute
+            self._sum.begin_step()
+            try:
+                self._run_program(executor, step, inputs, targets)
+            except BaseException:
+                self._sum.abandon()
+                raise
+            self._monitor.reduce(*self._sum.end_step())
         losses = self._end_losses()
         if self._step_gradients is not None:
             weighted = self._reduction is Reduction.WEIGHTED
@@ -226,6 +239,11 @@ class StepParts:
         self._hooks.end_step()
         self._probes.end_step(self._timeout)
         return losses
+
+    def _run_program(self, executor: Executor, step: int, inputs: Batch, targets: Batch) -> None:
+        executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=self._losses.send)
+        self.gradients.end_step()
+        self.buffers.end()
 
     def run_evaluation(
         self, executor: Executor, step: int, inputs: Batch, targets: Batch | None, microbatches: int

@@ -255,7 +255,7 @@ class Worker:
         with self._reporting_errors():
             found = self._phases.backward(kept, tangents)
             if self._replicas is not None:
-                self._replicas.combine_gradients(self._parts.trainable.values())
+                self._replicas.combine_gradients(list(self._parts.trainable.values()))
         self.monitor.begin_step()
         return found
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from processes import run_processes
 
+import adaptra
 from adaptra.planning.replicas.job_planner import plan_job
 from adaptra.program import Program
 from adaptra.program.routing import Routing
@@ -68,7 +69,7 @@ def train(schedule: str | Program, example: str = "gpt_dropout", transport: str 
     return found
 
 
-def train_with_all(schedule: str | Program) -> dict[str, Any]:
+def train_with_all(schedule: str | Program, bucket: int | None = None) -> dict[str, Any]:
     """What is left of steps with recomputed blocks, a weighted and scaled loss, and a hook on each parameter.
 
     The second half runs twice, the second time from a checkpoint that was taken between the halves.
@@ -90,7 +91,7 @@ def train_with_all(schedule: str | Program) -> dict[str, Any]:
 
     given: Any = Example("weighted", lambda: Checkpointed(dropout=0.2), tokens, loss)  # pyright: ignore[reportArgumentType]
     found: dict[str, Any] = {}
-    chosen = adaptra.Options(schedule=schedule, adapt=False)
+    chosen = adaptra.Options(schedule=schedule, adapt=False, reduce=adaptra.Reduce(bucket=bucket))
     arguments: dict[str, Any] = {"stages": 3, "microbatches": MICROBATCHES, "reduction": "weighted", "options": chosen}
     with compiled(given, given.rows(ROWS, 0), **arguments) as pipe:
         hooked: list[str] = []
@@ -162,6 +163,16 @@ def test_all_that_a_plain_step_has_holds_under_routes() -> None:
     for ((found, *_),) in check([(train_with_all, [SHARES, "exchanged paths"])]):
         assert found["first: scale 0"] < 2.0**126 < found["first: scale 2"] * 4, "one step was skipped, and others were not"
         assert found["hooked"], "hooks have run"
+
+
+def test_sums_that_begin_while_w_runs_change_no_number() -> None:
+    """In buckets of a layer, without routes and with them, beside tied weights, hooks and weighted losses."""
+    gpt = partial(train, reduce=adaptra.Reduce(bucket=16384))
+    mixed = partial(train, example="mixed", reduce=adaptra.Reduce(bucket=256))
+    jobs = [(gpt, [SHARES, "detours"]), (mixed, [SHARES]), (partial(train_with_all, bucket=16384), [SHARES])]
+    whole = run_processes(train_each, 6, [(train, []), (partial(train, example="mixed"), []), (train_with_all, [])])
+    for of_rank, expected in zip(check(jobs), whole, strict=True):
+        assert [found[0] for found in of_rank] == [found[0] for found in expected]
 
 
 def check(jobs: Sequence[tuple[Training, Sequence[str]]]) -> list[list[list[dict[str, Any]]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class Doubling:
         self._saved[microbatch] = (given, gradient)
         return (2 * gradient,)
 
-    def weight_grad(self, microbatch: int) -> None:
+    def weight_grad(self, microbatch: int, computed: Callable[[float], None]) -> None:
         self._run(f"W{microbatch}")
         given, gradient = self._saved.pop(microbatch)
         self.weight_gradients.append((given * gradient).item())

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.graph import CodeGen
 
 from adaptra.graph.backward.trace import TracedPiece
 from adaptra.graph.ops.checkpoints import repeatable
 from adaptra.graph.ops.fake import fake_like
+from adaptra.graph.ops.list_code import ListCodeGen
 from adaptra.graph.ops.ops import arguments_of, call, changes_in_place, changes_unsaid, is_random, is_view_node, results_of
 from adaptra.graph.ops.random_state import run_seeded
 
@@ -126,16 +126,6 @@ def build(
     graph.output(results)
     graph.set_codegen(ListCodeGen())
     return fx.GraphModule(torch.nn.Module(), graph), count
-
-
-class ListCodeGen(CodeGen):
-    """Generates code that takes all arguments in one list and empties it, so that each is freed after its last use."""
-
-    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
-        """Return the first lines of the function; see :class:`torch.fx.graph.CodeGen`."""
-        names = [name.split(":")[0].strip() for name in free_vars if name.split(":")[0].strip() != "self"]
-        unpack = f"    {', '.join(names)}, = values\n" if names else ""
-        return f"def {self._func_name}(self, values){maybe_return_annotation}:\n{unpack}    values.clear()"
 
 
 _aten = torch.ops.aten

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from adaptra.graph.ops.random_state import RandomKey
-from adaptra.graph.stages.stages import EvalStage, TrainStage, check
+from adaptra.graph.stages.results_in_turn import with_results_in_turn
+from adaptra.graph.stages.stages import EvalStage, Take, TrainStage, check
 
 NOTHING_RANDOM: Final = RandomKey(0, 0, 0)
 """Random key in evaluation mode, where models hardly ever draw random numbers."""
@@ -112,6 +113,16 @@ class StageGraphs(TrainStage):
         with torch.no_grad():
             results: list[Tensor] = self._weight_grad.forward(saved.take())
         return tuple(results)
+
+    def weight_grad_in_turn(self) -> Callable[[Saved, Take], None]:
+        """See :meth:`TrainStage.weight_grad_in_turn`."""
+        graph = with_results_in_turn(self._weight_grad)
+
+        def run(saved: Saved, take: Take) -> None:
+            with torch.no_grad():
+                graph.forward([*saved.take(), take])
+
+        return run
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ from torch import Tensor, fx, nn
 from adaptra.errors import BatchError
 from adaptra.graph.ops.random_state import RandomKey
 from adaptra.graph.ops.specs import MessageSpec
+
+Take = Callable[[int, Tensor], None]
+"""Takes the number of a result of W, and the result. It must not keep or change it: W may still read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +154,20 @@ class TrainStage(ABC):
         Returns:
             One tensor for each of ``contributions``, or None if this microbatch has no gradient for it.
         """
+
+    def weight_grad_in_turn(self) -> Callable[[Any, Take], None]:
+        """Return a function that runs W on saved values and hands each result over as soon as it is computed.
+
+        Its ops are those of :meth:`run_weight_grad` in the same order, so the bits are the same. Where W can't be interrupted,
+        all results are handed over at its end.
+        """
+
+        def run(saved: Any, take: Take) -> None:
+            for number, result in enumerate(self.run_weight_grad(saved)):
+                if result is not None:
+                    take(number, result)
+
+        return run
 
 
 @dataclass(frozen=True, slots=True)

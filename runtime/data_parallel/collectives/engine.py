@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import groupby
 
@@ -57,19 +57,30 @@ class GroupSum:
         Raises:
             RuntimeError: A message failed or took longer than the group's timeout.
         """
+        self.combine_late(tensors, tensors.__getitem__, mean=mean)
+
+    def combine_late(self, like: Sequence[Tensor], get: Callable[[int], Tensor], *, mean: bool) -> None:
+        """Do what :meth:`combine` does for tensors that are still being computed.
+
+        Args:
+            like: Tensors of their shapes, dtypes and devices.
+            get: Returns a tensor by its number, once it is computed. They are asked for in their order, bucket by bucket, while
+                the buckets before travel.
+            mean: As of :meth:`combine`.
+
+        Raises:
+            RuntimeError: As :meth:`combine`, or what ``get`` raises.
+        """
         if self._replicas == 1:
             return
-        real = [torch.view_as_real(one.detach()) if one.is_complex() else one.detach() for one in tensors]
-        flat = [one.contiguous() for one in real]
-        self._run(flat, mean)
-        for tensor, result in zip(real, flat, strict=True):
-            if tensor is not result:
-                tensor.copy_(result)
+        tensors = _Contiguous(get)
+        self._run(list(map(_real, like)), tensors, mean)
+        tensors.write_back()
 
-    def _run(self, tensors: Sequence[Tensor], mean: bool) -> None:
-        buckets = make_buckets([(one.numel(), one.element_size(), (one.dtype, one.device)) for one in tensors], self._limit)
+    def _run(self, like: Sequence[Tensor], tensors: _Contiguous, mean: bool) -> None:
+        buckets = make_buckets([(one.numel(), one.element_size(), (one.dtype, one.device)) for one in like], self._limit)
         device = torch.device("cpu") if self._through_host else None
-        terms = Terms(tensors, buckets, self._replicas, self._rank, mean, self._memory, self._dtype, device)
+        terms = Terms(tensors.of, like, buckets, self._replicas, self._rank, mean, self._memory, self._dtype, device)
         rounds = [
             [one for one in each if terms.size(one.value.part)]
             for each in _rounds(self._algorithm, self._replicas, len(buckets) * self._replicas, self._rank)
@@ -116,6 +127,31 @@ class GroupSum:
             # NCCL gives one work for the whole batch, other backends one for each message.
             padded = [*works, *[None] * (len(operations) - len(works))]
             flying += [(*message, work) for message, work in zip([*arriving, *leaving], padded, strict=True)]
+
+
+class _Contiguous:
+    """Contiguous tensors with the values of others, made as they are asked for."""
+
+    def __init__(self, get: Callable[[int], Tensor]) -> None:
+        self._get = get
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, number: int) -> Tensor:
+        """Return a tensor by its number."""
+        if number not in self._made:
+            real = _real(self._get(number))
+            self._made[number] = real, real.contiguous()
+        return self._made[number][1]
+
+    def write_back(self) -> None:
+        """Write the values to the others that are not contiguous."""
+        for tensor, result in self._made.values():
+            if tensor is not result:
+                tensor.copy_(result)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
 
 
 @lru_cache(maxsize=16)

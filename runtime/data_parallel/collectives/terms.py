@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from adaptra.runtime.data_parallel.collectives.buckets import Bucket, part_of
+from adaptra.runtime.data_parallel.collectives.buckets import Bucket, TensorRange, part_of
 from adaptra.runtime.data_parallel.collectives.fold import fold
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
 from adaptra.runtime.data_parallel.collectives.rounds import Value
@@ -20,7 +20,9 @@ class Terms:
     part's result.
 
     Args:
-        tensors: The terms, contiguous, of real dtypes; in the end they hold the results.
+        get: Returns a term by its tensor's number: contiguous, of a real dtype. In the end it holds the result. It is asked for
+            only when its bucket is used first, so it may be computed until then.
+        like: Tensors of the terms' dtypes and devices.
         buckets: Their buckets.
         replicas: The number of replicas.
         rank: This replica.
@@ -32,7 +34,8 @@ class Terms:
 
     def __init__(
         self,
-        tensors: Sequence[Tensor],
+        get: Callable[[int], Tensor],
+        like: Sequence[Tensor],
         buckets: Sequence[Bucket],
         replicas: int,
         rank: int,
@@ -41,7 +44,8 @@ class Terms:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self._flat = [one.view(-1) for one in tensors]
+        self._get = get
+        self._like = [like[bucket[0].tensor] for bucket in buckets]
         self._buckets = buckets
         self._counts = [sum(one.end - one.begin for one in bucket) for bucket in buckets]
         self._replicas = replicas
@@ -87,10 +91,11 @@ class Terms:
     def place(self, value: Value) -> Tensor:
         """Return the memory for a value that will arrive. A result's is that of the own term, which has been added by then."""
         part, first, end = value
-        own = self._own(part)
         if (first, end) == (0, self._replicas):
-            return own
-        return self._memory.take(own.numel(), own.dtype if end == first + 1 else self._sum_dtype(part), own.device)
+            return self._own(part)
+        like = self._like[part // self._replicas]
+        dtype = like.dtype if end == first + 1 else self._sum_dtype(part)
+        return self._memory.take(self.size(part), dtype, self._device or like.device)
 
     def arrived(self, value: Value, tensor: Tensor) -> None:
         """Record a value that has arrived in the memory of :meth:`place`."""
@@ -112,7 +117,7 @@ class Terms:
         begin = 0
         for piece in self._buckets[bucket]:
             end = begin + piece.end - piece.begin
-            target = self._flat[piece.tensor][piece.begin : piece.end]
+            target = self._piece(piece)
             if target.data_ptr() != whole.data_ptr():
                 target.copy_(whole[begin:end])
             begin = end
@@ -125,7 +130,7 @@ class Terms:
     def _parts(self, bucket: int) -> tuple[Tensor, list[Tensor]]:
         """Return a bucket as one tensor, which travels from where it is if it is one piece, and its parts."""
         if bucket not in self._packed:
-            pieces = [self._flat[one.tensor][one.begin : one.end] for one in self._buckets[bucket]]
+            pieces = list(map(self._piece, self._buckets[bucket]))
             whole = pieces[0]
             device = self._device or whole.device
             if len(pieces) > 1 or whole.device != device:
@@ -136,6 +141,9 @@ class Terms:
             self._packed[bucket] = whole, parts
         return self._packed[bucket]
 
+    def _piece(self, where: TensorRange) -> Tensor:
+        return self._get(where.tensor).view(-1)[where.begin : where.end]
+
     def _sum_dtype(self, part: int) -> torch.dtype:
-        dtype = self._own(part).dtype
+        dtype = self._like[part // self._replicas].dtype
         return dtype if self._dtype is None else torch.promote_types(dtype, self._dtype)

@@ -87,7 +87,9 @@ def test_any_order_of_arrival_gives_the_left_fold(
     given_terms = [[one.contiguous() for one in mine] for mine in given_terms]
     real = [[torch.view_as_real(one) if one.is_complex() else one for one in mine] for mine in given_terms]
     buckets = make_buckets([(one.numel(), one.element_size(), one.dtype) for one in real[0]], limit)
-    ranks = [Terms(mine, buckets, replicas, rank, mean, SpareMemory(), dtype) for rank, mine in enumerate(real)]
+    ranks = [
+        Terms(mine.__getitem__, mine, buckets, replicas, rank, mean, SpareMemory(), dtype) for rank, mine in enumerate(real)
+    ]
     waiting = [one for one in algorithm(replicas, len(buckets) * replicas, None) if ranks[0].size(one.value.part)]
     order = random.Random(seed)
     # Each message leaves as soon as its source can make it; which of these is next is drawn. A copy is sent, as by a wire.

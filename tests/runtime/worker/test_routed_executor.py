@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -135,9 +136,9 @@ def test_buffers_change_in_the_order_of_their_replica_wherever_its_microbatches_
 class Late(Doubling):
     """A stage whose first W ends half a second late."""
 
-    def weight_grad(self, microbatch: int) -> None:
+    def weight_grad(self, microbatch: int, computed: Callable[[float], None]) -> None:
         time.sleep(LATE if microbatch == 0 else 0.0)
-        super().weight_grad(microbatch)
+        super().weight_grad(microbatch, computed)
 
 
 def test_a_wait_for_another_workers_sums_is_no_part_of_w() -> None:

@@ -1,0 +1,131 @@
+"""The sum of gradients that begins while the last W runs, in processes of real replicas."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Collection
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run_processes
+from torch import Tensor
+
+from adaptra.errors import PeerLostError
+from adaptra.program.roles import Roles
+from adaptra.runtime.data_parallel.collectives.rounds import direct
+from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+from adaptra.runtime.data_parallel.gradient_sum import GradientSum
+
+pytestmark = pytest.mark.processes
+
+RANKS = 3
+NAMES = [f"layer {number}" for number in range(9)]
+SIZES = [40, 3, 0, 70, 1, 128, 9, 60, 5]
+BUCKET = 256
+"""Bytes, so that there are several buckets, and a tensor that alone is larger."""
+
+
+def replicas_of(rank: int) -> Replicas:
+    """A job whose pipelines have one stage each."""
+    dist.init_process_group("gloo")
+    everyone, aside = dist.group.WORLD, dist.new_group(list(range(RANKS)))
+    assert everyone is not None and isinstance(aside, dist.ProcessGroup)
+    return Replicas(everyone, aside, dist.distributed_c10d._get_default_store(), rank, Roles.initial(RANKS, 1))
+
+
+def gradients_of(rank: int, step: int) -> dict[str, Tensor]:
+    made = torch.Generator().manual_seed(1000 * step + rank)
+    return {name: torch.randn(size, generator=made) for name, size in zip(NAMES, SIZES, strict=True)}
+
+
+def sum_of(
+    replicas: Replicas, late: Collection[str] = (), *, bucket: int = BUCKET, mean: bool = True
+) -> tuple[GradientSum, dict[str, Tensor]]:
+    parameters = {name: torch.zeros(size, requires_grad=True) for name, size in zip(NAMES, SIZES, strict=True)}
+    replicas.add_by(direct, limit=bucket, dtype=None)
+    return GradientSum(replicas, parameters, late, bucket, mean, time.monotonic), parameters
+
+
+def add_in_any_order(rank: int) -> list[str]:
+    """In the order of W and in others, with some gradients that nobody announces before the end."""
+    chance, late, wrong = random.Random(rank), {NAMES[4]}, list[str]()
+    summed, parameters = sum_of(replicas_of(rank), late)
+    assert summed.overlaps
+    for step in range(8):
+        summed.begin_step()
+        for name in NAMES[::-1] if step < 2 else chance.sample(NAMES, len(NAMES)):
+            parameters[name].grad = gradients_of(rank, step)[name]
+            if name not in late and (step != 3 or chance.random() < 0.5):
+                summed.complete(name)
+            time.sleep(chance.choice((0.0, 0.002)))
+        begun, ended, nbytes = summed.end_step()
+        assert begun <= ended and nbytes == 4 * sum(SIZES)
+        terms = [gradients_of(one, step) for one in range(RANKS)]
+        for name in NAMES:
+            expected = sum((one[name] for one in terms[1:]), start=terms[0][name]) / RANKS
+            found = parameters[name].grad
+            wrong += [] if found is not None and torch.equal(found, expected) else [f"step {step}: {name}"]
+    return wrong
+
+
+def test_gradients_that_come_one_by_one_have_the_bits_of_the_fold() -> None:
+    assert run_processes(add_in_any_order, RANKS) == [[]] * RANKS
+
+
+def add_before_the_last_is_there(rank: int) -> tuple[bool, int]:
+    """Whether the first bucket had its sum while the last gradient was missing, and the threads of a sum without buckets."""
+    replicas = replicas_of(rank)
+    summed, parameters = sum_of(replicas, mean=False)
+    mine, last = gradients_of(rank, 0), NAMES[-1]
+    summed.begin_step()
+    for name in NAMES[:0:-1]:
+        parameters[name].grad = mine[name].clone()
+        summed.complete(name)
+    expected = sum((gradients_of(one, 0)[last] for one in range(1, RANKS)), start=gradients_of(0, 0)[last])
+    deadline = time.monotonic() + 30
+    while not (is_there := torch.equal(parameters[last].grad, expected)) and time.monotonic() < deadline:  # type: ignore[arg-type]
+        time.sleep(0.001)
+    parameters[NAMES[0]].grad = mine[NAMES[0]].clone()
+    summed.complete(NAMES[0])
+    summed.end_step()
+
+    whole, parameters = sum_of(replicas, bucket=1 << 20)
+    before = threading.active_count()
+    whole.begin_step()
+    for name in NAMES:
+        parameters[name].grad = mine[name]
+        whole.complete(name)
+    whole.end_step()
+    return is_there and not whole.overlaps, threading.active_count() - before
+
+
+def test_the_first_bucket_has_its_sum_before_the_last_gradient_exists() -> None:
+    assert run_processes(add_before_the_last_is_there, RANKS) == [(True, 0)] * RANKS
+
+
+def lose_a_replica(rank: int) -> str:
+    """The last rank's step fails after its first gradients."""
+    replicas = replicas_of(rank)
+    summed, parameters = sum_of(replicas)
+    summed.begin_step()
+    for name in NAMES[::-1]:
+        parameters[name].grad = gradients_of(rank, 0)[name]
+        if rank < RANKS - 1 or name == NAMES[-1]:
+            summed.complete(name)
+    if rank == RANKS - 1:
+        summed.abandon()
+        replicas.abort(ValueError("the reason"))
+        return "left"
+    with pytest.raises(PeerLostError) as lost:
+        summed.end_step()
+    store = dist.distributed_c10d._get_default_store()
+    store.wait(["told"]) if rank == 0 else store.set("told", "")  # the first rank has the store
+    return str(lost.value)
+
+
+def test_the_end_of_the_step_says_why_the_sum_has_failed() -> None:
+    *others, last = run_processes(lose_a_replica, RANKS)
+    assert last == "left" and all("ValueError: the reason" in one for one in others), others
