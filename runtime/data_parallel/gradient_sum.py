@@ -17,7 +17,7 @@ from torch import Tensor
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 
 
-class _AbandonedError(Exception):
+class _ClosedError(Exception):
     """The step has failed, so its gradients will not be complete."""
 
 
@@ -52,7 +52,7 @@ class GradientSum:
         self._changed = threading.Condition()
         self._complete: set[str] = set()
         self._count = self._nbytes = 0
-        self._is_abandoned = self._has_begun = False
+        self._is_closed = self._has_begun = False
         self._begin: SimpleQueue[bool] = SimpleQueue()
         self._ended: SimpleQueue[tuple[Any, Any, int] | Exception] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -103,10 +103,10 @@ class GradientSum:
             raise ended
         return ended
 
-    def abandon(self) -> None:
-        """End the sum of a step that has failed. There is no later step."""
+    def close(self) -> None:
+        """End the thread, and its wait for the gradients of a step that has failed. There is no later step."""
         with self._changed:
-            self._is_abandoned = True
+            self._is_closed = True
             self._changed.notify()
         self._begin.put(False)
 
@@ -125,6 +125,6 @@ class GradientSum:
     def _wait(self, number: int) -> None:
         """Wait until the gradient of a parameter is complete, and of all before it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._count > number or self._is_abandoned)
+            self._changed.wait_for(lambda: self._count > number or self._is_closed)
             if self._count <= number:
-                raise _AbandonedError
+                raise _ClosedError

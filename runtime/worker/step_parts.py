@@ -229,7 +229,7 @@ class StepParts:
             try:
                 self._run_program(executor, step, inputs, targets)
             except BaseException:
-                self._sum.abandon()
+                self._sum.close()
                 raise
             self._monitor.reduce(*self._sum.end_step())
         losses = self._end_losses()
@@ -244,6 +244,11 @@ class StepParts:
         executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=self._losses.send)
         self.gradients.end_step()
         self.buffers.end()
+
+    def close(self) -> None:
+        """End the thread that sums gradients, if there is one."""
+        if self._sum is not None:
+            self._sum.close()
 
     def run_evaluation(
         self, executor: Executor, step: int, inputs: Batch, targets: Batch | None, microbatches: int

@@ -416,6 +416,7 @@ class Worker:
         """End this rank's threads and connections."""
         if self._watcher is not None:
             self._watcher.close()
+        self._parts.close()
         self.controller.close()
         self._membership.close()
         self._transport.close()

@@ -93,6 +93,10 @@ def add_before_the_last_is_there(rank: int) -> tuple[bool, int]:
     summed.end_step()
 
     whole, parameters = sum_of(replicas, bucket=1 << 20)
+    threads = threading.active_count()
+    summed.close()
+    while threading.active_count() == threads:
+        time.sleep(0.001)
     before = threading.active_count()
     whole.begin_step()
     for name in NAMES:
@@ -116,7 +120,7 @@ def lose_a_replica(rank: int) -> str:
         if rank < RANKS - 1 or name == NAMES[-1]:
             summed.complete(name)
     if rank == RANKS - 1:
-        summed.abandon()
+        summed.close()
         replicas.abort(ValueError("the reason"))
         return "left"
     with pytest.raises(PeerLostError) as lost:
