@@ -107,7 +107,8 @@ class RankTelemetry:
     def _step(self, measurement: StepMeasurement, records: StepRecords, version: int, predicted: float) -> Iterator[Record]:
         nbytes: Counter[tuple[int, int]] = Counter()
         for message in records.messages:
-            nbytes[message.source, message.destination] += message.nbytes
+            if message.replica is None:
+                nbytes[message.source, message.destination] += message.nbytes
         arrived = tuple(nbytes[edge.source, edge.destination] for edge in measurement.edges)
         yield StepTaken(measurement, arrived, version, predicted)
         failures: Counter[tuple[int, int]] = Counter()

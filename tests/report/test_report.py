@@ -377,7 +377,7 @@ def broken(change: str) -> str:
         case "format":
             del data["otherData"]
         case "version":
-            data["otherData"]["version"] = 3
+            data["otherData"]["version"] = 4
         case "events":
             data["traceEvents"] = {}
         case "event":
@@ -394,6 +394,8 @@ def broken(change: str) -> str:
             first["args"]["start"] = "0"
         case "stage":
             first["args"]["op"] = "9F0"
+        case "replica":
+            first["args"]["op"] = "1:0F0"
         case "kind":
             first["args"] = {"message": "0F0", "destination": 1, "posted": 0, "departed": 0, "arrived": 1}
         case _:
@@ -406,7 +408,7 @@ def broken(change: str) -> str:
     ("change", "message"),
     [
         ("format", "not an adaptra trace: expected otherData.format to be 'adaptra-trace'"),
-        ("version", "trace version 3: this adaptra reads the versions 1 and 2"),
+        ("version", "trace version 4: this adaptra reads the versions 1, 2 and 3"),
         ("events", "expected a list traceEvents and a list otherData.runs"),
         ("event", r": expected an object, got 7"),
         ("source", r"expected title, source \(simulated or measured\)"),
@@ -415,6 +417,7 @@ def broken(change: str) -> str:
         ("times", "event 0F0: expected finite start <= end, got 0.0, -1"),
         ("text", "event 0F0: expected finite start <= end, got 0, 2.0"),
         ("stage", r"event 9F0: expected a compute op of the stages 0\.\.1"),
+        ("replica", r"event 1:0F0: expected a compute op of the stages 0\.\.1"),
         ("kind", r"event 0F0 to 1: expected a SEND between stages 0\.\.1"),
         ("unknown", "expected those of an op, of a message or of REDUCE"),
     ],
