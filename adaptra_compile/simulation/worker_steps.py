@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
@@ -107,6 +107,27 @@ def paces(steps: Iterable[WorkerStep]) -> dict[int, float]:
     return found
 
 
+def usual_step(steps: Sequence[WorkerStep]) -> WorkerStep:
+    """Return one entry for some steps of one worker: usual times, and the microbatches of the last step."""
+    waited: defaultdict[int, float] = defaultdict(float)
+    for one in steps:
+        for worker, time in one.waits:
+            waited[worker] += time / len(steps)
+
+    def usual(times: Iterable[float | None]) -> float | None:
+        known = [time for time in times if time is not None]
+        return median(known) if known else None
+
+    return replace(
+        steps[-1],
+        compute=median(one.compute for one in steps),
+        per_microbatch=usual(one.per_microbatch for one in steps),
+        waits=_longest_first(waited),
+        reduce=usual(one.reduce for one in steps),
+        exposed=usual(one.exposed for one in steps),
+    )
+
+
 def _worker_step(timeline: Timeline, rank: int, incoming: Iterable[MessageInterval]) -> WorkerStep:
     program, order = timeline.program, timeline.ops[rank]
     replica, stages = place_of(program, rank)
@@ -154,4 +175,8 @@ def _waits(timeline: Timeline, order: Iterable[OpInterval], incoming: Iterable[M
         if message is not None and (waited := min(message.arrived, one.start) - free) > 0:
             found[timeline.ends_of(message)[0]] += waited
         free = one.end
-    return tuple(sorted(found.items(), key=lambda each: (-each[1], each[0])))
+    return _longest_first(found)
+
+
+def _longest_first(waited: Mapping[int, float]) -> Waits:
+    return tuple(sorted(waited.items(), key=lambda each: (-each[1], each[0])))

@@ -16,6 +16,7 @@ from adaptra.program import Kind, Program
 from adaptra.program.routing import Routing
 from adaptra.report import perfetto
 from adaptra.report.job_picture import colour_of
+from adaptra.report.run_records import load_run
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.timeline import Timeline
@@ -37,7 +38,7 @@ def shared() -> Program:
 
 
 def train(rank: int, folder: str, given: Program) -> dict[str, bytes | None]:
-    """Three steps with worker 1.1 twice as slow, with routes, and with a plan log of each replica; what ``timeline`` returns."""
+    """Train three steps with worker 1.1 twice as slow, with routes and without; what ``timeline`` returns."""
     import torch.distributed as dist
     from models import EXAMPLES
     from training import call, compiled
@@ -49,7 +50,12 @@ def train(rank: int, folder: str, given: Program) -> dict[str, bytes | None]:
     device = adaptra.EmulatedDevice(SECONDS, SECONDS, SECONDS)
     for name, schedule in (("shared", given), ("apart", "1f1b")):
         options = adaptra.Options(
-            schedule=schedule, adapt=False, share=name == "shared", emulate=device, faults=["slow 1.1 2x"]
+            schedule=schedule,
+            adapt=False,
+            share=name == "shared",
+            emulate=device,
+            faults=["slow 1.1 2x"],
+            telemetry=adaptra.Telemetry(folder=f"{folder}/{name}"),
         )
         with compiled(example, example.rows(ROWS, 0), stages=STAGES, microbatches=MICROBATCHES, options=options) as pipe:
             for step in range(3):
@@ -106,6 +112,25 @@ def test_a_slow_worker_is_found_and_what_it_gives(measured: Measured) -> None:
     assert {whom for whom, _ in by_name["1.2"].waits} <= {1, 4}
     for one in by_name.values():
         assert 0 < sum(seconds for _, seconds in one.waits) < timeline.makespan
+
+
+@pytest.mark.parametrize("name", ["shared", "apart"])
+def test_the_files_of_the_run_tell_the_same(measured: Measured, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the step that the timeline shows, the last one. Each rank has written what it alone did."""
+    folder, timelines = measured
+    run = load_run(folder / name)
+    steps = {one.worker: one for one in worker_steps(timelines[name])}
+    assert len(run.replicas) == REPLICAS and list(run.works) == list(steps)
+    for worker, works in run.works.items():
+        (step, work), whole = works[-1], steps[worker]
+        assert step == 2 and work.name == NAMES[worker]
+        assert (work.own, work.taken, work.given) == (whole.own, whole.taken, whole.given)
+        assert (work.compute, work.per_microbatch) == pytest.approx((whole.compute, whole.per_microbatch))
+        assert work.reduce == pytest.approx(whole.reduce)
+        assert {whom for whom, _ in work.waits} <= {whom for whom, _ in whole.waits} | {0, 3}
+    assert main(["trace", str(folder / name)]) == 0
+    (slow,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("1.1 ")]
+    assert ("2 to 0.1" in slow) is (name == "shared")
 
 
 def test_replicas_that_never_share_are_shown_together(measured: Measured) -> None:

@@ -392,10 +392,8 @@ def broken(change: str) -> str:
             first["args"]["end"] = -1
         case "text":
             first["args"]["start"] = "0"
-        case "stage":
-            first["args"]["op"] = "9F0"
-        case "replica":
-            first["args"]["op"] = "1:0F0"
+        case "stage" | "replica":
+            first["args"]["op"] = "9F0" if change == "stage" else "1:0F0"
         case "kind":
             first["args"] = {"message": "0F0", "destination": 1, "posted": 0, "departed": 0, "arrived": 1}
         case _:
