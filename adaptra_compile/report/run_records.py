@@ -382,9 +382,7 @@ def worker_lines(run: Run) -> list[tuple[str, bool]]:
     works = run.usual_works
     if not run.peers or not works:
         return []
-    from adaptra.report.stage_table import WORKER_COLUMNS, is_slow, worker_rows
+    from adaptra.report.stage_table import is_slow, lines_of_workers, worker_rows
 
-    rows = [WORKER_COLUMNS, *worker_rows(works, 1.0)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return [(lines[0], False), *((line, is_slow(row)) for line, row in zip(lines[1:], rows[1:], strict=True))]
+    rows = worker_rows(works, 1.0)
+    return list(zip(lines_of_workers(rows), (False, *map(is_slow, rows)), strict=True))

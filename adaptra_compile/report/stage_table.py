@@ -101,6 +101,13 @@ def is_slow(row: Sequence[str]) -> bool:
     return pace != _ABSENT and float(pace.rstrip("×")) >= SLOW_PACE
 
 
+def lines_of_workers(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the headings and the rows of :func:`worker_rows` as aligned lines of text."""
+    table = [WORKER_COLUMNS, *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+
+
 def table_of_workers(rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
     """Return the table of :func:`worker_rows`, in which slow workers stand out on terminals with colours."""
     table = Table(title=title, title_justify="left")

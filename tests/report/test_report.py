@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from job_timeline import job_timeline
 from rich.console import Console
 
 from adaptra.errors import MissingExtraError, ReportError
@@ -474,6 +475,29 @@ def test_on_a_terminal_the_last_rows_are_redrawn_in_place() -> None:
     assert "3.0000" in last
     assert "tokens/s" in out.getvalue()
     assert "\x1b[1A" in out.getvalue()
+
+
+def test_the_workers_of_a_job_stand_below_the_steps() -> None:
+    """As lines after the step, or on a terminal as a table that stays until the workers of another step are given."""
+    out = io.StringIO()
+    with LiveTable(Console(file=out, width=40)) as live:
+        live.update(step=0, loss=1.0, workers=job_timeline())
+        live.update(step=1, loss=1.0)
+    lines = out.getvalue().splitlines()
+    assert lines[2:7] == [
+        "    worker  compute ms  pace   takes           gives     REDUCE ms  exposed  waits for",
+        "    0.0     200.0       1.00×  -               -         -          -        -",
+        "    0.1     300.0       0.40×  1 of replica 1  -         100.0      100.0    1.0: 275.0 ms",
+        "    1.0     200.0       1.00×  -               -         -          -        -",
+        "    1.1     250.0       2.50×  -               1 to 0.1  50.0       50.0     1.0: 500.0 ms",
+    ]
+    assert len(lines) == 8
+    out = io.StringIO()
+    with LiveTable(Console(file=out, width=120, force_terminal=True, color_system=None)) as live:
+        live.update(step=3, loss=1.0, workers=job_timeline())
+        live.update(step=4, loss=2.0)
+        last = out.getvalue().rsplit("\x1b[2K", 1)[-1]
+        assert "2.0000" in last and "workers in step 3" in last and "2.50×" in last
 
 
 def test_an_error_while_training_leaves_the_table_and_travels_on() -> None:
