@@ -189,7 +189,7 @@ def test_the_metrics_are_the_text_they_were_and_closing_frees_the_port(golden: C
     with pytest.raises(urllib.error.URLError):
         scrape(port)
     again = PrometheusSink("127.0.0.1", port)
-    assert 'adaptra_steps_total{rank="1"}' not in scrape(port)
+    assert 'adaptra_steps_total{rank="1"' not in scrape(port)
     again.close()
 
 
@@ -405,8 +405,10 @@ def scraped_run(rank: int, folder: str, port: int) -> dict[str, Any]:
 def test_two_ranks_over_gloo_are_scraped_and_leave_their_last_steps(tmp_path: Path) -> None:
     found = run_processes(scraped_run, 2, str(tmp_path), free_ports(2))
     for rank, (edge, one) in enumerate(zip(("1>0", "0>1"), found, strict=True)):
-        assert f'adaptra_steps_total{{rank="{rank}"}} 3.0\n' in one["text"]
-        assert f'adaptra_edge_messages_total{{edge="{edge}",rank="{rank}"}} {3.0 * MICROBATCHES}\n' in one["text"]
+        labels = f'rank="{rank}",worker="0.{rank}"'
+        assert f"adaptra_steps_total{{{labels}}} 3.0\n" in one["text"]
+        assert f'adaptra_edge_messages_total{{edge="{edge}",{labels}}} {3.0 * MICROBATCHES}\n' in one["text"]
+        assert f'adaptra_worker_waiting_seconds_total{{for="0.{1 - rank}",{labels}}}' in one["text"]
         assert f'rank="{1 - rank}"' not in one["text"]
         path = tmp_path / f"rank-{rank}.step-3.json"
         assert f"the last steps of rank {rank} are in {path}; adaptra trace draws them" in one["notes"]
