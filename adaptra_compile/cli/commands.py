@@ -14,10 +14,11 @@ from adaptra.errors import ReportError, ScheduleError
 from adaptra.program import Program
 from adaptra.program.placement import in_turn, v_shaped
 from adaptra.program.schedules import PLACED, generate_for
-from adaptra.report import drawing, perfetto, picture, run_page, text
+from adaptra.report import drawing, perfetto, picture, run_page, step_picture, text
 from adaptra.report.run_records import load_run, summary
 from adaptra.simulation.cost import Case
 from adaptra.simulation.simulate import Simulation, lower_bound, simulate
+from adaptra.simulation.timeline import Timeline
 
 
 def run(options: Namespace) -> str:
@@ -98,9 +99,23 @@ def _trace(options: Namespace) -> str:
         raise ReportError("trace --json: expected the folder of a run; traces (.json) are JSON themselves")
     runs = [run for file in options.files for run in perfetto.load_all(file)]
     if options.output is not None:
-        picture.draw(runs, options.output, slow_edges=options.slow_edge or (), title=options.title)
+        if all(timeline.program.routing is not None for _, timeline in runs):
+            if options.slow_edge:
+                raise ReportError("trace --slow-edge: expected traces of one pipeline; those of several replicas mark no edges")
+            step_picture.draw_steps(runs, options.output, title=options.title)
+        else:
+            picture.draw(runs, options.output, slow_edges=options.slow_edge or (), title=options.title)
         return ""
-    return "\n".join(f"{title}\n{text.render(timeline, line_width(options))}" for title, timeline in runs)
+    return "\n".join(f"{title}\n{_as_text(timeline, line_width(options))}" for title, timeline in runs)
+
+
+def _as_text(timeline: Timeline, width: int) -> str:
+    lanes = text.render(timeline, width)
+    if timeline.program.routing is None:
+        return lanes
+    from adaptra.report.stage_table import worker_table
+
+    return f"{lanes}{worker_table(timeline)}"
 
 
 def _trace_run(options: Namespace) -> str:

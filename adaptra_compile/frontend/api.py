@@ -34,10 +34,9 @@ from adaptra.planning.layout_change import RoleChange, SplitChange
 from adaptra.planning.replicas.job_explanation import explain_job
 from adaptra.program.roles import Roles
 from adaptra.program.routing import Route, Routing
-from adaptra.report import drawing, perfetto, picture
+from adaptra.report import drawing, perfetto, picture, step_picture
 from adaptra.report.files import check_suffix
 from adaptra.report.stage_table import stage_table
-from adaptra.report.standing_out import slow_edges_of
 from adaptra.runtime.control.events import ControlEvent
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.detection.reduces import StageReduce
@@ -46,6 +45,7 @@ from adaptra.runtime.worker.batch import require_no_gradient
 from adaptra.runtime.worker.worker import Worker
 from adaptra.simulation.period import alike_case, simulate_alike
 from adaptra.simulation.simulate import simulate
+from adaptra.simulation.standing_out import slow_edges_of
 from adaptra.simulation.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -627,7 +627,11 @@ class Pipeline(NotAModule):
     def timeline(self) -> Timeline | None:
         """Return the measured timeline of the last step.
 
-        Under torchrun all ranks call this. Only the first stage's rank gets the timeline, the others None.
+        With several replicas it is that of the whole job: a row for each worker, and ops with the replica of their microbatch.
+        :func:`adaptra.simulation.worker_steps.worker_steps` condenses it to one entry per worker.
+
+        Under torchrun all ranks of the job call this. Only the rank of worker 0 gets the timeline, the others None. That is the
+        rank of replica 0 with the first stage.
         """
         return self._timeline("timeline")
 
@@ -643,7 +647,9 @@ class Pipeline(NotAModule):
 
         Slow edges are marked: :attr:`slow_edges`, and edges that were unusually slow in this step.
 
-        Under torchrun all ranks call this; the first stage's rank writes.
+        With several replicas it shows the whole job: a row for each worker, and microbatches in the colour of their home.
+
+        Under torchrun all ranks call this; the rank of worker 0 writes, as :meth:`timeline` says.
 
         Raises:
             ReportError: The suffix is unknown, or the folder does not exist.
@@ -657,6 +663,8 @@ class Pipeline(NotAModule):
         named = [(f"step under plan {self.plan.version}", timeline)]
         if suffix == ".json":
             perfetto.write(named, path, slow)
+        elif timeline.program.routing is not None:
+            step_picture.draw_steps(named, path)
         else:
             picture.draw(named, path, slow_edges=slow)
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 SUFFIXES: Final = (".svg", ".png")
 TEXT: Final = "#222222"
 GROUND: Final = "#EEEFF2"
+REDUCE: Final = "#7A7D85"
+"""Colour of the exposed part of a measured REDUCE. What is hidden, or not known to be exposed, is lighter."""
 
 LANE: Final = 0.30
 """The height of a lane in inches."""

@@ -6,13 +6,13 @@ kind: F, then I, then W. So an op of another replica's microbatch stands out in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from adaptra.errors import ReportError
-from adaptra.program import Kind
+from adaptra.program import Kind, Op
 from adaptra.report.drawing import (
     GAP,
     LANE,
@@ -194,10 +194,16 @@ def _heading(axes: Axes, panel: _JobPanel, first: _JobPanel | None) -> None:
 
 def _legend(panels: Sequence[_JobPanel]) -> list[Patch]:
     """Return the entries of the legend: the replicas whose microbatches are in the picture, and how to read a box."""
-    from matplotlib.patches import Patch
-
     rows = [(panel, row) for panel in panels for row in range(len(panel.lanes))]
     seen = {interval.op for panel, row in rows for interval in panel.intervals(row) if interval.end > interval.start}
+    rowed = [(panel.shown.rows[row].replica, interval.op) for panel, row in rows for interval in panel.intervals(row)]
+    return legend_of_homes(seen, any(op.replica not in (None, replica) and not op.kind.is_update for replica, op in rowed))
+
+
+def legend_of_homes(seen: Collection[Op], has_foreign: bool) -> list[Patch]:
+    """Return the entries for ops that are in a picture: their replicas and kinds, and the line around those of others."""
+    from matplotlib.patches import Patch
+
     homes = sorted({op.replica for op in seen if op.replica is not None and not op.kind.is_update})
     handles = [Patch(facecolor=colour_of(home, Kind.F), label=f"replica {home}") for home in homes[:_MOST_HOMES]]
     kinds = {op.kind for op in seen}
@@ -205,7 +211,6 @@ def _legend(panels: Sequence[_JobPanel]) -> list[Patch]:
         Patch(facecolor=lighter("#666666", _SHADE[kind]), label=meaning) for kind, meaning in _MEANING.items() if kind in kinds
     ]
     handles += [Patch(facecolor=colour, label=kind.value) for kind, colour in UPDATES.items() if kind in kinds]
-    rowed = [(panel.shown.rows[row].replica, interval.op) for panel, row in rows for interval in panel.intervals(row)]
-    if any(op.replica not in (None, replica) and not op.kind.is_update for replica, op in rowed):
+    if has_foreign:
         handles.append(Patch(facecolor="white", edgecolor=FOREIGN_EDGE, linewidth=0.7, label="outlined: another replica's"))
     return handles

@@ -9,6 +9,7 @@ from adaptra.planning.replicas.alike_replicas import merge_alike
 from adaptra.report.text import RUNNING, check_width, lane
 from adaptra.simulation.period import PeriodicSimulation
 from adaptra.simulation.timeline import OpInterval
+from adaptra.simulation.worker_steps import worker_name
 
 MOST_ROWS: Final = 64
 """With more workers than that, only replicas that differ are shown."""
@@ -39,7 +40,7 @@ class WorkerRow:
     @property
     def name(self) -> str:
         """The worker as ``REPLICA.STAGE``, with ``lost`` or its factor."""
-        place = f"{self.replica}.{'+'.join(map(str, self.stages))}"
+        place = worker_name(self.replica, self.stages)
         return f"{place} lost" if self.lost else place if self.slow == 1 else f"{place} {self.slow:g}× slow"
 
 

@@ -16,7 +16,7 @@ from adaptra.program import Kind
 from adaptra.report.files import check_suffix, write_whole
 from adaptra.report.job_picture import STEPS_SHOWN
 from adaptra.report.job_rows import WorkerRow, job_rows
-from adaptra.report.perfetto import SECONDS_PER_CASE_UNIT, arrow_point, named, slice_of
+from adaptra.report.perfetto import SECONDS_PER_CASE_UNIT, arrow_point, named, op_name, slice_of
 from adaptra.simulation.period import PeriodicSimulation
 from adaptra.simulation.timeline import OpInterval
 
@@ -69,9 +69,7 @@ def write_job_trace(simulated: PeriodicSimulation, path: str | Path) -> None:
 def _slice(row: WorkerRow, step: int, interval: OpInterval) -> dict[str, Any]:
     op, start, end = interval.op, interval.start, interval.end
     home = row.replica if op.replica is None else op.replica
-    name = str(op) if op.kind.is_update else f"{op.stage}{op.kind.value}{op.microbatch}"
-    if home != row.replica:
-        name += f" of replica {home}"
+    name = str(op) if op.kind.is_update else op_name(op, home if home != row.replica else None)
     arguments = {"op": str(op), "step": step, "home": home, "start": start, "end": end}
     return slice_of(row.replica + 1, row.worker + 1, name, op.kind.value, start * _SCALE, (end - start) * _SCALE, arguments)
 

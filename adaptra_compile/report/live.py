@@ -1,4 +1,7 @@
-"""A table that grows while a model trains: one row per step, drawn in place on a terminal, plain lines elsewhere."""
+"""A table that grows while a model trains: one row per step, drawn in place on a terminal, plain lines elsewhere.
+
+Below it stands what each worker of a job did in the last step whose timeline was given.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,13 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Final, Self
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+
+from adaptra.report.stage_table import lines_of_workers, table_of_workers, worker_rows
+from adaptra.simulation.timeline import Timeline
+from adaptra.simulation.worker_steps import worker_steps
 
 _COLUMNS: Final = {
     "step": 8,
@@ -41,11 +48,12 @@ class LiveTable:
         self._console = console if console is not None else Console(soft_wrap=False, quiet=os.environ.get("RANK", "0") != "0")
         self._title = title
         self._rows: deque[tuple[str, ...]] = deque(maxlen=rows)
+        self._workers: Table | None = None
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
-            self._live = Live(self._table(), console=self._console, auto_refresh=False)
+            self._live = Live(self._shown(), console=self._console, auto_refresh=False)
             self._live.start()
         else:
             if self._title is not None:
@@ -69,8 +77,11 @@ class LiveTable:
         plan_version: int | None = None,
         slow_edges: Iterable[tuple[int, int]] = (),
         note: str = "",
+        workers: Timeline | None = None,
     ) -> None:
         """Add the row of one step. A value of None shows as ``-``.
+
+        A table of workers costs a round trip of all ranks, since all call ``pipe.timeline()``. So give it every ten steps, say.
 
         Args:
             step: The step's number.
@@ -81,6 +92,8 @@ class LiveTable:
             plan_version: The version of the step's plan.
             slow_edges: (sending stage, receiving stage) pairs that currently count as slow.
             note: Any other text, such as "plan switched".
+            workers: The measured step from ``pipe.timeline()``. Its workers stand below until those of another step are given:
+                see :func:`.stage_table.worker_table`.
         """
         row = (
             str(step),
@@ -93,10 +106,18 @@ class LiveTable:
             note,
         )
         self._rows.append(row)
+        rows = [] if workers is None else worker_rows(worker_steps(workers), workers.seconds_per_unit or 1e-3)
+        if rows:
+            self._workers = table_of_workers(rows, f"workers in step {step}")
         if self._live is not None:
-            self._live.update(self._table(), refresh=True)
-        else:
-            self._line(_aligned(row))
+            self._live.update(self._shown(), refresh=True)
+            return
+        self._line(_aligned(row))
+        for line in lines_of_workers(rows) if rows else ():
+            self._line(f"    {line}")
+
+    def _shown(self) -> Group:
+        return Group(self._table(), *(() if self._workers is None else (self._workers,)))
 
     def _table(self) -> Table:
         table = Table(title=self._title, title_justify="left")

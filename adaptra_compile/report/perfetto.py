@@ -2,8 +2,11 @@
 
 Each timeline is a process and each rank a thread. Below the ranks are the threads of each directed edge. Messages on one thread
 don't overlap, so an edge has as many threads as it had messages in flight. An arrow goes from the op that produces a message,
-through the message, to the op that consumes it. Perfetto reads microseconds. Each event's ``args`` has the exact times in the
-timeline's own unit, so that :func:`load_all` returns equal timelines. ``docs/formats.md`` describes the format.
+through the message, to the op that consumes it. With several replicas the threads are workers, and the edges pairs of workers.
+An op of another replica's microbatch is named with its home.
+
+Perfetto reads microseconds. Each event's ``args`` has the exact times in the timeline's own unit, so that :func:`load_all`
+returns equal timelines. ``docs/formats.md`` describes the format.
 """
 
 from __future__ import annotations
@@ -18,16 +21,17 @@ from typing import Any, Final
 from adaptra.checks import is_finite
 from adaptra.errors import ReportError, ScheduleError
 from adaptra.json_files import read_json
-from adaptra.program import Kind, Program, parse_op
+from adaptra.program import Kind, Op, Program, parse_recorded_op
 from adaptra.program.dependencies import RULE
 from adaptra.report.files import check_suffix, write_whole
 from adaptra.report.text import origin
 from adaptra.simulation.timeline import MessageInterval, OpInterval, ReduceInterval, Source, Timeline
+from adaptra.simulation.worker_steps import is_foreign, place_of, worker_name
 
 FORMAT: Final = "adaptra-trace"
-FORMAT_VERSION: Final = 2
-READ_VERSIONS: Final = (1, 2)
-"""Version 2 has what version 1 has, and REDUCE of several replicas."""
+FORMAT_VERSION: Final = 3
+READ_VERSIONS: Final = (1, 2, 3)
+"""Version 2 has what version 1 has, and REDUCE of several replicas. Version 3 also has programs of several replicas."""
 
 SECONDS_PER_CASE_UNIT: Final = 1e-3
 """Seconds that Perfetto shows for one unit of a timeline without a known unit."""
@@ -102,18 +106,18 @@ def _events(
 ) -> Iterator[dict[str, Any]]:
     zero = origin(timeline)
     scale = 1e6 * (timeline.seconds_per_unit or SECONDS_PER_CASE_UNIT)
-    placement = timeline.program.placement
+    program = timeline.program
     yield named(process, 0, "process", title)
     for rank in range(len(timeline.ops)):
-        stages = ", ".join(str(stage) for stage, holder in enumerate(placement) if holder == rank)
-        yield named(process, rank + 1, "thread", f"rank {rank} (stage {stages})")
-    middle: dict[tuple[int, Kind, int], tuple[int, float]] = {}
+        yield named(process, rank + 1, "thread", _rank_name(program, rank))
+    middle: dict[tuple[int | None, int, Kind, int], tuple[int, float]] = {}
     for interval in timeline:
         op, thread = interval.op, interval.rank + 1
         start, length = (interval.start - zero) * scale, (interval.end - interval.start) * scale
         times = {"start": interval.start, "end": interval.end}
-        yield slice_of(process, thread, str(op), op.kind.value, start, length, {"op": str(op)} | times)
-        middle[op.stage, op.kind, op.microbatch] = thread, start + length / 2
+        away = op.replica if is_foreign(program, interval) else None
+        yield slice_of(process, thread, op_name(op, away), op.kind.value, start, length, {"op": str(op)} | times)
+        middle[op.replica, op.stage, op.kind, op.microbatch] = thread, start + length / 2
     for reduce in timeline.reduces:
         times = {"start": reduce.start, "end": reduce.end}
         start, length = (reduce.start - zero) * scale, (reduce.end - reduce.start) * scale
@@ -123,12 +127,12 @@ def _events(
         if exposed is not None and exposed < reduce.end:  # Perfetto draws it within the slice of the whole sum
             start, length = (exposed - zero) * scale, (reduce.end - exposed) * scale
             yield slice_of(process, reduce.rank + 1, "exposed", "REDUCE", start, length, {"exposed": reduce.rank})
-    threads = tuple(_message_threads(timeline.messages, slow))
+    threads = tuple(_message_threads(timeline, slow))
     for thread, label in sorted(set(threads)):
         yield named(process, thread, "thread", label)
     # In the timeline's own order, which the reader keeps for messages posted at one time.
     for (thread, _), message in zip(threads, timeline.messages, strict=True):
-        name = f"{message.source}{message.kind.value}{message.microbatch}"
+        name = str(Op(message.source, message.kind, message.microbatch, None, message.replica))
         start, length = (message.posted - zero) * scale, (message.arrived - message.posted) * scale
         times = {"posted": message.posted, "departed": message.departed, "arrived": message.arrived}
         arguments = {"message": name, "destination": message.destination} | times
@@ -139,7 +143,7 @@ def _events(
 def _flow(
     process: int,
     message: MessageInterval,
-    middle: Mapping[tuple[int, Kind, int], tuple[int, float]],
+    middle: Mapping[tuple[int | None, int, Kind, int], tuple[int, float]],
     way: tuple[int, float],
     ids: Iterator[int],
 ) -> Iterator[dict[str, Any]]:
@@ -147,7 +151,7 @@ def _flow(
     ((_, producers, _),) = RULE[message.kind]
     consumers = (Kind.F,) if message.kind is Kind.SEND_F else producers
     ends = [
-        next((middle[key] for kind in kinds if (key := (stage, kind, message.microbatch)) in middle), None)
+        next((middle[key] for kind in kinds if (key := (message.replica, stage, kind, message.microbatch)) in middle), None)
         for stage, kinds in ((message.source, producers), (message.destination, consumers))
     ]
     number = next(ids)
@@ -162,15 +166,36 @@ def arrow_point(phase: str, number: int, process: int, thread: int, time: float)
     return flow | ({"bp": "e"} if phase == "f" else {})
 
 
-def _message_threads(messages: Sequence[MessageInterval], slow: frozenset[tuple[int, int]]) -> Iterator[tuple[int, str]]:
-    """Yield, per message, a thread on which it overlaps no other message, and the thread's name. Threads are sorted by edge."""
-    by_edge: defaultdict[tuple[int, int], list[MessageInterval]] = defaultdict(list)
+def op_name(op: Op, home: int | None) -> str:
+    """Return an op's name in a trace, with its home if that is another replica than its worker's."""
+    name = f"{op.stage}{op.kind.value}{op.microbatch}"
+    return name if home is None else f"{name} of replica {home}"
+
+
+def _rank_name(program: Program, rank: int) -> str:
+    replica, stages = place_of(program, rank)
+    if program.routing is None:
+        return f"rank {rank} (stage {', '.join(map(str, stages))})"
+    return f"worker {rank} ({worker_name(replica, stages)})"
+
+
+def _message_threads(timeline: Timeline, slow: frozenset[tuple[int, int]]) -> Iterator[tuple[int, str]]:
+    """Yield, per message, a thread on which it overlaps no other message, and the thread's name. Threads are sorted by edge.
+
+    With several replicas there is an edge for each pair of workers.
+    """
+    program, messages = timeline.program, timeline.messages
+    by_edge: defaultdict[tuple[tuple[int, int], ...], list[MessageInterval]] = defaultdict(list)
     for message in messages:
-        by_edge[message.source, message.destination].append(message)
+        edge = message.source, message.destination
+        by_edge[(edge,) if program.routing is None else (edge, timeline.ends_of(message))].append(message)
     found: dict[MessageInterval, tuple[int, str]] = {}
     threads = count(_FIRST_EDGE_THREAD)
-    for (source, destination), on_edge in sorted(by_edge.items()):
-        name = f"stage {source} → {destination}" + (", slow" if (source, destination) in slow else "")
+    for ((source, destination), *workers), on_edge in sorted(by_edge.items()):
+        name = f"stage {source} → {destination}"
+        for ends in workers:
+            name = " → ".join(worker_name(*place_of(program, end)) for end in ends)
+        name += ", slow" if (source, destination) in slow else ""
         lanes: list[tuple[int, str]] = []
         free: list[float] = []
         for message in sorted(on_edge, key=lambda message: message.posted):
@@ -209,7 +234,7 @@ def _read(data: Any) -> tuple[tuple[str, Timeline], ...]:
     if not isinstance(other, Mapping) or other.get("format") != FORMAT:
         raise ReportError(f"not an adaptra trace: expected otherData.format to be {FORMAT!r}")
     if other.get("version") not in READ_VERSIONS:
-        raise ReportError(f"trace version {other.get('version')!r}: this adaptra reads the versions 1 and 2")
+        raise ReportError(f"trace version {other.get('version')!r}: this adaptra reads the versions 1, 2 and 3")
     runs, events = other.get("runs"), data.get("traceEvents")
     if not isinstance(runs, list) or not isinstance(events, list):
         raise ReportError("expected a list traceEvents and a list otherData.runs")
@@ -241,18 +266,19 @@ def _read_slices(program: Program, source: Source, unit: float | None, events: I
     for event in events:
         match event.get("args"):
             case {"op": str(token)} as arguments:
-                op = parse_op(token)
-                if not op.kind.is_compute or op.stage >= program.stages:
+                op = parse_recorded_op(token)
+                if not op.kind.is_compute or not _is_of(program, op):
                     raise ReportError(f"event {token}: expected a compute op of the stages 0..{program.stages - 1}")
-                rank = program.placement[op.stage]
+                rank = program.holder(op.replica, op.stage, op.microbatch)
                 orders[rank].append(OpInterval(rank, op, *_times(token, arguments, "op")))
             case {"message": str(token), "destination": int(destination)} as arguments:
-                op = parse_op(token)
-                ends = op.stage, destination
-                if op.kind not in (Kind.SEND_F, Kind.SEND_B) or not all(0 <= end < program.stages for end in ends):
+                op = parse_recorded_op(token)
+                is_send = op.kind in (Kind.SEND_F, Kind.SEND_B) and _is_of(program, op)
+                if not is_send or not 0 <= destination < program.stages:
                     raise ReportError(f"event {token} to {destination}: expected a SEND between stages 0..{program.stages - 1}")
-                times = _times(token, arguments, "message")
-                messages.append(MessageInterval(op.kind, op.stage, destination, op.microbatch, *times))
+                posted, departed, arrived = _times(token, arguments, "message")
+                place = op.kind, op.stage, destination, op.microbatch
+                messages.append(MessageInterval(*place, posted, departed, arrived, op.replica))
             case {"reduce": int(rank), "bytes": int(nbytes)} as arguments:
                 if not 0 <= rank < program.ranks or nbytes < 0:
                     raise ReportError(f"event REDUCE of rank {rank}: expected one of the ranks 0..{program.ranks - 1}")
@@ -266,6 +292,14 @@ def _read_slices(program: Program, source: Source, unit: float | None, events: I
         order.sort(key=lambda interval: interval.start)
     messages.sort(key=lambda message: message.posted)
     return Timeline(program, source, tuple(map(tuple, orders)), tuple(messages), unit, tuple(reduces))
+
+
+def _is_of(program: Program, op: Op) -> bool:
+    """Return whether a program has this op's stage and, with several replicas, its replica and microbatch."""
+    if program.routing is None:
+        return op.replica is None and op.stage < program.stages
+    is_there = op.stage < program.stages and op.microbatch < program.microbatches
+    return op.replica is not None and op.replica < program.routing.replicas and is_there
 
 
 def _times(token: str, arguments: Mapping[str, Any], what: str) -> tuple[float, ...]:

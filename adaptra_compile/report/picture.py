@@ -16,6 +16,7 @@ from adaptra.program import Kind
 from adaptra.report.drawing import (
     GAP,
     LANE,
+    REDUCE,
     SUFFIXES,
     TEXT,
     Box,
@@ -43,9 +44,6 @@ COLOURS: Final = {Kind.F: "#2F78B7", Kind.I: "#F2A93B", Kind.W: "#8FD3BF", Kind.
 MESSAGE: Final = "#A53C8F"
 _INK: Final = {Kind.F: "white", Kind.I: "black", Kind.W: "black", Kind.B: "white"}
 _MEANING: Final = {Kind.F: "F forward", Kind.I: "I input gradient", Kind.W: "W weight gradient", Kind.B: "B both gradients"}
-_REDUCE: Final = "#7A7D85"
-"""Colour of the exposed part of REDUCE. What is hidden, or not known to be exposed, is lighter."""
-
 _SLOW_GROUND: Final = "#F6E4F1"
 
 # Inches, as everything below that is not a time.
@@ -106,12 +104,23 @@ def draw(
     write_figure(path, lambda figure: _compose(figure, panels, slow, title))
 
 
-def _panels(timelines: Sequence[tuple[str, Timeline]], slow: frozenset[tuple[int, int]]) -> list[_Panel]:
+def check_alike(timelines: Sequence[tuple[str, Timeline]]) -> None:
+    """Refuse timelines that have no time axis in common, and none at all.
+
+    Raises:
+        ReportError: There are no timelines, or units or pipelines and jobs are mixed.
+    """
     if not timelines:
         raise ReportError("no timeline to draw: expected at least one")
     units = [timeline.seconds_per_unit for _, timeline in timelines]
     if None in units and any(unit is not None for unit in units):
         raise ReportError("timelines in seconds beside timelines in a case's own unit: expected all to be of one sort")
+    if len({timeline.program.routing is None for _, timeline in timelines}) > 1:
+        raise ReportError("timelines of several replicas beside those of one pipeline: expected all to be of one sort")
+
+
+def _panels(timelines: Sequence[tuple[str, Timeline]], slow: frozenset[tuple[int, int]]) -> list[_Panel]:
+    check_alike(timelines)
     most = max(timeline.program.stages for _, timeline in timelines)
     for source, destination in sorted(slow):
         if abs(source - destination) != 1 or not (0 <= source < most and 0 <= destination < most):
@@ -154,7 +163,7 @@ def _compose(figure: Figure, panels: Sequence[_Panel], slow: frozenset[tuple[int
         _messages(here.axes, panel, slow)
         _reduces(here.axes, panel)
         _ops(here.axes, panel, here.points_per_time, number_size(here.narrow, microbatches))
-        _heading(here.axes, panel, None if panel is panels[0] else panels[0])
+        draw_heading(here.axes, panel.title, panel.timeline, panel.end, None if panel is panels[0] else panels[0].end)
 
 
 def _frame(axes: Axes, panel: _Panel, last: bool) -> None:
@@ -210,7 +219,7 @@ def _reduces(axes: Axes, panel: _Panel) -> None:
     for reduce in panel.timeline.reduces:
         exposed = panel.timeline.exposed_from(reduce)
         turn = reduce.end if exposed is None else exposed
-        spans = ((reduce.start, turn, lighter(_REDUCE, 1)), (turn, reduce.end, _REDUCE))
+        spans = ((reduce.start, turn, lighter(REDUCE, 1)), (turn, reduce.end, REDUCE))
         for start, end, colour in spans:
             if end > start:
                 begin, length = panel.time(start), (end - start) * panel.scale
@@ -243,16 +252,24 @@ def _line(panel: _Panel, message: MessageInterval) -> tuple[tuple[float, float],
     )
 
 
-def _heading(axes: Axes, panel: _Panel, first: _Panel | None) -> None:
-    timeline = panel.timeline
+def draw_heading(axes: Axes, title: str, timeline: Timeline, end: float, first: float | None) -> None:
+    """Write a panel's title, and its timeline's makespan and bubble.
+
+    Args:
+        axes: The panel's.
+        title: The title.
+        timeline: The timeline.
+        end: Where its makespan ends on the time axis.
+        first: Where that of the first panel ends, to compare with; None in the first panel itself.
+    """
     axes.annotate(
-        panel.title, (0, 1), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
+        title, (0, 1), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
         fontsize=11, weight="bold", color=TEXT,
     )  # fmt: skip
     change = ""
-    if first is not None and first.end and panel.end != first.end:
-        change = f" ({signed(100 * (panel.end / first.end - 1))} %)"
-        axes.axvline(first.end, color="#555555", linewidth=1.0, linestyle=(0, (1.5, 2)), zorder=2)
+    if first and end != first:
+        change = f" ({signed(100 * (end / first - 1))} %)"
+        axes.axvline(first, color="#555555", linewidth=1.0, linestyle=(0, (1.5, 2)), zorder=2)
     axes.annotate(
         f"{timeline.source.value} · makespan {duration(timeline, timeline.makespan)}{change}"
         f" · bubble {percent(bubble_ratio(timeline))}",
@@ -272,8 +289,8 @@ def _legend(panels: Sequence[_Panel], slow: frozenset[tuple[int, int]]) -> list[
     ]
     handles.append(Patch(facecolor="white", edgecolor="#9A9DA5", linewidth=0.7, label="waiting"))
     if any(panel.timeline.reduces for panel in panels):
-        handles.append(Patch(facecolor=lighter(_REDUCE, 1), label="REDUCE over replicas"))
-        handles.append(Patch(facecolor=_REDUCE, label="REDUCE, exposed"))
+        handles.append(Patch(facecolor=lighter(REDUCE, 1), label="REDUCE over replicas"))
+        handles.append(Patch(facecolor=REDUCE, label="REDUCE, exposed"))
     if any(panel.timeline.messages for panel in panels):
         handles.append(Line2D([], [], color=MESSAGE, linewidth=0.9, alpha=0.6, label="message"))
     if slow:

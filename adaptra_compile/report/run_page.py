@@ -1,7 +1,9 @@
 """A page about a run: measured and predicted iteration times, delays per edge, REDUCE of replicas, and numbered events.
 
 All panels have the steps as their common axis. A number in a circle marks a step with an event, and the list below describes
-it. Forward edges have full lines and backward edges dashed lines, since the two edges of a slow link often coincide.
+it. With several replicas a panel shows how long a microbatch takes each worker, and a table what each worker did last.
+
+Forward edges have full lines and backward edges dashed lines, since the two edges of a slow link often coincide.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from typing import TYPE_CHECKING, Final
 from adaptra.errors import ReportError
 from adaptra.report.drawing import SUFFIXES, TEXT, write_figure
 from adaptra.report.files import check_suffix
-from adaptra.report.run_records import Happening, Run
+from adaptra.report.run_records import Happening, Run, worker_lines
+from adaptra.simulation.worker_steps import SLOW_PACE, WorkerStep, paces
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,12 +40,14 @@ _STANDS_OUT, _SEEN = 2.0, 0.1
 
 # Inches, like everything below that is not a time or a step.
 _WIDTH, _LEFT, _RIGHT = 11.0, 0.8, 1.15
-_HEAD, _STRIP_ROW, _TIMES, _DELAYS, _REDUCES, _GAP, _LINE = 0.75, 0.24, 2.5, 1.9, 1.5, 0.62, 0.19
+_HEAD, _STRIP_ROW, _TIMES, _DELAYS, _WORKERS, _REDUCES, _GAP, _LINE = 0.75, 0.24, 2.5, 1.9, 1.7, 1.5, 0.62, 0.19
 _LETTERS: Final = 150
 """The most letters of the heading's second line."""
 _LISTED_LETTERS: Final = 130
 """The most letters of a line of the list. The limit leaves room for a wider substitute font."""
 _MOST_LISTED: Final = 24
+_OFTEN: Final = 2
+"""The number of steps in which a worker must be slow to stand out: one may be a pause."""
 _MOST_DOTS: Final = 200
 
 
@@ -82,13 +87,15 @@ def draw_run(run: Run, path: str | Path, *, title: str | None = None) -> None:
 def _compose(figure: Figure, run: Run, title: str | None) -> None:
     first, last = run.steps[0].step, max(run.steps[-1].step, run.steps[0].step + 1)
     marks = _marks(_weightiest(run.happenings), last - first)
-    lines = _list_of(marks)
+    lines, workers = _list_of(marks), _table_of_workers(run)
     left_out = len(run.happenings) - sum(len(mark.happenings) for mark in marks)
     if left_out:
         lines.append((f"     and {left_out} more, which adaptra trace prints without -o", TEXT))
     strip = _STRIP_ROW * (1 + max((mark.row for mark in marks), default=0))
     upper = _HEAD + strip + _TIMES + _GAP + _DELAYS + _GAP
-    panels = upper + (_REDUCES + _GAP if run.reduces else 0.0)
+    has_reduces, has_workers = any(one.reduces for one in run.replicas), bool(workers)
+    panels = upper + (_REDUCES + _GAP if has_reduces else 0.0) + (_WORKERS + _GAP if has_workers else 0.0)
+    lines = workers + lines
     height = panels + _LINE * (len(lines) + 1)
     figure.set_size_inches(_WIDTH, height)
     _heading(figure, run, title, height)
@@ -107,10 +114,12 @@ def _compose(figure: Figure, run: Run, title: str | None) -> None:
     delays = panel(top + strip + _TIMES + _GAP, _DELAYS)
     _delays(delays, run)
     below = [delays]
-    if run.reduces:
-        delays.set_xlabel("")
-        below.append(panel(upper, _REDUCES))
-        _reduces(below[-1], run)
+    for is_there, tall, draw in ((has_workers, _WORKERS, _microbatches), (has_reduces, _REDUCES, _reduces)):
+        if is_there:
+            below[-1].set_xlabel("")
+            below.append(panel(upper, tall))
+            draw(below[-1], run)
+            upper += tall + _GAP
     for axes in (times, *below):
         for mark in marks:
             axes.axvline(mark.step, color=mark.colour, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1.5)
@@ -123,11 +132,9 @@ def _compose(figure: Figure, run: Run, title: str | None) -> None:
 
 
 def _heading(figure: Figure, run: Run, title: str | None, height: float) -> None:
-    started = run.started
-    size = f"{started.ranks} ranks, {started.microbatches} microbatches, {len(run.steps)} steps"
     left = _LEFT / _WIDTH
-    figure.text(left, 1 - 0.2 / height, title or f"run {started.run}", va="top", fontsize=13, weight="bold", color=TEXT)
-    notes = textwrap.shorten("; ".join((size, *run.notes)), _LETTERS, placeholder=" …")
+    figure.text(left, 1 - 0.2 / height, title or f"run {run.started.run}", va="top", fontsize=13, weight="bold", color=TEXT)
+    notes = textwrap.shorten("; ".join((run.size, *run.notes)), _LETTERS, placeholder=" …")
     figure.text(left, 1 - 0.5 / height, notes, va="top", fontsize=9, color=TEXT)
 
 
@@ -216,13 +223,14 @@ def _times(axes: Axes, run: Run) -> None:
 
 
 def _delays(axes: Axes, run: Run) -> None:
-    slowest = {edge: max(flight for _, flight in flights) for edge, flights in run.flights.items()}
-    usual = median([min(flight for _, flight in flights) for flights in run.flights.values()] or [0.0])
+    found = run.named_flights
+    slowest = {edge: max(flight for _, flight in flights) for edge, flights in found.items()}
+    usual = median([min(flight for _, flight in flights) for flights in found.values()] or [0.0])
     least = max(_STANDS_OUT * usual, _SEEN * max(slowest.values(), default=0.0))
     out = sorted((edge for edge in slowest if slowest[edge] > least), key=lambda edge: -slowest[edge])
     colours = dict(zip(out, _EDGES, strict=False))
     ends: list[tuple[str, str, float]] = []
-    for edge, flights in run.flights.items():
+    for edge, flights in found.items():
         steps, values = [step for step, _ in flights], [1e3 * flight for _, flight in flights]
         colour = colours.get(edge, _FAINT)
         style = "-" if edge[0] < edge[1] else (0, (3, 1.5))
@@ -230,8 +238,8 @@ def _delays(axes: Axes, run: Run) -> None:
         axes.plot(steps, values, color=colour, linewidth=width, linestyle=style, zorder=order)
         if edge in colours:
             ends.append((f"{edge[0]}→{edge[1]}", colour, values[-1]))
-    if len(colours) < len(run.flights):
-        others = [1e3 * flights[-1][1] for edge, flights in run.flights.items() if edge not in colours]
+    if len(colours) < len(found):
+        others = [1e3 * flights[-1][1] for edge, flights in found.items() if edge not in colours]
         ends.append(("other edges", _FAINT, median(others)))
     highest = 1.12e3 * max(slowest.values(), default=1e-3)
     axes.set_ylim(0, highest)
@@ -242,21 +250,84 @@ def _delays(axes: Axes, run: Run) -> None:
 def _reduces(axes: Axes, run: Run) -> None:
     """Draw REDUCE of each rank's stages: a full line for what is exposed, and a faint dashed one for the whole."""
     by_name: dict[str, list[tuple[int, float, float]]] = {}
-    for step in run.reduces:
-        for one in step.stages:
-            exposed = one.seconds if one.exposed is None else one.exposed
-            by_name.setdefault(one.name, []).append((step.step, 1e3 * one.seconds, 1e3 * exposed))
+    for each in run.replicas:
+        place = f"{each.started.replica}." if run.peers else "stage "
+        for step in each.reduces:
+            for one in step.stages:
+                exposed = one.seconds if one.exposed is None else one.exposed
+                by_name.setdefault(place + one.name, []).append((step.step, 1e3 * one.seconds, 1e3 * exposed))
     ends: list[tuple[str, str, float]] = []
     for (name, points), colour in zip(by_name.items(), chain(_EDGES, repeat(_FAINT)), strict=False):
         steps, whole, exposed = zip(*points, strict=True)
         axes.plot(steps, whole, color=colour, linewidth=0.8, linestyle=(0, (3, 1.5)), alpha=0.6, zorder=2)
         axes.plot(steps, exposed, color=colour, linewidth=1.5, marker="o", markersize=2, zorder=3)
-        ends.append((f"stage {name}", colour, exposed[-1]))
+        ends.append((name, colour, exposed[-1]))
     # The first step includes one-time costs; it must not flatten all others.
     highest = 1.12 * max(whole for points in by_name.values() for _, whole, _ in points[1:] or points) or 1.0
     axes.set_ylim(0, highest)
     _label_ends(axes, ends, highest)
     _finish(axes, "REDUCE exposed (ms)", "step")
+
+
+def _microbatches(axes: Axes, run: Run) -> None:
+    """Draw how long a microbatch takes each worker. Those that are slower than the others of their stage stand out."""
+    slow = _slow_workers(run)
+    colours = dict(zip(slow, _EDGES, strict=False))
+    ends: list[tuple[str, str, float]] = []
+    usual: list[float] = []
+    highest = 0.0
+    for worker, works in run.works.items():
+        points = [(step, 1e3 * work.per_microbatch) for step, work in works if work.per_microbatch is not None]
+        if not points:
+            continue
+        steps, values = zip(*points, strict=True)
+        colour = colours.get(worker, _FAINT)
+        axes.plot(
+            steps, values, color=colour, linewidth=1.5 if worker in colours else 0.9, zorder=3 if worker in colours else 2
+        )
+        # The first step includes one-time costs; it must not flatten all others.
+        highest = max(highest, *(values[1:] or values))
+        if worker in colours:
+            ends.append((works[-1][1].name, colour, values[-1]))
+        else:
+            usual.append(values[-1])
+    if usual:
+        ends.append(("other workers" if ends else "workers", _FAINT, median(usual)))
+    highest = 1.12 * highest or 1.0
+    axes.set_ylim(0, highest)
+    _label_ends(axes, ends, highest)
+    _finish(axes, "microbatch (ms)", "step")
+
+
+def _slow_workers(run: Run) -> list[int]:
+    """Return the workers that were slower than the others of their stage in two steps or more, the slowest first."""
+    by_step: dict[int, list[WorkerStep]] = {}
+    for works in run.works.values():
+        for step, work in works:
+            by_step.setdefault(step, []).append(work)
+    found: dict[int, list[float]] = {}
+    for works in by_step.values():
+        for worker, pace in paces(works).items():
+            if pace >= SLOW_PACE:
+                found.setdefault(worker, []).append(pace)
+    often = {worker: max(of_worker) for worker, of_worker in found.items() if len(of_worker) >= _OFTEN}
+    return sorted(often, key=lambda worker: -often[worker])
+
+
+def _table_of_workers(run: Run) -> list[tuple[str, str]]:
+    """Return the table of a job's workers, with its colours. Of many, those come first that are slow, take or give."""
+    lines = worker_lines(run)
+    if not lines:
+        return []
+    (head, _), *rows = lines
+    works = run.usual_works
+    weights = [(not slow, not (work.taken or work.given)) for (_, slow), work in zip(rows, works, strict=True)]
+    kept = sorted(sorted(range(len(rows)), key=lambda index: weights[index])[:_MOST_LISTED])
+    table = [("workers in the last steps", TEXT), (head, _FAINT)]
+    table += [(rows[index][0], _MARKS["failed"] if rows[index][1] else TEXT) for index in kept]
+    if len(rows) > len(kept):
+        table.append((f"and {len(rows) - len(kept)} more, which adaptra trace prints without -o", TEXT))
+    return [*table, ("", TEXT)]
 
 
 def _finish(axes: Axes, name: str, below: str) -> None:

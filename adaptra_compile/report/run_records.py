@@ -1,4 +1,5 @@
-"""A run read from the files that its ranks wrote. ``adaptra trace FOLDER`` prints and draws it.
+"""A run read from the files that its ranks wrote, of one pipeline or of a job's replicas. ``adaptra trace FOLDER`` prints and
+draws it.
 
 The files of a failed run are readable too. The last line of a killed rank may be incomplete, which is noted but not an error. A
 folder may contain several consecutive starts of a run. The last one counts.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -25,10 +26,13 @@ from adaptra.runtime.telemetry.records import (
     StepTaken,
     TimestampedRecord,
     from_json,
+    work_to_json,
 )
+from adaptra.simulation.worker_steps import WorkerStep, usual_step
 
 _FILES: Final = "rank-*.jsonl"
-_COORDINATOR: Final = 0
+_USUAL_STEPS: Final = 5
+"""The number of last steps from which the usual work of workers is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +64,15 @@ class Happening:
 
 @dataclass(frozen=True)
 class Run:
-    """The records of a pipeline's ranks since its last start.
+    """The records of a pipeline's ranks since its last start. With several replicas there is one such run for each.
 
     Attributes:
-        folder: The folder of the files.
+        folder: The folder of the files. Of the first of several replicas it is that of the job.
         started: The start record of rank 0.
         records: The records of each rank in order; empty for a rank without a file.
         cut_off: The files whose last line is incomplete.
         earlier: The number of earlier starts in the folder.
+        peers: The runs of the job's other replicas, if this one was read as the job's first.
     """
 
     folder: Path
@@ -75,10 +80,16 @@ class Run:
     records: tuple[tuple[TimestampedRecord, ...], ...]
     cut_off: tuple[Path, ...]
     earlier: int
+    peers: tuple[Run, ...] = ()
+
+    @property
+    def replicas(self) -> tuple[Run, ...]:
+        """The runs of all replicas of the job, this one first."""
+        return (self, *self.peers)
 
     @cached_property
     def steps(self) -> tuple[RecordedStep, ...]:
-        """Return the steps in order. The predictions are rank 0's, since it coordinates."""
+        """Return the steps in order, each of all replicas. The predictions are rank 0's, since it coordinates."""
         found: dict[int, list[StepTaken]] = {}
         for one in self._all():
             if isinstance(one.record, StepTaken):
@@ -87,9 +98,12 @@ class Run:
 
     @cached_property
     def flights(self) -> dict[tuple[int, int], tuple[tuple[int, float], ...]]:
-        """Return, for every directed edge, pairs of a step and the seconds of a message that did not queue."""
+        """Return, for every directed edge, pairs of a step and the seconds of a message that did not queue.
+
+        Those of other replicas are left out; see :attr:`named_flights`.
+        """
         found: dict[tuple[int, int], list[tuple[int, float]]] = {}
-        for one in self._all():
+        for one in self._own():
             if isinstance(one.record, StepTaken):
                 for edge in one.record.measurement.edges:
                     flights = found.setdefault((edge.source, edge.destination), [])
@@ -97,16 +111,62 @@ class Run:
         return {edge: tuple(flights) for edge, flights in sorted(found.items())}
 
     @cached_property
+    def named_flights(self) -> dict[tuple[str, str], tuple[tuple[int, float], ...]]:
+        """Return the flights of all replicas by the names of the stages, or with several replicas of the workers."""
+        found: dict[tuple[str, str], tuple[tuple[int, float], ...]] = {}
+        for run in self.replicas:
+            place = f"{run.started.replica}." if self.peers else ""
+            found |= {(f"{place}{source}", f"{place}{end}"): one for (source, end), one in run.flights.items()}
+        return found
+
+    @cached_property
+    def works(self) -> dict[int, tuple[tuple[int, WorkerStep], ...]]:
+        """Return, for every worker of the job, pairs of a step and what it did; nothing in files of older versions."""
+        found: dict[int, list[tuple[int, WorkerStep]]] = {}
+        for one in self._all():
+            if isinstance(one.record, StepTaken) and one.record.work is not None:
+                measured = one.record.measurement
+                reduce = None if measured.reduce is None else measured.reduce.end - measured.reduce.start
+                work = replace(one.record.work, reduce=reduce)
+                found.setdefault(work.worker, []).append((measured.step, work))
+        return {worker: tuple(sorted(works, key=lambda each: each[0])) for worker, works in sorted(found.items())}
+
+    @cached_property
+    def usual_works(self) -> tuple[WorkerStep, ...]:
+        """Return what each worker usually did in the last steps of the last plan, with the exposed part of its REDUCE."""
+        if not self.steps:
+            return ()
+        version = self.steps[-1].version
+        last = [one.step for one in self.steps if one.version == version][-_USUAL_STEPS:]
+        exposed = {
+            (run.started.replica, reduces.step, one.stages): one.exposed
+            for run in self.replicas
+            for reduces in run.reduces
+            for one in reduces.stages
+        }
+        of_worker = [
+            [replace(work, exposed=exposed.get((work.replica, step, work.stages))) for step, work in works if step in last]
+            for works in self.works.values()
+        ]
+        return tuple(usual_step(mine) for mine in of_worker if mine)
+
+    @cached_property
     def reduces(self) -> tuple[StepReduces, ...]:
-        """Return REDUCE of each step that all ranks measured, in order of steps; nothing without other replicas."""
-        found = {one.record.step: one.record for one in self._all() if isinstance(one.record, StepReduces)}
+        """Return REDUCE of each step that all ranks measured, in order of steps; nothing without other replicas.
+
+        Those of other replicas' ranks are left out.
+        """
+        found = {one.record.step: one.record for one in self._own() if isinstance(one.record, StepReduces)}
         return tuple(found[step] for step in sorted(found))
 
     @cached_property
     def happenings(self) -> tuple[Happening, ...]:
         """Return the coordinator's events, the ranks' refusals, and all failures and changes, in order of steps."""
-        found = [(one.record.rank, one) for one in self._all()]
-        happenings = [happening for _, one in found if (happening := _happening(one)) is not None]
+        happenings: list[Happening] = []
+        for run in self.replicas:
+            place = f"replica {run.started.replica}: " if run is not self else ""
+            found = (happening for one in run._own() if (happening := _happening(one)) is not None)
+            happenings += [replace(one, text=f"{place}{one.text}") for one in found]
         return tuple(sorted(happenings, key=lambda one: one.step))
 
     @property
@@ -132,12 +192,22 @@ class Run:
             notes.append(f"rank {_listed(self.unended)} neither closed nor failed: still running, or killed")
         if self.earlier:
             notes.append(f"the folder holds {self.earlier} earlier starts, which are left out")
+        notes += [f"replica {run.started.replica}: {note}" for run in self.peers for note in run.notes]
         return tuple(notes)
+
+    @property
+    def size(self) -> str:
+        """The numbers of replicas, ranks, microbatches and steps as text."""
+        ranks = f"{self.started.ranks} ranks"
+        if self.peers:
+            ranks = f"{len(self.replicas)} replicas of {ranks}"
+        return f"{ranks}, {self.started.microbatches} microbatches, {len(self.steps)} steps"
 
     def to_json(self) -> dict[str, Any]:
         """Return the run as one JSON object, with times in seconds."""
         return {
             "run": self.started.run,
+            "replicas": len(self.replicas),
             "ranks": self.started.ranks,
             "microbatches": self.started.microbatches,
             "notes": list(self.notes),
@@ -146,8 +216,18 @@ class Run:
                 for one in self.steps
             ],
             "edges": [
-                {"source": source, "destination": destination, "flights": [list(flight) for flight in flights]}
-                for (source, destination), flights in self.flights.items()
+                {
+                    **({"replica": run.started.replica} if self.peers else {}),
+                    "source": source,
+                    "destination": destination,
+                    "flights": [list(flight) for flight in flights],
+                }
+                for run in self.replicas
+                for (source, destination), flights in run.flights.items()
+            ],
+            "workers": [
+                {"worker": works[-1][1].name, "steps": [{"step": step, **work_to_json(work)} for step, work in works]}
+                for works in self.works.values()
             ],
             "reduces": [
                 {
@@ -169,11 +249,14 @@ class Run:
         }
 
     def _all(self) -> Iterable[TimestampedRecord]:
+        return (one for run in self.replicas for one in run._own())
+
+    def _own(self) -> Iterable[TimestampedRecord]:
         return (one for own in self.records for one in own)
 
 
 def load_run(folder: str | Path) -> Run:
-    """Read the last run in a folder of ``Options(telemetry=...)``.
+    """Read the last run in a folder of ``Options(telemetry=...)``. With several replicas it has a folder for each.
 
     Raises:
         ReportError: The folder has no records. Or a file can't be read, is not adaptra's, is of another version, or has an
@@ -181,6 +264,10 @@ def load_run(folder: str | Path) -> Run:
     """
     folder = Path(folder)
     paths = sorted(folder.glob(_FILES))
+    numbers = [path.name.removeprefix("replica-") for path in folder.glob("replica-*") if list(path.glob(_FILES))]
+    if not paths and (replicas := sorted(int(one) for one in numbers if one.isdecimal())):
+        first, *others = (load_run(folder / f"replica-{replica}") for replica in replicas)
+        return replace(first, folder=folder, peers=tuple(others))
     if not paths:
         inner = sorted(path.parent for path in folder.glob(f"*/{_FILES}"))
         hint = f"; perhaps {inner[0]}" if inner else ""
@@ -273,9 +360,7 @@ def _listed(ranks: Iterable[int]) -> str:
 
 def summary(run: Run) -> str:
     """Return the run as text: one line per period of steps under one plan, and the events."""
-    lines = [
-        f"run {run.started.run}: {run.started.ranks} ranks, {run.started.microbatches} microbatches, {len(run.steps)} steps"
-    ]
+    lines = [f"run {run.started.run}: {run.size}"]
     lines += [f"note: {note}" for note in run.notes]
     for version in sorted({step.version for step in run.steps}):
         steps = [step for step in run.steps if step.version == version]
@@ -284,6 +369,20 @@ def summary(run: Run) -> str:
             f"plan {version}: steps {steps[0].step} to {steps[-1].step}, median {1e3 * middle:.1f} ms, "
             f"predicted at the end {1e3 * predicted:.1f} ms"
         )
-    lines += [f"REDUCE, median of {len(run.reduces)} steps: {reduce}" for reduce in usual_reduces(run.reduces)]
+    for one in run.replicas:
+        what = f"REDUCE of replica {one.started.replica}" if run.peers else "REDUCE"
+        lines += [f"{what}, median of {len(one.reduces)} steps: {reduce}" for reduce in usual_reduces(one.reduces)]
     lines += [f"step {one.step}: {one.kind} {one.text}" for one in run.happenings]
+    lines += [line for line, _ in worker_lines(run)]
     return "\n".join(lines) + "\n"
+
+
+def worker_lines(run: Run) -> list[tuple[str, bool]]:
+    """Return the table of a job's workers as lines, each with whether it is of a slow worker. One replica alone has none."""
+    works = run.usual_works
+    if not run.peers or not works:
+        return []
+    from adaptra.report.stage_table import is_slow, lines_of_workers, worker_rows
+
+    rows = worker_rows(works, 1.0)
+    return list(zip(lines_of_workers(rows), (False, *map(is_slow, rows)), strict=True))

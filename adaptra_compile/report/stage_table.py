@@ -1,13 +1,16 @@
-"""The table of a compiled pipeline: work, memory and messages of each stage."""
+"""Tables: work, memory and messages of each stage of a compiled pipeline, and what each worker of a job did in a step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from io import StringIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 from rich.table import Table
+
+from adaptra.simulation.timeline import Timeline
+from adaptra.simulation.worker_steps import SLOW_PACE, WorkerStep, paces, worker_steps
 
 if TYPE_CHECKING:
     from adaptra.graph import TrainStage
@@ -55,6 +58,78 @@ def stage_table(stages: Sequence[TrainStage], program: Program, in_flight: Seque
             str(count),
             _bytes(peak),
         )
+    return _text_of(table)
+
+
+WORKER_COLUMNS: Final = ("worker", "compute ms", "pace", "takes", "gives", "REDUCE ms", "exposed", "waits for")
+_ABSENT: Final = "-"
+
+
+def worker_rows(steps: Sequence[WorkerStep], unit: float) -> list[tuple[str, ...]]:
+    """Return the cells of :data:`WORKER_COLUMNS` of each worker.
+
+    Args:
+        steps: The workers' entries of one step.
+        unit: Seconds per unit of their times.
+    """
+    names, relative = {one.worker: one.name for one in steps}, paces(steps)
+
+    def name_of(worker: int) -> str:
+        return names.get(worker, f"worker {worker}")
+
+    def milliseconds(time: float | None) -> str:
+        return _ABSENT if time is None else f"{1e3 * unit * time:.1f}"
+
+    return [
+        (
+            one.name,
+            milliseconds(one.compute),
+            f"{relative[one.worker]:.2f}×" if one.worker in relative else _ABSENT,
+            ", ".join(f"{number} of replica {home}" for home, number in one.taken) or _ABSENT,
+            ", ".join(f"{number} to {name_of(other)}" for other, number in one.given) or _ABSENT,
+            milliseconds(one.reduce),
+            milliseconds(one.exposed),
+            next((f"{name_of(other)}: {milliseconds(time)} ms" for other, time in one.waits), _ABSENT),
+        )
+        for one in steps
+    ]
+
+
+def is_slow(row: Sequence[str]) -> bool:
+    """Return whether a row of :func:`worker_rows` is of a worker that is slower than the others of its stage."""
+    pace = row[WORKER_COLUMNS.index("pace")]
+    return pace != _ABSENT and float(pace.rstrip("×")) >= SLOW_PACE
+
+
+def lines_of_workers(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the headings and the rows of :func:`worker_rows` as aligned lines of text."""
+    table = [WORKER_COLUMNS, *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+
+
+def table_of_workers(rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
+    """Return the table of :func:`worker_rows`, in which slow workers stand out on terminals with colours."""
+    table = Table(title=title, title_justify="left")
+    for heading in WORKER_COLUMNS:
+        is_text = heading in ("worker", "takes", "gives", "waits for")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
+    for row in rows:
+        table.add_row(*row, style="bold magenta" if is_slow(row) else None)
+    return table
+
+
+def worker_table(timeline: Timeline) -> str:
+    """Return a table with one row for each worker of a measured step.
+
+    ``pace`` is how long a microbatch takes, as a multiple of what is usual for the others of the worker's stages. ``takes`` are
+    microbatches of other replicas that it computes, and ``gives`` those of its own that others compute. ``waits for`` is the
+    worker for whose messages its ops waited longest, with the time of all these waits.
+    """
+    return _text_of(table_of_workers(worker_rows(worker_steps(timeline), timeline.seconds_per_unit or 1e-3)))
+
+
+def _text_of(table: Table) -> str:
     console = Console(file=StringIO(), width=120)
     console.print(table)
     assert isinstance(console.file, StringIO)

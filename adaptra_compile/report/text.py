@@ -7,6 +7,7 @@ from typing import Final
 
 from adaptra.errors import ReportError
 from adaptra.simulation.timeline import OpInterval, Timeline
+from adaptra.simulation.worker_steps import is_foreign, place_of, worker_name
 
 WAITING: Final = "."
 RUNNING: Final = "-"
@@ -23,7 +24,8 @@ def render(timeline: Timeline, width: int = 120) -> str:
         rank 1 ..F0F1..B0..B1.....
 
     If an op's columns have no room for its number, only its letter is shown. An op narrower than half a column may be omitted.
-    On ranks with several stages the label is the whole op, such as ``2F0``.
+    On ranks with several stages the label is the whole op, such as ``2F0``. With several replicas there is a line for each
+    worker, named ``REPLICA.STAGE``, and ops of other replicas' microbatches have small letters.
 
     Args:
         timeline: The timeline to show.
@@ -36,7 +38,10 @@ def render(timeline: Timeline, width: int = 120) -> str:
         ReportError: ``width`` is below 40.
     """
     check_width(width)
-    labels = [f"rank {rank} " for rank in range(len(timeline.ops))]
+    labels = [
+        f"rank {rank} " if timeline.program.routing is None else f"{worker_name(*place_of(timeline.program, rank))} "
+        for rank in range(len(timeline.ops))
+    ]
     margin = max(map(len, labels), default=0)
     lines = [summary(timeline)]
     for label, order in zip(labels, timeline.ops, strict=True):
@@ -100,5 +105,10 @@ def check_width(width: int) -> None:
 def _lane(timeline: Timeline, order: tuple[OpInterval, ...], columns: int) -> str:
     several = len({interval.op.stage for interval in order}) > 1
     zero, scale = origin(timeline), columns / timeline.makespan if timeline.makespan else 0.0
-    boxes = ((i.start - zero, i.end - zero, str(i.op) if several else f"{i.op.kind.value}{i.op.microbatch}") for i in order)
-    return lane(boxes, scale, columns)
+    return lane(((i.start - zero, i.end - zero, _label(timeline, i, several)) for i in order), scale, columns)
+
+
+def _label(timeline: Timeline, interval: OpInterval, with_stage: bool) -> str:
+    op = interval.op
+    letter = op.kind.value.lower() if is_foreign(timeline.program, interval) else op.kind.value
+    return f"{op.stage if with_stage else ''}{letter}{op.microbatch}"

@@ -34,7 +34,8 @@ class MessageInterval:
     """One message between two stages: sent at ``posted``, on the edge from ``departed``, at its receiver at ``arrived``.
 
     ``kind`` is SEND_F or SEND_B and ``source`` the stage that sends. The queueing time of a measured message is not known. Its
-    ``departed`` is the time of sending, or that of the posted receive if sends wait for receivers.
+    ``departed`` is the time of sending, or that of the posted receive if sends wait for receivers. ``replica`` is that of the
+    microbatch, None in a program of one pipeline.
     """
 
     kind: Kind
@@ -44,6 +45,7 @@ class MessageInterval:
     posted: float
     departed: float
     arrived: float
+    replica: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,14 @@ class Timeline:
     seconds_per_unit: float | None = None
     reduces: tuple[ReduceInterval, ...] = ()
 
+    def ends_of(self, message: MessageInterval) -> tuple[int, int]:
+        """Return the ranks that send and receive a message."""
+        holder, microbatch = self.program.holder, message.microbatch
+        return (
+            holder(message.replica, message.source, microbatch),
+            holder(message.replica, message.destination, microbatch),
+        )
+
     @property
     def start(self) -> float:
         """The earliest start of an op."""
@@ -92,7 +102,7 @@ class Timeline:
         return self.end - (0.0 if self.source is Source.SIMULATED else self.start)
 
     def exposed_from(self, reduce: ReduceInterval) -> float | None:
-        """Return when a sum's exposed part begins: once the last op has ended. It is the sum's end if all of it is hidden.
+        """Return when a sum's exposed part begins: once its pipeline's last op has ended. It is the sum's end if all is hidden.
 
         None if it is not known, because ranks of the sum's pipeline have no ops here.
         """
@@ -102,7 +112,8 @@ class Timeline:
             pipeline = {worker for worker in members if worker is not None}
         if not all(self.ops[rank] for rank in pipeline):
             return None
-        return min(max(reduce.start, self.end), reduce.end)
+        computed = max(self.ops[rank][-1].end for rank in pipeline)
+        return min(max(reduce.start, computed), reduce.end)
 
     @property
     def busy(self) -> tuple[float, ...]:

@@ -68,6 +68,13 @@ class Fields:
             raise self.refuse(name, f"a whole number of at least {at_least}", value)
         return value
 
+    def whole_or_none(self, name: str) -> int | None:
+        """Read a whole number that is not negative. Null, or a field that older writers omit, is None."""
+        value = self._left.pop(name, None)
+        if value is not None and not (is_whole(value) and value >= 0):
+            raise self.refuse(name, "a whole number of at least 0, or null", value)
+        return value
+
     def number(self, name: str) -> float:
         """Read a finite number that is not negative."""
         return self._number(name, self._take(name))

@@ -45,6 +45,7 @@ class MessageRecord(NamedTuple):
 
     The sender posted it at ``sent_at``, it was complete at ``arrived_at``, and an op used it at ``consumed_at``.
     ``departed_at`` is ``sent_at``, or the time of the receiver's request if the message may have waited for that.
+    ``replica`` is None for a message between two workers of its microbatch's replica. Else it is that replica.
     """
 
     kind: Kind
@@ -56,6 +57,7 @@ class MessageRecord(NamedTuple):
     departed_at: float
     arrived_at: float
     consumed_at: float
+    replica: int | None = None
 
 
 class ReduceRecord(NamedTuple):
@@ -86,7 +88,10 @@ class StepRecords:
             self.start + seconds,
             self.end + seconds,
             tuple(OpRecord(op, start + seconds, end + seconds) for op, start, end in self.ops),
-            tuple(MessageRecord(*one[:5], *(instant + seconds for instant in one[5:])) for one in self.messages),
+            tuple(
+                MessageRecord(*one[:5], *(instant + seconds for instant in one[5:9]), replica=one.replica)
+                for one in self.messages
+            ),
             self.reduce and self.reduce._replace(start=self.reduce.start + seconds, end=self.reduce.end + seconds),
         )
 
@@ -139,8 +144,9 @@ def _read_message(fields: Fields) -> MessageRecord:
         raise ControlError(f"records of a step: message of kind {kind!r}: expected SEND_F or SEND_B")
     whole = [fields.whole(name) for name in ("source", "destination", "microbatch", "nbytes")]
     instants = [fields.instant(name) for name in ("sent_at", "departed_at", "arrived_at", "consumed_at")]
+    replica = fields.whole_or_none("replica")
     fields.end()
-    return MessageRecord(Kind(kind), *whole, *instants)
+    return MessageRecord(Kind(kind), *whole, *instants, replica=replica)
 
 
 def _read_reduce(data: object) -> ReduceRecord:
@@ -184,7 +190,7 @@ class Monitor:
         self._own = stages_of(rank, placement)
         self._kept: deque[StepRecords] = deque(maxlen=keep)
         self._ops: list[tuple[Op, Any, Any]] = []
-        self._messages: list[tuple[Kind, int, int, int, int, float, float, float, float]] = []
+        self._messages: list[tuple[Kind, int, int, int, int, float, float, float, float, int | None]] = []
         self._waits: list[tuple[Op, float]] = []
         self._probes: dict[tuple[int, int], tuple[float, float]] = {}
         self._reduce: tuple[Any, Any, int] | None = None
@@ -219,10 +225,11 @@ class Monitor:
         departed_at: float,
         arrived_at: float,
         consumed_at: float,
+        replica: int | None = None,
     ) -> None:
         """Record that a message arrived; see :class:`MessageRecord`."""
         instants = (sent_at, departed_at, arrived_at, consumed_at)
-        self._messages.append((kind, source, destination, microbatch, nbytes, *instants))
+        self._messages.append((kind, source, destination, microbatch, nbytes, *instants, replica))
 
     def wait(self, op: Op, seconds: float) -> None:
         """Record the seconds that a compute op waited for its message."""
@@ -302,7 +309,8 @@ class Monitor:
     def _measure_edges(self, records: StepRecords) -> tuple[EdgeMeasurement, ...]:
         messages: dict[tuple[int, int], list[MessageRecord]] = {}
         for message in sorted(records.messages, key=lambda message: message.sent_at):
-            messages.setdefault((message.source, message.destination), []).append(message)
+            if message.replica is None:  # other links are not edges of this replica
+                messages.setdefault((message.source, message.destination), []).append(message)
         waiting = dict.fromkeys(messages, 0.0)
         for op, seconds in self._waits:
             edge = (op.stage - 1 if op.kind is Kind.F else op.stage + 1, op.stage)
@@ -340,7 +348,7 @@ def merge_timelines(
     """Merge the records of a step into one measured timeline, in seconds since the start of the first rank.
 
     Args:
-        program: The program that ran.
+        program: The program that ran. In one of several replicas, ops and messages without a replica are of their rank's.
         records: The step's records, one per rank. Ranks without records have no ops.
         worker_of: Returns the worker of a rank of the pipeline. Workers are the rows of a program of several replicas.
 
@@ -358,16 +366,24 @@ def merge_timelines(
     if len(steps) != 1:
         raise ValueError(f"records of the steps {steps}: expected those of one step")
     zero = min(one.start for one in by_rank.values())
+    homes = {rank: None if program.routing is None else program.routing.replica_of(rank) for rank in by_rank}
     ops = tuple(
-        tuple(OpInterval(rank, op, start - zero, end - zero) for op, start, end in by_rank[rank].ops) if rank in by_rank else ()
+        tuple(
+            OpInterval(rank, op if op.replica is not None else replace(op, replica=homes[rank]), start - zero, end - zero)
+            for op, start, end in by_rank[rank].ops
+        )
+        if rank in by_rank
+        else ()
         for rank in range(program.ranks)
     )
     messages = sorted(
         (
             MessageInterval(
-                m.kind, m.source, m.destination, m.microbatch, m.sent_at - zero, m.departed_at - zero, m.arrived_at - zero
+                *(m.kind, m.source, m.destination, m.microbatch),
+                *(m.sent_at - zero, m.departed_at - zero, m.arrived_at - zero),
+                homes[rank] if m.replica is None else m.replica,
             )
-            for one in by_rank.values()
+            for rank, one in by_rank.items()
             for m in one.messages
         ),
         key=lambda message: message.posted,

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from adaptra.runtime.control.events import ControlEvent, EventKind
 from adaptra.runtime.detection.reduces import StepReduces
 from adaptra.runtime.telemetry.records import PathsChanged, Record, RunEnded, RunStarted, StepFailed, StepTaken
+from adaptra.simulation.worker_steps import WorkerStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,24 +20,25 @@ class Metric:
     Attributes:
         name: The name with its unit. Prometheus adds the prefix ``adaptra_``, and ``_total`` to totals.
         help: The description.
-        labels: The names of the labels; ``edge`` is ``1>2``, two stages.
+        labels: The names of the labels. ``worker`` is ``REPLICA.STAGE``, such as ``1.2``. ``edge`` is ``1>2``, two stages.
         is_total: True if it only grows: a sample is then the amount added, else the present value.
     """
 
     name: str
     help: str
-    labels: tuple[str, ...] = ("rank",)
+    labels: tuple[str, ...] = ("rank", "worker")
     is_total: bool = False
 
 
-_EDGE: Final = ("rank", "edge")
+_EDGE: Final = ("rank", "worker", "edge")
+_STAGE: Final = ("rank", "worker", "stage")
 
 STEPS: Final = Metric("steps", "Steps that the rank has run.", is_total=True)
 STEP: Final = Metric("step_seconds", "How long the last step took.")
 PREDICTED: Final = Metric("predicted_step_seconds", "How long a step takes under the running plan by simulation.")
 PLAN: Final = Metric("plan_version", "The version of the running plan.")
 STAGE: Final = Metric(
-    "stage_op_seconds", "Median duration of a stage's ops of one kind in the last step.", ("rank", "stage", "kind")
+    "stage_op_seconds", "Median duration of a stage's ops of one kind in the last step.", ("rank", "worker", "stage", "kind")
 )
 LATENCY: Final = Metric("edge_latency_seconds", "What messages took in the last step beyond the edge's occupancy.", _EDGE)
 OCCUPANCY: Final = Metric(
@@ -49,10 +51,24 @@ BYTES: Final = Metric("edge_bytes", "Bytes that have arrived.", _EDGE, is_total=
 REDUCE: Final = Metric("reduce_seconds", "How long the last step's sum of gradients over the replicas took.")
 REDUCE_BYTES: Final = Metric("reduce_bytes", "Bytes of gradients that were added over the replicas.", is_total=True)
 HIDDEN: Final = Metric(
-    "reduce_hidden_seconds", "The part of the last sum over replicas that other stages' compute hid.", ("rank", "stage")
+    "reduce_hidden_seconds",
+    "The part of the last sum over replicas that other stages' compute hid.",
+    ("rank", "worker", "stage"),
 )
 EXPOSED: Final = Metric(
-    "reduce_exposed_seconds", "The part of the last sum over replicas after the pipeline's last op.", ("rank", "stage")
+    "reduce_exposed_seconds",
+    "The part of the last sum over replicas after the pipeline's last op.",
+    ("rank", "worker", "stage"),
+)
+COMPUTE: Final = Metric("compute_seconds", "How long the worker computed in the last step.")
+MICROBATCH: Final = Metric("microbatch_seconds", "How long F, I and W of one microbatch took the worker in the last step.")
+TAKEN: Final = Metric("taken_microbatches", "Microbatches of other replicas that the worker computed in the last step.")
+GIVEN: Final = Metric("given_microbatches", "Microbatches of its replica that others computed for the worker in the last step.")
+WAITED: Final = Metric(
+    "worker_waiting_seconds",
+    "How long the worker has idled until messages of another worker came.",
+    ("rank", "worker", "for"),
+    is_total=True,
 )
 DETECTIONS: Final = Metric("detections", "Changes of the cost model that the coordinator detected.", is_total=True)
 SWITCHES: Final = Metric("switches", "Plans that the rank has switched to.", is_total=True)
@@ -62,7 +78,7 @@ FAILURES: Final = Metric("failures", "1 once the rank can't go on.", is_total=Tr
 
 METRICS: Final = (
     STEPS, STEP, PREDICTED, PLAN, STAGE, LATENCY, OCCUPANCY, WAITING, MESSAGES, STALLS, BYTES, REDUCE, REDUCE_BYTES,
-    HIDDEN, EXPOSED, DETECTIONS, SWITCHES, PATH_FAILURES, PATH_CHANGES, FAILURES,
+    HIDDEN, EXPOSED, COMPUTE, MICROBATCH, TAKEN, GIVEN, WAITED, DETECTIONS, SWITCHES, PATH_FAILURES, PATH_CHANGES, FAILURES,
 )  # fmt: skip
 
 
@@ -79,6 +95,7 @@ class MetricValues:
 
     def __init__(self) -> None:
         self._values: dict[tuple[Metric, tuple[str, ...]], float] = {}
+        self._started: dict[int, RunStarted] = {}
         self._lock = threading.Lock()
 
     def update(self, record: Record) -> tuple[Sample, ...]:
@@ -88,8 +105,10 @@ class MetricValues:
             The values that it has set, totals as a whole.
         """
         found: list[Sample] = []
+        if isinstance(record, RunStarted):
+            self._started[record.rank] = record
         with self._lock:
-            for metric, labels, value in samples_of(record):
+            for metric, labels, value in samples_of(record, self._started.get(record.rank)):
                 whole = value + self._values.get((metric, labels), 0.0) if metric.is_total else value
                 self._values[metric, labels] = whole
                 found.append(Sample(metric, labels, whole))
@@ -103,9 +122,14 @@ class MetricValues:
         return tuple(Sample(metric, labels, value) for (metric, labels), value in ordered)
 
 
-def samples_of(record: Record) -> Iterator[Sample]:
-    """Yield the samples of a record. Totals start from 0 in a rank's first record, even if nothing is ever added to them."""
-    rank = (str(record.rank),)
+def samples_of(record: Record, started: RunStarted | None) -> Iterator[Sample]:
+    """Yield the samples of a record. Totals start from 0 in a rank's first record, even if nothing is ever added to them.
+
+    Args:
+        record: The record.
+        started: The rank's first record, which says which worker it is.
+    """
+    rank = str(record.rank), "" if started is None else started.name_of(started.worker)
     match record:
         case RunStarted():
             yield Sample(PREDICTED, rank, record.predicted)
@@ -113,7 +137,7 @@ def samples_of(record: Record) -> Iterator[Sample]:
             for metric in (STEPS, DETECTIONS, SWITCHES, FAILURES):
                 yield Sample(metric, rank, 0.0)
         case StepTaken():
-            yield from _step(record, rank)
+            yield from _step(record, rank, started)
         case StepReduces():
             for reduce in record.stages:
                 for metric, seconds in ((HIDDEN, reduce.hidden), (EXPOSED, reduce.exposed)):
@@ -131,7 +155,7 @@ def samples_of(record: Record) -> Iterator[Sample]:
             pass
 
 
-def _step(record: StepTaken, rank: tuple[str]) -> Iterator[Sample]:
+def _step(record: StepTaken, rank: tuple[str, str], started: RunStarted | None) -> Iterator[Sample]:
     measurement = record.measurement
     yield Sample(STEPS, rank, 1.0)
     yield Sample(STEP, rank, measurement.seconds)
@@ -151,12 +175,24 @@ def _step(record: StepTaken, rank: tuple[str]) -> Iterator[Sample]:
         yield Sample(MESSAGES, labels, edge.messages)
         yield Sample(STALLS, labels, edge.stalls.count)
         yield Sample(BYTES, labels, nbytes)
+    if (work := record.work) is not None:
+        yield from _work(work, rank, started)
     if (reduce := measurement.reduce) is not None:
         yield Sample(REDUCE, rank, reduce.end - reduce.start)
         yield Sample(REDUCE_BYTES, rank, reduce.nbytes)
 
 
-def _event(event: ControlEvent, rank: tuple[str]) -> Iterator[Sample]:
+def _work(work: WorkerStep, rank: tuple[str, str], started: RunStarted | None) -> Iterator[Sample]:
+    yield Sample(COMPUTE, rank, work.compute)
+    if work.per_microbatch is not None:
+        yield Sample(MICROBATCH, rank, work.per_microbatch)
+    for metric, counts in ((TAKEN, work.taken), (GIVEN, work.given)):
+        yield Sample(metric, rank, sum(number for _, number in counts))
+    for worker, seconds in work.waits:
+        yield Sample(WAITED, (*rank, str(worker) if started is None else started.name_of(worker)), seconds)
+
+
+def _event(event: ControlEvent, rank: tuple[str, str]) -> Iterator[Sample]:
     match event.kind:
         case EventKind.DETECTED:
             yield Sample(DETECTIONS, rank, 1.0)

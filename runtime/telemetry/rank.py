@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -19,6 +20,7 @@ from adaptra.runtime.detection.reduces import StepReduces
 from adaptra.runtime.telemetry.recorder import Recorder
 from adaptra.runtime.telemetry.records import PathsChanged, Record, RunEnded, RunStarted, StepFailed, StepTaken
 from adaptra.simulation.timeline import Timeline
+from adaptra.simulation.worker_steps import WorkerStep, worker_step
 
 if TYPE_CHECKING:
     from adaptra.runtime.transports.base import Transport
@@ -59,10 +61,11 @@ class RankTelemetry:
     def started(self, run: str, plan: Plan) -> None:
         """Record that the rank is ready to begin under ``plan``; ``run`` is the same on all ranks."""
         self._predicted = plan.predicted
-        program, ranks = plan.program, len(set(plan.case.placement))
-        record = RunStarted(
-            self._rank, run, ranks, program.microbatches, plan.version, program.name, plan.predicted, plan.bound
-        )
+        program, placement = plan.program, plan.case.placement
+        ranks = len(set(placement))
+        described = plan.version, program.name, plan.predicted, plan.bound
+        replica = self._transport.worker_of(0) // ranks
+        record = RunStarted(self._rank, run, ranks, program.microbatches, *described, replica, placement)
         self._recorder.record(lambda: (record,))
 
     def event(self, event: ControlEvent) -> None:
@@ -81,7 +84,7 @@ class RankTelemetry:
         """Record that the rank has run the step that it began last."""
         if self._recorder.follows_steps:
             _, _, plan = self._plans[-1]
-            self._recorder.record(partial(self._step, measurement, records, plan.version, self._predicted))
+            self._recorder.record(partial(self._step, measurement, records, plan, self._predicted))
 
     def reduced(self, reduces: StepReduces) -> None:
         """Record REDUCE of a step on all ranks, which this rank has gathered."""
@@ -104,12 +107,24 @@ class RankTelemetry:
         record = RunEnded(self._rank, steps)
         self._recorder.record(lambda: (record,))
 
-    def _step(self, measurement: StepMeasurement, records: StepRecords, version: int, predicted: float) -> Iterator[Record]:
+    def _work(self, records: StepRecords, plan: Plan) -> WorkerStep:
+        """Return what this rank did in a step, as a worker of the job."""
+        worker_of = self._transport.worker_of
+        timeline = merge_timelines(plan.program, [records], worker_of)
+        worker, first = worker_of(self._rank), worker_of(0)
+        if plan.program.routing is not None:
+            return worker_step(timeline, worker)
+        found = worker_step(timeline, self._rank)
+        waits = tuple((worker_of(rank), seconds) for rank, seconds in found.waits)
+        return replace(found, worker=worker, replica=first // len(set(plan.case.placement)), waits=waits)
+
+    def _step(self, measurement: StepMeasurement, records: StepRecords, plan: Plan, predicted: float) -> Iterator[Record]:
         nbytes: Counter[tuple[int, int]] = Counter()
         for message in records.messages:
-            nbytes[message.source, message.destination] += message.nbytes
+            if message.replica is None:
+                nbytes[message.source, message.destination] += message.nbytes
         arrived = tuple(nbytes[edge.source, edge.destination] for edge in measurement.edges)
-        yield StepTaken(measurement, arrived, version, predicted)
+        yield StepTaken(measurement, arrived, plan.version, predicted, self._work(records, plan))
         failures: Counter[tuple[int, int]] = Counter()
         changes: Counter[tuple[int, int]] = Counter()
         for counts in self._transport.path_counts():

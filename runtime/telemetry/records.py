@@ -6,22 +6,26 @@ Every line stands for itself: it has adaptra's mark with the format's version, i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from adaptra.checks import is_whole
+from adaptra.checks import is_finite, is_whole
 from adaptra.errors import ControlError
+from adaptra.program.placement import stages_of
 from adaptra.runtime.control.events import ControlEvent, EventKind
 from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.detection.measurement import StepMeasurement
 from adaptra.runtime.detection.reduces import StageReduce, StepReduces
+from adaptra.simulation.worker_steps import WorkerStep, worker_name
 
-VERSION: Final = 3
+VERSION: Final = 4
 """The version of the lines' format."""
 
-READ_VERSIONS: Final = (2, 3)
-"""The versions that :func:`from_json` reads. Version 3 has what version 2 has, and REDUCE of several replicas."""
+READ_VERSIONS: Final = (2, 3, 4)
+"""The versions that :func:`from_json` reads. Version 3 has what version 2 has, and REDUCE of several replicas. Version 4 also
+says which worker a rank is, and what it did in a step.
+"""
 
 MARK: Final = "adaptra"
 """The field that marks a line as adaptra's; its value is the format's version."""
@@ -40,6 +44,8 @@ class RunStarted:
         program: That plan's name.
         predicted: Its simulated makespan, from estimated costs; seconds.
         bound: A lower bound of any plan's makespan under these costs; seconds.
+        replica: The replica of the pipeline, 0 if there is only one.
+        placement: ``placement[stage]`` is the stage's rank; empty if not known, as in files of older versions.
     """
 
     rank: int
@@ -50,6 +56,18 @@ class RunStarted:
     program: str
     predicted: float
     bound: float
+    replica: int = 0
+    placement: tuple[int, ...] = ()
+
+    def name_of(self, worker: int) -> str:
+        """Return the name of a worker of the job, such as ``1.2``."""
+        replica, rank = divmod(worker, self.ranks)
+        return worker_name(replica, stages_of(rank, self.placement) or (rank,))
+
+    @property
+    def worker(self) -> int:
+        """The number of the rank in the job, whichever of the launcher's ranks it is."""
+        return self.replica * self.ranks + self.rank
 
     def __str__(self) -> str:
         return f"run {self.run} of {self.ranks} ranks begins under plan {self.version}, {self.program}"
@@ -65,12 +83,14 @@ class StepTaken:
         version: The plan that it ran under.
         predicted: This rank's prediction of a step under that plan; seconds. That of the coordinator's rank is the best: it
             includes predictions of a changed cost model for a plan that is kept.
+        work: What the worker did; None if not known, as in files of older versions.
     """
 
     measurement: StepMeasurement
     nbytes: tuple[int, ...]
     version: int
     predicted: float
+    work: WorkerStep | None = None
 
     @property
     def rank(self) -> int:
@@ -171,7 +191,7 @@ def from_json(data: object, where: str) -> TimestampedRecord:
     fields = Fields(dict(data), where)
     version = fields.raw(MARK)
     if version not in READ_VERSIONS:
-        raise ControlError(f"{where}: version {version!r}: this adaptra reads the versions 2 and 3")
+        raise ControlError(f"{where}: version {version!r}: this adaptra reads the versions 2 to 4")
     timestamped = TimestampedRecord(fields.instant("time"), _read(fields, fields.text("event", at_most=32), where))
     fields.end()
     return timestamped
@@ -184,7 +204,8 @@ def _to_json(record: Record) -> tuple[str, dict[str, Any]]:
             return fields.pop("kind"), fields
         case StepTaken():
             taken = {"version": record.version, "predicted": record.predicted, "bytes": list(record.nbytes)}
-            return "step", record.measurement.to_json() | taken
+            work = {} if record.work is None else {"work": work_to_json(record.work)}
+            return "step", record.measurement.to_json() | taken | work
         case StepReduces():
             return "reduced", {"rank": record.rank, "step": record.step, "stages": list(map(_reduce_to_json, record.stages))}
         case RunStarted() | PathsChanged() | StepFailed() | RunEnded():
@@ -203,6 +224,8 @@ def _read(fields: Fields, event: str, where: str) -> Record:
                 program=fields.text("program"),
                 predicted=fields.number("predicted"),
                 bound=fields.number("bound"),
+                replica=fields.whole_or_none("replica") or 0,
+                placement=fields.wholes_or_none("placement") or (),
             )
         case "step" | "reduced":
             return _read_step(fields, where) if event == "step" else _read_reduces(fields)
@@ -267,4 +290,61 @@ def _read_step(fields: Fields, where: str) -> StepTaken:
         nbytes.append(value)
     if len(nbytes) != len(measurement.edges):
         raise ControlError(f"{where}: bytes of {len(nbytes)} edges: expected one number for each of {len(measurement.edges)}")
-    return StepTaken(measurement, tuple(nbytes), fields.whole("version"), fields.number("predicted"))
+    work = fields.raw_or_none("work")
+    return StepTaken(
+        measurement,
+        tuple(nbytes),
+        fields.whole("version"),
+        fields.number("predicted"),
+        None if work is None else _read_work(Fields(work, f"{where}: work")),
+    )
+
+
+def work_to_json(work: WorkerStep) -> dict[str, Any]:
+    """Return the JSON object of what a worker did. REDUCE is in the measurement."""
+    return {
+        "worker": work.worker,
+        "replica": work.replica,
+        "stages": list(work.stages),
+        "compute": work.compute,
+        "per_microbatch": work.per_microbatch,
+        "own": work.own,
+        "taken": [list(pair) for pair in work.taken],
+        "given": [list(pair) for pair in work.given],
+        "waits": [list(pair) for pair in work.waits],
+    }
+
+
+def _read_work(fields: Fields) -> WorkerStep:
+    stages = fields.wholes_or_none("stages")
+    if not stages:
+        raise fields.refuse("stages", "the numbers of a rank's stages", stages)
+    work = WorkerStep(
+        worker=fields.whole("worker"),
+        replica=fields.whole("replica"),
+        stages=stages,
+        compute=fields.number("compute"),
+        per_microbatch=fields.number_or_none("per_microbatch"),
+        own=fields.whole("own"),
+        taken=_read_counts(fields, "taken"),
+        given=_read_counts(fields, "given"),
+        waits=tuple(_read_pairs(fields, "waits")),
+    )
+    fields.end()
+    return work
+
+
+def _read_counts(fields: Fields, name: str) -> tuple[tuple[int, int], ...]:
+    pairs = list(_read_pairs(fields, name))
+    if not all(is_whole(number) for _, number in pairs):
+        raise fields.refuse(name, "pairs of whole numbers", pairs)
+    return tuple((one, int(number)) for one, number in pairs)
+
+
+def _read_pairs(fields: Fields, name: str) -> Iterator[tuple[int, float]]:
+    for pair in fields.items(name):
+        match pair:
+            case [int(one), int() | float() as number] if is_whole(one) and one >= 0 and is_finite(number) and number >= 0:
+                yield one, number
+            case _:
+                raise fields.refuse(name, "pairs of a whole number and a number, both not negative", pair)

@@ -34,7 +34,7 @@ class ScalarWriter(Protocol):
 
 
 class TensorBoardSink:
-    """Writes every metric when it changes, under the tag ``name/label value, …``, such as ``step_seconds/rank 0``.
+    """Writes every metric when it changes, under the tag ``name/label value, …``, such as ``step_seconds/rank 0, worker 1.0``.
 
     Args:
         writer: The user's writer, which stays open, or a folder, in which the ranks of this process get a writer.
@@ -76,7 +76,7 @@ class TensorBoardSink:
 
 def _tag(sample: Sample) -> str:
     labels = zip(sample.metric.labels, sample.labels, strict=True)
-    return f"{sample.metric.name}/" + ", ".join(f"{name} {value}" for name, value in labels)
+    return f"{sample.metric.name}/" + ", ".join(f"{name} {value}" for name, value in labels if value)
 
 
 def _step_of(record: Record) -> int:

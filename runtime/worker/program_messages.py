@@ -108,19 +108,21 @@ class ProgramMessages:
         asked = time.monotonic()
         tensors = pending.wait(self._timeout)
         now = time.monotonic()
-        if self._is_at_home(receive):  # other links are not measured as edges of the replica
+        is_at_home = self._is_at_home(receive)
+        self._monitor.message(
+            SENT_BY[receive.kind],
+            op.stage + offset,
+            op.stage,
+            op.microbatch,
+            sum(spec.travelling_bytes for spec in pending.identity.specs),
+            pending.sent_at,
+            pending.departed_at,
+            pending.arrived_at,
+            now,
+            None if is_at_home else op.replica,
+        )
+        if is_at_home:  # other links are not measured as edges of the replica
             self._monitor.wait(op, now - asked)
-            self._monitor.message(
-                SENT_BY[receive.kind],
-                op.stage + offset,
-                op.stage,
-                op.microbatch,
-                sum(spec.travelling_bytes for spec in pending.identity.specs),
-                pending.sent_at,
-                pending.departed_at,
-                pending.arrived_at,
-                now,
-            )
             if on_message is not None:
                 on_message(op.stage + offset)
         self._keep(op, pending)

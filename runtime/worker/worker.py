@@ -20,12 +20,15 @@ from adaptra.errors import AdaptraError, PeerLostError
 from adaptra.graph import CompiledStages
 from adaptra.graph.inner_compiler import prepare
 from adaptra.passes.insert_comm import InsertComm
+from adaptra.planning.replicas.joined_programs import join
+from adaptra.program import Program
 from adaptra.runtime.control.controller import Controller
 from adaptra.runtime.control.job_planning import JobPlanning
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.control.policy import ControllerOptions
 from adaptra.runtime.control.replanning import Planning
 from adaptra.runtime.control.same_rows import is_due, numbers_of
+from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.control_store.stores import Connection
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
@@ -105,6 +108,7 @@ class Worker:
         self._compiled = compiled
         self._microbatches = microbatches
         self._transport = transport
+        self._job = job
         self._replicas = replicas
         self._telemetry = telemetry
         self._options = options
@@ -311,23 +315,33 @@ class Worker:
         return results
 
     def timeline(self) -> Timeline | None:
-        """Return the measured timeline of the last step, gathered from all ranks, on rank 0; None elsewhere. All ranks call it.
+        """Return the measured timeline of the last step, gathered from all workers, on the job's first; None elsewhere.
 
-        A step must have run.
+        All ranks of the job call it. A step must have run. With several replicas there is a row for each worker.
         """
-        step = self._step - 1
+        step, job = self._step - 1, self._job
         self._gathered += 1
+        program = self.plan.program
+        records = self.monitor.records(step).shifted(job.clock_of(0))
+        own = replace(records, rank=job.rank).to_json()
+        # Replicas that don't compute for each other may run different programs.
         with self._reporting_errors():
-            records = gather(
-                self._transport,
+            found = gather(
+                job,
                 f"records/{self._gathered}",
-                self.monitor.records(step).shifted(self._transport.clock_of(0)).to_json(),
+                {"records": own, "program": str(program) if self.rank == 0 and program.routing is None else None},
                 self._options.timeout,
                 self.check,
             )
-        if records is None:
+        if found is None:
             return None
-        return merge_timelines(self.plan.program, map(StepRecords.from_json, records), self._transport.worker_of)
+        gathered = [Fields(one, "records of a rank") for one in found]
+        measured = [StepRecords.from_json(one.raw("records")) for one in gathered]
+        texts = [one.raw_or_none("program") for one in gathered]
+        programs = [Program.parse(text) for text in texts if isinstance(text, str)]
+        if self._replicas is not None and programs:
+            program = join(programs)
+        return merge_timelines(program, measured)
 
     def align_copies(self) -> None:
         """Replace copies of values by the first holder's, and log it if any differed; all ranks call it."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from job_timeline import job_timeline
 from rich.console import Console
 
 from adaptra.errors import MissingExtraError, ReportError
@@ -377,7 +378,7 @@ def broken(change: str) -> str:
         case "format":
             del data["otherData"]
         case "version":
-            data["otherData"]["version"] = 3
+            data["otherData"]["version"] = 4
         case "events":
             data["traceEvents"] = {}
         case "event":
@@ -392,8 +393,8 @@ def broken(change: str) -> str:
             first["args"]["end"] = -1
         case "text":
             first["args"]["start"] = "0"
-        case "stage":
-            first["args"]["op"] = "9F0"
+        case "stage" | "replica":
+            first["args"]["op"] = "9F0" if change == "stage" else "1:0F0"
         case "kind":
             first["args"] = {"message": "0F0", "destination": 1, "posted": 0, "departed": 0, "arrived": 1}
         case _:
@@ -406,7 +407,7 @@ def broken(change: str) -> str:
     ("change", "message"),
     [
         ("format", "not an adaptra trace: expected otherData.format to be 'adaptra-trace'"),
-        ("version", "trace version 3: this adaptra reads the versions 1 and 2"),
+        ("version", "trace version 4: this adaptra reads the versions 1, 2 and 3"),
         ("events", "expected a list traceEvents and a list otherData.runs"),
         ("event", r": expected an object, got 7"),
         ("source", r"expected title, source \(simulated or measured\)"),
@@ -415,6 +416,7 @@ def broken(change: str) -> str:
         ("times", "event 0F0: expected finite start <= end, got 0.0, -1"),
         ("text", "event 0F0: expected finite start <= end, got 0, 2.0"),
         ("stage", r"event 9F0: expected a compute op of the stages 0\.\.1"),
+        ("replica", r"event 1:0F0: expected a compute op of the stages 0\.\.1"),
         ("kind", r"event 0F0 to 1: expected a SEND between stages 0\.\.1"),
         ("unknown", "expected those of an op, of a message or of REDUCE"),
     ],
@@ -473,6 +475,29 @@ def test_on_a_terminal_the_last_rows_are_redrawn_in_place() -> None:
     assert "3.0000" in last
     assert "tokens/s" in out.getvalue()
     assert "\x1b[1A" in out.getvalue()
+
+
+def test_the_workers_of_a_job_stand_below_the_steps() -> None:
+    """As lines after the step, or on a terminal as a table that stays until the workers of another step are given."""
+    out = io.StringIO()
+    with LiveTable(Console(file=out, width=40)) as live:
+        live.update(step=0, loss=1.0, workers=job_timeline())
+        live.update(step=1, loss=1.0)
+    lines = out.getvalue().splitlines()
+    assert lines[2:7] == [
+        "    worker  compute ms  pace   takes           gives     REDUCE ms  exposed  waits for",
+        "    0.0     200.0       1.00×  -               -         -          -        -",
+        "    0.1     300.0       0.40×  1 of replica 1  -         100.0      100.0    1.0: 275.0 ms",
+        "    1.0     200.0       1.00×  -               -         -          -        -",
+        "    1.1     250.0       2.50×  -               1 to 0.1  50.0       50.0     1.0: 500.0 ms",
+    ]
+    assert len(lines) == 8
+    out = io.StringIO()
+    with LiveTable(Console(file=out, width=120, force_terminal=True, color_system=None)) as live:
+        live.update(step=3, loss=1.0, workers=job_timeline())
+        live.update(step=4, loss=2.0)
+        last = out.getvalue().rsplit("\x1b[2K", 1)[-1]
+        assert "2.0000" in last and "workers in step 3" in last and "2.50×" in last
 
 
 def test_an_error_while_training_leaves_the_table_and_travels_on() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from adaptra.errors import ReportError
 from adaptra.report.run_page import draw_run
 from adaptra.report.run_records import load_run, summary
 from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.detection.measurement import ReduceTimes
 from adaptra.runtime.detection.reduces import StageReduce, StepReduces
 from adaptra.runtime.telemetry.records import Record, RunEnded, RunStarted, StepFailed
+from adaptra.simulation.worker_steps import WorkerStep
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -119,7 +122,7 @@ def test_a_start_that_only_one_rank_reached_is_the_last(tmp_path: Path) -> None:
         (1, "GET / HTTP/1.1", "not JSON: .*: expected a line of adaptra's telemetry"),
         (1, '{"event": "step"}', "not adaptra's: expected a JSON object with a field 'adaptra'"),
         (1, "[]", "not adaptra's"),
-        (1, '{"adaptra": 1, "time": 1.0, "event": "started"}', "version 1: this adaptra reads the versions 2 and 3"),
+        (1, '{"adaptra": 1, "time": 1.0, "event": "started"}', "version 1: this adaptra reads the versions 2 to 4"),
         (3, '{"adaptra": 2, "ti', "not JSON: .*: only a last line may be cut off"),
         (3, '{"adaptra": 2, "time": 1.0, "event": "lunch", "rank": 0}', "field 'event': expected one of started, step"),
         (3, '{"adaptra": 2, "time": 1.0, "event": "ended", "rank": 0}', "missing field 'steps'"),
@@ -140,11 +143,102 @@ def test_a_line_that_is_not_of_a_run_is_told_with_its_place(tmp_path: Path, line
 def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"no rank-\*\.jsonl: expected the folder of a run, Telemetry\(folder=\.\.\.\)$"):
         load_run(tmp_path)
-    whole_run(tmp_path / "replica-1")
-    with pytest.raises(ReportError, match=r"; perhaps .*replica-1$"):
+    whole_run(tmp_path / "second")
+    with pytest.raises(ReportError, match=r"; perhaps .*second$"):
         load_run(tmp_path)
     write(tmp_path, 0, [RunEnded(0, 0)])
     with pytest.raises(ReportError, match="no rank tells of its start"):
+        load_run(tmp_path)
+
+
+# A job
+
+
+def job_run(folder: Path) -> None:
+    """Two replicas of two stages. Worker 1.1 is slow from step 2 on, and gives two microbatches to 0.1 from step 6 on."""
+    for replica in range(2):
+        for rank in range(2):
+            records: list[Record] = [RunStarted(rank, f"run {replica}", 2, 4, 0, "1f1b", 0.1, 0.1, replica, (0, 1))]
+            for step in range(8):
+                slow = 0.06 if (replica, rank) == (1, 1) and step >= 2 else 0.03
+                moved = 2 if rank == 1 and step >= 6 else 0
+                taken = ((1, moved),) if moved and replica == 0 else ()
+                given = ((1, moved),) if moved and replica == 1 else ()
+                own = 4 - moved if replica == 1 else 4
+                waits = ((2 * replica + 1 - rank, 0.01 * (1 + rank)),)
+                count = own + (moved if replica == 0 else 0)
+                work = WorkerStep(2 * replica + rank, replica, (rank,), slow * count, slow, own, taken, given, waits)
+                measured = step_taken(rank, step, slow * count, 0.001, version=int(step >= 6))
+                reduce = ReduceTimes(1.0, 2.0, 2.25, 64)
+                records.append(replace(measured, measurement=replace(measured.measurement, reduce=reduce), work=work))
+            if rank == 0:
+                records.append(
+                    StepReduces(0, 7, (StageReduce((0,), 0.25, 0.2, 0.05, 64), StageReduce((1,), 0.25, 0, 0.25, 64)))
+                )
+                text = "2 of 2 microbatches" if replica else "worker 1.1 slow"
+                records.append(ControlEvent(EventKind.REFUSED if replica else EventKind.AGREED, 0, 6, 1, text, 0.1, 0.2))
+            write(folder / f"replica-{replica}", rank, [*records, RunEnded(rank, 8)])
+
+
+def test_the_run_of_a_job_has_a_row_for_each_worker(tmp_path: Path) -> None:
+    job_run(tmp_path)
+    run = load_run(tmp_path)
+    assert [one.started.replica for one in run.replicas] == [0, 1]
+    assert [one.seconds for one in run.steps] == pytest.approx([0.12, 0.12, *[0.24] * 4, 0.18, 0.18]), "of the slowest worker"
+    text = summary(run)
+    assert text.startswith("run run 0: 2 replicas of 2 ranks, 4 microbatches, 8 steps\n")
+    rows = [line.split("  ") for line in text.splitlines()[-4:]]
+    assert [[cell.strip() for cell in row if cell.strip()] for row in rows] == [
+        ["0.0", "120.0", "1.00×", "-", "-", "250.0", "50.0", "0.1: 10.0 ms"],
+        ["0.1", "180.0", "0.50×", "2 of replica 1", "-", "250.0", "250.0", "0.0: 20.0 ms"],
+        ["1.0", "120.0", "1.00×", "-", "-", "250.0", "50.0", "1.1: 10.0 ms"],
+        ["1.1", "120.0", "2.00×", "-", "2 to 0.1", "250.0", "250.0", "1.0: 20.0 ms"],
+    ]
+    assert "REDUCE of replica 1, median of 1 steps: stage 0: 250.0 ms" in text
+    assert "step 6: refused replica 1: plan 1: 2 of 2 microbatches\n" in text
+    found = run.to_json()
+    assert [one["worker"] for one in found["workers"]] == ["0.0", "0.1", "1.0", "1.1"]
+    assert found["workers"][3]["steps"][7]["given"] == [[1, 2]]
+    assert [(one["replica"], one["source"]) for one in found["edges"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_the_page_of_a_job_shows_who_is_slow(tmp_path: Path) -> None:
+    job_run(tmp_path)
+    draw_run(load_run(tmp_path), tmp_path / "page.svg")
+    found = texts(tmp_path / "page.svg")
+    assert {"microbatch (ms)", "1.1", "other workers", "REDUCE exposed (ms)", "0.0", "1.0"} <= set(found)
+    assert any(text.startswith("1.1     120.0") and "2 to 0.1" in text for text in found)
+    assert "2 replicas of 2 ranks, 4 microbatches, 8 steps" in found
+
+
+def test_a_worker_that_paused_once_does_not_stand_out(tmp_path: Path) -> None:
+    job_run(tmp_path)
+    file = tmp_path / "replica-1" / "rank-1.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        if line["event"] == "step" and line["step"] != 4:
+            line["work"]["per_microbatch"] = 0.03
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    draw_run(load_run(tmp_path), tmp_path / "page.svg")
+    assert "workers" in texts(tmp_path / "page.svg") and "other workers" not in texts(tmp_path / "page.svg")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("waits", [[1, -0.5]], "field 'waits': expected pairs of a whole number and a number, both not negative"),
+        ("taken", [[0, 0.5]], "field 'taken': expected pairs of whole numbers"),
+        ("stages", [], "field 'stages': expected the numbers of a rank's stages"),
+        ("lunch", 1, "unknown field 'lunch'"),
+    ],
+)
+def test_broken_work_of_a_worker_is_refused(tmp_path: Path, field: str, value: object, message: str) -> None:
+    job_run(tmp_path)
+    file = tmp_path / "replica-1" / "rank-1.jsonl"
+    first, second, *others = map(json.loads, file.read_text().splitlines())
+    second["work"][field] = value
+    file.write_text("".join(json.dumps(line) + "\n" for line in (first, second, *others)))
+    with pytest.raises(ReportError, match=rf"rank-1\.jsonl:2: work: {message}"):
         load_run(tmp_path)
 
 

@@ -225,3 +225,15 @@ def test_a_burst_with_pauses_shows_its_occupancy() -> None:
     estimate = estimate_edge(flights(sends, 0.03, 0.01, jitter=2e-4))
     assert estimate.occupancy == pytest.approx(0.01, rel=0.05)
     assert estimate.flight == pytest.approx(0.04, rel=0.05)
+
+
+def test_a_message_of_another_link_is_recorded_and_measured_as_no_edge() -> None:
+    """Another replica's worker computes the microbatch on one of its stages. It may be far away."""
+    monitor = Monitor(1, (0, 1))
+    monitor.message(Kind.SEND_F, 0, 1, 0, 64, 1.0, 1.0, 1.5, 1.6)
+    monitor.message(Kind.SEND_F, 0, 1, 1, 64, 1.0, 1.0, 9.0, 9.0, 3)
+    measured = monitor.end_step(0, 0.0, 10.0)
+    assert [(edge.source, edge.messages, edge.estimate.flight) for edge in measured.edges] == [(0, 1, 0.5)]
+    records = monitor.records(0)
+    assert [one.replica for one in records.messages] == [None, 3]
+    assert StepRecords.from_json(json.loads(json.dumps(records.to_json()))) == records

@@ -129,14 +129,14 @@ def test_the_monitor_measures_it_on_the_clock_of_rank_0() -> None:
 
 def test_records_of_another_clock_are_shifted_as_a_whole() -> None:
     monitor, _ = records(1)
-    monitor.message(Kind.SEND_F, 0, 1, 0, 64, 111.0, 112.0, 113.0, 114.0)
+    monitor.message(Kind.SEND_F, 0, 1, 0, 64, 111.0, 112.0, 113.0, 114.0, 2)
     monitor.op(Op(1, Kind.F, 0), 114.0, 115.0)
     monitor.reduce(116.0, 117.0, 64)
     monitor.end_step(4, 110.0, 118.0)
     moved = monitor.records(4).shifted(-110.0)
     assert (moved.rank, moved.step, moved.start, moved.end) == (1, 4, 0.0, 8.0)
     assert moved.ops == ((Op(1, Kind.F, 0), 4.0, 5.0),)
-    assert moved.messages == ((Kind.SEND_F, 0, 1, 0, 64, 1.0, 2.0, 3.0, 4.0),)
+    assert moved.messages == ((Kind.SEND_F, 0, 1, 0, 64, 1.0, 2.0, 3.0, 4.0, 2),)
     assert moved.reduce == (6.0, 7.0, 64)
     assert monitor.records(4).shifted(0.0) == monitor.records(4)
 

@@ -47,29 +47,36 @@ from adaptra.runtime.telemetry.records import (
     to_line,
 )
 from adaptra.runtime.telemetry.tensorboard import TensorBoardSink
+from adaptra.simulation.worker_steps import WorkerStep
 
 ROWS, MICROBATCHES = 8, 4
 EXAMPLE = EXAMPLES["gpt_tied"]
 
 
-def step_taken(step: int, rank: int = 1, seconds: float = 0.5, reduce: ReduceTimes | None = None) -> StepTaken:
+WORK = WorkerStep(4, 1, (1,), 0.25, 0.051, 2, ((0, 1),), ((1, 2),), ((5, 0.125), (0, 0.0625)))
+"""What worker 1.1 did: it computed two microbatches of its own and one of replica 0, and gave two to worker 0.1."""
+
+
+def step_taken(
+    step: int, rank: int = 1, seconds: float = 0.5, reduce: ReduceTimes | None = None, work: WorkerStep | None = None
+) -> StepTaken:
     stage = StageMeasurement(rank, 0.02, 0.021, 0.01, None)
     edges = (
         EdgeMeasurement(rank - 1, rank, 4, 0.25, EdgeEstimate(0.0625, 0.0125, 0.012)),
         EdgeMeasurement(rank + 1, rank, 4, 0.125, EdgeEstimate(0.001, None, None), Stalls(1, 2, 0.25)),
     )
-    return StepTaken(StepMeasurement(rank, step, seconds, (stage,), edges, 0.015625, reduce), (4096, 2048), 1, 0.4375)
+    return StepTaken(StepMeasurement(rank, step, seconds, (stage,), edges, 0.015625, reduce), (4096, 2048), 1, 0.4375, work)
 
 
 def records() -> list[Record]:
     """One of every kind, and two steps, of which the second has other replicas."""
     return [
-        RunStarted(1, "0123456789ab", 3, 4, 0, "1f1b", 0.375, 0.25),
+        RunStarted(1, "0123456789ab", 3, 4, 0, "1f1b", 0.375, 0.25, 1, (0, 1, 2)),
         step_taken(0),
         ControlEvent(EventKind.DETECTED, 1, 0, 0, "edge 0→1 slow: 60.0 ms (was 1.0 ms)"),
         ControlEvent(EventKind.PROPOSED, 1, 0, 1, "edge 0→1 slow", 0.4375, 0.5),
         ControlEvent(EventKind.SWITCHED, 1, 1, 1, "edge 0→1 slow", 0.4375),
-        step_taken(1, seconds=0.4375, reduce=ReduceTimes(7.25, 7.5, 7.75, 1024)),
+        step_taken(1, seconds=0.4375, reduce=ReduceTimes(7.25, 7.5, 7.75, 1024), work=WORK),
         StepReduces(1, 1, (StageReduce((0,), 0.125, 0.0, 0.125, 512), StageReduce((1, 2), 0.25, 0.1875, 0.0625, 1024))),
         PathsChanged(1, 1, 0, 1, 1, 2),
         StepFailed(1, 2, "IndexError: out of range", "runs/1/rank-1.step-2.json"),
@@ -98,7 +105,7 @@ def test_every_event_and_field_of_a_line_is_documented() -> None:
     for one in timestamped_records():
         line = json.loads(to_line(one))
         inner = [field for name in ("edges", "stages") for each in line.get(name, ()) for field in each]
-        inner += line.get("reduce", ())
+        inner += [*line.get("reduce", ()), *line.get("work", ())]
         assert set(line) - {"adaptra", "time", "event", "rank"} <= events[line["event"]]
         assert set(inner) <= events[line["event"]]
 
@@ -129,7 +136,7 @@ def test_logging_gets_the_same_lines_and_others_in_the_same_form() -> None:
         logger.removeHandler(handler)
         logger.setLevel(before)
     found = [json.loads(line) for line in lines]
-    assert {one["adaptra"] for one in found} == {3}
+    assert {one["adaptra"] for one in found} == {4}
     steps = [from_json(one, "log").record for one in found if one["event"] == "step"]
     assert sorted((one.rank, one.measurement.step) for one in steps if isinstance(one, StepTaken)) == [
         (0, 0), (0, 1), (1, 0), (1, 1),
@@ -182,7 +189,7 @@ def test_the_metrics_are_the_text_they_were_and_closing_frees_the_port(golden: C
     with pytest.raises(urllib.error.URLError):
         scrape(port)
     again = PrometheusSink("127.0.0.1", port)
-    assert 'adaptra_steps_total{rank="1"}' not in scrape(port)
+    assert 'adaptra_steps_total{rank="1"' not in scrape(port)
     again.close()
 
 
@@ -202,12 +209,15 @@ def test_tensorboard_reads_the_same_numbers(tmp_path: Path) -> None:
     def scalars(tag: str) -> list[tuple[int, float]]:
         return [(scalar.step, scalar.value) for scalar in found.Scalars(tag)]
 
-    assert scalars("step_seconds/rank 1") == [(0, 0.5), (1, 0.4375)]
-    assert scalars("edge_bytes/rank 1, edge 0>1") == [(0, 4096.0), (1, 8192.0)]
-    assert dict(scalars("edge_latency_seconds/rank 1, edge 0>1")) == pytest.approx({0: 0.05, 1: 0.05})
-    assert scalars("reduce_seconds/rank 1") == [(1, 0.25)]
-    assert scalars("reduce_exposed_seconds/rank 1, stage 1,2") == [(1, 0.0625)]
-    assert scalars("switches/rank 1") == [(0, 0.0), (1, 1.0)]
+    assert scalars("step_seconds/rank 1, worker 1.1") == [(0, 0.5), (1, 0.4375)]
+    assert scalars("edge_bytes/rank 1, worker 1.1, edge 0>1") == [(0, 4096.0), (1, 8192.0)]
+    assert dict(scalars("edge_latency_seconds/rank 1, worker 1.1, edge 0>1")) == pytest.approx({0: 0.05, 1: 0.05})
+    assert scalars("reduce_seconds/rank 1, worker 1.1") == [(1, 0.25)]
+    assert scalars("reduce_exposed_seconds/rank 1, worker 1.1, stage 1,2") == [(1, 0.0625)]
+    assert scalars("worker_waiting_seconds/rank 1, worker 1.1, for 1.2") == [(1, 0.125)]
+    assert scalars("worker_waiting_seconds/rank 1, worker 1.1, for 0.0") == [(1, 0.0625)]
+    assert scalars("given_microbatches/rank 1, worker 1.1") == [(1, 2.0)]
+    assert scalars("switches/rank 1, worker 1.1") == [(0, 0.0), (1, 1.0)]
 
 
 def test_a_writer_of_the_users_is_written_to_and_stays_open() -> None:
@@ -395,8 +405,10 @@ def scraped_run(rank: int, folder: str, port: int) -> dict[str, Any]:
 def test_two_ranks_over_gloo_are_scraped_and_leave_their_last_steps(tmp_path: Path) -> None:
     found = run_processes(scraped_run, 2, str(tmp_path), free_ports(2))
     for rank, (edge, one) in enumerate(zip(("1>0", "0>1"), found, strict=True)):
-        assert f'adaptra_steps_total{{rank="{rank}"}} 3.0\n' in one["text"]
-        assert f'adaptra_edge_messages_total{{edge="{edge}",rank="{rank}"}} {3.0 * MICROBATCHES}\n' in one["text"]
+        labels = f'rank="{rank}",worker="0.{rank}"'
+        assert f"adaptra_steps_total{{{labels}}} 3.0\n" in one["text"]
+        assert f'adaptra_edge_messages_total{{edge="{edge}",{labels}}} {3.0 * MICROBATCHES}\n' in one["text"]
+        assert f'adaptra_worker_waiting_seconds_total{{for="0.{1 - rank}",{labels}}}' in one["text"]
         assert f'rank="{1 - rank}"' not in one["text"]
         path = tmp_path / f"rank-{rank}.step-3.json"
         assert f"the last steps of rank {rank} are in {path}; adaptra trace draws them" in one["notes"]
