@@ -105,12 +105,14 @@ class Replicas:
         self._combine(gradients, mean, self._group)
         return sum(one.nbytes for one in gradients)
 
-    def combine_losses(self, losses: Tensor, *, mean: bool = True, aside: bool = False) -> Tensor:
+    def combine_losses(
+        self, losses: Tensor, *, mean: bool = True, aside: bool = False, beside: Sequence[Tensor] = ()
+    ) -> Tensor:
         """Return the mean of the replicas' losses, or their sum, ``aside`` from a step or in it; raises as
-        :meth:`combine_gradients`.
+        :meth:`combine_gradients`. Tensors ``beside`` them are replaced by theirs.
         """
         combined = losses.clone()  # the original may still be under way to other ranks
-        self._combine([combined], mean, self._aside if aside else self._group)
+        self._combine([combined, *beside], mean, self._aside if aside else self._group)
         return combined
 
     @property

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from adaptra.graph import CompiledStages
@@ -267,7 +268,13 @@ class StepParts:
         losses = self._losses.end_step(self._timeout)
         if self._replicas is None:
             return losses
-        return self._replicas.combine_losses(losses, mean=self._reduction is Reduction.MEAN, aside=aside)
+        mean = self._reduction is Reduction.MEAN
+        if aside:
+            return self._replicas.combine_losses(losses, mean=mean, aside=True)
+        marks = losses.new_tensor(self._hooks.marks(), dtype=torch.float32)
+        combined = self._replicas.combine_losses(losses, mean=mean, beside=[marks])
+        self._hooks.check_marks((marks if mean else marks / len(self._replicas.ranks)).tolist(), self.replica)
+        return combined
 
 
 def _message_bytes(compiled: CompiledStages) -> dict[Edge, int]:
