@@ -183,22 +183,28 @@ def choose_split(
     bandwidth: BandwidthOptions,
     horizon: int,
     moving: Callable[[Sequence[CutPoint]], tuple[float, float] | None],
+    routed: float | None = None,
 ) -> tuple[SplitChange, tuple[CutPoint, ...]] | None:
     """Choose the moved cut point with the shortest simulated step, if it saves more than the move costs.
 
     Args:
-        case, program, spread, rounded, means: As in :func:`find_remedies`. The program is first adapted to the case.
+        case, program, spread, rounded, means: As in :func:`find_remedies`. The program is first adapted to the case. One with
+            routes is of several replicas, so it says nothing of a pipeline's order.
         horizon: The number of steps over which the change must pay for itself.
         moving: Returns the seconds and bytes that a move to these cut points takes, or None if it is not possible.
+        routed: The seconds of a step under the program's routes, if it has any. A move has to be better than these.
 
     Returns:
         The change and the cut points at which stages 1, 2, … then begin; None if no move pays.
     """
-    adapted = plan(case, incumbent=program, effort=EFFORT).compute_only()
+    adapted = plan(case, incumbent=program if program.routing is None else None, effort=EFFORT).compute_only()
     found = find_remedies(case, adapted, spread, rounded, bandwidth=bandwidth)
-    for choice in () if found is None else found.choices:
+    if found is None:
+        return None
+    seconds_before = found.makespan if routed is None else min(found.makespan, routed)
+    for choice in found.choices:
         cut = choice.cut
-        if found is None or cut is None or choice.makespan >= (1 - LEAST_GAIN) * found.makespan:
+        if cut is None or choice.makespan >= (1 - LEAST_GAIN) * seconds_before:
             continue
         if any(place.position is None for place in cut.places) or (needed := moving(cut.places)) is None:
             continue
@@ -208,7 +214,7 @@ def choose_split(
         occupancy = max(case.cost.occupancy(lower, upper), case.cost.occupancy(upper, lower))
         seconds += state_bytes * occupancy / cut.was.bytes
         before = (*cut.split[: cut.stage - 1], cut.was.module, *cut.split[cut.stage :])
-        change = SplitChange(before, cut.split, found.makespan, choice.makespan, seconds)
+        change = SplitChange(before, cut.split, seconds_before, choice.makespan, seconds)
         if change.saved(horizon) > 0:
             return change, cut.places
     return None

@@ -117,13 +117,15 @@ class Replicas:
             self._sums[self._group].combine_late(parameters, gradient, mean=mean)
         return sum(one.nbytes for one in parameters)
 
-    def combine_losses(self, losses: Tensor, *, mean: bool = True, aside: bool = False) -> Tensor:
+    def combine_losses(
+        self, losses: Tensor, *, mean: bool = True, aside: bool = False, beside: Sequence[Tensor] = ()
+    ) -> Tensor:
         """Return the mean of the replicas' losses, or their sum, ``aside`` from a step or in it; raises as
-        :meth:`combine_gradients`.
+        :meth:`combine_gradients`. Tensors ``beside`` them are replaced by theirs.
         """
         combined = losses.clone()  # the original may still be under way to other ranks
         with self._naming_the_lost():
-            self._sums[self._aside if aside else self._group].combine([combined], mean=mean)
+            self._sums[self._aside if aside else self._group].combine([combined, *beside], mean=mean)
         return combined
 
     @property

@@ -169,11 +169,12 @@ class Detector:
         noise = self._step_noise.deviation
         persist = max(self._options.persist, self._step_noise.last(self._options.lasting))
         self._now = replace(self._options, persist=persist)
+        edges = list(map(self._of_rate_probe, edges))
         unsteady = {(edge.source, edge.destination) for edge in edges if self._says_nothing(edge)}
         levels = {edge: flight.level for edge, flight in self._flights.items() if edge not in unsteady}
         edges = self._clocks.correct(edges, levels, self._least_change)
         pauses = {stage.stage: one.pause for one in measurements for stage in one.stages}
-        used = [edge for edge in edges if edge.messages > 0]
+        used = [edge for edge in edges if edge.messages > 0 or edge.estimate.occupancy is not None]
         losses = [self._observe_path(edge, max(pauses[edge.source], pauses[edge.destination])) for edge in used]
         steady = [edge for edge in edges if (edge.source, edge.destination) not in unsteady]
         moved = (*map(self._observe_stage, stages), *losses, *map(self._observe_edge, steady))
@@ -239,18 +240,27 @@ class Detector:
     def _says_nothing(self, measured: EdgeMeasurement) -> bool:
         """Return True if most messages were late by stalls, which are no change of level, or if a probe alone is too little.
 
-        Stalls are most on a lossy path, and when one follows another. A probe alone tells of an edge's latency. Where messages
-        are late for another reason, their rate or losses, it tells nothing.
+        Stalls are most on a lossy path, and when one follows another. A probe of a few bytes alone tells of an edge's latency.
+        Where messages are late for another reason, their rate or losses, it tells nothing.
         """
         edge, stalls = (measured.source, measured.destination), measured.stalls
         if edge not in self._paths:
             return False
         if measured.messages == 0:
             narrow = self._occupancies[edge].level > self._edge_limit(self._flights[edge].calibrated)
-            return narrow or self._paths[edge].loss is not None
+            is_small = measured.estimate.occupancy is None
+            return stalls.count > 0 or (is_small and (narrow or self._paths[edge].loss is not None))
         if 2 * stalls.late <= measured.messages:
             return False
         return self._paths[edge].loss is not None or (stalls.count > 0 and bool(self._flights[edge].suspects))
+
+    def _of_rate_probe(self, measured: EdgeMeasurement) -> EdgeMeasurement:
+        """Return the measurement of a lossy path by a rate probe with a stall if that was late; any other as it is."""
+        path = self._paths.get((measured.source, measured.destination))
+        if measured.messages or path is None or path.loss is None:
+            return measured
+        lateness = measured.estimate.flight - path.loss.prompt
+        return replace(measured, stalls=Stalls(1, 1, lateness)) if 2 * lateness > path.loss.extra else measured
 
     def _observe_path(self, measured: EdgeMeasurement, pause: float) -> LossChange | None:
         edge = (measured.source, measured.destination)

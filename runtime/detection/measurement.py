@@ -82,7 +82,7 @@ class Stalls:
 class EdgeMeasurement:
     """One incoming directed edge in one step: its estimate, messages, stalls, and the seconds that ops waited for messages.
 
-    Without messages the estimate is the flight of a probe.
+    Without messages the estimate is that of probes: the flight of a few bytes, or that of a rate probe and its occupancy.
     """
 
     source: int

@@ -193,6 +193,7 @@ class Monitor:
         self._messages: list[tuple[Kind, int, int, int, int, float, float, float, float, int | None]] = []
         self._waits: list[tuple[Op, float]] = []
         self._probes: dict[tuple[int, int], tuple[float, float]] = {}
+        self._rates: dict[tuple[int, int], EdgeEstimate] = {}
         self._reduce: tuple[Any, Any, int] | None = None
         self._links: deque[LinkRecord] = deque(maxlen=_KEPT_LINKS)
         self._stalling: defaultdict[tuple[int, int], StallTracker] = defaultdict(StallTracker)
@@ -208,7 +209,7 @@ class Monitor:
 
     def begin_step(self) -> None:
         """Discard the records since the last :meth:`end_step`, which belong to a failed step or to one that only evaluated."""
-        self._ops, self._messages, self._waits, self._probes, self._reduce = [], [], [], {}, None
+        self._ops, self._messages, self._waits, self._probes, self._rates, self._reduce = [], [], [], {}, {}, None
 
     def op(self, op: Op, start: Any, end: Any) -> None:
         """Record that a compute op ran between two marks of the rank's clock."""
@@ -238,6 +239,10 @@ class Monitor:
     def probe(self, source: int, destination: int, sent_at: float, arrived_at: float) -> None:
         """Record a probe: a message of a few bytes that crossed an edge only to be timed."""
         self._probes[source, destination] = sent_at, arrived_at
+
+    def rate_probe(self, source: int, destination: int, latency: float, occupancy: float) -> None:
+        """Record a rate probe: messages as large as others, over an edge that no others take."""
+        self._rates[source, destination] = EdgeEstimate(latency + occupancy, occupancy, None)
 
     def reduce(self, start: Any, end: Any, nbytes: int) -> None:
         """Record that the step's gradients were added over the replicas between two marks, and their bytes."""
@@ -329,8 +334,8 @@ class Monitor:
             estimate = estimate_edge(prompt, probe)
             found.append(EdgeMeasurement(*edge, len(mine), waiting[edge], estimate, stalls))
         # Edges whose messages take other routes. A probe alone tells of the latency, and nothing of the rate.
-        alone = {edge: arrived - sent for edge, (sent, arrived) in self._probes.items() if edge not in messages}
-        found += [EdgeMeasurement(*edge, 0, 0.0, EdgeEstimate(alone[edge], None, None)) for edge in sorted(alone)]
+        alone = {edge: EdgeEstimate(arrived - sent, None, None) for edge, (sent, arrived) in self._probes.items()} | self._rates
+        found += [EdgeMeasurement(*edge, 0, 0.0, one) for edge, one in sorted(alone.items()) if edge not in messages]
         return tuple(found)
 
 

@@ -9,18 +9,21 @@ shared parameters, before any of them, so it never queues with an activation. On
 costs nothing: a neighbour's messages of the next step leave it later.
 
 Where probes would queue with other messages there are none: if two ranks share one queue for everything, or several edges.
+
+The byte of a probe says whether its sender asks for a rate probe, see :mod:`.rate_probes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import torch
 
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
-from adaptra.program.placement import has_several
+from adaptra.program.placement import Edge, has_several
 from adaptra.runtime.detection.monitor import Monitor
+from adaptra.runtime.step_messages.rate_probes import RateProbes
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 
 SPEC: Final[MessageSpec] = (TensorSpec((1,), torch.uint8),)
@@ -34,9 +37,12 @@ class Probes:
         placement: ``placement[stage]`` is the stage's rank.
         transport: Carries the probes.
         monitor: Records their flights.
+        sizes: Bytes of a message of each directed edge between neighbours, for rate probes.
     """
 
-    def __init__(self, rank: int, placement: Sequence[int], transport: Transport, monitor: Monitor) -> None:
+    def __init__(
+        self, rank: int, placement: Sequence[int], transport: Transport, monitor: Monitor, sizes: Mapping[Edge, int]
+    ) -> None:
         self._rank = rank
         stages = len(placement)
         is_in_line = transport.contract.in_order or has_several(placement)
@@ -44,7 +50,10 @@ class Probes:
         self._neighbours = tuple(stage for stage in neighbours if 0 <= stage < stages)
         self._transport = transport
         self._monitor = monitor
-        self._content = (torch.zeros(1, dtype=torch.uint8),)
+        self._contents = [(torch.tensor([asks], dtype=torch.uint8),) for asks in (False, True)]
+        own = {edge: size for edge, size in sizes.items() if rank in edge and self._neighbours}
+        self._rates = RateProbes(rank, own, transport, monitor)
+        self._asked: set[int] = set()
         self._step = 0
         self._unanswered: set[int] = set()
         self._pending: list[tuple[int, Pending]] = []
@@ -53,27 +62,33 @@ class Probes:
         """Return the number of receive buffers that probes need at a time, per source rank and message."""
         return {(stage, SPEC): 1 for stage in self._neighbours}
 
+    def receive_counts_of(self, heard: Collection[int]) -> dict[tuple[int, MessageSpec], int]:
+        """Return the same of rate probes, where only these stages' messages come to this rank's pipeline."""
+        return self._rates.receive_counts(heard)
+
     def begin_step(self, step: int, heard: Collection[int] | None = None) -> None:
         """Post the receives of this step's probes.
 
         Args:
             step: The step's number.
             heard: The stages whose messages will come to this rank's pipeline; None for all. A neighbour whose messages take
-                other routes is sent its probe at once.
+                other routes is sent its probe at once, and is asked for a rate probe now and then.
         """
         self._step = step
         self._unanswered = set(self._neighbours)
         self._pending = [
             (stage, self._transport.receive(stage, self._identity(stage, self._rank))) for stage in self._neighbours
         ]
-        for stage in () if heard is None else self._unanswered - set(heard):
+        idle = () if heard is None else sorted(self._unanswered - set(heard))
+        self._asked = {stage for stage in idle if self._rates.ask(step, stage)}
+        for stage in idle:
             self.answer(stage)
 
     def answer(self, stage: int) -> None:
         """Send the probe to a neighbouring stage, because a message of this step has come from it."""
         if stage in self._unanswered:
             self._unanswered.discard(stage)
-            self._transport.send(stage, self._identity(self._rank, stage), self._content)
+            self._transport.send(stage, self._identity(self._rank, stage), self._contents[stage in self._asked])
 
     def end_step(self, timeout: float) -> None:
         """Record the probes in the monitor.
@@ -84,11 +99,16 @@ class Probes:
         Raises:
             TransportError: A probe could not be exchanged.
         """
+        latencies: dict[int, float] = {}
         for stage, pending in self._pending:
-            pending.wait(timeout)
+            (content,) = pending.wait(timeout)
+            if content.item():
+                self._rates.answer(self._step, stage)
             self._monitor.probe(stage, self._rank, pending.sent_at, pending.arrived_at)
+            latencies[stage] = pending.arrived_at - pending.sent_at
             self._transport.release(pending)
         self._pending = []
+        self._rates.end_step(latencies)
 
     def _identity(self, source: int, destination: int) -> Identity:
         return Identity(self._step, Purpose.PROBE, source, destination, 0, SPEC)

@@ -98,6 +98,8 @@ class Purpose(Enum):
     """The contributions of all stages of a rank with several, for the rank that owns the parameters."""
     RANK_SUMS = "shared gradients' sums of a rank"
     """The sums of such contributions, for every other rank that has copies."""
+    RATE_PROBE = "rate probe"
+    """One of two messages of an activation's size over an edge that no microbatch takes, whose arrivals are measured."""
 
 
 PURPOSE_OF: Final = {Kind.SEND_F: Purpose.ACTIVATION, Kind.SEND_B: Purpose.GRADIENT, Kind.SEND_W: Purpose.ACCUMULATOR}
@@ -156,7 +158,7 @@ class Identity:
                 return ChannelClass.BACKWARD if self.source < self.destination else ChannelClass.FORWARD
             case Purpose.RANK_GRADIENTS | Purpose.RANK_SUMS:  # between ranks with several stages, activations go both ways
                 return ChannelClass.BULK
-            case Purpose.INPUT | Purpose.TARGET | Purpose.RESULT | Purpose.ACCUMULATOR | Purpose.TERM:
+            case Purpose.INPUT | Purpose.TARGET | Purpose.RESULT | Purpose.ACCUMULATOR | Purpose.TERM | Purpose.RATE_PROBE:
                 return ChannelClass.BULK
 
     @property

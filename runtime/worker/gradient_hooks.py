@@ -3,16 +3,26 @@
 Autograd runs them once per backward pass, and a step is one backward pass of the whole batch. So they run at its end, when the
 gradient includes all microbatches, uses and replicas, and optimizers see the gradient that a hook returns. Torch itself runs
 them: autograd gets the gradient and treats it as in any backward pass.
+
+The same parameters must have hooks in all replicas. A hook that only one replica had would make its copy of the parameter
+another one. The sum over the replicas would also have earlier steps' gradients of some replicas and not of others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from adaptra.errors import OptionError
+
+_MARKS: Final = 1024
+"""The number of values of a mark. Sums of marks are exact in float32 for 16,384 replicas."""
+
+_MOST_NAMES: Final = 3
 
 
 class GradientHooks:
@@ -41,6 +51,25 @@ class GradientHooks:
             if name in self._copied:
                 raise OptionError(copy_is_hooked(name))
             self._before[name], parameter.grad = parameter.grad, None
+
+    def marks(self) -> tuple[int, int]:
+        """Return two numbers that are equal in all replicas if the same parameters have hooks: a count and a checksum."""
+        names = "\n".join(sorted(self._before))
+        return len(self._before) % _MARKS, zlib.crc32(names.encode()) % _MARKS
+
+    def check_marks(self, means: Sequence[float], replica: int) -> None:
+        """Compare this replica's marks with their means over all replicas, which are the same on every one.
+
+        Raises:
+            OptionError: They differ: names this replica's parameters with hooks.
+        """
+        if tuple(means) != self.marks():
+            names = sorted(self._before)
+            shown = ", ".join([*names[:_MOST_NAMES], *(["…"] if len(names) > _MOST_NAMES else [])]) or "no parameter"
+            raise OptionError(
+                f"replica {replica} has gradient hooks of {shown}: expected hooks of the same parameters in all replicas, as "
+                "their copies would become different; register them on every rank, and let the hook look at pipe.replica"
+            )
 
     def end_step(self) -> None:
         """Run all hooks on the gradients of the step, and add the results to those of earlier steps."""

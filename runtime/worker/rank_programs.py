@@ -39,8 +39,7 @@ class RankPrograms:
     Args:
         compiled: The model's stages.
         stages_of: This rank's stages in training under a program, by replica and number.
-        contributions_of: The receive buffers for other replicas' contributions to shared parameters under a program, per source
-            worker and message.
+        beside: The receive buffers for messages beside a program with routes, per source worker and message.
         handed_over: Per stage the tensors in which its weight gradients are handed over, and the buffers that it changes; none
             of a stage on another rank.
         batch: The tensors of a microbatch's inputs, targets and results.
@@ -61,7 +60,7 @@ class RankPrograms:
         self,
         compiled: CompiledStages,
         stages_of: Callable[[Program], Mapping[tuple[int | None, int], Stage]],
-        contributions_of: Callable[[Program], Counter[tuple[int, MessageSpec]]],
+        beside: Callable[[Executor], Counter[tuple[int, MessageSpec]]],
         handed_over: Sequence[tuple[MessageSpec, MessageSpec]],
         batch: BatchShapes,
         transport: Transport,
@@ -76,7 +75,7 @@ class RankPrograms:
         self.plan = initial
         self._compiled = compiled
         self._stages_of = stages_of
-        self._contributions_of = contributions_of
+        self._beside = beside
         self._handed_over = handed_over
         self._batch = batch
         self._transport = transport
@@ -178,7 +177,7 @@ class RankPrograms:
         if executor.program.routing is None:
             self._grow(self._by_worker(executor.receive_counts))
         else:
-            self._grow(Counter(executor.receive_counts) + self._contributions_of(executor.program))
+            self._grow(Counter(executor.receive_counts) + self._beside(executor))
 
     def _grow(self, counts: Counter[tuple[int, MessageSpec]]) -> None:
         self._by_program |= counts

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Program
-from adaptra.program.placement import stages_of
+from adaptra.program.placement import Edge, stages_of
 from adaptra.program.routing import Routing
 from adaptra.runtime.data_parallel.collectives.buckets import bucket_bytes
 from adaptra.runtime.data_parallel.collectives.rounds import ALGORITHMS
@@ -87,7 +88,7 @@ class StepParts:
         loss = last.outputs[0] if compiled.with_loss else TensorSpec((), last.outputs[0].dtype)
         sharing = {placement[stage] for one in compiled.tied if last.index in one.stages for stage in one.stages}
         self._losses = LossBroadcast(rank, placement, microbatches, loss, sharing, transport)
-        self._probes = Probes(rank, placement, transport, monitor)
+        self._probes = Probes(rank, placement, transport, monitor, _message_bytes(compiled))
         self.replica: Final = 0 if replicas is None else replicas.index
         self._compiled = compiled
         changing = {name for stage in own for name in self._changing(stage)}
@@ -131,12 +132,14 @@ class StepParts:
         """
         return (one.handed_over, one.changing) if (one := self.stages.get(stage)) is not None else ((), ())
 
-    def contributions_of(self, program: Program) -> Counter[tuple[int, MessageSpec]]:
-        """Return the number of receive buffers for other replicas' contributions to shared parameters, at a time, per source
-        worker and message.
+    def receive_counts_of(self, executor: Executor) -> Counter[tuple[int, MessageSpec]]:
+        """Return the number of receive buffers for messages beside a program with routes, at a time, per source worker and
+        message: other replicas' contributions to shared parameters, and rate probes.
         """
-        away = self._away_from_home(program)
-        return Counter() if away is None else self.gradients.receive_counts_of(away)
+        away = self._away_from_home(executor.program)
+        rates = self._probes.receive_counts_of(executor.heard)
+        found = Counter({(self._transport.worker_of(rank), specs): count for (rank, specs), count in rates.items()})
+        return found if away is None else found + self.gradients.receive_counts_of(away)
 
     def _away_from_home(self, program: Program) -> AwayFromHome | None:
         """Return which microbatches of this replica others compute on stages that share parameters; None if there are none."""
@@ -209,7 +212,7 @@ class StepParts:
             The loss of every microbatch, (microbatches,), on every rank; if weighted (microbatches, 2), each a sum and its
             weight.
         """
-        self._probes.begin_step(step, executor.heard)
+        self._probes.begin_step(step, None if executor.program.routing is None else executor.heard)
         self._losses.begin_step(step)
         self.gradients.begin_step(step, self._away_from_home(executor.program))
         self._hooks.begin_step()
@@ -288,4 +291,18 @@ class StepParts:
         losses = self._losses.end_step(self._timeout)
         if self._replicas is None:
             return losses
-        return self._replicas.combine_losses(losses, mean=self._reduction is Reduction.MEAN, aside=aside)
+        mean = self._reduction is Reduction.MEAN
+        if aside:
+            return self._replicas.combine_losses(losses, mean=mean, aside=True)
+        marks = losses.new_tensor(self._hooks.marks(), dtype=torch.float32)
+        combined = self._replicas.combine_losses(losses, mean=mean, beside=[marks])
+        self._hooks.check_marks((marks if mean else marks / len(self._replicas.ranks)).tolist(), self.replica)
+        return combined
+
+
+def _message_bytes(compiled: CompiledStages) -> dict[Edge, int]:
+    """Return the bytes of a message of each directed edge that carries any."""
+    last = compiled.train[-1].index
+    forward = {(one.index, one.index + 1): one.output_bytes for one in compiled.train if one.index < last}
+    backward = {(one.index, one.index - 1): one.grad_input_bytes for one in compiled.train if one.index > 0}
+    return {edge: size for edge, size in (forward | backward).items() if size > 0}

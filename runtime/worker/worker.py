@@ -141,7 +141,7 @@ class Worker:
         self._programs = RankPrograms(
             compiled,
             self._parts.stages_of,
-            self._parts.contributions_of,
+            self._parts.receive_counts_of,
             [self._parts.handed_over_of(one.index) for one in compiled.train],
             BatchShapes(compiled.train[0].inputs, compiled.train[-1].targets, compiled.train[-1].outputs),
             transport,

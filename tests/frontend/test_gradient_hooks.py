@@ -40,6 +40,10 @@ COPIES = (
     "…: a gradient hook of a parameter that stages of several ranks use, each with a copy of its own: expected none, as the "
     "copies would become different; change its gradient between the step and optimizer.step()"
 )
+SOME = (
+    "replica … has gradient hooks of …: expected hooks of the same parameters in all replicas, as their copies would become "
+    "different; register them on every rank, and let the hook look at pipe.replica"
+)
 MOVES = (
     "…: … has a gradient hook, which stays with this process: expected parameters without hooks where they move between ranks; "
     "remove it by its handle, and register it of pipe.parameters() afterwards"
@@ -180,6 +184,38 @@ def replicated(rank: int) -> list[str]:
 @pytest.mark.processes
 def test_hooks_are_given_the_mean_over_all_replicas() -> None:
     assert run_processes(replicated, 2) == [[], []]
+
+
+def hooked_on_some(rank: int, other: bool) -> list[tuple[str, str]]:
+    """The errors of steps that add up gradients, where a hook changes nothing but not every replica has it."""
+    torch.distributed.init_process_group("gloo")
+    found: list[tuple[str, str]] = []
+    for reduction in ("mean", "sum"):
+        with pipeline_of(MLP, BATCHES[0], stages=1, microbatches=MICROBATCHES, reduction=reduction) as pipe:
+            first, second, *_ = pipe.parameters()
+            args, _, targets = BATCHES[rank]
+            pipe.step(args, targets)
+            for one in ([first] if rank == 0 else [second]) if other else [first] * (1 - rank):
+                one.register_hook(torch.clone)
+            try:
+                pipe.step(args, targets)
+            except Exception as error:
+                found.append((type(error).__name__, str(error)))
+        torch.distributed.barrier()
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("other", [False, True], ids=["none", "of another parameter"])
+def test_a_hook_that_not_every_replica_has_is_refused(other: bool) -> None:
+    """Gradients of the first step would count half in one replica and one and a half times in the other.
+
+    The error of the first rank that found it is raised on the others too, behind the number of that rank.
+    """
+    for errors in zip(*run_processes(hooked_on_some, 2, other), strict=True):
+        assert any(kind == "OptionError" for kind, _ in errors)
+        for _, message in errors:
+            check_documented("OptionError", message.rpartition("OptionError: ")[2], SOME)
 
 
 # What can't run is refused.

@@ -26,6 +26,7 @@ from adaptra.planning.bandwidth_remedies import (
 from adaptra.planning.explanation import explain
 from adaptra.planning.layout_change import SplitChange
 from adaptra.planning.planner import plan
+from adaptra.planning.replicas.joined_programs import join
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.cut_points import CutPoint, CutPoints, positions_of
 from adaptra.simulation.simulate import simulate
@@ -125,6 +126,21 @@ def test_a_cut_that_wins_more_than_it_costs_is_chosen() -> None:
     assert choose(known(PLACES), None) is None, "no stage can begin there after all"
     assert choose(PLACES, (0.0, 0.0)) is None, "nothing was captured"
     assert choose(known(PLACES), (0.0, 0.0), cost=TEN) is None, "no bandwidth binds"
+
+
+def test_a_cut_has_to_win_over_the_routes_that_run() -> None:
+    """Their program is of all replicas, and a detour may have cured what a cut would."""
+    running = join([plan(case(FULL))] * 2)
+    bandwidth = BandwidthOptions(cut_points=known(PLACES))
+
+    def choose(routed: float) -> tuple[SplitChange, tuple[CutPoint, ...]] | None:
+        return choose_split(case(FULL), running, (), (), bandwidth, 100, lambda _: (0.0, 0.0), routed)
+
+    slow = choose(routed=1e6)
+    assert slow is not None and slow[0].seconds_before < 1e6
+    assert choose(routed=slow[0].seconds_after) is None
+    between = choose(routed=0.5 * (slow[0].seconds_after + slow[0].seconds_before))
+    assert between is not None and slow[0].seconds_after < between[0].seconds_before < slow[0].seconds_before
 
 
 def test_stages_begin_in_order_whatever_moves() -> None:

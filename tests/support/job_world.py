@@ -43,10 +43,13 @@ def measured(
     costs: Mapping[int, CostModel] | None = None,
     noise: random.Random | None = None,
     routing: Routing | None = None,
+    *,
+    has_rates: bool = False,
 ) -> list[StepMeasurement]:
     """What all workers measure in a step under each replica's costs, which scatter by two hundredths with ``noise``.
 
-    Over links that no route takes there are only probes, whose flights have no occupancy.
+    Over links that no route takes there are only probes, whose flights have no occupancy; ``has_rates`` says whether there are
+    rate probes.
     """
 
     def scattered(value: float) -> float:
@@ -66,7 +69,9 @@ def measured(
                     messages = MICROBATCHES
                     ends = {worker, replica * STAGES + near}
                     if routing is not None and not any(ends <= set(route.workers) for route in routing.routes):
-                        messages, estimate = 0, EdgeEstimate(latency, None, None)
+                        messages = 0
+                        estimate = EdgeEstimate(latency + occupancy, occupancy, None)
+                        estimate = estimate if has_rates else EdgeEstimate(latency, None, None)
                     edges.append(EdgeMeasurement(near, stage, messages, 0.0, estimate))
             stages = (StageMeasurement(stage, f, i, w, None),)
             found.append(StepMeasurement(worker, step, scattered(SECONDS), stages, tuple(edges)))

@@ -75,6 +75,21 @@ def test_a_probe_does_not_tell_that_a_link_is_wide_again() -> None:
     assert len([event for event in world.events(EventKind.DETECTED) if event.step > ONSET + 3]) == 0
 
 
+def test_microbatches_come_back_from_a_detour_once_rate_probes_tell_that_a_link_is_wide_again() -> None:
+    """As often as they are sent: in one of eight steps, and in each one after the first of another rate."""
+    narrow = COST.with_occupancy(0, 1, 0.3).with_occupancy(1, 0, 0.3)
+    world = job_world()
+    rates = (ONSET + 3, HEALED - 1, HEALED + 7, HEALED + 8, HEALED + 9)
+    routed: list[bool] = []
+    for step in range(HEALED + 15):
+        routing, costs = world.plan.program.routing, {1: narrow} if ONSET <= step < HEALED else None
+        world.step(measured(step, costs, routing=routing, has_rates=step in rates))
+        routed.append(world.plan.is_routed)
+    assert all(routed[ONSET + 3 : HEALED + 7]) and not any(routed[HEALED + 9 :])
+    healed = [one for one in world.events(EventKind.DETECTED) if one.step > ONSET + 3]
+    assert healed and all("of replica 1 healed" in one.text for one in healed)
+
+
 def test_a_job_that_only_scatters_is_not_shared() -> None:
     noise, world = random.Random(3), job_world()
     for step in range(1500):

@@ -15,7 +15,7 @@ from adaptra.runtime.control.plan import Edges, Plan
 from adaptra.runtime.control.replanning import Planning
 from adaptra.runtime.detection.changes import Change, ChangeKind, LossChange
 from adaptra.runtime.detection.detector import Detection, Detector
-from adaptra.runtime.detection.measurement import Stalls, StepMeasurement
+from adaptra.runtime.detection.measurement import EdgeEstimate, Stalls, StepMeasurement
 from adaptra.simulation.cost import Case
 
 EDGE = (1, 2)
@@ -137,6 +137,35 @@ def test_the_level_of_a_lossy_edge_stays_and_its_cost_is_that_of_the_mean_messag
     (healed,) = follow(detector, [NONE] * 30, first=50)
     assert healed == "edge 1→2 healed: no message is held up any more"
     assert detector.cost == HEALTHY
+
+
+def probed(step: int, *, has_rate: bool, lateness: float = 0.0) -> list[StepMeasurement]:
+    """A healthy step in which no microbatch takes the edge: probes of a few bytes, and perhaps a rate probe."""
+    latency = HEALTHY.latency(*EDGE)
+    estimate = EdgeEstimate(latency + lateness, lateness if has_rate else None, None)
+    return [
+        replace(
+            one,
+            edges=tuple(
+                replace(edge, messages=0, estimate=estimate) if (edge.source, edge.destination) == EDGE else edge
+                for edge in one.edges
+            ),
+        )
+        for one in measured(step, HEALTHY)
+    ]
+
+
+def test_a_lossy_path_that_no_microbatch_takes_heals_by_rate_probes_that_are_in_time() -> None:
+    """Probes of a few bytes tell nothing of it, and a late rate probe is a stall."""
+    detector = calibrated()
+    assert follow(detector, [STALLED] * 4) == [LOSSY.replace("8 %", "25 %")]
+    steps = iter(range(8, 400))
+    assert [detector.observe(probed(next(steps), has_rate=False)) for _ in range(60)] == [None] * 60
+    late = [number % 4 == 3 for number in range(60)]
+    assert [detector.observe(probed(next(steps), has_rate=True, lateness=0.1 * one)) for one in late] == [None] * 60
+    found = [detector.observe(probed(next(steps), has_rate=True)) for _ in range(60)]
+    assert [one.reason for one in found if one is not None] == ["edge 1→2 healed: no message is held up any more"]
+    assert detector.slow_edges == ()
 
 
 def search(case: Case, incumbent: Program) -> Program:

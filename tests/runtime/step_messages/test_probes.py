@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +15,106 @@ from torch import nn
 import adaptra
 from adaptra.program import Kind
 from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.detection.measurement import estimate_edge
+from adaptra.runtime.detection.measurement import EdgeMeasurement, estimate_edge
 from adaptra.runtime.detection.monitor import Monitor
+from adaptra.runtime.injection.faults import Fault
+from adaptra.runtime.injection.faulty_transport import FaultyTransport
 from adaptra.runtime.step_messages.probes import Probes
+from adaptra.runtime.step_messages.rate_probes import EVERY
 from adaptra.runtime.transports.local import LocalHub
 
 STEPS = 40
 """Far more than calibration and detection take."""
+
+SIZES = {(0, 1): 5000, (1, 0): 64}
+"""Bytes of the messages between two stages."""
+
+
+class IdleEdge:
+    """Two stages whose messages take other routes, with a fault on what the first one sends.
+
+    Attributes:
+        told: The measurements of the edge from the first to the second stage, by step.
+        sent: The rate probes that the first stage has sent.
+    """
+
+    def __init__(self, *faults: str) -> None:
+        hub = LocalHub(2)
+        self._transports = [FaultyTransport(hub.transport(rank), [Fault.parse(one) for one in faults]) for rank in range(2)]
+        self._monitors = [Monitor(rank, (0, 1)) for rank in range(2)]
+        self._ends = [Probes(rank, range(2), one, self._monitors[rank], SIZES) for rank, one in enumerate(self._transports)]
+        for end, one in zip(self._ends, self._transports, strict=True):
+            one.reserve(Counter(end.receive_counts()) + Counter(end.receive_counts_of(())))
+        self._step = 0
+        self.told: list[EdgeMeasurement] = []
+
+    def __enter__(self) -> IdleEdge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self._transports:
+            one.close()
+
+    def run(self, heard: Sequence[int] = ()) -> EdgeMeasurement | None:
+        """One step; what it measured of the edge."""
+        for end in self._ends:
+            end.begin_step(self._step, heard)
+        if heard:
+            self._ends[0].answer(1)
+            self._ends[1].answer(0)
+        for end in self._ends:
+            end.end_step(timeout=20.0)
+        edges = [monitor.end_step(self._step, 0.0, 1.0).edges for monitor in self._monitors][1]
+        self._step += 1
+        self.told += edges
+        return edges[0] if edges else None
+
+    @property
+    def rates(self) -> list[int]:
+        """The steps that measured the rate."""
+        return [step for step, one in enumerate(self.told) if one.estimate.occupancy is not None]
+
+
+def test_an_idle_edge_carries_a_message_now_and_then() -> None:
+    """One in eight steps."""
+    with IdleEdge() as edge:
+        for _ in range(4 * EVERY):
+            edge.run()
+        assert edge.rates == [0, EVERY, 2 * EVERY, 3 * EVERY]
+        assert all(one.messages == 0 for one in edge.told)
+
+
+def test_an_edge_that_carries_messages_carries_no_rate_probe() -> None:
+    with IdleEdge() as edge:
+        for _ in range(2 * EVERY):
+            edge.run(heard=(0, 1))
+        assert edge.rates == []
+
+
+def test_a_rate_probe_tells_the_rate_and_no_step_waits_for_it() -> None:
+    """5000 bytes at 50 kB/s take a tenth of a second. The few bytes before them are as fast as ever."""
+    with IdleEdge("rate 0>1 50kB @0..1") as edge:
+        while not edge.rates:
+            edge.run()
+        (step,) = edge.rates
+        assert step > 0, "the step that asked for it has ended"
+        found = edge.told[step].estimate
+        assert found.occupancy is not None and found.occupancy > 0.08
+        assert found.flight >= found.occupancy
+        # From step 1 on the link is wide: the next rate probe is quick, and the ones after it come at once.
+        while len(edge.rates) < 4:
+            edge.run()
+        first, *others = edge.rates[1:]
+        assert others == [first + 1, first + 2]
+        assert all((edge.told[one].estimate.occupancy or 0.0) < 0.05 for one in (first, *others))
+
+
+def test_an_edge_goes_back_to_a_rate_probe_in_eight_steps() -> None:
+    with IdleEdge("rate 0>1 50kB @0..1") as edge:
+        while len(edge.rates) < 2 + EVERY + 3:
+            edge.run()
+        *_, before, last = edge.rates
+        assert last - before == EVERY
 
 
 def test_a_probe_splits_the_flight_of_messages_that_do_not_queue() -> None:
@@ -59,7 +154,7 @@ def test_there_are_no_probes_where_ranks_have_one_queue_for_everything(in_order:
     monitors = [Monitor(rank, (0, 1)) for rank in range(2)]
     for transport in transports:
         transport.contract = replace(transport.contract, in_order=in_order)
-    ends = [Probes(rank, range(2), transport, monitors[rank]) for rank, transport in enumerate(transports)]
+    ends = [Probes(rank, range(2), transport, monitors[rank], SIZES) for rank, transport in enumerate(transports)]
     for end, transport in zip(ends, transports, strict=True):
         transport.reserve(end.receive_counts())
         end.begin_step(0)
