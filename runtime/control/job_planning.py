@@ -74,18 +74,22 @@ class JobPlanning(Planning):
         Args:
             detection: What holds now.
             current: The plan that runs.
-            delegated: The edges that take the delegate under the new plan, if those of all replicas have recovered that did.
+            delegated: The edges that take the delegate under the new plan. Further edges keep it as long as one replica needs
+                it, and edges don't need it whose slow links no route takes.
             is_draft: Whether there is time for a quick search only.
         """
         running = self._of_job(current.program)
         case = self._with_room_for(running, self._case(detection, current.case))
-        delegated = tuple(sorted({*delegated, *(edge for edge in current.delegated if _has_link(case, edge))}))
         budget = min(self.seconds, LONGEST_SEARCH) * (DRAFT if is_draft else 1.0)
         compared = compare_remedies(case, running, budget=budget)
         best = compared.best
         is_kept = best.kind is JobRemedy.KEEP
         program = current.program if is_kept else _as_one_pipeline(best.program)
-        reason = f"{detection.reason}; {best.what}; {compared}"[:MAX_REASON]
+        asked = {edge for edge in delegated if edge in current.delegated or _takes_slow_links(best.program, case, edge)}
+        delegated = tuple(sorted(asked | {edge for edge in current.delegated if _slow_links(case, edge)}))
+        moved = ", ".join(f"{source}→{to}" for source, to in delegated if (source, to) not in current.delegated)
+        what = f"{best.what}; edges that take the delegate: {moved}" if moved else best.what
+        reason = f"{detection.reason}; {what}; {compared}"[:MAX_REASON]
         planned = Case(detection.cost, current.case.microbatches, current.case.placement, current.case.name)
         remedy = current.remedy if is_kept else best.kind
         return Plan(current.version, program, planned, best.period, best.bound, reason, delegated, remedy=remedy), None
@@ -117,9 +121,17 @@ class JobPlanning(Planning):
         return join([program] * self.replicas) if program.routing is None else program
 
 
-def _has_link(case: JobCase, edge: Edge) -> bool:
-    """Return whether messages over an edge of stages take longer in a replica than in others."""
-    return any(tuple(case.worker(replica, stage) for stage in edge) in case.links for replica in range(case.replicas))
+def _slow_links(case: JobCase, edge: Edge) -> set[tuple[int, int]]:
+    """Return the links of replicas over which messages of an edge of stages take longer than in others."""
+    links = ((case.worker(replica, edge[0]), case.worker(replica, edge[1])) for replica in range(case.replicas))
+    return case.links.keys() & set(links)
+
+
+def _takes_slow_links(program: Program, case: JobCase, edge: Edge) -> bool:
+    """Return whether a route takes one of these links, or all replicas are alike."""
+    slow = _slow_links(case, edge)
+    routes = () if program.routing is None else program.routing.routes
+    return not slow or any((route.workers[edge[0]], route.workers[edge[1]]) in slow for route in routes)
 
 
 def _as_one_pipeline(program: Program) -> Program:

@@ -18,7 +18,7 @@ V = (0, 1, 1, 0)
 
 def planned(name: str, placed: tuple[int, ...] = (0, 1), spec: dict[str, Any] | None = None, **options: Any) -> PlannedPipeline:
     """The plan of a job of two replicas."""
-    given = {"replicas": 2, **(spec or {})}
+    given: dict[str, Any] = {"replicas": 2, **(spec or {})}
     example = EXAMPLES[name]
     stages = compile_example(example, example.make(), example.rows(2, 0), len(placed))
     return PipelineSpec(placed, 4, None, True, (), adaptra.Options(**options), Reduction.MEAN, **given).prepare(stages)

@@ -101,8 +101,21 @@ def test_edges_take_the_delegate_until_those_of_all_replicas_have_recovered() ->
     for costs, expected in (((COST, late), ((0, 1),)), ((COST, COST), ())):
         found, _ = planning.plan_for(Detection(9, (), late, by_replica=costs), current, (), is_draft=False)
         assert found.delegated == expected
-    found, _ = planning.plan_for(Detection(9, (), COST, by_replica=(COST, COST)), current, ((1, 2),), is_draft=False)
-    assert found.delegated == ((1, 2),)
+
+
+def test_edges_take_the_delegate_unless_all_go_round_them() -> None:
+    planning = JobPlanning(lambda _case, program: program, replicas=REPLICAS, ranks=STAGES)
+    late = COST.with_latency(0, 1, 0.3).with_latency(1, 0, 0.3)
+    edges = (0, 1), (1, 0)
+    for costs, at_home, remedy, expected in (
+        ((COST, late), set[int](), JobRemedy.DETOUR, ()),
+        ((COST, late), set(range(STAGES)), JobRemedy.REORDER, edges),
+        ((late, late), set[int](), JobRemedy.REORDER, edges),
+    ):
+        detected = Detection(9, (), late, by_replica=costs)
+        found, _ = replace(planning, at_home=frozenset(at_home)).plan_for(detected, plan_zero(), edges, is_draft=False)
+        assert (found.remedy, found.delegated) == (remedy, expected)
+        assert ("; edges that take the delegate: 0→1, 1→0; keep " in found.reason) == bool(expected)
 
 
 CROSSED = """
