@@ -70,6 +70,7 @@ class Job:
         links: Sequence[tuple[int, int, float, float]],
         hand_over: float,
         hands_over: bool,
+        changing: Sequence[bool],
         barrier: bool,
         holder: Sequence[int],
         home: Sequence[int],

@@ -152,17 +152,24 @@ def layer(width: int = WIDTH) -> nn.Module:
     return nn.Sequential(nn.Linear(width, width), nn.Tanh())
 
 
+def layer_with_buffers(width: int = WIDTH) -> nn.Module:
+    """One stage whose forwards change buffers, which workers of several replicas hand over."""
+    return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh())
+
+
 def squared_error(output: Tensor, target: Tensor) -> Tensor:
     """The small model's loss."""
     return ((output - target) ** 2).mean()
 
 
-def small_problem(stages: int, microbatches: int, width: int = WIDTH, rows: int = 2) -> dict[str, Any]:
+def small_problem(
+    stages: int, microbatches: int, width: int = WIDTH, rows: int = 2, make: Callable[[int], nn.Module] = layer
+) -> dict[str, Any]:
     """The arguments of adaptra.compile for a model of one layer per stage, with ``rows`` rows in a microbatch."""
     torch.manual_seed(0)
     inputs = torch.randn(rows * microbatches, width)
     return {
-        "model": nn.Sequential(*(layer(width) for _ in range(stages))),
+        "model": nn.Sequential(*(make(width) for _ in range(stages))),
         "stages": stages,
         "microbatches": microbatches,
         "example_inputs": (inputs, torch.zeros_like(inputs)),

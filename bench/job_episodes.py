@@ -1,7 +1,8 @@
 """Training of several replicas through random slow workers, narrow and late links, and their ends; and simulated noise.
 
-Ranks run over gloo; faults are injected and ops emulated. Detection, planning and switching are real. Afterwards losses and
-parameters must be bitwise those of an undisturbed run. In simulated healthy steps that scatter, no microbatch may leave home.
+Ranks run over gloo; faults are injected and ops emulated. Detection, planning and switching are real. Afterwards losses,
+parameters and buffers must be bitwise those of an undisturbed run. In simulated healthy steps that scatter, no microbatch may
+leave home.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _ranks import WIDTH, run_on_ranks, small_problem
+from _ranks import WIDTH, layer, layer_with_buffers, run_on_ranks, small_problem
 from _table import Row, parser, print_rows
 
 import adaptra
@@ -54,9 +55,10 @@ def random_faults(seed: int, episodes: int, replicas: int, stages: int, seconds:
     return faults, step + 6
 
 
-def train(stages: int, microbatches: int, steps: int, options: adaptra.Options) -> str:
-    """Train, and return the digest of this rank's losses and parameters."""
-    problem, digest = small_problem(stages, microbatches), hashlib.sha256()
+def train(stages: int, microbatches: int, steps: int, with_buffers: bool, options: adaptra.Options) -> str:
+    """Train, and return the digest of this rank's losses, parameters and buffers."""
+    problem = small_problem(stages, microbatches, make=layer_with_buffers if with_buffers else layer)
+    digest = hashlib.sha256()
     inputs, targets = problem["example_inputs"]
     with adaptra.compile(**problem, options=options) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
@@ -64,20 +66,20 @@ def train(stages: int, microbatches: int, steps: int, options: adaptra.Options) 
             digest.update(pipe.step(inputs + pipe.replica + step, targets).numpy().tobytes())
             optimizer.step()
             optimizer.zero_grad()
-        for parameter in pipe.parameters():
-            digest.update(parameter.detach().numpy().tobytes())
+        for value in pipe.state_dict().values():
+            digest.update(value.detach().numpy().tobytes())
     return digest.hexdigest()
 
 
 def measure(
-    _rank: int, stages: int, microbatches: int, seconds: float, faults: Sequence[str], steps: int
+    _rank: int, stages: int, microbatches: int, seconds: float, faults: Sequence[str], steps: int, with_buffers: bool
 ) -> tuple[int, list[str]]:
     """One rank: the number of ranks whose numbers differ from an undisturbed run, and the kinds of this rank's events."""
     told: list[ControlEvent] = []
     device = adaptra.EmulatedDevice(seconds, seconds, seconds)
     disturbed = adaptra.Options(schedule="1f1b", emulate=device, faults=list(faults), on_event=told.append)
     undisturbed = adaptra.Options(schedule="1f1b", adapt=False)
-    digests = [train(stages, microbatches, steps, options) for options in (undisturbed, disturbed)]
+    digests = [train(stages, microbatches, steps, with_buffers, options) for options in (undisturbed, disturbed)]
     differing = torch.tensor(int(digests[0] != digests[1]))
     dist.all_reduce(differing)
     return int(differing), [event.kind.value for event in told]
@@ -99,18 +101,19 @@ def main() -> int:
     arguments.add_argument("--microbatches", type=int, default=6)
     arguments.add_argument("--op-ms", type=float, default=10.0, help="duration of every emulated op, milliseconds")
     arguments.add_argument("--hours", type=float, default=2.0, help="simulated hours of noise")
+    arguments.add_argument("--buffers", action="store_true", help="train a model with BatchNorm in each stage")
     arguments.add_argument("--seed", type=int, default=0)
     given = arguments.parse_args()
     rows: list[Row] = []
     for replicas, stages in SHAPES:
         episodes = given.episodes // len(SHAPES)
         faults, steps = random_faults(given.seed, episodes, replicas, stages, given.op_ms / 1e3)
-        setting = (stages, given.microbatches, given.op_ms / 1e3, faults, steps)
+        setting = (stages, given.microbatches, given.op_ms / 1e3, faults, steps, given.buffers)
         differing, kinds = run_on_ranks(measure, replicas * stages, *setting)
         counted = Counter(kinds)
         name = f"{replicas} replicas of {stages} stages"
         rows += [
-            Row(f"{name}: ranks with other losses or parameters", differing, 0, "ranks", episodes),
+            Row(f"{name}: ranks with other losses, parameters or buffers", differing, 0, "ranks", episodes),
             Row(f"{name}: switches to a share", counted["shared"], None, "switches", steps),
             Row(f"{name}: switches to a detour", counted["detoured"], None, "switches", steps),
             Row(f"{name}: all switches", counted["switched"], None, "switches", steps),

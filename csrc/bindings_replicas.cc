@@ -36,8 +36,8 @@ using Links = std::vector<std::tuple<std::int32_t, std::int32_t, double, double>
 
 schedule::Job to_job(std::int32_t replicas, std::int32_t microbatches, Durations durations, std::vector<double> slow,
                      std::vector<double> port, Durations latency, Durations occupancy, const Links& links, double hand_over,
-                     bool hands_over, bool barrier, std::vector<std::int32_t> holder, std::vector<std::int32_t> home,
-                     std::vector<std::vector<std::int32_t>> columns) {
+                     bool hands_over, std::vector<std::uint8_t> changing, bool barrier, std::vector<std::int32_t> holder,
+                     std::vector<std::int32_t> home, std::vector<std::vector<std::int32_t>> columns) {
   schedule::Job job;
   if (durations.size() != 5) throw std::invalid_argument("durations: expected those of F, I, W, STEP and REDUCE");
   job.replicas = replicas;
@@ -59,10 +59,12 @@ schedule::Job to_job(std::int32_t replicas, std::int32_t microbatches, Durations
   for (const auto& [source, destination, delay, keeps] : links) job.links.push_back({source, destination, delay, keeps});
   job.hand_over = hand_over;
   job.hands_over = hands_over;
+  job.changing = std::move(changing);
   job.barrier = barrier;
   job.holder = std::move(holder);
   job.home = std::move(home);
   job.columns = std::move(columns);
+  if (job.changing.size() != job.forward.size()) throw std::invalid_argument("changing: expected one value per stage");
   if (job.holder.size() != job.index(replicas, 0, 0)) throw std::invalid_argument("holder: expected one worker per microbatch");
   return job;
 }
@@ -117,10 +119,10 @@ void check(const schedule::Job& job, const std::vector<schedule::JobOrder>& orde
 }  // namespace
 
 void bind_replicas(nb::module_& m) {
-  nb::class_<schedule::Job>(m, "Job").def(nb::new_(&to_job), nb::kw_only(), nb::arg("replicas"), nb::arg("microbatches"),
-                                          nb::arg("durations"), nb::arg("slow"), nb::arg("port"), nb::arg("latency"),
-                                          nb::arg("occupancy"), nb::arg("links"), nb::arg("hand_over"), nb::arg("hands_over"),
-                                          nb::arg("barrier"), nb::arg("holder"), nb::arg("home"), nb::arg("columns"));
+  nb::class_<schedule::Job>(m, "Job").def(
+      nb::new_(&to_job), nb::kw_only(), nb::arg("replicas"), nb::arg("microbatches"), nb::arg("durations"), nb::arg("slow"),
+      nb::arg("port"), nb::arg("latency"), nb::arg("occupancy"), nb::arg("links"), nb::arg("hand_over"), nb::arg("hands_over"),
+      nb::arg("changing"), nb::arg("barrier"), nb::arg("holder"), nb::arg("home"), nb::arg("columns"));
 
   nb::class_<schedule::Period>(m, "SimulatedPeriod")
       .def_ro("complete", &schedule::Period::complete)

@@ -105,8 +105,12 @@ def _exchanged(case: JobCase, routing: Routing, pairs: list[tuple[int, int, int,
     ]
     for stage, other, here, there in pairs:
         near, far = routing.workers[other][stage : stage + 2]
-        # The shorter part of the path changes workers, which passes on fewer accumulators.
-        part = slice(stage + 1) if stage + 1 < case.stages - stage - 1 else slice(stage + 1, None)
+        # The shorter part of the path changes workers, which passes on fewer accumulators. No stage of it has to stay at home.
+        parts = sorted((range(stage + 1, case.stages), range(stage + 1)), key=len)
+        free = [one for one in parts if case.at_home.isdisjoint(one)]
+        if not free:
+            continue
+        part = slice(free[0].start, free[0].stop)
         for microbatch in spread:
             # Shares and earlier exchanges may lead any replica's microbatch across the link, or away from the partner.
             of_replica = [path[microbatch] for path in paths]

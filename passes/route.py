@@ -39,7 +39,7 @@ def counts(case: JobCase, stage: int, pause: float = 0.0) -> dict[int, int]:
     found = dict.fromkeys(live, 0)
     before = dict.fromkeys(live, (0.0, 0.0))
     for one in case.stages_of(live[0])[: case.stages_of(live[0]).index(stage) + 1]:
-        found = _counts_after(case, one, pause, before)
+        found = dict.fromkeys(live, case.microbatches) if one in case.at_home else _counts_after(case, one, pause, before)
         times = {worker: _times(case, one, worker) for worker in live}
         before = {
             worker: (before[worker][0] + found[worker] * ops, before[worker][1] + found[worker] * messages)

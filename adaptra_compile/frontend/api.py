@@ -26,6 +26,7 @@ from adaptra.frontend.arguments.arguments import CompileArguments, check_split
 from adaptra.frontend.arguments.placing import STRAIGHT, Placement
 from adaptra.frontend.attached_optimizer import given_or_attached, refuse_foreign
 from adaptra.frontend.builder import build
+from adaptra.frontend.given_routes import changed_buffers
 from adaptra.frontend.grad_scaler import GradScaler
 from adaptra.frontend.not_a_module import NotAModule
 from adaptra.frontend.session import Session
@@ -585,15 +586,18 @@ class Pipeline(NotAModule):
         If the bandwidth of an edge limits the step, no order of ops hides it. Then the text gives the savings by more
         connections, rounding or another cut point, and the limit that would remain.
 
-        With several replicas the text ends with REDUCE of the last step: see :attr:`reduces`.
+        With several replicas the text says which microbatches no other replica would compute, and why. It ends with REDUCE of
+        the last step: see :attr:`reduces`.
         """
+        alone = "".join(f"{line}\n" for line in self._require().alone)
         measured = "".join(f"REDUCE of the last step, {one}\n" for one in self.reduces)
-        return self._explain_plan() + measured
+        return self._explain_plan() + alone + measured
 
     def _explain_plan(self) -> str:
         plan, bandwidth = self.plan, self._require().bandwidth
         if plan.program.routing is not None:
-            return str(explain_job(plan.program, alike_case(plan.program, plan.case.cost)))
+            changing = changed_buffers(self._require().compiled)
+            return str(explain_job(plan.program, alike_case(plan.program, plan.case.cost, changing=changing)))
         explanation = explain(
             plan.program,
             plan.case.cost,

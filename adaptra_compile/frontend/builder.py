@@ -95,6 +95,8 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
             raise
         if planned.compiled.difference is not None and _is_first(launched):
             logger.warning("%s; Options(captured='accept') leaves this out", planned.compiled.difference)
+        for line in planned.alone if _is_first(launched) else ():
+            logger.info(line)
         if len(launched.transports) == 1:  # ranks of one process compile once together
             agree(launched.transports[0], "pipeline", planned.facts(), options.timeout)
         states = sharing.states(model, planned.compiled, request.placed, launched.ranks)

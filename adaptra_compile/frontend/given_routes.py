@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from adaptra.errors import OptionError, PlanError, ScheduleError
 from adaptra.graph import CompiledStages
 from adaptra.planning.replicas.period_bound import period_bound
@@ -46,15 +48,30 @@ def routed_plan(program: Program, case: Case, replicas: int, compiled: CompiledS
         raise PlanError(f"{what}: it has SEND and RECV ops: expected compute ops, REDUCE and STEP only")
     check_memory(what, program, case.cost)
     _check_routed_stages(what, program, routing, compiled)
-    found = simulate_alike(program, case.cost)
+    found = simulate_alike(program, case.cost, changed_buffers(compiled))
     bound = period_bound(found.case, routing).value
     return Plan(0, program, case, found.period, bound, f"{program.name}, with its routes, as asked for", options.delegated)
 
 
+def changed_buffers(compiled: CompiledStages) -> dict[int, str]:
+    """Return the stages that change buffers, each with the name of one."""
+    return {one.index: name for one in compiled.train for name in sorted(compiled.changing.intersection(one.buffers))[:1]}
+
+
+def kept_at_home(compiled: CompiledStages, placement: Sequence[int]) -> dict[int, str]:
+    """Return the stages whose microbatches only their own replica's worker may compute, each with the reason.
+
+    Buffers and gradients of shared weights take channels for which ranks with several stages have other uses.
+    """
+    found = {stage: f"shares {one.name} with another stage" for one in compiled.tied for stage in one.stages}
+    found |= {stage: f"changes the buffer {name}" for stage, name in changed_buffers(compiled).items()}
+    several = {stage for stage, rank in enumerate(placement) if placement.count(rank) > 1}
+    return {stage: f"{found[stage]}, and its rank has several stages" for stage in sorted(several.intersection(found))}
+
+
 def _check_routed_stages(what: str, program: Program, routing: Routing, compiled: CompiledStages) -> None:
     """Refuse routes that leave a replica where its tied weights or changing buffers can't follow."""
-    tied = {stage: one.name for one in compiled.tied for stage in one.stages}
-    changed = {one.index: name for one in compiled.train for name in sorted(compiled.changing.intersection(one.buffers))[:1]}
+    changed, kept = changed_buffers(compiled), kept_at_home(compiled, routing.placement)
     handed_over: set[int] = set()
     for replica, row in enumerate(routing.workers):
         for stage, home in enumerate(row):
@@ -62,13 +79,8 @@ def _check_routed_stages(what: str, program: Program, routing: Routing, compiled
             if not away:
                 continue
             where = f"{what}: microbatch {away[0]} of replica {replica} leaves its home on stage {stage}"
-            why = f"shares {tied[stage]} with another stage" if stage in tied else ""
-            why = f"changes the buffer {changed[stage]}" if stage in changed else why
-            if why and home is not None and len(routing.stages_of(home)) > 1:
-                raise PlanError(
-                    f"{where}, which {why}, and its rank has several stages: expected routes that keep it at home, or one "
-                    "stage per rank"
-                )
+            if stage in kept:
+                raise PlanError(f"{where}, which {kept[stage]}: expected routes that keep it at home, or one stage per rank")
             if stage in changed:
                 handed_over.add(stage)
     if handed_over:

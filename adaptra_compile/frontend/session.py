@@ -105,6 +105,11 @@ class Session:
         """The remedies available against edges whose bandwidth limits the step."""
         return self._planned.bandwidth
 
+    @property
+    def alone(self) -> tuple[str, ...]:
+        """Lines that say which microbatches no other replica computes, and why."""
+        return self._planned.alone
+
     def take_roles(self, after: Roles, optimizer: torch.optim.Optimizer) -> None:
         """Change the ranks' roles: see :meth:`adaptra.frontend.api.Pipeline.take_roles`."""
         job, before = self._replicated()

@@ -9,7 +9,7 @@ from typing import Final
 
 from adaptra.frontend.activation_memory import in_bytes, limits_free, limits_within, predicted_peaks
 from adaptra.frontend.first_plan import first_plan, two_phase_plan
-from adaptra.frontend.given_routes import routed_plan
+from adaptra.frontend.given_routes import changed_buffers, kept_at_home, routed_plan
 from adaptra.frontend.worker_factory import WorkerFactory
 from adaptra.graph import CompiledStages
 from adaptra.graph.estimated_cost import estimated_cost
@@ -18,7 +18,7 @@ from adaptra.graph.round_messages import round_messages
 from adaptra.planning.bandwidth_remedies import BandwidthOptions, find_remedies
 from adaptra.planning.planner import plan
 from adaptra.program import Program
-from adaptra.program.placement import is_straight
+from adaptra.program.placement import has_several
 from adaptra.runtime.control.job_planning import JobPlanning
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.control.replanning import Planning, makespan
@@ -43,11 +43,13 @@ class PlannedPipeline:
         starter: The factory of the workers.
         initial: The first plan.
         means: The remedies available against edges whose bandwidth limits the step.
+        alone: Lines that say which microbatches no other replica computes, and why; empty if there are none.
     """
 
     factory: WorkerFactory
     initial: Plan
     bandwidth: BandwidthOptions
+    alone: tuple[str, ...] = ()
 
     @property
     def compiled(self) -> CompiledStages:
@@ -114,14 +116,21 @@ class PipelineSpec:
         planner, draft = (partial(_better_plan, options.planning_seconds, share) for share in (PLANNER_SHARE, DRAFT_SHARE))
         remedies = partial(find_remedies, bandwidth=bandwidth)
         peaks = partial(predicted_peaks, stages=compiled.train)
-        if self._shares(compiled):
-            ranks, seconds = len(set(self.placement)), options.planning_seconds
-            planning = JobPlanning(planner, activation_bytes=peaks, replicas=self.replicas, ranks=ranks, seconds=seconds)
+        if self.replicas > 1 and self._why_alone() is None:
+            planning = JobPlanning(
+                planner,
+                activation_bytes=peaks,
+                replicas=self.replicas,
+                ranks=len(set(self.placement)),
+                seconds=options.planning_seconds,
+                changing=frozenset(changed_buffers(compiled)),
+                at_home=frozenset(kept_at_home(compiled, self.placement)),
+            )
         else:
             planning = Planning(planner, remedies, draft, activation_bytes=peaks)
         initial = self._first_plan(compiled, case, room)
         factory = WorkerFactory(compiled, self.microbatches, planning, self.faults, options, self.reduction)
-        return PlannedPipeline(factory, initial, bandwidth)
+        return PlannedPipeline(factory, initial, bandwidth, self._alone(compiled))
 
     def _first_plan(self, compiled: CompiledStages, case: Case, room: tuple[float, ...] | None) -> Plan:
         options = self.options
@@ -131,17 +140,36 @@ class PipelineSpec:
             return routed_plan(options.schedule, case, self.replicas, compiled, options)
         return first_plan(options, case, room, options.delegated)
 
-    def _shares(self, compiled: CompiledStages) -> bool:
-        """Return whether replicas may compute microbatches for each other.
+    def _alone(self, compiled: CompiledStages) -> tuple[str, ...]:
+        """Return the lines of :attr:`PlannedPipeline.alone`."""
+        if self.replicas == 1 or (isinstance(self.options.schedule, Program) and self.options.schedule.routing is not None):
+            return ()
+        why = self._why_alone()
+        if why is not None:
+            return (f"no replica computes microbatches of another one's slow worker: {why}",)
+        kept = kept_at_home(compiled, self.placement)
+        return tuple(
+            f"no replica computes another one's microbatches on stage {stage}, which {why}" for stage, why in kept.items()
+        )
 
-        They do not where a forward changes buffers, whose order a search does not know, or where ranks with several stages tie
-        weights. Messages that take the delegate or round stay on the edges of one pipeline, as do those in NCCL's queues.
+    def _why_alone(self) -> str | None:
+        """Return why no replica may compute microbatches for another one; None if they may.
+
+        Where a rank has several stages, messages between these are not sent at home. Rounded on a route, they would change
+        numbers. Which edges round under ``lossy_bf16="slow"`` is planned for one pipeline.
         """
         options = self.options
-        changes = any(compiled.changing & set(stage.buffers) for stage in compiled.train)
-        is_tied = bool(compiled.tied) and not is_straight(self.placement)
-        is_alone = self.replicas == 1 or not self.with_loss or self.in_order or is_tied or changes
-        return options.share and options.adapt and not (is_alone or options.uses_delegate or options.lossy_bf16)
+        reasons = {
+            "Options(share=False)": not options.share,
+            "Options(adapt=False)": not options.adapt,
+            "a function without a loss runs forwards and backwards as two programs": not self.with_loss,
+            "a transport has one queue for all messages between two ranks, as NCCL has": self.in_order,
+            "under Options(lossy_bf16='slow') each replica plans which messages round": options.lossy_bf16 == "slow",
+            "under Options(lossy_bf16=True) stages of one rank send each other exact values, and routes would round them": (
+                options.lossy_bf16 is True and has_several(self.placement)
+            ),
+        }
+        return next((why for why, holds in reasons.items() if holds), None)
 
 
 def _better_plan(seconds: float, share: float, case: Case, incumbent: Program) -> Program:

@@ -12,6 +12,7 @@ meets that need too. So weight gradients are added in microbatch order whoever c
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Final, NamedTuple
 
 from adaptra.program import Kind, Op, Program
@@ -79,7 +80,7 @@ _OTHER_END: Final = {
 """The kind at the other end of a message, its stage and its microbatch relative to the op's own."""
 
 
-def needs(op: Op, program: Program, lowered: bool, hands_over: bool = True) -> tuple[Need, ...]:
+def needs(op: Op, program: Program, lowered: bool, hands_over: bool = True, changing: Container[int] = ()) -> tuple[Need, ...]:
     """Return the needs of ``op``, besides the ops before it on its own rank.
 
     Args:
@@ -89,6 +90,8 @@ def needs(op: Op, program: Program, lowered: bool, hands_over: bool = True) -> t
             the RECV for the other rank's SEND. If not, it waits for the producing op itself.
         hands_over: Whether the accumulator of weight gradients is handed over between workers. If not, each worker adds up its
             own, and the order of W matters on each worker alone.
+        changing: The stages whose forwards change buffers. There an F waits for that of the microbatch before, since its worker
+            hands the buffers over. These messages are no ops of a program.
     """
     found: list[Need] = []
     here = program.holder(op.replica, op.stage, op.microbatch)
@@ -102,11 +105,14 @@ def needs(op: Op, program: Program, lowered: bool, hands_over: bool = True) -> t
         else:
             found.append(Need(stage, kinds, op.microbatch + later, op.replica))
     before = op.microbatch - 1
-    if hands_over and op.kind in WEIGHT_GRADIENT and before >= 0 and program.holder(op.replica, op.stage, before) != here:
+    continues = before >= 0 and op.kind.is_compute and program.holder(op.replica, op.stage, before) != here
+    if continues and hands_over and op.kind in WEIGHT_GRADIENT:
         if lowered:
             found.append(Need(op.stage, (Kind.RECV_W,), op.microbatch, op.replica))
         else:
             found.append(Need(op.stage, WEIGHT_GRADIENT, before, op.replica))
+    if continues and op.kind is Kind.F and op.stage in changing:
+        found.append(Need(op.stage, (Kind.F,), before, op.replica))
     return tuple(found)
 
 

@@ -60,13 +60,11 @@ class Facts:
 
     def needed(self, op: Op) -> Iterator[Op]:
         """Yield the program's own ops, lanes included, that meet the needs of ``op``."""
-        for need in needs(op, self.program, self.lowered, self.hands_over):
+        for need in needs(op, self.program, self.lowered, self.hands_over, self.changing):
             for one in need.ops:
                 place = self.places.get(one)
                 if place is not None:
                     yield self.program.orders[place.rank][place.number]
-        if op.kind is Kind.F and op.stage in self.changing and op.microbatch > 0:
-            yield Op(op.stage, Kind.F, op.microbatch - 1, None, op.replica)
 
     def error(self, text: str) -> ScheduleError:
         """Return the error of a broken rule: the program's name and the text."""

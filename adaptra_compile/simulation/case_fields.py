@@ -105,6 +105,13 @@ class CaseFields:
             raise self._refused(name, "a list of texts", repr(value))
         return tuple(cast("list[str]", value))
 
+    def indices(self, name: str) -> tuple[int, ...]:
+        """Return a list of whole numbers from 0 on; empty if the field is missing."""
+        value = self.given(name, [])
+        if not isinstance(value, list) or not all(is_whole(one) and one >= 0 for one in cast("list[Any]", value)):
+            raise self._refused(name, "a list of whole numbers from 0 on", repr(value))
+        return tuple(map(int, cast("list[Any]", value)))
+
     def one_of(self, name: str, choices: Sequence[str]) -> str:
         """Return one of the choices; the first if the field is missing."""
         value = self.given(name, choices[0])

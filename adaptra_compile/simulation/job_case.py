@@ -62,6 +62,9 @@ class JobCase:
         placement: ``placement[stage]`` is the rank in its replica of the worker that has the stage. Stage i on rank i if empty.
         barrier: Whether every STEP waits for the REDUCE of all workers, as a norm of all gradients makes it. Otherwise it
             waits for its own stage's REDUCE alone, so that workers update at different times.
+        changing: The stages whose forwards change buffers, which workers hand over with the same latency. So an F waits for
+            that of the microbatch before, whichever worker runs it.
+        at_home: The stages whose microbatches no other replica's worker may compute.
         name: A name for people.
 
     Raises:
@@ -82,6 +85,8 @@ class JobCase:
     memory: tuple[int, ...] | None = None
     placement: tuple[int, ...] = ()
     barrier: bool = False
+    changing: frozenset[int] = frozenset()
+    at_home: frozenset[int] = frozenset()
     name: str = "case"
 
     def __post_init__(self) -> None:
@@ -98,6 +103,7 @@ class JobCase:
         if self.workers > _MOST_WORKERS:
             raise CaseError(f"P, S: {self.workers:,} workers: expected at most {_MOST_WORKERS:,}")
         self._check_workers()
+        self._check_stages()
         for stage in range(self.stages):
             column = [self.worker(replica, stage) for replica in range(self.replicas)]
             if self.lost.issuperset(column):
@@ -235,6 +241,8 @@ class JobCase:
             None if caps is None else tuple(map(_whole_cap, caps)),
             placement,
             fields.flag("barrier"),
+            frozenset(fields.indices("changing")),
+            frozenset(fields.indices("at_home")),
             str(fields.given("name", name)),
         )
 
@@ -264,7 +272,21 @@ class JobCase:
             "mem_cap": None if self.memory is None else list(self.memory),
             "placement": placement_lists(self.placement),
             "barrier": self.barrier,
+            "changing": sorted(self.changing),
+            "at_home": sorted(self.at_home),
         }
+
+    def _check_stages(self) -> None:
+        for what, stages in (("changing", self.changing), ("at_home", self.at_home)):
+            for stage in stages:
+                if not 0 <= stage < self.stages:
+                    raise CaseError(f"{what}: stage {stage} does not exist: expected 0..{self.stages - 1}")
+        for worker in sorted(self.lost):
+            if home := self.at_home.intersection(self.stages_of(worker)):
+                raise CaseError(
+                    f"lost: worker {self.place_of(worker)} has stage {min(home)}, which is in at_home: expected one whose "
+                    "microbatches others may compute"
+                )
 
     def _check_workers(self) -> None:
         for what, workers in (("slow", self.slow), ("ports", self.ports), ("lost", self.lost)):
@@ -288,7 +310,7 @@ class JobCase:
 
 _FIELDS: Final = frozenset(
     "version name P S M placement t_f t_i t_w t_opt t_reduce c c_b o o_b links ports slow lost handover".split()
-) | {"fold", "mem_cap", "barrier"}
+) | {"fold", "mem_cap", "barrier", "changing", "at_home"}
 _PLACE: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})")
 _INDEX: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 

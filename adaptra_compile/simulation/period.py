@@ -105,31 +105,31 @@ def simulate_period(program: Program, case: JobCase) -> PeriodicSimulation:
     with contextlib.suppress(ValueError):  # an op is misplaced or missing, which the verifier names
         simulated = _C.simulate_period(job_of(case, routing), [packed(_executed(order)) for order in whole.orders], STEPS)
     if simulated is None or not simulated.complete:
-        verify(whole, hands_over=case.hands_over, barrier=case.barrier)
+        verify(whole, hands_over=case.hands_over, barrier=case.barrier, changing=case.changing)
         raise AssertionError(f"{program.name}: the simulator can't execute what the verifier accepts")
     held, in_flight = (tuple(_most(order, ends) for order in whole.orders) for ends in (WEIGHT_GRADIENT, INPUT_GRADIENT))
     return PeriodicSimulation(whole, case, simulated.period, simulated.makespan, held, in_flight, simulated)
 
 
-def simulate_alike(program: Program, cost: CostModel) -> PeriodicSimulation:
+def simulate_alike(program: Program, cost: CostModel, changing: Collection[int] = ()) -> PeriodicSimulation:
     """Simulate a program of several replicas in the case of :func:`alike_case`.
 
     Raises:
         ScheduleError: As of :func:`simulate_period`.
     """
-    return simulate_period(program, alike_case(program, cost))
+    return simulate_period(program, alike_case(program, cost, changing=changing))
 
 
-def alike_case(program: Program, cost: CostModel, *, hands_over: bool = True) -> JobCase:
+def alike_case(program: Program, cost: CostModel, *, hands_over: bool = True, changing: Collection[int] = ()) -> JobCase:
     """Return the case of a program of several replicas that all have the same costs; REDUCE and STEP take no time.
 
-    A limit of memory is that of :meth:`JobCase.of`.
+    A limit of memory is that of :meth:`JobCase.of`. ``changing`` are the stages whose forwards change buffers.
     """
     routing = program.routing
     if routing is None:
         raise ScheduleError(f"{program.name}: a program of one pipeline: expected replicas and routes, version 2")
     case = JobCase.of(Case(cost, program.microbatches, routing.placement), routing.replicas)
-    return replace(case, hands_over=hands_over)
+    return replace(case, hands_over=hands_over, changing=frozenset(changing))
 
 
 def with_updates(program: Program) -> Program:
@@ -167,6 +167,7 @@ def job_of(case: JobCase, routing: Routing) -> _C.Job:
         links=[(*ends, link.latency, link.occupancy) for ends, link in case.links.items()],
         hand_over=case.hand_over,
         hands_over=case.hands_over,
+        changing=[stage in case.changing for stage in range(case.stages)],
         barrier=case.barrier,
         holder=holders,
         home=[routing.replica_of(worker) if routing.stages_of(worker) else 0 for worker in range(workers)],

@@ -142,6 +142,7 @@ class Controller:
             rank,
             initial.program,
             planning.workers(initial.case),
+            planning.check,
             prepare,
             self._is_ready,
             self._is_refused,

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+from adaptra.errors import PlanError
 from adaptra.planning.bandwidth_remedies import Remedies
 from adaptra.planning.replicas.job_remedies import JobRemedy, compare_remedies
 from adaptra.planning.replicas.joined_programs import crossed_replicas, join, order_of_replica
 from adaptra.planning.replicas.measured_jobs import UpdateSeconds, measured_case
 from adaptra.program import Program
+from adaptra.program.placement import Edge
 from adaptra.program.routing import Grid, Routing
+from adaptra.program.verify import verify
 from adaptra.runtime.control.plan import MAX_REASON, Edges, Plan
 from adaptra.runtime.control.replanning import Planning
 from adaptra.runtime.detection.detector import Detection
@@ -35,15 +38,31 @@ class JobPlanning(Planning):
         replicas: The number of replicas.
         ranks: The number of workers of a replica.
         seconds: The longest search, in seconds, at most :data:`LONGEST_SEARCH`.
+        changing: The stages whose forwards change buffers, which workers hand over.
+        at_home: The stages whose microbatches no other replica's worker may compute.
     """
 
     replicas: int = 1
     ranks: int = 1
     seconds: float = LONGEST_SEARCH
+    changing: frozenset[int] = frozenset()
+    at_home: frozenset[int] = frozenset()
 
     def workers(self, case: Case) -> Grid:
         """Return the workers of each stage by replica."""
         return Routing.at_home(case.placement, self.replicas, case.microbatches).workers
+
+    def check(self, program: Program) -> None:
+        """Refuse a program that workers of these stages can't execute; raises a PlanError too, see :meth:`Planning.check`."""
+        verify(program, changing=self.changing)
+        routing = program.routing
+        for replica, row in enumerate(() if routing is None else routing.workers):
+            for stage in sorted(self.at_home):
+                away = [one for one in range(program.microbatches) if program.holder(replica, stage, one) != row[stage]]
+                if away:
+                    raise PlanError(
+                        f"microbatch {away[0]} of replica {replica} leaves stage {stage}: expected it to stay at home"
+                    )
 
     def detector(self, cost: CostModel, options: DetectorOptions) -> JobDetector:
         """Return the detector of changes of all replicas, which begins with these costs of each."""
@@ -55,7 +74,8 @@ class JobPlanning(Planning):
         Args:
             detection: What holds now.
             current: The plan that runs.
-            delegated: No edges, since a job that shares has no delegate.
+            delegated: The edges that take the delegate under the new plan. Further edges keep it as long as one replica needs
+                it, and edges don't need it whose slow links no route takes.
             is_draft: Whether there is time for a quick search only.
         """
         running = self._of_job(current.program)
@@ -65,10 +85,14 @@ class JobPlanning(Planning):
         best = compared.best
         is_kept = best.kind is JobRemedy.KEEP
         program = current.program if is_kept else _as_one_pipeline(best.program)
-        reason = f"{detection.reason}; {best.what}; {compared}"[:MAX_REASON]
+        asked = {edge for edge in delegated if edge in current.delegated or _takes_slow_links(best.program, case, edge)}
+        delegated = tuple(sorted(asked | {edge for edge in current.delegated if _slow_links(case, edge)}))
+        moved = ", ".join(f"{source}→{to}" for source, to in delegated if (source, to) not in current.delegated)
+        what = f"{best.what}; edges that take the delegate: {moved}" if moved else best.what
+        reason = f"{detection.reason}; {what}; {compared}"[:MAX_REASON]
         planned = Case(detection.cost, current.case.microbatches, current.case.placement, current.case.name)
         remedy = current.remedy if is_kept else best.kind
-        return Plan(current.version, program, planned, best.period, best.bound, reason, remedy=remedy), None
+        return Plan(current.version, program, planned, best.period, best.bound, reason, delegated, remedy=remedy), None
 
     def expect(self, program: Program, detection: Detection) -> float:
         """The period of a program under the detected costs of all replicas."""
@@ -81,7 +105,9 @@ class JobPlanning(Planning):
         costs = detection.by_replica or (detection.cost,) * self.replicas
         nothing = (0.0,) * case.cost.stages
         memory = JobCase.of(case, self.replicas).memory
-        return measured_case(costs, case.microbatches, UpdateSeconds(nothing, nothing), placement=case.placement, memory=memory)
+        updates = UpdateSeconds(nothing, nothing)
+        measured = measured_case(costs, case.microbatches, updates, placement=case.placement, memory=memory)
+        return replace(measured, changing=self.changing, at_home=self.at_home)
 
     def _with_room_for(self, running: Program, case: JobCase) -> JobCase:
         """Return the case with room for what runs. A limit in bytes allows more than as many whole microbatches."""
@@ -93,6 +119,19 @@ class JobPlanning(Planning):
 
     def _of_job(self, program: Program) -> Program:
         return join([program] * self.replicas) if program.routing is None else program
+
+
+def _slow_links(case: JobCase, edge: Edge) -> set[tuple[int, int]]:
+    """Return the links of replicas over which messages of an edge of stages take longer than in others."""
+    links = ((case.worker(replica, edge[0]), case.worker(replica, edge[1])) for replica in range(case.replicas))
+    return case.links.keys() & set(links)
+
+
+def _takes_slow_links(program: Program, case: JobCase, edge: Edge) -> bool:
+    """Return whether a route takes one of these links, or all replicas are alike."""
+    slow = _slow_links(case, edge)
+    routes = () if program.routing is None else program.routing.routes
+    return not slow or any((route.workers[edge[0]], route.workers[edge[1]]) in slow for route in routes)
 
 
 def _as_one_pipeline(program: Program) -> Program:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from adaptra.errors import ControlError
 from adaptra.program import Program
 from adaptra.program.routing import Grid
-from adaptra.program.verify import verify
 from adaptra.runtime.control.mail import Proposed
 from adaptra.runtime.control.plan import Plan
 
@@ -20,6 +19,7 @@ class Preparation:
         rank: This rank, for the threads' names.
         running: A program of the pipeline, whose placement and microbatches a plan must have.
         workers: Those of each stage by replica, which a plan of several replicas must have; none if there can be none.
+        check: Refuses a program that the ranks can't execute, by an exception.
         prepare: Prepares a switch to a plan. An exception that it raises refuses the plan.
         ready: Called with a plan that can be run.
         refuse: Called with the version of a plan that can't be run, and the reason. An invalid plan never ends the one that
@@ -31,6 +31,7 @@ class Preparation:
         rank: int,
         running: Program,
         workers: Grid,
+        check: Callable[[Program], None],
         prepare: Callable[[Plan], None] | None,
         ready: Callable[[Plan], None],
         refuse: Callable[[int, str], None],
@@ -38,6 +39,7 @@ class Preparation:
         self._rank = rank
         self._running = running
         self._workers = workers
+        self._check_program = check
         self._prepare = prepare
         self._ready = ready
         self._refuse = refuse
@@ -80,4 +82,4 @@ class Preparation:
                 f"plan {version} has {what} {found} and {given.microbatches} microbatches: "
                 f"expected {wanted} and {expected.microbatches}"
             )
-        verify(given)
+        self._check_program(given)

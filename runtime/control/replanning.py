@@ -10,6 +10,7 @@ from adaptra.passes.insert_comm import Channel
 from adaptra.planning.bandwidth_remedies import BFLOAT16_SHARE, Remedies, Remedy, needed_rounding
 from adaptra.program import Program
 from adaptra.program.routing import Grid
+from adaptra.program.verify import verify
 from adaptra.runtime.control.plan import Edges, Plan
 from adaptra.runtime.detection.detector import Detection, Detector
 from adaptra.runtime.detection.job_detector import JobDetector
@@ -57,6 +58,14 @@ class Planning:
     def workers(self, case: Case) -> Grid:
         """Return the workers of each stage by replica that a plan of several replicas has; none for one pipeline."""
         return ()
+
+    def check(self, program: Program) -> None:
+        """Refuse a program that the ranks can't execute.
+
+        Raises:
+            ScheduleError: As :func:`adaptra.program.verify.verify`.
+        """
+        verify(program)
 
     def detector(self, cost: CostModel, options: DetectorOptions) -> Detector | JobDetector:
         """Return the detector of changes, which begins with these costs."""

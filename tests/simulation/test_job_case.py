@@ -82,6 +82,12 @@ def test_a_link_within_a_worker_takes_no_time() -> None:
         ({"placement": [[0, 1]], "mem_cap": [1, 2]}, r"^mem_cap: expected a number or a list of 1, got a list of 2$"),
         ({"placement": [[0, 1]], "lost": ["2"]}, r"^lost: worker 2 does not exist: expected 0\.\.1, replica · 1 \+ rank$"),
         ({"placement": [[0, 1]], "lost": ["0.1", "1.0"]}, r"^lost: all 2 workers of stage 0, 0 to 1: expected one that lives"),
+        ({"changing": [2]}, r"^changing: stage 2 does not exist: expected 0\.\.1$"),
+        ({"at_home": [-1]}, r"^at_home: expected a list of whole numbers from 0 on, got \[-1\]$"),
+        (
+            {"at_home": [1], "lost": ["1.1"]},
+            r"^lost: worker 1\.1 has stage 1, which is in at_home: expected one whose microbatches others may compute$",
+        ),
         ({"barrier": 1}, r"^barrier: expected true or false, got 1$"),
         ({"version": 1}, r"^version 1: a case with replicas, P, has version 2$"),
     ],

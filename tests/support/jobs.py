@@ -58,6 +58,7 @@ def random_case(seed: int, *, links: bool = False, shapes: bool = False) -> JobC
         hands_over=chance.random() < 0.7,
         placement=placement,
         barrier=shapes and seed % 2 == 0,
+        changing=frozenset(stage for stage in range(stages) if chance.random() < 0.2),
         name=f"random {seed}",
     )
     if not links or not pairs:
@@ -117,7 +118,7 @@ def random_job_program(case: JobCase, seed: int) -> Program:
     done: set[Op] = set()
 
     def is_ready(op: Op) -> bool:
-        wanted = needs(op, empty, lowered=False, hands_over=case.hands_over)
+        wanted = needs(op, empty, lowered=False, hands_over=case.hands_over, changing=case.changing)
         waits = all(any(one in done for one in need.ops) for need in wanted)
         earlier = [Op(op.stage, Kind.W, before, None, op.replica) for before in range(op.microbatch)]
         here = [one for one in earlier if routing.holder(op.replica or 0, op.stage, one.microbatch) == holder_of(op)]

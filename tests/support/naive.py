@@ -179,7 +179,7 @@ def _one_round_of_steps(program: Program, case: JobCase, steps: int, previous: _
         for step in range(steps):
             for op in order:
                 start = now
-                for need in needs(op, program, lowered=False, hands_over=case.hands_over):
+                for need in needs(op, program, lowered=False, hands_over=case.hands_over, changing=case.changing):
                     for producer in need.ops:
                         if (step, producer) in previous:
                             start = max(start, _there(program, case, worker, (step, producer), op, previous, arrived))

@@ -93,7 +93,7 @@ class LargePlan:
 
 
 def plan_large(case: JobCase, *, budget: float | None = None) -> LargePlan | None:
-    """Plan a large job: without slow workers, links of their own or narrow ones, and with most replicas whole.
+    """Plan a large job: most replicas whole, and no slow workers, buffers that change, narrow links or any of their own.
 
     Without a budget the first plan is returned that is near the work of the busiest worker, or the best of all tries. It is the
     same on every machine.
@@ -123,7 +123,9 @@ def plan_large(case: JobCase, *, budget: float | None = None) -> LargePlan | Non
 
 def _is_uniform(case: JobCase) -> bool:
     occupied = any((*case.cost.occupancy_forward, *case.cost.occupancy_backward))
-    return is_straight(case.placement) and not (case.barrier or case.slow or case.ports or case.links or occupied)
+    return is_straight(case.placement) and not (
+        case.barrier or case.slow or case.ports or case.links or case.changing or occupied
+    )
 
 
 def is_large(case: JobCase) -> bool:

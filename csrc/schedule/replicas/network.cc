@@ -43,17 +43,19 @@ void Network::connect(JobNode& node, const JobOp& op, std::int32_t worker) {
   node.kind = op.kind;
   node.duration = job.duration(op.stage, op.kind) * job.slow[static_cast<std::size_t>(worker)];
   auto next = node.needs.begin();
-  const auto need = [&](Made made, std::int32_t stage, std::int32_t microbatch, bool is_accumulator = false) {
+  const auto need = [&](Made made, std::int32_t stage, std::int32_t microbatch, bool is_handed_over = false) {
     const std::size_t at = job.index(op.replica, stage, microbatch);
     next->node = made_[made][at];
     const std::int32_t other = job.holder[at];
-    if (other != worker && is_accumulator) next->delay = job.hand_over;
-    if (other != worker && !is_accumulator) carry(*next, stage, op.stage, other, worker);
+    if (other != worker && is_handed_over) next->delay = job.hand_over;
+    if (other != worker && !is_handed_over) carry(*next, stage, op.stage, other, worker);
     ++next;
   };
   const bool is_input_grad = op.kind == JobKind::I || op.kind == JobKind::B;
   const bool is_weight_grad = op.kind == JobKind::W || op.kind == JobKind::B;
   if (op.kind == JobKind::F && op.stage > 0) need(kForward, op.stage - 1, op.microbatch);
+  if (op.kind == JobKind::F && op.microbatch > 0 && job.changing[static_cast<std::size_t>(op.stage)] != 0)
+    need(kForward, op.stage, op.microbatch - 1, true);
   if (is_input_grad) {
     need(kForward, op.stage, op.microbatch);
     if (op.stage + 1 < job.stages) need(kInputGrad, op.stage + 1, op.microbatch);

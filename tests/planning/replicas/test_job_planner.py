@@ -31,7 +31,7 @@ def losing(replicas: int, stages: int, microbatches: int, *lost: tuple[int, int]
 def test_plans_of_random_jobs_are_legal_and_not_below_the_bound(seed: int, links: bool) -> None:
     case = random_case(seed, links=links, shapes=seed % 3 > 0)
     program = plan_job(case, effort=20_000)
-    verify(program, hands_over=case.hands_over, barrier=case.barrier)
+    verify(program, hands_over=case.hands_over, barrier=case.barrier, changing=case.changing)
     simulated = simulate_period(program, case)
     assert program.routing is not None
     assert simulated.period >= period_bound(case, program.routing).value * (1 - 1e-9)

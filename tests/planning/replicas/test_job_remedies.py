@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from adaptra.planning.replicas.job_remedies import JobRemedy, RemedyComparison, 
 from adaptra.planning.replicas.joined_programs import join
 from adaptra.planning.replicas.measured_jobs import measured_case
 from adaptra.planning.replicas.period_bound import flow_bound
-from adaptra.program import Program
+from adaptra.program import Kind, Program
 from adaptra.program.placement import in_turn, v_shaped
 from adaptra.program.routing import Routing
 from adaptra.program.verify import verify
@@ -93,6 +94,43 @@ def test_a_worker_at_half_the_speed_costs_at_most_three_tenths(stage: int, seed:
     )
     pattern = r"keep [\d.]+ s, reorder [\d.]+ s, share [\d.]+ s, detour not possible \(no narrow or late link\)"
     assert re.fullmatch(pattern, str(found))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_buffers_that_a_forward_changes_keep_their_order_and_the_same_target(stage: int) -> None:
+    shape = Shape(4, 4, 8)
+    hurt = {1: slow(stage)}
+    case = shape.case(hurt, 1, changing=frozenset(range(4)), hand_over=0.01)
+    found = compare_remedies(case, shape.healthy(), effort=EFFORT)
+    program = found.best.program
+    assert found.best.kind is JobRemedy.SHARE and ratio(shape, hurt, found) <= 1.30
+    verify(program, changing=case.changing)
+    forwards = {one.op: one for workers in simulate_period(program, case).steps[:1] for row in workers for one in row}
+    handed_over = 0
+    for op, interval in forwards.items():
+        if op.kind is Kind.F and op.microbatch > 0:
+            before = forwards[replace(op, microbatch=op.microbatch - 1)]
+            is_handed_over = before.rank != interval.rank
+            handed_over += is_handed_over
+            assert interval.start >= before.end + case.hand_over * is_handed_over - 1e-9
+    assert handed_over >= 2
+
+
+def test_stages_that_stay_at_home_are_neither_shared_nor_part_of_a_detour() -> None:
+    shape = Shape(2, 3, 8)
+    hurt: dict[int, Hurt] = {1: lambda cost: narrow(0)(slow(1)(slow(0)(cost)))}
+    for kept in (frozenset({0}), frozenset({1, 2})):
+        found = compare_remedies(shape.case(hurt, 1, at_home=kept), shape.healthy(), effort=EFFORT)
+        assert found.best.moved, "others are shared"
+        for one in found.candidates:
+            routing = one.program.routing
+            assert routing is not None
+            for replica, stage in product((0, 1), kept):
+                holders = {routing.holder(replica, stage, microbatch) for microbatch in range(8)}
+                assert holders == {routing.workers[replica][stage]}, one.what
+    found = compare_remedies(shape.case(hurt, 1, at_home=frozenset(range(3))), shape.healthy(), effort=EFFORT)
+    assert found.best.moved == 0
+    assert found.refused[JobRemedy.SHARE] == "no worker slow enough"
 
 
 @pytest.mark.parametrize("seed", [1, 2])

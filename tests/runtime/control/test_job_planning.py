@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from job_world import CASE, COST, REPLICAS, STAGES, job_world, measured, plan_zero, slow
 
-from adaptra.errors import ControlError
+from adaptra.errors import ControlError, PlanError, ScheduleError
 from adaptra.planning.replicas.job_remedies import JobRemedy
 from adaptra.planning.replicas.joined_programs import join
+from adaptra.program import Program
 from adaptra.runtime.control.events import EventKind
 from adaptra.runtime.control.job_planning import JobPlanning
 from adaptra.runtime.control.mail import Proposed
@@ -108,6 +109,58 @@ def test_a_plan_has_room_for_what_runs() -> None:
     assert plan.remedy is JobRemedy.SHARE and held[1] <= held[0]
 
 
+def test_edges_take_the_delegate_until_those_of_all_replicas_have_recovered() -> None:
+    planning = JobPlanning(lambda _case, program: program, replicas=REPLICAS, ranks=STAGES)
+    late = COST.with_latency(0, 1, 0.3)
+    current = replace(plan_zero(), delegated=((0, 1),))
+    for costs, expected in (((COST, late), ((0, 1),)), ((COST, COST), ())):
+        found, _ = planning.plan_for(Detection(9, (), late, by_replica=costs), current, (), is_draft=False)
+        assert found.delegated == expected
+
+
+def test_edges_take_the_delegate_unless_all_go_round_them() -> None:
+    planning = JobPlanning(lambda _case, program: program, replicas=REPLICAS, ranks=STAGES)
+    late = COST.with_latency(0, 1, 0.3).with_latency(1, 0, 0.3)
+    edges = (0, 1), (1, 0)
+    for costs, at_home, remedy, expected in (
+        ((COST, late), set[int](), JobRemedy.DETOUR, ()),
+        ((COST, late), set(range(STAGES)), JobRemedy.REORDER, edges),
+        ((late, late), set[int](), JobRemedy.REORDER, edges),
+    ):
+        detected = Detection(9, (), late, by_replica=costs)
+        found, _ = replace(planning, at_home=frozenset(at_home)).plan_for(detected, plan_zero(), edges, is_draft=False)
+        assert (found.remedy, found.delegated) == (remedy, expected)
+        assert ("; edges that take the delegate: 0→1, 1→0; keep " in found.reason) == bool(expected)
+
+
+CROSSED = """
+schedule crossed version=2 stages=3 microbatches=2
+workers 0,1,2 3,4,5
+route 0 0 by 3,1,2
+route 0 1 by 0,1,2
+route 1 0 by 0,4,5
+route 1 1 by 3,4,5
+0: 0:0F1 1:0F0 1:0I0 1:0W0 0:0I1 0:0W1
+1: 0:1F0 0:1F1 0:1I0 0:1W0 0:1I1 0:1W1
+2: 0:2F0 0:2F1 0:2I0 0:2W0 0:2I1 0:2W1
+3: 1:0F1 0:0F0 0:0I0 0:0W0 1:0I1 1:0W1
+4: 1:1F0 1:1F1 1:1I0 1:1W0 1:1I1 1:1W1
+5: 1:2F0 1:2F1 1:2I0 1:2W0 1:2I1 1:2W1
+"""
+"""Each first worker waits for buffers that the other one changes later."""
+
+
+def test_a_plan_that_does_not_suit_the_stages_is_refused() -> None:
+    planning = JobPlanning(lambda _case, program: program, replicas=REPLICAS, ranks=STAGES)
+    crossed = Program.parse(CROSSED)
+    planning.check(crossed)
+    with pytest.raises(ScheduleError, match=r"^crossed: deadlock: "):
+        replace(planning, changing=frozenset({0})).check(crossed)
+    with pytest.raises(PlanError, match=r"^microbatch 0 of replica 0 leaves stage 0: expected it to stay at home$"):
+        replace(planning, at_home=frozenset({0})).check(crossed)
+    replace(planning, changing=frozenset({1}), at_home=frozenset({2})).check(crossed)
+
+
 def test_a_plan_keeps_its_remedy_as_json() -> None:
     plan = through(slow(1, 2.0))[ONSET + 3]
     assert Plan.from_json(plan.to_json()) == plan
@@ -120,7 +173,13 @@ def test_a_plan_of_other_workers_is_refused() -> None:
     planning = JobPlanning(lambda _case, program: program, replicas=REPLICAS, ranks=STAGES)
     for workers in (planning.workers(plan_zero().case), ((0, 1, 2),)):
         preparation = Preparation(
-            0, plan_zero().program, workers, None, ready.append, lambda _version, why: refused.append(why)
+            0,
+            plan_zero().program,
+            workers,
+            planning.check,
+            None,
+            ready.append,
+            lambda _version, why: refused.append(why),
         )
         preparation.begin(Proposed(routed.version, routed.to_json()))
         preparation.close(10)
