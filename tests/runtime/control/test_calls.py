@@ -35,7 +35,7 @@ def only_rank_0(rank: int, folder: str, stages: int) -> dict[str, tuple[str, str
     example = EXAMPLES["skip_mlp"]
     (inputs,), _, targets = batch = example.rows(4 * MICROBATCHES, 0)
     found: dict[str, tuple[str, str, float]] = {}
-    names = ("eval_step", "save_trace", "clip_grad_norm_", "full_state_dict", "close") if stages == 2 else ("eval_step", "save_trace")
+    names = ("eval_step", "save_trace", *(("clip_grad_norm_", "full_state_dict", "close") if stages == 2 else ()))
     for name in names:
         with compiled(example, batch, stages=stages, microbatches=MICROBATCHES) as pipe:
             pipe.step(inputs, targets)
