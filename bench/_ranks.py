@@ -64,10 +64,10 @@ def run_on_hosts(
         return hosts.call(_on_host, str(Path(file).resolve()), name, arguments, timeout=timeout, shown=(0,))[0]
 
 
-def change_links(change: str) -> None:
+def change_links(*changes: str) -> None:
     """Change the links between the hosts of :func:`run_on_hosts`, at once on all ranks."""
     dist.barrier()
-    if dist.get_rank() == 0:
+    for change in changes if dist.get_rank() == 0 else ():
         linked_hosts.change_links(os.environ[linked_hosts.CONTROL], change)
     dist.barrier()
 

@@ -2,8 +2,11 @@
 
 Ops are emulated, so that all ranks fit this machine; detection, planning and switching are real. The worker turns slow by an
 injected fault. The link turns narrow where each rank is a host of its own, joined by links with a stated rate (``--narrow``).
-A message over it then takes six forwards each way. Both sides adapt: without shares (``Options(share=False)``) each replica
-reorders its own microbatches. Losses and parameters must be bitwise those of a run in which nothing happens.
+A message over it then takes six forwards each way. With ``--links 3`` that happens to the same link of three replicas at once.
+Both sides adapt: without shares (``Options(share=False)``) each replica reorders its own microbatches. Losses and parameters
+must be bitwise those of a run in which nothing happens.
+
+The flow bound is a bound of a step's time under every routing, for the stated durations of ops and rates of links.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -21,7 +25,12 @@ from _ranks import WIDTH, change_links, run_on_hosts, run_on_ranks, small_proble
 from _table import Row, parser, print_rows
 
 import adaptra
+from adaptra.planning.replicas.period_bound import flow_bound
+from adaptra.program.placement import in_turn
 from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.step_messages.rate_probes import EVERY as RATE_EVERY
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.job_case import JobCase, WorkerLink
 
 SETTLING = 10
 """Steps before the onset: warm-up, calibration, and the switch to the order for the measured costs."""
@@ -29,7 +38,7 @@ SETTLING = 10
 REACTION = 3
 """Steps after an onset or a recovery that are not counted."""
 
-ROUTED = (EventKind.SHARED, EventKind.DETOURED)
+ROUTED = (EventKind.SHARED.value, EventKind.DETOURED.value)
 
 
 def train(
@@ -49,7 +58,7 @@ def measure(
     rows: int,
     seconds: float,
     faults: Sequence[str],
-    changes: Sequence[str],
+    changes: Sequence[Sequence[str]],
     length: int,
 ) -> dict[str, Any]:
     """One rank: seconds of each step undisturbed, without shares and with shares, digests of these runs, and the events."""
@@ -71,11 +80,11 @@ def measure(
             step = partial(train, pipe, optimizer, given["example_inputs"], digest.update)
             for part, change in zip((SETTLING, length, length), (None, *(changes or (None, None))), strict=True):
                 if change is not None and is_disturbed:
-                    change_links(change)
+                    change_links(*change)
                 times += timed_in_a_row(step, part, before=0)
             for parameter in pipe.parameters():
                 digest.update(parameter.detach().numpy().tobytes())
-        events = [[event.kind.value, event.step, event.text] for event in told]
+        events = [[event.kind.value, event.step, event.text, event.predicted] for event in told]
         digests: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(digests, digest.hexdigest())
         found[name] = {"seconds": times, "digests": digests, "events": events}
@@ -83,14 +92,22 @@ def measure(
     return found
 
 
-def rows_of(found: dict[str, Any], length: int) -> list[Row]:
-    """The rows of the table."""
+def case_of(replicas: int, stages: int, microbatches: int, seconds: float, narrow: Sequence[tuple[int, int]]) -> JobCase:
+    """The case of the stated durations of ops, in which messages over some links between two workers take six of them."""
+    cost = CostModel.uniform(stages, seconds, seconds, seconds)
+    links = {ends: WorkerLink(0.0, 6 * seconds) for pair in narrow for ends in (pair, pair[::-1])}
+    return replace(JobCase.of(Case(cost, microbatches, in_turn(stages)), replicas), links=links)
+
+
+def rows_of(found: dict[str, Any], length: int, bound: float | None) -> list[Row]:
+    """The rows of the table. ``bound`` is the flow bound, seconds."""
     onset, healed = SETTLING, SETTLING + length
     disturbed, after = slice(onset + REACTION, healed), slice(healed + REACTION, None)
     times = {name: one["seconds"] for name, one in found.items()}
     healthy, alone, shared = (median(times[name][disturbed]) for name in ("healthy", "alone", "shared"))
-    routed = [step for kind, step, _ in found["shared"]["events"] if kind in [one.value for one in ROUTED] and step > onset]
-    back = [step for kind, step, _ in found["shared"]["events"] if kind == "switched" and step > healed]
+    ours = [(step, predicted) for kind, step, _, predicted in found["shared"]["events"] if kind in ROUTED and step > onset]
+    routed = [step for step, _ in ours]
+    back = [step for kind, step, *_ in found["shared"]["events"] if kind == "switched" and step > healed]
     differing = sum(one != other for one, other in zip(found["shared"]["digests"], found["healthy"]["digests"], strict=True))
     count = length - REACTION
     rows = [
@@ -100,8 +117,12 @@ def rows_of(found: dict[str, Any], length: int) -> list[Row]:
         Row("steps until microbatches are routed", min(routed, default=0) - onset, 3, "steps", 1),
         Row("ranks with other losses or parameters", differing, 0, "ranks", 1),
     ]
-    if back:  # a detour that costs nothing stays: the link that it avoids is not measured
-        rows.append(Row("steps until they are back", min(back) - healed, 5, "steps", 1))
+    if bound is not None:
+        rows.append(Row("disturbed step ÷ flow bound", shared / bound, 1.1, "", count))
+        if ours:
+            rows.append(Row("predicted step ÷ flow bound", min(predicted for _, predicted in ours) / bound, 1.1, "", 1))
+    if back:  # a narrow link is measured in one of eight steps while a detour avoids it
+        rows.append(Row("steps until they are back", min(back) - healed, 5 if bound is None else RATE_EVERY + 5, "steps", 1))
     return rows
 
 
@@ -115,31 +136,38 @@ def main() -> int:
     arguments.add_argument("--factor", type=float, default=2.0, help="how many times slower the worker's ops are")
     arguments.add_argument("--length", type=int, default=12, help="steps of the disturbance, and steps after it")
     arguments.add_argument("--narrow", action="store_true", help="a narrow link between hosts, in place of a slow worker")
+    arguments.add_argument("--links", type=int, default=1, help="with --narrow: the number of replicas whose link turns narrow")
     arguments.add_argument("--events", action="store_true", help="print the controller's events on standard error")
     given = arguments.parse_args()
+    if not 1 <= given.links <= given.replicas:
+        arguments.error(f"--links {given.links}: expected from one to all of the {given.replicas} replicas")
     seconds, ranks = given.op_ms / 1e3, given.replicas * given.stages
     if given.narrow:
         rows = 4096
         rate = rows * WIDTH * 4 / (6 * seconds) / 1e6
-        healthy = f"0-1 rate={12 * rate:.3f}MB"
-        setting = (given.stages, given.microbatches, rows, seconds, [], [f"0-1 rate={rate:.3f}MB", healthy], given.length)
-        found = run_on_hosts(measure, ranks, [healthy], *setting)
-        what = f"a link of {rate:.3g} MB/s between stages 0 and 1 of replica 0"
+        pairs = [(replica * given.stages, replica * given.stages + 1) for replica in range(given.links)]
+        wide, narrow = ([f"{here}-{there} rate={one:.3f}MB" for here, there in pairs] for one in (12 * rate, rate))
+        setting = (given.stages, given.microbatches, rows, seconds, [], [narrow, wide], given.length)
+        found = run_on_hosts(measure, ranks, wide, *setting)
+        replicas = "replica 0" if given.links == 1 else f"each of {given.links} replicas"
+        what = f"a link of {rate:.3g} MB/s between stages 0 and 1 of {replicas}"
+        bound = flow_bound(case_of(given.replicas, given.stages, given.microbatches, seconds, pairs)).value
     else:
         stage = given.stages // 2
         fault = f"slow 1.{stage} {given.factor:g}x @{SETTLING}..{SETTLING + given.length}"
         setting = (given.stages, given.microbatches, 2, seconds, [fault], [], given.length)
         found = run_on_ranks(measure, ranks, *setting)
         what = f"worker 1.{stage} {given.factor:g}× slower"
+        bound = None
     if given.events:
         for name, one in found.items():
-            for kind, step, text in one["events"]:
+            for kind, step, text, _ in one["events"]:
                 print(f"{name}: step {step}: {kind}: {text}", file=sys.stderr)
             print(f"{name}: {[round(each, 3) for each in one['seconds']]}", file=sys.stderr)
     title = (
         f"{given.replicas} replicas of {given.stages} stages, {given.microbatches} microbatches, {given.op_ms:g} ms ops; {what}"
     )
-    print_rows(title, rows_of(found, given.length), baseline="without shares, or bar", as_json=given.json)
+    print_rows(title, rows_of(found, given.length, bound), baseline="without shares, or bar", as_json=given.json)
     return 0
 
 
