@@ -17,11 +17,14 @@ from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.detection.measurement import StepMeasurement
 from adaptra.runtime.detection.reduces import StageReduce, StepReduces
 
-VERSION: Final = 3
+VERSION: Final = 4
 """The version of the lines' format."""
 
-READ_VERSIONS: Final = (2, 3)
-"""The versions that :func:`from_json` reads. Version 3 has what version 2 has, and REDUCE of several replicas."""
+READ_VERSIONS: Final = (2, 4)
+"""The versions that :func:`from_json` reads. Version 4 has what version 2 has, and REDUCE of several replicas.
+
+Version 3, which was never released, called other parts of REDUCE hidden and exposed.
+"""
 
 MARK: Final = "adaptra"
 """The field that marks a line as adaptra's; its value is the format's version."""
@@ -171,7 +174,7 @@ def from_json(data: object, where: str) -> TimestampedRecord:
     fields = Fields(dict(data), where)
     version = fields.raw(MARK)
     if version not in READ_VERSIONS:
-        raise ControlError(f"{where}: version {version!r}: this adaptra reads the versions 2 and 3")
+        raise ControlError(f"{where}: version {version!r}: this adaptra reads the versions 2 and 4")
     timestamped = TimestampedRecord(fields.instant("time"), _read(fields, fields.text("event", at_most=32), where))
     fields.end()
     return timestamped

@@ -108,7 +108,10 @@ class ProgramMessages:
         asked = time.monotonic()
         tensors = pending.wait(self._timeout)
         now = time.monotonic()
-        if self._is_at_home(receive):  # other links are not measured as edges of the replica
+        times = pending.sent_at, pending.departed_at, pending.arrived_at
+        if not self._is_at_home(receive):  # other links are not measured as edges of the replica
+            self._monitor.message_aside(*times)
+        else:
             self._monitor.wait(op, now - asked)
             self._monitor.message(
                 SENT_BY[receive.kind],
@@ -116,9 +119,7 @@ class ProgramMessages:
                 op.stage,
                 op.microbatch,
                 sum(spec.travelling_bytes for spec in pending.identity.specs),
-                pending.sent_at,
-                pending.departed_at,
-                pending.arrived_at,
+                *times,
                 now,
             )
             if on_message is not None:
