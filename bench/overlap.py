@@ -69,8 +69,8 @@ def measure(
 
     Returns:
         ``seconds`` and ``exposed`` of REDUCE by share, stage and step; on other ranks they are empty. ``unlimited``: the
-        seconds of each step without a limit. ``limited``: those by share. And of the simulated step the ``starts`` of the
-        stages' first ops, the ``ends`` of their last ones, and the time that it is ``predicted`` to take.
+        seconds of each step without a limit. ``limited``: those by share. ``starts`` and ``ends``: of each
+        stage's first and last op in the simulated step. ``predicted``: the time that this takes.
     """
     problem = small_problem(STAGES, microbatches, WIDTH)
     batch: Any = problem["example_inputs"]
@@ -89,7 +89,7 @@ def measure(
     found: dict[str, Any] = {"seconds": [], "exposed": [], "limited": []}
     with adaptra.compile(**problem, options=options) as pipe:
         plan = pipe.plan
-        # REDUCE of a step is known once the next one has ended, so one more step is run than is told of.
+        # REDUCE of a step is known once the next one has ended, so one step more is run than counts.
         found["unlimited"] = timed_in_a_row(lambda: pipe.step(*batch), steps + 1, WARM_UP)
         begun = WARM_UP + steps + 1
         for share in shares:

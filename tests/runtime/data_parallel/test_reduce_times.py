@@ -18,6 +18,7 @@ from adaptra.errors import PipelineError
 from adaptra.report import perfetto
 from adaptra.report.run_records import load_run, summary
 from adaptra.runtime.detection.reduces import StepReduces
+from adaptra.runtime.telemetry.records import StepTaken
 
 STAGES, ROWS, STEPS, WIDTH = 2, 8, 3, 8
 LATER = 1.0
@@ -58,6 +59,41 @@ def train(rank: int, folder: str) -> dict[str, Any]:
             "reduces": [(one.stages, one.seconds, one.hidden, one.exposed, one.nbytes) for one in pipe.reduces],
             "told": [line for line in text.splitlines() if "last measured REDUCE" in line],
         }
+
+
+def train_with_calls_between(rank: int) -> list[tuple[int, bool]]:
+    """Train with other calls between some steps; the steps whose REDUCE this rank has told, and whether its parts are known."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    told: list[Any] = []
+    (inputs,), _, targets = batch = LAYERS.rows(ROWS, 0)
+    options = adaptra.Options(adapt=False, telemetry=adaptra.Telemetry(on_record=told.append))
+    with compiled(LAYERS, batch, stages=STAGES, microbatches=2, split=["1"], options=options) as pipe:
+        between = (
+            lambda: None,
+            lambda: pipe.eval_step(inputs, targets),
+            lambda: None,
+            lambda: pipe.clip_grad_norm_(1.0),
+            pipe.full_state_dict,
+            pipe.timeline,
+            lambda: None,
+        )
+        for call in between:
+            pipe.step(inputs, targets)
+            call()
+        pipe.step(inputs, targets)
+    measured = [one.record.measurement for one in told if isinstance(one.record, StepTaken)]
+    assert [one.step for one in measured] == list(range(len(between) + 1))
+    assert measured[0].reduce is None
+    return [(one.reduce.step, one.reduce.exposed is not None) for one in measured if one.reduce is not None]
+
+
+@pytest.mark.processes
+def test_calls_in_which_ranks_wait_for_each_other_leave_the_parts_unknown() -> None:
+    known = [True, False, True, False, False, False, True]
+    for found in run_processes(train_with_calls_between, 2 * STAGES):
+        assert found == list(enumerate(known))
 
 
 @pytest.mark.processes
