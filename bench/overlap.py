@@ -1,31 +1,37 @@
-"""How much of REDUCE, the sum of gradients over replicas, is hidden behind the compute of other stages.
+"""What REDUCE, the sum of gradients over replicas, costs a step.
 
     bench/overlap.py                  2 replicas of 4 stages, whose REDUCE takes 10 % and 30 % of a step.
     bench/overlap.py --replicas 4     4 replicas of 4 stages, on 16 hosts.
 
 Every rank is on a host of its own, and every op is padded to a stated duration (emulated devices). Links between workers of the
-same stage have the rate at which REDUCE takes the stated share of a step. All other links carry what they can. The hosts need
-root, see ``tests/links/``.
+same stage have the rate at which REDUCE takes the stated share of a step. Before that they have no limit. All other links carry
+what they can. The hosts need root, see ``tests/links/``.
 
-A stage sums its gradients as soon as its own ops have ended. Measured is the share of REDUCE that lies before the pipeline's
-last op. The baseline is that share in the simulated step, for a REDUCE as long as the measured one. Figures are medians.
+Steps follow each other as in training. Figures are medians. Of each share there are these rows:
 
-The further apart the stages end, the more is hidden. So two schedules are measured: 1F1B, and adaptra's own plan.
+- Of each stage the hidden share of REDUCE, which does not delay the stage's next step. The baseline is that share in the
+  simulated step, for sums as long as the measured ones. Stage 0 pays for all of its REDUCE.
+- A step, beside the bound: a step without a limit, and stage 0's exposed part.
+- What REDUCE adds to a step without a limit, beside 1.1 times stage 0's exposed part, which is the bar.
+- A step, beside one without overlap: a step without a limit, and the slowest stage's REDUCE after a barrier. It is not run.
+
+Two schedules are measured: 1F1B, and adaptra's own plan.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from statistics import median
 from typing import Any
 
-from _ranks import change_links, run_on_hosts, small_problem
+from _ranks import change_links, run_on_hosts, small_problem, timed_in_a_row
 from _table import Row, parser, print_rows
 
 import adaptra
-from adaptra.runtime.detection.reduces import StepReduces, hidden_seconds
+from adaptra.runtime.detection.reduces import StepReduces, exposed_seconds
 from adaptra.simulation.simulate import simulate
 
 STAGES = 4
@@ -37,6 +43,9 @@ NBYTES = 4 * (WIDTH * WIDTH + WIDTH)
 
 WARM_UP = 2
 """Steps after a change of rates that are not counted."""
+
+BAR = 1.1
+"""What REDUCE may add to a step, in units of stage 0's exposed part."""
 
 OWN_PLAN = "own"
 """The name of the schedule that adaptra plans."""
@@ -59,8 +68,9 @@ def measure(
     """One rank: REDUCE under one schedule, on the rank that coordinates the first replica.
 
     Returns:
-        ``seconds`` and ``hidden`` of REDUCE by share, stage and step; on other ranks they are empty. And of the simulated step
-        the ``ends`` of the stages' last ops, and the time that it is ``predicted`` to take.
+        ``seconds`` and ``exposed`` of REDUCE by share, stage and step; on other ranks they are empty. ``unlimited``: the
+        seconds of each step without a limit. ``limited``: those by share. ``starts`` and ``ends``: of each
+        stage's first and last op in the simulated step. ``predicted``: the time that this takes.
     """
     problem = small_problem(STAGES, microbatches, WIDTH)
     batch: Any = problem["example_inputs"]
@@ -76,46 +86,72 @@ def measure(
         adapt=False,
         telemetry=adaptra.Telemetry(on_record=record),
     )
-    found: dict[str, Any] = {"seconds": [], "hidden": []}
+    found: dict[str, Any] = {"seconds": [], "exposed": [], "limited": []}
     with adaptra.compile(**problem, options=options) as pipe:
-        plan, begun = pipe.plan, 0
+        plan = pipe.plan
+        # REDUCE of a step is known once the next one has ended, so one step more is run than counts.
+        found["unlimited"] = timed_in_a_row(lambda: pipe.step(*batch), steps + 1, WARM_UP)
+        begun = WARM_UP + steps + 1
         for share in shares:
             rate = rate_for(replicas, share * plan.predicted)
             for stage in range(STAGES):
                 for first, second in combinations(range(stage, replicas * STAGES, STAGES), 2):
                     change_links(f"{first}-{second} rate={rate:.0f}")
-            for _ in range(WARM_UP + steps):
-                pipe.step(*batch)
-            counted, begun = range(begun + WARM_UP, begun + WARM_UP + steps), begun + WARM_UP + steps
+            found["limited"].append(timed_in_a_row(lambda: pipe.step(*batch), steps + 1, WARM_UP))
+            counted, begun = range(begun + WARM_UP, begun + WARM_UP + steps), begun + WARM_UP + steps + 1
             if pipe.rank == 0:
-                seconds, hidden = _of_stages(gathered, counted)
+                seconds, exposed = _of_stages(gathered, counted)
                 found["seconds"].append(seconds)
-                found["hidden"].append(hidden)
-        return found | {"ends": simulate(plan.program, plan.case.cost).last_end, "predicted": plan.predicted}
+                found["exposed"].append(exposed)
+        simulated = simulate(plan.program, plan.case.cost)
+        return found | {"starts": simulated.first_start, "ends": simulated.last_end, "predicted": plan.predicted}
 
 
-def _of_stages(gathered: dict[int, StepReduces], counted: range) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the seconds and the hidden seconds of each stage in some steps, once all ranks have reported these."""
+def _of_stages(gathered: dict[int, StepReduces], counted: range) -> tuple[list[list[float]], list[list[float | None]]]:
+    """Return the seconds and the exposed seconds of each stage in some steps, once all ranks have reported these."""
     deadline = time.monotonic() + LATEST
     while not set(counted) <= set(gathered):
         if time.monotonic() > deadline:
             raise TimeoutError(f"REDUCE of the steps {sorted(set(counted) - set(gathered))} was not reported by all ranks")
         time.sleep(0.01)
     stages = [[gathered[step].stages[stage] for step in counted] for stage in range(STAGES)]
-    return [[one.seconds for one in each] for each in stages], [[one.hidden or 0.0 for one in each] for each in stages]
+    return [[one.seconds for one in each] for each in stages], [[one.exposed for one in each] for each in stages]
+
+
+def simulated_exposed(starts: Sequence[float], ends: Sequence[float], sums: Sequence[float]) -> list[float]:
+    """Return the exposed seconds of each stage's REDUCE in a step that repeats.
+
+    Args:
+        starts: When the first op of each stage starts in the step.
+        ends: When its last op ends.
+        sums: How long its REDUCE takes.
+    """
+    period = max(end - start + seconds for start, end, seconds in zip(starts, ends, sums, strict=True))
+    found: list[float] = []
+    for stage, (start, end, seconds) in enumerate(zip(starts, ends, sums, strict=True)):
+        arrived = period + start if stage else -math.inf
+        found.append(exposed_seconds(end, end + seconds, end, end + seconds, arrived))
+    return found
 
 
 def rows_of(schedule: str, shares: list[float], found: dict[str, Any]) -> Iterator[Row]:
     """Yield the rows of one schedule from what :func:`measure` found."""
-    ends, predicted = found["ends"], found["predicted"]
-    for share, by_stage, hidden_by_stage in zip(shares, found["seconds"], found["hidden"], strict=True):
-        for stage, (seconds, hidden) in enumerate(zip(by_stage, hidden_by_stage, strict=True)):
-            usual = median(seconds)
-            ours = median(part / whole for part, whole in zip(hidden, seconds, strict=True))
-            simulated = hidden_seconds(ends[stage], ends[stage] + usual, max(ends)) / usual
-            name = f"{schedule}, {100 * share:g} %, stage {stage}"
-            yield Row(f"{name}: hidden", 100 * ours, 100 * simulated, "% of REDUCE", len(seconds))
-            yield Row(f"{name}: REDUCE", 100 * usual / predicted, 100 * share, "% of a step", len(seconds))
+    predicted, unlimited = found["predicted"], median(found["unlimited"])
+    yield Row(f"{schedule}: step without a limit", unlimited, None, "s", len(found["unlimited"]))
+    for share, seconds, exposed, limited in zip(shares, found["seconds"], found["exposed"], found["limited"], strict=True):
+        usual = [median(each) for each in seconds]
+        simulated = simulated_exposed(found["starts"], found["ends"], usual)
+        name = f"{schedule}, {100 * share:g} %"
+        for stage, (sums, parts) in enumerate(zip(seconds, exposed, strict=True)):
+            assert None not in parts, "each counted step is followed by another at once"
+            ours = median(1 - part / whole for part, whole in zip(parts, sums, strict=True))
+            row = f"{name}, stage {stage}"
+            yield Row(f"{row}: hidden", 100 * ours, 100 * (1 - simulated[stage] / usual[stage]), "% of REDUCE", len(sums))
+            yield Row(f"{row}: REDUCE", 100 * usual[stage] / predicted, 100 * share, "% of a step", len(sums))
+        step, first = median(limited), median(exposed[0])
+        yield Row(f"{name}: step, beside the bound", step, unlimited + first, "s", len(limited))
+        yield Row(f"{name}: added to a step, beside the bar", step - unlimited, BAR * first, "s", len(limited))
+        yield Row(f"{name}: step, beside one without overlap", step, unlimited + max(usual), "s", len(limited))
 
 
 def main() -> None:
@@ -136,7 +172,7 @@ def main() -> None:
         found = run_on_hosts(measure, given.replicas * STAGES, [], schedule, *how, steady=True)
         rows += rows_of(schedule, given.shares, found)
     title = f"{given.replicas} replicas of {STAGES} stages, {given.microbatches} microbatches, {given.op_ms:g} ms ops"
-    print_rows(title, rows, baseline="simulated", as_json=given.json)
+    print_rows(title, rows, baseline="simulated or bound", as_json=given.json)
 
 
 if __name__ == "__main__":

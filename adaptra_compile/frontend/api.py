@@ -569,13 +569,16 @@ class Pipeline(NotAModule):
 
     @property
     def reduces(self) -> tuple[StageReduce, ...]:
-        """REDUCE of the last step: the sum over the replicas of each stage's gradients. Empty without other replicas.
+        """REDUCE of the last step but one: the sum over the replicas of each stage's gradients. Empty without other replicas.
 
-        Each entry has the seconds that the sum took, and the bytes of its gradients. ``hidden`` are the seconds in which other
-        stages of this pipeline still computed, and ``exposed`` those after its last op.
+        Each entry has the seconds that the sum took, and the bytes of its gradients. ``exposed`` are the seconds by which it
+        delayed its rank's next step, and ``hidden`` the others. So a step's sum is known once the next step has ended.
 
-        Under torchrun the rank of the first stage coordinates, and gets an entry for every stage once all ranks have reported
-        the step. That is soon after the step. Other ranks have their own stages, with ``hidden`` and ``exposed`` None.
+        Both are None where ranks have waited for each other between these two steps, as in ``eval_step`` or
+        ``clip_grad_norm_``.
+
+        Under torchrun the rank of the first stage coordinates, and gets an entry for every stage once all ranks have reported.
+        That is soon after the step. Other ranks have those of their own stages.
         """
         workers = self._require().workers
         return next((worker.reduces for worker in workers if worker.controller.coordinates), workers[0].reduces)
@@ -586,11 +589,11 @@ class Pipeline(NotAModule):
         If the bandwidth of an edge limits the step, no order of ops hides it. Then the text gives the savings by more
         connections, rounding or another cut point, and the limit that would remain.
 
-        With several replicas the text says which microbatches no other replica would compute, and why. It ends with REDUCE of
-        the last step: see :attr:`reduces`.
+        With several replicas the text says which microbatches no other replica would compute, and why. It ends with the last
+        measured REDUCE: see :attr:`reduces`.
         """
         alone = "".join(f"{line}\n" for line in self._require().alone)
-        measured = "".join(f"REDUCE of the last step, {one}\n" for one in self.reduces)
+        measured = "".join(f"last measured REDUCE, {one}\n" for one in self.reduces)
         return self._explain_plan() + alone + measured
 
     def _explain_plan(self) -> str:

@@ -121,11 +121,10 @@ def _events(
     for reduce in timeline.reduces:
         times = {"start": reduce.start, "end": reduce.end}
         start, length = (reduce.start - zero) * scale, (reduce.end - reduce.start) * scale
-        arguments = {"reduce": reduce.rank, "bytes": reduce.nbytes} | times
+        arguments = {"reduce": reduce.rank, "bytes": reduce.nbytes, "exposed": reduce.exposed} | times
         yield slice_of(process, reduce.rank + 1, "REDUCE", "REDUCE", start, length, arguments)
-        exposed = timeline.exposed_from(reduce)
-        if exposed is not None and exposed < reduce.end:  # Perfetto draws it within the slice of the whole sum
-            start, length = (exposed - zero) * scale, (reduce.end - exposed) * scale
+        if reduce.exposed:  # Perfetto draws it within the slice of the whole sum
+            start, length = (reduce.end - reduce.exposed - zero) * scale, reduce.exposed * scale
             yield slice_of(process, reduce.rank + 1, "exposed", "REDUCE", start, length, {"exposed": reduce.rank})
     threads = tuple(_message_threads(timeline, slow))
     for thread, label in sorted(set(threads)):
@@ -283,9 +282,12 @@ def _read_slices(program: Program, source: Source, unit: float | None, events: I
                 if not 0 <= rank < program.ranks or nbytes < 0:
                     raise ReportError(f"event REDUCE of rank {rank}: expected one of the ranks 0..{program.ranks - 1}")
                 start, end = _times("REDUCE", arguments, "reduce")
-                reduces.append(ReduceInterval(rank, start, end, nbytes))
+                exposed = arguments.get("exposed")
+                if exposed is not None and not (is_finite(exposed) and 0.0 <= exposed <= end - start):
+                    raise ReportError(f"event REDUCE: exposed {exposed!r}: expected a time of at most end - start, or null")
+                reduces.append(ReduceInterval(rank, start, end, nbytes, None if exposed is None else float(exposed)))
             case {"exposed": int(_)}:
-                pass  # follows from the times of REDUCE and of the last op
+                pass  # the slice of REDUCE has it too
             case arguments:
                 raise ReportError(f"event with args {arguments!r}: expected those of an op, of a message or of REDUCE")
     for order in orders:

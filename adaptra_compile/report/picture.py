@@ -217,8 +217,7 @@ def _ops(axes: Axes, panel: _Panel, points_per_time: float, size: float) -> None
 def _reduces(axes: Axes, panel: _Panel) -> None:
     """Draw the sums over replicas as narrow bars behind the ops of their ranks."""
     for reduce in panel.timeline.reduces:
-        exposed = panel.timeline.exposed_from(reduce)
-        turn = reduce.end if exposed is None else exposed
+        turn = reduce.end - (reduce.exposed or 0.0)
         spans = ((reduce.start, turn, lighter(REDUCE, 1)), (turn, reduce.end, REDUCE))
         for start, end, colour in spans:
             if end > start:
@@ -290,7 +289,8 @@ def _legend(panels: Sequence[_Panel], slow: frozenset[tuple[int, int]]) -> list[
     handles.append(Patch(facecolor="white", edgecolor="#9A9DA5", linewidth=0.7, label="waiting"))
     if any(panel.timeline.reduces for panel in panels):
         handles.append(Patch(facecolor=lighter(REDUCE, 1), label="REDUCE over replicas"))
-        handles.append(Patch(facecolor=REDUCE, label="REDUCE, exposed"))
+        if any(reduce.exposed for panel in panels for reduce in panel.timeline.reduces):
+            handles.append(Patch(facecolor=REDUCE, label="REDUCE, exposed"))
     if any(panel.timeline.messages for panel in panels):
         handles.append(Line2D([], [], color=MESSAGE, linewidth=0.9, alpha=0.6, label="message"))
     if slow:

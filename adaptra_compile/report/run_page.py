@@ -8,6 +8,7 @@ Forward edges have full lines and backward edges dashed lines, since the two edg
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -248,20 +249,24 @@ def _delays(axes: Axes, run: Run) -> None:
 
 
 def _reduces(axes: Axes, run: Run) -> None:
-    """Draw REDUCE of each rank's stages: a full line for what is exposed, and a faint dashed one for the whole."""
+    """Draw REDUCE of each rank's stages: a full line for what is exposed, and a faint dashed one for the whole.
+
+    The full line has a gap where it is not known.
+    """
     by_name: dict[str, list[tuple[int, float, float]]] = {}
     for each in run.replicas:
         place = f"{each.started.replica}." if run.peers else "stage "
         for step in each.reduces:
             for one in step.stages:
-                exposed = one.seconds if one.exposed is None else one.exposed
+                exposed = math.nan if one.exposed is None else one.exposed
                 by_name.setdefault(place + one.name, []).append((step.step, 1e3 * one.seconds, 1e3 * exposed))
     ends: list[tuple[str, str, float]] = []
     for (name, points), colour in zip(by_name.items(), chain(_EDGES, repeat(_FAINT)), strict=False):
         steps, whole, exposed = zip(*points, strict=True)
         axes.plot(steps, whole, color=colour, linewidth=0.8, linestyle=(0, (3, 1.5)), alpha=0.6, zorder=2)
         axes.plot(steps, exposed, color=colour, linewidth=1.5, marker="o", markersize=2, zorder=3)
-        ends.append((name, colour, exposed[-1]))
+        last = next((value for value in reversed(exposed) if not math.isnan(value)), whole[-1])
+        ends.append((name, colour, last))
     # The first step includes one-time costs; it must not flatten all others.
     highest = 1.12 * max(whole for points in by_name.values() for _, whole, _ in points[1:] or points) or 1.0
     axes.set_ylim(0, highest)

@@ -122,32 +122,25 @@ class Run:
     @cached_property
     def works(self) -> dict[int, tuple[tuple[int, WorkerStep], ...]]:
         """Return, for every worker of the job, pairs of a step and what it did; nothing in files of older versions."""
-        found: dict[int, list[tuple[int, WorkerStep]]] = {}
+        found: dict[int, dict[int, WorkerStep]] = {}
         for one in self._all():
             if isinstance(one.record, StepTaken) and one.record.work is not None:
-                measured = one.record.measurement
-                reduce = None if measured.reduce is None else measured.reduce.end - measured.reduce.start
-                work = replace(one.record.work, reduce=reduce)
-                found.setdefault(work.worker, []).append((measured.step, work))
-        return {worker: tuple(sorted(works, key=lambda each: each[0])) for worker, works in sorted(found.items())}
+                measured, work = one.record.measurement, one.record.work
+                mine = found.setdefault(work.worker, {})
+                mine[measured.step] = work
+                # A step tells of REDUCE of the one before.
+                if (reduce := measured.reduce) is not None and reduce.step in mine:
+                    mine[reduce.step] = replace(mine[reduce.step], reduce=reduce.seconds, exposed=reduce.exposed)
+        return {worker: tuple(sorted(found[worker].items())) for worker in sorted(found)}
 
     @cached_property
     def usual_works(self) -> tuple[WorkerStep, ...]:
-        """Return what each worker usually did in the last steps of the last plan, with the exposed part of its REDUCE."""
+        """Return what each worker usually did in the last steps of the last plan."""
         if not self.steps:
             return ()
         version = self.steps[-1].version
         last = [one.step for one in self.steps if one.version == version][-_USUAL_STEPS:]
-        exposed = {
-            (run.started.replica, reduces.step, one.stages): one.exposed
-            for run in self.replicas
-            for reduces in run.reduces
-            for one in reduces.stages
-        }
-        of_worker = [
-            [replace(work, exposed=exposed.get((work.replica, step, work.stages))) for step, work in works if step in last]
-            for works in self.works.values()
-        ]
+        of_worker = [[work for step, work in works if step in last] for works in self.works.values()]
         return tuple(usual_step(mine) for mine in of_worker if mine)
 
     @cached_property

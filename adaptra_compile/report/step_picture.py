@@ -188,8 +188,7 @@ def _reduces(axes: Axes, panel: _StepPanel) -> None:
     for reduce in panel.timeline.reduces:
         if (lane := panel.lanes.get(reduce.rank)) is None:
             continue
-        exposed = panel.timeline.exposed_from(reduce)
-        turn = reduce.end if exposed is None else exposed
+        turn = reduce.end - (reduce.exposed or 0.0)
         for start, end, colour in ((reduce.start, turn, lighter(REDUCE, 1)), (turn, reduce.end, REDUCE)):
             if end > start:
                 span = panel.time(start), (end - start) * panel.scale
@@ -233,7 +232,8 @@ def _legend(panels: Sequence[_StepPanel]) -> list[Patch | Line2D]:
     handles: list[Patch | Line2D] = [*legend_of_homes({interval.op for _, interval in shown}, has_foreign)]
     if any(panel.timeline.reduces for panel in panels):
         handles.append(Patch(facecolor=lighter(REDUCE, 1), label="REDUCE over replicas"))
-        handles.append(Patch(facecolor=REDUCE, label="REDUCE, exposed"))
+        if any(reduce.exposed for panel in panels for reduce in panel.timeline.reduces):
+            handles.append(Patch(facecolor=REDUCE, label="REDUCE, exposed"))
     if any(panel.timeline.messages for panel in panels):
         handles.append(Line2D([], [], color=_MESSAGE, linewidth=0.9, label="message"))
     if any(_crosses(panel.timeline, one) for panel in panels for one in panel.timeline.messages):

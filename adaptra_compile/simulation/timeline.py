@@ -50,12 +50,16 @@ class MessageInterval:
 
 @dataclass(frozen=True, slots=True)
 class ReduceInterval:
-    """The sum over the replicas of a rank's gradients, whose bytes are given."""
+    """The sum over the replicas of a rank's gradients, whose bytes are given.
+
+    ``exposed`` is the time by which it delayed the rank's next step, None where not known.
+    """
 
     rank: int
     start: float
     end: float
     nbytes: int
+    exposed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -100,20 +104,6 @@ class Timeline:
     def makespan(self) -> float:
         """The time from zero (simulated) or the first op's start (measured) to the end of the last op."""
         return self.end - (0.0 if self.source is Source.SIMULATED else self.start)
-
-    def exposed_from(self, reduce: ReduceInterval) -> float | None:
-        """Return when a sum's exposed part begins: once its pipeline's last op has ended. It is the sum's end if all is hidden.
-
-        None if it is not known, because ranks of the sum's pipeline have no ops here.
-        """
-        pipeline = set(self.program.placement)
-        if self.program.routing is not None:
-            members = next(row for row in self.program.routing.workers if reduce.rank in row)
-            pipeline = {worker for worker in members if worker is not None}
-        if not all(self.ops[rank] for rank in pipeline):
-            return None
-        computed = max(self.ops[rank][-1].end for rank in pipeline)
-        return min(max(reduce.start, computed), reduce.end)
 
     @property
     def busy(self) -> tuple[float, ...]:

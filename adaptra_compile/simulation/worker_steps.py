@@ -138,7 +138,6 @@ def _worker_step(timeline: Timeline, rank: int, incoming: Iterable[MessageInterv
         for microbatch in range(program.microbatches):
             given.update({program.holder(replica, stage, microbatch) for stage in stages} - {rank})
     reduce = next((one for one in timeline.reduces if one.rank == rank), None)
-    exposed = None if reduce is None else timeline.exposed_from(reduce)
     return WorkerStep(
         rank,
         replica,
@@ -150,7 +149,7 @@ def _worker_step(timeline: Timeline, rank: int, incoming: Iterable[MessageInterv
         tuple(sorted(given.items())),
         _waits(timeline, order, incoming),
         None if reduce is None else reduce.end - reduce.start,
-        None if reduce is None or exposed is None else reduce.end - exposed,
+        None if reduce is None else reduce.exposed,
     )
 
 

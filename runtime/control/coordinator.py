@@ -60,7 +60,7 @@ class Coordinator:
     def measured(self, measurement: StepMeasurement) -> None:
         """Take the measurement of a step by one rank."""
         self._decide(partial(self._policy.observe, measurement))
-        reduces = self._reduces.observe(measurement, self._policy.clock_gained)
+        reduces = self._reduces.observe(measurement)
         if reduces is not None and self._on_reduces is not None:
             self._on_reduces(reduces)
 

@@ -194,10 +194,6 @@ class Policy:
         """The measured cost model."""
         return self._detector.cost
 
-    def clock_gained(self, stage: int) -> float:
-        """See :meth:`adaptra.runtime.detection.clock_drift.ClockDrift.gained`."""
-        return self._detector.of(self._rank).clock_gained(stage)
-
     def observe(self, measurement: StepMeasurement, agreement: Agreement, now: float) -> list[Action]:
         """Take the measurement of a step by one rank."""
         actions: list[Action] = []

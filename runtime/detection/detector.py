@@ -130,14 +130,6 @@ class Detector:
             or flight.level - flight.calibrated > flight.limit(self._edge_limit(flight.calibrated), self._options.noise)
         )
 
-    def of(self, _rank: int) -> Detector:
-        """Return the detector of a rank's pipeline: this one."""
-        return self
-
-    def clock_gained(self, stage: int) -> float:
-        """See :meth:`.clock_drift.ClockDrift.gained`."""
-        return self._clocks.gained(stage)
-
     def observe(self, measurements: Sequence[StepMeasurement]) -> Detection | None:
         """Take the measurements of all ranks of one step.
 

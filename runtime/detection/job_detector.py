@@ -43,10 +43,6 @@ class JobDetector:
         found = [detector.latest for detector in self._detectors]
         return self._joined(found[0].step, found)
 
-    def of(self, rank: int) -> Detector:
-        """Return the detector of a worker's replica."""
-        return self._detectors[rank // self._workers]
-
     def observe(self, measurements: Sequence[StepMeasurement]) -> Detection | None:
         """Take the measurements of all workers of one step.
 

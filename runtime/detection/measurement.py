@@ -95,20 +95,18 @@ class EdgeMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class ReduceTimes:
-    """One rank's REDUCE of a step: the sum over the replicas of its stages' gradients.
-
-    Times are seconds on the clock of the pipeline's rank 0, so that those of different ranks can be compared.
+    """One rank's REDUCE: the sum over the replicas of its stages' gradients, at the end of a step.
 
     Attributes:
-        computed: The end of the rank's last op.
-        start: The beginning of the sum. Until its end the rank may wait for the other replicas.
-        end: The end of the sum.
+        step: The number of that step. The measurement of the next one tells of it, as only that shows the delay.
+        seconds: The duration of the sum. In it the rank may wait for the other replicas.
+        exposed: The seconds by which it delayed the rank's first op of the next step; None where not known.
         nbytes: The bytes of the gradients that were added.
     """
 
-    computed: float
-    start: float
-    end: float
+    step: int
+    seconds: float
+    exposed: float | None
     nbytes: int
 
 
@@ -124,7 +122,7 @@ class StepMeasurement:
         edges: The directed edges that end at the rank's stages and start at another rank's.
         pause: The largest excess of an op's duration over the median of its kind, seconds: a garbage collection, a busy
             machine.
-        reduce: The rank's REDUCE, or None without other replicas.
+        reduce: The rank's REDUCE at the end of the step before. None without other replicas, and in the first step.
     """
 
     rank: int
@@ -200,15 +198,15 @@ def _read_edge(fields: Fields) -> EdgeMeasurement:
 
 
 def _reduce_to_json(reduce: ReduceTimes) -> dict[str, Any]:
-    return {"computed": reduce.computed, "start": reduce.start, "end": reduce.end, "bytes": reduce.nbytes}
+    return {"step": reduce.step, "seconds": reduce.seconds, "exposed": reduce.exposed, "bytes": reduce.nbytes}
 
 
 def _read_reduce(data: object) -> ReduceTimes:
     fields = Fields(data, "measurement: reduce")
-    computed, start, end = map(fields.instant, ("computed", "start", "end"))
-    reduce = ReduceTimes(computed, start, end, fields.whole("bytes"))
-    if reduce.end < reduce.start:
-        raise fields.refuse("end", f"at least start={reduce.start}", reduce.end)
+    seconds, exposed = fields.number("seconds"), fields.number_or_none("exposed")
+    reduce = ReduceTimes(fields.whole("step"), seconds, exposed, fields.whole("bytes"))
+    if exposed is not None and exposed > seconds:
+        raise fields.refuse("exposed", f"at most seconds={seconds}", exposed)
     fields.end()
     return reduce
 

@@ -25,6 +25,7 @@ from adaptra.runtime.detection.measurement import (
     StepMeasurement,
     estimate_edge,
 )
+from adaptra.runtime.detection.reduces import FirstOp, exposed_seconds
 from adaptra.runtime.detection.stalls import StallTracker
 from adaptra.runtime.rdma.watch import RdmaEvent
 from adaptra.simulation.timeline import MessageInterval, OpInterval, ReduceInterval, Source, Timeline
@@ -61,11 +62,15 @@ class MessageRecord(NamedTuple):
 
 
 class ReduceRecord(NamedTuple):
-    """The sum of a rank's gradients over the replicas: its start and end in seconds of the monotonic clock, and its bytes."""
+    """The sum of a rank's gradients over the replicas: its start and end in seconds of the monotonic clock, and its bytes.
+
+    ``exposed`` are the seconds by which it delayed the rank's next step. They are None until that has ended, or if not known.
+    """
 
     start: float
     end: float
     nbytes: int
+    exposed: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +156,8 @@ def _read_message(fields: Fields) -> MessageRecord:
 
 def _read_reduce(data: object) -> ReduceRecord:
     fields = Fields(data, "records of a step: reduce")
-    record = ReduceRecord(fields.instant("start"), fields.instant("end"), fields.whole("nbytes"))
+    span = fields.instant("start"), fields.instant("end")
+    record = ReduceRecord(*span, fields.whole("nbytes"), fields.number_or_none("exposed"))
     fields.end()
     return record
 
@@ -173,7 +179,6 @@ class Monitor:
         placement: ``placement[stage]`` is the stage's rank.
         keep: The number of steps whose raw records are kept.
         read: Converts the marks given to :meth:`op` to seconds, as :meth:`adaptra.runtime.worker.device_clock.OpClock.read`.
-        ahead: How far the clock of the pipeline's rank 0 is ahead of this rank's, seconds.
     """
 
     def __init__(
@@ -182,10 +187,8 @@ class Monitor:
         placement: Sequence[int],
         keep: int = 8,
         read: Callable[[Sequence[Any]], list[float]] = list,
-        ahead: float = 0.0,
     ) -> None:
         self._read = read
-        self._ahead = ahead
         self._rank = rank
         self._own = stages_of(rank, placement)
         self._kept: deque[StepRecords] = deque(maxlen=keep)
@@ -195,6 +198,8 @@ class Monitor:
         self._probes: dict[tuple[int, int], tuple[float, float]] = {}
         self._rates: dict[tuple[int, int], EdgeEstimate] = {}
         self._reduce: tuple[Any, Any, int] | None = None
+        self._first = FirstOp()
+        self._is_next = False
         self._links: deque[LinkRecord] = deque(maxlen=_KEPT_LINKS)
         self._stalling: defaultdict[tuple[int, int], StallTracker] = defaultdict(StallTracker)
 
@@ -209,7 +214,21 @@ class Monitor:
 
     def begin_step(self) -> None:
         """Discard the records since the last :meth:`end_step`, which belong to a failed step or to one that only evaluated."""
+        if self._first.ready is not None or self._ops:
+            self._is_next = False
         self._ops, self._messages, self._waits, self._probes, self._rates, self._reduce = [], [], [], {}, {}, None
+        self._first = FirstOp()
+
+    def ready(self, mark: Any) -> None:
+        """Record the mark of the rank's clock at which the rank could begin its first op, but for that op's message."""
+        self._first.ready = mark
+
+    def ranks_met(self) -> None:
+        """Record that ranks of the pipeline have waited for each other since the last step.
+
+        The next step began for all of them after that, so it does not show what REDUCE of one rank cost.
+        """
+        self._is_next = False
 
     def op(self, op: Op, start: Any, end: Any) -> None:
         """Record that a compute op ran between two marks of the rank's clock."""
@@ -231,6 +250,8 @@ class Monitor:
         """Record that a message arrived; see :class:`MessageRecord`."""
         instants = (sent_at, departed_at, arrived_at, consumed_at)
         self._messages.append((kind, source, destination, microbatch, nbytes, *instants, replica))
+        if not self._ops:
+            self._first.needs((source, destination) if replica is None else None, sent_at, departed_at, arrived_at)
 
     def wait(self, op: Op, seconds: float) -> None:
         """Record the seconds that a compute op waited for its message."""
@@ -249,15 +270,20 @@ class Monitor:
         self._reduce = start, end, nbytes
 
     def end_step(self, step: int, start: float, end: float) -> StepMeasurement:
-        """Condense the step that ran from ``start`` to ``end``, keep its records and begin the next step."""
-        records = self.unfinished(step, start, end)
+        """Condense the step that ran from ``start`` to ``end``, keep its records and begin the next step.
+
+        REDUCE of the step before is condensed with it, as only now its delay is known.
+        """
+        records, ready = self._finished(step, start, end)
         edges = self._measure_edges(records)
+        reduce = self._measure_reduce(records, ready, edges)
         self.begin_step()
+        self._is_next = True
         self._kept.append(records)
         durations = _durations(records)
         pause = max((max(values) - median(values) for values in durations.values()), default=0.0)
         stages = self._measure_stages(durations)
-        return StepMeasurement(self._rank, step, records.end - start, stages, edges, pause, self._measure_reduce(records))
+        return StepMeasurement(self._rank, step, records.end - start, stages, edges, pause, reduce)
 
     @property
     def kept(self) -> tuple[StepRecords, ...]:
@@ -266,14 +292,20 @@ class Monitor:
 
     def unfinished(self, step: int, start: float, end: float) -> StepRecords:
         """Return the records since :meth:`begin_step`, as those of a step that broke off at ``end``."""
+        return self._finished(step, start, end)[0]
+
+    def _finished(self, step: int, start: float, end: float) -> tuple[StepRecords, float]:
+        """Return the records since :meth:`begin_step`, and when the rank was ready for its first op."""
+        begun = [] if self._first.ready is None else [self._first.ready]
         reducing = [] if self._reduce is None else self._reduce[:2]
-        marks = iter(self._read([*(mark for _, *marks in self._ops for mark in marks), *reducing]))
+        marks = iter(self._read([*begun, *(mark for _, *marks in self._ops for mark in marks), *reducing]))
+        ready = next(marks) if begun else start
         ops = tuple(OpRecord(op, next(marks), next(marks)) for op, *_ in self._ops)
         reduce = None if self._reduce is None else ReduceRecord(next(marks), next(marks), self._reduce[2])
         messages = tuple(map(MessageRecord._make, self._messages))
         # A GPU may finish an op or the sum after the host has ended the step.
         latest = max((*(op.end for op in ops), *(() if reduce is None else (reduce.end,))), default=end)
-        return StepRecords(self._rank, step, start, max(end, latest), ops, messages, reduce)
+        return StepRecords(self._rank, step, start, max(end, latest), ops, messages, reduce), ready
 
     def records(self, step: int) -> StepRecords:
         """Return the records of a step.
@@ -304,12 +336,19 @@ class Monitor:
             for stage in self._own
         )
 
-    def _measure_reduce(self, records: StepRecords) -> ReduceTimes | None:
-        if records.reduce is None:
+    def _measure_reduce(self, records: StepRecords, ready: float, edges: Sequence[EdgeMeasurement]) -> ReduceTimes | None:
+        """Return REDUCE of the step before these records, and keep its exposed part with that step's records."""
+        before = self._kept[-1] if self._kept else None
+        if before is None or before.reduce is None:
             return None
-        start, end, nbytes = records.reduce
-        computed = max((op.end for op in records.ops), default=start)
-        return ReduceTimes(computed + self._ahead, start + self._ahead, end + self._ahead, nbytes)
+        start, end, nbytes, _ = before.reduce
+        exposed = None
+        if self._is_next and records.ops:
+            computed = max((op.end for op in before.ops), default=start)
+            usual = {(edge.source, edge.destination): edge.estimate.flight for edge in edges}
+            exposed = exposed_seconds(start, end, computed, ready, self._first.arrival(usual))
+        self._kept[-1] = replace(before, reduce=before.reduce._replace(exposed=exposed))
+        return ReduceTimes(before.step, end - start, exposed, nbytes)
 
     def _measure_edges(self, records: StepRecords) -> tuple[EdgeMeasurement, ...]:
         messages: dict[tuple[int, int], list[MessageRecord]] = {}
@@ -345,6 +384,13 @@ def _durations(records: StepRecords) -> dict[tuple[int, Kind], list[float]]:
     for op, start, end in records.ops:
         durations.setdefault((op.stage, op.kind), []).append(end - start)
     return durations
+
+
+def _interval(rank: int, reduce: ReduceRecord, zero: float) -> ReduceInterval:
+    start, end = reduce.start - zero, reduce.end - zero
+    # Differences of rounded times may be less than the exposed part by a rounding.
+    exposed = None if reduce.exposed is None else min(reduce.exposed, end - start)
+    return ReduceInterval(rank, start, end, reduce.nbytes, exposed)
 
 
 def merge_timelines(
@@ -385,7 +431,8 @@ def merge_timelines(
         (
             MessageInterval(
                 *(m.kind, m.source, m.destination, m.microbatch),
-                *(m.sent_at - zero, m.departed_at - zero, m.arrived_at - zero),
+                # Clocks of ranks differ by a little, so a short flight may seem to end before its begin.
+                *(m.sent_at - zero, m.departed_at - zero, max(m.departed_at, m.arrived_at) - zero),
                 homes[rank] if m.replica is None else m.replica,
             )
             for rank, one in by_rank.items()
@@ -393,9 +440,5 @@ def merge_timelines(
         ),
         key=lambda message: message.posted,
     )
-    reduces = tuple(
-        ReduceInterval(rank, one.reduce.start - zero, one.reduce.end - zero, one.reduce.nbytes)
-        for rank, one in sorted(by_rank.items())
-        if one.reduce is not None
-    )
+    reduces = tuple(_interval(rank, one.reduce, zero) for rank, one in sorted(by_rank.items()) if one.reduce is not None)
     return Timeline(program, Source.MEASURED, ops, tuple(messages), 1.0, reduces)

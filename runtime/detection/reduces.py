@@ -1,15 +1,20 @@
-"""REDUCE per stage: how much of it other stages' compute hides, found from what all ranks of a pipeline measured.
+"""REDUCE: how much of the sum of gradients over replicas costs a step, and how much of it is hidden.
 
-A rank adds its gradients over the replicas as soon as its own ops have ended. While other stages still compute, the sum costs
-the step nothing: it is hidden. What remains after the pipeline's last op has ended is exposed.
+Steps have no barrier. A rank sums its gradients once its own ops have ended, and begins its next step after that. So REDUCE
+costs the time by which it delays the rank's first op of the next step. The rank of the first stage waits for no message there,
+and pays for all of its REDUCE. Another rank's first op needs a message of the stage before. What has ended when that arrives is
+hidden.
+
+A rank knows this by itself, on its own clock, but only once the next step has run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 from adaptra.runtime.detection.measurement import ReduceTimes, StepMeasurement
 
@@ -24,8 +29,8 @@ class StageReduce:
     Attributes:
         stages: The rank's stages. Gradients of several stages are added together.
         seconds: Its duration, including the wait for replicas that come later.
-        hidden: The seconds of it in which another stage of the pipeline had not ended its compute; None where not known.
-        exposed: The other seconds, in which the step waits for nothing else; None where not known.
+        hidden: The seconds of it that cost the rank nothing; None where not known.
+        exposed: The other seconds, by which it delayed the rank's first op of the next step; None where not known.
         nbytes: The bytes of the gradients that were added.
     """
 
@@ -65,27 +70,75 @@ class StepReduces:
         return f"step {self.step}: REDUCE of " + "; ".join(map(str, self.stages))
 
 
-def hidden_seconds(start: float, end: float, computed: float) -> float:
-    """Return the part of REDUCE before ``computed``, at which the pipeline's last op ended; all on one clock, in seconds."""
-    return min(max(computed - start, 0.0), end - start)
+def exposed_seconds(start: float, end: float, computed: float, ready: float, arrived: float) -> float:
+    """Return the time by which REDUCE of one step delays a rank's first op of the next; all on one clock, in seconds.
+
+    That op begins at ``max(ready, arrived)``. Without the part of REDUCE after the last op, the rank would have been ready
+    earlier by that part.
+
+    Args:
+        start: The beginning of REDUCE.
+        end: The end of REDUCE.
+        computed: The end of the rank's last op of the step.
+        ready: When the rank was ready for the first op of the next step. Between are the user's optimizer and data.
+        arrived: When the message of that op arrived; minus infinity if it needs none.
+    """
+    after = max(end - max(start, computed), 0.0)
+    return min(after, max(ready - arrived, 0.0))
+
+
+class FirstOp:
+    """The begin of a step on one rank: when the rank was ready for its first op, and when that op's message arrived.
+
+    Attributes:
+        ready: The mark of the rank's clock at which it was ready, or None before that.
+    """
+
+    def __init__(self) -> None:
+        self.ready: Any = None
+        self._needed: list[tuple[tuple[int, int] | None, float, float, float]] = []
+
+    def needs(self, edge: tuple[int, int] | None, sent_at: float, departed_at: float, arrived_at: float) -> None:
+        """Add a message that it needs; ``edge`` is its directed edge of stages, None if it came from another replica."""
+        self._needed.append((edge, sent_at, departed_at, arrived_at))
+
+    def arrival(self, usual: Mapping[tuple[int, int], float]) -> float:
+        """Return when its last message arrived, or would have arrived if requested before; minus infinity if it needs none.
+
+        Over some transports a message waits until it is requested, which is after the step's begin.
+
+        Args:
+            usual: The seconds of a message that does not queue, per directed edge.
+        """
+        latest = -math.inf
+        for edge, sent, departed, arrived in self._needed:
+            flight = arrived - departed if edge is None else usual[edge]
+            latest = max(latest, min(arrived, sent + flight))
+        return latest
 
 
 def own_reduce(measurement: StepMeasurement) -> tuple[StageReduce, ...]:
-    """Return what a rank alone knows of its REDUCE: nothing without other replicas, and else not how much is hidden."""
+    """Return what a rank tells of its own REDUCE: nothing without other replicas, and in the first step."""
     if (reduce := measurement.reduce) is None:
         return ()
+    return (_stage_reduce(measurement, reduce),)
+
+
+def _stage_reduce(measurement: StepMeasurement, reduce: ReduceTimes) -> StageReduce:
     stages = tuple(one.stage for one in measurement.stages)
-    return (StageReduce(stages, reduce.end - reduce.start, None, None, reduce.nbytes),)
+    hidden = None if reduce.exposed is None else reduce.seconds - reduce.exposed
+    return StageReduce(stages, reduce.seconds, hidden, reduce.exposed, reduce.nbytes)
 
 
 def usual_reduces(steps: Sequence[StepReduces]) -> tuple[StageReduce, ...]:
-    """Return one entry for each rank: the medians over some steps; of those whose hidden part is known, if there are any."""
+    """Return one entry for each rank: the medians over those steps whose exposed part is known, or over all if it never is."""
     by_stages: dict[tuple[int, ...], list[StageReduce]] = {}
     for step in steps:
         for one in step.stages:
             by_stages.setdefault(one.stages, []).append(one)
     found: list[StageReduce] = []
     for stages, entries in sorted(by_stages.items()):
+        entries = [one for one in entries if one.exposed is not None] or entries
         hidden = [one.hidden for one in entries if one.hidden is not None]
         exposed = [one.exposed for one in entries if one.exposed is not None]
         found.append(
@@ -101,7 +154,7 @@ def usual_reduces(steps: Sequence[StepReduces]) -> tuple[StageReduce, ...]:
 
 
 class ReduceTracker:
-    """Gathers the measurements of a step from the ranks of a pipeline. Those of other replicas are left out.
+    """Gathers REDUCE of a step from the ranks of a pipeline. Those of other replicas are left out.
 
     Args:
         rank: The rank of the pipeline that gathers them.
@@ -111,42 +164,23 @@ class ReduceTracker:
     def __init__(self, rank: int, ranks: range) -> None:
         self._rank = rank
         self._ranks = ranks
-        self._steps: dict[int, dict[int, StepMeasurement]] = {}
+        self._steps: dict[int, dict[int, StageReduce]] = {}
 
-    def observe(self, measurement: StepMeasurement, gained: Callable[[int], float]) -> StepReduces | None:
-        """Take a measurement.
-
-        Args:
-            measurement: That of one rank in one step.
-            gained: Returns the clock drift since the start, as :meth:`.clock_drift.ClockDrift.gained`.
+    def observe(self, measurement: StepMeasurement) -> StepReduces | None:
+        """Take the measurement of one rank in one step.
 
         Returns:
-            REDUCE of the step once all ranks have measured it; else None, also without other replicas.
+            REDUCE of the step before once all ranks have told theirs; else None, also without other replicas.
         """
-        if measurement.reduce is None or measurement.rank not in self._ranks:
+        reduce = measurement.reduce
+        if reduce is None or measurement.rank not in self._ranks:
             return None
-        of_step = self._steps.setdefault(measurement.step, {})
-        of_step[measurement.rank] = measurement
+        of_step = self._steps.setdefault(reduce.step, {})
+        of_step[measurement.rank] = _stage_reduce(measurement, reduce)
         if len(of_step) < len(self._ranks):
             for step in sorted(self._steps)[:-MOST_PENDING]:
                 del self._steps[step]
             return None
-        for step in [step for step in self._steps if step <= measurement.step]:
+        for step in [step for step in self._steps if step <= reduce.step]:
             del self._steps[step]
-        return StepReduces(self._rank, measurement.step, _stage_reduces(of_step.values(), gained))
-
-
-def _stage_reduces(measured: Collection[StepMeasurement], gained: Callable[[int], float]) -> tuple[StageReduce, ...]:
-    found: list[tuple[tuple[int, ...], float, ReduceTimes]] = []
-    for one in measured:
-        stages = tuple(each.stage for each in one.stages)
-        drift = sum(map(gained, range(min(stages))))
-        if one.reduce is not None:
-            found.append((stages, drift, one.reduce))
-    computed = max(reduce.computed - drift for _, drift, reduce in found)
-    reduces: list[StageReduce] = []
-    for stages, drift, reduce in sorted(found, key=lambda each: each[0]):
-        seconds = reduce.end - reduce.start
-        hidden = hidden_seconds(reduce.start, reduce.end, computed + drift)
-        reduces.append(StageReduce(stages, seconds, hidden, seconds - hidden, reduce.nbytes))
-    return tuple(reduces)
+        return StepReduces(self._rank, reduce.step, tuple(sorted(of_step.values(), key=lambda each: each.stages)))

@@ -48,16 +48,16 @@ WAITING: Final = Metric("edge_waiting_seconds", "How long the rank's ops have wa
 MESSAGES: Final = Metric("edge_messages", "Messages that have arrived.", _EDGE, is_total=True)
 STALLS: Final = Metric("edge_stalls", "Messages that stalled, as those that are lost and sent again.", _EDGE, is_total=True)
 BYTES: Final = Metric("edge_bytes", "Bytes that have arrived.", _EDGE, is_total=True)
-REDUCE: Final = Metric("reduce_seconds", "How long the last step's sum of gradients over the replicas took.")
+REDUCE: Final = Metric("reduce_seconds", "How long the sum of gradients over the replicas took in the last step but one.")
 REDUCE_BYTES: Final = Metric("reduce_bytes", "Bytes of gradients that were added over the replicas.", is_total=True)
 HIDDEN: Final = Metric(
     "reduce_hidden_seconds",
-    "The part of the last sum over replicas that other stages' compute hid.",
+    "The part of the last known sum over replicas that cost its rank nothing.",
     ("rank", "worker", "stage"),
 )
 EXPOSED: Final = Metric(
     "reduce_exposed_seconds",
-    "The part of the last sum over replicas after the pipeline's last op.",
+    "The part of the last known sum over replicas that delayed its rank's next step.",
     ("rank", "worker", "stage"),
 )
 COMPUTE: Final = Metric("compute_seconds", "How long the worker computed in the last step.")
@@ -178,7 +178,7 @@ def _step(record: StepTaken, rank: tuple[str, str], started: RunStarted | None) 
     if (work := record.work) is not None:
         yield from _work(work, rank, started)
     if (reduce := measurement.reduce) is not None:
-        yield Sample(REDUCE, rank, reduce.end - reduce.start)
+        yield Sample(REDUCE, rank, reduce.seconds)
         yield Sample(REDUCE_BYTES, rank, reduce.nbytes)
 
 

@@ -22,9 +22,9 @@ from adaptra.simulation.worker_steps import WorkerStep, worker_name
 VERSION: Final = 4
 """The version of the lines' format."""
 
-READ_VERSIONS: Final = (2, 3, 4)
-"""The versions that :func:`from_json` reads. Version 3 has what version 2 has, and REDUCE of several replicas. Version 4 also
-says which worker a rank is, and what it did in a step.
+READ_VERSIONS: Final = (2, 4)
+"""The versions that :func:`from_json` reads. Version 4 has what version 2 has, and REDUCE of several replicas. It also says
+which worker a rank is, and what it did in a step. Version 3, which was never released, called other parts of REDUCE exposed.
 """
 
 MARK: Final = "adaptra"
@@ -191,7 +191,7 @@ def from_json(data: object, where: str) -> TimestampedRecord:
     fields = Fields(dict(data), where)
     version = fields.raw(MARK)
     if version not in READ_VERSIONS:
-        raise ControlError(f"{where}: version {version!r}: this adaptra reads the versions 2 to 4")
+        raise ControlError(f"{where}: version {version!r}: this adaptra reads the versions 2 and 4")
     timestamped = TimestampedRecord(fields.instant("time"), _read(fields, fields.text("event", at_most=32), where))
     fields.end()
     return timestamped

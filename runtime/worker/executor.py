@@ -116,6 +116,7 @@ class Executor:
         self._messages.begin_step(step)
         self._foreign.begin_step(step, inputs, targets)
         self._buffers.begin_step(step, self._stages)
+        self._monitor.ready(self._mark())
         for op in self._order:
             try:
                 self._execute(op, inputs, targets)

@@ -81,8 +81,8 @@ class Worker:
     Attributes:
         initial: As given.
         measured: Measurements of this rank's stages in the last steps, oldest first.
-        reduces: REDUCE of the last step, on this rank's stages. On the coordinator's rank that of all stages, in the last step
-            that all ranks have reported.
+        reduces: REDUCE of the last step but one, on this rank's stages. On the coordinator's rank that of all stages, in the
+            last step of which all ranks have told it.
         steps_before: The number of training steps before this worker's first one, which random numbers add to the step.
         explain: Returns the cause of an error, for the user and the other ranks.
     """
@@ -115,7 +115,7 @@ class Worker:
         self._placement = initial.case.placement
         self._ranks = len(set(self._placement))
         clock = OpClock.of(state.values())
-        self.monitor = Monitor(self.rank, self._placement, read=clock.read, ahead=transport.clock_of(0))
+        self.monitor = Monitor(self.rank, self._placement, read=clock.read)
         self._parts = StepParts(
             compiled,
             state,
@@ -283,12 +283,12 @@ class Worker:
 
     def gradient_norm(self, norm_type: float) -> Tensor:
         """Return the norm of all stages' gradients after the last step, the same on every rank; all ranks call it."""
-        with self._reporting_errors():
+        with self._meeting():
             return self._parts.norms.total(self._step - 1, norm_type, self._options.timeout)
 
     def found_anywhere(self, found: bool) -> bool:
         """Return True if ``found`` is true on any rank after the last step; all ranks call it."""
-        with self._reporting_errors():
+        with self._meeting():
             return self._parts.norms.found_anywhere(self._step - 1, found, self._options.timeout)
 
     def evaluate(self, inputs: Batch, targets: Batch | None) -> dict[int, tuple[Tensor, ...]]:
@@ -325,7 +325,7 @@ class Worker:
         records = self.monitor.records(step).shifted(job.clock_of(0))
         own = replace(records, rank=job.rank).to_json()
         # Replicas that don't compute for each other may run different programs.
-        with self._reporting_errors():
+        with self._meeting():
             found = gather(
                 job,
                 f"records/{self._gathered}",
@@ -345,7 +345,7 @@ class Worker:
 
     def align_copies(self) -> None:
         """Replace copies of values by the first holder's, and log it if any differed; all ranks call it."""
-        with self._reporting_errors():
+        with self._meeting():
             self._shared.align(self._stream(), self._receive_state)
             self._programs.reserve({})
 
@@ -364,7 +364,7 @@ class Worker:
             takes_part: Whether the pipeline is that of the collector.
             from_first: Whether to take the first replica's buffers, because this is another replica.
         """
-        with self._reporting_errors():
+        with self._meeting():
             buffers = self.buffers_of_first_replica() if from_first else {}
             if not takes_part:
                 return {}
@@ -484,6 +484,13 @@ class Worker:
             if cause is error:
                 raise
             raise cause from error
+
+    @contextmanager
+    def _meeting(self) -> Generator[None]:
+        """Enclose a call between steps in which ranks of the pipeline wait for each other; errors as in a step."""
+        self.monitor.ranks_met()
+        with self._reporting_errors():
+            yield
 
     def _take_reduces(self, reduces: StepReduces) -> None:
         """Take REDUCE of a step on all ranks, on the coordinator's control thread."""

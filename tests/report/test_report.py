@@ -249,25 +249,36 @@ def test_trace_round_trips_several_timelines(tmp_path: Path) -> None:
     assert perfetto.load(tmp_path / "t.json", run=1) == runs[1][1]
 
 
-def replicated(with_both: bool = True) -> Timeline:
-    """Two ranks that add their gradients over replicas: all of rank 0's sum is exposed, and 3 ms of 5 ms of rank 1's."""
-    one = two_ranks(1.0, Source.MEASURED, 1e-3)
-    ops = one.ops if with_both else ((), one.ops[1])
-    return replace(one, ops=ops, reduces=(ReduceInterval(0, 20.0, 25.0, 64), ReduceInterval(1, 18.0, 23.0, 32)))
+def replicated(*exposed: float | None) -> Timeline:
+    """Two ranks that add their gradients over replicas in 5 ms each, of which these milliseconds are exposed."""
+    sums = [ReduceInterval(0, 20.0, 25.0, 64), ReduceInterval(1, 18.0, 23.0, 32)]
+    reduces = tuple(replace(one, exposed=part) for one, part in zip(sums, exposed, strict=True))
+    return replace(two_ranks(1.0, Source.MEASURED, 1e-3), reduces=reduces)
 
 
 def test_trace_shows_sums_over_replicas_and_their_exposed_part(tmp_path: Path) -> None:
-    perfetto.write([("t", replicated())], tmp_path / "t.json")
-    assert perfetto.load(tmp_path / "t.json") == replicated()
+    perfetto.write([("t", replicated(5.0, 3.0))], tmp_path / "t.json")
+    assert perfetto.load(tmp_path / "t.json") == replicated(5.0, 3.0)
     slices = [one for one in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if one.get("cat") == "REDUCE"]
     assert [(one["name"], one["tid"], one["ts"], one["dur"]) for one in slices] == [
         ("REDUCE", 1, 20e3, 5e3), ("exposed", 1, 20e3, 5e3), ("REDUCE", 2, 18e3, 5e3), ("exposed", 2, 20e3, 3e3),
     ]  # fmt: skip
 
 
-def test_of_one_rank_alone_no_exposed_part_is_shown(tmp_path: Path) -> None:
-    events = perfetto.trace([("t", replicated(with_both=False))])["traceEvents"]
+def test_no_exposed_part_is_shown_where_there_is_none_or_it_is_not_known(tmp_path: Path) -> None:
+    perfetto.write([("t", replicated(0.0, None))], tmp_path / "t.json")
+    assert perfetto.load(tmp_path / "t.json") == replicated(0.0, None)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert [one["name"] for one in events if one.get("cat") == "REDUCE"] == ["REDUCE", "REDUCE"]
+
+
+@pytest.mark.parametrize("exposed", ["5.5", "-1.0", '"all"', "NaN"])
+def test_more_exposed_than_the_sum_took_is_refused(tmp_path: Path, exposed: str) -> None:
+    perfetto.write([("t", replicated(4.5, None))], tmp_path / "t.json")
+    text = (tmp_path / "t.json").read_text()
+    (tmp_path / "t.json").write_text(text.replace('"exposed": 4.5', f'"exposed": {exposed}'))
+    with pytest.raises(ReportError, match=r"event REDUCE: exposed .*: expected a time of at most end - start, or null"):
+        perfetto.load(tmp_path / "t.json")
 
 
 def test_traces_of_version_1_are_read(tmp_path: Path) -> None:
@@ -278,7 +289,7 @@ def test_traces_of_version_1_are_read(tmp_path: Path) -> None:
 
 
 def test_a_sum_of_a_rank_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    perfetto.write([("t", replace(replicated(), reduces=(ReduceInterval(0, 20.0, 25.0, 64),)))], tmp_path / "t.json")
+    perfetto.write([("t", replace(replicated(None, None), reduces=(ReduceInterval(0, 20.0, 25.0, 64),)))], tmp_path / "t.json")
     text = (tmp_path / "t.json").read_text()
     (tmp_path / "t.json").write_text(text.replace('"reduce": 0', '"reduce": 2'))
     with pytest.raises(ReportError, match=r"event REDUCE of rank 2: expected one of the ranks 0\.\.1"):
@@ -286,9 +297,15 @@ def test_a_sum_of_a_rank_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_picture_has_room_for_sums_over_replicas(tmp_path: Path) -> None:
-    draw([("t", replicated())], tmp_path / "with.svg")
-    draw([("t", replace(replicated(), reduces=()))], tmp_path / "without.svg")
+    for name, shown in {
+        "with": replicated(5.0, 0.0),
+        "unknown": replicated(None, None),
+        "without": replace(replicated(None, None), reduces=()),
+    }.items():
+        draw([("t", shown)], tmp_path / f"{name}.svg")
     assert "REDUCE, exposed" in (tmp_path / "with.svg").read_text()
+    unknown = (tmp_path / "unknown.svg").read_text()
+    assert "REDUCE over replicas" in unknown and "REDUCE, exposed" not in unknown
     assert "REDUCE" not in (tmp_path / "without.svg").read_text()
 
 

@@ -29,5 +29,5 @@ def job_timeline() -> Timeline:
         (forward(3, 1, 1, 0.5, 0.25),),
     )
     messages = (message(0, 0, 0.1, 0.125), message(1, 0, 0.1, 0.5), message(0, 1, 0.2, 0.25), message(1, 1, 0.35, 0.5))
-    reduces = (ReduceInterval(1, 0.725, 0.825, 64), ReduceInterval(3, 0.75, 0.8, 64))
+    reduces = (ReduceInterval(1, 0.725, 0.825, 64, 0.1), ReduceInterval(3, 0.75, 0.8, 64, 0.05))
     return Timeline(program, Source.MEASURED, ops, messages, 1.0, reduces)

@@ -52,9 +52,9 @@ def test_at_rest_nothing_is_told_once_the_scatter_is_known(noise: float) -> None
 
 
 def test_when_a_rank_reduced_is_not_known_of_steps_without_news() -> None:
-    """Its times of an earlier step would make those of other ranks look hidden."""
+    """That of an earlier step would be told twice."""
     teller, reader = NewsTeller(), NewsReader()
-    reduce = ReduceTimes(1.0, 1.0, 2.0, 8)
+    reduce = ReduceTimes(0, 1.0, 0.5, 8)
     steps = [replace(step[2], reduce=reduce) for step in steps_of([HEALTHY] * (REMEMBERED + 4), 0.0, 0)]
     news = teller.tell(steps)
     restored = reader.read([2], len(steps) - 1, teller.told, [1.0] * len(steps), news)

@@ -76,8 +76,8 @@ def records() -> list[Record]:
         ControlEvent(EventKind.DETECTED, 1, 0, 0, "edge 0→1 slow: 60.0 ms (was 1.0 ms)"),
         ControlEvent(EventKind.PROPOSED, 1, 0, 1, "edge 0→1 slow", 0.4375, 0.5),
         ControlEvent(EventKind.SWITCHED, 1, 1, 1, "edge 0→1 slow", 0.4375),
-        step_taken(1, seconds=0.4375, reduce=ReduceTimes(7.25, 7.5, 7.75, 1024), work=WORK),
-        StepReduces(1, 1, (StageReduce((0,), 0.125, 0.0, 0.125, 512), StageReduce((1, 2), 0.25, 0.1875, 0.0625, 1024))),
+        step_taken(1, seconds=0.4375, reduce=ReduceTimes(0, 0.25, 0.0625, 1024), work=WORK),
+        StepReduces(1, 0, (StageReduce((0,), 0.125, 0.0, 0.125, 512), StageReduce((1, 2), 0.25, 0.1875, 0.0625, 1024))),
         PathsChanged(1, 1, 0, 1, 1, 2),
         StepFailed(1, 2, "IndexError: out of range", "runs/1/rank-1.step-2.json"),
         RunEnded(1, 2),
@@ -162,7 +162,7 @@ def test_a_file_takes_no_second_run_at_a_time_and_any_later_one(tmp_path: Path) 
 
 
 def test_lines_of_version_2_are_read() -> None:
-    """They are those of version 3 without REDUCE."""
+    """They are those of version 4 without REDUCE."""
     for one in timestamped_records():
         if not isinstance(one.record, StepReduces):
             line = json.loads(to_line(one)) | {"adaptra": 2}
@@ -213,7 +213,7 @@ def test_tensorboard_reads_the_same_numbers(tmp_path: Path) -> None:
     assert scalars("edge_bytes/rank 1, worker 1.1, edge 0>1") == [(0, 4096.0), (1, 8192.0)]
     assert dict(scalars("edge_latency_seconds/rank 1, worker 1.1, edge 0>1")) == pytest.approx({0: 0.05, 1: 0.05})
     assert scalars("reduce_seconds/rank 1, worker 1.1") == [(1, 0.25)]
-    assert scalars("reduce_exposed_seconds/rank 1, worker 1.1, stage 1,2") == [(1, 0.0625)]
+    assert scalars("reduce_exposed_seconds/rank 1, worker 1.1, stage 1,2") == [(0, 0.0625)]
     assert scalars("worker_waiting_seconds/rank 1, worker 1.1, for 1.2") == [(1, 0.125)]
     assert scalars("worker_waiting_seconds/rank 1, worker 1.1, for 0.0") == [(1, 0.0625)]
     assert scalars("given_microbatches/rank 1, worker 1.1") == [(1, 2.0)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,7 @@ from adaptra.errors import ScheduleError
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.program import Program
 from adaptra.program.verify import verify
+from adaptra.runtime.detection.measurement import ReduceTimes
 from adaptra.runtime.detection.monitor import Monitor
 from adaptra.runtime.transports.local import LocalHub
 from adaptra.runtime.worker.program_messages import MessageShapes
@@ -162,3 +163,57 @@ def test_a_wait_for_another_workers_sums_is_no_part_of_w() -> None:
     (stage,) = measured.stages
     assert measured.seconds >= LATE
     assert stage.weight_grad is not None and stage.weight_grad < LATE / 2
+
+
+def test_what_the_first_op_waits_for_counts_from_another_replica_too() -> None:
+    """Worker 1 begins each step with a microbatch of replica 1, whose worker 2 sends it what that needs."""
+    rerouted = Program.parse(
+        "schedule shared version=2 stages=2 microbatches=2\nworkers 0,1 2,3\n"
+        "route 0 0-1 by 0,1\nroute 1 0 by 2,1\nroute 1 1 by 2,3\n"
+        "0: 0:0F0 0:0F1 0:0B0 0:0B1 0REDUCE 0STEP\n1: 1:1F0 1:1B0 0:1F0 0:1B0 0:1F1 0:1B1 1REDUCE 1STEP\n"
+        "2: 1:0F0 1:0F1 1:0B0 1:0B1 0REDUCE 0STEP\n3: 1:1F1 1:1B1 1REDUCE 1STEP\n"
+    )
+    program = InsertComm("ahead").apply(rerouted, CostModel.uniform(2, 1.0, 1.0, 1.0))
+    inputs, targets, monitor = numbers(program, 0), numbers(program, 1), Monitor(1, (0, 1))
+
+    def step(number: int, *, is_last: bool) -> None:
+        """Worker 1 begins before the others, or once what it needs has arrived."""
+        hub = LocalHub(4)
+        transports = [hub.transport(rank) for rank in range(4)]
+        stages: list[dict[tuple[int | None, int], Doubling]] = [
+            {(0, 0): Doubling()},
+            {(0, 1): Doubling(last=True), (1, 1): Doubling(last=True)},
+            {(1, 0): Doubling()},
+            {(1, 1): Doubling(last=True)},
+        ]
+        executors = [
+            routed_executor(program, rank, transports[rank], stages[rank], monitor=monitor if rank == 1 else None)
+            for rank in range(4)
+        ]
+
+        def begin(rank: int) -> Future[object]:
+            return pool.submit(executors[rank].run, number, inputs[rank // 2], targets[rank // 2])
+
+        with ThreadPoolExecutor(4) as pool:
+            started = time.monotonic()
+            runs = [] if is_last else [begin(1)]
+            while not is_last and transports[1].waiting_for(2) is None:
+                time.sleep(0.001)
+            runs += [begin(0), begin(2), begin(3)]
+            if is_last:
+                assert stages[2][1, 0].has_run("F1"), "after it has sent microbatch 0"
+                time.sleep(LATE / 5)
+                runs.append(begin(1))
+            for one in runs:
+                one.result(SOON)
+        ended = time.monotonic()
+        monitor.reduce(ended, ended + LATE / 10, 64)
+        found.append(monitor.end_step(number, started, ended).reduce)
+
+    found: list[ReduceTimes | None] = []
+    for number, is_last in enumerate([False, False, True]):
+        step(number, is_last=is_last)
+    first, before, behind = found
+    assert first is None and before is not None and behind is not None
+    assert (before.step, before.exposed) == (0, 0.0), "worker 1 would have waited anyway"
+    assert (behind.step, behind.exposed) == (1, behind.seconds)
