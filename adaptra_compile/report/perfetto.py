@@ -25,6 +25,7 @@ from adaptra.program import Kind, Op, Program, parse_recorded_op
 from adaptra.program.dependencies import RULE
 from adaptra.report.files import check_suffix, write_whole
 from adaptra.report.text import origin
+from adaptra.simulation.standing_out import slow_links_of
 from adaptra.simulation.timeline import MessageInterval, OpInterval, ReduceInterval, Source, Timeline
 from adaptra.simulation.worker_steps import is_foreign, place_of, worker_name
 
@@ -45,7 +46,8 @@ def trace(timelines: Sequence[tuple[str, Timeline]], slow_edges: Iterable[tuple[
 
     Args:
         timelines: The pairs.
-        slow_edges: (sending stage, receiving stage) pairs whose threads are marked as slow.
+        slow_edges: (sending stage, receiving stage) pairs whose threads are marked as slow. With several replicas the links of
+            workers are marked instead that were unusually slow.
     """
     slow = frozenset(slow_edges)
     ids = count(1)
@@ -190,11 +192,12 @@ def _message_threads(timeline: Timeline, slow: frozenset[tuple[int, int]]) -> It
         by_edge[(edge,) if program.routing is None else (edge, timeline.ends_of(message))].append(message)
     found: dict[MessageInterval, tuple[int, str]] = {}
     threads = count(_FIRST_EDGE_THREAD)
+    links = slow_links_of(timeline)
     for ((source, destination), *workers), on_edge in sorted(by_edge.items()):
-        name = f"stage {source} → {destination}"
+        name, is_slow = f"stage {source} → {destination}", (source, destination) in slow
         for ends in workers:
-            name = " → ".join(worker_name(*place_of(program, end)) for end in ends)
-        name += ", slow" if (source, destination) in slow else ""
+            name, is_slow = " → ".join(worker_name(*place_of(program, end)) for end in ends), ends in links
+        name += ", slow" if is_slow else ""
         lanes: list[tuple[int, str]] = []
         free: list[float] = []
         for message in sorted(on_edge, key=lambda message: message.posted):

@@ -2,7 +2,7 @@
 
 Every op has the colour of its home, the replica whose microbatch it computes, as in :mod:`.job_picture`. Below a worker's name
 stands for whom it waited longest. Lines are messages. Those that another replica's worker sends or receives have the colour of
-their microbatch's home.
+their microbatch's home. Those of links that were unusually slow are dashed and thick.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from adaptra.report.drawing import (
 from adaptra.report.files import check_suffix
 from adaptra.report.job_picture import FOREIGN_EDGE, colour_of, legend_of_homes
 from adaptra.report.job_rows import MOST_ROWS
-from adaptra.report.picture import check_alike, draw_heading
+from adaptra.report.picture import MESSAGE, check_alike, draw_heading
 from adaptra.report.text import duration, origin
+from adaptra.simulation.standing_out import slow_links_of
 from adaptra.simulation.timeline import MessageInterval, Timeline
 from adaptra.simulation.worker_steps import SLOW_PACE, WorkerStep, is_foreign, paces, worker_steps
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 _MESSAGE: Final = "#8A8D95"
 _SLOW: Final = "#B3261E"
+_DASHES: Final = (0, (2.5, 1))
 _FAINT: Final = "#6B6E76"
 
 # Inches, as everything below that is not a time.
@@ -61,6 +63,7 @@ class _StepPanel:
     lanes: dict[int, float]
     hidden: int
     height: float
+    slow: frozenset[tuple[int, int]]
 
     def time(self, value: float) -> float:
         return (value - origin(self.timeline)) * self.scale
@@ -107,8 +110,9 @@ def _panel(title: str, timeline: Timeline) -> _StepPanel:
         lanes[one.worker], before = place, one.replica
         place += LANE + GAP
     hidden = len({one.replica for one in steps}) - len({one.replica for one in shown})
+    slow = frozenset(slow_links_of(timeline))
     scale = 1e3 * (timeline.seconds_per_unit or 1e-3)  # milliseconds if the unit is known, else the case's own unit
-    return _StepPanel(title, timeline, scale, shown, relative, lanes, hidden, place + (_NOTE if hidden else 0.0))
+    return _StepPanel(title, timeline, scale, shown, relative, lanes, hidden, place + (_NOTE if hidden else 0.0), slow)
 
 
 def _shown(steps: Sequence[WorkerStep], relative: dict[int, float]) -> tuple[WorkerStep, ...]:
@@ -199,6 +203,9 @@ def _messages(axes: Axes, panel: _StepPanel) -> None:
     from matplotlib.collections import LineCollection
 
     shown = [one for one in panel.timeline.messages if all(end in panel.lanes for end in panel.timeline.ends_of(one))]
+    slow = [one for one in shown if panel.timeline.ends_of(one) in panel.slow]
+    lines = [_line(panel, one) for one in slow]
+    axes.add_collection(LineCollection(lines, colors=MESSAGE, linewidths=2.0, linestyles=_DASHES, zorder=2.2), autolim=False)
     for crosses, width, alpha in ((False, 0.7, 0.7), (True, 1.3, 0.95)):
         mine = [one for one in shown if _crosses(panel.timeline, one) is crosses]
         colours = [colour_of(one.replica or 0, Kind.F) if crosses else _MESSAGE for one in mine]
@@ -238,4 +245,6 @@ def _legend(panels: Sequence[_StepPanel]) -> list[Patch | Line2D]:
         handles.append(Line2D([], [], color=_MESSAGE, linewidth=0.9, label="message"))
     if any(_crosses(panel.timeline, one) for panel in panels for one in panel.timeline.messages):
         handles.append(Line2D([], [], color=colour_of(0, Kind.F), linewidth=1.4, label="crosses replicas"))
+    if any(panel.slow for panel in panels):
+        handles.append(Line2D([], [], color=MESSAGE, linewidth=2.0, linestyle=_DASHES, label="on a slow link"))
     return handles

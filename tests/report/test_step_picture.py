@@ -13,10 +13,12 @@ from job_timeline import job_timeline
 from adaptra.errors import ReportError
 from adaptra.planning.replicas.joined_programs import join
 from adaptra.program.schedules import one_f_one_b
+from adaptra.report import perfetto
 from adaptra.report.picture import draw
 from adaptra.report.step_picture import draw_steps
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import simulate
+from adaptra.simulation.standing_out import slow_links_of
 from adaptra.simulation.timeline import OpInterval, Source, Timeline
 
 
@@ -33,6 +35,21 @@ def test_rows_are_workers_with_their_pace_and_whom_they_wait_for(tmp_path: Path)
     assert not any("more" in text for text in found)
     draw_steps([("a step", job_timeline())], tmp_path / "again.svg", title="Worker 1.1 is slow")
     assert (tmp_path / "again.svg").read_bytes() == (tmp_path / "step.svg").read_bytes()
+
+
+def test_a_slow_link_is_marked_and_no_other_of_its_stages(tmp_path: Path) -> None:
+    """Messages from worker 1.0 to 1.1 take longer than those to 0.1."""
+    whole = job_timeline()
+    late = {(0, 0): 0.12, (0, 1): 0.22, (1, 0): 0.12, (1, 1): 0.5}
+    messages = tuple(replace(one, arrived=late[one.replica or 0, one.microbatch]) for one in whole.messages)
+    timeline = replace(whole, messages=messages)
+    assert slow_links_of(timeline) == ((2, 3),)
+    draw_steps([("a step", timeline)], tmp_path / "step.svg")
+    assert "on a slow link" in texts(tmp_path / "step.svg")
+    names = [one["args"]["name"] for one in perfetto.trace([("a step", timeline)], [(0, 1)])["traceEvents"] if one["ph"] == "M"]
+    assert {"1.0 → 1.1, slow", "0.0 → 0.1", "1.0 → 0.1"} <= set(names)
+    draw_steps([("a step", replace(timeline, messages=()))], tmp_path / "step.svg")
+    assert "on a slow link" not in texts(tmp_path / "step.svg")
 
 
 def test_only_what_is_there_is_in_the_legend(tmp_path: Path) -> None:
