@@ -112,7 +112,8 @@ class TestWire:
         """Other programs may read messages of earlier versions."""
         names = "activation gradient output input_gradient loss shared_gradient shared_sum probe gradient_norm model_state"
         assert [purpose.name for purpose in Purpose] == [
-            name.upper() for name in (names + " input target result accumulator term buffers rank_gradients rank_sums").split()
+            name.upper()
+            for name in (names + " input target result accumulator term buffers rank_gradients rank_sums rate_probe").split()
         ]
 
     @pytest.mark.parametrize(
