@@ -2,6 +2,7 @@
 
     bench/overlap.py                  2 replicas of 4 stages, whose REDUCE takes 10 % and 30 % of a step.
     bench/overlap.py --replicas 4     4 replicas of 4 stages, on 16 hosts.
+    bench/overlap.py --buckets 1      The sum begins after the last W, instead of while it runs.
 
 Every rank is on a host of its own, and every op is padded to a stated duration (emulated devices). Links between workers of the
 same stage have the rate at which REDUCE takes the stated share of a step. Before that they have no limit. All other links carry
@@ -10,9 +11,10 @@ what they can. The hosts need root, see ``tests/links/``.
 Steps follow each other as in training. Figures are medians. Of each share there are these rows:
 
 - Of each stage the hidden share of REDUCE, which does not delay the stage's next step. The baseline is that share in the
-  simulated step, for sums as long as the measured ones. Stage 0 pays for all of its REDUCE.
-- A step, beside the bound: a step without a limit, and stage 0's exposed part.
-- What REDUCE adds to a step without a limit, beside 1.1 times stage 0's exposed part, which is the bar.
+  simulated step, for sums as long as the measured ones. Stage 0 hides what travels while its last W runs.
+- A step, beside the bound: a step without a limit, and what stage 0 can't hide. That is the time its gradients need on a link,
+  without the time from its first complete bucket to the end of its last W.
+- What REDUCE adds to a step without a limit, beside 1.1 times what stage 0 can't hide, which is the bar.
 - A step, beside one without overlap: a step without a limit, and the slowest stage's REDUCE after a barrier. It is not run.
 
 Two schedules are measured: 1F1B, and adaptra's own plan.
@@ -27,25 +29,29 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
-from _ranks import change_links, run_on_hosts, small_problem, timed_in_a_row
+from _ranks import change_links, layer, run_on_hosts, small_problem, timed_in_a_row
 from _table import Row, parser, print_rows
+from torch import nn
 
 import adaptra
 from adaptra.runtime.detection.reduces import StepReduces, exposed_seconds
 from adaptra.simulation.simulate import simulate
 
 STAGES = 4
-WIDTH = 256
-"""Of the layers: their gradients are 257 KiB a stage, so that the rates are far below what the hosts' router carries."""
+LAYERS = 4
+"""Of each stage."""
 
-NBYTES = 4 * (WIDTH * WIDTH + WIDTH)
+WIDTH = 128
+"""Of the layers: their gradients are 258 KiB a stage, so that the rates are far below what the hosts' router carries."""
+
+NBYTES = LAYERS * 4 * (WIDTH * WIDTH + WIDTH)
 """The bytes of a stage's gradients."""
 
 WARM_UP = 2
 """Steps after a change of rates that are not counted."""
 
 BAR = 1.1
-"""What REDUCE may add to a step, in units of stage 0's exposed part."""
+"""What REDUCE may add to a step, in units of what stage 0 can't hide."""
 
 OWN_PLAN = "own"
 """The name of the schedule that adaptra plans."""
@@ -62,8 +68,20 @@ def rate_for(replicas: int, seconds: float) -> float:
     return 2 * NBYTES / replicas / seconds
 
 
+def layers(width: int) -> nn.Module:
+    """One stage of the model."""
+    return nn.Sequential(*(layer(width) for _ in range(LAYERS)))
+
+
 def measure(
-    _rank: int, schedule: str, replicas: int, microbatches: int, op_seconds: float, shares: list[float], steps: int
+    _rank: int,
+    schedule: str,
+    replicas: int,
+    microbatches: int,
+    op_seconds: float,
+    buckets: int,
+    shares: list[float],
+    steps: int,
 ) -> dict[str, Any]:
     """One rank: REDUCE under one schedule, on the rank that coordinates the first replica.
 
@@ -72,7 +90,7 @@ def measure(
         seconds of each step without a limit. ``limited``: those by share. ``starts`` and ``ends``: of each
         stage's first and last op in the simulated step. ``predicted``: the time that this takes.
     """
-    problem = small_problem(STAGES, microbatches, WIDTH)
+    problem = small_problem(STAGES, microbatches, WIDTH, make=layers)
     batch: Any = problem["example_inputs"]
     gathered: dict[int, StepReduces] = {}
 
@@ -84,6 +102,7 @@ def measure(
         schedule=None if schedule == OWN_PLAN else schedule,
         emulate=adaptra.EmulatedDevice(op_seconds, op_seconds, op_seconds),
         adapt=False,
+        reduce=adaptra.Reduce(bucket=NBYTES // buckets),
         telemetry=adaptra.Telemetry(on_record=record),
     )
     found: dict[str, Any] = {"seconds": [], "exposed": [], "limited": []}
@@ -118,14 +137,16 @@ def _of_stages(gathered: dict[int, StepReduces], counted: range) -> tuple[list[l
     return [[one.seconds for one in each] for each in stages], [[one.exposed for one in each] for each in stages]
 
 
-def simulated_exposed(starts: Sequence[float], ends: Sequence[float], sums: Sequence[float]) -> list[float]:
+def simulated_exposed(starts: Sequence[float], ends: Sequence[float], sums: Sequence[float], early: float) -> list[float]:
     """Return the exposed seconds of each stage's REDUCE in a step that repeats.
 
     Args:
         starts: When the first op of each stage starts in the step.
         ends: When its last op ends.
         sums: How long its REDUCE takes.
+        early: How long before the end of its last op it begins.
     """
+    sums = [max(seconds - early, 0.0) for seconds in sums]
     period = max(end - start + seconds for start, end, seconds in zip(starts, ends, sums, strict=True))
     found: list[float] = []
     for stage, (start, end, seconds) in enumerate(zip(starts, ends, sums, strict=True)):
@@ -134,13 +155,13 @@ def simulated_exposed(starts: Sequence[float], ends: Sequence[float], sums: Sequ
     return found
 
 
-def rows_of(schedule: str, shares: list[float], found: dict[str, Any]) -> Iterator[Row]:
-    """Yield the rows of one schedule from what :func:`measure` found."""
+def rows_of(schedule: str, shares: list[float], found: dict[str, Any], early: float) -> Iterator[Row]:
+    """Yield the rows of one schedule from what :func:`measure` found. Sums begin ``early`` before the last W ends."""
     predicted, unlimited = found["predicted"], median(found["unlimited"])
     yield Row(f"{schedule}: step without a limit", unlimited, None, "s", len(found["unlimited"]))
     for share, seconds, exposed, limited in zip(shares, found["seconds"], found["exposed"], found["limited"], strict=True):
         usual = [median(each) for each in seconds]
-        simulated = simulated_exposed(found["starts"], found["ends"], usual)
+        simulated = simulated_exposed(found["starts"], found["ends"], usual, early)
         name = f"{schedule}, {100 * share:g} %"
         for stage, (sums, parts) in enumerate(zip(seconds, exposed, strict=True)):
             assert None not in parts, "each counted step is followed by another at once"
@@ -148,9 +169,9 @@ def rows_of(schedule: str, shares: list[float], found: dict[str, Any]) -> Iterat
             row = f"{name}, stage {stage}"
             yield Row(f"{row}: hidden", 100 * ours, 100 * (1 - simulated[stage] / usual[stage]), "% of REDUCE", len(sums))
             yield Row(f"{row}: REDUCE", 100 * usual[stage] / predicted, 100 * share, "% of a step", len(sums))
-        step, first = median(limited), median(exposed[0])
-        yield Row(f"{name}: step, beside the bound", step, unlimited + first, "s", len(limited))
-        yield Row(f"{name}: added to a step, beside the bar", step - unlimited, BAR * first, "s", len(limited))
+        step, least = median(limited), max(share * predicted - early, 0.0)
+        yield Row(f"{name}: step, beside the bound", step, unlimited + least, "s", len(limited))
+        yield Row(f"{name}: added to a step, beside the bar", step - unlimited, BAR * least, "s", len(limited))
         yield Row(f"{name}: step, beside one without overlap", step, unlimited + max(usual), "s", len(limited))
 
 
@@ -162,15 +183,17 @@ def main() -> None:
     arguments.add_argument("--schedules", nargs="+", default=["1f1b", OWN_PLAN], choices=[*adaptra.GENERATORS, OWN_PLAN])
     arguments.add_argument("--op-ms", type=float, default=10.0, help="duration of every op, milliseconds")
     arguments.add_argument("--microbatches", type=int, default=8)
+    arguments.add_argument("--buckets", type=int, default=LAYERS, help="of a stage's gradients, which leave one by one")
     arguments.add_argument("--steps", type=int, default=10, help="steps of each share")
     given = arguments.parse_args()
-    if given.replicas < 2 or given.steps < 1 or min(given.shares) <= 0:
-        arguments.error("expected two replicas or more, a step or more, and shares above 0")
-    how = (given.replicas, given.microbatches, given.op_ms / 1e3, given.shares, given.steps)
+    if given.replicas < 2 or given.steps < 1 or given.buckets < 1 or min(given.shares) <= 0:
+        arguments.error("expected two replicas or more, a step or more, a bucket or more, and shares above 0")
+    op_seconds = given.op_ms / 1e3
+    how = (given.replicas, given.microbatches, op_seconds, given.buckets, given.shares, given.steps)
     rows: list[Row] = []
     for schedule in given.schedules:
         found = run_on_hosts(measure, given.replicas * STAGES, [], schedule, *how, steady=True)
-        rows += rows_of(schedule, given.shares, found)
+        rows += rows_of(schedule, given.shares, found, op_seconds * (1 - 1 / given.buckets))
     title = f"{given.replicas} replicas of {STAGES} stages, {given.microbatches} microbatches, {given.op_ms:g} ms ops"
     print_rows(title, rows, baseline="simulated or bound", as_json=given.json)
 

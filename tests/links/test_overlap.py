@@ -27,7 +27,7 @@ def test_the_benchmark_shows_what_is_hidden_and_what_a_step_costs(linked_hosts: 
     hidden, durations = of_stages[::2], of_stages[1::2]
     assert [row["baseline"] for row in durations] == [pytest.approx(30)] * 4
     assert all(row["ours"] > 25 for row in durations), "the links are no faster than stated"
-    assert (hidden[0]["ours"], hidden[0]["baseline"]) == (0.0, 0.0), "stage 0 pays for all of it"
+    assert 0.0 < hidden[0]["ours"] < 50.0 and 0.0 < hidden[0]["baseline"] < 50.0, "stage 0 hides what leaves during its last W"
     assert all(0.0 <= row["ours"] <= 100.0 and row["runs"] == 2 for row in hidden)
     assert hidden[3]["baseline"] == 100.0, "its first message comes latest, and its last op ends first"
     assert hidden[3]["ours"] > 0.0
@@ -43,8 +43,8 @@ def test_the_benchmark_shows_what_is_hidden_and_what_a_step_costs(linked_hosts: 
     assert apart["baseline"] >= step["baseline"], "the slowest sum takes as long as stage 0's at least"
 
 
-@pytest.mark.parametrize("arguments", [["--replicas", "1"], ["--steps", "0"], ["--shares", "0.1", "0"]])
+@pytest.mark.parametrize("arguments", [["--replicas", "1"], ["--buckets", "0"], ["--steps", "0"], ["--shares", "0.1", "0"]])
 def test_what_cannot_be_measured_is_refused(arguments: list[str]) -> None:
     done = subprocess.run([*OVERLAP, *arguments], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2
-    assert "expected two replicas or more, a step or more, and shares above 0" in done.stderr
+    assert "expected two replicas or more, a step or more, a bucket or more, and shares above 0" in done.stderr
