@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,15 @@ from torch.distributed import Store
 from adaptra.errors import PeerLostError
 from adaptra.program.roles import Roles
 from adaptra.runtime.control_store.stores import clone
+from adaptra.runtime.data_parallel.collectives.buckets import best_bucket_bytes, bucket_bytes
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
 from adaptra.runtime.data_parallel.collectives.rounds import Algorithm
+from adaptra.runtime.transports.link_probe import measure_links
 from adaptra.runtime.transports.process_groups import end_gloo_waits
+from adaptra.simulation.links import Link
+
+MEASURED_ROUNDS: Final = 3
+"""The number of other replicas to which each one measures its link. So many replicas start no later than few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,18 @@ class Replicas:
     def add_by(self, algorithm: Algorithm, *, limit: int | None, dtype: torch.dtype | None) -> None:
         """Set how sums are computed from now on; arguments are those of :class:`.collectives.engine.GroupSum`."""
         self._sums = {one: GroupSum(one, algorithm=algorithm, limit=limit, dtype=dtype) for one in self._sums}
+
+    def best_bucket(self, nbytes: int) -> int:
+        """Return the bucket size that suits ``nbytes`` of gradients and the measured links, the same on all replicas.
+
+        All of them call it, when nothing else travels; raises as :meth:`combine_gradients`.
+        """
+        if dist.get_backend(self._aside) != "gloo":
+            return bucket_bytes(self._count)
+        with self._naming_the_lost():
+            links = measure_links(self._aside, MEASURED_ROUNDS).values()
+        slowest = Link(max(one.latency for one in links), max(one.per_byte for one in links))
+        return best_bucket_bytes(nbytes, self._count, slowest)
 
     def combine_gradients(
         self, parameters: Sequence[Tensor], *, mean: bool = True, wait: Callable[[int], None] | None = None

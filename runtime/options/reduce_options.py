@@ -22,7 +22,7 @@ class Reduce:
         algorithm: The way of the terms. ``"direct"``: each part has an owner, which adds the terms of all. ``"chain"``: a sum
             passes from replica to replica and its result passes back. Both give the same bits.
         bucket: The most bytes of gradients that travel as one tensor. A bucket leaves as soon as its gradients are complete,
-            while the last W computes others. None: 4 MiB for each replica.
+            while the last W computes others. None: the size that suits the measured links between replicas, from 256 KiB up.
 
     Raises:
         OptionError: An option is invalid; names it, the given value and the expected one.

@@ -19,8 +19,8 @@ from adaptra.program.placement import stages_of
 from adaptra.program.roles import Roles
 from adaptra.runtime.detection.job_detector import MEASURED
 from adaptra.runtime.detection.measurement import StageMeasurement
-from adaptra.runtime.reconfigure.link_probe import measure_links
 from adaptra.runtime.reconfigure.state_transfer import VALUE, Handover
+from adaptra.runtime.transports.link_probe import measure_links
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.cut_points import CutPoint, CutPoints, positions_of
 

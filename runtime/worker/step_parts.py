@@ -14,13 +14,13 @@ from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Program
 from adaptra.program.placement import Edge, stages_of
 from adaptra.program.routing import Routing
-from adaptra.runtime.data_parallel.collectives.buckets import bucket_bytes
 from adaptra.runtime.data_parallel.collectives.rounds import ALGORITHMS
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.data_parallel.gradient_sum import GradientSum
 from adaptra.runtime.data_parallel.replica_buffers import ReplicaBuffers
 from adaptra.runtime.detection.monitor import Monitor
 from adaptra.runtime.options import Options
+from adaptra.runtime.options.reduce_options import Reduce
 from adaptra.runtime.step_messages.gradient_norms import GradientNorms
 from adaptra.runtime.step_messages.loss_broadcast import LossBroadcast
 from adaptra.runtime.step_messages.probes import Probes
@@ -101,14 +101,11 @@ class StepParts:
         self._seed = options.seed
         self._reduction = reduction
         self._timeout = options.timeout
-        self._sum = None if replicas is None else self._gradient_sum(replicas, options.reduce.bucket, mark)
+        self._sum = None if replicas is None else self._gradient_sum(replicas, options.reduce, mark)
         self.stages: Final = {stage: self._stage(self.replica, stage, self.gradients, state) for stage in own}
         self._foreign: dict[tuple[int, int], TrainingStage] = {}
         self._replicas = replicas
         self._monitor = monitor
-        if replicas is not None:
-            reduce = options.reduce
-            replicas.add_by(ALGORITHMS[reduce.algorithm], limit=reduce.bucket, dtype=reduce.dtype)
 
     def stages_of(self, program: Program) -> dict[tuple[int | None, int], TrainingStage]:
         """Return this rank's stages by replica and number, as the ops of a program name them.
@@ -167,9 +164,10 @@ class StepParts:
             self._foreign[replica, number] = self._stage(replica, number, gradients, {**self._state, **buffers})
         return self._foreign[replica, number]
 
-    def _gradient_sum(self, replicas: Replicas, bucket: int | None, mark: Callable[[], Mark]) -> GradientSum:
+    def _gradient_sum(self, replicas: Replicas, reduce: Reduce, mark: Callable[[], Mark]) -> GradientSum:
         late = {one.name for one in self._shared}.intersection(self.trainable)
-        bucket = bucket or bucket_bytes(len(replicas.ranks))
+        bucket = reduce.bucket or replicas.best_bucket(sum(one.nbytes for one in self.trainable.values()))
+        replicas.add_by(ALGORITHMS[reduce.algorithm], limit=bucket, dtype=reduce.dtype)
         return GradientSum(replicas, self.trainable, late, bucket, self._reduction is Reduction.MEAN, mark)
 
     def _changing(self, stage: int) -> list[str]:

@@ -18,8 +18,8 @@ from adaptra.errors import OptionError, StateError
 from adaptra.program.roles import Roles, moved
 from adaptra.runtime.control.events import EventKind
 from adaptra.runtime.reconfigure.consent import Consent
-from adaptra.runtime.reconfigure.link_probe import peers
 from adaptra.runtime.reconfigure.state_transfer import gather_state, give_optimizer, take_over
+from adaptra.runtime.transports.link_probe import partners
 
 Trained = tuple[list[float], tuple[int, int], dict[str, str], str | None]
 
@@ -56,7 +56,7 @@ def test_every_rank_has_one_role(ranks: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("ranks", range(2, 10))
 def test_ranks_that_probe_each_other_meet_every_peer_once_and_never_wait_in_a_circle(ranks: int) -> None:
-    left = {rank: list(peers(rank, ranks)) for rank in range(ranks)}
+    left = {rank: [one for one in partners(rank, ranks) if one is not None] for rank in range(ranks)}
     assert all(sorted([rank, *met]) == list(range(ranks)) for rank, met in left.items())
     while any(left.values()):
         pairs = [(rank, met[0]) for rank, met in left.items() if met and left[met[0]][0] == rank]

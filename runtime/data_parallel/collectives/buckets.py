@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from adaptra.simulation.links import Link
+
 MESSAGE_BYTES: Final = 4 * 2**20
-"""Bytes of a message in a full bucket. Smaller ones cost a processor as much time to handle as to copy over gloo."""
+"""Bytes of a message in a full bucket where links are not measured."""
+
+LEAST_BYTES: Final = 256 * 2**10
+"""The smallest bucket that is chosen. Smaller ones cost a processor as much time to handle as to copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,22 @@ def bucket_bytes(replicas: int) -> int:
     Terms of the next bucket travel while an owner waits for those of this one. So several buckets cost a link no more than one.
     """
     return replicas * MESSAGE_BYTES
+
+
+def best_bucket_bytes(nbytes: int, replicas: int, link: Link) -> int:
+    """Return the bucket size at which sums over replicas are shortest.
+
+    With k buckets of b bytes each, k+1 of them follow each other on a link, forth and back. Each costs P-1 times the latency
+    and the time of b/P bytes. That is least at b = √(bytes · P · latency / time of a byte).
+
+    Args:
+        nbytes: The bytes of all tensors.
+        replicas: Their number P.
+        link: The slowest link between two of them.
+    """
+    if link.per_byte <= 0:
+        return max(nbytes, LEAST_BYTES)
+    return max(math.isqrt(int(nbytes * replicas * link.latency / link.per_byte)), LEAST_BYTES)
 
 
 def make_buckets(tensors: Sequence[tuple[int, int, Hashable]], limit: int) -> list[Bucket]:

@@ -20,8 +20,10 @@ from training import adam, call, compiled, loss_of, microbatches_of
 import adaptra
 from adaptra.graph.ops.random_state import RandomKey, reference_randomness
 from adaptra.runtime.data_parallel.collectives.buckets import (
+    LEAST_BYTES,
     MESSAGE_BYTES,
     TensorRange,
+    best_bucket_bytes,
     bucket_bytes,
     make_buckets,
     part_of,
@@ -37,6 +39,7 @@ from adaptra.runtime.data_parallel.collectives.rounds import (
     direct,
 )
 from adaptra.runtime.data_parallel.collectives.terms import Terms
+from adaptra.simulation.links import Link
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
 HALVES = (torch.bfloat16, torch.float16)
@@ -146,6 +149,21 @@ def test_buckets_are_cut_at_tensors() -> None:
     ]
     assert bucket_bytes(8) == 8 * MESSAGE_BYTES
     assert [part_of(5, 3, one) for one in range(3)] == [slice(0, 1), slice(1, 3), slice(3, 5)]
+
+
+@pytest.mark.parametrize(("nbytes", "replicas", "latency", "per_byte"), [(1 << 30, 8, 3e-6, 2e-12), (1 << 26, 2, 1e-4, 1e-8)])
+def test_the_chosen_bucket_is_the_cheapest(nbytes: int, replicas: int, latency: float, per_byte: float) -> None:
+    def seconds(bucket: float) -> float:
+        """Of the buckets' rounds: each costs its latency and the time of a part, for one bucket more than there are."""
+        return (nbytes / bucket + 1) * (replicas - 1) * (latency + bucket / replicas * per_byte)
+
+    best = best_bucket_bytes(nbytes, replicas, Link(latency, per_byte))
+    assert seconds(best) <= min(seconds(best * 1.1**step) for step in range(-20, 20))
+
+
+def test_buckets_are_no_smaller_than_what_a_processor_handles_well() -> None:
+    assert best_bucket_bytes(1 << 20, 2, Link(1e-6, 1e-9)) == LEAST_BYTES
+    assert best_bucket_bytes(1 << 20, 2, Link(1e-6, 0.0)) == 1 << 20
 
 
 def sum_in_processes(rank: int) -> list[str]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from adaptra.errors import PeerLostError
 from adaptra.program.roles import Roles
+from adaptra.runtime.data_parallel.collectives.buckets import LEAST_BYTES
 from adaptra.runtime.data_parallel.collectives.rounds import direct
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.data_parallel.gradient_sum import GradientSum
@@ -108,6 +109,18 @@ def add_before_the_last_is_there(rank: int) -> tuple[bool, int]:
 
 def test_the_first_bucket_has_its_sum_before_the_last_gradient_exists() -> None:
     assert run_processes(add_before_the_last_is_there, RANKS) == [(True, 0)] * RANKS
+
+
+def bucket_of(rank: int) -> list[int]:
+    replicas = replicas_of(rank)
+    return [replicas.best_bucket(nbytes) for nbytes in (1 << 30, 1 << 10)]
+
+
+def test_replicas_choose_one_bucket_from_the_links_that_they_measure() -> None:
+    chosen = run_processes(bucket_of, RANKS)
+    (large, small), *others = chosen
+    assert others == [[large, small]] * (RANKS - 1)
+    assert small <= large and large >= LEAST_BYTES
 
 
 def lose_a_replica(rank: int) -> str:
