@@ -6,7 +6,7 @@ waits. Messages are lines from the sender's lane to the receiver's. Those of slo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -52,27 +52,79 @@ _LEFT, _PANEL_TITLE = 0.95, 0.36
 
 
 @dataclass(frozen=True, slots=True)
-class _Panel:
-    """One timeline with the scale of its times and the vertical positions of its ranks, in inches from its top."""
+class TimelinePanel:
+    """One timeline of a picture, with the vertical positions of the lanes that it shows, in inches from its top, by rank."""
 
     title: str
     timeline: Timeline
-    scale: float
-    lanes: tuple[float, ...]
-    gaps: tuple[tuple[float, float, str], ...]
+    lanes: Mapping[int, float]
     height: float
 
+    @property
+    def scale(self) -> float:
+        """The factor of times: they are milliseconds if the unit is known, else in the case's own unit."""
+        return 1e3 * (self.timeline.seconds_per_unit or 1e-3)
+
+    @property
+    def time_label(self) -> str:
+        """The name of the time axis."""
+        return "time (ms)" if self.timeline.seconds_per_unit else "time (the case's unit)"
+
     def time(self, value: float) -> float:
+        """Return where a time is on the axis."""
         return (value - origin(self.timeline)) * self.scale
 
     @property
     def end(self) -> float:
+        """The end of the makespan on the axis."""
         return self.timeline.makespan * self.scale
 
     @property
     def last(self) -> float:
         """The end of the last op or sum over replicas."""
         return max((self.end, *(self.time(reduce.end) for reduce in self.timeline.reduces)))
+
+    def draw_lane(self, axes: Axes, lane: float) -> None:
+        """Draw a lane without ops: its rank waits."""
+        axes.broken_barh([(0, self.end)], (lane, LANE), facecolors="white", edgecolors="#C9CBD1", linewidth=0.5, zorder=1)
+
+    def draw_reduces(self, axes: Axes) -> None:
+        """Draw the sums over replicas as narrow bars behind the ops of their ranks."""
+        for reduce in self.timeline.reduces:
+            if (lane := self.lanes.get(reduce.rank)) is None:
+                continue
+            turn = reduce.end - (reduce.exposed or 0.0)
+            for start, end, colour in ((reduce.start, turn, lighter(REDUCE, 1)), (turn, reduce.end, REDUCE)):
+                if end > start:
+                    span = self.time(start), (end - start) * self.scale
+                    axes.broken_barh([span], (lane + LANE / 4, LANE / 2), facecolors=colour, linewidth=0, zorder=2.5)
+
+    def line(self, message: MessageInterval) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Return the ends of a message's line: the border of the sender's lane that faces the receiver's, and vice versa."""
+        source, destination = (self.lanes[end] for end in self.timeline.ends_of(message))
+        down = source < destination
+        return (
+            (self.time(message.departed), source + (LANE if down else 0.0)),
+            (self.time(message.arrived), destination + (0.0 if down else LANE)),
+        )
+
+
+def legend_of_reduces(panels: Sequence[TimelinePanel]) -> list[Patch]:
+    """Return the legend's entries for the sums over replicas that are in a picture."""
+    from matplotlib.patches import Patch
+
+    reduces = [reduce for panel in panels for reduce in panel.timeline.reduces]
+    handles = [Patch(facecolor=lighter(REDUCE, 1), label="REDUCE over replicas")] if reduces else []
+    if any(reduce.exposed for reduce in reduces):
+        handles.append(Patch(facecolor=REDUCE, label="REDUCE, exposed"))
+    return handles
+
+
+@dataclass(frozen=True, slots=True)
+class _Panel(TimelinePanel):
+    """The same of one pipeline, with the wider gaps of slow edges: where each begins and ends, and its label."""
+
+    gaps: tuple[tuple[float, float, str], ...]
 
 
 def draw(
@@ -125,11 +177,10 @@ def _panels(timelines: Sequence[tuple[str, Timeline]], slow: frozenset[tuple[int
     for source, destination in sorted(slow):
         if abs(source - destination) != 1 or not (0 <= source < most and 0 <= destination < most):
             raise ReportError(f"slow edge {source}→{destination}: expected two neighbouring stages of 0..{most - 1}")
-    # Milliseconds if the unit is known, else the case's own unit.
-    return [_panel(name, timeline, 1e3 * (timeline.seconds_per_unit or 1e-3), slow) for name, timeline in timelines]
+    return [_panel(name, timeline, slow) for name, timeline in timelines]
 
 
-def _panel(name: str, timeline: Timeline, scale: float, slow: frozenset[tuple[int, int]]) -> _Panel:
+def _panel(name: str, timeline: Timeline, slow: frozenset[tuple[int, int]]) -> _Panel:
     placement = timeline.program.placement
     marked: dict[int, list[str]] = {}
     for source, destination in sorted(slow):
@@ -140,16 +191,16 @@ def _panel(name: str, timeline: Timeline, scale: float, slow: frozenset[tuple[in
             names[names.index(f"{destination}→{source}")] = f"{destination}⇄{source}"
         else:
             names.append(f"{source}→{destination}")
-    lanes: list[float] = []
+    lanes: dict[int, float] = {}
     gaps: list[tuple[float, float, str]] = []
     place = GAP
     for rank in range(len(timeline.ops)):
-        lanes.append(place)
+        lanes[rank] = place
         place += LANE
         if rank in marked:
             gaps.append((place, place + _SLOW_GAP, "slow " + "\n".join(marked[rank])))
         place += _SLOW_GAP if rank in marked else GAP
-    return _Panel(name, timeline, scale, tuple(lanes), tuple(gaps), place)
+    return _Panel(name, timeline, lanes, place, tuple(gaps))
 
 
 def _compose(figure: Figure, panels: Sequence[_Panel], slow: frozenset[tuple[int, int]], title: str | None) -> None:
@@ -159,9 +210,10 @@ def _compose(figure: Figure, panels: Sequence[_Panel], slow: frozenset[tuple[int
     sheet = add_panels(figure, heights, lengths, end, _legend(panels, slow), title=title, left=_LEFT, heading=_PANEL_TITLE)
     for panel, here in zip(panels, sheet, strict=True):
         _frame(here.axes, panel, here.last)
-        _lanes(here.axes, panel)
+        for lane in panel.lanes.values():
+            panel.draw_lane(here.axes, lane)
         _messages(here.axes, panel, slow)
-        _reduces(here.axes, panel)
+        panel.draw_reduces(here.axes)
         _ops(here.axes, panel, here.points_per_time, number_size(here.narrow, microbatches))
         draw_heading(here.axes, panel.title, panel.timeline, panel.end, None if panel is panels[0] else panels[0].end)
 
@@ -172,8 +224,7 @@ def _frame(axes: Axes, panel: _Panel, last: bool) -> None:
         f"rank {rank}" if stages == [rank] else f"rank {rank} ({'+'.join(map(str, stages))})"
         for rank, stages in enumerate(stages_of)
     ]
-    time = "time (ms)" if panel.timeline.seconds_per_unit else "time (the case's unit)"
-    frame(axes, panel.lanes, labels, time if last else None)
+    frame(axes, list(panel.lanes.values()), labels, panel.time_label if last else None)
     for upper, lower, names in panel.gaps:
         axes.axhspan(upper, lower, color=_SLOW_GROUND, linewidth=0, zorder=0.5)
         axes.annotate(
@@ -190,15 +241,10 @@ def _frame(axes: Axes, panel: _Panel, last: bool) -> None:
         )
 
 
-def _lanes(axes: Axes, panel: _Panel) -> None:
-    for lane in panel.lanes:
-        axes.broken_barh([(0, panel.end)], (lane, LANE), facecolors="white", edgecolors="#C9CBD1", linewidth=0.5, zorder=1)
-
-
 def _ops(axes: Axes, panel: _Panel, points_per_time: float, size: float) -> None:
     order_of_stage = _order_on_rank(panel.timeline.program.placement)
     for kind, colour in COLOURS.items():
-        for lane, order in zip(panel.lanes, panel.timeline.ops, strict=True):
+        for lane, order in zip(panel.lanes.values(), panel.timeline.ops, strict=True):
             boxes = [
                 Box(
                     panel.time(i.start),
@@ -214,23 +260,11 @@ def _ops(axes: Axes, panel: _Panel, points_per_time: float, size: float) -> None
                 draw_boxes(axes, lane, boxes, points_per_time, size)
 
 
-def _reduces(axes: Axes, panel: _Panel) -> None:
-    """Draw the sums over replicas as narrow bars behind the ops of their ranks."""
-    for reduce in panel.timeline.reduces:
-        turn = reduce.end - (reduce.exposed or 0.0)
-        spans = ((reduce.start, turn, lighter(REDUCE, 1)), (turn, reduce.end, REDUCE))
-        for start, end, colour in spans:
-            if end > start:
-                begin, length = panel.time(start), (end - start) * panel.scale
-                place = panel.lanes[reduce.rank] + LANE / 4, LANE / 2
-                axes.broken_barh([(begin, length)], place, facecolors=colour, linewidth=0, zorder=3)
-
-
 def _messages(axes: Axes, panel: _Panel, slow: frozenset[tuple[int, int]]) -> None:
     from matplotlib.collections import LineCollection
 
-    usual = [_line(panel, m) for m in panel.timeline.messages if (m.source, m.destination) not in slow]
-    marked = [_line(panel, m) for m in panel.timeline.messages if (m.source, m.destination) in slow]
+    usual = [panel.line(m) for m in panel.timeline.messages if (m.source, m.destination) not in slow]
+    marked = [panel.line(m) for m in panel.timeline.messages if (m.source, m.destination) in slow]
     axes.add_collection(LineCollection(usual, colors=MESSAGE, linewidths=0.7, alpha=0.55, zorder=2), autolim=False)
     for start, end in marked:
         axes.annotate(
@@ -238,17 +272,6 @@ def _messages(axes: Axes, panel: _Panel, slow: frozenset[tuple[int, int]]) -> No
             arrowprops={"arrowstyle": "-|>,head_width=0.16,head_length=0.34", "color": MESSAGE, "linewidth": 1.0,
                         "shrinkA": 0, "shrinkB": 0},
         )  # fmt: skip
-
-
-def _line(panel: _Panel, message: MessageInterval) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the ends of a message's line: the border of the sender's lane that faces the receiver's, and vice versa."""
-    placement = panel.timeline.program.placement
-    source, destination = panel.lanes[placement[message.source]], panel.lanes[placement[message.destination]]
-    down = source < destination
-    return (
-        (panel.time(message.departed), source + (LANE if down else 0.0)),
-        (panel.time(message.arrived), destination + (0.0 if down else LANE)),
-    )
 
 
 def draw_heading(axes: Axes, title: str, timeline: Timeline, end: float, first: float | None) -> None:
@@ -287,10 +310,7 @@ def _legend(panels: Sequence[_Panel], slow: frozenset[tuple[int, int]]) -> list[
         Patch(facecolor=colour, label=_MEANING[kind]) for kind, colour in COLOURS.items() if kind in seen
     ]
     handles.append(Patch(facecolor="white", edgecolor="#9A9DA5", linewidth=0.7, label="waiting"))
-    if any(panel.timeline.reduces for panel in panels):
-        handles.append(Patch(facecolor=lighter(REDUCE, 1), label="REDUCE over replicas"))
-        if any(reduce.exposed for panel in panels for reduce in panel.timeline.reduces):
-            handles.append(Patch(facecolor=REDUCE, label="REDUCE, exposed"))
+    handles += legend_of_reduces(panels)
     if any(panel.timeline.messages for panel in panels):
         handles.append(Line2D([], [], color=MESSAGE, linewidth=0.9, alpha=0.6, label="message"))
     if slow:

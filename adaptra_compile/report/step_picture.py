@@ -16,22 +16,20 @@ from adaptra.program import Kind
 from adaptra.report.drawing import (
     GAP,
     LANE,
-    REDUCE,
     SUFFIXES,
     TEXT,
     Box,
     add_panels,
     draw_boxes,
     frame,
-    lighter,
     number_size,
     write_figure,
 )
 from adaptra.report.files import check_suffix
 from adaptra.report.job_picture import FOREIGN_EDGE, colour_of, legend_of_homes
 from adaptra.report.job_rows import MOST_ROWS
-from adaptra.report.picture import MESSAGE, check_alike, draw_heading
-from adaptra.report.text import duration, origin
+from adaptra.report.picture import MESSAGE, TimelinePanel, check_alike, draw_heading, legend_of_reduces
+from adaptra.report.text import duration
 from adaptra.simulation.standing_out import slow_links_of
 from adaptra.simulation.timeline import MessageInterval, Timeline
 from adaptra.simulation.worker_steps import SLOW_PACE, WorkerStep, is_foreign, paces, worker_steps
@@ -52,30 +50,13 @@ _LEFT, _TITLE, _NOTE, _REPLICA_GAP = 1.75, 0.36, 0.22, 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class _StepPanel:
-    """One timeline: the workers that are shown, with the vertical positions of their lanes in inches from its top."""
+class _StepPanel(TimelinePanel):
+    """One timeline, the workers that are shown, how many replicas are not, and the slow links."""
 
-    title: str
-    timeline: Timeline
-    scale: float
     workers: tuple[WorkerStep, ...]
     paces: dict[int, float]
-    lanes: dict[int, float]
     hidden: int
-    height: float
     slow: frozenset[tuple[int, int]]
-
-    def time(self, value: float) -> float:
-        return (value - origin(self.timeline)) * self.scale
-
-    @property
-    def end(self) -> float:
-        return self.timeline.makespan * self.scale
-
-    @property
-    def last(self) -> float:
-        """The end of the last op or sum over replicas."""
-        return max((self.end, *(self.time(reduce.end) for reduce in self.timeline.reduces)))
 
 
 def draw_steps(timelines: Sequence[tuple[str, Timeline]], path: str | Path, *, title: str | None = None) -> None:
@@ -111,8 +92,7 @@ def _panel(title: str, timeline: Timeline) -> _StepPanel:
         place += LANE + GAP
     hidden = len({one.replica for one in steps}) - len({one.replica for one in shown})
     slow = frozenset(slow_links_of(timeline))
-    scale = 1e3 * (timeline.seconds_per_unit or 1e-3)  # milliseconds if the unit is known, else the case's own unit
-    return _StepPanel(title, timeline, scale, shown, relative, lanes, hidden, place + (_NOTE if hidden else 0.0), slow)
+    return _StepPanel(title, timeline, lanes, place + (_NOTE if hidden else 0.0), shown, relative, hidden, slow)
 
 
 def _shown(steps: Sequence[WorkerStep], relative: dict[int, float]) -> tuple[WorkerStep, ...]:
@@ -142,15 +122,14 @@ def _compose(figure: Figure, panels: Sequence[_StepPanel], title: str | None) ->
     for panel, here in zip(panels, sheet, strict=True):
         _frame(here.axes, panel, here.last)
         _messages(here.axes, panel)
-        _reduces(here.axes, panel)
+        panel.draw_reduces(here.axes)
         for worker, lane in panel.lanes.items():
             _row(here.axes, panel, worker, lane, here.points_per_time, number_size(here.narrow, microbatches))
         draw_heading(here.axes, panel.title, panel.timeline, panel.end, None if panel is panels[0] else panels[0].end)
 
 
 def _frame(axes: Axes, panel: _StepPanel, last: bool) -> None:
-    time = "time (ms)" if panel.timeline.seconds_per_unit else "time (the case's unit)"
-    frame(axes, list(panel.lanes.values()), [""] * len(panel.lanes), time if last else None)
+    frame(axes, list(panel.lanes.values()), [""] * len(panel.lanes), panel.time_label if last else None)
     names = {one.worker: one.name for one in panel.workers}
     for one in panel.workers:
         lane, pace = panel.lanes[one.worker], panel.paces.get(one.worker, 1.0)
@@ -174,7 +153,7 @@ def _beside(axes: Axes, place: float, text: str, size: float, colour: str, weigh
 
 def _row(axes: Axes, panel: _StepPanel, worker: int, lane: float, points_per_time: float, size: float) -> None:
     program = panel.timeline.program
-    axes.broken_barh([(0, panel.end)], (lane, LANE), facecolors="white", edgecolors="#C9CBD1", linewidth=0.5, zorder=1)
+    panel.draw_lane(axes, lane)
     own: list[Box] = []
     foreign: list[Box] = []
     for interval in panel.timeline.ops[worker]:
@@ -187,29 +166,17 @@ def _row(axes: Axes, panel: _StepPanel, worker: int, lane: float, points_per_tim
         draw_boxes(axes, lane, boxes, points_per_time, size)
 
 
-def _reduces(axes: Axes, panel: _StepPanel) -> None:
-    """Draw the sums over replicas as narrow bars behind the ops of their workers."""
-    for reduce in panel.timeline.reduces:
-        if (lane := panel.lanes.get(reduce.rank)) is None:
-            continue
-        turn = reduce.end - (reduce.exposed or 0.0)
-        for start, end, colour in ((reduce.start, turn, lighter(REDUCE, 1)), (turn, reduce.end, REDUCE)):
-            if end > start:
-                span = panel.time(start), (end - start) * panel.scale
-                axes.broken_barh([span], (lane + LANE / 4, LANE / 2), facecolors=colour, linewidth=0, zorder=2.5)
-
-
 def _messages(axes: Axes, panel: _StepPanel) -> None:
     from matplotlib.collections import LineCollection
 
     shown = [one for one in panel.timeline.messages if all(end in panel.lanes for end in panel.timeline.ends_of(one))]
     slow = [one for one in shown if panel.timeline.ends_of(one) in panel.slow]
-    lines = [_line(panel, one) for one in slow]
+    lines = [panel.line(one) for one in slow]
     axes.add_collection(LineCollection(lines, colors=MESSAGE, linewidths=2.0, linestyles=_DASHES, zorder=2.2), autolim=False)
     for crosses, width, alpha in ((False, 0.7, 0.7), (True, 1.3, 0.95)):
         mine = [one for one in shown if _crosses(panel.timeline, one) is crosses]
         colours = [colour_of(one.replica or 0, Kind.F) if crosses else _MESSAGE for one in mine]
-        lines = [_line(panel, one) for one in mine]
+        lines = [panel.line(one) for one in mine]
         axes.add_collection(LineCollection(lines, colors=colours, linewidths=width, alpha=alpha, zorder=2), autolim=False)
 
 
@@ -220,27 +187,13 @@ def _crosses(timeline: Timeline, message: MessageInterval) -> bool:
     return any(routing.replica_of(end) != message.replica for end in timeline.ends_of(message))
 
 
-def _line(panel: _StepPanel, message: MessageInterval) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the ends of a message's line: the border of the sender's lane that faces the receiver's, and vice versa."""
-    source, destination = (panel.lanes[end] for end in panel.timeline.ends_of(message))
-    down = source < destination
-    return (
-        (panel.time(message.departed), source + (LANE if down else 0.0)),
-        (panel.time(message.arrived), destination + (0.0 if down else LANE)),
-    )
-
-
 def _legend(panels: Sequence[_StepPanel]) -> list[Patch | Line2D]:
     from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
 
     shown = [(panel.timeline, i) for panel in panels for worker in panel.lanes for i in panel.timeline.ops[worker]]
     has_foreign = any(is_foreign(timeline.program, interval) for timeline, interval in shown)
     handles: list[Patch | Line2D] = [*legend_of_homes({interval.op for _, interval in shown}, has_foreign)]
-    if any(panel.timeline.reduces for panel in panels):
-        handles.append(Patch(facecolor=lighter(REDUCE, 1), label="REDUCE over replicas"))
-        if any(reduce.exposed for panel in panels for reduce in panel.timeline.reduces):
-            handles.append(Patch(facecolor=REDUCE, label="REDUCE, exposed"))
+    handles += legend_of_reduces(panels)
     if any(panel.timeline.messages for panel in panels):
         handles.append(Line2D([], [], color=_MESSAGE, linewidth=0.9, label="message"))
     if any(_crosses(panel.timeline, one) for panel in panels for one in panel.timeline.messages):

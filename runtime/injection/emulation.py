@@ -80,9 +80,7 @@ class Pacing:
         if step > self._newest:  # evaluations have negative steps
             self._newest = step
             duration += compute_freeze(self.faults, step)
-        remaining = started + duration - time.monotonic()
-        if remaining > 0:
-            time.sleep(remaining)
+        _sleep_until(started + duration)
 
     def pad_part(self, stage: int, kind: Kind, step: int, started: float, share: float) -> None:
         """Sleep until an emulated W or B that started at ``started`` has computed a share of its weights' gradients."""
@@ -91,6 +89,11 @@ class Pacing:
         factor = compute_factor(self.faults, stage, step)
         weights = self.emulated.duration(stage, Kind.W)
         before = self.emulated.duration(stage, kind) - weights
-        remaining = started + factor * (before + share * weights) - time.monotonic()
-        if remaining > 0:
-            time.sleep(remaining)
+        _sleep_until(started + factor * (before + share * weights))
+
+
+def _sleep_until(instant: float) -> None:
+    """Sleep until a time of the monotonic clock, if it is still to come."""
+    remaining = instant - time.monotonic()
+    if remaining > 0:
+        time.sleep(remaining)
