@@ -47,14 +47,18 @@ def limits_within(memory: int, stages: Sequence[TrainStage], placement: Sequence
     return tuple(float(memory - _beside(held)) for held in by_rank)
 
 
-def limits_free(free: Sequence[int], stages: Sequence[TrainStage], placement: Sequence[int]) -> tuple[float, ...]:
+def limits_free(
+    free: Sequence[int], stages: Sequence[TrainStage], placement: Sequence[int], is_to_come: bool = False
+) -> tuple[float, ...]:
     """Return, per rank, the bytes that microbatches may keep if its device has ``free`` bytes.
 
-    A tenth is reserved, and so is the memory for a gradient of each parameter and AdamW's two moments.
+    A tenth is reserved, and so is the memory for a gradient of each parameter and AdamW's two moments. If the parameters are
+    still to come (``is_to_come``), so is theirs.
     """
+    copies = 4.0 if is_to_come else 3.0
     ranks = zip(free, _by_rank(stages, placement), strict=True)
     return tuple(
-        max(0.0, 0.9 * size - 3.0 * sum(stage.parameter_bytes for stage in held) - _beside(held)) for size, held in ranks
+        max(0.0, 0.9 * size - copies * sum(stage.parameter_bytes for stage in held) - _beside(held)) for size, held in ranks
     )
 
 

@@ -68,6 +68,7 @@ def compile(
     mesh: DeviceMesh | None = None,
     transport: str | None = None,
     options: Options | None = None,
+    weights: str | Path | None = None,
 ) -> Pipeline:
     """Compile a model into a training pipeline that adapts to slow links and stages.
 
@@ -104,6 +105,10 @@ def compile(
             a replica are along ``pp``. Without a mesh they are on consecutive ranks.
         transport: ``"local"``, ``"c10d"``, the name of an installed transport, or None for c10d under a launcher, else local.
         options: Options of the runtime; see :class:`adaptra.runtime.options.Options`.
+        weights: The values of a model built within ``torch.device("meta")``, whose size no host has to hold: each rank gets
+            those of its own stages, on the example's device. A .safetensors file, a folder of such files as on Hugging Face's
+            hub, or a checkpoint of torch.distributed.checkpoint. With None the modules' own ``reset_parameters`` compute
+            them, with the values that one process would draw.
 
     Raises:
         OptionError: An argument is invalid. The text names it.
@@ -112,11 +117,24 @@ def compile(
         CaptureError, PartitionError: The model can't be captured or cut. The text says where and what to change.
         BatchError: The example's batch does not divide into microbatches.
         LaunchError: The ranks don't fit the stages, the transport does not exist, or another rank compiles something else.
+        StateError: The weights don't fit a model on the meta device. The text names the tensor.
+        MissingExtraError: The weights need safetensors, which is not installed.
         ScheduleError, PlanError: ``options.schedule`` is unknown, of another pipeline, or does not fit the memory. Or one
             microbatch does not fit.
     """
     request = CompileArguments(
-        model, stages, microbatches, loss, memory, split, mesh, transport, options or Options(), placement, reduction=reduction
+        model,
+        stages,
+        microbatches,
+        loss,
+        memory,
+        split,
+        mesh,
+        transport,
+        options or Options(),
+        placement,
+        reduction=reduction,
+        weights=weights,
     )
     pipeline = Pipeline(request)
     named: Any = {} if example_kwargs is None else example_kwargs

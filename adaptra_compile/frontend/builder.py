@@ -20,8 +20,10 @@ from adaptra.frontend.arguments.placing import STRAIGHT
 from adaptra.frontend.arguments.shared_models import Sharing
 from adaptra.frontend.session import Session
 from adaptra.frontend.stage_planning import PipelineSpec, PlannedPipeline
+from adaptra.frontend.weights.materialise import is_empty, materialise, refuse_list
 from adaptra.frontend.worker_factory import open_recorder
 from adaptra.graph import compile_stages
+from adaptra.graph.capture.skeleton import skeleton
 from adaptra.graph.compile_modules import compile_modules
 from adaptra.graph.inner_compiler import EAGER, prepare
 from adaptra.graph.ops.autocast import refuse_autocast
@@ -65,29 +67,27 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         for transport in launched.transports:
             opened.callback(transport.close)
         _check_contract(request, launched)
-        replicas = 1 if launched.roles is None else launched.roles.replicas
-        for fault in request.faults:  # all ranks gave the same ones and refuse them alike
-            fault.check_replica(replicas)
-        limit = request.memory_limit
-        free = free_memory(launched, _device(request.whole_model), options.timeout) if limit is None else None
-        in_order = any(transport.contract.in_order for transport in launched.transports)
-        given = (request.placed, request.microbatches, limit, request.with_loss, request.faults, options, reduction)
-        spec = PipelineSpec(*given, free, replicas, in_order)
+        empty_on = _device_of_empty(request, (args, targets, kwargs))
+        spec = _spec(request, launched, empty_on)
         try:
             recorder = open_recorder(options, launched)
             opened.callback(recorder.close)
             with _progress(launched) as progress:
-                planned = _compile(request, spec, args, targets, kwargs, progress)
+                planned = _compile(request, spec, args, targets, kwargs, progress, empty_on)
                 if request.loss is not None and reduction is Reduction.MEAN and not _is_one(request, launched):
                     example = example_microbatch((args, targets), request.microbatches, "example_inputs")
                     refuse_sum(request.loss, planned.compiled, example[1], rows_of(example))
                 _refuse_hooked_copies(request.whole_model, planned.compiled.copied(request.placed))
-                ranks = launched.ranks if options.inner != EAGER else []
-                own = [stage for rank in ranks for stage in stages_of(rank, request.placed)]
+                stages_here = [stage for rank in launched.ranks for stage in stages_of(rank, request.placed)]
+                own = stages_here if options.inner != EAGER else []
                 for done, stage in enumerate(own, 1):
                     prepare(planned.compiled.train[stage])
                     progress(f"compiled by {options.inner}", done, len(own))
                 model = request.whole_model
+                if empty_on is not None:
+                    here = [name for stage in stages_here for name in planned.compiled.train[stage].state_names]
+                    state = (planned.compiled.aliases, planned.compiled.non_persistent)
+                    materialise(model, here, *state, request.weights, empty_on, progress)
                 sharing = Sharing(None if request.keeps_whole else model, planned.compiled, request.placed, launched)
         except Exception as error:
             for transport in launched.transports:
@@ -127,23 +127,28 @@ def _compile(
     targets: Any,
     kwargs: Mapping[str, Any],
     progress: Progress,
+    empty_on: torch.device | None,
 ) -> PlannedPipeline:
-    """Return the stages, the first plan and the means for later plans. Every rank computes them on its own."""
+    """Return the stages, the first plan and the means for later plans. Every rank computes them on its own.
+
+    ``empty_on`` is the device on which an empty model gets its values; None if it has them.
+    """
     if request.loss is not None and targets is None:
         raise BatchError(
             "loss= compares outputs with targets, but no targets were given: expected example_inputs=(inputs, targets), a "
             "tuple of two, or a first step with both on every rank"
         )
-    _refuse_meta(request.whole_model, (args, targets, kwargs))
     refuse_number_of_items(kwargs, spec.reduction)
     args, targets, kwargs = example_microbatch((args, targets, dict(kwargs)), request.microbatches, "example_inputs")
     modules = request.stage_modules
     loss = WeightedLoss(request.loss) if spec.reduction is Reduction.WEIGHTED else request.loss
     if modules is not None:
+        if empty_on is not None:
+            refuse_list()
         compiled = compile_modules(modules, args, kwargs, loss=loss, targets=targets)
     else:
         compiled = compile_stages(
-            request.whole_model,
+            request.whole_model if empty_on is None else skeleton(request.whole_model, empty_on),
             args,
             kwargs,
             stages=request.stages,
@@ -166,15 +171,49 @@ def _is_one(request: CompileArguments, launched: Launch) -> bool:
     return request.microbatches == 1 and launched.replicas is None
 
 
-def _refuse_meta(model: nn.Module, example: Any) -> None:
-    """Refuse a model on the meta device with an example on a real device. Torch would blame an op of the model."""
-    name = next((name for name, one in model.named_parameters() if one.is_meta), None)
-    devices = [leaf.device for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor) and not leaf.is_meta]
-    if name is not None and devices:
-        raise CaptureError(
-            f"{name}: a parameter on the meta device, with an example on {devices[0]}: expected both on one device; "
-            "model.to_empty(device=...) gives a model memory"
+def _spec(request: CompileArguments, launched: Launch, empty_on: torch.device | None) -> PipelineSpec:
+    """Return what all plans of the pipeline begin with. Under a launcher the ranks tell each other their free memory."""
+    options, limit = request.options, request.memory_limit
+    replicas = 1 if launched.roles is None else launched.roles.replicas
+    for fault in request.faults:  # all ranks gave the same ones and refuse them alike
+        fault.check_replica(replicas)
+    device = empty_on or _device(request.whole_model)
+    return PipelineSpec(
+        request.placed,
+        request.microbatches,
+        limit,
+        request.with_loss,
+        request.faults,
+        options,
+        Reduction(request.reduction),
+        free_memory(launched, device, options.timeout) if limit is None else None,
+        replicas,
+        any(transport.contract.in_order for transport in launched.transports),
+        is_to_come=empty_on is not None,
+    )
+
+
+def _device_of_empty(request: CompileArguments, example: Any) -> torch.device | None:
+    """Return the device on which a model on the meta device gets its values: the example's. None if it has or gets none.
+
+    A model with an example on the meta device gets none, and serves analysis only.
+
+    Raises:
+        OptionError: ``weights=`` is given for a model that gets no values.
+    """
+    devices = _devices(example)
+    if is_empty(request.whole_model) and devices:
+        return devices[0]
+    if request.weights is not None:
+        raise OptionError(
+            f"weights={str(request.weights)!r}: the model has values already, or the example has none: expected a model built "
+            "within torch.device('meta'), and an example with values"
         )
+    return None
+
+
+def _devices(example: Any) -> list[torch.device]:
+    return [leaf.device for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor) and not leaf.is_meta]
 
 
 def _refuse_hooked_copies(model: nn.Module, copied: frozenset[str]) -> None:

@@ -73,6 +73,7 @@ class PipelineSpec:
         free: The free bytes of each rank's device. They are the limit of plans if ``memory`` is None.
         replicas: The number of replicas of the job.
         in_order: Whether a transport has one queue for all messages between two ranks, as NCCL has.
+        is_to_come: Whether the stages' parameters had no memory yet when the free bytes were counted.
     """
 
     placement: tuple[int, ...]
@@ -85,6 +86,7 @@ class PipelineSpec:
     free: tuple[int, ...] | None = None
     replicas: int = 1
     in_order: bool = False
+    is_to_come: bool = False
 
     def prepare(self, compiled: CompiledStages) -> PlannedPipeline:
         """Plan for these stages.
@@ -110,7 +112,7 @@ class PipelineSpec:
                 cost = replace(in_bytes(cost, compiled.train), memory_limit=limits)
             case _:
                 cost = in_bytes(cost, compiled.train)
-                room = None if self.free is None else limits_free(self.free, compiled.train, self.placement)
+                room = None if self.free is None else limits_free(self.free, compiled.train, self.placement, self.is_to_come)
         case = Case(cost, self.microbatches, self.placement, name="compiled")
         bandwidth = BandwidthOptions(options.uses_delegate, options.lossy_bf16 == "slow", compiled.cut_points)
         planner, draft = (partial(_better_plan, options.planning_seconds, share) for share in (PLANNER_SHARE, DRAFT_SHARE))

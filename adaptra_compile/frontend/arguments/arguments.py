@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -25,6 +26,11 @@ from adaptra.sizes import MemoryLimit
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
+
+
+def _given(weights: object) -> str:
+    """Describe only whether there are weights, since hosts may have the files in different places."""
+    return "None" if weights is None else "given"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,7 @@ class CompileArguments:
     with_loss: bool = field(default=True, metadata=agreed())
     reduction: str = field(default=Reduction.MEAN, metadata=agreed())
     keeps_whole: bool = field(default=False, metadata=agreed())
+    weights: str | Path | None = field(default=None, metadata=agreed(_given))
 
     def __post_init__(self) -> None:
         self._check_model()
@@ -86,6 +93,9 @@ class CompileArguments:
             )
         self._check_edges()
         check_inner(given.inner)
+        weights: Any = self.weights
+        if weights is not None and not isinstance(weights, str | Path):
+            raise OptionError(f"weights={weights!r}: expected the path of a file or folder, or None")
 
     def _check_model(self) -> None:
         given: Any = self.model

@@ -23,8 +23,6 @@ DOCUMENTED = {
     "masked_select": SHAPES,
     "sparse": "module …: …embedding… with sparse=True: expected sparse=False, as stages add and send dense gradients",
     "no rows": "example_inputs: a batch of 0 rows: expected at least one row for each of … microbatches",
-    "meta": "…: a parameter on the meta device, with an example on …: expected both on one device; "
-    "model.to_empty(device=...) gives a model memory",
     "frozen": "the loss depends on no trainable parameter: expected one at least; requires_grad_(True) makes a parameter one",
     "input's gradient": "inputs: … requires a gradient, which a step gives to parameters alone: expected an input without; "
     "give its detach(), or make it a parameter of the model",
@@ -70,8 +68,6 @@ def try_it(case: str) -> None:
             compiled(nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4)), torch.randint(9, (4,)))
         case "no rows":
             compiled(linear(), torch.randn(0, 4), torch.randn(0, 4))
-        case "meta":
-            compiled(linear().to("meta"))
         case "frozen":
             compiled(linear().requires_grad_(False))
         case "input's gradient":

@@ -43,6 +43,7 @@ def test_skeleton_holds_nothing_of_its_model() -> None:
     model[0].bias.requires_grad_(False)
     model[1].eval()
     made = skeleton(model)
+    assert isinstance(made, nn.Sequential)
     assert all(isinstance(one, FakeTensor) for one in (*made.parameters(), *made.buffers()))
     assert all(isinstance(one, nn.Parameter) for one in made.parameters())
     assert made[2].weight is made[0].weight

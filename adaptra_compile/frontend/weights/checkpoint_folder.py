@@ -1,0 +1,72 @@
+"""Reads tensors from a folder of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import FileSystemReader
+
+from adaptra.errors import StateError
+from adaptra.frontend.weights.fitting import refuse_missing, refuse_shape
+from adaptra.graph.ops.specs import dtype_name
+from adaptra.progress import Progress
+
+_METADATA: Final = ".metadata"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a path is a folder that torch.distributed.checkpoint has written."""
+    return (path / _METADATA).is_file()
+
+
+def read_checkpoint(
+    path: Path, targets: Mapping[str, Tensor], names_of: Mapping[str, Sequence[str]], progress: Progress
+) -> None:
+    """Fill tensors from a checkpoint of a model's state_dict or of :class:`adaptra.TrainingState`.
+
+    The names may be part of a larger checkpoint, such as ``training.model.``; all then begin alike. Other tensors are not read.
+
+    Args:
+        path: The folder.
+        targets: The tensors to fill.
+        names_of: The names under which the checkpoint may have each of them.
+        progress: Called at the end.
+
+    Raises:
+        StateError: A tensor is missing, or has another shape or dtype. The text names it.
+    """
+    known: dict[str, Any] = dict(FileSystemReader(path).read_metadata().state_dict_metadata)
+    sizes = {name: one for name, one in known.items() if hasattr(one, "size")}
+    aliases = next(iter(names_of.values()), ())
+    prefixes = sorted({key.removesuffix(alias) for alias in aliases for key in sizes if _ends(key, alias)}, key=len)
+    found: dict[str, str] = {}
+    missing: list[str] = list(targets)
+    for prefix in prefixes:
+        pairs = {name: next((prefix + one for one in names_of[name] if prefix + one in sizes), None) for name in targets}
+        left = [name for name, key in pairs.items() if key is None]
+        if len(left) < len(missing):
+            found, missing = {name: key for name, key in pairs.items() if key is not None}, left
+    refuse_missing(path, missing)
+    for name, key in found.items():
+        refuse_shape(path, key, sizes[key].size, targets[name])
+        given = sizes[key].properties.dtype
+        if given != targets[name].dtype:
+            raise StateError(
+                f"weights={str(path)!r}: {key} is of {dtype_name(given)}: expected {dtype_name(targets[name].dtype)}, as a "
+                "checkpoint is read without conversion; build the model in the checkpoint's dtype"
+            )
+    wanted: dict[str, Any] = {key: targets[name] for name, key in found.items()}
+    # Each rank reads its own tensors, and none waits for another one.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        checkpoint.load(wanted, storage_reader=FileSystemReader(path), no_dist=True)
+    progress("weights read", 1, 1)
+
+
+def _ends(key: str, name: str) -> bool:
+    return key == name or key.endswith(f".{name}")

@@ -1,0 +1,89 @@
+"""Reads tensors from safetensors files: one file, or the shards of Hugging Face's hub format with their index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+
+from adaptra.errors import MissingExtraError, StateError
+from adaptra.frontend.weights.fitting import refuse_missing, refuse_shape, say_rounded
+from adaptra.progress import Progress
+
+INDEX: Final = "model.safetensors.index.json"
+PIECE_BYTES: Final = 2**26
+"""A file is opened anew for every piece of this size: its pages count as this process's memory while it is open."""
+
+
+def read_safetensors(
+    path: Path, targets: Mapping[str, Tensor], names_of: Mapping[str, Sequence[str]], progress: Progress
+) -> None:
+    """Copy the values of tensors from safetensors files. Other tensors in the files are not read.
+
+    Args:
+        path: A .safetensors file, or a folder with ``model.safetensors.index.json``, or with such files and no index.
+        targets: The tensors to fill. They keep their dtype; a log line names values that it rounds.
+        names_of: The names under which a file may have each of them. Files have one of a tied tensor's names.
+        progress: Called after every tensor.
+
+    Raises:
+        StateError: There are no such files, or a tensor is missing or has another shape. The text names it and the file.
+        MissingExtraError: safetensors is not installed.
+    """
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise MissingExtraError("safetensors files need safetensors: pip install 'adaptra[safetensors]'") from error
+    opened: Any = safe_open
+    places = _places(path, opened)
+    found = {name: next((one for one in names_of[name] if one in places), None) for name in targets}
+    refuse_missing(path, [name for name, one in found.items() if one is None])
+    rounded: list[str] = []
+    for done, (name, target) in enumerate(targets.items(), 1):
+        key = found[name]
+        assert key is not None, "refused before"
+        if _copy(opened, places[key], key, target):
+            rounded.append(name)
+        progress("weights read", done, len(targets))
+    say_rounded(path, rounded)
+
+
+def _places(path: Path, opened: Any) -> dict[str, Path]:
+    """Return the file of each tensor."""
+    if path.is_dir() and (path / INDEX).exists():
+        index = json.loads((path / INDEX).read_text())
+        return {name: path / file for name, file in index["weight_map"].items()}
+    files: Iterable[Path] = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    places: dict[str, Path] = {}
+    for file in files:
+        if not file.is_file():
+            raise StateError(f"weights={str(path)!r}: no such file: expected a .safetensors file or a folder with such files")
+        with opened(file, framework="pt") as tensors:
+            places |= dict.fromkeys(tensors.keys(), file)
+    if not places:
+        raise StateError(
+            f"weights={str(path)!r}: no weights in it: expected .safetensors files, or a checkpoint of "
+            "torch.distributed.checkpoint"
+        )
+    return places
+
+
+def _copy(opened: Any, file: Path, name: str, target: Tensor) -> bool:
+    """Fill a tensor piece by piece; return whether its dtype rounds the values."""
+    first, rows = 0, max(1, target.shape[0]) if target.dim() else 1
+    size = max(1, rows * PIECE_BYTES // max(1, target.nbytes))
+    rounds = False
+    while first < rows:
+        with opened(file, framework="pt") as tensors:
+            view = tensors.get_slice(name)
+            refuse_shape(file, name, view.get_shape(), target)
+            whole = target.dim() == 0 or size >= rows
+            piece = tensors.get_tensor(name) if whole else view[first : first + size]
+            (target if whole else target[first : first + size]).copy_(piece)
+            rounds = piece.dtype.is_floating_point and piece.dtype.itemsize > target.dtype.itemsize
+            del piece, view
+        first += rows if whole else size
+    return rounds
