@@ -105,8 +105,8 @@ def compile(
             a replica are along ``pp``. Without a mesh they are on consecutive ranks.
         transport: ``"local"``, ``"c10d"``, the name of an installed transport, or None for c10d under a launcher, else local.
         options: Options of the runtime; see :class:`adaptra.runtime.options.Options`.
-        weights: The values of a model built within ``torch.device("meta")``, whose size no host has to hold: each rank gets
-            those of its own stages, on the example's device. A .safetensors file, a folder of such files as on Hugging Face's
+        weights: The values of a model built within ``torch.device("meta")``. Each rank gets those of its own stages, on the
+            example's device. A .safetensors file, a folder of such files as on Hugging Face's
             hub, or a checkpoint of torch.distributed.checkpoint. With None the modules' own ``reset_parameters`` compute
             them, with the values that one process would draw.
 
