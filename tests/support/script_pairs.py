@@ -1,0 +1,69 @@
+"""Pairs of scripts in ``examples/``: ``plain.py`` trains in one process, ``pipeline.py`` the same with adaptra.
+
+Each takes ``--losses FILE`` and writes the losses of its steps there, a JSON list, from rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import DOCS, EXAMPLES
+
+PLAIN, PIPELINE = "plain.py", "pipeline.py"
+MOST_CHANGED_LINES = 10
+
+PAIRS = sorted(path.parent.name for path in EXAMPLES.glob(f"*/{PLAIN}"))
+
+
+def page_of(pair: str) -> Path:
+    """The page of the documentation that shows a pair's difference."""
+    return DOCS / "first-week" / f"{pair}.md"
+
+
+def difference(pair: str) -> str:
+    """The difference of a pair as a unified diff."""
+    plain, pipeline = (EXAMPLES / pair / name for name in (PLAIN, PIPELINE))
+    before, after = (path.read_text().splitlines(keepends=True) for path in (plain, pipeline))
+    return "".join(difflib.unified_diff(before, after, PLAIN, PIPELINE, n=2))
+
+
+def changed_lines(pair: str) -> int:
+    """The lines that only one script of a pair has."""
+    lines = difference(pair).splitlines()
+    return sum(line.startswith(("+", "-")) and not line.startswith(("+++", "---")) for line in lines)
+
+
+def losses_of_plain(pair: str, folder: Path, *arguments: str) -> list[float]:
+    """The losses of the script in one process."""
+    return _run([sys.executable], pair, PLAIN, folder, *arguments)
+
+
+def losses_of_pipeline(pair: str, folder: Path, ranks: int, *arguments: str, timeout: float = 150) -> list[float]:
+    """The losses of the script with adaptra under torchrun."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return _run(launcher, pair, PIPELINE, folder, *arguments, timeout=timeout)
+
+
+def _run(launcher: list[str], pair: str, script: str, folder: Path, *arguments: str, timeout: float = 150) -> list[float]:
+    """Run a script in a folder with one thread per process, and return its losses."""
+    file = folder / f"{script}.json"
+    command = [*launcher, str(EXAMPLES / pair / script), "--losses", str(file), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    started = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        output, _ = started.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        # torchrun ends its ranks when it is asked to, not when it is killed.
+        started.terminate()
+        output, _ = started.communicate()
+        pytest.fail(f"{script} of {pair} is not done within {timeout} s:\n{output}")
+    assert started.returncode == 0, output
+    return json.loads(file.read_text())
