@@ -1,6 +1,8 @@
 # Two commands do everything, set-up included: `make demo` and `make test`.
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
+TORCH ?= torch
+# The versions that the tests run with, exactly; empty for the newest.
+CONSTRAINTS ?= constraints/tested.txt
 # The kernel that tests of RDMA boot, see tests/rxe/build_kernel.sh. Without it they are skipped.
 LAB_KERNEL ?= $(HOME)/.cache/adaptra/lab-linux
 VENV := .venv
@@ -25,15 +27,15 @@ help:
 
 setup: $(READY)
 
-$(READY): pyproject.toml CMakeLists.txt $(CXX_SOURCES)
+$(READY): pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(CXX_SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "adaptra needs Python 3.11 or newer; $(PYTHON) is older: try make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 		{ echo "Python's venv is missing: apt-get install python3-venv"; exit 1; }
 	@command -v $${CXX:-c++} >/dev/null || { echo "a C++20 compiler is missing: apt-get install g++"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS)) "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS)) \
 		--config-settings=cmake.define.ADAPTRA_WARNINGS_AS_ERRORS=ON --editable '.[dev]'
 	@touch $@
 
