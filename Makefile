@@ -16,11 +16,13 @@ ONE_PROCESS := not processes and not root and not rdma
 MODEL_TESTS := tests/graph tests/frontend tests/end_to_end
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types docs cxx unit models checks processes rdma bench clean
+.PHONY: help setup demo test lint types docs cxx unit models checks processes rdma versions gpu bench clean
 
 help:
 	@echo "make demo    train a GPT over 4 ranks through a link that turns slow (sets everything up first)"
 	@echo "make test    lint, types, and all tests (sets everything up first)"
+	@echo "make versions  unit tests and the demo with Python 3.11 to 3.13 and torch 2.11 to 2.15: a table"
+	@echo "make gpu     all that needs a GPU: tests and two tables"
 	@echo "make docs    build the documentation into build/site"
 	@echo "make bench   measure the figures of docs/benchmarks.md again"
 	@echo "make clean   remove the virtual environment and everything built"
@@ -89,6 +91,18 @@ checks: $(READY)
 test: $(READY)
 	$(MAKE) --jobs=2 --output-sync=target models checks
 	$(MAKE) --jobs=1 unit rdma processes
+
+# With every Python that there is and torch from 2.11 to 2.15. It takes hours, and 6 GB for one environment at a time.
+versions: $(READY)
+	$(BIN)/python bench/versions.py
+
+# Ends at once, and with an error, where there is no GPU.
+gpu: $(READY)
+	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else \
+		f"make gpu: torch {torch.__version__} finds no CUDA device, so nothing was tested: see CONTRIBUTING.md")'
+	$(BIN)/pytest -m gpu -rs
+	$(BIN)/python bench/pack.py
+	$(BIN)/python bench/head_of_line.py
 
 bench: $(READY)
 	$(BIN)/python bench/simulate.py

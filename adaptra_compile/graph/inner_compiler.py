@@ -143,4 +143,5 @@ def _return_tuples(made: fx.GraphModule) -> None:
         part.recompile()
         with made.graph.inserting_after(call):
             first = made.graph.call_function(operator.getitem, (call, 0))
-        call.replace_all_uses_with(first, delete_user_cb=lambda user, first=first: user is not first)
+        for user in [user for user in call.users if user is not first]:
+            user.replace_input_with(call, first)
