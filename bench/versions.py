@@ -1,9 +1,9 @@
 """Run the unit tests and the demo with every pair of a Python and a torch, and print which pairs are green.
 
 For each pair it makes a virtual environment and installs adaptra there as a user would. All versions but torch's are those that
-``constraints/`` pins. Then it runs pytest and the demo. What either writes is kept in a file that the table names. An environment takes
-up to 6 GB, so it is removed before the next is made. The lowest Python and torch are also run with the lowest versions of all
-packages.
+``constraints/`` pins. Then it runs pytest and the demo. What either writes is kept in a file that the table names. An
+environment takes up to 6 GB, so it is removed before the next is made. The lowest Python and torch are also run with the lowest
+versions of all packages.
 """
 
 from __future__ import annotations
