@@ -6,7 +6,7 @@ from typing import Final
 
 TESTED: Final = {
     "python": ("3.11", "3.13"),
-    "torch": ("2.11", "2.15"),
+    "torch": ("2.11", "2.13"),
     "sympy": ("1.13.3", "1.14.0"),
     "rich": ("13.0.0", "15.0.0"),
     "matplotlib": ("3.9.0", "3.11.2"),
@@ -20,7 +20,7 @@ TESTED: Final = {
 def outside(package: str, installed: str) -> str | None:
     """Return how an installed version lies outside of what was tested, or None.
 
-    A tested ``2.15`` covers all of 2.15. What follows a version's numbers, such as ``+cpu``, does not count.
+    A tested ``2.13`` covers all of 2.13. What follows a version's numbers, such as ``+cpu``, does not count.
     """
     if package not in TESTED:
         return None
