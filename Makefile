@@ -1,6 +1,8 @@
 # Two commands do everything, set-up included: `make demo` and `make test`.
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
+TORCH ?= torch
+# The versions that the tests run with, exactly; empty for the newest.
+CONSTRAINTS ?= constraints/tested.txt
 # The kernel that tests of RDMA boot, see tests/rxe/build_kernel.sh. Without it they are skipped.
 LAB_KERNEL ?= $(HOME)/.cache/adaptra/lab-linux
 VENV := .venv
@@ -14,26 +16,28 @@ ONE_PROCESS := not processes and not root and not rdma
 MODEL_TESTS := tests/graph tests/frontend tests/end_to_end
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types docs cxx unit models checks processes rdma bench clean
+.PHONY: help setup demo test lint types docs cxx unit models checks processes rdma versions gpu bench clean
 
 help:
 	@echo "make demo    train a GPT over 4 ranks through a link that turns slow (sets everything up first)"
 	@echo "make test    lint, types, and all tests (sets everything up first)"
+	@echo "make versions  unit tests and the demo with Python 3.11 to 3.13 and torch 2.11 to 2.15: a table"
+	@echo "make gpu     all that needs a GPU: tests and two tables"
 	@echo "make docs    build the documentation into build/site"
 	@echo "make bench   measure the figures of docs/benchmarks.md again"
 	@echo "make clean   remove the virtual environment and everything built"
 
 setup: $(READY)
 
-$(READY): pyproject.toml CMakeLists.txt $(CXX_SOURCES)
+$(READY): pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(CXX_SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "adaptra needs Python 3.11 or newer; $(PYTHON) is older: try make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 		{ echo "Python's venv is missing: apt-get install python3-venv"; exit 1; }
 	@command -v $${CXX:-c++} >/dev/null || { echo "a C++20 compiler is missing: apt-get install g++"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS)) "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS)) \
 		--config-settings=cmake.define.ADAPTRA_WARNINGS_AS_ERRORS=ON --editable '.[dev]'
 	@touch $@
 
@@ -87,6 +91,18 @@ checks: $(READY)
 test: $(READY)
 	$(MAKE) --jobs=2 --output-sync=target models checks
 	$(MAKE) --jobs=1 unit rdma processes
+
+# With every Python that there is and torch from 2.11 to 2.15. It takes hours, and 6 GB for one environment at a time.
+versions: $(READY)
+	$(BIN)/python bench/versions.py
+
+# Ends at once, and with an error, where there is no GPU.
+gpu: $(READY)
+	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else \
+		f"make gpu: torch {torch.__version__} finds no CUDA device, so nothing was tested: see CONTRIBUTING.md")'
+	$(BIN)/pytest -m gpu -rs
+	$(BIN)/python bench/pack.py
+	$(BIN)/python bench/head_of_line.py
 
 bench: $(READY)
 	$(BIN)/python bench/simulate.py

@@ -16,8 +16,6 @@ from golden_files import check_golden
 from hypothesis import settings
 from paths import ROOT
 
-from adaptra import _C
-
 # A loaded machine is no reason to fail: pytest's own time limit ends what hangs, and speed is measured in bench/.
 settings.register_profile("adaptra", deadline=None)
 settings.load_profile("adaptra")
@@ -49,12 +47,6 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     return partial(check_golden, accept=bool(request.config.getoption("--accept-golden")))
 
 
-def built_without_verbs() -> str | None:
-    """Why this build can't use RDMA whatever the machine has, or None. Tests in the lab would wait for its hosts in vain."""
-    _, reason = _C.find_verbs_ports()
-    return reason if "built without" in reason else None
-
-
 @pytest.fixture
 def in_lab(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """Boots a lab and calls a function in it, outside of all hosts: ``in_lab(body, argument, …, hosts=2)``.
@@ -63,7 +55,7 @@ def in_lab(request: pytest.FixtureRequest) -> Callable[..., Any]:
     there can be no lab.
     """
     kernel: Any = request.config.getoption("--lab-kernel")
-    if (reason := lab.missing(kernel) or built_without_verbs()) is not None:
+    if (reason := lab.missing(kernel)) is not None:
         pytest.skip(reason)
 
     def call(body: Callable[..., Any], *arguments: Any, hosts: int = 2, rails: int = 2, timeout: float = 150.0) -> Any:

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 from adaptra import __version__
+from adaptra.cli.tested_versions import TESTED, outside
 from adaptra.errors import MissingExtraError
 
 EXTRAS: Final = {
@@ -32,6 +33,7 @@ def examine() -> dict[str, Any]:
         "sympy": _version("sympy"),
         "rich": _version("rich"),
         "extras": {extra: {"package": package, "version": _version(package)} for extra, (package, _) in EXTRAS.items()},
+        "untested": _untested(),
         "libibverbs": ctypes.util.find_library("ibverbs"),
         "rdma": _rdma(),
     }
@@ -55,7 +57,9 @@ def report(found: dict[str, Any]) -> str:
         installed = found["extras"][extra]["version"]
         state = f"{package} {installed}" if installed else f"missing, needed for {use}: pip install 'adaptra[{extra}]'"
         lines.append((f"extra {extra}", state))
-    lines.append(("libibverbs", found["libibverbs"] or "not found: RDMA devices can't be used"))
+    lines += [("untested", f"{package} {reason}") for package, reason in found["untested"].items()]
+    missing = "not found: RDMA devices can't be used; install libibverbs (Debian: libibverbs1 ibverbs-providers)"
+    lines.append(("libibverbs", found["libibverbs"] or missing))
     lines += _report_rdma(found["rdma"])
     width = max(len(name) for name, _ in lines) + 2
     return "".join(f"{name:<{width}}{state}\n" for name, state in lines)
@@ -89,6 +93,13 @@ def _report_rdma(found: dict[str, Any]) -> list[tuple[str, str]]:
         where = f", {port['address']} on {port['interface']}" if port["interface"] else ""
         lines.append(("RDMA", f"{name} usable: {port['link_layer']}{where}, packets of {port['mtu']} bytes"))
     return lines
+
+
+def _untested() -> dict[str, str]:
+    """Return the installed packages whose version lies outside of what was tested, each with the version and how."""
+    installed = {package: platform.python_version() if package == "python" else _version(package) for package in TESTED}
+    reasons = {package: outside(package, found) for package, found in installed.items() if found is not None}
+    return {package: f"{installed[package]}: {reason}" for package, reason in reasons.items() if reason is not None}
 
 
 def _torch() -> dict[str, Any] | None:

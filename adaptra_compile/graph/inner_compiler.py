@@ -120,7 +120,8 @@ def _run_by(inner: str, graph: fx.GraphModule) -> fx.GraphModule:
         part_of[node] = of if of is not None else part - 1 if node.target is run_seeded else part
     if not part_of:
         return graph
-    made = split_module(graph, graph, part_of.__getitem__, keep_original_order=True, tuple_return=True)
+    made = split_module(graph, graph, part_of.__getitem__, keep_original_order=True)
+    _return_tuples(made)
     for name, one in list(made.named_children()):
         assert isinstance(one, fx.GraphModule), "parts are graphs"
         if not any(node.target is run_seeded for node in one.graph.nodes):
@@ -128,3 +129,19 @@ def _run_by(inner: str, graph: fx.GraphModule) -> fx.GraphModule:
     made.graph.set_codegen(ListCodeGen())
     made.recompile()
     return made
+
+
+def _return_tuples(made: fx.GraphModule) -> None:
+    """Have parts with a single result return it in a tuple, as compilers expect. torch 2.11 can't split so itself."""
+    for call in made.graph.find_nodes(op="call_module"):
+        part = made.get_submodule(call.target)
+        assert isinstance(part, fx.GraphModule), "parts are graphs"
+        result = part.graph.output_node()
+        if not isinstance(result.args[0], fx.Node):
+            continue
+        result.args = ((result.args[0],),)
+        part.recompile()
+        with made.graph.inserting_after(call):
+            first = made.graph.call_function(operator.getitem, (call, 0))
+        for user in [user for user in call.users if user is not first]:
+            user.replace_input_with(call, first)

@@ -19,9 +19,7 @@ void test_channels();
 void test_engines();
 void test_giving_way();
 void test_stripe_width();
-#if ADAPTRA_HAS_VERBS
 void test_verbs();
-#endif
 
 namespace {
 
@@ -180,8 +178,6 @@ int main() {
   test_giving_way();
   test_channels();
   test_engines();
-#if ADAPTRA_HAS_VERBS
   test_verbs();
-#endif
   std::puts("all C++ tests of the delegate passed");
 }

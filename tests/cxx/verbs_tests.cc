@@ -21,6 +21,7 @@ bool says(const std::variant<Verbs, Reason>& loaded, const char* what) {
 // A missing library, and one that is another, are reasons and end nothing.
 void test_absence() {
   check(says(load_verbs("libno-such-thing.so.1"), "libno-such-thing.so.1: cannot open"), "the missing file to be named");
+  check(says(load_verbs("libno-such-thing.so.1"), "install libibverbs"), "what to install");
   check(says(load_verbs("libm.so.6"), "libm.so.6 has no ibv_get_device_list"), "the missing function to be named");
   const VerbsPorts found = find_verbs_ports();
   check(found.ports.empty() != found.reason.empty(), "ports, or the reason why there are none");

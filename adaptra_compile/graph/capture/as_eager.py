@@ -41,25 +41,40 @@ def as_eager() -> Generator[None]:
         ValueReadError: The code reads a value that depends on inputs or parameters.
     """
     compiler: Any = torch.compiler
-    tracing: Any = _symbolic_trace
     proxies: Any = get_proxy_mode()
-    before = compiler._is_compiling_flag, compiler._is_exporting_flag, tracing._is_fx_tracing_flag
-    compiler._is_compiling_flag = compiler._is_exporting_flag = tracing._is_fx_tracing_flag = False
+    before = compiler._is_compiling_flag, compiler._is_exporting_flag
+    compiler._is_compiling_flag = compiler._is_exporting_flag = False
     strict = getattr(proxies, "_error_on_data_dependent_ops", None)
     if proxies is not None:
         # Only real tensors are ever read, and values of constants may become part of the graph.
         proxies._error_on_data_dependent_ops = False
     try:
-        with RealConstants(None if proxies is None else proxies.tracer.graph):
+        with _outside_fx_tracing(), RealConstants(None if proxies is None else proxies.tracer.graph):
             yield
     except GuardOnDataDependentSymNode as error:
         # For torch's own error, torch.export prints the graph so far, twice, before it raises it.
         raise ValueReadError("a choice by a shape, or a number, that depends on the values of tensors") from error
     finally:
-        compiler._is_compiling_flag, compiler._is_exporting_flag, tracing._is_fx_tracing_flag = before
+        compiler._is_compiling_flag, compiler._is_exporting_flag = before
         if proxies is not None:
             proxies._error_on_data_dependent_ops = strict
             _describe(proxies.tracer.graph.nodes)
+
+
+@contextmanager
+def _outside_fx_tracing() -> Generator[None]:
+    """Let torch.fx say in this context that it traces nothing."""
+    tracing: Any = _symbolic_trace
+    if hasattr(tracing, "_is_fx_tracing_context"):  # Since torch 2.15 each thread has a flag of its own.
+        with tracing._is_fx_tracing_context(False):
+            yield
+        return
+    before = tracing._is_fx_tracing_flag
+    tracing._is_fx_tracing_flag = False
+    try:
+        yield
+    finally:
+        tracing._is_fx_tracing_flag = before
 
 
 def _describe(nodes: Iterable[fx.Node]) -> None:

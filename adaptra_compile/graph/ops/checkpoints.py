@@ -7,7 +7,7 @@ first made them.
 """
 
 # pyright: reportPrivateUsage=false
-# torch.utils.checkpoint.checkpoint looks up the two names below at each call, however a model has imported it.
+# torch.utils.checkpoint.checkpoint looks up the names below at each call, however a model has imported it.
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ from torch.utils import checkpoint
 from adaptra.graph.ops.ops import changed_by, changes_unsaid, is_random, is_view_node
 
 _REGION: Final = "adaptra_checkpoint"
+
+# Since torch 2.15 checkpoint calls the first of these. The second is still there, but replacing it would change nothing.
+_WITHOUT_REENTRANCE: Final = next(
+    name
+    for name in ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+    if hasattr(checkpoint, name)
+)
 
 
 @contextmanager
@@ -47,13 +54,15 @@ def numbering_checkpoints() -> Generator[None]:
                 return function(*args)
 
     module: Any = checkpoint
-    before = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
-    module._checkpoint_without_reentrant_generator, module.CheckpointFunction = without_reentrance, Reentrant
+    before = getattr(module, _WITHOUT_REENTRANCE), module.CheckpointFunction
+    setattr(module, _WITHOUT_REENTRANCE, without_reentrance)
+    module.CheckpointFunction = Reentrant
     try:
         with preserve_node_meta():
             yield
     finally:
-        module._checkpoint_without_reentrant_generator, module.CheckpointFunction = before
+        setattr(module, _WITHOUT_REENTRANCE, before[0])
+        module.CheckpointFunction = before[1]
 
 
 def region_of(captured: fx.Node) -> int | None:

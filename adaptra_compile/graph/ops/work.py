@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+from torch.utils.flop_counter import flop_registry
 
 from adaptra.graph.ops.ops import is_random, is_view
 from adaptra.graph.ops.specs import tensor_bytes
@@ -83,8 +83,38 @@ _aten = torch.ops.aten
 _ALLOCATIONS: Final = frozenset(
     {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.lift_fresh}
 )
-# Torch counts attention on accelerators. The CPU's kernel has the same first arguments and does the same work.
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Two products for each pair of a query and a key. Keys and values may have fewer heads than queries."""
+    batch, heads, queries, width = query.shape
+    return 2 * batch * heads * queries * key.shape[-2] * (width + value.shape[-1])
+
+
+def _attention_backward_flops(_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """The scores again, then two products with the values' width and two with the keys'."""
+    batch, heads, queries, width = query.shape
+    return 2 * batch * heads * queries * key.shape[-2] * (3 * width + 2 * value.shape[-1])
+
+
+# Torch counts attention on accelerators only, and torch 2.11 refuses keys that have fewer heads than queries.
 _MORE_FORMULAS: Final[Mapping[Any, Any]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+    **dict.fromkeys(
+        [
+            _aten._scaled_dot_product_flash_attention_for_cpu,
+            _aten._scaled_dot_product_flash_attention,
+            _aten._scaled_dot_product_efficient_attention,
+            _aten._scaled_dot_product_cudnn_attention,
+        ],
+        _attention_flops,
+    ),
+    **dict.fromkeys(
+        [
+            _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+            _aten._scaled_dot_product_flash_attention_backward,
+            _aten._scaled_dot_product_efficient_attention_backward,
+            _aten._scaled_dot_product_cudnn_attention_backward,
+        ],
+        _attention_backward_flops,
+    ),
 }

@@ -81,8 +81,7 @@ const char* name_of(ibv_port_state state) {
 
 int query(const Verbs& verbs, ibv_context& device, std::uint8_t port, ibv_port_attr& attributes) {
   attributes = {};
-  // The symbol takes the layout that the library had at first, which ours begins with.
-  return verbs.query_port(&device, port, reinterpret_cast<_compat_ibv_port_attr*>(&attributes));
+  return verbs.query_port(&device, port, &attributes);
 }
 
 // Finds the GID to connect from; false if there is none.
@@ -146,7 +145,8 @@ std::variant<Verbs, Reason> load_verbs(const char* file) {
   void* library = ::dlopen(file, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     const char* text = ::dlerror();
-    return Reason{std::string("libibverbs: ") + (text != nullptr ? text : "can't be opened")};
+    return Reason{std::string("libibverbs: ") + (text != nullptr ? text : "can't be opened") +
+                  ": install libibverbs with the provider of your device (Debian: libibverbs1 ibverbs-providers)"};
   }
   Verbs verbs;
   std::string missing;

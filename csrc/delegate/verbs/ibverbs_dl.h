@@ -1,44 +1,45 @@
 // libibverbs by dlopen: a machine without RDMA needs neither the library nor a rebuild, and learns why verbs are not there.
 #pragma once
 
-#include <infiniband/verbs.h>
-
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <variant>
 #include <vector>
 
+#include "delegate/verbs/ibverbs_abi.h"
+
 namespace adaptra::delegate {
 
-// The functions of libibverbs that are real symbols. Posting, polling and arming go through the device's own table
-// (ibv_post_send, ibv_post_recv, ibv_poll_cq and ibv_req_notify_cq are inline in the header) and need no entry here.
+// The functions of libibverbs that are symbols. Posting, polling and arming go through the device's own table: see
+// ibv_context_ops.
 struct Verbs {
-  decltype(&::ibv_get_device_list) get_device_list = nullptr;
-  decltype(&::ibv_free_device_list) free_device_list = nullptr;
-  decltype(&::ibv_get_device_name) get_device_name = nullptr;
-  decltype(&::ibv_open_device) open_device = nullptr;
-  decltype(&::ibv_close_device) close_device = nullptr;
-  decltype(&::ibv_query_device) query_device = nullptr;
-  decltype(&::ibv_query_port) query_port = nullptr;
-  decltype(&::_ibv_query_gid_table) query_gid_table = nullptr;
-  decltype(&::ibv_alloc_pd) alloc_pd = nullptr;
-  decltype(&::ibv_dealloc_pd) dealloc_pd = nullptr;
-  decltype(&::ibv_reg_mr) reg_mr = nullptr;
-  decltype(&::ibv_dereg_mr) dereg_mr = nullptr;
-  decltype(&::ibv_create_comp_channel) create_comp_channel = nullptr;
-  decltype(&::ibv_destroy_comp_channel) destroy_comp_channel = nullptr;
-  decltype(&::ibv_create_cq) create_cq = nullptr;
-  decltype(&::ibv_destroy_cq) destroy_cq = nullptr;
-  decltype(&::ibv_get_cq_event) get_cq_event = nullptr;
-  decltype(&::ibv_ack_cq_events) ack_cq_events = nullptr;
-  decltype(&::ibv_create_qp) create_qp = nullptr;
-  decltype(&::ibv_modify_qp) modify_qp = nullptr;
-  decltype(&::ibv_destroy_qp) destroy_qp = nullptr;
-  decltype(&::ibv_get_async_event) get_async_event = nullptr;
-  decltype(&::ibv_ack_async_event) ack_async_event = nullptr;
-  decltype(&::ibv_wc_status_str) wc_status_str = nullptr;
-  decltype(&::ibv_event_type_str) event_type_str = nullptr;
+  ibv_device** (*get_device_list)(int* count) = nullptr;
+  void (*free_device_list)(ibv_device** list) = nullptr;
+  const char* (*get_device_name)(ibv_device* device) = nullptr;
+  ibv_context* (*open_device)(ibv_device* device) = nullptr;
+  int (*close_device)(ibv_context* device) = nullptr;
+  int (*query_device)(ibv_context* device, ibv_device_attr* attributes) = nullptr;
+  int (*query_port)(ibv_context* device, std::uint8_t port, ibv_port_attr* attributes) = nullptr;
+  ssize_t (*query_gid_table)(ibv_context* device, ibv_gid_entry* entries, std::size_t most, std::uint32_t flags,
+                             std::size_t entry_bytes) = nullptr;
+  ibv_pd* (*alloc_pd)(ibv_context* device) = nullptr;
+  int (*dealloc_pd)(ibv_pd* domain) = nullptr;
+  ibv_mr* (*reg_mr)(ibv_pd* domain, void* begin, std::size_t bytes, int access) = nullptr;
+  int (*dereg_mr)(ibv_mr* region) = nullptr;
+  ibv_comp_channel* (*create_comp_channel)(ibv_context* device) = nullptr;
+  int (*destroy_comp_channel)(ibv_comp_channel* channel) = nullptr;
+  ibv_cq* (*create_cq)(ibv_context* device, int completions, void* context, ibv_comp_channel* channel, int vector) = nullptr;
+  int (*destroy_cq)(ibv_cq* queue) = nullptr;
+  int (*get_cq_event)(ibv_comp_channel* channel, ibv_cq** queue, void** context) = nullptr;
+  void (*ack_cq_events)(ibv_cq* queue, unsigned int events) = nullptr;
+  ibv_qp* (*create_qp)(ibv_pd* domain, ibv_qp_init_attr* attributes) = nullptr;
+  int (*modify_qp)(ibv_qp* pair, ibv_qp_attr* attributes, int mask) = nullptr;
+  int (*destroy_qp)(ibv_qp* pair) = nullptr;
+  int (*get_async_event)(ibv_context* device, ibv_async_event* event) = nullptr;
+  void (*ack_async_event)(ibv_async_event* event) = nullptr;
+  const char* (*wc_status_str)(ibv_wc_status status) = nullptr;
+  const char* (*event_type_str)(ibv_event_type event) = nullptr;
 };
 
 // The reason why something can't be used, for people.
@@ -46,7 +47,7 @@ struct Reason {
   std::string text;
 };
 
-// Opens the library and finds every function; the reason names the file or the function that is missing. The library stays
+// Opens the library and finds every function; the reason names what is missing, and what to install. The library stays
 // open for good: its providers keep state that no close can end.
 [[nodiscard]] std::variant<Verbs, Reason> load_verbs(const char* file = "libibverbs.so.1");
 

@@ -1,5 +1,5 @@
-// The view of verbs that the rest of the engine has: the ports, or why there are none, and a wire over one of them. Compiled
-// with or without libibverbs' header (verbs.cc, verbs_absent.cc). The library itself is opened when it is asked for.
+// The view of verbs that the rest of the engine has: the ports, or why there are none, and a wire over one of them. libibverbs
+// is opened when it is asked for.
 #pragma once
 
 #include <cstdint>

@@ -213,7 +213,7 @@ void VerbsConnection::flush() {
     }
     batch.requests[batch.count - 1].send_flags |= IBV_SEND_SIGNALED;
     ibv_send_wr* refused = nullptr;
-    if (const int error = ibv_post_send(pair_.get(), batch.requests.data(), &refused); error != 0) {
+    if (const int error = pair_->context->ops.post_send(pair_.get(), batch.requests.data(), &refused); error != 0) {
       return break_later("posting a send: " + error_text(error));
     }
   }

@@ -23,7 +23,7 @@ void VerbsConnection::post_receive(std::uint32_t cell) {
   request.sg_list = &piece;
   request.num_sge = 1;
   ibv_recv_wr* refused = nullptr;
-  if (const int error = ibv_post_recv(pair_.get(), &request, &refused); error != 0) {
+  if (const int error = pair_->context->ops.post_recv(pair_.get(), &request, &refused); error != 0) {
     break_later("posting a receive: " + error_text(error));
   }
 }
@@ -69,7 +69,7 @@ void VerbsConnection::return_credits() {
   next_request_ = (next_request_ + 1) & kNumbers;
   posted_.push_back({});
   ibv_send_wr* refused = nullptr;
-  if (const int error = ibv_post_send(pair_.get(), &request, &refused); error != 0) {
+  if (const int error = pair_->context->ops.post_send(pair_.get(), &request, &refused); error != 0) {
     break_later("returning credits: " + error_text(error));
   }
 }

@@ -51,7 +51,7 @@ VerbsWire::VerbsWire(const Verbs& verbs, Port port, Poller& poller)
   if (completions_ == nullptr) throw failure(name() + ": completion queue");
   make_non_blocking(channel_->fd);
   make_non_blocking(device_->async_fd);
-  if (const int error = ibv_req_notify_cq(completions_.get(), kOnlyUrgent); error != 0)
+  if (const int error = device_->ops.req_notify_cq(completions_.get(), kOnlyUrgent); error != 0)
     throw failure(name() + ": completion queue", error);
   poller_.add(channel_->fd, EPOLLIN, on_completions_);
   poller_.add(device_->async_fd, EPOLLIN, on_device_);
@@ -92,7 +92,7 @@ bool VerbsWire::progress() {
   std::array<ibv_wc, kBatch> batch;
   std::vector<std::uint32_t> touched;
   int count = 0;
-  while ((count = ibv_poll_cq(completions_.get(), kBatch, batch.data())) > 0) {
+  while ((count = device_->ops.poll_cq(completions_.get(), kBatch, batch.data())) > 0) {
     any = true;
     for (const ibv_wc& completion : std::span(batch).first(static_cast<std::size_t>(count))) {
       const auto serial = static_cast<std::uint32_t>(completion.wr_id >> 32);
@@ -121,14 +121,14 @@ void VerbsWire::completions_ready() {
   if (events > 0) verbs_.ack_cq_events(completions_.get(), events);
   notices_all_ = false;
   // Armed before the queue is emptied, so that any later completion wakes the engine.
-  if (const int error = ibv_req_notify_cq(completions_.get(), kOnlyUrgent); error != 0)
+  if (const int error = device_->ops.req_notify_cq(completions_.get(), kOnlyUrgent); error != 0)
     fail_all("its completion queue can't be armed");
   progress();
 }
 
 void VerbsWire::notice_all() {
   if (std::exchange(notices_all_, true)) return;
-  if (const int error = ibv_req_notify_cq(completions_.get(), 0); error != 0) notices_all_ = false;
+  if (const int error = device_->ops.req_notify_cq(completions_.get(), 0); error != 0) notices_all_ = false;
   // The queue may hold completions already, which wake nobody: have the engine look for them once.
   const std::uint64_t one = 1;
   if (write(wake_.get(), &one, sizeof one) != sizeof one) notices_all_ = false;

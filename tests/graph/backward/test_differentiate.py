@@ -83,11 +83,13 @@ def test_without_adaptras_randomness_plain_eager_torch_gives_the_same_too() -> N
 
 
 def test_input_and_weight_gradients_together_do_the_work_of_one_backward_pass() -> None:
+    # torch counts its own CPU attention kernel since 2.15; left out here, and counted by hand.
+    uncounted = dict.fromkeys((_FLASH, _FLASH_BACKWARD), lambda *_, **__: 0)
     for name in ("gpt", "resnet", "skip_mlp"):
         compiled, model, batch = compiled_example(name, 4)
-        with FlopCounterMode(display=False) as forward:
+        with FlopCounterMode(display=False, custom_mapping=uncounted) as forward:
             loss = loss_of(EXAMPLES[name], model, batch)
-        with FlopCounterMode(display=False) as backward:
+        with FlopCounterMode(display=False, custom_mapping=uncounted) as backward:
             loss.backward()
         attention = _attention_flops() if name == "gpt" else (0, 0)
         assert sum(stage.flops.forward for stage in compiled.train) == forward.get_total_flops() + attention[0]
@@ -95,8 +97,12 @@ def test_input_and_weight_gradients_together_do_the_work_of_one_backward_pass() 
         assert both == backward.get_total_flops() + attention[1]
 
 
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
 def _attention_flops() -> tuple[int, int]:
-    # torch's counter leaves out its own CPU attention kernel; by hand: 2 products forward, 5 backward, of 4 heads, 16 x 16 x 8.
+    # Of 8 layers: 2 products forward, 5 backward, of 4 heads, 16 x 16 x 8.
     product = 2 * ROWS * 4 * 16 * 16 * 8
     return 8 * 2 * product, 8 * 5 * product
 

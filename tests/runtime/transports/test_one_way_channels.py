@@ -47,6 +47,7 @@ def test_both_ways_of_a_class_have_communicators_of_their_own() -> None:
     run_processes(exchange, 2, "cpu")
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(
     torch.cuda.device_count() < 2,
     reason=f"NCCL needs a GPU for each of two ranks: torch finds {torch.cuda.device_count()} here",

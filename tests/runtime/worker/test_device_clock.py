@@ -47,6 +47,7 @@ def test_on_a_cpu_a_mark_is_the_monotonic_clock() -> None:
     assert OpClock.of([]).read([]) == []
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_on_a_gpu_ops_last_as_long_as_their_kernels_and_not_as_their_calls() -> None:
     matrix = torch.randn(4096, 4096, device="cuda")

@@ -8,6 +8,7 @@ from adaptra.errors import TransportError
 
 pytestmark = [
     pytest.mark.processes,
+    pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 

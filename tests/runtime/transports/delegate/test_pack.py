@@ -46,6 +46,7 @@ def test_interpreted(interpreted: dict[str, str | None], name: str) -> None:
 
 @needs_triton
 @needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", pack_bodies.CHECKS)
 def test_on_a_gpu(name: str) -> None:
     check, *arguments = pack_bodies.CHECKS[name]
@@ -54,6 +55,7 @@ def test_on_a_gpu(name: str) -> None:
 
 @needs_triton
 @needs_gpu
+@pytest.mark.gpu
 def test_staging_packs_on_a_gpu() -> None:
     assert pack.why_not(torch.device("cuda")) is None
 
