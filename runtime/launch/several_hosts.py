@@ -1,6 +1,6 @@
 """Checks of what torchrun has told this process about other hosts, before the process waits for them.
 
-gloo and torchrun notice these mistakes late or not at all. A host that gives the others an address of its own loopback waits for
+gloo and torchrun notice these mistakes late or not at all. A host that gives the others its own loopback's address waits for
 half an hour. A job that starts again may read addresses that its last attempt has left in the store.
 """
 
@@ -10,10 +10,12 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Mapping
+from typing import Final
 
 from adaptra.errors import LaunchError
 
 _log = logging.getLogger(__name__)
+LOOPBACK: Final = "lo"
 
 
 def check_launcher(environment: Mapping[str, str], host: str) -> None:
@@ -24,25 +26,32 @@ def check_launcher(environment: Mapping[str, str], host: str) -> None:
         host: This host's name, by which gloo finds the address that it gives other hosts.
 
     Raises:
-        LaunchError: Other hosts can't reach the address that gloo would give them.
+        LaunchError: Other hosts can't reach the address that gloo would give them, or its interface is not there.
     """
     _check_address(environment, host)
     _warn_of_old_keys(environment)
 
 
 def _check_address(environment: Mapping[str, str], host: str) -> None:
+    rank = environment.get("RANK", "?")
+    chosen = [name for name in environment.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    present = [name for _, name in socket.if_nameindex()]
+    if unknown := [name for name in chosen if name not in present]:
+        raise LaunchError(
+            f"rank {rank}: GLOO_SOCKET_IFNAME={','.join(chosen)!r} names {unknown[0]!r}: expected a network interface of this "
+            f"host, {host!r}: {', '.join(present)}"
+        )
     ranks, here = (int(environment.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if ranks <= here or environment.get("GLOO_SOCKET_IFNAME"):
-        return
-    address = _gloo_address(host)
     first = environment.get("MASTER_ADDR", "localhost")
-    if not ipaddress.ip_address(address).is_loopback or _own_address(first) is not None:
+    if ranks <= here or chosen not in ([], [LOOPBACK]) or _own_address(first) is not None:
         return
-    raise LaunchError(
-        f"rank {environment.get('RANK', '?')}: gloo would give other hosts the address {address}, to which this host's name "
-        f"{host!r} leads, and rank 0 is on another host, {first}: expected GLOO_SOCKET_IFNAME to name the network interface "
-        "that reaches the other hosts, on each host its own (ip -brief address lists them)"
-    )
+    address = "127.0.0.1" if chosen else _gloo_address(host)
+    if ipaddress.ip_address(address).is_loopback:
+        raise LaunchError(
+            f"rank {rank}: gloo would give other hosts the address {address} of {LOOPBACK if chosen else host!r}, and rank 0 "
+            f"is on another host, {first}: expected GLOO_SOCKET_IFNAME to name the network interface that reaches the other "
+            f"hosts, on each host its own: {', '.join(name for name in present if name != LOOPBACK)}"
+        )
 
 
 def _warn_of_old_keys(environment: Mapping[str, str]) -> None:

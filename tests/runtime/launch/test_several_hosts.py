@@ -11,28 +11,38 @@ from errors_table import check_documented
 from adaptra.errors import LaunchError
 from adaptra.runtime.launch.several_hosts import check_launcher
 
-DOCUMENTED = (
-    "rank …: gloo would give other hosts the address …, to which this host's name … leads, and rank 0 is on another host, …: "
-    "expected GLOO_SOCKET_IFNAME to name the network interface that reaches the other hosts, on each host its own "
-    "(ip -brief address lists them)"
+LOOPBACK = (
+    "rank …: gloo would give other hosts the address … of …, and rank 0 is on another host, …: expected GLOO_SOCKET_IFNAME to "
+    "name the network interface that reaches the other hosts, on each host its own: …"
 )
+UNKNOWN = "rank …: GLOO_SOCKET_IFNAME=… names …: expected a network interface of this host, …: …"
 ELSEWHERE = "192.0.2.1"  # an address for documentation, which no host has
 TWO_HOSTS = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": ELSEWHERE}
 
 
+@pytest.mark.parametrize("interface", ["", "lo"])
 @pytest.mark.parametrize("host", ["localhost", "a name that leads nowhere"])
-def test_a_loopback_address_for_other_hosts_is_refused(host: str) -> None:
+def test_a_loopback_address_for_other_hosts_is_refused(host: str, interface: str) -> None:
     with pytest.raises(LaunchError) as error:
-        check_launcher(TWO_HOSTS, host)
-    check_documented("LaunchError", str(error.value), DOCUMENTED)
+        check_launcher(TWO_HOSTS | {"GLOO_SOCKET_IFNAME": interface}, host)
+    check_documented("LaunchError", str(error.value), LOOPBACK)
+
+
+@pytest.mark.parametrize("launched", [{}, TWO_HOSTS], ids=["one host", "two hosts"])
+def test_an_interface_that_is_not_there_is_refused(launched: dict[str, str]) -> None:
+    with pytest.raises(LaunchError, match=r"'no-such-one'.*: lo") as error:
+        check_launcher(launched | {"GLOO_SOCKET_IFNAME": "no-such-one"}, "localhost")
+    check_documented("LaunchError", str(error.value), UNKNOWN)
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"GLOO_SOCKET_IFNAME": "eth0"}, {"WORLD_SIZE": "1"}, {"LOCAL_WORLD_SIZE": "2"}, {"MASTER_ADDR": "localhost"}],
+    [{"GLOO_SOCKET_IFNAME": "card"}, {"WORLD_SIZE": "1"}, {"LOCAL_WORLD_SIZE": "2"}, {"MASTER_ADDR": "localhost"}],
     ids=["interface", "one rank", "one host", "rank 0 is here"],
 )
-def test_what_may_be_right_is_let_through(change: dict[str, str]) -> None:
+def test_what_may_be_right_is_let_through(change: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without any network has the interface lo alone, so the one named here is added to what it has."""
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "card")])
     check_launcher(TWO_HOSTS | change, "localhost")
 
 
