@@ -73,13 +73,14 @@ class TrainingState:
     def _by_name(self) -> dict[str, dict[str, Any]]:
         if self._optimizer.state:
             return self._named_state()
-        # Loading writes into tensors of the same shape, and an optimizer has no state before its first step.
+        # Loading writes into tensors of the same shape, and an optimizer has no state before its first step. It never has any
+        # of parameters that are not trained, such as those beside adapters.
         before = [group["lr"] for group in self._optimizer.param_groups]
-        gradients = {parameter: parameter.grad for parameter in self._names}
+        gradients = {parameter: parameter.grad for parameter in self._names if parameter.requires_grad}
         try:
             for group in self._optimizer.param_groups:
                 group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-            for parameter in self._names:
+            for parameter in gradients:
                 parameter.grad = torch.zeros_like(parameter)
             self._optimizer.step()
             return self._named_state()

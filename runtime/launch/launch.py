@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,6 +19,7 @@ from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.launch.arguments import agree_on_arguments
 from adaptra.runtime.launch.connecting import connect
 from adaptra.runtime.launch.exchange import Check, exchange, no_check
+from adaptra.runtime.launch.several_hosts import check_launcher
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.transports.lanes import LanedTransport
 from adaptra.runtime.transports.local import LocalHub
@@ -244,6 +246,7 @@ def launch(
             "torch.distributed.init_process_group yourself; without a launcher use transport='local'"
         )
     if not dist.is_initialized():
+        check_launcher(os.environ, socket.gethostname())
         dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # Making groups waits for all ranks, so the ranks first agree on which groups to make.

@@ -19,7 +19,8 @@ from paths import DOCS, ROOT
 
 ELSEWHERE = {"command-line.md"}
 ALL = {path.relative_to(DOCS).as_posix(): Page.read(path) for path in sorted(DOCS.rglob("*.md"))}
-PAGES = {name: page for name, page in ALL.items() if page.program or page.files}
+# Recipes are run by tests/recipes, as test_recipe_marks.py makes sure.
+PAGES = {name: page for name, page in ALL.items() if (page.program or page.files) and not name.startswith("recipes/")}
 
 
 def run(command: list[str], folder: Path) -> str:

@@ -1,0 +1,53 @@
+"""The recipes of docs/recipes: tests run what a page shows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from documented import Page
+from paths import DOCS
+
+RECIPES = DOCS / "recipes"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A page of docs/recipes: its text and its blocks."""
+
+    text: str
+    page: Page
+
+
+def write_recipe(name: str, folder: Path) -> Recipe:
+    """Read a recipe, and write the files that it shows into a folder."""
+    path = RECIPES / f"{name}.md"
+    recipe = Recipe(path.read_text(), Page.read(path))
+    for title, text in recipe.page.files.items():
+        (folder / title).write_text(text)
+    return recipe
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment of somebody who has adaptra installed, on a machine that others use too."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | more
+
+
+def run_recipe(command: Sequence[str], folder: Path, timeout: float = 120.0, **more: str) -> str:
+    """What a command prints; nothing of it is left, however it ends."""
+    started = subprocess.Popen(
+        command, cwd=folder, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        output, errors = started.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        started.terminate()  # torchrun ends its ranks when it is asked to, not when it is killed
+        output, errors = started.communicate()
+        raise AssertionError(f"{command}: not done within {timeout} s:\n{output}\n{errors}") from None
+    assert started.returncode == 0, f"{command}\n{output}\n{errors}"
+    return output
