@@ -1,0 +1,41 @@
+"""Skeletons of models: the same modules with fake tensors instead of parameters and buffers, so with next to no memory.
+
+A skeleton gives the same stages as its model. So a model is captured that no host could hold, and again for another shape after
+its parameters have gone to the stages.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+def skeleton(model: nn.Module, device: torch.device | None = None) -> nn.Module:
+    """Return a copy of a model whose parameters and buffers are fake tensors.
+
+    Tied tensors stay tied, and ``requires_grad``, dtypes, strides, modes and hooks stay as they are. Tensors that are neither
+    parameters nor buffers stay real, since a capture takes their values as constants.
+
+    Args:
+        model: The model. Nothing of it changes, and none of its state is copied.
+        device: The device of the fakes of tensors on the meta device; without it they stay there.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in fakes:
+            fakes[id(tensor)] = _fake(tensor, mode, device)
+    return copy.deepcopy(model, fakes)
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None) -> Tensor:
+    where = device if tensor.is_meta and device is not None else tensor.device
+    with mode:
+        made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=where)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, tensor.requires_grad)
+        return made.requires_grad_(tensor.requires_grad)
