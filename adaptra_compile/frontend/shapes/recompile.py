@@ -1,0 +1,55 @@
+"""Compilation of a pipeline's model for another shape of microbatch, after the pipeline was built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from adaptra.graph import CompiledStages, compile_stages
+from adaptra.graph.capture.skeleton import skeleton
+
+
+@dataclass(frozen=True, slots=True)
+class Recompile:
+    """What is kept to compile the model again.
+
+    Attributes:
+        model: The model's modules. Nothing of the pipeline refers to its tensors.
+        loss: The loss of one microbatch, or None if the model returns it.
+    """
+
+    model: nn.Module
+    loss: Callable[..., Any] | None
+
+    @staticmethod
+    def of(model: nn.Module, loss: Callable[..., Any] | None) -> Recompile:
+        """Keep a model for later compilations, without its parameters and buffers."""
+        return Recompile(skeleton(model), loss)
+
+    def stages(
+        self, like: CompiledStages, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any, *, with_loss: bool
+    ) -> CompiledStages:
+        """Return stages for one microbatch like this one.
+
+        Args:
+            like: The stages for another shape, which have the same state.
+            args, kwargs: The model's arguments, one microbatch.
+            targets: The loss's targets, one microbatch.
+            with_loss: Whether the loss is wanted. Stages without one only evaluate.
+
+        Raises:
+            CaptureError, PartitionError: The model can't be compiled for this shape, or its stages would have other state.
+        """
+        return compile_stages(
+            self.model,
+            args,
+            kwargs,
+            stages=len(like.train),
+            loss=self.loss if with_loss else None,
+            targets=targets,
+            like=like,
+            with_loss=with_loss,
+        )
