@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -9,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ from adaptra.program.placement import stages_of
 from adaptra.program.roles import Roles
 from adaptra.runtime.control.calls import Calls
 from adaptra.runtime.launch.agreement import agree
+from adaptra.runtime.launch.exchange import exchange as exchange_texts
+from adaptra.runtime.launch.exchange import not_set
 from adaptra.runtime.launch.launch import Job, Launch
 from adaptra.runtime.reconfigure.agreement import RESTART_SECONDS, agree_on_roles, gather_costs, share_split
 from adaptra.runtime.reconfigure.consent import Consent, check_consents
@@ -44,7 +47,11 @@ from adaptra.runtime.worker.shapes import FIRST, StepShape
 from adaptra.runtime.worker.worker import Batch, Worker
 from adaptra.simulation.cut_points import CutPoint, positions_of
 
+logger = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
+
+_ONE_SHAPE: Final = "expected one shape on all ranks of a replica; give each of them the same inputs and targets, not None"
 
 
 class Session:
@@ -76,6 +83,7 @@ class Session:
         self.microbatches = spec.microbatches
         self._failure: BaseException | None = None
         self._calls: Calls | None = None
+        self._new_shapes = 0
         if launched.job is not None and launched.job.ranks > 1:
             end_by = weakref.WeakMethod(self._end_by)
             self._calls = Calls(launched.job.store, launched.job.rank, launched.job.ranks, lambda error: _call(end_by, error))
@@ -103,6 +111,7 @@ class Session:
             self.compiled,
             self.microbatches,
             self._spec.options.shapes,
+            logger.info if self.launched.transports[0].rank == 0 else logger.debug,
             self._add_shape,
             self._drop_shape,
         )
@@ -437,11 +446,6 @@ class Session:
             inputs = formats[0].flatten(args, kwargs, any_size=True)
             wanted = formats[1].flatten(targets, any_size=True) if with_loss else []
             if not self.shapes.is_first(inputs, wanted):
-                if self.launched.replicas is not None:
-                    raise BatchError(
-                        "a batch of another shape than the pipeline was compiled for: expected the same with several replicas; "
-                        "pad the batch, or compile another pipeline for it"
-                    )
                 found = self.shapes.find(inputs, wanted, (args, kwargs, targets if with_loss else None), with_loss=with_loss)
                 here = found.inputs if self._has(0) else (), found.targets if self._has(-1) else ()
                 return replace(found, inputs=here[0], targets=here[1])
@@ -459,7 +463,12 @@ class Session:
         return self._spec.lowered(self._recompile.stages(self.compiled, args, kwargs, targets, with_loss=with_loss))
 
     def _add_shape(self, new: NewShape) -> StepShape:
-        """Plan for a new shape of batch, and have the workers prepare for it."""
+        """Plan for a new shape of batch, and have the workers prepare for it.
+
+        Raises:
+            BatchError: Another rank of the replica has a batch of another shape.
+        """
+        self._agree_on_shape(new)
         larger, smaller = new.larger, new.smaller
         programs = self._spec.programs_of(self.compiled, larger, len(new.rows))
         shape = StepShape(new.number, new.code, new.rows, larger, smaller, programs)
@@ -469,6 +478,36 @@ class Session:
                     prepare(compiled.train[stage])
             worker.add_shape(shape)
         return shape
+
+    def _agree_on_shape(self, new: NewShape) -> None:
+        """Wait until all ranks of this replica have compiled the same shape of batch."""
+        self._new_shapes += 1
+        transport = self.launched.pipeline_of(self.launched.transports[0])
+        if self.launched.job is None or transport.world_size == 1:
+            return
+        (worker,), replicas, calls = self.workers, self.launched.replicas, self._calls
+        job_ranks = range(transport.world_size) if replicas is None else replicas.pipeline
+        name, own = f"agree/shape/{self._new_shapes}", transport.rank
+        others = [rank for rank in range(transport.world_size) if rank != own]
+        told: dict[int, int] = {job_ranks[rank]: rank for rank in others}
+
+        def check() -> None:
+            worker.check()
+            ahead = [] if calls is None else calls.ahead(list(told))
+            late = not_set(transport.store, [f"{name}/{told[rank]}" for rank in ahead]) if ahead else []
+            if late:
+                ranks = ", ".join(str(rank) for rank in ahead if f"{name}/{told[rank]}" in late)
+                raise BatchError(
+                    f"rank {job_ranks[own]} has a batch of {new.name}, a shape that is new to it, rank {ranks} one of a known "
+                    f"shape: {_ONE_SHAPE}"
+                )
+
+        found = exchange_texts(transport.store, name, own, new.name, others, self._spec.options.timeout, check)
+        for rank, text in zip(others, found, strict=True):
+            if text != new.name:
+                raise BatchError(
+                    f"rank {job_ranks[own]} has a batch of {new.name}, rank {job_ranks[rank]} one of {text}: {_ONE_SHAPE}"
+                )
 
     def _drop_shape(self, number: int) -> None:
         for worker in self.workers:

@@ -9,6 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from adaptra.errors import BatchError
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Program
@@ -33,6 +34,9 @@ from adaptra.runtime.worker.loss_reduction import Reduction, total_weight
 from adaptra.runtime.worker.shapes import FIRST, RankShape, StepShape
 from adaptra.runtime.worker.stage import EvaluationStage, Stage, TrainingStage, UnevenStage
 from adaptra.runtime.worker.step_gradients import StepGradients
+
+_ROWS: Final = 1024
+"""Numbers of rows travel in two parts, of which sums over replicas are exact in float32."""
 
 Batch = Sequence[Sequence[Tensor]]
 """The tensors of a step, per microbatch."""
@@ -102,7 +106,7 @@ class StepParts:
         self._timeout = options.timeout
         self._sum = None if replicas is None else self._gradient_sum(replicas, options.reduce, mark)
         self.stages: Final = {stage: self._stage(self.replica, stage, self.gradients, state) for stage in own}
-        rows = (1,) * microbatches  # no sum of this shape weights them
+        rows = (next((one.shape[0] for one in compiled.train[0].inputs if one.shape), 1),) * microbatches
         first = StepShape(FIRST, FIRST, rows, compiled, None, lambda plan: plan.program)
         self.first: Final = RankShape(first, self.stages, self._losses_of(first))
         self._foreign: dict[tuple[int, int], TrainingStage] = {}
@@ -277,7 +281,7 @@ class StepParts:
                 self._sum.close()
                 raise
             self._monitor.reduce(*self._sum.end_step())
-        losses = self._end_losses(shape.losses)
+        losses = self._end_losses(shape)
         if self._step_gradients is not None:
             weighted = self._reduction is Reduction.WEIGHTED
             self._step_gradients.end_step(total_weight(losses) if weighted else None)
@@ -316,7 +320,7 @@ class StepParts:
         else:
             shape.losses.begin_step(step)
             executor.run(step, inputs, targets, on_results=shape.losses.send)
-            losses = self._end_losses(shape.losses, aside=True)
+            losses = self._end_losses(shape, aside=True)
             results = {microbatch: (loss,) for microbatch, loss in enumerate(losses.unbind())}
         self.buffers.end()
         return results
@@ -331,17 +335,33 @@ class StepParts:
             return {stage: of(shape.larger, stage) for stage in self.stages}
         return {stage: UnevenStage(of(shape.larger, stage), of(shape.smaller, stage), shape.count) for stage in self.stages}
 
-    def _end_losses(self, broadcast: LossBroadcast, *, aside: bool = False) -> Tensor:
-        losses = broadcast.end_step(self._timeout)
+    def _end_losses(self, of: RankShape, *, aside: bool = False) -> Tensor:
+        """Return the losses of all microbatches, over all replicas.
+
+        Replicas may have different numbers of microbatches, with zeros for those that one lacks.
+
+        Raises:
+            BatchError: Replicas have batches of different numbers of rows, and the mean of their losses is wanted.
+        """
+        losses = of.losses.end_step(self._timeout)
         if self._replicas is None:
             return losses
-        mean = self._reduction is Reduction.MEAN
-        if aside:
-            return self._replicas.combine_losses(losses, mean=mean, aside=True)
-        marks = losses.new_tensor(self._hooks.marks(), dtype=torch.float32)
-        combined = self._replicas.combine_losses(losses, mean=mean, beside=[marks])
-        self._hooks.check_marks((marks if mean else marks / len(self._replicas.ranks)).tolist(), self.replica)
-        return combined
+        mean, own = self._reduction is Reduction.MEAN, len(losses)
+        if own < self._microbatches:
+            losses = torch.cat([losses, losses.new_zeros(self._microbatches - own, *losses.shape[1:])])
+        hooks, rows = () if aside else self._hooks.marks(), divmod(sum(of.shape.rows), _ROWS)
+        marks = losses.new_tensor((*rows, *hooks), dtype=torch.float32)
+        combined = self._replicas.combine_losses(losses, mean=mean, aside=aside, beside=[marks])
+        found = (marks if mean else marks / len(self._replicas.ranks)).tolist()
+        if mean and tuple(found[:2]) != rows:
+            raise BatchError(
+                f"replica {self.replica} has a batch of {sum(of.shape.rows)} rows, all {found[0] * _ROWS + found[1]:g} on "
+                "average: expected the same number on all replicas, as reduction='mean' gives each replica the same weight; "
+                "reduction='sum' and 'weighted' take any numbers"
+            )
+        if not aside:
+            self._hooks.check_marks(found[2:], self.replica)
+        return combined[:own] if mean else combined
 
 
 def _message_bytes(compiled: CompiledStages) -> dict[Edge, int]:

@@ -7,7 +7,6 @@ dtypes and constants stay. Each new shape is compiled once, with the same split 
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +22,6 @@ from adaptra.graph.ops.specs import MessageSpec
 from adaptra.runtime.worker.batch import microbatch_rows, rows_of_all, split_rows
 from adaptra.runtime.worker.shapes import FIRST, StepShape
 from adaptra.runtime.worker.step_parts import Batch
-
-logger = logging.getLogger(__name__)
 
 Given = tuple[tuple[Any, ...], Mapping[str, Any], Any]
 """The model's positional and keyword arguments, and the loss's targets."""
@@ -101,6 +98,7 @@ class Shapes:
         first: The stages for which the pipeline was compiled.
         microbatches: The number of microbatches of a batch with enough rows.
         most: The number of shapes that are kept. The least recently used one goes first.
+        tell: Called with a line of text for people about each shape that comes or goes.
         add: Called with each new shape: plans, and tells the workers.
         drop: Called with the number of a shape that goes.
     """
@@ -111,6 +109,7 @@ class Shapes:
         first: CompiledStages,
         microbatches: int,
         most: int,
+        tell: Callable[[str], object],
         add: Callable[[NewShape], StepShape],
         drop: Callable[[int], None],
     ) -> None:
@@ -118,6 +117,7 @@ class Shapes:
         self._first = first
         self._microbatches = microbatches
         self._most = most
+        self._tell = tell
         self._add = add
         self._drop = drop
         self._known: OrderedDict[tuple[Sizes, int], _Known] = OrderedDict()
@@ -196,11 +196,11 @@ class Shapes:
         shape = self._add(new)
         self._number = new.number
         found = self._known[sizes, rows] = _Known(shape, name, time.monotonic() - began)
-        logger.info("compiled for batches of %s in %.2f s", name, found.seconds)
+        self._tell(f"compiled for batches of {name} in {found.seconds:.2f} s")
         while len(self._known) > self._most:
             _, dropped = self._known.popitem(last=False)
             self._drop(dropped.shape.number)
-            logger.info("forgot batches of %s: %d shapes are kept", dropped.name, self._most)
+            self._tell(f"forgot batches of {dropped.name}: {self._most} shapes are kept")
         return found
 
     def _stages_for(self, sizes: Sizes, rows: int, given: Given, with_loss: bool) -> CompiledStages:
