@@ -656,7 +656,7 @@ class Pipeline(NotAModule):
     def _timeline(self, call: str) -> Timeline | None:
         session = self._require()
         session.require_running()
-        if self._losses is None or not session.workers[0].measured:
+        if self._losses is None or not session.workers[0].monitor.kept:
             raise PipelineError("no step has run yet: a timeline shows the last step")
         return session.on_every_rank(Worker.timeline, call)[0]
 

@@ -13,6 +13,9 @@ from shaped import CLASSES, LOSSES, MICROBATCHES, batch, gradients, make, mean, 
 from torch import Tensor, nn
 
 import adaptra
+from adaptra.errors import PlanError
+from adaptra.program.schedules import generate
+from adaptra.runtime.control.events import EventKind
 
 
 def compiled(reduction: str = "mean", **how: Any) -> adaptra.Pipeline:
@@ -159,3 +162,41 @@ def test_a_cut_that_moves_compiles_shapes_again_for_the_new_stages() -> None:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.0)
         pipe.take_split(["layers.1"], optimizer)
         assert torch.equal(pipe.step(*batch(5, 7)), before)
+
+
+def test_a_new_plan_runs_all_shapes_and_steps_of_others_are_not_detected_as_slow() -> None:
+    """Batches 40 times as long alternate with short ones, and another plan comes in between."""
+    lengths = [(8, 6), (8, 240), (7, 6)]
+    with compiled(stages=2) as pipe, compiled(stages=2, adapt=False) as still:
+        for number in range(60):
+            rows, length = lengths[number % 3]
+            if number == 20:
+                for worker in pipe.session.workers:
+                    worker.controller.suggest(generate("gpipe", 2, MICROBATCHES), "a test")
+            assert torch.equal(pipe.step(*batch(rows, length, number)), still.step(*batch(rows, length, number))), number
+            for name, one in pipe.named_parameters():
+                assert torch.equal(one.grad, dict(still.named_parameters())[name].grad), (number, name)
+        assert pipe.plan.version > 0
+        assert not [one for one in pipe.events if one.kind is EventKind.DETECTED and "slower" in one.text]
+        timeline = pipe.timeline()
+        assert timeline is not None and timeline.program.microbatches == MICROBATCHES
+
+
+def test_fewer_rows_than_microbatches_have_a_program_and_a_timeline_of_their_own() -> None:
+    with compiled(stages=2) as pipe:
+        pipe.step(*batch(3, 6))
+        timeline = pipe.timeline()
+        assert timeline is not None and timeline.program.microbatches == 3
+        assert pipe.microbatch_losses.shape == (3,)
+
+
+def test_a_shape_that_does_not_fit_the_memory_is_refused_and_training_goes_on() -> None:
+    model = make()
+    with adaptra.compile(
+        model, stages=2, microbatches=MICROBATCHES, example_inputs=batch(8, 6), loss=mean, memory="200 KiB"
+    ) as pipe:
+        before = pipe.step(*batch(8, 6))
+        with pytest.raises(PlanError, match="for one microbatch"):
+            pipe.step(*batch(8, 600))
+        assert torch.equal(pipe.step(*batch(8, 6)), before)
+        assert len(pipe.shapes) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from torch import nn
 
 from adaptra.graph import CompiledStages, compile_stages
 from adaptra.graph.capture.skeleton import skeleton
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +28,13 @@ class Recompile:
     loss: Callable[..., Any] | None
 
     @staticmethod
-    def of(model: nn.Module, loss: Callable[..., Any] | None) -> Recompile:
-        """Keep a model for later compilations, without its parameters and buffers."""
-        return Recompile(skeleton(model), loss)
+    def of(model: nn.Module, loss: Callable[..., Any] | None) -> Recompile | None:
+        """Keep a model for later compilations, without its parameters and buffers; None if its modules can't be copied."""
+        try:
+            return Recompile(skeleton(model), loss)
+        except Exception as error:  # copies run the user's code, and a pipeline of one shape needs none
+            logger.info("batches of other sizes can't be compiled, as the model can't be copied: %s", error)
+            return None
 
     def stages(
         self, like: CompiledStages, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any, *, with_loss: bool
