@@ -13,6 +13,7 @@ this process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -30,6 +31,7 @@ from adaptra.frontend.given_routes import changed_buffers
 from adaptra.frontend.grad_scaler import GradScaler
 from adaptra.frontend.not_a_module import NotAModule
 from adaptra.frontend.session import Session
+from adaptra.frontend.shapes.shapes import PipelineShape
 from adaptra.planning.explanation import explain
 from adaptra.planning.layout_change import RoleChange, SplitChange
 from adaptra.planning.replicas.job_explanation import explain_job
@@ -201,14 +203,14 @@ class Pipeline(NotAModule):
         session = self._require()
         with session.at_the_door():
             args, given = self._arguments(inputs, targets)
-            microbatches = session.split_inputs(args, kwargs)
-            wanted = session.split_targets(given)
-            require_no_gradient(microbatches, session.compiled.inputs.labels, "inputs")
-            require_no_gradient(wanted, session.compiled.targets.labels, "targets")
+            batch = session.batch(args, given, kwargs)
+            require_no_gradient(batch.inputs, session.compiled.inputs.labels, "inputs")
+            require_no_gradient(batch.targets, session.compiled.targets.labels, "targets")
             session.compare_rows("step", inputs, targets, kwargs)
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        self._losses = session.on_every_rank(lambda worker: worker.step(microbatches, wanted, scale), "step")[0]
-        return session.reduction.of_batch(self._losses)
+        run = partial(Worker.step, inputs=batch.inputs, targets=batch.targets, loss_scale=scale, shape=batch.number)
+        self._losses = session.on_every_rank(run, "step")[0]
+        return session.reduction.of_batch(self._losses, batch.shares)
 
     @property
     def microbatch_losses(self) -> Tensor:
@@ -236,14 +238,14 @@ class Pipeline(NotAModule):
         with session.at_the_door():
             args, given = self._arguments(inputs, targets)
             with_loss = given is not None or self._returns_loss
-            microbatches = session.split_inputs(args, kwargs)
-            wanted = session.split_targets(given) if with_loss else None
+            batch = session.batch(args, given, kwargs, with_loss=with_loss)
             session.compare_rows("eval_step", inputs, targets, kwargs)
-        found = session.on_every_rank(lambda worker: worker.evaluate(microbatches, wanted), "eval_step")
+        wanted = batch.targets if with_loss else None
+        found = session.on_every_rank(lambda worker: worker.evaluate(batch.inputs, wanted, batch.number), "eval_step")
         results = next(filter(None, found), {})
         if with_loss:
-            return session.reduction.of_batch(torch.stack([loss for (loss,) in results.values()]))
-        return session.compiled.outputs.merge([results[index] for index in sorted(results)]) if results else None
+            return session.reduction.of_batch(torch.stack([loss for (loss,) in results.values()]), batch.shares)
+        return batch.outputs_by.outputs.merge([results[index] for index in sorted(results)]) if results else None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the stages in this process, for any torch optimizer.
@@ -562,6 +564,15 @@ class Pipeline(NotAModule):
         self._require().take_split(split, given_or_attached("take_split", optimizer, self._optimizer))
 
     @property
+    def shapes(self) -> tuple[PipelineShape, ...]:
+        """The shapes of batches that are compiled: that of the example, then others, the most recently used last.
+
+        Each has the sizes of its tensors, the rows of its microbatches, the seconds of its compilation and the number of its
+        steps and evaluations. ``Options(shapes=…)`` limits how many are kept.
+        """
+        return self._require().shapes.listed()
+
+    @property
     def plan(self) -> Plan:
         """The plan of the last step, or that of the first step if none has run."""
         return self._require().workers[0].plan
@@ -663,7 +674,7 @@ class Pipeline(NotAModule):
     def _timeline(self, call: str) -> Timeline | None:
         session = self._require()
         session.require_running()
-        if self._losses is None or not session.workers[0].measured:
+        if self._losses is None or not session.workers[0].monitor.kept:
             raise PipelineError("no step has run yet: a timeline shows the last step")
         return session.on_every_rank(Worker.timeline, call)[0]
 

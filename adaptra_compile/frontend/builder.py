@@ -6,7 +6,7 @@ This is the path from a model to instruction lists. Its part after the cut is in
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ from adaptra.frontend.arguments.arguments import CompileArguments
 from adaptra.frontend.arguments.placing import STRAIGHT
 from adaptra.frontend.arguments.shared_models import Sharing
 from adaptra.frontend.session import Session
+from adaptra.frontend.shapes.recompile import Recompile
 from adaptra.frontend.stage_planning import PipelineSpec, PlannedPipeline
 from adaptra.frontend.weights.materialise import is_empty, materialise, refuse_list
 from adaptra.frontend.worker_factory import open_recorder
@@ -102,7 +103,10 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         states = sharing.states(model, planned.compiled, request.placed, launched.ranks)
         workers = planned.factory.workers(launched, recorder, states, planned.initial)
         opened.pop_all()
-    session = Session(spec, planned, launched, workers, recorder, sharing)
+    recompile = None
+    if planned.compiled.captured is not None and planned.compiled.with_loss:
+        recompile = Recompile.of(model, _loss_of(request, reduction), empty_on)
+    session = Session(spec, planned, launched, workers, recorder, sharing, recompile)
     try:
         session.align_copies()
     except BaseException:
@@ -141,7 +145,7 @@ def _compile(
     refuse_number_of_items(kwargs, spec.reduction)
     args, targets, kwargs = example_microbatch((args, targets, dict(kwargs)), request.microbatches, "example_inputs")
     modules = request.stage_modules
-    loss = WeightedLoss(request.loss) if spec.reduction is Reduction.WEIGHTED else request.loss
+    loss = _loss_of(request, spec.reduction)
     if modules is not None:
         if empty_on is not None:
             refuse_list()
@@ -164,6 +168,10 @@ def _compile(
     planned = spec.prepare(compiled)
     progress("planned", 1, 1)
     return planned
+
+
+def _loss_of(request: CompileArguments, reduction: Reduction) -> Callable[..., Any] | None:
+    return WeightedLoss(request.loss) if reduction is Reduction.WEIGHTED else request.loss
 
 
 def _is_one(request: CompileArguments, launched: Launch) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -9,13 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
-from adaptra.errors import AdaptraError, OptionError, PeerLostError, PipelineError
+from adaptra.errors import AdaptraError, BatchError, OptionError, PeerLostError, PipelineError
 from adaptra.frontend.arguments.shared_models import Sharing
+from adaptra.frontend.shapes.recompile import Recompile
+from adaptra.frontend.shapes.shapes import NewShape, ShapedBatch, Shapes
 from adaptra.frontend.stage_planning import PipelineSpec, PlannedPipeline
 from adaptra.frontend.worker_factory import open_recorder
 from adaptra.graph import CompiledStages
@@ -29,6 +32,8 @@ from adaptra.program.placement import stages_of
 from adaptra.program.roles import Roles
 from adaptra.runtime.control.calls import Calls
 from adaptra.runtime.launch.agreement import agree
+from adaptra.runtime.launch.exchange import exchange as exchange_texts
+from adaptra.runtime.launch.exchange import not_set
 from adaptra.runtime.launch.launch import Job, Launch
 from adaptra.runtime.reconfigure.agreement import RESTART_SECONDS, agree_on_roles, gather_costs, share_split
 from adaptra.runtime.reconfigure.consent import Consent, check_consents
@@ -38,10 +43,15 @@ from adaptra.runtime.reconfigure.transfers import Transfer, cut_transfers, role_
 from adaptra.runtime.telemetry.recorder import Recorder
 from adaptra.runtime.worker.batch import split_batch
 from adaptra.runtime.worker.gradient_hooks import is_hooked
+from adaptra.runtime.worker.shapes import FIRST, StepShape
 from adaptra.runtime.worker.worker import Batch, Worker
 from adaptra.simulation.cut_points import CutPoint, positions_of
 
+logger = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
+
+_ONE_SHAPE: Final = "expected one shape on all ranks of a replica; give each of them the same inputs and targets, not None"
 
 
 class Session:
@@ -54,6 +64,7 @@ class Session:
         workers: One worker per rank of this process, in order of ranks.
         recorder: The recorder of the workers' events.
         sharing: The pipeline's use of the model's tensors.
+        recompile: Compiles the model for batches of other shapes; None if it can't be.
     """
 
     def __init__(
@@ -64,12 +75,15 @@ class Session:
         workers: Sequence[Worker],
         recorder: Recorder,
         sharing: Sharing,
+        recompile: Recompile | None = None,
     ) -> None:
         self._spec = spec
+        self._recompile = recompile
         self.reduction = spec.reduction
         self.microbatches = spec.microbatches
         self._failure: BaseException | None = None
         self._calls: Calls | None = None
+        self._new_shapes = 0
         if launched.job is not None and launched.job.ranks > 1:
             end_by = weakref.WeakMethod(self._end_by)
             self._calls = Calls(launched.job.store, launched.job.rank, launched.job.ranks, lambda error: _call(end_by, error))
@@ -92,6 +106,15 @@ class Session:
             for worker in self.workers:
                 worker.explain = self._calls.explain
         self._ranks = {worker.rank for worker in workers}
+        self.shapes = Shapes(
+            None if self._recompile is None else self._compile_again,
+            self.compiled,
+            self.microbatches,
+            self._spec.options.shapes,
+            logger.info if self.launched.transports[0].rank == 0 else logger.debug,
+            self._add_shape,
+            self._drop_shape,
+        )
         # Also if the process ends without a close, since the transports' threads must not outlive the interpreter.
         self._end = weakref.finalize(self, _end, self.workers, self._threads, recorder, launched)
 
@@ -405,16 +428,101 @@ class Session:
         left_out = self.compiled.non_persistent
         return {name: canonical for name, canonical in self.compiled.aliases.items() if canonical not in left_out}
 
+    def batch(self, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any], *, with_loss: bool = True) -> ShapedBatch:
+        """Return a batch in microbatches. A shape that no batch had before is compiled first.
+
+        Args:
+            args, kwargs: The model's arguments.
+            targets: The loss's targets.
+            with_loss: Whether the loss is wanted, and with it the targets.
+
+        Raises:
+            BatchError: The batch is not one that this pipeline takes.
+        """
+        formats = self.compiled.inputs, self.compiled.targets
+        needs_targets = with_loss and bool(formats[1].specs)
+        is_whole = bool(args or kwargs) and (targets is not None or not needs_targets)
+        if self.shapes.can_vary and is_whole:
+            inputs = formats[0].flatten(args, kwargs, any_size=True)
+            wanted = formats[1].flatten(targets, any_size=True) if with_loss else []
+            if not self.shapes.is_first(inputs, wanted):
+                found = self.shapes.find(inputs, wanted, (args, kwargs, targets if with_loss else None), with_loss=with_loss)
+                here = found.inputs if self._has(0) else (), found.targets if self._has(-1) else ()
+                return replace(found, inputs=here[0], targets=here[1])
+        self.shapes.use_first()
+        split = self.split_inputs(args, kwargs), self.split_targets(targets) if with_loss else ()
+        return ShapedBatch(FIRST, *split, (), self.compiled)
+
+    def _has(self, stage: int) -> bool:
+        """Return whether a stage is in this process."""
+        return self._spec.placement[stage] in self._ranks
+
+    def _compile_again(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any, with_loss: bool) -> CompiledStages:
+        """Return the stages for a microbatch of another shape."""
+        assert self._recompile is not None, "the model can be compiled again"
+        return self._spec.lowered(self._recompile.stages(self.compiled, args, kwargs, targets, with_loss=with_loss))
+
+    def _add_shape(self, new: NewShape) -> StepShape:
+        """Plan for a new shape of batch, and have the workers prepare for it.
+
+        Raises:
+            BatchError: Another rank of the replica has a batch of another shape.
+        """
+        self._agree_on_shape(new)
+        larger, smaller = new.larger, new.smaller
+        programs = self._spec.programs_of(self.compiled, larger, len(new.rows))
+        shape = StepShape(new.number, new.code, new.rows, larger, smaller, programs)
+        for worker in self.workers:
+            for stage in stages_of(worker.rank, self._spec.placement):
+                for compiled in filter(None, (larger, smaller)):
+                    prepare(compiled.train[stage])
+            worker.add_shape(shape)
+        return shape
+
+    def _agree_on_shape(self, new: NewShape) -> None:
+        """Wait until all ranks of this replica have compiled the same shape of batch."""
+        self._new_shapes += 1
+        transport = self.launched.pipeline_of(self.launched.transports[0])
+        if self.launched.job is None or transport.world_size == 1:
+            return
+        (worker,), replicas, calls = self.workers, self.launched.replicas, self._calls
+        job_ranks = range(transport.world_size) if replicas is None else replicas.pipeline
+        name, own = f"agree/shape/{self._new_shapes}", transport.rank
+        others = [rank for rank in range(transport.world_size) if rank != own]
+        told: dict[int, int] = {job_ranks[rank]: rank for rank in others}
+
+        def check() -> None:
+            worker.check()
+            ahead = [] if calls is None else calls.ahead(list(told))
+            late = not_set(transport.store, [f"{name}/{told[rank]}" for rank in ahead]) if ahead else []
+            if late:
+                ranks = ", ".join(str(rank) for rank in ahead if f"{name}/{told[rank]}" in late)
+                raise BatchError(
+                    f"rank {job_ranks[own]} has a batch of {new.name}, a shape that is new to it, rank {ranks} one of a known "
+                    f"shape: {_ONE_SHAPE}"
+                )
+
+        found = exchange_texts(transport.store, name, own, new.name, others, self._spec.options.timeout, check)
+        for rank, text in zip(others, found, strict=True):
+            if text != new.name:
+                raise BatchError(
+                    f"rank {job_ranks[own]} has a batch of {new.name}, rank {job_ranks[rank]} one of {text}: {_ONE_SHAPE}"
+                )
+
+    def _drop_shape(self, number: int) -> None:
+        for worker in self.workers:
+            worker.drop_shape(number)
+
     def split_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         """Return the microbatches of a batch's inputs, or nothing if the first stage is not in this process."""
-        if self._spec.placement[0] not in self._ranks:
+        if not self._has(0):
             return ()
         form = self.compiled.inputs
         return split_batch(form.flatten(args, kwargs), form.specs, self.microbatches, "inputs")
 
     def split_targets(self, targets: Any) -> Batch:
         """Return the microbatches of a batch's targets, or nothing if the last stage is not in this process."""
-        if self._spec.placement[-1] not in self._ranks:
+        if not self._has(-1):
             return ()
         form = self.compiled.targets
         return split_batch(form.flatten(targets), form.specs, self.microbatches, "targets")

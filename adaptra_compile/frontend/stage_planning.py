@@ -10,6 +10,7 @@ from typing import Final
 from adaptra.frontend.activation_memory import in_bytes, limits_free, limits_within, predicted_peaks
 from adaptra.frontend.first_plan import first_plan, two_phase_plan
 from adaptra.frontend.given_routes import changed_buffers, kept_at_home, routed_plan
+from adaptra.frontend.shapes.shape_programs import ShapePrograms
 from adaptra.frontend.worker_factory import WorkerFactory
 from adaptra.graph import CompiledStages
 from adaptra.graph.estimated_cost import estimated_cost
@@ -25,7 +26,7 @@ from adaptra.runtime.control.replanning import Planning, makespan
 from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.options import Options
 from adaptra.runtime.worker.loss_reduction import Reduction
-from adaptra.simulation.cost import Case
+from adaptra.simulation.cost import Case, CostModel
 from adaptra.sizes import MemoryLimit
 
 PLANNER_SHARE: Final = 0.5
@@ -96,23 +97,8 @@ class PipelineSpec:
             ScheduleError, PlanError: The user's schedule does not fit, or one microbatch does not fit.
         """
         options = self.options
-        compiled = compiled_by(options.inner, compiled)
-        if options.lossy_bf16:
-            rounded = round_messages(compiled)  # also for "slow", to refuse early what can't be rounded
-            compiled = rounded if options.lossy_bf16 is True else compiled
-        cost = estimated_cost(compiled, self.placement)
-        if options.emulate is not None:
-            cost = options.emulate.apply(cost)
-        room: tuple[float, ...] | None = None
-        match self.memory:
-            case MemoryLimit(microbatches=int(most)):
-                cost = replace(cost, memory_limit=(float(most),) * len(set(self.placement)))
-            case MemoryLimit(bytes=int(most)):
-                limits = limits_within(most, compiled.train, self.placement)
-                cost = replace(in_bytes(cost, compiled.train), memory_limit=limits)
-            case _:
-                cost = in_bytes(cost, compiled.train)
-                room = None if self.free is None else limits_free(self.free, compiled.train, self.placement, self.is_to_come)
+        compiled = self.lowered(compiled)
+        cost, room = self._cost(compiled)
         case = Case(cost, self.microbatches, self.placement, name="compiled")
         bandwidth = BandwidthOptions(options.uses_delegate, options.lossy_bf16 == "slow", compiled.cut_points)
         planner, draft = (partial(_better_plan, options.planning_seconds, share) for share in (PLANNER_SHARE, DRAFT_SHARE))
@@ -133,6 +119,48 @@ class PipelineSpec:
         initial = self._first_plan(compiled, case, room)
         factory = WorkerFactory(compiled, self.microbatches, planning, self.faults, options, self.reduction)
         return PlannedPipeline(factory, initial, bandwidth, self._alone(compiled))
+
+    def lowered(self, compiled: CompiledStages) -> CompiledStages:
+        """Return the stages as the options have them run: compiled by another compiler, with rounded messages.
+
+        Raises:
+            OptionError: The options round messages, and a message can't be rounded.
+        """
+        compiled = compiled_by(self.options.inner, compiled)
+        if not self.options.lossy_bf16:
+            return compiled
+        rounded = round_messages(compiled)  # also for "slow", to refuse early what can't be rounded
+        return rounded if self.options.lossy_bf16 is True else compiled
+
+    def _cost(self, compiled: CompiledStages) -> tuple[CostModel, tuple[float, ...] | None]:
+        """Return the estimated costs with the user's memory limits, or the free memory of each rank if there are none."""
+        cost = estimated_cost(compiled, self.placement)
+        if self.options.emulate is not None:
+            cost = self.options.emulate.apply(cost)
+        match self.memory:
+            case MemoryLimit(microbatches=int(most)):
+                return replace(cost, memory_limit=(float(most),) * len(set(self.placement))), None
+            case MemoryLimit(bytes=int(most)):
+                limits = limits_within(most, compiled.train, self.placement)
+                return replace(in_bytes(cost, compiled.train), memory_limit=limits), None
+            case _:
+                room = None if self.free is None else limits_free(self.free, compiled.train, self.placement, self.is_to_come)
+                return in_bytes(cost, compiled.train), room
+
+    def programs_of(self, first: CompiledStages, compiled: CompiledStages, microbatches: int) -> ShapePrograms:
+        """Return what finds the programs of another shape of batch.
+
+        Args:
+            first: The stages for which the pipeline was compiled.
+            compiled: The stages of the shape's larger microbatches.
+            microbatches: The number of microbatches of the shape.
+
+        Raises:
+            PlanError: One microbatch does not fit the memory.
+        """
+        cost, room = self._cost(compiled)
+        limited = cost if room is None else replace(cost, memory_limit=room)
+        return ShapePrograms(self._cost(first)[0], limited, microbatches, is_given=self.memory is not None)
 
     def _first_plan(self, compiled: CompiledStages, case: Case, room: tuple[float, ...] | None) -> Plan:
         options = self.options

@@ -25,7 +25,7 @@ from adaptra.graph.partition.balance import Cuts, balance
 from adaptra.graph.partition.partition import Piece, align, cut_before, find_cuts, pieces, places_of, state_uses
 from adaptra.graph.stages.stages import EvalStage, TrainStage
 from adaptra.progress import Progress, log_progress
-from adaptra.simulation.cut_points import CutPoints
+from adaptra.simulation.cut_points import CutPoints, positions_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,45 @@ class CompiledStages:
     def with_loss(self) -> bool:
         """Whether the last stage returns a loss and not the model's outputs."""
         return bool(self.eval[-1].loss)
+
+    def positions_in(self, flat: FlatGraph, analysis: Analysis, cuts: Cuts) -> tuple[int, ...]:
+        """Return where to cut the graph of another shape of microbatch, so that its stages have the same state as these.
+
+        Raises:
+            CaptureError: The model uses its state in another order for that shape.
+        """
+        own = self.captured
+        assert own is not None, "stages given as modules are not captured"
+        positions = positions_of(self.cut_points.chosen)
+        ops, others = ([str(node.target) for node in one.nodes] for one in (own.analysis, analysis))
+        if ops == others and all(cuts.crossing[one] is not None for one in positions):
+            return positions
+        stage_of = {use: sum(one <= index for one in positions) for use, index in state_uses(own.flat, own.analysis).items()}
+        try:
+            return align(cuts, state_uses(flat, analysis), stage_of, len(self.train))
+        except PartitionError as error:
+            raise CaptureError(f"it can't be cut where the pipeline is cut: {error}") from error
+
+    def require_same_state(self, other: CompiledStages) -> None:
+        """Check that the stages of another shape of microbatch have the same state as these.
+
+        Raises:
+            CaptureError: They don't. The text names the stage or the parameter.
+        """
+        for mine, theirs in zip(self.train, other.train, strict=True):
+            for what in ("parameters", "buffers", "trainable", "contributions"):
+                here, there = (sorted(getattr(one, what)) for one in (mine, theirs))
+                if here != there:
+                    names = sorted(set(here).symmetric_difference(there)) or there
+                    raise CaptureError(
+                        f"stage {mine.index} would have other {what}: {', '.join(names[:3])}: expected a model "
+                        "that uses the same state for all shapes; compile another pipeline for this shape"
+                    )
+        if self.tied != other.tied or self.changing != other.changing:
+            raise CaptureError(
+                "the model shares parameters or changes buffers in another way: expected the same for all "
+                "shapes; compile another pipeline for this shape"
+            )
 
     @staticmethod
     def of(
@@ -201,6 +240,7 @@ def compile_stages(
     loss: LossFunction | None = None,
     targets: Any = None,
     split: Sequence[str] | None = None,
+    like: CompiledStages | None = None,
     with_loss: bool = True,
     compare: bool = False,
     progress: Progress = log_progress,
@@ -219,6 +259,7 @@ def compile_stages(
             dict, tuple or dataclass with the loss as ``.loss`` or first element.
         targets: One microbatch of targets. They enter at the last stage.
         split: Names of the modules that begin stages 1, 2, …; None balances by estimated cost.
+        like: Stages of the same model for another shape of microbatch. The new ones have the same state.
         with_loss: Whether there is a loss. Without one the last stage returns all of the model's outputs, and I starts from
             their gradients. The first stage's I then returns the gradients of inputs that require them.
         compare: Whether to compare the training stages' ops with those of eager torch.
@@ -262,7 +303,10 @@ def compile_stages(
             "the loss depends on no trainable parameter: expected one at least; requires_grad_(True) makes a parameter one"
         )
     cuts = find_cuts(flat, analysis)
-    positions = balance(cuts, stages) if split is None else cut_before(flat, analysis, cuts, split, stages)
+    if like is not None:
+        positions = like.positions_in(flat, analysis, cuts)
+    else:
+        positions = balance(cuts, stages) if split is None else cut_before(flat, analysis, cuts, split, stages)
     progress("cut into stages", 1, 1)
 
     eval_flat, eval_analysis, outputs = captured(evaluation=True, changed=analysis.changed_state)
@@ -282,6 +326,8 @@ def compile_stages(
         mode=mode,
     )
     compiled = made.cut(positions, progress)
+    if like is not None and with_loss:
+        like.require_same_state(compiled)
     if not compare:
         return compiled
     try:

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Final
@@ -97,6 +97,16 @@ class Calls:
 
         self._within(3 * COMPARE_SECONDS, compare)
         return found[0] if found else error
+
+    def ahead(self, ranks: Sequence[int]) -> list[int]:
+        """Return which of these ranks have begun a call that this rank has not. A rank tells of a call after a second in it."""
+        found: list[int] = []
+        for rank in ranks:
+            if self._store.check([str(rank)]):
+                number = decode(self._store.get(str(rank)), f"calls of rank {rank}").whole("number")
+                if number > self._number:
+                    found.append(rank)
+        return found
 
     def close(self, *, informs: bool = False) -> None:
         """End the thread. May be called again.

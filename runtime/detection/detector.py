@@ -143,6 +143,8 @@ class Detector:
         stages = [stage for measurement in measurements for stage in measurement.stages]
         edges = [edge for measurement in measurements for edge in measurement.edges]
         self._check(stages, edges)
+        if not stages:  # the batch had another shape than the plan's
+            return None
         self._seen += 1
         self._flapping.step()
         if self._seen <= self._options.warm_up:
@@ -182,7 +184,7 @@ class Detector:
         so stalls are ignored here.
         """
         levels = (*self._stages.values(), *self._flights.values(), *self._occupancies.values())
-        if not any(level.suspects for level in levels):
+        if not any(level.suspects for level in levels) or not any(one.stages for one in measurements):
             return None
         return deepcopy(self).observe([replace(one, edges=tuple(map(self._without_stall, one.edges))) for one in measurements])
 

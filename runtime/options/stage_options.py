@@ -28,6 +28,8 @@ class StageOptions:
             does. These are the buffers that the model changes, such as the statistics of BatchNorm. False: each replica has its
             own.
         reduce: How gradients and losses are added over replicas.
+        shapes: The number of shapes of batches that are kept compiled, beside the first one. The least recently used one goes
+            first, and is compiled again when a batch has it.
 
     Raises:
         OptionError: An option is invalid; names it, the given value and the expected one.
@@ -41,12 +43,17 @@ class StageOptions:
     broadcast_buffers: bool = field(default=True, metadata=agreed())
     reduce: Reduce = field(default_factory=Reduce, metadata=agreed())
 
+    shapes: int = field(default=16, metadata=agreed())
+
     def __post_init__(self) -> None:
         given: Any = self.seed
         if not is_whole(given) or not 0 <= given < 2**63:
             raise OptionError(f"seed={given!r}: expected a whole number of 0..2**63-1")
         require_word("captured", self.captured, ("warn", "error", "accept"))
         require_flag("broadcast_buffers", self.broadcast_buffers)
+        given = self.shapes
+        if not is_whole(given) or given < 1:
+            raise OptionError(f"shapes={given!r}: expected a whole number of at least 1")
         given = self.reduce
         if not isinstance(given, Reduce):
             raise OptionError(f"reduce={given!r}: expected adaptra.Reduce(...)")

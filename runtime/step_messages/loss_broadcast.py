@@ -34,6 +34,7 @@ class LossBroadcast:
         loss: The loss of one microbatch: a scalar, or a sum and its weight.
         sharing: The ranks that share parameters with the last stage.
         transport: Carries the messages.
+        shape: The code of the batch's shape, which both sides compare.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class LossBroadcast:
         loss: TensorSpec,
         sharing: Collection[int],
         transport: Transport,
+        shape: int = 0,
     ) -> None:
         self._rank = rank
         self._placement = placement
@@ -55,6 +57,7 @@ class LossBroadcast:
         self._at_once = [other for other in others if other not in in_line]
         self._at_the_end = [other for other in others if other in in_line]
         self._transport = transport
+        self._shape = shape
         self._step = 0
         self._losses: Tensor | None = None
         self._pending: Pending | None = None
@@ -102,4 +105,5 @@ class LossBroadcast:
         return self._transport.receive(self._source, self._identity(self._rank))
 
     def _identity(self, destination: int) -> Identity:
-        return Identity(self._step, Purpose.LOSS, self._last, self._placement.index(destination), 0, self._spec)
+        there = self._placement.index(destination)
+        return Identity(self._step, Purpose.LOSS, self._last, there, 0, self._spec, shape=self._shape)

@@ -126,6 +126,7 @@ class Identity:
         microbatch: The microbatch within the step, or the number of several messages of one purpose.
         specs: One per tensor.
         replica: The replica of the microbatch.
+        shape: The code of the batch's shape; 0 for that of the compilation. Both sides compare it.
     """
 
     step: int
@@ -135,10 +136,11 @@ class Identity:
     microbatch: int
     specs: MessageSpec
     replica: int = 0
+    shape: int = 0
 
     @property
     def key(self) -> tuple[int, Purpose, int, int, int, int]:
-        """All fields but the specs."""
+        """All fields but the specs and the batch's shape."""
         return (self.step, self.purpose, self.source, self.destination, self.microbatch, self.replica)
 
     @property

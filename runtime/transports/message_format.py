@@ -9,7 +9,7 @@ The header is :data:`HEADER_BYTES` long, little-endian::
 
     field       bytes  meaning
     magic       4      adpt
-    version     1      3
+    version     1      4
     purpose     1      index in adaptra.runtime.transports.base.Purpose
     replica     2
     step        8      signed
@@ -19,7 +19,8 @@ The header is :data:`HEADER_BYTES` long, little-endian::
     sent at     8      double, the sender's time.monotonic seconds
     digest      16     of shapes and dtypes
     length      2      of the text
-    text        138    shapes and dtypes for people, cut to fit
+    shape       4      code of the batch's shape, 0 for that of the compilation
+    text        134    shapes and dtypes for people, cut to fit
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from adaptra.runtime.transports.base import Identity, Purpose, describe_layout, 
 ALIGNMENT: Final = 64
 HEADER_BYTES: Final = 192
 INLINE_BYTES: Final = 4096
-VERSION: Final = 3
+VERSION: Final = 4
 _MAGIC: Final = b"adpt"
-_FORMAT: Final = struct.Struct("<4sBBHqiiId16sH138s")
+_FORMAT: Final = struct.Struct("<4sBBHqiiId16sHI134s")
 _PURPOSES: Final = tuple(Purpose)
 _CODES: Final = {purpose: code for code, purpose in enumerate(_PURPOSES)}
-_TEXT_BYTES: Final = 138
+_TEXT_BYTES: Final = 134
 
 
 def _aligned(size: int) -> int:
@@ -85,6 +86,7 @@ class Header:
             sent_at,
             self._digest,
             len(self._text),
+            identity.shape,
             self._text,
         )
 
@@ -98,14 +100,19 @@ class Header:
             TransportError: It is another message; names the edge, the expected message and the received one.
         """
         fields = _FORMAT.unpack_from(memory)
-        magic, version, code, replica, step, source, destination, microbatch, sent_at, digest, length, text = fields
+        magic, version, code, replica, step, source, destination, microbatch, sent_at, digest, length, shape, text = fields
         if magic != _MAGIC or version != VERSION or code >= len(_PURPOSES) or not math.isfinite(sent_at):
             raise TransportError(f"receive of {expected}: got bytes that are no message of version {VERSION}: {magic!r}")
         purpose = _PURPOSES[code]
-        if (step, purpose, source, destination, microbatch, replica) != expected.key or digest != self._digest:
+        other_shape = OTHER_SHAPE if shape != expected.shape else ""
+        if other_shape or (step, purpose, source, destination, microbatch, replica) != expected.key or digest != self._digest:
             got = f"{name_of(purpose, source, microbatch, replica)} of step {step} on edge {source}→{destination}"
-            raise TransportError(f"receive of {expected}: got {got} with {text[:length].decode(errors='replace')}")
+            raise TransportError(f"receive of {expected}: got {got} with {text[:length].decode(errors='replace')}{other_shape}")
         return sent_at
+
+
+OTHER_SHAPE: Final = ", of a batch of another shape: expected batches of one shape on all ranks of a replica"
+"""The end of the error of a message whose batch has another shape on the sending rank than here."""
 
 
 def flat_bytes(specs: MessageSpec) -> int:

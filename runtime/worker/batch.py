@@ -52,6 +52,43 @@ def rows_of(batch: Any) -> int:
     return next((leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
+def microbatch_rows(rows: int, microbatches: int) -> tuple[int, ...]:
+    """Return the rows of each microbatch of a batch. The first ones have one more if the rows don't divide.
+
+    A batch of fewer rows than microbatches has as many microbatches as rows.
+    """
+    count = min(rows, microbatches)
+    size, more = divmod(rows, count)
+    return (size + 1,) * more + (size,) * (count - more)
+
+
+def rows_of_all(tensors: Sequence[Tensor], labels: Sequence[str]) -> int:
+    """Return the rows of a batch's tensors.
+
+    Raises:
+        BatchError: They have different numbers of rows, or none.
+    """
+    named = [(label, one) for label, one in zip(labels, tensors, strict=True) if one.dim() > 0]
+    if not named:
+        raise BatchError("a batch without a tensor of rows: expected one, whose first dimension splits into microbatches")
+    (first, tensor), *_ = named
+    for label, one in named:
+        if one.shape[0] != tensor.shape[0]:
+            raise BatchError(
+                f"{first} has {tensor.shape[0]} rows, {label} has {one.shape[0]}: expected all tensors of a batch to have the "
+                "same first dimension"
+            )
+    if tensor.shape[0] == 0:
+        raise BatchError(f"{first}: a batch of 0 rows: expected at least one row")
+    return tensor.shape[0]
+
+
+def split_rows(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[tuple[Tensor, ...]]:
+    """Split a flat batch into microbatches of these numbers of rows."""
+    columns = [tensor.split(list(rows)) if tensor.dim() else [tensor] * len(rows) for tensor in tensors]
+    return [tuple(column[microbatch] for column in columns) for microbatch in range(len(rows))]
+
+
 def split_batch(tensors: Sequence[Tensor], specs: MessageSpec, microbatches: int, what: str) -> list[tuple[Tensor, ...]]:
     """Split a flat batch into microbatches of exactly the shapes that were compiled.
 
@@ -69,8 +106,8 @@ def split_batch(tensors: Sequence[Tensor], specs: MessageSpec, microbatches: int
         if spec.shape and tensor.shape[0] != spec.shape[0] * microbatches:
             raise BatchError(
                 f"{what}: a batch of {tensor.shape[0]} rows: expected {spec.shape[0] * microbatches}, {microbatches} "
-                f"microbatches of the {spec.shape[0]} rows the pipeline was compiled for; drop or pad a smaller last batch, or "
-                "compile another pipeline for it"
+                f"microbatches of the {spec.shape[0]} rows the pipeline was compiled for; for another number "
+                "of rows, every rank needs inputs and targets, and a model that adaptra.compile cuts itself"
             )
         columns.append(tensor.chunk(microbatches) if spec.shape else [tensor] * microbatches)
     return [tuple(column[microbatch] for column in columns) for microbatch in range(microbatches)]

@@ -40,6 +40,7 @@ class Executor:
         monitor: Records ops and messages.
         mark: The present time on this rank's device, as :meth:`adaptra.runtime.worker.device_clock.OpClock.mark`.
         timeout: Seconds an op waits for a message before the step fails.
+        shape: The code of the batch's shape, which both sides of a message compare.
     """
 
     def __init__(
@@ -54,13 +55,14 @@ class Executor:
         monitor: Monitor,
         mark: Callable[[], Mark],
         timeout: float,
+        shape: int = 0,
     ) -> None:
         self.program = program
         self._order = program.orders[rank]
         self._rank = rank
         self._stages = stages
         self._home = None if program.routing is None else program.routing.replica_of(rank)
-        self._messages = ProgramMessages(program, rank, shapes, transport, monitor, timeout)
+        self._messages = ProgramMessages(program, rank, shapes, transport, monitor, timeout, shape)
         weights = [one.weights for one in shapes]
         self._foreign = ForeignMicrobatches(program, rank, batch, weights, transport, timeout)
         self._buffers = BufferHandOver(program, rank, [one.buffers for one in shapes], transport, timeout)

@@ -30,33 +30,37 @@ class Reduction(StrEnum):
     SUM = "sum"
     WEIGHTED = "weighted"
 
-    def start(self, scale: float, loss: TensorSpec, microbatches: int) -> Tensor:
+    def start(self, scale: float, loss: TensorSpec, microbatches: int, share: float | None = None) -> Tensor:
         """Return the gradient that the backward pass of a microbatch begins with.
 
         Args:
             scale: The factor of the loss.
             loss: The loss of one microbatch.
             microbatches: Microbatches per step.
+            share: The microbatch's share of the batch's rows, if microbatches have different numbers of rows.
         """
         # As autograd computes it for scale * (loss / microbatches): the scale is float32, and the quotient is rounded in the
         # loss's own dtype.
         start = torch.tensor(scale, dtype=torch.float32).to(loss.dtype)
         if self is Reduction.WEIGHTED:
             return torch.stack([start, torch.zeros_like(start)])
+        if self is Reduction.MEAN and share is not None:
+            return start.expand(loss.shape) * share
         return start.expand(loss.shape) / (microbatches if self is Reduction.MEAN else 1)
 
-    def of_batch(self, losses: Tensor) -> Tensor:
+    def of_batch(self, losses: Tensor, shares: Sequence[float] = ()) -> Tensor:
         """Return the loss of the batch, a scalar.
 
         Args:
             losses: The loss of each microbatch: (microbatches,), or if weighted (microbatches, 2), each a sum and its weight.
+            shares: Each microbatch's share of the batch's rows, if they have different numbers of rows.
 
         Raises:
             BatchError: The weights of all microbatches together are not above zero.
         """
         match self:
             case Reduction.MEAN:
-                return losses.mean()
+                return sum_of_shares(losses, shares) if shares else losses.mean()
             case Reduction.SUM:
                 return losses.sum()
             case Reduction.WEIGHTED:
@@ -67,6 +71,11 @@ class Reduction(StrEnum):
                         "more than 0, such as one label; the gradients are as before this step"
                     )
                 return (losses[:, 0].double().sum() / weight).to(losses.dtype)
+
+
+def sum_of_shares(losses: Tensor, shares: Sequence[float]) -> Tensor:
+    """Return the mean loss over the rows of microbatches with different numbers of rows: each loss times its share."""
+    return torch.stack([loss * share for loss, share in zip(losses.unbind(), shares, strict=True)]).sum()
 
 
 def total_weight(losses: Tensor) -> float:

@@ -30,12 +30,20 @@ class MessageShapes:
         backward: Gradients the stage sends to the previous one; empty on the first stage.
         weights: The sums of the stage's weight gradients, which workers hand over.
         buffers: The buffers that the stage changes, which workers hand over too.
+        larger: The number of first microbatches that have one row more than the others; None if all have the same.
+        smaller: ``forward`` and ``backward`` of the others.
     """
 
     forward: MessageSpec
     backward: MessageSpec
     weights: MessageSpec = ()
     buffers: MessageSpec = ()
+    larger: int | None = None
+    smaller: tuple[MessageSpec, MessageSpec] = ((), ())
+
+    def of(self, microbatch: int) -> tuple[MessageSpec, MessageSpec]:
+        """Return ``forward`` and ``backward`` of a microbatch."""
+        return (self.forward, self.backward) if self.larger is None or microbatch < self.larger else self.smaller
 
 
 class ProgramMessages:
@@ -48,6 +56,7 @@ class ProgramMessages:
         transport: Carries the messages.
         monitor: Records waits and messages.
         timeout: Seconds an op waits for a message before the step fails.
+        shape: The code of the batch's shape, which both sides of a message compare.
 
     Attributes:
         heard: The stages from which messages of this rank's replica come.
@@ -62,6 +71,7 @@ class ProgramMessages:
         transport: Transport,
         monitor: Monitor,
         timeout: float,
+        shape: int = 0,
     ) -> None:
         order = program.orders[rank]
         self._program = program
@@ -70,6 +80,7 @@ class ProgramMessages:
         self._transport = transport
         self._monitor = monitor
         self._timeout = timeout
+        self._shape = shape
         self._step = -1
         self._last_uses = frozenset((Kind.F,) if program.is_forward_only else (Kind.W, Kind.B))
         self._receives: dict[Op, Pending] = {}
@@ -201,14 +212,15 @@ class ProgramMessages:
 
     def _identity(self, sent: Op, received: Op) -> Identity:
         purpose, spec = PURPOSE_OF[sent.kind], self._spec(sent)
-        return Identity(self._step, purpose, sent.stage, received.stage, sent.microbatch, spec, sent.replica or 0)
+        ends = sent.stage, received.stage
+        return Identity(self._step, purpose, *ends, sent.microbatch, spec, sent.replica or 0, self._shape)
 
     def _spec(self, sent: Op) -> MessageSpec:
         shapes = self._shapes[sent.stage]
         match sent.kind:
             case Kind.SEND_F:
-                return shapes.forward
+                return shapes.of(sent.microbatch)[0]
             case Kind.SEND_B:
-                return shapes.backward
+                return shapes.of(sent.microbatch)[1]
             case _:
                 return shapes.weights

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Final
 
-from adaptra.errors import PlanError
+from adaptra.errors import BatchError, PlanError
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.graph.round_messages import round_edges
@@ -24,6 +27,7 @@ from adaptra.runtime.worker.device_clock import OpClock
 from adaptra.runtime.worker.executor import Executor
 from adaptra.runtime.worker.foreign_microbatches import BatchShapes
 from adaptra.runtime.worker.program_messages import MessageShapes
+from adaptra.runtime.worker.shapes import FIRST, RankShape, StepShape
 from adaptra.runtime.worker.stage import Stage
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.period import simulate_alike
@@ -31,6 +35,24 @@ from adaptra.simulation.simulate import simulate
 
 MOST_PREPARED: Final = 4
 """The number of executors of proposed plans that are kept. A plan that was evicted is lowered again when it runs."""
+
+
+@dataclass(slots=True)
+class _Runnable:
+    """A program of one shape under one plan, ready to run.
+
+    Attributes:
+        version, number: The version of the plan, and the number of the shape.
+        program: The program without messages.
+        executor: Runs it.
+        is_reserved: Whether its receive buffers are reserved.
+    """
+
+    version: int
+    number: int
+    program: Program
+    executor: Executor
+    is_reserved: bool = False
 
 
 class RankPrograms:
@@ -42,7 +64,8 @@ class RankPrograms:
         beside: The receive buffers for messages beside a program with routes, per source worker and message.
         handed_over: Per stage the tensors in which its weight gradients are handed over, and the buffers that it changes; none
             of a stage on another rank.
-        batch: The tensors of a microbatch's inputs, targets and results.
+        first: What of this rank depends on the shape of the compilation.
+        batch: The tensors of a microbatch's inputs, targets and results in that shape.
         transport: This rank's transport, which joins the ranks of its pipeline.
         job: The transport of all workers of the job, of which that is a part; the same without replicas.
         initial: The plan of the first step.
@@ -62,6 +85,7 @@ class RankPrograms:
         stages_of: Callable[[Program], Mapping[tuple[int | None, int], Stage]],
         beside: Callable[[Executor], Counter[tuple[int, MessageSpec]]],
         handed_over: Sequence[tuple[MessageSpec, MessageSpec]],
+        first: RankShape,
         batch: BatchShapes,
         transport: Transport,
         job: Transport,
@@ -73,7 +97,8 @@ class RankPrograms:
         always: Mapping[tuple[int, MessageSpec], int],
     ) -> None:
         self.plan = initial
-        self._compiled = compiled
+        self._with_loss = compiled.with_loss
+        self._shapes = {FIRST: first}
         self._stages_of = stages_of
         self._beside = beside
         self._handed_over = handed_over
@@ -85,13 +110,13 @@ class RankPrograms:
         self._clock = clock
         self._timeout = timeout
         self._always = self._by_worker(always)
-        self._by_program: Counter[tuple[int, MessageSpec]] = Counter()
+        self._by_shape: dict[int, Counter[tuple[int, MessageSpec]]] = {}
         self._cost = initial.case.cost
-        self._running: Executor | None = None
+        self._running: _Runnable | None = None
         self.reserve({})  # after a change of roles, gradients may be read before the first step
-        first = self._executor_of(initial)
-        verify(first.program)
-        self._prepared = {initial.version: first}
+        made = self._made_for(initial, FIRST)
+        verify(made.executor.program)
+        self._prepared = {(initial.version, FIRST): made}
 
     def prepare(self, plan: Plan) -> None:
         """Check and lower a proposed plan before the step that switches to it; runs beside training.
@@ -103,62 +128,109 @@ class RankPrograms:
             PlanError: The plan holds more activations than this job allows.
         """
         check_memory(f"plan {plan.version}", plan.program, self._cost)
-        self._prepared[plan.version] = self._executor_of(plan)
-        for version in sorted(self._prepared)[:-MOST_PREPARED]:
-            self._prepared.pop(version, None)
+        for number in list(self._shapes):
+            self._prepared[plan.version, number] = self._made_for(plan, number)
+        kept = sorted({version for version, _ in list(self._prepared)})[-MOST_PREPARED:]
+        self._forget(lambda version, _: version not in kept)
 
-    def switch_to(self, plan: Plan, step: int) -> Executor:
-        """Return the executor of the plan that runs ``step``. If the plan is a new one, lanes and buffers are switched
-        as well.
+    def add_shape(self, shape: RankShape) -> None:
+        """Add a shape of batch. Its program under the running plan is lowered and checked now."""
+        number = shape.shape.number
+        self._shapes[number] = shape
+        made = self._made_for(self.plan, number)
+        verify(made.executor.program)
+        self._prepared[self.plan.version, number] = made
+
+    def drop_shape(self, number: int) -> None:
+        """Remove a shape with its programs and receive buffers."""
+        self._shapes.pop(number)
+        self._by_shape.pop(number, None)
+        self._forget(lambda _, of: of == number)
+        if self._running is not None and self._running.number == number:
+            self._running = None
+        self._job.reserve(self._always + self._by_program)
+
+    def _forget(self, is_over: Callable[[int, int], bool]) -> None:
+        for key in list(self._prepared):
+            if is_over(*key):
+                self._prepared.pop(key, None)
+
+    def switch_to(self, plan: Plan, step: int, number: int = FIRST) -> Executor:
+        """Return the executor of the plan that runs ``step``, for a batch of this shape.
+
+        If the plan is a new one, lanes and buffers are switched as well.
+
+        Raises:
+            BatchError: Workers of other replicas compute microbatches under this plan, and the batch has another shape.
         """
-        if self._running is None or plan.version != self.plan.version:
-            self._running = self._prepared.get(plan.version) or self._executor_of(plan)
-            self._transport.use_lanes(step, self._running.program)
-            self._reserve(self._running)
-            self.plan = plan
-            for version in [version for version in list(self._prepared) if version < plan.version]:
-                self._prepared.pop(version, None)
-        return self._running
+        running = self._running
+        if running is not None and (running.version, running.number) == (plan.version, number):
+            return running.executor
+        if number != FIRST and plan.program.routing is not None:
+            raise BatchError(
+                f"step {step}: a batch of another shape, while workers of other replicas compute microbatches of this one: "
+                "expected the shape that the pipeline was compiled for; Options(share=False) allows any shape"
+            )
+        made = self._prepared.get((plan.version, number)) or self._made_for(plan, number)
+        if running is None or plan.version != self.plan.version:
+            self._transport.use_lanes(step, made.executor.program)
+        self._prepared[plan.version, number] = self._running = made
+        if not made.is_reserved:
+            self._reserve(made.executor, number)
+            made.is_reserved = True
+        self.plan = plan
+        self._forget(lambda version, _: version < plan.version)
+        return made.executor
+
+    @property
+    def program(self) -> Program:
+        """The program of the last step, without messages; that of the plan if none has run."""
+        return self.plan.program if self._running is None else self._running.program
 
     def first(self) -> Program:
         """Return the lowered program of the first plan, before any other has run."""
-        return self._prepared[self.plan.version].program
+        return self._prepared[self.plan.version, FIRST].executor.program
 
-    def evaluation(self, stages: Mapping[int, Stage], microbatches: int) -> Executor:
+    def evaluation(self, stages: Mapping[int, Stage], of: RankShape) -> Executor:
         """Return an executor that runs the forwards of stages in evaluation mode."""
-        forwards = forward_only(self.plan.case.placement, microbatches)
+        shape = of.shape
+        forwards = forward_only(self.plan.case.placement, shape.microbatches)
         program = InsertComm.for_contract(self._transport.contract).apply(forwards, self.plan.case.cost)
         verify(program)
-        shapes = [MessageShapes(stage.outputs, ()) for stage in self._compiled.eval]
-        executor = self.executor(program, {(None, stage): one for stage, one in stages.items()}, shapes)
-        self._reserve(executor)
+        shapes = shape.messages(lambda compiled: [MessageShapes(stage.outputs, ()) for stage in compiled.eval])
+        executor = self._executor(program, {(None, stage): one for stage, one in stages.items()}, shapes, shape.code)
+        self._reserve(executor, shape.number)
         return executor
 
-    def executor(
-        self,
-        lowered: Program,
-        stages: Mapping[tuple[int | None, int], Stage],
-        shapes: Sequence[MessageShapes] | None = None,
-    ) -> Executor:
-        """Return an executor of a lowered program.
+    def executor(self, lowered: Program, stages: Mapping[tuple[int | None, int], Stage]) -> Executor:
+        """Return an executor of a lowered program for the shape of the compilation, with the messages of the current plan.
 
         Args:
             lowered: The program, with SEND and RECV.
             stages: This rank's stages by replica and number.
-            shapes: The tensors in the messages of every stage; by default those of training under the current plan.
         """
+        return self._executor(lowered, stages, self._messages(self.plan, self._shapes[FIRST].shape), FIRST)
+
+    def _executor(
+        self,
+        lowered: Program,
+        stages: Mapping[tuple[int | None, int], Stage],
+        shapes: Sequence[MessageShapes],
+        code: int,
+    ) -> Executor:
         carrier = self._transport if lowered.routing is None else self._job
         return Executor(
             lowered,
             carrier.rank,
             stages,
-            self._shapes(self.plan) if shapes is None else shapes,
+            shapes,
             self._batch,
             carrier,
             self._pacing,
             self._monitor,
             self._clock.mark,
             self._timeout,
+            code,
         )
 
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
@@ -173,36 +245,53 @@ class RankPrograms:
         """Add these receive buffers to the pool until the next :meth:`reserve`."""
         self._job.reserve(self._always + self._by_program + self._by_worker(counts))
 
-    def _reserve(self, executor: Executor) -> None:
-        if executor.program.routing is None:
-            self._grow(self._by_worker(executor.receive_counts))
-        else:
+    def _reserve(self, executor: Executor, number: int) -> None:
+        if executor.program.routing is not None:
             self._grow(Counter(executor.receive_counts) + self._beside(executor))
+            return
+        counts = Counter(executor.receive_counts)
+        if number != FIRST:  # the losses of the first shape are always reserved
+            counts += self._shapes[number].losses.receive_counts()
+        self._grow(self._by_worker(counts), number)
 
-    def _grow(self, counts: Counter[tuple[int, MessageSpec]]) -> None:
-        self._by_program |= counts
+    def _grow(self, counts: Counter[tuple[int, MessageSpec]], number: int = FIRST) -> None:
+        self._by_shape[number] = self._by_shape.get(number, Counter()) | counts
         self._job.reserve(self._always + self._by_program)
+
+    @property
+    def _by_program(self) -> Counter[tuple[int, MessageSpec]]:
+        """The receive buffers of programs: the most that one of them needs, since one runs at a time."""
+        return reduce(or_, self._by_shape.values(), Counter[tuple[int, MessageSpec]]())
 
     def _by_worker(self, counts: Mapping[tuple[int, MessageSpec], int]) -> Counter[tuple[int, MessageSpec]]:
         return Counter({(self._transport.worker_of(rank), specs): count for (rank, specs), count in counts.items()})
 
-    def _executor_of(self, plan: Plan) -> Executor:
-        return self.executor(self._lower(plan), self._stages_of(plan.program), self._shapes(plan))
+    def _made_for(self, plan: Plan, number: int) -> _Runnable:
+        of = self._shapes[number]
+        program = of.shape.program_for(plan)
+        stages: Mapping[tuple[int | None, int], Stage] = self._stages_of(program)
+        if number != FIRST:
+            stages = {(None, stage): one for stage, one in of.stages.items()}
+        messages = self._messages(plan, of.shape)
+        executor = self._executor(self._lower(plan, program), stages, messages, of.shape.code)
+        return _Runnable(plan.version, number, program, executor)
 
-    def _shapes(self, plan: Plan) -> list[MessageShapes]:
-        stages = round_edges(self._compiled.train, plan.rounded)
-        return [
-            MessageShapes(graphs.outputs, graphs.grad_inputs, weights, buffers)
-            for graphs, (weights, buffers) in zip(stages, self._handed_over, strict=True)
-        ]
+    def _messages(self, plan: Plan, shape: StepShape) -> list[MessageShapes]:
+        def of(compiled: CompiledStages) -> list[MessageShapes]:
+            return [
+                MessageShapes(graphs.outputs, graphs.grad_inputs, weights, buffers)
+                for graphs, (weights, buffers) in zip(round_edges(compiled.train, plan.rounded), self._handed_over, strict=True)
+            ]
 
-    def _lower(self, plan: Plan) -> Program:
+        return shape.messages(of)
+
+    def _lower(self, plan: Plan, program: Program) -> Program:
         """Insert SEND and RECV for this transport, and put those of delegated edges on their lane.
 
         Without a loss there is no measurement and no new plan, so receives are posted early enough for any delay.
         """
-        ahead = None if self._compiled.with_loss else plan.program.microbatches
-        lowered = InsertComm.for_contract(self._transport.contract, ahead).apply(plan.program, plan.case.cost)
+        ahead = None if self._with_loss else program.microbatches
+        lowered = InsertComm.for_contract(self._transport.contract, ahead).apply(program, plan.case.cost)
         slow = plan.delegated if lowered.routing is None else _links_over(lowered, plan.delegated)
         return LowerComm(slow=slow).apply(lowered, plan.case.cost)
 

@@ -17,6 +17,10 @@ from adaptra.runtime.worker.loss_reduction import Reduction
 class Stage(Protocol):
     """The executor's interface of a stage, whether it trains or only evaluates."""
 
+    def begin_step(self, loss_scale: float, steps_before: int = 0) -> None:
+        """Start a step."""
+        ...
+
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run F and return the tensors for the next stage; on the last stage, the results."""
         ...
@@ -63,6 +67,9 @@ class TrainingStage:
         changing: The names of the buffers that the stage changes.
         complete: Called with the name of a parameter as soon as the last W has computed its gradient, if no other stage adds to
             it. None if nobody needs it before the end of the step.
+        first_microbatch: The number of this replica's first microbatch among those of all replicas; by default as if all
+            replicas had ``microbatches``.
+        share: The share of each microbatch in the batch's rows, if they have different numbers of rows.
     """
 
     def __init__(
@@ -79,6 +86,8 @@ class TrainingStage:
         reduction: Reduction = Reduction.MEAN,
         changing: Sequence[str] = (),
         complete: Callable[[str], None] | None = None,
+        first_microbatch: int | None = None,
+        share: float | None = None,
     ) -> None:
         self._stage = stage
         self._state = state
@@ -86,7 +95,8 @@ class TrainingStage:
         self._gradients = gradients
         self._saved: dict[int, Any] = {}
         self._microbatches = microbatches
-        self._first_microbatch = replica * microbatches
+        self._first_microbatch = replica * microbatches if first_microbatch is None else first_microbatch
+        self._share = share
         self._await_buffers = await_buffers
         self._is_last = is_last
         self._reduction = reduction
@@ -119,7 +129,7 @@ class TrainingStage:
         if self._is_last:
             # There is none if the loss depends on no trained parameter.
             self._root_gradients = tuple(
-                self._reduction.start(loss_scale, one, self._microbatches) for one in self._stage.grad_outputs
+                self._reduction.start(loss_scale, one, self._microbatches, self._share) for one in self._stage.grad_outputs
             )
 
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -185,6 +195,57 @@ class TrainingStage:
         """Begin a step's sums of this stage, which is another replica's; see :meth:`Gradients.begin_from`."""
         self._gradients.begin_step(step)
         self._gradients.begin_from(home, self._handed_over)
+
+
+class UnevenStage:
+    """One stage of a step whose first microbatches have one row more than the others.
+
+    Args:
+        larger: Runs the first microbatches.
+        smaller: Runs the others.
+        count: The number of larger microbatches.
+    """
+
+    def __init__(self, larger: Stage, smaller: Stage, count: int) -> None:
+        self._larger = larger
+        self._smaller = smaller
+        self._count = count
+
+    def _of(self, microbatch: int) -> Stage:
+        return self._larger if microbatch < self._count else self._smaller
+
+    def begin_step(self, loss_scale: float, steps_before: int = 0) -> None:
+        """Start a step; see :meth:`TrainingStage.begin_step`."""
+        for stage in (self._larger, self._smaller):
+            stage.begin_step(loss_scale, steps_before)
+
+    def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run F."""
+        return self._of(microbatch).forward(step, microbatch, inputs, targets)
+
+    def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run I."""
+        return self._of(microbatch).input_grad(microbatch, grad_outputs)
+
+    def weight_grad(self, microbatch: int, computed: Callable[[float], None]) -> None:
+        """Run W."""
+        self._of(microbatch).weight_grad(microbatch, computed)
+
+    def hand_over(self) -> tuple[Tensor, ...]:
+        """Return the sums so far. Both parts add to the same."""
+        return self._larger.hand_over()
+
+    def take_over(self, sums: Sequence[Tensor]) -> None:
+        """Continue the sums that another worker has handed over."""
+        self._larger.take_over(sums)
+
+    def hand_over_buffers(self) -> tuple[Tensor, ...]:
+        """Return the present values of the buffers that the stage changes."""
+        return self._larger.hand_over_buffers()
+
+    def take_over_buffers(self, values: Sequence[Tensor]) -> None:
+        """Take the values of these buffers that another worker has handed over."""
+        self._larger.take_over_buffers(values)
 
 
 class TwoPassStage(TrainingStage):
@@ -273,6 +334,9 @@ class EvaluationStage:
         self._state = state
         self._with_loss = with_loss
         self._await_buffers = await_buffers
+
+    def begin_step(self, loss_scale: float, steps_before: int = 0) -> None:
+        """Start an evaluation. Nothing depends on its number."""
 
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run F; ``step`` and ``microbatch`` don't matter, because nothing is random."""

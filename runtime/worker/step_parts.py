@@ -9,6 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from adaptra.errors import BatchError
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Program
@@ -30,8 +31,12 @@ from adaptra.runtime.worker.device_clock import Mark
 from adaptra.runtime.worker.executor import Executor
 from adaptra.runtime.worker.gradient_hooks import GradientHooks
 from adaptra.runtime.worker.loss_reduction import Reduction, total_weight
-from adaptra.runtime.worker.stage import EvaluationStage, TrainingStage
+from adaptra.runtime.worker.shapes import FIRST, RankShape, StepShape
+from adaptra.runtime.worker.stage import EvaluationStage, Stage, TrainingStage, UnevenStage
 from adaptra.runtime.worker.step_gradients import StepGradients
+
+_ROWS: Final = 1024
+"""Numbers of rows travel in two parts, of which sums over replicas are exact in float32."""
 
 Batch = Sequence[Sequence[Tensor]]
 """The tensors of a step, per microbatch."""
@@ -58,7 +63,8 @@ class StepParts:
         gradients: Adds up their gradients.
         norms: The norm of all ranks' gradients.
         buffers: Keeps the buffers of replicas equal.
-        stages: This rank's stages in training, by number.
+        stages: This rank's stages in training, by number, for the shape of the compilation.
+        first: What of this rank depends on that shape.
         replica: This pipeline's number among the replicas.
     """
 
@@ -76,7 +82,7 @@ class StepParts:
         options: Options,
         reduction: Reduction,
     ) -> None:
-        rank, last = transport.rank, compiled.train[-1]
+        rank = transport.rank
         own = stages_of(rank, placement)
         self.trainable: Final = {name: state[name] for stage in own for name in compiled.train[stage].trainable}
         self._shared = [SharedParameter(one.name, one.stages, one.owner, one.order) for one in compiled.tied]
@@ -84,10 +90,8 @@ class StepParts:
         self.norms: Final = GradientNorms(rank, self.trainable, compiled, placement, transport)
         self._hooks = GradientHooks(self.trainable, compiled.copied(placement))
         self._step_gradients = None if reduction is Reduction.MEAN else StepGradients(self.trainable)
-        # A pipeline without a loss broadcasts none, and a scalar stands for it.
-        loss = last.outputs[0] if compiled.with_loss else TensorSpec((), last.outputs[0].dtype)
-        sharing = {placement[stage] for one in compiled.tied if last.index in one.stages for stage in one.stages}
-        self._losses = LossBroadcast(rank, placement, microbatches, loss, sharing, transport)
+        self._placement = tuple(placement)
+        self._transport = transport
         self._probes = Probes(rank, placement, transport, monitor, _message_bytes(compiled))
         self.replica: Final = 0 if replicas is None else replicas.index
         self._compiled = compiled
@@ -96,16 +100,36 @@ class StepParts:
         self.buffers: Final = ReplicaBuffers(broadcast, [state[name] for name in sorted(changing)])
         self._state = state
         self._microbatches = microbatches
-        self._transport = transport
         self._job = job
         self._seed = options.seed
         self._reduction = reduction
         self._timeout = options.timeout
         self._sum = None if replicas is None else self._gradient_sum(replicas, options.reduce, mark)
         self.stages: Final = {stage: self._stage(self.replica, stage, self.gradients, state) for stage in own}
+        rows = (next((one.shape[0] for one in compiled.train[0].inputs if one.shape), 1),) * microbatches
+        first = StepShape(FIRST, FIRST, rows, compiled, None, lambda plan: plan.program)
+        self.first: Final = RankShape(first, self.stages, self._losses_of(first))
         self._foreign: dict[tuple[int, int], TrainingStage] = {}
         self._replicas = replicas
         self._monitor = monitor
+
+    def of_shape(self, shape: StepShape) -> RankShape:
+        """Return what of this rank depends on another shape of batch."""
+        made: dict[int, Stage] = {}
+        for number in self.stages:
+            larger = self._stage(self.replica, number, self.gradients, self._state, shape)
+            rest = None if shape.smaller is None else self._stage(self.replica, number, self.gradients, self._state, shape, -1)
+            made[number] = larger if rest is None or shape.count is None else UnevenStage(larger, rest, shape.count)
+        return RankShape(shape, made, self._losses_of(shape))
+
+    def _losses_of(self, shape: StepShape) -> LossBroadcast:
+        compiled, placement = shape.larger, self._placement
+        last = compiled.train[-1]
+        # A pipeline without a loss broadcasts none, and a scalar stands for it.
+        loss = last.outputs[0] if compiled.with_loss else TensorSpec((), last.outputs[0].dtype)
+        sharing = {placement[stage] for one in compiled.tied if last.index in one.stages for stage in one.stages}
+        own = self._transport.rank, placement, shape.microbatches
+        return LossBroadcast(*own, loss, sharing, self._transport, shape.code)
 
     def stages_of(self, program: Program) -> dict[tuple[int | None, int], TrainingStage]:
         """Return this rank's stages by replica and number, as the ops of a program name them.
@@ -173,13 +197,27 @@ class StepParts:
     def _changing(self, stage: int) -> list[str]:
         return sorted(self._compiled.changing.intersection(self._compiled.train[stage].buffers))
 
-    def _stage(self, replica: int, number: int, gradients: Gradients, state: Mapping[str, Tensor]) -> TrainingStage:
+    def _stage(
+        self,
+        replica: int,
+        number: int,
+        gradients: Gradients,
+        state: Mapping[str, Tensor],
+        shape: StepShape | None = None,
+        microbatch: int = 0,
+    ) -> TrainingStage:
+        """Return a stage for the microbatches of the same size as this one; without a shape for those of the first."""
         of_home = self._sum if gradients is self.gradients else None
+        compiled, shares = self._compiled, ()
+        if shape is not None:
+            compiled, shares = (shape.smaller if microbatch and shape.smaller else shape.larger), shape.shares
         return TrainingStage(
-            self._compiled.train[number],
+            compiled.train[number],
             state,
             seed=self._seed,
-            microbatches=self._microbatches,
+            microbatches=self._microbatches if shape is None else shape.microbatches,
+            first_microbatch=replica * self._microbatches,
+            share=shares[microbatch] if shares else None,
             replica=replica,
             is_last=number == self._compiled.train[-1].index,
             gradients=gradients,
@@ -193,10 +231,19 @@ class StepParts:
         """Return the number of receive buffers for messages that are not in a program, at a time, per source rank and
         message.
         """
-        senders = (self.gradients, self._losses, self._probes, self.norms)
+        senders = (self.gradients, self.first.losses, self._probes, self.norms)
         return sum((Counter(each.receive_counts()) for each in senders), Counter())
 
-    def run(self, executor: Executor, step: int, inputs: Batch, targets: Batch, loss_scale: float, steps_before: int) -> Tensor:
+    def run(
+        self,
+        executor: Executor,
+        step: int,
+        inputs: Batch,
+        targets: Batch,
+        loss_scale: float,
+        steps_before: int,
+        shape: RankShape,
+    ) -> Tensor:
         """Run a training step and accumulate gradients.
 
         Args:
@@ -205,35 +252,36 @@ class StepParts:
             inputs, targets: Per microbatch, as the executor takes them.
             loss_scale: The factor of the loss in the gradients.
             steps_before: The number of training steps before this pipeline's first one, which random numbers add to the step.
+            shape: The shape of the batch.
 
         Returns:
             The loss of every microbatch, (microbatches,), on every rank; if weighted (microbatches, 2), each a sum and its
             weight.
         """
         self._probes.begin_step(step, None if executor.program.routing is None else executor.heard)
-        self._losses.begin_step(step)
+        shape.losses.begin_step(step)
         self.gradients.begin_step(step, self._away_from_home(executor.program))
         self._hooks.begin_step()
         if self._step_gradients is not None:
             self._step_gradients.begin_step()
         self.buffers.begin()
-        for stage in (*self.stages.values(), *self._foreign.values()):
+        for stage in (*shape.stages.values(), *self._foreign.values()):
             stage.begin_step(loss_scale, steps_before)
         worker = self._transport.worker_of(self._transport.rank)
         for (replica, number), stage in self._foreign.items():
             begins = executor.program.holder(replica, number, 0) == worker
             stage.begin_sums(step, self.gradients if begins else None)
         if self._sum is None:
-            self._run_program(executor, step, inputs, targets)
+            self._run_program(executor, step, inputs, targets, shape.losses)
         else:  # from the last W on, and while the stages that end later still compute
             self._sum.begin_step()
             try:
-                self._run_program(executor, step, inputs, targets)
+                self._run_program(executor, step, inputs, targets, shape.losses)
             except BaseException:
                 self._sum.close()
                 raise
             self._monitor.reduce(*self._sum.end_step())
-        losses = self._end_losses()
+        losses = self._end_losses(shape)
         if self._step_gradients is not None:
             weighted = self._reduction is Reduction.WEIGHTED
             self._step_gradients.end_step(total_weight(losses) if weighted else None)
@@ -241,8 +289,8 @@ class StepParts:
         self._probes.end_step(self._timeout)
         return losses
 
-    def _run_program(self, executor: Executor, step: int, inputs: Batch, targets: Batch) -> None:
-        executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=self._losses.send)
+    def _run_program(self, executor: Executor, step: int, inputs: Batch, targets: Batch, losses: LossBroadcast) -> None:
+        executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=losses.send)
         self.gradients.end_step()
         self.buffers.end()
 
@@ -252,7 +300,7 @@ class StepParts:
             self._sum.close()
 
     def run_evaluation(
-        self, executor: Executor, step: int, inputs: Batch, targets: Batch | None, microbatches: int
+        self, executor: Executor, step: int, inputs: Batch, targets: Batch | None, shape: RankShape
     ) -> dict[int, tuple[Tensor, ...]]:
         """Run the forwards of an evaluation.
 
@@ -260,7 +308,7 @@ class StepParts:
             executor: Runs the program of forwards.
             step: The evaluation's number, negative.
             inputs, targets: Per microbatch; without targets the outputs are returned instead of losses.
-            microbatches: Microbatches per step.
+            shape: The shape of the batch.
 
         Returns:
             With targets the loss of every microbatch, the mean over the replicas, on every rank. Without, the outputs per
@@ -268,34 +316,52 @@ class StepParts:
         """
         self.buffers.begin(aside=True)
         if targets is None:
-            results = executor.run(step, inputs, [()] * microbatches)
+            results = executor.run(step, inputs, [()] * shape.shape.microbatches)
         else:
-            self._losses.begin_step(step)
-            executor.run(step, inputs, targets, on_results=self._losses.send)
-            results = {microbatch: (loss,) for microbatch, loss in enumerate(self._end_losses(aside=True).unbind())}
+            shape.losses.begin_step(step)
+            executor.run(step, inputs, targets, on_results=shape.losses.send)
+            losses = self._end_losses(shape, aside=True)
+            results = {microbatch: (loss,) for microbatch, loss in enumerate(losses.unbind())}
         self.buffers.end()
         return results
 
-    def evaluation_stages(
-        self, compiled: CompiledStages, state: Mapping[str, Tensor], *, with_loss: bool
-    ) -> dict[int, EvaluationStage]:
+    def evaluation_stages(self, shape: StepShape, state: Mapping[str, Tensor], *, with_loss: bool) -> dict[int, Stage]:
         """Return this rank's stages in evaluation mode, by number."""
-        return {
-            stage: EvaluationStage(compiled.eval[stage], state, with_loss=with_loss, await_buffers=self.buffers.wait)
-            for stage in self.stages
-        }
 
-    def _end_losses(self, *, aside: bool = False) -> Tensor:
-        losses = self._losses.end_step(self._timeout)
+        def of(compiled: CompiledStages, stage: int) -> EvaluationStage:
+            return EvaluationStage(compiled.eval[stage], state, with_loss=with_loss, await_buffers=self.buffers.wait)
+
+        if shape.smaller is None or shape.count is None:
+            return {stage: of(shape.larger, stage) for stage in self.stages}
+        return {stage: UnevenStage(of(shape.larger, stage), of(shape.smaller, stage), shape.count) for stage in self.stages}
+
+    def _end_losses(self, of: RankShape, *, aside: bool = False) -> Tensor:
+        """Return the losses of all microbatches, over all replicas.
+
+        Replicas may have different numbers of microbatches, with zeros for those that one lacks.
+
+        Raises:
+            BatchError: Replicas have batches of different numbers of rows, and the mean of their losses is wanted.
+        """
+        losses = of.losses.end_step(self._timeout)
         if self._replicas is None:
             return losses
-        mean = self._reduction is Reduction.MEAN
-        if aside:
-            return self._replicas.combine_losses(losses, mean=mean, aside=True)
-        marks = losses.new_tensor(self._hooks.marks(), dtype=torch.float32)
-        combined = self._replicas.combine_losses(losses, mean=mean, beside=[marks])
-        self._hooks.check_marks((marks if mean else marks / len(self._replicas.ranks)).tolist(), self.replica)
-        return combined
+        mean, own = self._reduction is Reduction.MEAN, len(losses)
+        if own < self._microbatches:
+            losses = torch.cat([losses, losses.new_zeros(self._microbatches - own, *losses.shape[1:])])
+        hooks, rows = () if aside else self._hooks.marks(), divmod(sum(of.shape.rows), _ROWS)
+        marks = losses.new_tensor((*rows, *hooks), dtype=torch.float32)
+        combined = self._replicas.combine_losses(losses, mean=mean, aside=aside, beside=[marks])
+        found = (marks if mean else marks / len(self._replicas.ranks)).tolist()
+        if mean and tuple(found[:2]) != rows:
+            raise BatchError(
+                f"replica {self.replica} has a batch of {sum(of.shape.rows)} rows, all {found[0] * _ROWS + found[1]:g} on "
+                "average: expected the same number on all replicas, as reduction='mean' gives each replica the same weight; "
+                "reduction='sum' and 'weighted' take any numbers"
+            )
+        if not aside:
+            self._hooks.check_marks(found[2:], self.replica)
+        return combined[:own] if mean else combined
 
 
 def _message_bytes(compiled: CompiledStages) -> dict[Edge, int]:

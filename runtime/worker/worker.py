@@ -49,6 +49,7 @@ from adaptra.runtime.worker.device_clock import OpClock
 from adaptra.runtime.worker.foreign_microbatches import BatchShapes
 from adaptra.runtime.worker.loss_reduction import Reduction
 from adaptra.runtime.worker.rank_programs import RankPrograms
+from adaptra.runtime.worker.shapes import FIRST, StepShape
 from adaptra.runtime.worker.step_parts import Batch, StepParts
 from adaptra.runtime.worker.two_pass import PendingBackward, TwoPassStep
 from adaptra.simulation.timeline import Timeline
@@ -106,7 +107,6 @@ class Worker:
         self.rank = transport.rank
         self.state = state
         self._compiled = compiled
-        self._microbatches = microbatches
         self._transport = transport
         self._job = job
         self._replicas = replicas
@@ -129,6 +129,7 @@ class Worker:
             options,
             reduction,
         )
+        self._shapes = {FIRST: self._parts.first}
         self._step = first_step
         self.steps_before = self._evaluations = self._gathered = 0
         self._calls: Counter[str] = Counter()
@@ -143,6 +144,7 @@ class Worker:
             self._parts.stages_of,
             self._parts.receive_counts_of,
             [self._parts.handed_over_of(one.index) for one in compiled.train],
+            self._parts.first,
             BatchShapes(compiled.train[0].inputs, compiled.train[-1].targets, compiled.train[-1].outputs),
             transport,
             job,
@@ -181,13 +183,14 @@ class Worker:
         self._watcher = watch(transport.rdma_devices, self._record_link_event)
         telemetry.started(agree_on_run(transport.store), initial)
 
-    def step(self, inputs: Batch, targets: Batch, loss_scale: float = 1.0) -> Tensor:
+    def step(self, inputs: Batch, targets: Batch, loss_scale: float = 1.0, shape: int = FIRST) -> Tensor:
         """Run one training step and accumulate gradients.
 
         Args:
             inputs: The model's inputs per microbatch; only used on the first stage's rank.
             targets: The loss's targets per microbatch; only used on the last stage's rank.
             loss_scale: The factor of the loss in the gradients. Losses are returned without it.
+            shape: The number of the batch's shape.
 
         Returns:
             The loss of every microbatch, (microbatches,), in microbatch order, on every rank; if weighted (microbatches, 2),
@@ -199,19 +202,36 @@ class Worker:
         """
         step = self._step
         with self._reporting_errors():
-            executor = self._programs.switch_to(self.controller.plan_for(step), step)
+            executor = self._programs.switch_to(self.controller.plan_for(step), step, shape)
             self._telemetry.begin_step(step, self.plan)
             self.monitor.begin_step()
             started = time.monotonic()
-            losses = self._parts.run(executor, step, inputs, targets, loss_scale, self.steps_before)
+            losses = self._parts.run(executor, step, inputs, targets, loss_scale, self.steps_before, self._shapes[shape])
             measurement = self.monitor.end_step(step, started, time.monotonic())
-            self.measured.extend(measurement.stages)
+            if shape == FIRST:
+                self.measured.extend(measurement.stages)
             if not self.controller.coordinates:
                 self.reduces = own_reduce(measurement)
-            self.controller.report(measurement)
+            # Ops and messages of another shape take other times, which tell nothing of a slow stage or link.
+            self.controller.report(measurement if shape == FIRST else replace(measurement, stages=(), edges=()))
             self._telemetry.end_step(measurement, self.monitor.kept[-1])
         self._step += 1
         return losses
+
+    def add_shape(self, shape: StepShape) -> None:
+        """Prepare steps of another shape of batch, between two steps.
+
+        Raises:
+            PlanError: Not even one microbatch fits the memory.
+        """
+        added = self._parts.of_shape(shape)
+        self._programs.add_shape(added)
+        self._shapes[shape.number] = added
+
+    def drop_shape(self, number: int) -> None:
+        """Forget a shape of batch, between two steps."""
+        del self._shapes[number]
+        self._programs.drop_shape(number)
 
     def compare_rows(self, call: str, given: Mapping[str, Any]) -> None:
         """Have this rank's batch compared with those of other ranks, in the first calls and then in every hundredth.
@@ -291,12 +311,13 @@ class Worker:
         with self._meeting():
             return self._parts.norms.found_anywhere(self._step - 1, found, self._options.timeout)
 
-    def evaluate(self, inputs: Batch, targets: Batch | None) -> dict[int, tuple[Tensor, ...]]:
+    def evaluate(self, inputs: Batch, targets: Batch | None, shape: int = FIRST) -> dict[int, tuple[Tensor, ...]]:
         """Run the model forward in evaluation mode.
 
         Args:
             inputs: As in :meth:`step`.
             targets: As in :meth:`step`, or None for the model's outputs instead of the loss.
+            shape: The number of the batch's shape.
 
         Returns:
             With targets the loss of every microbatch, the mean over the replicas, on every rank. Without, the outputs per
@@ -305,12 +326,14 @@ class Worker:
         self._evaluations += 1
         # Evaluations count backwards, so that their messages are never taken for those of a training step.
         step = -self._evaluations
-        stages = self._parts.evaluation_stages(self._compiled, self.state, with_loss=targets is not None)
+        of = self._shapes[shape]
+        stages = self._parts.evaluation_stages(of.shape, self.state, with_loss=targets is not None)
         with self._reporting_errors():
-            for stage in stages:
-                prepare(self._compiled.eval[stage])
-            executor = self._programs.evaluation(stages, self._microbatches)
-            results = self._parts.run_evaluation(executor, step, inputs, targets, self._microbatches)
+            for compiled in filter(None, (of.shape.larger, of.shape.smaller)):
+                for stage in stages:
+                    prepare(compiled.eval[stage])
+            executor = self._programs.evaluation(stages, of)
+            results = self._parts.run_evaluation(executor, step, inputs, targets, of)
         self.monitor.begin_step()
         return results
 
@@ -321,7 +344,7 @@ class Worker:
         """
         step, job = self._step - 1, self._job
         self._gathered += 1
-        program = self.plan.program
+        program = self._programs.program
         records = self.monitor.records(step).shifted(job.clock_of(0))
         own = replace(records, rank=job.rank).to_json()
         # Replicas that don't compute for each other may run different programs.

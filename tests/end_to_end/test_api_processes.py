@@ -29,7 +29,7 @@ pytestmark = pytest.mark.processes
 ROWS, MICROBATCHES = 16, 8
 
 DOCUMENTED = {
-    "told": "rank … failed: BatchError: inputs: a batch of … rows: expected …",
+    "told": "rank … failed: BatchError: … has … rows, … has …: expected …",
     "killed": "rank … is lost…",
     "raised": "rank … failed: IndexError: …",
     "arguments": "adaptra.compile: rank … was given …, rank 0 …: expected the same arguments on every rank",
@@ -90,7 +90,7 @@ def test_a_batch_refused_on_one_rank_ends_the_step_on_all() -> None:
     """Nobody waits for a rank that has refused its batch, and all are told why, though no process has ended."""
     results = run_processes(refuse_one_batch, 4)
     (kind, message, *_), (kind_again, *_) = results[0]
-    assert (kind, kind_again) == ("BatchError", "PipelineError") and "a batch of 8 rows: expected 16" in message
+    assert (kind, kind_again) == ("BatchError", "PipelineError") and "has 8 rows, targets has 16" in message
     for (kind, message, lost, _, seconds), (kind_again, *_) in results[1:]:
         check_documented(kind, message, DOCUMENTED["told"])
         assert (kind, lost, kind_again) == ("PeerLostError", 0, "PipelineError")

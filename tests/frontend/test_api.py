@@ -121,6 +121,18 @@ def on_pipeline(run: Callable[[adaptra.Pipeline], object], name: str = "skip_mlp
     return mistake
 
 
+def on_list(run: Callable[[adaptra.Pipeline], object]) -> Callable[[], object]:
+    """A pipeline whose stages are given as modules."""
+
+    def mistake() -> None:
+        width, classes = X.shape[1], Y.shape[1]
+        modules = [nn.Linear(width, width), nn.Linear(width, classes)]
+        with compiled(model=modules, stages=2, example_inputs=(X, Y)) as pipe:
+            run(pipe)
+
+    return mistake
+
+
 def before_compiling(run: Callable[[adaptra.Pipeline], object]) -> Callable[[], object]:
     return lambda: run(compiled(example_inputs=None, example_kwargs=None))
 
@@ -291,28 +303,35 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
         on_pipeline(lambda pipe: pipe.step([X], Y)),
     ),
     (
-        "inputs: a batch of … rows: expected …, … microbatches of the … rows the pipeline was compiled for; drop or pad a "
-        "smaller last batch, or compile another pipeline for it",
-        on_pipeline(lambda pipe: pipe.step(X[:4], Y[:4])),
+        "inputs: a batch of … rows: expected …, … microbatches of the … rows the pipeline was compiled for; for another number "
+        "of rows, every rank needs inputs and targets, and a model that adaptra.compile cuts itself",
+        on_list(lambda pipe: pipe.step(X[:4], Y[:4])),
+    ),
+    (
+        "targets: a batch of … rows: expected …, … microbatches of the … rows the pipeline was compiled for; for another "
+        "number of rows, every rank needs inputs and targets, and a model that adaptra.compile cuts itself",
+        on_list(lambda pipe: pipe.step(X, Y[:4])),
     ),
     *(
-        (
-            "targets: a batch of … rows: expected …, … microbatches of the … rows the pipeline was compiled for; drop or pad a "
-            "smaller last batch, or compile another pipeline for it",
-            mistake,
-        )
+        ("… has … rows, … has …: expected all tensors of a batch to have the same first dimension", mistake)
         for mistake in (
             on_pipeline(lambda pipe: pipe.step(X, Y[:4])),
             on_pipeline(lambda pipe: pipe.eval_step(X, Y[:4])),
         )
     ),
+    ("…: a batch of 0 rows: expected at least one row", on_pipeline(lambda pipe: pipe.step(X[:0], Y[:0]))),
+    *(
+        ("a batch of …: the model can't be compiled for this shape: …", on_pipeline(lambda pipe, of=of: pipe.step(*of)))
+        for of in ((X[:, :4], Y), (X, Y[:, :3]))
+    ),
+    ("shapes=…: expected a whole number of at least 1", options(shapes=0)),
     *(
         ("inputs: … is …: expected …, as when the pipeline was compiled", on_pipeline(lambda pipe, x=x: pipe.step(x, Y)))
-        for x in (X.double(), X[:, :4], X[:, None], X[0, 0])
+        for x in (X.double(), X[:, None], X[0, 0])
     ),
     *(
         ("targets: … is …: expected …, as when the pipeline was compiled", on_pipeline(lambda pipe, y=y: pipe.step(X, y)))
-        for y in (Y.bfloat16(), Y[:, :3], Y[:, 0])
+        for y in (Y.bfloat16(), Y[:, 0])
     ),
     ("inputs: … is …: expected a tensor of …", on_pipeline(lambda pipe: pipe.step(X.numpy(), Y))),
     ("targets: targets is …: expected a tensor of …", on_pipeline(lambda pipe: pipe.step(X))),
@@ -564,11 +583,13 @@ def test_a_refused_batch_changes_nothing() -> None:
     """Where all ranks are threads of this process, training goes on after a mistake as if it had not been made."""
     with compiled() as spoilt, compiled() as clean:
         first = losses_of(spoilt, "skip_mlp", range(2))
-        for batch in ((X[:4], Y[:4]), (X, Y[:, :3]), (X.double(), Y), (X, None)):
+        for batch in ((X, Y[:4]), (X, Y[:, :3]), (X.double(), Y)):
             with pytest.raises(BatchError):
                 spoilt.step(*batch)
             with pytest.raises(BatchError):
-                spoilt.eval_step(batch[0][:4], batch[1])
+                spoilt.eval_step(*batch)
+        with pytest.raises(BatchError):
+            spoilt.step(X, None)
         found = first + losses_of(spoilt, "skip_mlp", range(2, 4))
         expected = losses_of(clean, "skip_mlp", range(4))
         assert all(map(torch.equal, found, expected))

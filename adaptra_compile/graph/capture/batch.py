@@ -63,11 +63,12 @@ class Structure:
         """The names of the tensors in the user's call, in flat order."""
         return tuple(leaf.label for leaf in self._leaves if leaf.spec is not None)
 
-    def flatten(self, given: Mapping[str, Any]) -> list[Tensor]:
+    def flatten(self, given: Mapping[str, Any], *, any_size: bool = False) -> list[Tensor]:
         """Return the tensors of a batch, in flat order.
 
         Args:
             given: Values by argument name. Tensors may have any size in their first dimension: a batch is many microbatches.
+            any_size: Whether they may have any size in the other dimensions too.
 
         Raises:
             BatchError: The structure, a dtype, a dimension other than the first, or a constant differs from the capture.
@@ -83,7 +84,7 @@ class Structure:
             if leaf.spec is None:
                 self._check_constant(leaf, value)
             else:
-                tensors.append(self._check_tensor(leaf.label, leaf.spec, value))
+                tensors.append(self._check_tensor(leaf.label, leaf.spec, value, any_size))
         return tensors
 
     def unflatten(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
@@ -101,11 +102,12 @@ class Structure:
                 "constant: pass that value, compile again for this one, or pass a tensor in both places"
             )
 
-    def _check_tensor(self, label: str, spec: TensorSpec, value: Any) -> Tensor:
+    def _check_tensor(self, label: str, spec: TensorSpec, value: Any, any_size: bool) -> Tensor:
         if not isinstance(value, Tensor):
             shown = "None" if value is None else _describe(value)
             raise BatchError(f"{self._what}: {label} is {shown}: expected a tensor of {dtype_name(spec.dtype)}")
-        fits = value.dtype == spec.dtype and value.dim() == len(spec.shape) and tuple(value.shape[1:]) == spec.shape[1:]
+        fits = value.dtype == spec.dtype and value.dim() == len(spec.shape)
+        fits = fits and (any_size or tuple(value.shape[1:]) == spec.shape[1:])
         if not fits:
             rows = ", ".join(["batch", *map(str, spec.shape[1:])] if spec.shape else [])
             raise BatchError(
@@ -135,13 +137,13 @@ class InputFormat:
         """The names of the tensors in the user's call, in flat order."""
         return self._structure.labels
 
-    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, any_size: bool = False) -> list[Tensor]:
         """Return the tensors of a call in flat order. The first dimension is not checked, since a batch is many microbatches.
 
         Raises:
             BatchError: The call is not the one the pipeline was compiled for. The text names the argument and both values.
         """
-        return self._structure.flatten(self._bind(args, kwargs))
+        return self._structure.flatten(self._bind(args, kwargs), any_size=any_size)
 
     def call(self, model: nn.Module, tensors: Sequence[Tensor]) -> Any:
         """Call the model with these tensors in the captured structure."""
@@ -173,13 +175,13 @@ class TargetFormat:
         """The tensors of one microbatch, in flat order."""
         return self._structure.specs
 
-    def flatten(self, targets: Any) -> list[Tensor]:
+    def flatten(self, targets: Any, *, any_size: bool = False) -> list[Tensor]:
         """Return the tensors in flat order. The first dimension is not checked, since a batch is many microbatches.
 
         Raises:
             BatchError: The targets are not those the pipeline was compiled for.
         """
-        return self._structure.flatten({"targets": targets})
+        return self._structure.flatten({"targets": targets}, any_size=any_size)
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
         """Return the structure with these tensors."""

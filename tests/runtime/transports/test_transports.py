@@ -146,7 +146,7 @@ class TestWire:
     def test_bytes_that_are_no_message_are_refused(self, position: int) -> None:
         buffer = self.buffer()
         buffer.first[position] = 255
-        with pytest.raises(TransportError, match="no message of version 3"):
+        with pytest.raises(TransportError, match="no message of version 4"):
             buffer.check(forward(1))
 
 

@@ -38,6 +38,6 @@ def test_a_batch_is_split_in_order_and_scalars_go_to_all() -> None:
 
 def test_a_smaller_last_batch_is_refused() -> None:
     with pytest.raises(
-        BatchError, match=r"targets: a batch of 4 rows: expected 6, 3 microbatches of the 2 rows .* drop or pad"
+        BatchError, match=r"targets: a batch of 4 rows: expected 6, 3 microbatches of the 2 rows .* every rank needs"
     ):
         split_batch([torch.zeros(4)], (TensorSpec((2,), torch.float32),), 3, "targets")

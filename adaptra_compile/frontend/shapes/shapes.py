@@ -1,0 +1,228 @@
+"""The shapes of a pipeline's batches: which are compiled, and how a batch splits into microbatches.
+
+A batch may have other sizes than the one for which the pipeline was compiled: a longer sequence, or fewer rows. Its structure,
+dtypes and constants stay. Each new shape is compiled once, with the same split and the same state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from adaptra.errors import BatchError, CaptureError, OptionError, PartitionError
+from adaptra.graph import CompiledStages
+from adaptra.graph.ops.specs import MessageSpec
+from adaptra.runtime.worker.batch import microbatch_rows, rows_of_all, split_rows
+from adaptra.runtime.worker.shapes import FIRST, StepShape
+from adaptra.runtime.worker.step_parts import Batch
+
+Given = tuple[tuple[Any, ...], Mapping[str, Any], Any]
+"""The model's positional and keyword arguments, and the loss's targets."""
+
+Compiler = Callable[[tuple[Any, ...], Mapping[str, Any], Any, bool], CompiledStages]
+"""Compiles the model for a microbatch of :data:`Given`. The last argument says whether the loss is wanted."""
+
+Sizes = tuple[tuple[int, ...], ...]
+"""The sizes of all tensors of a batch, without the rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShapedBatch:
+    """A batch in microbatches.
+
+    Attributes:
+        number: The number of its shape.
+        inputs, targets: The tensors per microbatch; empty where no stage of this process needs them.
+        shares: The share of each microbatch in the rows; empty if all have the same.
+        outputs_by: The stages whose format merges the outputs of microbatches.
+    """
+
+    number: int
+    inputs: Batch
+    targets: Batch
+    shares: tuple[float, ...]
+    outputs_by: CompiledStages
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineShape:
+    """One shape of batch that a pipeline has compiled, as :attr:`adaptra.frontend.api.Pipeline.shapes` returns it.
+
+    Attributes:
+        name: The sizes of the tensors of a batch.
+        rows: The rows of each microbatch.
+        seconds: The time that its compilation took; 0 for the one with which the pipeline was compiled.
+        steps: The number of steps and evaluations that ran it.
+    """
+
+    name: str
+    rows: tuple[int, ...]
+    seconds: float
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewShape:
+    """A shape that is compiled but not planned yet; the fields are those of :class:`StepShape`, and the name for people."""
+
+    number: int
+    code: int
+    name: str
+    rows: tuple[int, ...]
+    larger: CompiledStages
+    smaller: CompiledStages | None = None
+
+
+@dataclass(slots=True)
+class _Known:
+    """A compiled shape of a batch, its name, the time it took, and its uses."""
+
+    shape: StepShape
+    name: str
+    seconds: float
+    steps: int = 0
+
+
+class Shapes:
+    """The shapes that a pipeline's workers have compiled, at most ``most`` beside the first.
+
+    Args:
+        compiler: Compiles the model for a microbatch; None if it can't.
+        first: The stages for which the pipeline was compiled.
+        microbatches: The number of microbatches of a batch with enough rows.
+        most: The number of shapes that are kept. The least recently used one goes first.
+        tell: Called with a line of text for people about each shape that comes or goes.
+        add: Called with each new shape: plans, and tells the workers.
+        drop: Called with the number of a shape that goes.
+    """
+
+    def __init__(
+        self,
+        compiler: Compiler | None,
+        first: CompiledStages,
+        microbatches: int,
+        most: int,
+        tell: Callable[[str], object],
+        add: Callable[[NewShape], StepShape],
+        drop: Callable[[int], None],
+    ) -> None:
+        self._compile = compiler
+        self._first = first
+        self._microbatches = microbatches
+        self._most = most
+        self._tell = tell
+        self._add = add
+        self._drop = drop
+        self._known: OrderedDict[tuple[Sizes, int], _Known] = OrderedDict()
+        self._number = FIRST
+        self._uses_of_first = 0
+
+    @property
+    def can_vary(self) -> bool:
+        """Whether batches of other shapes can be compiled."""
+        return self._compile is not None
+
+    def listed(self) -> tuple[PipelineShape, ...]:
+        """Return the first shape, then the others, the most recently used last."""
+        rows = self._rows_of_first * self._microbatches
+        labels = (*self._first.inputs.labels, *self._first.targets.labels)
+        sizes = [(rows, *spec.shape[1:]) if spec.shape else () for spec in self._specs]
+        name = _name(sizes, labels)
+        first = PipelineShape(name, (self._rows_of_first,) * self._microbatches, 0.0, self._uses_of_first)
+        others = [PipelineShape(one.name, one.shape.rows, one.seconds, one.steps) for one in self._known.values()]
+        return (first, *others)
+
+    def use_first(self) -> None:
+        """Count a use of the shape for which the pipeline was compiled."""
+        self._uses_of_first += 1
+
+    def is_first(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
+        """Return whether a flat batch has the shape for which the pipeline was compiled."""
+        for tensor, spec in zip((*inputs, *targets), self._specs, strict=False):  # an evaluation may have no targets
+            if tuple(tensor.shape[1:]) != spec.shape[1:]:
+                return False
+            if spec.shape and tensor.shape[0] != spec.shape[0] * self._microbatches:
+                return False
+        return True
+
+    @property
+    def _rows_of_first(self) -> int:
+        return next((spec.shape[0] for spec in self._specs if spec.shape), 1)
+
+    @property
+    def _specs(self) -> MessageSpec:
+        return (*self._first.inputs.specs, *self._first.targets.specs)
+
+    def find(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], given: Given, *, with_loss: bool) -> ShapedBatch:
+        """Return a batch of another shape in microbatches; a new shape is compiled first.
+
+        Args:
+            inputs, targets: The batch's tensors in flat order.
+            given: The same as the user gave them.
+            with_loss: Whether the loss is wanted, and not the outputs.
+
+        Raises:
+            BatchError: Rows differ between tensors, there are none, or the model can't be compiled for this shape.
+        """
+        tensors = (*inputs, *targets)
+        labels = (*self._first.inputs.labels, *self._first.targets.labels)[: len(tensors)]
+        rows = rows_of_all(tensors, labels)
+        sizes = tuple(tuple(one.shape[1:]) for one in tensors)
+        known = self._known.get((sizes, rows))
+        if known is None:
+            known = self._compiled(sizes, rows, _name([one.shape for one in tensors], labels), given, with_loss)
+        self._known.move_to_end((sizes, rows))
+        known.steps += 1
+        shape = known.shape
+        split = split_rows(inputs, shape.rows), split_rows(targets, shape.rows)
+        return ShapedBatch(shape.number, *split, shape.shares, shape.larger)
+
+    def _compiled(self, sizes: Sizes, rows: int, name: str, given: Given, with_loss: bool) -> _Known:
+        began = time.monotonic()
+        split = microbatch_rows(rows, self._microbatches)
+        try:
+            made = [self._stages_for(sizes, one, given, with_loss) for one in sorted(set(split), reverse=True)]
+        except (CaptureError, PartitionError, OptionError) as error:
+            raise BatchError(f"a batch of {name}: the model can't be compiled for this shape: {error}") from error
+        digest = hashlib.blake2b(repr((sizes, rows)).encode(), digest_size=4).digest()
+        new = NewShape(self._number + 1, max(1, int.from_bytes(digest, "little")), name, split, *made)
+        shape = self._add(new)
+        self._number = new.number
+        found = self._known[sizes, rows] = _Known(shape, name, time.monotonic() - began)
+        self._tell(f"compiled for batches of {name} in {found.seconds:.2f} s")
+        while len(self._known) > self._most:
+            _, dropped = self._known.popitem(last=False)
+            self._drop(dropped.shape.number)
+            self._tell(f"forgot batches of {dropped.name}: {self._most} shapes are kept")
+        return found
+
+    def _stages_for(self, sizes: Sizes, rows: int, given: Given, with_loss: bool) -> CompiledStages:
+        """Return the stages for microbatches of this many rows, which another shape of batch may have already.
+
+        Stages with a loss serve evaluations without targets too.
+        """
+        specs = self._specs[: len(sizes)]
+        if sizes == tuple(spec.shape[1:] for spec in specs) and all(spec.shape[:1] in ((), (rows,)) for spec in specs):
+            return self._first
+        for (others, _), known in self._known.items():
+            for stages, size in ((known.shape.larger, known.shape.rows[0]), (known.shape.smaller, known.shape.rows[-1])):
+                if others[: len(sizes)] == sizes and size == rows and stages is not None:
+                    return stages
+        assert self._compile is not None, "shapes can vary"
+
+        def first(leaf: Any) -> Any:
+            return leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
+
+        args, kwargs, targets = pytree.tree_map(first, (given[0], dict(given[1]), given[2]))
+        return self._compile(args, kwargs, targets, with_loss)
+
+
+def _name(sizes: Sequence[Sequence[int]], labels: Sequence[str]) -> str:
+    return ", ".join(f"{label} {list(one)}" for label, one in zip(labels, sizes, strict=True))

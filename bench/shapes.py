@@ -1,0 +1,112 @@
+"""What batches of other shapes cost: four processes over gloo train on batches of 20 shapes in random order.
+
+The rows show how often a shape was compiled, and the time that took. Then come steps of a shape that is known, each after a
+step of another shape. Beside them are steps of the same batch under a pipeline compiled for it alone, in turn with them. The
+last row is the memory of rank 0 at the end, beside that after the last new shape.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from _ranks import run_on_ranks, timed
+from _table import Row, parser, print_rows
+from torch import Tensor, nn
+
+import adaptra
+
+ROWS, CLASSES = 16, 64
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return 1024 * int(line.split()[1])
+    raise OSError("/proc/self/status has no VmRSS: expected Linux")
+
+
+def token_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    """The mean loss over tokens."""
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+
+
+def batch(rows: int, length: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels, the same on every rank."""
+    generator = torch.Generator().manual_seed(rows * 1000 + length)
+    tokens, labels = (torch.randint(CLASSES, (rows, length), generator=generator) for _ in range(2))
+    return tokens, labels
+
+
+def measure(rank: int, ranks: int, microbatches: int, shapes: int, runs: int, width: int) -> dict[str, Any]:
+    """One rank: all shapes in random order, then the pairs."""
+    order = [(ROWS - number % 4, 32 + 8 * number) for number in range(shapes)]
+
+    def make(rows: int, length: int) -> adaptra.Pipeline:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(2 * ranks)]
+        model = nn.Sequential(nn.Embedding(CLASSES, width), *layers, nn.Linear(width, CLASSES))
+        return adaptra.compile(
+            model,
+            stages=ranks,
+            microbatches=microbatches,
+            example_inputs=batch(rows, length),
+            loss=token_loss,
+            options=adaptra.Options(adapt=False, shapes=shapes),
+        )
+
+    shuffled = order * 3
+    random.Random(0).shuffle(shuffled)
+    known, other = order[shapes // 8 * 4], order[-1]
+    with make(*order[0]) as varying, make(*known) as fixed:
+        for shape in shuffled:
+            varying.step(*batch(*shape))
+        compiled, after = len(varying.shapes), resident()
+        seconds = [one.seconds for one in varying.shapes[1:]]
+        pairs: list[list[float]] = []
+        for _ in range(runs + 1):
+            varying.step(*batch(*other))
+            first = timed(lambda: varying.step(*batch(*known)))[0]
+            fixed.step(*batch(*known))
+            pairs.append([first, timed(lambda: fixed.step(*batch(*known)))[0]])
+        for shape in shuffled:
+            varying.step(*batch(*shape))
+        again = [one.seconds for one in varying.shapes[1:]]
+        return {
+            "compiled": compiled if sorted(seconds) == sorted(again) else -1,
+            "seconds": seconds,
+            "pairs": pairs[1:],
+            "memory": [resident(), after],
+        }
+
+
+def main() -> int:
+    """Measure and print the table."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--ranks", type=int, default=4)
+    arguments.add_argument("--microbatches", type=int, default=8)
+    arguments.add_argument("--shapes", type=int, default=20)
+    arguments.add_argument("--runs", type=int, default=40, help="pairs of steps")
+    arguments.add_argument("--width", type=int, default=128)
+    given = arguments.parse_args()
+    found = run_on_ranks(measure, given.ranks, given.ranks, given.microbatches, given.shapes, given.runs, given.width)
+    ours, alone = ([pair[side] for pair in found["pairs"]] for side in (0, 1))
+    memory = [size / 2**20 for size in found["memory"]]
+    rows = [
+        Row("compiled shapes (beside: shapes)", found["compiled"], given.shapes, "", 1),
+        Row("compilation of a new shape", median(found["seconds"]), None, "s", len(found["seconds"])),
+        Row("step of a known shape after another", 1e3 * median(ours), 1e3 * median(alone), "ms", given.runs),
+        Row("memory at the end (beside: after the last new shape)", *memory, "MiB", 1),
+    ]
+    title = f"batches of {given.shapes} shapes, {given.ranks} ranks, {given.microbatches} microbatches"
+    print_rows(title, rows, baseline="one shape", as_json=given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""The shapes of steps' batches: what all ranks agree on, and what of one rank depends on the shape.
+
+All shapes of a pipeline share its parameters, transports, controller and step counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from adaptra.graph import CompiledStages
+from adaptra.program import Program
+from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.step_messages.loss_broadcast import LossBroadcast
+from adaptra.runtime.worker.program_messages import MessageShapes
+from adaptra.runtime.worker.stage import Stage
+
+FIRST: Final = 0
+"""The number of the shape for which the pipeline was compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """A shape of a step's batch.
+
+    Attributes:
+        number: Its number in this process.
+        code: Its code in messages, equal on all ranks; 0 for the first.
+        rows: The rows of each microbatch; the first ones may have one more than the others.
+        larger: The stages of the first microbatches.
+        smaller: The stages of the others; None if all microbatches have the same number of rows.
+        program_for: Returns the program of the shape under an agreed plan. It has no time limit, so all ranks find the same.
+    """
+
+    number: int
+    code: int
+    rows: tuple[int, ...]
+    larger: CompiledStages
+    smaller: CompiledStages | None
+    program_for: Callable[[Plan], Program]
+
+    @property
+    def microbatches(self) -> int:
+        """The number of microbatches."""
+        return len(self.rows)
+
+    @property
+    def count(self) -> int | None:
+        """The number of larger microbatches; None if all have the same number of rows."""
+        return None if self.smaller is None else self.rows.count(self.rows[0])
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The share of each microbatch in the batch's rows; empty if all have the same."""
+        return () if self.smaller is None else tuple(one / sum(self.rows) for one in self.rows)
+
+    def messages(self, of: Callable[[CompiledStages], list[MessageShapes]]) -> list[MessageShapes]:
+        """Return the messages of every stage. ``of`` returns those of microbatches of one size."""
+        found = of(self.larger)
+        if self.smaller is None:
+            return found
+        return [
+            MessageShapes(one.forward, one.backward, one.weights, one.buffers, self.count, (other.forward, other.backward))
+            for one, other in zip(found, of(self.smaller), strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class RankShape:
+    """What of one rank depends on the shape of a step's batch, beside its programs.
+
+    Attributes:
+        shape: The shape.
+        stages: The rank's stages in training, by number.
+        losses: Broadcasts the losses.
+    """
+
+    shape: StepShape
+    stages: Mapping[int, Stage]
+    losses: LossBroadcast
