@@ -96,12 +96,12 @@ def main() -> int:
     given = arguments.parse_args()
     found = run_on_ranks(measure, given.ranks, given.ranks, given.microbatches, given.shapes, given.runs, given.width)
     ours, alone = ([pair[side] for pair in found["pairs"]] for side in (0, 1))
-    memory = [size / 2**20 for size in found["memory"]]
+    at_end, after_last = (size / 2**20 for size in found["memory"])
     rows = [
         Row("compiled shapes (beside: shapes)", found["compiled"], given.shapes, "", 1),
         Row("compilation of a new shape", median(found["seconds"]), None, "s", len(found["seconds"])),
         Row("step of a known shape after another", 1e3 * median(ours), 1e3 * median(alone), "ms", given.runs),
-        Row("memory at the end (beside: after the last new shape)", *memory, "MiB", 1),
+        Row("memory at the end (beside: after the last new shape)", at_end, after_last, "MiB", 1),
     ]
     title = f"batches of {given.shapes} shapes, {given.ranks} ranks, {given.microbatches} microbatches"
     print_rows(title, rows, baseline="one shape", as_json=given.json)

@@ -180,3 +180,39 @@ def test_a_mean_over_replicas_with_different_rows_is_refused() -> None:
     assert all(kind in ("BatchError", "PeerLostError") for kind, _ in results)
     for kind, text in filter(refused, results):
         check_documented(kind, text, UNEQUAL)
+
+
+ROUTED = (
+    "step …: a batch of another shape, while workers of other replicas compute microbatches of this one: expected the shape "
+    "that the pipeline was compiled for; Options(share=False) allows any shape"
+)
+
+
+def step_under_routes(rank: int) -> tuple[str, str] | None:
+    from shaped import batch
+
+    import adaptra
+    from adaptra.planning.replicas.job_planner import plan_job
+    from adaptra.program.routing import Routing
+    from adaptra.simulation.cost import Case, CostModel
+    from adaptra.simulation.job_case import JobCase
+
+    case = JobCase.of(Case(CostModel.uniform(2, 1.0, 1.0, 1.0), 4, (0, 1)), 2)
+    paths = [[(0, 1)] * 4, [(2, 3), (2, 1), (2, 3), (2, 3)]]
+    program = plan_job(case, routing=Routing.of_paths(((0, 1), (2, 3)), paths))
+    with set_up(2, options=adaptra.Options(schedule=program, adapt=False)) as pipe:
+        pipe.step(*batch(8, 6, pipe.replica))
+        try:
+            pipe.step(*batch(8, 7, pipe.replica))
+        except Exception as error:
+            return type(error).__name__, str(error)
+    return None
+
+
+def test_another_shape_is_refused_while_replicas_compute_for_each_other() -> None:
+    results = run_processes(step_under_routes, 4)
+    assert all(kind in ("BatchError", "PeerLostError") for kind, _ in results)
+    told = [one for one in results if one[0] == "BatchError"]
+    assert told
+    for kind, text in told:
+        check_documented(kind, text, ROUTED)
