@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from adaptra.errors import BatchError, OptionError, PipelineError, StateError
 from adaptra.frontend.activation_memory import predicted_peaks
 from adaptra.frontend.arguments.arguments import CompileArguments, check_split
 from adaptra.frontend.arguments.placing import STRAIGHT, Placement
+from adaptra.frontend.arguments.step_arguments import StepArguments, check_outputs
 from adaptra.frontend.attached_optimizer import given_or_attached, refuse_foreign
 from adaptra.frontend.builder import build
 from adaptra.frontend.given_routes import changed_buffers
@@ -141,7 +142,8 @@ class Pipeline(NotAModule):
 
     def __init__(self, request: CompileArguments) -> None:
         self._request: CompileArguments | None = request
-        self._returns_loss = request.loss is None and request.with_loss
+        first = request.whole_model if request.stage_modules is None else request.stage_modules[0]
+        self._arguments = StepArguments(first, returns_loss=request.loss is None and request.with_loss)
         self._session: Session | None = None
         self._losses: Tensor | None = None
         self._scaler: GradScaler | None = None
@@ -154,43 +156,69 @@ class Pipeline(NotAModule):
             raise PipelineError("this pipeline is closed: call adaptra.compile for another one")
         if self._request is None:
             raise PipelineError("this pipeline is compiled already: call adaptra.compile again for batches of another shape")
-        self._session = build(self._request, *self._arguments(inputs, targets), kwargs)
+        inputs, targets, named = self._arguments.resolve(inputs, targets, kwargs)
+        self._session = build(self._request, *self._arguments.positional(inputs, targets), named)
         # The request refers to the whole model, of which each rank keeps only its own stage.
         self._request = None
 
-    def step(self, inputs: Any = None, targets: Any = None, /, **kwargs: Any) -> Tensor:
+    @overload
+    def step(self, inputs: Any = ..., targets: Any = ..., /, *, outputs: Literal[False] = ..., **kwargs: Any) -> Tensor: ...
+
+    @overload
+    def step(self, inputs: Any = ..., targets: Any = ..., /, *, outputs: bool, **kwargs: Any) -> tuple[Tensor, Any]: ...
+
+    def step(self, inputs: Any = None, targets: Any = None, /, *, outputs: bool = False, **kwargs: Any) -> Any:
         """Run one training step on a batch and add its gradients to every parameter's ``grad``.
 
         Args:
             inputs: The model's input, or a tuple of its positional inputs: a whole batch. Needed on the first stage's rank.
             targets: The targets of the loss: a whole batch. Needed on the last stage's rank. If the model returns the loss
                 itself, also needed on the first stage's rank.
-            kwargs: The model's keyword inputs. Needed on the first stage's rank.
+            outputs: Whether to return the model's outputs beside the loss. Each rank may decide for itself, in each step.
+            kwargs: The model's keyword inputs. Needed on the first stage's rank. ``inputs=`` and ``targets=`` by name are the
+                arguments above, unless the model's forward has arguments of these names. With ``loss=`` given, ``targets=`` is
+                always the loss's.
 
         Returns:
             The loss of the batch, reduced by ``reduction``, as a scalar without gradient, on every rank.
+
+            With ``outputs=True`` that loss and the model's outputs: what its forward returned in this step, without gradients,
+            for the whole batch of this replica. Only the rank of the last stage has them, and others get None in their place.
+            Tensors are concatenated over the microbatches in the order of rows; tensors without dimensions are averaged.
 
         Raises:
             BatchError: The batch has no weight (``reduction="weighted"``). Then gradients are unchanged and the next step may
                 follow. Or the batch differs from those the pipeline was compiled for. Without a launcher nothing has changed
                 then, and the next step may follow. Under a launcher the pipeline fails on all ranks. Or ranks of a replica
                 got different rows in an earlier call. Then the text names the call, the ranks and the arguments.
+            OptionError: An output does not reach the last stage, or another replica computes it. The text names it.
             PeerLostError: Another rank failed. The text names it. The pipeline has failed.
             PipelineError: The pipeline has failed before or is closed.
         """
+        wants_outputs = check_outputs(outputs)
+        inputs, targets, named = self._arguments.resolve(inputs, targets, kwargs)
         if self._session is None:
-            self.build(inputs, targets, **kwargs)
+            self.build(inputs, targets, **named)
         session = self._require()
         with session.at_the_door():
-            args, given = self._arguments(inputs, targets)
-            microbatches = session.split_inputs(args, kwargs)
+            args, given = self._arguments.positional(inputs, targets)
+            microbatches = session.split_inputs(args, named)
             wanted = session.split_targets(given)
             require_no_gradient(microbatches, session.compiled.inputs.labels, "inputs")
             require_no_gradient(wanted, session.compiled.targets.labels, "targets")
-            session.compare_rows("step", inputs, targets, kwargs)
+            if wants_outputs:
+                session.prepare_outputs()
+            session.compare_rows("step", inputs, targets, named)
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        self._losses = session.on_every_rank(lambda worker: worker.step(microbatches, wanted, scale), "step")[0]
-        return session.reduction.of_batch(self._losses)
+        found = session.on_every_rank(
+            lambda worker: worker.step(microbatches, wanted, scale, with_outputs=wants_outputs), "step"
+        )
+        self._losses = found[0][0]
+        loss = session.reduction.of_batch(self._losses)
+        if not wants_outputs:
+            return loss
+        kept = next((one.take() for _, one in found if one is not None), None)
+        return loss, None if kept is None else session.compiled.outputs_in_training.merge(kept)
 
     @property
     def microbatch_losses(self) -> Tensor:
@@ -203,29 +231,54 @@ class Pipeline(NotAModule):
             raise PipelineError("no step has run yet")
         return self._losses
 
-    def eval_step(self, inputs: Any = None, targets: Any = None, /, **kwargs: Any) -> Any:
+    def eval_step(self, inputs: Any = None, targets: Any = None, /, *, outputs: bool = False, **kwargs: Any) -> Any:
         """Run the model forward in evaluation mode on a batch, microbatch by microbatch, without gradients.
 
         It behaves like eager evaluation: dropout is off, and BatchNorm's buffers do not change. A buffer that the model changes
         in evaluation mode too does change.
 
+        Args:
+            inputs, targets, kwargs: As for :meth:`step`.
+            outputs: Whether to return the model's outputs beside the loss. All ranks give the same.
+
         Returns:
             With targets, or if the model returns the loss itself, the loss of the batch as :meth:`step` returns it, over all
-            replicas. Without targets, the model's outputs on the rank of the last stage, and None on other ranks. Each tensor
-            is concatenated over the microbatches. Each replica returns the outputs of its own batch.
+            replicas. With ``outputs=True`` the loss and the model's outputs, as :meth:`step` returns both. Without targets, the
+            model's outputs on the rank of the last stage, and None on other ranks. Each tensor is concatenated over the
+            microbatches. Each replica returns the outputs of its own batch.
+
+        Raises:
+            BatchError: ``outputs=True`` without targets, unless the model returns the loss. Or as :meth:`step`.
         """
+        wants_outputs = check_outputs(outputs)
+        inputs, targets, named = self._arguments.resolve(inputs, targets, kwargs)
+        with_loss = self._arguments.positional(inputs, targets)[1] is not None or self._arguments.returns_loss
+        if wants_outputs and not with_loss:
+            raise BatchError(
+                "eval_step: outputs=True without targets: expected targets for the loss; without outputs=True the "
+                "outputs are returned alone"
+            )
+        return self._evaluate("eval_step", inputs, targets, named, with_loss=with_loss, with_outputs=wants_outputs)
+
+    def _evaluate(
+        self, call: str, inputs: Any, targets: Any, named: dict[str, Any], *, with_loss: bool, with_outputs: bool
+    ) -> Any:
+        """Return the loss in evaluation mode, the outputs, or both."""
         session = self._require()
         with session.at_the_door():
-            args, given = self._arguments(inputs, targets)
-            with_loss = given is not None or self._returns_loss
-            microbatches = session.split_inputs(args, kwargs)
+            args, given = self._arguments.positional(inputs, targets)
+            microbatches = session.split_inputs(args, named)
             wanted = session.split_targets(given) if with_loss else None
-            session.compare_rows("eval_step", inputs, targets, kwargs)
-        found = session.on_every_rank(lambda worker: worker.evaluate(microbatches, wanted), "eval_step")
-        results = next(filter(None, found), {})
-        if with_loss:
-            return session.reduction.of_batch(torch.stack([loss for (loss,) in results.values()]))
-        return session.compiled.outputs.merge([results[index] for index in sorted(results)]) if results else None
+            session.compare_rows(call, inputs, targets, named)
+        found = session.on_every_rank(lambda worker: worker.evaluate(microbatches, wanted, with_outputs=with_outputs), call)
+        results = next((one for one, _ in found if one), {})
+        losses = found[0][1]
+        first = 0 if losses is None else 1
+        loss = None if losses is None else session.reduction.of_batch(losses)
+        if losses is not None and not with_outputs:
+            return loss
+        merged = session.compiled.outputs.merge([results[index][first:] for index in sorted(results)]) if results else None
+        return merged if losses is None else (loss, merged)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the stages in this process, for any torch optimizer.
@@ -686,13 +739,6 @@ class Pipeline(NotAModule):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _arguments(self, inputs: Any, targets: Any) -> tuple[tuple[Any, ...], Any]:
-        """Return the model's positional arguments and the loss's targets from the arguments of step."""
-        args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
-        if self._returns_loss and targets is not None:
-            return (*args, targets), None
-        return args, targets
 
     @property
     def session(self) -> Session:

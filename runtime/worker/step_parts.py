@@ -32,6 +32,7 @@ from adaptra.runtime.worker.gradient_hooks import GradientHooks
 from adaptra.runtime.worker.loss_reduction import Reduction, total_weight
 from adaptra.runtime.worker.stage import EvaluationStage, TrainingStage
 from adaptra.runtime.worker.step_gradients import StepGradients
+from adaptra.runtime.worker.step_outputs import StepOutputs
 
 Batch = Sequence[Sequence[Tensor]]
 """The tensors of a step, per microbatch."""
@@ -95,6 +96,7 @@ class StepParts:
         broadcast = replicas if options.broadcast_buffers else None
         self.buffers: Final = ReplicaBuffers(broadcast, [state[name] for name in sorted(changing)])
         self._state = state
+        self._last = last.index
         self._microbatches = microbatches
         self._transport = transport
         self._job = job
@@ -181,7 +183,7 @@ class StepParts:
             seed=self._seed,
             microbatches=self._microbatches,
             replica=replica,
-            is_last=number == self._compiled.train[-1].index,
+            is_last=number == self._last,
             gradients=gradients,
             reduction=self._reduction,
             await_buffers=self.buffers.wait,
@@ -196,7 +198,16 @@ class StepParts:
         senders = (self.gradients, self._losses, self._probes, self.norms)
         return sum((Counter(each.receive_counts()) for each in senders), Counter())
 
-    def run(self, executor: Executor, step: int, inputs: Batch, targets: Batch, loss_scale: float, steps_before: int) -> Tensor:
+    def run(
+        self,
+        executor: Executor,
+        step: int,
+        inputs: Batch,
+        targets: Batch,
+        loss_scale: float,
+        steps_before: int,
+        outputs: StepOutputs | None = None,
+    ) -> Tensor:
         """Run a training step and accumulate gradients.
 
         Args:
@@ -205,6 +216,7 @@ class StepParts:
             inputs, targets: Per microbatch, as the executor takes them.
             loss_scale: The factor of the loss in the gradients.
             steps_before: The number of training steps before this pipeline's first one, which random numbers add to the step.
+            outputs: Takes the model's outputs on the rank of the last stage.
 
         Returns:
             The loss of every microbatch, (microbatches,), on every rank; if weighted (microbatches, 2), each a sum and its
@@ -217,7 +229,9 @@ class StepParts:
         if self._step_gradients is not None:
             self._step_gradients.begin_step()
         self.buffers.begin()
-        for stage in (*self.stages.values(), *self._foreign.values()):
+        for number, stage in self.stages.items():
+            stage.begin_step(loss_scale, steps_before, outputs if number == self._last else None)
+        for stage in self._foreign.values():
             stage.begin_step(loss_scale, steps_before)
         worker = self._transport.worker_of(self._transport.rank)
         for (replica, number), stage in self._foreign.items():
@@ -251,9 +265,13 @@ class StepParts:
         if self._sum is not None:
             self._sum.close()
 
+    def outputs(self) -> StepOutputs | None:
+        """Return what takes the model's outputs of a step; None if the last stage is on another rank."""
+        return StepOutputs(self._compiled.train[-1].forward_with_outputs()) if self._last in self.stages else None
+
     def run_evaluation(
         self, executor: Executor, step: int, inputs: Batch, targets: Batch | None, microbatches: int
-    ) -> dict[int, tuple[Tensor, ...]]:
+    ) -> tuple[dict[int, tuple[Tensor, ...]], Tensor | None]:
         """Run the forwards of an evaluation.
 
         Args:
@@ -263,25 +281,33 @@ class StepParts:
             microbatches: Microbatches per step.
 
         Returns:
-            With targets the loss of every microbatch, the mean over the replicas, on every rank. Without, the outputs per
-            microbatch on the last stage's rank.
+            The last stage's results per microbatch, on its rank. With targets also the loss of every microbatch, the mean over
+            the replicas, on every rank.
         """
         self.buffers.begin(aside=True)
+        losses = None
         if targets is None:
             results = executor.run(step, inputs, [()] * microbatches)
         else:
             self._losses.begin_step(step)
-            executor.run(step, inputs, targets, on_results=self._losses.send)
-            results = {microbatch: (loss,) for microbatch, loss in enumerate(self._end_losses(aside=True).unbind())}
+            results = executor.run(step, inputs, targets, on_results=self._losses.send)
+            losses = self._end_losses(aside=True)
         self.buffers.end()
-        return results
+        return results, losses
 
     def evaluation_stages(
-        self, compiled: CompiledStages, state: Mapping[str, Tensor], *, with_loss: bool
+        self, compiled: CompiledStages, state: Mapping[str, Tensor], *, with_loss: bool, with_outputs: bool
     ) -> dict[int, EvaluationStage]:
         """Return this rank's stages in evaluation mode, by number."""
         return {
-            stage: EvaluationStage(compiled.eval[stage], state, with_loss=with_loss, await_buffers=self.buffers.wait)
+            stage: EvaluationStage(
+                compiled.eval[stage],
+                state,
+                with_loss=with_loss,
+                with_outputs=with_outputs,
+                is_last=stage == self._last,
+                await_buffers=self.buffers.wait,
+            )
             for stage in self.stages
         }
 

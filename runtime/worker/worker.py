@@ -49,6 +49,7 @@ from adaptra.runtime.worker.device_clock import OpClock
 from adaptra.runtime.worker.foreign_microbatches import BatchShapes
 from adaptra.runtime.worker.loss_reduction import Reduction
 from adaptra.runtime.worker.rank_programs import RankPrograms
+from adaptra.runtime.worker.step_outputs import StepOutputs, refuse_away
 from adaptra.runtime.worker.step_parts import Batch, StepParts
 from adaptra.runtime.worker.two_pass import PendingBackward, TwoPassStep
 from adaptra.simulation.timeline import Timeline
@@ -181,17 +182,20 @@ class Worker:
         self._watcher = watch(transport.rdma_devices, self._record_link_event)
         telemetry.started(agree_on_run(transport.store), initial)
 
-    def step(self, inputs: Batch, targets: Batch, loss_scale: float = 1.0) -> Tensor:
+    def step(
+        self, inputs: Batch, targets: Batch, loss_scale: float = 1.0, *, with_outputs: bool = False
+    ) -> tuple[Tensor, StepOutputs | None]:
         """Run one training step and accumulate gradients.
 
         Args:
             inputs: The model's inputs per microbatch; only used on the first stage's rank.
             targets: The loss's targets per microbatch; only used on the last stage's rank.
             loss_scale: The factor of the loss in the gradients. Losses are returned without it.
+            with_outputs: Whether to keep the model's outputs on the rank of the last stage.
 
         Returns:
             The loss of every microbatch, (microbatches,), in microbatch order, on every rank; if weighted (microbatches, 2),
-            each a sum and its weight.
+            each a sum and its weight. Then the outputs, on the rank of the last stage if they are wanted.
 
         Raises:
             PeerLostError: Another rank failed; names it, and the edge and op where known.
@@ -200,10 +204,13 @@ class Worker:
         step = self._step
         with self._reporting_errors():
             executor = self._programs.switch_to(self.controller.plan_for(step), step)
+            outputs = self._parts.outputs() if with_outputs else None
+            if outputs is not None:
+                refuse_away(executor.program, self._parts.replica)
             self._telemetry.begin_step(step, self.plan)
             self.monitor.begin_step()
             started = time.monotonic()
-            losses = self._parts.run(executor, step, inputs, targets, loss_scale, self.steps_before)
+            losses = self._parts.run(executor, step, inputs, targets, loss_scale, self.steps_before, outputs)
             measurement = self.monitor.end_step(step, started, time.monotonic())
             self.measured.extend(measurement.stages)
             if not self.controller.coordinates:
@@ -211,7 +218,7 @@ class Worker:
             self.controller.report(measurement)
             self._telemetry.end_step(measurement, self.monitor.kept[-1])
         self._step += 1
-        return losses
+        return losses, outputs
 
     def compare_rows(self, call: str, given: Mapping[str, Any]) -> None:
         """Have this rank's batch compared with those of other ranks, in the first calls and then in every hundredth.
@@ -291,21 +298,25 @@ class Worker:
         with self._meeting():
             return self._parts.norms.found_anywhere(self._step - 1, found, self._options.timeout)
 
-    def evaluate(self, inputs: Batch, targets: Batch | None) -> dict[int, tuple[Tensor, ...]]:
+    def evaluate(
+        self, inputs: Batch, targets: Batch | None, *, with_outputs: bool = False
+    ) -> tuple[dict[int, tuple[Tensor, ...]], Tensor | None]:
         """Run the model forward in evaluation mode.
 
         Args:
             inputs: As in :meth:`step`.
             targets: As in :meth:`step`, or None for the model's outputs instead of the loss.
+            with_outputs: Whether to return the outputs beside the loss too.
 
         Returns:
-            With targets the loss of every microbatch, the mean over the replicas, on every rank. Without, the outputs per
-            microbatch on the last stage's rank, and nothing elsewhere.
+            The outputs per microbatch on the last stage's rank, behind the loss if there are targets; nothing elsewhere. With
+            targets also the loss of every microbatch, the mean over the replicas, on every rank.
         """
         self._evaluations += 1
         # Evaluations count backwards, so that their messages are never taken for those of a training step.
         step = -self._evaluations
-        stages = self._parts.evaluation_stages(self._compiled, self.state, with_loss=targets is not None)
+        with_loss = targets is not None
+        stages = self._parts.evaluation_stages(self._compiled, self.state, with_loss=with_loss, with_outputs=with_outputs)
         with self._reporting_errors():
             for stage in stages:
                 prepare(self._compiled.eval[stage])
