@@ -29,7 +29,7 @@ from adaptra.frontend.attached_optimizer import given_or_attached, refuse_foreig
 from adaptra.frontend.builder import build
 from adaptra.frontend.given_routes import changed_buffers
 from adaptra.frontend.grad_scaler import GradScaler
-from adaptra.frontend.not_a_module import NotAModule
+from adaptra.frontend.module_like.module_methods import ModuleMethods
 from adaptra.frontend.session import Session
 from adaptra.planning.explanation import explain
 from adaptra.planning.layout_change import RoleChange, SplitChange
@@ -134,13 +134,14 @@ def compile(
     return pipeline
 
 
-class Pipeline(NotAModule):
+class Pipeline(ModuleMethods):
     """A compiled training pipeline, with its ranks that run in this process.
 
     :func:`compile` makes it. It can be used as a context manager. :meth:`close` ends its threads.
     """
 
     def __init__(self, request: CompileArguments) -> None:
+        super().__init__(request.whole_model)
         self._request: CompileArguments | None = request
         first = request.whole_model if request.stage_modules is None else request.stage_modules[0]
         self._arguments = StepArguments(first, returns_loss=request.loss is None and request.with_loss)
@@ -201,6 +202,7 @@ class Pipeline(NotAModule):
             self.build(inputs, targets, **named)
         session = self._require()
         with session.at_the_door():
+            self.require_training()
             args, given = self._arguments.positional(inputs, targets)
             microbatches = session.split_inputs(args, named)
             wanted = session.split_targets(given)
@@ -259,6 +261,12 @@ class Pipeline(NotAModule):
                 "outputs are returned alone"
             )
         return self._evaluate("eval_step", inputs, targets, named, with_loss=with_loss, with_outputs=wants_outputs)
+
+    def _aliases(self) -> Mapping[str, str]:
+        return self._require().compiled.aliases
+
+    def _infer(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._evaluate("call", inputs, None, kwargs, with_loss=False, with_outputs=False)
 
     def _evaluate(
         self, call: str, inputs: Any, targets: Any, named: dict[str, Any], *, with_loss: bool, with_outputs: bool
