@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,12 @@ from adaptra.errors import BatchError, OptionError, PipelineError, StateError
 from adaptra.frontend.activation_memory import predicted_peaks
 from adaptra.frontend.arguments.arguments import CompileArguments, check_split
 from adaptra.frontend.arguments.placing import STRAIGHT, Placement
+from adaptra.frontend.arguments.step_arguments import StepArguments, check_outputs
 from adaptra.frontend.attached_optimizer import given_or_attached, refuse_foreign
 from adaptra.frontend.builder import build
 from adaptra.frontend.given_routes import changed_buffers
 from adaptra.frontend.grad_scaler import GradScaler
-from adaptra.frontend.not_a_module import NotAModule
+from adaptra.frontend.module_like.module_methods import ModuleMethods
 from adaptra.frontend.session import Session
 from adaptra.frontend.shapes.shapes import PipelineShape
 from adaptra.planning.explanation import explain
@@ -153,15 +154,17 @@ def compile(
     return pipeline
 
 
-class Pipeline(NotAModule):
+class Pipeline(ModuleMethods):
     """A compiled training pipeline, with its ranks that run in this process.
 
     :func:`compile` makes it. It can be used as a context manager. :meth:`close` ends its threads.
     """
 
     def __init__(self, request: CompileArguments) -> None:
+        super().__init__(request.whole_model)
         self._request: CompileArguments | None = request
-        self._returns_loss = request.loss is None and request.with_loss
+        first = request.whole_model if request.stage_modules is None else request.stage_modules[0]
+        self._arguments = StepArguments(first, returns_loss=request.loss is None and request.with_loss)
         self._session: Session | None = None
         self._losses: Tensor | None = None
         self._scaler: GradScaler | None = None
@@ -174,43 +177,69 @@ class Pipeline(NotAModule):
             raise PipelineError("this pipeline is closed: call adaptra.compile for another one")
         if self._request is None:
             raise PipelineError("this pipeline is compiled already: call adaptra.compile again for batches of another shape")
-        self._session = build(self._request, *self._arguments(inputs, targets), kwargs)
+        inputs, targets, named = self._arguments.resolve(inputs, targets, kwargs)
+        self._session = build(self._request, *self._arguments.positional(inputs, targets), named)
         # The request refers to the whole model, of which each rank keeps only its own stage.
         self._request = None
 
-    def step(self, inputs: Any = None, targets: Any = None, /, **kwargs: Any) -> Tensor:
+    @overload
+    def step(self, inputs: Any = ..., targets: Any = ..., /, *, outputs: Literal[False] = ..., **kwargs: Any) -> Tensor: ...
+
+    @overload
+    def step(self, inputs: Any = ..., targets: Any = ..., /, *, outputs: bool, **kwargs: Any) -> tuple[Tensor, Any]: ...
+
+    def step(self, inputs: Any = None, targets: Any = None, /, *, outputs: bool = False, **kwargs: Any) -> Any:
         """Run one training step on a batch and add its gradients to every parameter's ``grad``.
 
         Args:
             inputs: The model's input, or a tuple of its positional inputs: a whole batch. Needed on the first stage's rank.
             targets: The targets of the loss: a whole batch. Needed on the last stage's rank. If the model returns the loss
                 itself, also needed on the first stage's rank.
-            kwargs: The model's keyword inputs. Needed on the first stage's rank.
+            outputs: Whether to return the model's outputs beside the loss. Each rank may decide for itself, in each step.
+            kwargs: The model's keyword inputs. Needed on the first stage's rank. ``inputs=`` and ``targets=`` by name are the
+                arguments above, unless the model's forward has arguments of these names. With ``loss=`` given, ``targets=`` is
+                always the loss's.
 
         Returns:
             The loss of the batch, reduced by ``reduction``, as a scalar without gradient, on every rank.
+
+            With ``outputs=True`` that loss and the model's outputs: what its forward returned in this step, without gradients,
+            for the whole batch of this replica. Only the rank of the last stage has them, and others get None in their place.
+            Tensors are concatenated over the microbatches in the order of rows; tensors without dimensions are averaged.
 
         Raises:
             BatchError: The batch has no weight (``reduction="weighted"``). Then gradients are unchanged and the next step may
                 follow. Or the batch differs from those the pipeline was compiled for. Without a launcher nothing has changed
                 then, and the next step may follow. Under a launcher the pipeline fails on all ranks. Or ranks of a replica
                 got different rows in an earlier call. Then the text names the call, the ranks and the arguments.
+            OptionError: An output does not reach the last stage, or another replica computes it. The text names it.
             PeerLostError: Another rank failed. The text names it. The pipeline has failed.
             PipelineError: The pipeline has failed before or is closed.
         """
+        wants_outputs = check_outputs(outputs)
+        inputs, targets, named = self._arguments.resolve(inputs, targets, kwargs)
         if self._session is None:
-            self.build(inputs, targets, **kwargs)
+            self.build(inputs, targets, **named)
         session = self._require()
         with session.at_the_door():
-            args, given = self._arguments(inputs, targets)
-            batch = session.batch(args, given, kwargs)
+            self.require_training()
+            args, given = self._arguments.positional(inputs, targets)
+            batch = session.batch(args, given, named)
             require_no_gradient(batch.inputs, session.compiled.inputs.labels, "inputs")
             require_no_gradient(batch.targets, session.compiled.targets.labels, "targets")
-            session.compare_rows("step", inputs, targets, kwargs)
+            if wants_outputs:
+                session.prepare_outputs(batch)
+            session.compare_rows("step", inputs, targets, named)
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        run = partial(Worker.step, inputs=batch.inputs, targets=batch.targets, loss_scale=scale, shape=batch.number)
-        self._losses = session.on_every_rank(run, "step")[0]
-        return session.reduction.of_batch(self._losses, batch.shares)
+        given_to_all = {"inputs": batch.inputs, "targets": batch.targets, "shape": batch.number}
+        run = partial(Worker.step, **given_to_all, loss_scale=scale, with_outputs=wants_outputs)
+        found = session.on_every_rank(run, "step")
+        self._losses = found[0][0]
+        loss = session.reduction.of_batch(self._losses, batch.shares)
+        if not wants_outputs:
+            return loss
+        kept = next((one.take() for _, one in found if one is not None), None)
+        return loss, None if kept is None else batch.outputs_by.outputs_in_training.merge(kept)
 
     @property
     def microbatch_losses(self) -> Tensor:
@@ -223,29 +252,61 @@ class Pipeline(NotAModule):
             raise PipelineError("no step has run yet")
         return self._losses
 
-    def eval_step(self, inputs: Any = None, targets: Any = None, /, **kwargs: Any) -> Any:
+    def eval_step(self, inputs: Any = None, targets: Any = None, /, *, outputs: bool = False, **kwargs: Any) -> Any:
         """Run the model forward in evaluation mode on a batch, microbatch by microbatch, without gradients.
 
         It behaves like eager evaluation: dropout is off, and BatchNorm's buffers do not change. A buffer that the model changes
         in evaluation mode too does change.
 
+        Args:
+            inputs, targets, kwargs: As for :meth:`step`.
+            outputs: Whether to return the model's outputs beside the loss. All ranks give the same.
+
         Returns:
             With targets, or if the model returns the loss itself, the loss of the batch as :meth:`step` returns it, over all
-            replicas. Without targets, the model's outputs on the rank of the last stage, and None on other ranks. Each tensor
-            is concatenated over the microbatches. Each replica returns the outputs of its own batch.
+            replicas. With ``outputs=True`` the loss and the model's outputs, as :meth:`step` returns both. Without targets, the
+            model's outputs on the rank of the last stage, and None on other ranks. Each tensor is concatenated over the
+            microbatches. Each replica returns the outputs of its own batch.
+
+        Raises:
+            BatchError: ``outputs=True`` without targets, unless the model returns the loss. Or as :meth:`step`.
         """
+        wants_outputs = check_outputs(outputs)
+        inputs, targets, named = self._arguments.resolve(inputs, targets, kwargs)
+        with_loss = self._arguments.positional(inputs, targets)[1] is not None or self._arguments.returns_loss
+        if wants_outputs and not with_loss:
+            raise BatchError(
+                "eval_step: outputs=True without targets: expected targets for the loss; without outputs=True the "
+                "outputs are returned alone"
+            )
+        return self._evaluate("eval_step", inputs, targets, named, with_loss=with_loss, with_outputs=wants_outputs)
+
+    def _aliases(self) -> Mapping[str, str]:
+        return self._require().compiled.aliases
+
+    def _infer(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._evaluate("call", inputs, None, kwargs, with_loss=False, with_outputs=False)
+
+    def _evaluate(
+        self, call: str, inputs: Any, targets: Any, named: dict[str, Any], *, with_loss: bool, with_outputs: bool
+    ) -> Any:
+        """Return the loss in evaluation mode, the outputs, or both."""
         session = self._require()
         with session.at_the_door():
-            args, given = self._arguments(inputs, targets)
-            with_loss = given is not None or self._returns_loss
-            batch = session.batch(args, given, kwargs, with_loss=with_loss)
-            session.compare_rows("eval_step", inputs, targets, kwargs)
+            args, given = self._arguments.positional(inputs, targets)
+            batch = session.batch(args, given, named, with_loss=with_loss)
+            session.compare_rows(call, inputs, targets, named)
         wanted = batch.targets if with_loss else None
-        found = session.on_every_rank(lambda worker: worker.evaluate(batch.inputs, wanted, batch.number), "eval_step")
-        results = next(filter(None, found), {})
-        if with_loss:
-            return session.reduction.of_batch(torch.stack([loss for (loss,) in results.values()]), batch.shares)
-        return batch.outputs_by.outputs.merge([results[index] for index in sorted(results)]) if results else None
+        run = partial(Worker.evaluate, inputs=batch.inputs, targets=wanted, shape=batch.number, with_outputs=with_outputs)
+        found = session.on_every_rank(run, call)
+        results = next((one for one, _ in found if one), {})
+        losses = found[0][1]
+        first = 0 if losses is None else 1
+        loss = None if losses is None else session.reduction.of_batch(losses, batch.shares)
+        if losses is not None and not with_outputs:
+            return loss
+        merged = batch.outputs_by.outputs.merge([results[index][first:] for index in sorted(results)]) if results else None
+        return merged if losses is None else (loss, merged)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the stages in this process, for any torch optimizer.
@@ -715,13 +776,6 @@ class Pipeline(NotAModule):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _arguments(self, inputs: Any, targets: Any) -> tuple[tuple[Any, ...], Any]:
-        """Return the model's positional arguments and the loss's targets from the arguments of step."""
-        args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
-        if self._returns_loss and targets is not None:
-            return (*args, targets), None
-        return args, targets
 
     @property
     def session(self) -> Session:

@@ -527,6 +527,15 @@ class Session:
         form = self.compiled.targets
         return split_batch(form.flatten(targets), form.specs, self.microbatches, "targets")
 
+    def prepare_outputs(self, batch: ShapedBatch) -> None:
+        """Make the graph that returns the model's outputs of such a batch, if the last stage is in this process.
+
+        Raises:
+            OptionError: An output is not there on the last stage. The text names it.
+        """
+        if self._spec.placement[-1] in self._ranks:
+            batch.outputs_by.train[-1].forward_with_outputs()
+
     def compare_rows(self, call: str, inputs: Any, targets: Any, kwargs: Mapping[str, Any]) -> None:
         """Start a comparison of this call's rows with those of other processes' ranks. ``call`` is the user's method."""
         if self.launched.job is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -40,7 +40,7 @@ class TwoPassPipeline(Pipeline):
     All ranks call :meth:`forward` and :meth:`backward` in the same order.
     """
 
-    def step(self, inputs: Any = None, targets: Any = None, /, **kwargs: Any) -> Tensor:
+    def step(self, inputs: Any = None, targets: Any = None, /, *, outputs: bool = False, **kwargs: Any) -> NoReturn:
         """Refuse a step.
 
         Raises:

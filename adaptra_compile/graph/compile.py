@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaptra.errors import CaptureError, PartitionError
 from adaptra.graph.backward.differentiate import differentiate, evaluate
+from adaptra.graph.backward.outputs_beside import OutputsBeside
 from adaptra.graph.capture.batch import InputFormat, LossFunction, OutputFormat, TargetFormat
 from adaptra.graph.capture.capture import FlatGraph, StateNames, capture, list_eager_ops, state_names
 from adaptra.graph.capture.eager_ops import EagerOp
@@ -26,6 +27,9 @@ from adaptra.graph.partition.partition import Piece, align, cut_before, find_cut
 from adaptra.graph.stages.stages import EvalStage, TrainStage
 from adaptra.progress import Progress, log_progress
 from adaptra.simulation.cut_points import CutPoints, positions_of
+
+Formats = tuple[InputFormat, TargetFormat, OutputFormat, OutputFormat]
+"""The formats of inputs and targets, and of the outputs in evaluation and in training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class CompiledStages:
         changing: The buffers that training or evaluation changes; all buffers if the stages are modules.
         inputs, targets: The formats that flatten and check the user's inputs and targets.
         outputs: The format that assembles the model's outputs in evaluation mode.
+        outputs_in_training: The same in training mode.
         cut_points: The cut points of the stages, and the other possible cut points.
         captured: The captured model from which they were cut, or None if the stages are modules.
     """
@@ -77,6 +82,7 @@ class CompiledStages:
     inputs: InputFormat
     targets: TargetFormat
     outputs: OutputFormat
+    outputs_in_training: OutputFormat
     cut_points: CutPoints
     captured: Captured | None = None
 
@@ -139,7 +145,7 @@ class CompiledStages:
         holders: Mapping[str, tuple[int, ...]],
         train: tuple[TrainStage, ...],
         evaluation: tuple[EvalStage, ...],
-        formats: tuple[InputFormat, TargetFormat, OutputFormat],
+        formats: Formats,
         cut_points: CutPoints,
         captured: Captured | None = None,
     ) -> CompiledStages:
@@ -148,7 +154,7 @@ class CompiledStages:
         Raises:
             CaptureError: A stage that has a shared trainable parameter does not train it.
         """
-        inputs, targets, outputs = formats
+        inputs, targets, outputs, trained = formats
         return CompiledStages(
             train=train,
             eval=evaluation,
@@ -160,6 +166,7 @@ class CompiledStages:
             inputs=inputs,
             targets=targets,
             outputs=outputs,
+            outputs_in_training=trained,
             cut_points=cut_points,
             captured=captured,
         )
@@ -174,7 +181,7 @@ class Captured:
         names: The names of the model's state.
         flat, analysis, cuts: The training graph, its analysis and its possible cut points.
         eval_flat, eval_analysis, eval_cuts: The same for the evaluation graph.
-        formats: The formats of inputs, targets and outputs.
+        formats: The formats of inputs, targets and outputs, and of outputs in training.
         sizes: The bytes of each parameter and buffer.
         mode: The fake mode of both analyses.
         difference: The difference between eager torch's ops and those of the stages of the first cut, if compared.
@@ -188,7 +195,7 @@ class Captured:
     eval_flat: FlatGraph
     eval_analysis: Analysis
     eval_cuts: Cuts
-    formats: tuple[InputFormat, TargetFormat, OutputFormat]
+    formats: Formats
     sizes: Mapping[str, int]
     mode: FakeTensorMode
     difference: OpsDifference | None = None
@@ -227,6 +234,9 @@ class Captured:
         with self.mode:
             train = differentiate(flat, analysis, parts, holders, names, self.sizes, progress)
             evaluation = evaluate(self.eval_flat, self.eval_analysis, eval_parts, progress)
+        if flat.loss is not None:
+            beside = OutputsBeside(flat, analysis, parts[-1], train, self.formats[3], self.mode)
+            train = (*train[:-1], train[-1].with_outputs(beside))
         cut_points = places_of(flat, analysis, self.cuts, positions)
         return CompiledStages.of(names, holders, train, evaluation, self.formats, cut_points, self)
 
@@ -277,7 +287,7 @@ def compile_stages(
     flat_inputs, flat_targets = tuple(inputs.flatten(args, kwargs)), tuple(target_format.flatten(targets))
     mode = fake_mode()
 
-    def captured(evaluation: bool, changed: frozenset[str]) -> tuple[FlatGraph, Analysis, OutputFormat | None]:
+    def captured(evaluation: bool, changed: frozenset[str]) -> tuple[FlatGraph, Analysis, OutputFormat]:
         flat, outputs = capture(
             model,
             flat_inputs,
@@ -296,7 +306,7 @@ def compile_stages(
                     example[node].requires_grad_(tensor.requires_grad)
             return flat, analyze(flat, frozenset(names.buffers) - changed, example), outputs
 
-    flat, analysis, _ = captured(evaluation=False, changed=frozenset())
+    flat, analysis, trained = captured(evaluation=False, changed=frozenset())
     progress("captured", 1, 2)
     if not any(analysis.values[node].requires_grad for node in flat.results):
         raise CaptureError(
@@ -311,7 +321,6 @@ def compile_stages(
 
     eval_flat, eval_analysis, outputs = captured(evaluation=True, changed=analysis.changed_state)
     progress("captured", 2, 2)
-    assert outputs is not None, "an evaluation capture has outputs"
     made = Captured(
         stages=stages,
         names=names,
@@ -321,7 +330,7 @@ def compile_stages(
         eval_flat=eval_flat,
         eval_analysis=eval_analysis,
         eval_cuts=find_cuts(eval_flat, eval_analysis),
-        formats=(inputs, target_format, outputs),
+        formats=(inputs, target_format, outputs, trained),
         sizes=_state_bytes(model),
         mode=mode,
     )

@@ -63,7 +63,9 @@ def compile_modules(
     train, work = example.train(holders)
     evaluation, outputs = example.evaluate()
     cut_points = tuple(CutPoint(str(stage.index), stage.input_bytes, sum(work[: stage.index])) for stage in train[1:])
-    formats = (inputs, target_format, outputs)
+    trained = train[-1].output_format
+    assert trained is not None, "the last stage has the model's outputs"
+    formats = (inputs, target_format, outputs, trained)
     return CompiledStages.of(example.names, holders, train, evaluation, formats, CutPoints(cut_points, (), sum(work)))
 
 
@@ -164,7 +166,7 @@ class _Example:
                     outputs = OutputFormat(returned)
                     loss = _specs([call.loss_of(returned, self.flat_targets)])
                     made = _specs(outputs.flatten(returned))
-                    stages.append(EvalModule(index, specs, made, loss, targets, call, None))
+                    stages.append(EvalModule(index, specs, made, loss, targets, call, None, outputs))
                     return tuple(stages), outputs
                 returns = Boundary.of(returned)
                 travelling = returns.pack(returns.tensors(returned))
@@ -185,8 +187,10 @@ class _Example:
         parameters = tuple(name for name in names.parameters if index in holders[name])
         with torch.enable_grad():
             returned, _ = call.run_differentiable(state, parameters, inputs, specs, NOTHING_RANDOM)
+            form = None
             if index == len(self.modules) - 1:
                 returns, results = None, (call.loss_of(returned, self.flat_targets),)
+                form = OutputFormat(returned)
             else:
                 returns = Boundary.of(returned)
                 results = returns.pack(returns.tensors(returned))
@@ -212,6 +216,7 @@ class _Example:
             _returns=returns,
             _grad_inputs=(),
             _grad_outputs=(),
+            output_format=form,
         )
         return stage, returns
 

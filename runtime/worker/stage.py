@@ -12,12 +12,13 @@ from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.graph.stages.stages import EvalStage, Take, TrainStage
 from adaptra.runtime.step_messages.shared_gradients import Gradients
 from adaptra.runtime.worker.loss_reduction import Reduction
+from adaptra.runtime.worker.step_outputs import StepOutputs, own_copies
 
 
 class Stage(Protocol):
     """The executor's interface of a stage, whether it trains or only evaluates."""
 
-    def begin_step(self, loss_scale: float, steps_before: int = 0) -> None:
+    def begin_step(self, loss_scale: float, steps_before: int = 0, outputs: StepOutputs | None = None) -> None:
         """Start a step."""
         ...
 
@@ -102,6 +103,7 @@ class TrainingStage:
         self._reduction = reduction
         self._root_gradients: Sequence[Tensor] = ()
         self._steps_before = 0
+        self._outputs: StepOutputs | None = None
         self._handed_over = gradients.unshared(stage.contributions)
         self._changing = [state[name] for name in changing]
         self._complete = complete
@@ -118,14 +120,16 @@ class TrainingStage:
         """The tensors of :meth:`hand_over`."""
         return self._gradients.spec_of_sums(self._handed_over)
 
-    def begin_step(self, loss_scale: float, steps_before: int = 0) -> None:
+    def begin_step(self, loss_scale: float, steps_before: int = 0, outputs: StepOutputs | None = None) -> None:
         """Start a step.
 
         Args:
             loss_scale: The factor of the loss in the gradients.
             steps_before: The number of training steps before this pipeline's first one, which random numbers add to the step.
+            outputs: Takes the model's outputs, on the last stage if this step returns them.
         """
         self._steps_before = steps_before
+        self._outputs = outputs
         if self._is_last:
             # There is none if the loss depends on no trained parameter.
             self._root_gradients = tuple(
@@ -136,7 +140,12 @@ class TrainingStage:
         """Run F, and keep the values for I and W until they run."""
         self._await_buffers()
         key = RandomKey(self._seed, self._steps_before + step, self._first_microbatch + microbatch)
-        outputs, self._saved[microbatch] = self._stage.run_forward(self._state, inputs, key, targets)
+        if self._outputs is None:
+            outputs, self._saved[microbatch] = self._stage.run_forward(self._state, inputs, key, targets)
+        else:
+            outputs, self._saved[microbatch] = self._outputs.run_forward(
+                self._stage, microbatch, self._state, inputs, key, targets
+            )
         return outputs
 
     def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -214,10 +223,10 @@ class UnevenStage:
     def _of(self, microbatch: int) -> Stage:
         return self._larger if microbatch < self._count else self._smaller
 
-    def begin_step(self, loss_scale: float, steps_before: int = 0) -> None:
+    def begin_step(self, loss_scale: float, steps_before: int = 0, outputs: StepOutputs | None = None) -> None:
         """Start a step; see :meth:`TrainingStage.begin_step`."""
         for stage in (self._larger, self._smaller):
-            stage.begin_step(loss_scale, steps_before)
+            stage.begin_step(loss_scale, steps_before, outputs)
 
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run F."""
@@ -324,24 +333,38 @@ class EvaluationStage:
         evaluation: The stage's evaluation graph.
         state: The stage's own parameters and buffers by their names in the user's model.
         with_loss: True if the last stage returns the loss and takes targets, False if it returns the model's outputs.
+        with_outputs: True if the last stage returns the model's outputs behind the loss.
+        is_last: True for the last stage, whose results outlive received messages.
         await_buffers: As of :class:`TrainingStage`.
     """
 
     def __init__(
-        self, evaluation: EvalStage, state: Mapping[str, Tensor], *, with_loss: bool, await_buffers: Callable[[], None]
+        self,
+        evaluation: EvalStage,
+        state: Mapping[str, Tensor],
+        *,
+        with_loss: bool,
+        with_outputs: bool,
+        is_last: bool,
+        await_buffers: Callable[[], None],
     ) -> None:
         self._evaluation = evaluation
         self._state = state
         self._with_loss = with_loss
+        self._with_outputs = with_outputs
+        self._is_last = is_last
         self._await_buffers = await_buffers
 
-    def begin_step(self, loss_scale: float, steps_before: int = 0) -> None:
+    def begin_step(self, loss_scale: float, steps_before: int = 0, outputs: StepOutputs | None = None) -> None:
         """Start an evaluation. Nothing depends on its number."""
 
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run F; ``step`` and ``microbatch`` don't matter, because nothing is random."""
         self._await_buffers()
-        return self._evaluation.run_forward(self._state, inputs, targets, with_loss=self._with_loss)
+        results = self._evaluation.run_forward(
+            self._state, inputs, targets, with_loss=self._with_loss, with_outputs=self._with_outputs
+        )
+        return own_copies(results, (*inputs, *self._state.values())) if self._is_last else results
 
     def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Never called: an evaluation program is forward-only."""

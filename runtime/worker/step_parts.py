@@ -34,6 +34,7 @@ from adaptra.runtime.worker.loss_reduction import Reduction, total_weight
 from adaptra.runtime.worker.shapes import FIRST, RankShape, StepShape
 from adaptra.runtime.worker.stage import EvaluationStage, Stage, TrainingStage, UnevenStage
 from adaptra.runtime.worker.step_gradients import StepGradients
+from adaptra.runtime.worker.step_outputs import StepOutputs
 
 _ROWS: Final = 1024
 """Numbers of rows travel in two parts, of which sums over replicas are exact in float32."""
@@ -99,6 +100,7 @@ class StepParts:
         broadcast = replicas if options.broadcast_buffers else None
         self.buffers: Final = ReplicaBuffers(broadcast, [state[name] for name in sorted(changing)])
         self._state = state
+        self._last = compiled.train[-1].index
         self._microbatches = microbatches
         self._job = job
         self._seed = options.seed
@@ -219,7 +221,7 @@ class StepParts:
             first_microbatch=replica * self._microbatches,
             share=shares[microbatch] if shares else None,
             replica=replica,
-            is_last=number == self._compiled.train[-1].index,
+            is_last=number == self._last,
             gradients=gradients,
             reduction=self._reduction,
             await_buffers=self.buffers.wait,
@@ -243,6 +245,7 @@ class StepParts:
         loss_scale: float,
         steps_before: int,
         shape: RankShape,
+        outputs: StepOutputs | None = None,
     ) -> Tensor:
         """Run a training step and accumulate gradients.
 
@@ -253,6 +256,7 @@ class StepParts:
             loss_scale: The factor of the loss in the gradients.
             steps_before: The number of training steps before this pipeline's first one, which random numbers add to the step.
             shape: The shape of the batch.
+            outputs: Takes the model's outputs on the rank of the last stage.
 
         Returns:
             The loss of every microbatch, (microbatches,), on every rank; if weighted (microbatches, 2), each a sum and its
@@ -265,7 +269,9 @@ class StepParts:
         if self._step_gradients is not None:
             self._step_gradients.begin_step()
         self.buffers.begin()
-        for stage in (*shape.stages.values(), *self._foreign.values()):
+        for number, stage in shape.stages.items():
+            stage.begin_step(loss_scale, steps_before, outputs if number == self._last else None)
+        for stage in self._foreign.values():
             stage.begin_step(loss_scale, steps_before)
         worker = self._transport.worker_of(self._transport.rank)
         for (replica, number), stage in self._foreign.items():
@@ -299,9 +305,13 @@ class StepParts:
         if self._sum is not None:
             self._sum.close()
 
+    def outputs(self) -> StepOutputs | None:
+        """Return what takes the model's outputs of a step; None if the last stage is on another rank."""
+        return StepOutputs() if self._last in self.stages else None
+
     def run_evaluation(
         self, executor: Executor, step: int, inputs: Batch, targets: Batch | None, shape: RankShape
-    ) -> dict[int, tuple[Tensor, ...]]:
+    ) -> tuple[dict[int, tuple[Tensor, ...]], Tensor | None]:
         """Run the forwards of an evaluation.
 
         Args:
@@ -311,25 +321,34 @@ class StepParts:
             shape: The shape of the batch.
 
         Returns:
-            With targets the loss of every microbatch, the mean over the replicas, on every rank. Without, the outputs per
-            microbatch on the last stage's rank.
+            The last stage's results per microbatch, on its rank. With targets also the loss of every microbatch, the mean over
+            the replicas, on every rank.
         """
         self.buffers.begin(aside=True)
+        losses = None
         if targets is None:
             results = executor.run(step, inputs, [()] * shape.shape.microbatches)
         else:
             shape.losses.begin_step(step)
-            executor.run(step, inputs, targets, on_results=shape.losses.send)
+            results = executor.run(step, inputs, targets, on_results=shape.losses.send)
             losses = self._end_losses(shape, aside=True)
-            results = {microbatch: (loss,) for microbatch, loss in enumerate(losses.unbind())}
         self.buffers.end()
-        return results
+        return results, losses
 
-    def evaluation_stages(self, shape: StepShape, state: Mapping[str, Tensor], *, with_loss: bool) -> dict[int, Stage]:
+    def evaluation_stages(
+        self, shape: StepShape, state: Mapping[str, Tensor], *, with_loss: bool, with_outputs: bool
+    ) -> dict[int, Stage]:
         """Return this rank's stages in evaluation mode, by number."""
 
         def of(compiled: CompiledStages, stage: int) -> EvaluationStage:
-            return EvaluationStage(compiled.eval[stage], state, with_loss=with_loss, await_buffers=self.buffers.wait)
+            return EvaluationStage(
+                compiled.eval[stage],
+                state,
+                with_loss=with_loss,
+                with_outputs=with_outputs,
+                is_last=stage == self._last,
+                await_buffers=self.buffers.wait,
+            )
 
         if shape.smaller is None or shape.count is None:
             return {stage: of(shape.larger, stage) for stage in self.stages}

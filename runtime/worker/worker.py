@@ -50,6 +50,7 @@ from adaptra.runtime.worker.foreign_microbatches import BatchShapes
 from adaptra.runtime.worker.loss_reduction import Reduction
 from adaptra.runtime.worker.rank_programs import RankPrograms
 from adaptra.runtime.worker.shapes import FIRST, StepShape
+from adaptra.runtime.worker.step_outputs import StepOutputs, refuse_away
 from adaptra.runtime.worker.step_parts import Batch, StepParts
 from adaptra.runtime.worker.two_pass import PendingBackward, TwoPassStep
 from adaptra.simulation.timeline import Timeline
@@ -183,7 +184,15 @@ class Worker:
         self._watcher = watch(transport.rdma_devices, self._record_link_event)
         telemetry.started(agree_on_run(transport.store), initial)
 
-    def step(self, inputs: Batch, targets: Batch, loss_scale: float = 1.0, shape: int = FIRST) -> Tensor:
+    def step(
+        self,
+        inputs: Batch,
+        targets: Batch,
+        loss_scale: float = 1.0,
+        shape: int = FIRST,
+        *,
+        with_outputs: bool = False,
+    ) -> tuple[Tensor, StepOutputs | None]:
         """Run one training step and accumulate gradients.
 
         Args:
@@ -191,10 +200,11 @@ class Worker:
             targets: The loss's targets per microbatch; only used on the last stage's rank.
             loss_scale: The factor of the loss in the gradients. Losses are returned without it.
             shape: The number of the batch's shape.
+            with_outputs: Whether to keep the model's outputs on the rank of the last stage.
 
         Returns:
             The loss of every microbatch, (microbatches,), in microbatch order, on every rank; if weighted (microbatches, 2),
-            each a sum and its weight.
+            each a sum and its weight. Then the outputs, on the rank of the last stage if they are wanted.
 
         Raises:
             PeerLostError: Another rank failed; names it, and the edge and op where known.
@@ -203,10 +213,14 @@ class Worker:
         step = self._step
         with self._reporting_errors():
             executor = self._programs.switch_to(self.controller.plan_for(step), step, shape)
+            outputs = self._parts.outputs() if with_outputs else None
+            if outputs is not None:
+                refuse_away(executor.program, self._parts.replica)
             self._telemetry.begin_step(step, self.plan)
             self.monitor.begin_step()
             started = time.monotonic()
-            losses = self._parts.run(executor, step, inputs, targets, loss_scale, self.steps_before, self._shapes[shape])
+            of = self._shapes[shape]
+            losses = self._parts.run(executor, step, inputs, targets, loss_scale, self.steps_before, of, outputs)
             measurement = self.monitor.end_step(step, started, time.monotonic())
             if shape == FIRST:
                 self.measured.extend(measurement.stages)
@@ -216,7 +230,7 @@ class Worker:
             self.controller.report(measurement if shape == FIRST else replace(measurement, stages=(), edges=()))
             self._telemetry.end_step(measurement, self.monitor.kept[-1])
         self._step += 1
-        return losses
+        return losses, outputs
 
     def add_shape(self, shape: StepShape) -> None:
         """Prepare steps of another shape of batch, between two steps.
@@ -311,23 +325,26 @@ class Worker:
         with self._meeting():
             return self._parts.norms.found_anywhere(self._step - 1, found, self._options.timeout)
 
-    def evaluate(self, inputs: Batch, targets: Batch | None, shape: int = FIRST) -> dict[int, tuple[Tensor, ...]]:
+    def evaluate(
+        self, inputs: Batch, targets: Batch | None, shape: int = FIRST, *, with_outputs: bool = False
+    ) -> tuple[dict[int, tuple[Tensor, ...]], Tensor | None]:
         """Run the model forward in evaluation mode.
 
         Args:
             inputs: As in :meth:`step`.
             targets: As in :meth:`step`, or None for the model's outputs instead of the loss.
             shape: The number of the batch's shape.
+            with_outputs: Whether to return the outputs beside the loss too.
 
         Returns:
-            With targets the loss of every microbatch, the mean over the replicas, on every rank. Without, the outputs per
-            microbatch on the last stage's rank, and nothing elsewhere.
+            The outputs per microbatch on the last stage's rank, behind the loss if there are targets; nothing elsewhere. With
+            targets also the loss of every microbatch, the mean over the replicas, on every rank.
         """
         self._evaluations += 1
         # Evaluations count backwards, so that their messages are never taken for those of a training step.
         step = -self._evaluations
-        of = self._shapes[shape]
-        stages = self._parts.evaluation_stages(of.shape, self.state, with_loss=targets is not None)
+        of, with_loss = self._shapes[shape], targets is not None
+        stages = self._parts.evaluation_stages(of.shape, self.state, with_loss=with_loss, with_outputs=with_outputs)
         with self._reporting_errors():
             for compiled in filter(None, (of.shape.larger, of.shape.smaller)):
                 for stage in stages:

@@ -242,7 +242,8 @@ def test_a_changed_integer_or_boolean_argument_is_not_ignored(changed: dict[str,
     expected = train_alone(example, [batch], 4)
     with compiled(example, batch, stages=STAGES, microbatches=4) as pipe:
         with pytest.raises(BatchError, match=rf"inputs: {name} is {changed[name]}, but .* compiled with {name}="):
-            pipe.step((x, changed.get("times", times)), **kwargs, **{k: v for k, v in changed.items() if k != "times"})
+            given: dict[str, Any] = {**kwargs, **{k: v for k, v in changed.items() if k != "times"}}
+            pipe.step((x, changed.get("times", times)), **given)
         assert differences(train(pipe, [batch]), expected) == []
 
 

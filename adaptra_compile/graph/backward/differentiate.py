@@ -46,21 +46,16 @@ def differentiate(
         state_bytes: The size of each parameter and buffer, in bytes.
         progress: Called for every stage.
     """
-    gradients = tuple(
-        GradientMessage(index, layout, layout.spec(value, False))
-        for index, node in enumerate(flat.results)
-        if (value := analysis.values[node]).requires_grad
-        for layout in (Layout(tuple(range(value.dim()))),)
-    )
+    gradients = result_gradients(flat, analysis)
     last = len(parts) - 1
     tracer = Tracer(flat, analysis)
-    backward: dict[fx.GraphModule, _Backward] = {}
+    backward: dict[fx.GraphModule, BackwardGraphs] = {}
     traced: list[tuple[TracedPiece, tuple[GradientMessage, ...]]] = []
     trained: set[str] = set()
     for piece in reversed(parts):
         one = tracer.trace(piece, gradients, is_last=piece.index == last, used_later=frozenset(trained))
         if one.module not in backward:
-            backward[one.module] = _backward(one, analysis.changed_state)
+            backward[one.module] = split_backward(one, analysis.changed_state)
         trained |= {name for name, _ in one.weights}
         traced.append((one, gradients))
         progress("differentiated", len(traced), len(parts))
@@ -85,8 +80,10 @@ def evaluate(flat: FlatGraph, analysis: Analysis, parts: Sequence[Piece], progre
     for piece in parts:
         one = tracer.trace(piece, None, is_last=piece.index == last)
         losses = int(piece.index == last and flat.loss is not None)
-        # Only one of the two graphs runs, so the loss draws the same random numbers as the outputs.
-        loss = _Forward(forward.next_random).graph(one, one.outputs[:1]) if losses else None
+        # Only one of the three graphs runs, so all draw the same random numbers.
+        alone = _Forward(forward.next_random), _Forward(forward.next_random)
+        loss = alone[0].graph(one, one.outputs[:1]) if losses else None
+        both = alone[1].graph(one, one.outputs) if losses else None
         stages.append(
             EvalGraphs(
                 index=piece.index,
@@ -96,6 +93,7 @@ def evaluate(flat: FlatGraph, analysis: Analysis, parts: Sequence[Piece], progre
                 targets=_specs(one.targets),
                 _forward=forward.graph(one, one.outputs[losses:], with_targets=False),
                 _loss=loss,
+                _both=both,
             )
         )
         progress("traced for evaluation", len(stages), len(parts))
@@ -134,7 +132,7 @@ class _Forward:
 
 
 @dataclass(frozen=True, slots=True)
-class _Backward:
+class BackwardGraphs:
     """A split piece: the contents of its forward graph, the graphs of I and W, and figures derived from them."""
 
     forward: tuple[fx.Node, ...]
@@ -151,7 +149,18 @@ class _Backward:
     peaks: Peaks  # but F's
 
 
-def _backward(traced: TracedPiece, changed_state: frozenset[str]) -> _Backward:
+def result_gradients(flat: FlatGraph, analysis: Analysis) -> tuple[GradientMessage, ...]:
+    """Return the gradients with which the backward pass of a training graph begins: one for each result that has one."""
+    return tuple(
+        GradientMessage(index, layout, layout.spec(value, False))
+        for index, node in enumerate(flat.results)
+        if (value := analysis.values[node]).requires_grad
+        for layout in (Layout(tuple(range(value.dim()))),)
+    )
+
+
+def split_backward(traced: TracedPiece, changed_state: frozenset[str]) -> BackwardGraphs:
+    """Split a traced piece. Call this inside the fake mode of the trace."""
     parts = split(traced)
     input_grad, input_grad_takes = _taking(
         parts.backward_inputs, parts.input_grad, (*parts.grad_inputs, *parts.kept_by_input_grad)
@@ -159,7 +168,7 @@ def _backward(traced: TracedPiece, changed_state: frozenset[str]) -> _Backward:
     weight_grad, weight_grad_takes = _taking(
         parts.backward_inputs, parts.weight_grad, parts.grad_weights, parts.kept_by_input_grad
     )
-    return _Backward(
+    return BackwardGraphs(
         forward=parts.forward,
         outputs=(*traced.outputs, *parts.kept),
         copied=tuple(node for node in parts.kept if traced.state.get(node) in changed_state),
@@ -184,7 +193,7 @@ def _stage(
     index: int,
     traced: TracedPiece,
     forward: _Forward,
-    backward: _Backward,
+    backward: BackwardGraphs,
     received: Sequence[GradientMessage],
     held: Sequence[str],
     trainable: tuple[str, ...],

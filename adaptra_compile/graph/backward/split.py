@@ -94,6 +94,7 @@ def build(
     outputs: Sequence[fx.Node],
     copied: Iterable[fx.Node],
     first_random: int | None,
+    extra: Collection[fx.Node] = (),
 ) -> tuple[fx.GraphModule, int]:
     """Make a graph that takes one list of values, empties it, and returns a list.
 
@@ -103,6 +104,7 @@ def build(
         outputs: The nodes to return.
         copied: The outputs of which a copy is returned.
         first_random: The ordinal of the first random op among ``nodes``, or None if random ops are left as they are.
+        extra: Nodes that are not to change the ordinals of the others: their own ones come last.
 
     Returns:
         The graph and the number of its random ops.
@@ -110,14 +112,15 @@ def build(
     graph = fx.Graph()
     made = {node: _placeholder(graph, node) for node in inputs}
     key = graph.placeholder("random") if first_random is not None else None
-    count = 0
+    nodes = list(nodes)
+    drawing = [node for node in nodes if is_random(node.target, node.args, node.kwargs)] if key is not None else []
+    ordinal = {node: number for number, node in enumerate(sorted(drawing, key=lambda node: node in extra), first_random or 0)}
     for node in nodes:
         args: Any = fx.map_arg(node.args, made.__getitem__)
         target: Any = node.target
         kwargs: Any = fx.map_arg(node.kwargs, made.__getitem__)
-        if key is not None and first_random is not None and is_random(target, node.args, node.kwargs):
-            made[node] = graph.call_function(run_seeded, (key, first_random + count, target, *args), kwargs)
-            count += 1
+        if key is not None and node in ordinal:
+            made[node] = graph.call_function(run_seeded, (key, ordinal[node], target, *args), kwargs)
         else:
             made[node] = graph.call_function(target, args, kwargs)
         made[node].meta = {"val": node.meta.get("val")}
@@ -125,7 +128,7 @@ def build(
     results = [_clone(graph, made[node]) if node in copies else made[node] for node in outputs]
     graph.output(results)
     graph.set_codegen(ListCodeGen())
-    return fx.GraphModule(torch.nn.Module(), graph), count
+    return fx.GraphModule(torch.nn.Module(), graph), len(drawing)
 
 
 _aten = torch.ops.aten

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -189,16 +189,33 @@ class TargetFormat:
 
 
 class OutputFormat:
-    """The structure of the model's outputs in evaluation mode."""
+    """The structure of the model's outputs, in training or in evaluation mode."""
 
     def __init__(self, example: Any) -> None:
         self._dataclass = type(example) if dataclasses.is_dataclass(example) and not isinstance(example, type) else None
-        leaves, self._tree = pytree.tree_flatten(self._open(example))
-        self._constants = tuple(None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves)
+        with_paths, self._tree = pytree.tree_flatten_with_path(self._open(example))
+        self._constants = tuple(None if isinstance(leaf, Tensor) else (leaf,) for _, leaf in with_paths)
+        self.labels: Final = tuple(f"outputs{pytree.keystr(path)}" for path, leaf in with_paths if isinstance(leaf, Tensor))
 
     def flatten(self, outputs: Any) -> list[Tensor]:
         """Return the tensors in the model's outputs."""
         return [leaf for leaf in pytree.tree_leaves(self._open(outputs)) if isinstance(leaf, Tensor)]
+
+    def flatten_alike(self, outputs: Any) -> list[Tensor]:
+        """Return the tensors in outputs that have this structure, and the same values that are no tensors.
+
+        Raises:
+            BatchError: They differ. Merged outputs would contain values of the example then.
+        """
+        leaves, tree = pytree.tree_flatten(self._open(outputs))
+        known = zip(self._constants, leaves, strict=True) if tree == self._tree else ()
+        fits = [isinstance(leaf, Tensor) if one is None else _equal(one[0], leaf) for one, leaf in known]
+        if tree != self._tree or not all(fits):
+            raise BatchError(
+                f"outputs=True: the model returned {_structure_of({'outputs': outputs})} with this batch: expected what it "
+                "returned with the example, with tensors for values that vary"
+            )
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
         """Return the model's outputs with these tensors."""
@@ -210,15 +227,26 @@ class OutputFormat:
     def merge(self, microbatches: Sequence[Sequence[Tensor]]) -> Any:
         """Merge the outputs of the microbatches into the outputs of the whole batch.
 
-        Tensors are concatenated along their first dimension. Tensors without dimensions are averaged.
+        Tensors are concatenated along their first dimension. Tensors without dimensions are averaged. If they are integers, the
+        average has torch's default dtype.
         """
         columns = zip(*microbatches, strict=True)
-        return self.unflatten([torch.cat(column) if column[0].dim() else torch.stack(column).mean() for column in columns])
+        return self.unflatten([torch.cat(column) if column[0].dim() else _average(column) for column in columns])
 
     def _open(self, outputs: Any) -> Any:
         if self._dataclass is None:
             return outputs
         return {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
+
+
+def _average(scalars: Sequence[Tensor]) -> Tensor:
+    stacked = torch.stack(tuple(scalars))
+    exact = stacked.is_floating_point() or stacked.is_complex()
+    return stacked.mean() if exact else stacked.mean(dtype=torch.get_default_dtype())
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and not isinstance(other, Tensor) and bool(one == other)
 
 
 def loss_of(outputs: Any, loss: LossFunction | None, form: TargetFormat, targets: Sequence[Tensor]) -> Tensor:

@@ -61,6 +61,9 @@ class FlatGraph:
         loss: The node of the loss, or None.
         outputs: The nodes of the model's outputs, flat; empty for a training graph with a loss.
         placements: Node to the qualified names of the modules whose forward it runs in, outermost first.
+        beside: The nodes of the model's outputs of a training graph with a loss, flat. Only a step that is asked for them
+            returns them.
+        aside: The nodes that only these outputs need. They belong to no stage.
     """
 
     module: fx.GraphModule
@@ -71,6 +74,8 @@ class FlatGraph:
     loss: fx.Node | None
     outputs: tuple[fx.Node, ...]
     placements: Mapping[fx.Node, tuple[str, ...]]
+    beside: tuple[fx.Node, ...] = ()
+    aside: frozenset[fx.Node] = frozenset()
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
@@ -109,7 +114,7 @@ def capture(
     names: StateNames,
     evaluation: bool,
     with_loss: bool = True,
-) -> tuple[FlatGraph, OutputFormat | None]:
+) -> tuple[FlatGraph, OutputFormat]:
     """Capture a model and its loss as one graph.
 
     Args:
@@ -119,18 +124,18 @@ def capture(
         targets, target_format: One microbatch of targets.
         loss: Called as ``loss(outputs, targets)``; None if the model returns the loss itself.
         names: The names of the model's state.
-        evaluation: Whether to capture in evaluation mode and with the model's outputs.
-        with_loss: Whether there is a loss. Without one a training graph too has the model's outputs.
+        evaluation: Whether to capture in evaluation mode and with the model's outputs among the results.
+        with_loss: Whether there is a loss. Without one the results of a training graph too are the model's outputs.
 
     Returns:
-        The graph, and the format of the model's outputs if it has them.
+        The graph, and the format of the model's outputs.
 
     Raises:
         CaptureError: The model can't be captured. The text names the module and the line of the user's model, with torch's
             reason. Torch's own error is chained.
     """
     formats: list[OutputFormat] = []
-    step = _ModelWithLoss(model, input_format, target_format, loss, evaluation, with_loss, formats)
+    step = _ModelWithLoss(model, input_format, target_format, loss, with_loss, formats, evaluation=evaluation)
     examples = (tuple(tensor.detach() for tensor in inputs), tuple(tensor.detach() for tensor in targets))
     with _mode(model, evaluation), numbering_checkpoints(), noting_autocast(), refusing_tensor_hooks():
         try:
@@ -139,7 +144,7 @@ def capture(
             raise
         except Exception as error:
             raise CaptureError(_explain(model, error)) from error
-    return _flat_graph(exported, names, len(inputs), with_loss), formats[-1] if formats else None
+    return _flat_graph(exported, names, len(inputs), with_loss, evaluation), formats[-1]
 
 
 def list_eager_ops(
@@ -154,7 +159,7 @@ def list_eager_ops(
     with_loss: bool = True,
 ) -> tuple[EagerOp, ...]:
     """List the ops that eager torch runs for the training step that :func:`capture` captures; checkpointed regions once."""
-    step = _ModelWithLoss(model, input_format, target_format, loss, False, with_loss, [])
+    step = _ModelWithLoss(model, input_format, target_format, loss, with_loss, [], with_outputs=not with_loss)
     state = dict(step.named_parameters(remove_duplicate=False)) | dict(step.named_buffers(remove_duplicate=False))
     named = {id(module): name for name, module in model.named_modules()}
 
@@ -181,9 +186,11 @@ class _ModelWithLoss(nn.Module):
         inputs: InputFormat,
         targets: TargetFormat,
         loss: LossFunction | None,
-        evaluation: bool,
         with_loss: bool,
         formats: list[OutputFormat],
+        *,
+        evaluation: bool = False,
+        with_outputs: bool = True,
     ) -> None:
         super().__init__()
         self.model = model
@@ -193,6 +200,7 @@ class _ModelWithLoss(nn.Module):
         self._targets = targets
         self._evaluation = evaluation
         self._with_loss = with_loss
+        self._with_outputs = with_outputs
         # A plain list, since export restores the attributes of a module afterwards.
         self._formats = formats
 
@@ -203,11 +211,12 @@ class _ModelWithLoss(nn.Module):
     def _run(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         outputs = self._inputs.call(self.model, inputs)
         results = [loss_of(outputs, self.loss, self._targets, targets)] if self._with_loss else []
-        if self._evaluation or not self._with_loss:
+        differentiated = len(results)
+        if self._with_outputs:
             self._formats.append(OutputFormat(outputs))
             results += self._formats[-1].flatten(outputs)
         if not self._evaluation:
-            _refuse_custom_gradients(results)
+            _refuse_custom_gradients(results[:differentiated] if self._with_loss else results)
         return tuple(results)
 
 
@@ -246,7 +255,9 @@ def _mode(model: nn.Module, evaluation: bool) -> Generator[None]:
             module.training = training
 
 
-def _flat_graph(exported: torch.export.ExportedProgram, names: StateNames, inputs: int, with_loss: bool) -> FlatGraph:
+def _flat_graph(
+    exported: torch.export.ExportedProgram, names: StateNames, inputs: int, with_loss: bool, evaluation: bool
+) -> FlatGraph:
     graph, signature = exported.graph_module.graph, exported.graph_signature
     unexpected = [spec for spec in signature.output_specs if spec.kind is not OutputKind.USER_OUTPUT]
     assert not unexpected, f"a training graph has effects as ops, not as outputs: {unexpected}"
@@ -270,6 +281,7 @@ def _flat_graph(exported: torch.export.ExportedProgram, names: StateNames, input
                 raise CaptureError(f"{target}: the model keeps a {spec.kind.name.lower()}: expected tensors only")
     _forget_reads(graph)
     results = results_of(graph)
+    trains = with_loss and not evaluation
     return FlatGraph(
         module=exported.graph_module,
         state=state,
@@ -277,9 +289,22 @@ def _flat_graph(exported: torch.export.ExportedProgram, names: StateNames, input
         inputs=tuple(users[:inputs]),
         targets=tuple(users[inputs:]),
         loss=results[0] if with_loss else None,
-        outputs=results[1:] if with_loss else results,
+        outputs=() if trains else results[1:] if with_loss else results,
         placements={node: _placement(node) for node in graph.nodes},
+        beside=results[1:] if trains else (),
+        aside=_needless(graph, results[0]) if trains else frozenset(),
     )
+
+
+def _needless(graph: fx.Graph, result: fx.Node) -> frozenset[fx.Node]:
+    """Return the nodes that a graph with this result alone would not have, as torch removes them."""
+    copied: dict[fx.Node, fx.Node] = {}
+    alone = fx.Graph()
+    alone.graph_copy(graph, copied)
+    alone.output(copied[result])
+    alone.eliminate_dead_code()
+    left = set(alone.nodes)
+    return frozenset(node for node, copy in copied.items() if node.op == "call_function" and copy not in left)
 
 
 def _forget_reads(graph: fx.Graph) -> None:

@@ -58,7 +58,7 @@ def analyze(flat: FlatGraph, buffers: frozenset[str], example: Mapping[fx.Node, 
     random: set[fx.Node] = set()
     with following_autocast() as enter_autocast:
         for node in list(flat.module.graph.nodes):
-            if node.op != "call_function":
+            if node.op != "call_function" or node in flat.aside:
                 continue
             arguments = _tensors(values[one] for one in node.all_input_nodes if one in values)
             versions = [version_of(tensor) for tensor in arguments]

@@ -9,9 +9,10 @@ from typing import Final
 import torch
 from torch import Tensor, fx
 
+from adaptra.graph.ops.ops import results_of
 from adaptra.graph.ops.random_state import RandomKey
 from adaptra.graph.stages.results_in_turn import with_results_in_turn
-from adaptra.graph.stages.stages import EvalStage, Take, TrainStage, check
+from adaptra.graph.stages.stages import EvalStage, ForwardWithOutputs, Take, TrainStage, check
 
 NOTHING_RANDOM: Final = RandomKey(0, 0, 0)
 """Random key in evaluation mode, where models hardly ever draw random numbers."""
@@ -46,6 +47,11 @@ class ForwardGraph:
             # Not the module's call, which looks for hooks; a traced graph has none.
             return self.module.forward(values)
 
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """The nodes that it returns."""
+        return results_of(self.module.graph)
+
     def with_graph(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> ForwardGraph:
         """Return a copy whose graph is the result of ``change``."""
         return replace(self, module=change(self.module))
@@ -61,6 +67,7 @@ class StageGraphs(TrainStage):
     _weight_grad: fx.GraphModule
     _weight_grad_takes: tuple[int, ...]
     _fresh_gradients: tuple[bool, ...]
+    _forward_with_outputs: Callable[[], ForwardGraph] | None = None
 
     @property
     def fresh_gradients(self) -> tuple[bool, ...]:
@@ -74,9 +81,11 @@ class StageGraphs(TrainStage):
 
     def with_graphs(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> StageGraphs:
         """Return the same stage, but with what ``change`` makes of each of its graphs, to be called as these are."""
+        made = self._forward_with_outputs
         return replace(
             self,
             _forward=self._forward.with_graph(change),
+            _forward_with_outputs=None if made is None else lambda: made().with_graph(change),
             _input_grad=change(self._input_grad),
             _weight_grad=change(self._weight_grad),
             # A changed graph may return one tensor for two equal results.
@@ -92,6 +101,25 @@ class StageGraphs(TrainStage):
         results = self._forward.run(state, inputs, targets, random)
         count = len(self.outputs)
         return tuple(results[:count]), Saved(results[count:])
+
+    def with_outputs(self, make: Callable[[], ForwardGraph]) -> StageGraphs:
+        """Return the same stage, which can also return the model's outputs. ``make`` makes F's graph for that, when asked."""
+        return replace(self, _forward_with_outputs=make)
+
+    def forward_with_outputs(self) -> ForwardWithOutputs:
+        """See :meth:`TrainStage.forward_with_outputs`."""
+        assert self._forward_with_outputs is not None, "the last stage of a pipeline with a loss has the model's outputs"
+        graph, count, kept = self._forward_with_outputs(), len(self.outputs), len(self._forward.results)
+
+        def run(
+            state: Mapping[str, Tensor], inputs: Sequence[Tensor], random: RandomKey, targets: Sequence[Tensor]
+        ) -> tuple[tuple[Tensor, ...], Saved, tuple[Tensor, ...]]:
+            check("inputs", self.index, inputs, self.inputs)
+            check("targets", self.index, targets, self.targets)
+            results = graph.run(state, inputs, targets, random)
+            return tuple(results[:count]), Saved(results[count:kept]), tuple(results[kept:])
+
+        return run
 
     def run_input_grad(self, saved: Saved, grad_outputs: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], Saved]:
         """See :meth:`TrainStage.run_input_grad`."""
@@ -131,16 +159,18 @@ class EvalGraphs(EvalStage):
 
     _forward: ForwardGraph
     _loss: ForwardGraph | None
+    _both: ForwardGraph | None
 
     @property
     def graphs(self) -> tuple[fx.GraphModule, ...]:
-        """See :attr:`EvalStage.graphs`."""
+        """See :attr:`EvalStage.graphs`. The one of an evaluation that returns both loss and outputs is not among them."""
         return tuple(one.module for one in (self._forward, self._loss) if one is not None)
 
     def with_graphs(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> EvalGraphs:
         """Return the same stage, but with what ``change`` makes of each of its graphs, to be called as these are."""
         loss = None if self._loss is None else self._loss.with_graph(change)
-        return replace(self, _forward=self._forward.with_graph(change), _loss=loss)
+        both = None if self._both is None else self._both.with_graph(change)
+        return replace(self, _forward=self._forward.with_graph(change), _loss=loss, _both=both)
 
     def run_forward(
         self,
@@ -149,10 +179,12 @@ class EvalGraphs(EvalStage):
         targets: Sequence[Tensor] = (),
         *,
         with_loss: bool = True,
+        with_outputs: bool = False,
     ) -> tuple[Tensor, ...]:
         """See :meth:`EvalStage.run_forward`."""
         check("inputs", self.index, inputs, self.inputs)
-        if self._loss is None or not with_loss:
+        graph = self._both if with_outputs else self._loss
+        if graph is None or not with_loss:
             return tuple(self._forward.run(state, inputs, (), NOTHING_RANDOM))
         check("targets", self.index, targets, self.targets)
-        return tuple(self._loss.run(state, inputs, targets, NOTHING_RANDOM))
+        return tuple(graph.run(state, inputs, targets, NOTHING_RANDOM))

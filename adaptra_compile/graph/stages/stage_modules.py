@@ -17,12 +17,12 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from adaptra.errors import BatchError, CaptureError
-from adaptra.graph.capture.batch import InputFormat, LossFunction, TargetFormat, loss_of
+from adaptra.graph.capture.batch import InputFormat, LossFunction, OutputFormat, TargetFormat, loss_of
 from adaptra.graph.ops.layout import Layout
 from adaptra.graph.ops.random_state import RandomKey, default_generator_seeded
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.graph.stages.stage_graphs import NOTHING_RANDOM
-from adaptra.graph.stages.stages import EvalStage, TrainStage, check
+from adaptra.graph.stages.stages import EvalStage, ForwardWithOutputs, TrainStage, check
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +206,30 @@ class StageModule(TrainStage):
     _returns: Boundary | None
     _grad_inputs: tuple[Layout, ...]
     _grad_outputs: tuple[Layout, ...]
+    output_format: OutputFormat | None
 
     def run_forward(
         self, state: Mapping[str, Tensor], inputs: Sequence[Tensor], random: RandomKey, targets: Sequence[Tensor] = ()
     ) -> tuple[tuple[Tensor, ...], Differentiable]:
         """See :meth:`TrainStage.run_forward`. The default generator, seeded by stage and microbatch, draws random numbers."""
+        return self._run_forward(state, inputs, random, targets)[:2]
+
+    def forward_with_outputs(self) -> ForwardWithOutputs:
+        """See :meth:`TrainStage.forward_with_outputs`."""
+        form = self.output_format
+        assert form is not None, "only the last stage has the model's outputs"
+
+        def run(
+            state: Mapping[str, Tensor], inputs: Sequence[Tensor], random: RandomKey, targets: Sequence[Tensor]
+        ) -> tuple[tuple[Tensor, ...], Differentiable, tuple[Tensor, ...]]:
+            sent, left, returned = self._run_forward(state, inputs, random, targets)
+            return sent, left, tuple(one.detach() for one in form.flatten_alike(returned))
+
+        return run
+
+    def _run_forward(
+        self, state: Mapping[str, Tensor], inputs: Sequence[Tensor], random: RandomKey, targets: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], Differentiable, Any]:
         check("inputs", self.index, inputs, self.inputs)
         check("targets", self.index, targets, self.targets)
         with torch.enable_grad():
@@ -229,7 +248,7 @@ class StageModule(TrainStage):
                     "expected an example that takes a way with a gradient"
                 )
         left.outputs = tuple(result for result, spec in zip(results, self.outputs, strict=True) if spec.requires_grad)
-        return sent, left
+        return sent, left, returned
 
     def run_input_grad(
         self, saved: Differentiable, grad_outputs: Sequence[Tensor | None]
@@ -256,6 +275,7 @@ class EvalModule(EvalStage):
 
     _call: ModuleCall
     _returns: Boundary | None
+    _outputs: OutputFormat | None = None
 
     def run_forward(
         self,
@@ -264,6 +284,7 @@ class EvalModule(EvalStage):
         targets: Sequence[Tensor] = (),
         *,
         with_loss: bool = True,
+        with_outputs: bool = False,
     ) -> tuple[Tensor, ...]:
         """See :meth:`EvalStage.run_forward`."""
         check("inputs", self.index, inputs, self.inputs)
@@ -271,10 +292,15 @@ class EvalModule(EvalStage):
             returned = self._call.run(state, self._call.unpacked(inputs), NOTHING_RANDOM)
             if self._returns is not None:
                 results = self._returns.pack(self._returns.tensors(returned))
-            elif with_loss:
+                check("outputs", self.index, results, self.outputs)
+                return results
+            loss: tuple[Tensor, ...] = ()
+            if with_loss:
                 check("targets", self.index, targets, self.targets)
-                return (self._call.loss_of(returned, targets),)
-            else:
-                results = tuple(leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor))
-        check("outputs", self.index, results, self.outputs)
-        return results
+                loss = (self._call.loss_of(returned, targets),)
+                if not with_outputs:
+                    return loss
+            assert self._outputs is not None, "the last stage has the model's outputs"
+            outputs = tuple(self._outputs.flatten_alike(returned))
+        check("outputs", self.index, outputs, self.outputs)
+        return (*loss, *outputs)

@@ -20,6 +20,11 @@ from adaptra.graph.ops.specs import MessageSpec
 Take = Callable[[int, Tensor], None]
 """Takes the number of a result of W, and the result. It must not keep or change it: W may still read it."""
 
+ForwardWithOutputs = Callable[
+    [Mapping[str, Tensor], Sequence[Tensor], RandomKey, Sequence[Tensor]], tuple[tuple[Tensor, ...], Any, tuple[Tensor, ...]]
+]
+"""Runs F on one microbatch, as :meth:`TrainStage.run_forward`, and returns the flat outputs of the model as a third value."""
+
 
 @dataclass(frozen=True, slots=True)
 class Flops:
@@ -131,6 +136,17 @@ class TrainStage(ABC):
             BatchError: An input or target does not have the shape or dtype for which the stage was compiled.
         """
 
+    def forward_with_outputs(self) -> ForwardWithOutputs:
+        """Return F of the last stage that returns the model's outputs as well.
+
+        Loss and saved values are computed by the same ops as in :meth:`run_forward`. An output may share the memory of the
+        inputs, of the targets or of the state.
+
+        Raises:
+            OptionError: An output is not there on the last stage. The text names it.
+        """
+        raise NotImplementedError(f"stage {self.index}: only the last stage has the model's outputs")
+
     @abstractmethod
     def run_input_grad(self, saved: Any, grad_outputs: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], Any]:
         """Run I on one microbatch.
@@ -201,6 +217,7 @@ class EvalStage(ABC):
         targets: Sequence[Tensor] = (),
         *,
         with_loss: bool = True,
+        with_outputs: bool = False,
     ) -> tuple[Tensor, ...]:
         """Run one microbatch.
 
@@ -209,9 +226,10 @@ class EvalStage(ABC):
             inputs: Tensors with the specs of ``inputs``.
             targets: The flat targets. Only the last stage uses them, and only with the loss.
             with_loss: Whether the last stage returns the loss, else the model's outputs.
+            with_outputs: Whether the last stage returns the model's outputs behind the loss.
 
         Returns:
-            The tensors for the next stage; on the last stage ``(loss,)`` or the flat outputs.
+            The tensors for the next stage; on the last stage ``(loss,)``, the flat outputs, or the loss and the outputs.
 
         Raises:
             BatchError: An input or target does not have the shape or dtype for which the stage was compiled.

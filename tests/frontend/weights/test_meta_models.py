@@ -129,7 +129,7 @@ def test_weights_come_from_the_shards_of_transformers(tmp_path: Path) -> None:
     losses: list[Tensor] = []
     state = torch.get_rng_state()
     for one, weights in ((on_meta(lambda: LlamaForCausalLM(LLAMA)), tmp_path), (model, None)):
-        given = {"input_ids": ids, "labels": ids}
+        given: dict[str, Any] = {"input_ids": ids, "labels": ids}
         with adaptra.compile(one, stages=2, microbatches=2, example_kwargs=given, weights=weights) as pipe:
             check_equal(pipe.full_state_dict(), dict(model.state_dict()))
             losses.append(pipe.step(**given))

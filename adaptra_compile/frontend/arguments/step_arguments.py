@@ -1,0 +1,55 @@
+"""The arguments of a step that can be given by position or by name, and that a model's forward may have too."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torch import nn
+
+from adaptra.errors import OptionError
+
+
+class StepArguments:
+    """Tells the step's own arguments from the model's.
+
+    Args:
+        model: The model, or the first of its stages.
+        returns_loss: Whether the model itself returns the loss.
+    """
+
+    def __init__(self, model: nn.Module, *, returns_loss: bool) -> None:
+        self._names: Final = frozenset(inspect.signature(model.forward).parameters)
+        self.returns_loss: Final = returns_loss
+
+    def resolve(self, inputs: Any, targets: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+        """Return inputs, targets, and the model's keyword arguments.
+
+        ``inputs=`` and ``targets=`` by name are the step's own, unless the model's forward has an argument of that name. With a
+        ``loss=`` function ``targets=`` is always the loss's.
+        """
+        named = dict(kwargs)
+        if inputs is None and "inputs" not in self._names:
+            inputs = named.pop("inputs", None)
+        if targets is None and not (self.returns_loss and "targets" in self._names):
+            targets = named.pop("targets", None)
+        return inputs, targets, named
+
+    def positional(self, inputs: Any, targets: Any) -> tuple[tuple[Any, ...], Any]:
+        """Return the model's positional arguments and the loss's targets."""
+        args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+        if self.returns_loss and targets is not None:
+            return (*args, targets), None
+        return args, targets
+
+
+def check_outputs(given: object) -> bool:
+    """Return whether a step returns the model's outputs.
+
+    Raises:
+        OptionError: ``given`` is not a truth value.
+    """
+    if not isinstance(given, bool):
+        raise OptionError(f"outputs={given!r}: expected True, for the model's outputs on the last stage's rank, or False")
+    return given
