@@ -1,5 +1,9 @@
 """A Trainer of Hugging Face transformers that trains over a pipeline and its replicas."""
 
+# The Trainer's methods are replaced by their names, private ones too, and its types are loose.
+# pyright: basic, reportPrivateUsage=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportIncompatibleMethodOverride=false
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -38,8 +42,8 @@ _STATE = "pipeline"
 class PipelineTrainer(transformers.Trainer):
     """A ``transformers.Trainer`` of a causal language model over a pipeline, with replicas under a launcher.
 
-    ``per_device_train_batch_size`` is the batch of one replica, which is cut into ``microbatches``. Its gradients and losses are
-    those of a plain Trainer with the same rows in a step. After construction the model has no memory: the stages hold
+    ``per_device_train_batch_size`` is the batch of one replica, which is cut into ``microbatches``. Its gradients and losses
+    are those of a plain Trainer with the same rows in a step. After construction the model has no memory: the stages hold
     the parameters, and :meth:`save_model` writes them all.
 
     Args:
@@ -84,14 +88,10 @@ class PipelineTrainer(transformers.Trainer):
         require_whole_batches(rows, "train_dataset", size, 1, True)
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
         batch = dict(collate([rows[index] for index in range(size)]))
-        batch["num_items_in_batch"] = self._items(batch["labels"])
+        batch["num_items_in_batch"] = torch.ones(())
         self.model.train()
         given = {"example_kwargs": batch, "reduction": "sum"} | options
         return compile_pipeline(self.model, stages=stages, microbatches=microbatches, **given)
-
-    def _items(self, labels: Tensor) -> Tensor:
-        """Return the number of tokens that have a label: the first of each row is never predicted."""
-        return labels[..., 1:].ne(-100).sum().float()
 
     def _check_batches(self) -> None:
         """Refuse data whose batches differ in size from those the pipeline was compiled for."""
@@ -125,7 +125,7 @@ class PipelineTrainer(transformers.Trainer):
             num_processes=self.pipe.replicas,
             process_index=self.pipe.replica,
             put_on_device=True,
-            rng_types=accelerator.rng_types.copy(),
+            rng_types=list(accelerator.rng_types or ()),
             even_batches=True,
             use_seedable_sampler=accelerator.use_seedable_sampler,
             data_seed=self.args.data_seed,
@@ -156,7 +156,7 @@ class PipelineTrainer(transformers.Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Create the optimizer of this rank's parameters, in the plain Trainer's groups."""
-        return super().create_optimizer(self._pipeline_model)  # pyright: ignore[reportArgumentType]
+        return super().create_optimizer(self._pipeline_model)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Run a step of the pipeline. Returns the share of the loss that these rows have."""

@@ -17,7 +17,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--losses", type=Path, default=Path("losses.json"))
     parser.add_argument("--output", default="trained")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--save-steps", type=int, default=0)
+    parser.add_argument("--eval-rows", type=int, default=8)
     return parser.parse_args()
 
 
@@ -30,7 +30,6 @@ def llama() -> LlamaForCausalLM:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        attn_implementation="eager",
     )
     return LlamaForCausalLM(config)
 
@@ -49,13 +48,12 @@ def training_arguments(given: argparse.Namespace, **sizes: Any) -> TrainingArgum
     return TrainingArguments(
         output_dir=given.output,
         max_steps=given.steps,
-        per_device_eval_batch_size=8,
+        per_device_eval_batch_size=given.eval_rows,
         learning_rate=1e-3,
         weight_decay=0.1,
         warmup_steps=2,
         logging_steps=1,
-        save_strategy="steps" if given.save_steps else "no",
-        save_steps=given.save_steps or 500,
+        save_strategy="no",
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
