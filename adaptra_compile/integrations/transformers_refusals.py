@@ -30,6 +30,7 @@ def refuse_arguments(args: Any) -> None:
         "parallelism_config": "only stages and replicas; more stages hold less on each rank",
         "torch_compile": "the stages are compiled already; options=adaptra.Options(inner='inductor') compiles their graphs",
         "gradient_checkpointing": "it would change the model after its capture; memory= limits the activations",
+        "activation_checkpointing": "it would change the model after its capture; memory= limits the activations",
         "auto_find_batch_size": "a pipeline is compiled for one size of batch; memory= limits the activations",
         "fp16": "put torch.autocast into the model's forward and train by pipe.step with pipe.grad_scaler()",
         "bf16": "put torch.autocast into the model's forward, or build the model in bfloat16",

@@ -1,4 +1,4 @@
-"""Train a small Llama by the Trainer of Hugging Face transformers, on four ranks."""
+"""Train a small Llama by the Trainer of Hugging Face transformers, in one process or on four ranks."""
 
 from __future__ import annotations
 

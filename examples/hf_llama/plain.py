@@ -1,4 +1,4 @@
-"""Train a small Llama by the Trainer of Hugging Face transformers, in one process."""
+"""Train a small Llama by the Trainer of Hugging Face transformers, in one process or on four ranks."""
 
 from __future__ import annotations
 

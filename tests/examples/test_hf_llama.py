@@ -123,7 +123,7 @@ def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "row"),
     [
-        ({"gradient_checkpointing": True}, NO),
+        ({"activation_checkpointing": True}, NO),
         ({"bf16": True}, NO),
         ({"auto_find_batch_size": True}, NO),
         ({"torch_compile": True}, NO),
