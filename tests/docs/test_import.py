@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "torch.distributed", "sympy", "numpy", "matplotlib", "rich")
+HEAVY = ("torch", "torch.distributed", "sympy", "numpy", "matplotlib", "rich", "transformers", "accelerate")
 
 
 def loaded_after(code: str) -> set[str]:

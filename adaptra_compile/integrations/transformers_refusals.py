@@ -1,0 +1,122 @@
+"""What a PipelineTrainer can't do, refused before anything is compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adaptra.errors import MissingExtraError, OptionError
+
+OLDEST, NEWEST = (5, 23), (5, 24)
+"""The versions of transformers whose Trainer the tests run."""
+
+OPTIMIZERS = {"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"}
+"""Optimizers that step each parameter by itself, so that each rank can step those of its stages."""
+
+
+def require_version(version: str) -> None:
+    """Refuse a version of transformers whose Trainer may call other methods than those the tests run."""
+    found = tuple(int(part) for part in version.split(".")[:2])
+    if not OLDEST <= found <= NEWEST:
+        low, high = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
+        raise MissingExtraError(f"transformers {version}: expected {low} to {high}: pip install 'adaptra[transformers]'")
+
+
+def refuse_arguments(args: Any) -> None:
+    """Refuse training arguments that a pipeline can't follow. The text names the first one and what to do."""
+    where = "TrainingArguments"
+    off = {
+        "fsdp": "stages hold whole parameters; more stages hold less on each rank",
+        "deepspeed": "adaptra is the parallel engine; more stages hold less on each rank",
+        "parallelism_config": "only stages and replicas; more stages hold less on each rank",
+        "torch_compile": "the stages are compiled already; options=adaptra.Options(inner='inductor') compiles their graphs",
+        "gradient_checkpointing": "it would change the model after its capture; memory= limits the activations",
+        "activation_checkpointing": "it would change the model after its capture; memory= limits the activations",
+        "auto_find_batch_size": "a pipeline is compiled for one size of batch; memory= limits the activations",
+        "fp16": "put torch.autocast into the model's forward and train by pipe.step with pipe.grad_scaler()",
+        "bf16": "put torch.autocast into the model's forward, or build the model in bfloat16",
+        "fp16_full_eval": "evaluation uses the model as it was compiled",
+        "bf16_full_eval": "evaluation uses the model as it was compiled",
+        "label_smoothing_factor": "the loss is the model's own; write your own loop with adaptra.compile(loss=...)",
+        "neftune_noise_alpha": "its hook would not be captured",
+        "use_liger_kernel": "its autograd functions can't be captured",
+        "load_best_model_at_end": "load the best checkpoint by from_pretrained in another process",
+        "predict_with_generate": "generation needs the whole model; use save_model and from_pretrained",
+        "save_on_each_node": "rank 0 alone receives the whole model",
+        "push_to_hub": "push the folder that save_model wrote",
+        "eval_on_start": "call evaluate() before train()",
+    }
+    for name, instead in off.items():
+        value: Any = getattr(args, name, None)
+        if value:
+            raise OptionError(f"{where}: {name}={value!r}: a PipelineTrainer can't follow it: {instead}")
+    if str(getattr(args.include_num_input_tokens_seen, "value", args.include_num_input_tokens_seen)) not in {"no", "False"}:
+        raise OptionError(
+            f"{where}: include_num_input_tokens_seen={args.include_num_input_tokens_seen!r}: expected 'no': ranks of one "
+            "replica would count the same tokens several times"
+        )
+    if not args.average_tokens_across_devices:
+        raise OptionError(
+            f"{where}: average_tokens_across_devices=False: expected True: the loss is the mean over all replicas' tokens"
+        )
+    name = str(getattr(args.optim, "value", args.optim))
+    if name not in OPTIMIZERS:
+        raise OptionError(
+            f"{where}: optim={name!r}: expected one of {sorted(OPTIMIZERS)}: others were not tested on the stages of one rank"
+        )
+    if args.n_gpu > 1:
+        raise OptionError(f"{where}: n_gpu={args.n_gpu}: expected one device for each rank: start the script by torchrun")
+    accelerator = args.accelerator_config
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(accelerator, name):
+            raise OptionError(f"{where}: accelerator_config: {name}=True: expected False: each replica reads its own rows")
+    sampling = str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
+    if sampling not in {"random", "sequential"}:
+        raise OptionError(f"{where}: train_sampling_strategy={sampling!r}: expected 'random' or 'sequential'")
+
+
+def refuse_model(model: Any) -> None:
+    """Refuse a model whose loss is not that of a causal language model over all tokens, or that isn't whole and plain."""
+    from transformers import PreTrainedModel
+
+    name = type(model).__name__
+    if hasattr(model, "peft_config"):
+        raise OptionError(f"model: a PEFT {name}: expected a plain one: write adapters in a loop with adaptra.compile")
+    if not isinstance(model, PreTrainedModel):
+        raise OptionError(f"model: a {name}: expected a PreTrainedModel of transformers: use adaptra.compile for other models")
+    if getattr(model, "hf_device_map", None) is not None:
+        raise OptionError("model: it was loaded with device_map=: expected none: adaptra places the stages itself")
+    if getattr(model.config, "output_router_logits", False):
+        raise OptionError(
+            "model: config.output_router_logits=True: expected False: the routers' loss isn't divided by the batch's tokens"
+        )
+
+
+def refuse_functions(given: dict[str, Any]) -> None:
+    """Refuse functions and optimizers that need the whole model or its logits."""
+    off = {
+        "model_init": "give the model itself",
+        "compute_loss_func": "the loss is the model's own; write your own loop with adaptra.compile(loss=...)",
+        "compute_metrics": "the logits are on the last stage's rank; call trainer.pipe.eval_step and compute them there",
+        "preprocess_logits_for_metrics": "the logits are on the last stage's rank",
+        "optimizer_cls_and_kwargs": "choose one by TrainingArguments(optim=...)",
+    }
+    for name, instead in off.items():
+        if given.get(name) is not None:
+            raise OptionError(f"PipelineTrainer: {name}: it was given: expected none: {instead}")
+    if any(given.get("optimizers") or ()):
+        raise OptionError(
+            "PipelineTrainer: optimizers: they were given: expected none: their parameters are those of the whole model; "
+            "choose one by TrainingArguments(optim=...)"
+        )
+
+
+def require_whole_batches(rows: Any, name: str, per_replica: int, replicas: int, drop_last: bool) -> None:
+    """Refuse a data set without a length, or one whose last batch is short."""
+    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+        raise OptionError(f"PipelineTrainer: {name}: a {type(rows).__name__}: expected a data set with a length and an index")
+    size = per_replica * replicas
+    if len(rows) < size or (len(rows) % size and not drop_last):
+        raise OptionError(
+            f"PipelineTrainer: {name}: {len(rows)} rows in batches of {size}: expected a multiple, or "
+            "TrainingArguments(dataloader_drop_last=True): all batches of a pipeline have one size"
+        )

@@ -1,0 +1,162 @@
+"""A Llama trains by PipelineTrainer as by the plain Trainer, and what it can't do is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import script_pairs
+import torch
+from errors_table import check_documented
+from paths import EXAMPLES
+from script_pairs import losses_of_pipeline, losses_of_plain
+
+from adaptra.errors import AdaptraError
+
+pytest.importorskip("accelerate", reason="PipelineTrainer needs accelerate")
+
+PAIR = "hf_llama"
+
+NO = "TrainingArguments: …=…: a PipelineTrainer can't follow it: …"
+GIVEN = "PipelineTrainer: …: it was given: expected none: …"
+SHORT = (
+    "PipelineTrainer: …: … rows in batches of …: expected a multiple, or TrainingArguments(dataloader_drop_last=True): all "
+    "batches of a pipeline have one size"
+)
+EVALUATION = (
+    "TrainingArguments: per_device_eval_batch_size=…: expected …, which is per_device_train_batch_size: all batches of a "
+    "pipeline have one size"
+)
+OPTIMIZER = "TrainingArguments: optim=…: expected one of …: others were not tested on the stages of one rank"
+MODEL = "model: a …: expected a causal language model, whose loss takes num_items_in_batch: use adaptra.compile for others"
+PEFT = "model: a PEFT …: expected a plain one: write adapters in a loop with adaptra.compile"
+VERSION = "transformers …: expected … to …: pip install 'adaptra[transformers]'"
+RESUME = (
+    "resume_from_checkpoint=…: it has no folder 'pipeline': expected a checkpoint of a PipelineTrainer, without save_only_model"
+)
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes: Any = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    return LlamaForCausalLM(LlamaConfig(**sizes))
+
+
+def trainer(folder: Path, *, model: Any = None, count: int = 32, named: dict[str, Any] | None = None, **given: Any) -> Any:
+    from transformers import TrainingArguments
+
+    from adaptra.integrations.transformers import PipelineTrainer
+
+    tokens = torch.randint(64, (count, 8), generator=torch.Generator().manual_seed(1))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    common: Any = {"output_dir": str(folder), "use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1}
+    args = TrainingArguments(**common | {"per_device_train_batch_size": 8, "save_strategy": "no"} | given)
+    whole: Any = llama() if model is None else model
+    return PipelineTrainer(model=whole, args=args, train_dataset=rows, stages=2, microbatches=4, **named or {})
+
+
+def losses(made: Any) -> list[float]:
+    return [one["loss"] for one in made.state.log_history if "loss" in one]
+
+
+@pytest.mark.processes
+def test_losses_are_those_of_the_plain_trainer(tmp_path: Path) -> None:
+    """The losses of steps are bitwise the same; the evaluation's is summed in another order."""
+    from safetensors.torch import load_file
+
+    expected = losses_of_plain(PAIR, tmp_path, "--steps", "4")
+    found = losses_of_pipeline(PAIR, tmp_path, 4, "--steps", "4", "--output", "other")
+    assert len(expected) == 5
+    assert found[:-1] == expected[:-1]
+    assert found[-1] == pytest.approx(expected[-1], rel=1e-6)
+    plain, piped = (load_file(tmp_path / name / "model.safetensors") for name in ("trained", "other"))
+    assert plain.keys() == piped.keys()
+    assert all(torch.equal(plain[name], piped[name]) for name in plain)
+
+
+@pytest.mark.processes
+def test_replicas_share_the_rows_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replicas of half the rows give the losses of one process; their sums are in another order."""
+    expected = losses_of_plain(PAIR, tmp_path, "--steps", "4")
+    examples = tmp_path / "examples"
+    (examples / PAIR).mkdir(parents=True)
+    for name in ("task.py", "pipeline.py"):
+        text = (EXAMPLES / PAIR / name).read_text()
+        text = text.replace("stages=4", "stages=2").replace("batch_size=8", "batch_size=4").replace("batches=4", "batches=2")
+        (examples / PAIR / name).write_text(text)
+    monkeypatch.setattr(script_pairs, "EXAMPLES", examples)
+    found = losses_of_pipeline(PAIR, tmp_path, 4, "--steps", "4", "--eval-rows", "4")
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_goes_on_bitwise(tmp_path: Path) -> None:
+    """With accumulation, across the end of an epoch."""
+    settings: Any = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
+    made = [trainer(tmp_path / name, **settings) for name in ("whole", "again")]
+    made[0].train()
+    made[1].train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert losses(made[0]) == losses(made[1])
+    states = [one.pipe.full_state_dict() for one in made]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    for one in made:
+        one.pipe.close()
+
+
+def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
+    made = trainer(tmp_path, max_steps=1)
+    with pytest.raises(AdaptraError) as caught:
+        made.train(resume_from_checkpoint=str(tmp_path))
+    made.pipe.close()
+    check_documented("StateError", str(caught.value), RESUME)
+
+
+@pytest.mark.parametrize(
+    ("given", "row"),
+    [
+        ({"activation_checkpointing": True}, NO),
+        ({"bf16": True}, NO),
+        ({"auto_find_batch_size": True}, NO),
+        ({"torch_compile": True}, NO),
+        ({"label_smoothing_factor": 0.1}, NO),
+        ({"optim": "adafactor"}, OPTIMIZER),
+        ({"count": 30}, SHORT),
+        ({"named": {"compute_metrics": len}}, GIVEN),
+        ({"named": {"compute_loss_func": len}}, GIVEN),
+        ({"named": {"eval_dataset": [0] * 8}, "per_device_eval_batch_size": 4}, EVALUATION),
+    ],
+)
+def test_what_it_cannot_follow_is_refused(given: dict[str, Any], row: str, tmp_path: Path) -> None:
+    with pytest.raises(AdaptraError) as caught:
+        trainer(tmp_path, **given)
+    check_documented(type(caught.value).__name__, str(caught.value), row)
+
+
+def test_models_are_refused(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    small: Any = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    adapted = llama()
+    adapted.peft_config = {}
+    for model, row in ((BertForSequenceClassification(BertConfig(**small)), MODEL), (adapted, PEFT)):
+        with pytest.raises(AdaptraError) as caught:
+            trainer(tmp_path, model=model)
+        check_documented("OptionError", str(caught.value), row)
+
+
+def test_other_versions_are_refused() -> None:
+    from adaptra.integrations.transformers_refusals import require_version
+
+    require_version("5.24.0")
+    with pytest.raises(AdaptraError) as caught:
+        require_version("6.0.1")
+    check_documented("MissingExtraError", str(caught.value), VERSION)

@@ -1,0 +1,83 @@
+"""What a PipelineTrainer refuses before it compiles: other engines, several devices of a process, models that are placed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from errors_table import check_documented
+
+from adaptra.errors import OptionError
+
+pytest.importorskip("accelerate", reason="PipelineTrainer needs accelerate")
+
+NO = "TrainingArguments: …=…: a PipelineTrainer can't follow it: …"
+DEVICES = "TrainingArguments: n_gpu=…: expected one device for each rank: start the script by torchrun"
+PLACED = "model: it was loaded with device_map=: expected none: adaptra places the stages itself"
+ROUTED = "model: config.output_router_logits=True: expected False: the routers' loss isn't divided by the batch's tokens"
+PLAIN = "model: a …: expected a PreTrainedModel of transformers: use adaptra.compile for other models"
+MISSING = "PipelineTrainer needs transformers and accelerate: pip install 'adaptra[transformers]'"
+
+
+def arguments(folder: Path, **changed: Any) -> Any:
+    """Arguments with some set after construction, where transformers asks for packages or devices that are not here."""
+    from transformers import TrainingArguments
+
+    made = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[])
+    for name, value in changed.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changed", "row"),
+    [
+        ({"fsdp": ["full_shard"]}, NO),
+        ({"deepspeed": "stage2.json"}, NO),
+        ({"predict_with_generate": True}, NO),
+        ({"_n_gpu": 2}, DEVICES),
+    ],
+)
+def test_other_engines_and_devices_are_refused(changed: dict[str, Any], row: str, tmp_path: Path) -> None:
+    from adaptra.integrations.transformers_refusals import refuse_arguments
+
+    refuse_arguments(arguments(tmp_path))
+    with pytest.raises(OptionError) as caught:
+        refuse_arguments(arguments(tmp_path, **changed))
+    check_documented("OptionError", str(caught.value), row)
+    name = next(iter(changed)).removeprefix("_")
+    assert f"TrainingArguments: {name}=" in str(caught.value)
+
+
+def test_placed_routed_and_foreign_models_are_refused() -> None:
+    from torch import nn
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from adaptra.integrations.transformers_refusals import refuse_model
+
+    small: Any = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    placed, routed = (LlamaForCausalLM(LlamaConfig(**small)) for _ in range(2))
+    refuse_model(placed)
+    placed.__dict__["hf_device_map"] = {"": "cpu"}
+    routed.config.__dict__["output_router_logits"] = True
+    for model, row in ((placed, PLACED), (routed, ROUTED), (nn.Linear(2, 2), PLAIN)):
+        with pytest.raises(OptionError) as caught:
+            refuse_model(model)
+        check_documented("OptionError", str(caught.value), row)
+
+
+def test_a_missing_package_is_named() -> None:
+    code = """
+import sys
+sys.modules["accelerate"] = None
+try:
+    import adaptra.integrations.transformers
+except ImportError as error:
+    print(f"{type(error).__name__}|{error}")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    kind, _, message = done.stdout.strip().partition("|")
+    check_documented(kind, message, MISSING)
