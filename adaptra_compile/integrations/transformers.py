@@ -79,7 +79,8 @@ class PipelineTrainer(transformers.Trainer):
         self._pipeline_model = _PipelineModel(self.pipe)
         self._check_batches()
         self._decayed = super().get_decay_parameter_names(self.model)
-        self.model.to("meta")
+        whole: Any = self.model
+        whole.to("meta")
 
     def _compiled(self, stages: int, microbatches: int, options: dict[str, Any]) -> Pipeline:
         """Return the pipeline of the model, compiled for the data set's first batch."""
@@ -89,7 +90,8 @@ class PipelineTrainer(transformers.Trainer):
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
         batch = dict(collate([rows[index] for index in range(size)]))
         batch["num_items_in_batch"] = torch.ones(())
-        self.model.train()
+        whole: Any = self.model
+        whole.train()
         given = {"example_kwargs": batch, "reduction": "sum"} | options
         return compile_pipeline(self.model, stages=stages, microbatches=microbatches, **given)
 
@@ -162,7 +164,8 @@ class PipelineTrainer(transformers.Trainer):
         """Run a step of the pipeline. Returns the share of the loss that these rows have."""
         if num_items_in_batch is None:
             raise OptionError("PipelineTrainer: a batch without labels: expected 'labels' in every batch")
-        loss = self.pipe.step(**self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        given: dict[str, Any] = dict(self._prepare_inputs(inputs))
+        loss = self.pipe.step(**given, num_items_in_batch=num_items_in_batch)
         return loss.to(self.args.device)
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
@@ -202,9 +205,9 @@ class PipelineTrainer(transformers.Trainer):
         return {"training": TrainingState(self.pipe, getattr(optimizer, "optimizer", optimizer))}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        import torch.distributed.checkpoint as checkpoints
+        from torch.distributed.checkpoint.state_dict_saver import save
 
-        checkpoints.save(self._training_state(), checkpoint_id=str(Path(output_dir) / _STATE))
+        save(self._training_state(), checkpoint_id=str(Path(output_dir) / _STATE))
         if self.args.should_save:
             scheduler: Any = self.lr_scheduler
             torch.save(scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
@@ -218,11 +221,11 @@ class PipelineTrainer(transformers.Trainer):
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        import torch.distributed.checkpoint as checkpoints
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         if checkpoint is None:
             return
-        checkpoints.load(self._training_state(), checkpoint_id=str(Path(checkpoint) / _STATE))
+        load(self._training_state(), checkpoint_id=str(Path(checkpoint) / _STATE))
         scheduler: Any = self.lr_scheduler
         scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
 
