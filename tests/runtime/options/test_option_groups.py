@@ -30,6 +30,7 @@ OTHERS: dict[str, Any] = {
     "delegate": [(1, 2)],
     "lossy_bf16": "slow",
     "inner": "aot_eager",
+    "shapes": 4,
     "broadcast_buffers": False,
     "reduce": adaptra.Reduce(algorithm="chain"),
 }
