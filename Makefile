@@ -87,10 +87,11 @@ rdma: $(READY)
 checks: $(READY)
 	$(MAKE) --jobs=1 lint types docs cxx
 
-# One core each, two at a time. Whatever looks at the clock has the machine to itself after that.
+# One core each, two at a time: the lab of RDMA mostly waits. Processes have the machine to themselves after that.
 test: $(READY)
 	$(MAKE) --jobs=2 --output-sync=target models checks
-	$(MAKE) --jobs=1 unit rdma processes
+	$(MAKE) --jobs=2 --output-sync=target unit rdma
+	$(MAKE) --jobs=1 processes
 
 # With every Python that there is and torch from 2.11 to 2.15. It takes hours, and 6 GB for one environment at a time.
 versions: $(READY)
