@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from adaptra.errors import BatchError, CaptureError, LaunchError, OptionError
+from adaptra.errors import BatchError, CaptureError, LaunchError, OptionError, StateError
 from adaptra.frontend.arguments.arguments import CompileArguments
 from adaptra.frontend.arguments.placing import STRAIGHT
 from adaptra.frontend.arguments.shared_models import Sharing
 from adaptra.frontend.session import Session
 from adaptra.frontend.shapes.recompile import Recompile
 from adaptra.frontend.stage_planning import PipelineSpec, PlannedPipeline
-from adaptra.frontend.weights.materialise import is_empty, materialise, refuse_list
+from adaptra.frontend.weights.materialise import is_empty, materialise
 from adaptra.frontend.worker_factory import open_recorder
 from adaptra.graph import compile_stages
 from adaptra.graph.capture.skeleton import skeleton
@@ -148,7 +148,10 @@ def _compile(
     loss = _loss_of(request, spec.reduction)
     if modules is not None:
         if empty_on is not None:
-            refuse_list()
+            raise StateError(
+                "weights: the model is a list of stages on the meta device, which can't run without values: expected one "
+                "model, or stages with values"
+            )
         compiled = compile_modules(modules, args, kwargs, loss=loss, targets=targets)
     else:
         compiled = compile_stages(

@@ -449,8 +449,10 @@ class Session:
                 found = self.shapes.find(inputs, wanted, (args, kwargs, targets if with_loss else None), with_loss=with_loss)
                 here = found.inputs if self._has(0) else (), found.targets if self._has(-1) else ()
                 return replace(found, inputs=here[0], targets=here[1])
+            split = self._split_inputs(inputs), self._split_targets(wanted) if with_loss else ()
+        else:
+            split = self.split_inputs(args, kwargs), self.split_targets(targets) if with_loss else ()
         self.shapes.use_first()
-        split = self.split_inputs(args, kwargs), self.split_targets(targets) if with_loss else ()
         return ShapedBatch(FIRST, *split, (), self.compiled)
 
     def _has(self, stage: int) -> bool:
@@ -515,17 +517,17 @@ class Session:
 
     def split_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         """Return the microbatches of a batch's inputs, or nothing if the first stage is not in this process."""
-        if not self._has(0):
-            return ()
-        form = self.compiled.inputs
-        return split_batch(form.flatten(args, kwargs), form.specs, self.microbatches, "inputs")
+        return self._split_inputs(self.compiled.inputs.flatten(args, kwargs)) if self._has(0) else ()
+
+    def _split_inputs(self, flat: Sequence[Tensor]) -> Batch:
+        return split_batch(flat, self.compiled.inputs.specs, self.microbatches, "inputs") if self._has(0) else ()
 
     def split_targets(self, targets: Any) -> Batch:
         """Return the microbatches of a batch's targets, or nothing if the last stage is not in this process."""
-        if not self._has(-1):
-            return ()
-        form = self.compiled.targets
-        return split_batch(form.flatten(targets), form.specs, self.microbatches, "targets")
+        return self._split_targets(self.compiled.targets.flatten(targets)) if self._has(-1) else ()
+
+    def _split_targets(self, flat: Sequence[Tensor]) -> Batch:
+        return split_batch(flat, self.compiled.targets.specs, self.microbatches, "targets") if self._has(-1) else ()
 
     def prepare_outputs(self, batch: ShapedBatch) -> None:
         """Make the graph that returns the model's outputs of such a batch, if the last stage is in this process.
@@ -533,7 +535,7 @@ class Session:
         Raises:
             OptionError: An output is not there on the last stage. The text names it.
         """
-        if self._spec.placement[-1] in self._ranks:
+        if self._has(-1):
             batch.outputs_by.train[-1].forward_with_outputs()
 
     def compare_rows(self, call: str, inputs: Any, targets: Any, kwargs: Mapping[str, Any]) -> None:

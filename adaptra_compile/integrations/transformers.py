@@ -247,8 +247,7 @@ class _PipelineModel:
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
-        for parameter in self.parameters():
-            parameter.grad = None
+        self.pipe.zero_grad()
 
     def train(self) -> None:
         """Do nothing: a step runs in training mode."""

@@ -39,10 +39,14 @@ def example_microbatch(batch: Any, microbatches: int, what: str) -> Any:
             f"{what}: a batch of {rows} rows does not divide into {microbatches} microbatches: use a batch of "
             f"{nearest_multiple(rows, microbatches)} rows or another number of microbatches"
         )
-    size = rows // microbatches
+    return first_rows(batch, rows // microbatches)
+
+
+def first_rows(batch: Any, rows: int) -> Any:
+    """Return the first rows of a batch: any nest of tuples, lists and dicts with tensors in it."""
 
     def first(leaf: Any) -> Any:
-        return leaf[:size] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
+        return leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
 
     return pytree.tree_map(first, batch)
 
@@ -101,7 +105,7 @@ def split_batch(tensors: Sequence[Tensor], specs: MessageSpec, microbatches: int
     Raises:
         BatchError: The batch has another number of rows than the pipeline was compiled for.
     """
-    columns: list[Sequence[Tensor]] = []
+    rows = 1
     for tensor, spec in zip(tensors, specs, strict=True):
         if spec.shape and tensor.shape[0] != spec.shape[0] * microbatches:
             raise BatchError(
@@ -109,8 +113,8 @@ def split_batch(tensors: Sequence[Tensor], specs: MessageSpec, microbatches: int
                 f"microbatches of the {spec.shape[0]} rows the pipeline was compiled for; for another number "
                 "of rows, every rank needs inputs and targets, and a model that adaptra.compile cuts itself"
             )
-        columns.append(tensor.chunk(microbatches) if spec.shape else [tensor] * microbatches)
-    return [tuple(column[microbatch] for column in columns) for microbatch in range(microbatches)]
+        rows = spec.shape[0] if spec.shape else rows
+    return split_rows(tensors, [rows] * microbatches)
 
 
 def require_no_gradient(batch: Sequence[Sequence[Tensor]], labels: Sequence[str], what: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adaptra.errors import OptionError
 from adaptra.graph.ops.random_state import RandomKey
-from adaptra.graph.stages.stages import ForwardWithOutputs, TrainStage
+from adaptra.graph.stages.stages import TrainStage
 from adaptra.program import Program
 
 
@@ -17,7 +17,6 @@ class StepOutputs:
     """Runs F of the last stage and keeps the outputs of each microbatch. Used by the thread that runs the step."""
 
     def __init__(self) -> None:
-        self._forwards: dict[int, ForwardWithOutputs] = {}
         self._found: dict[int, tuple[Tensor, ...]] = {}
 
     def run_forward(
@@ -30,9 +29,7 @@ class StepOutputs:
         targets: Sequence[Tensor],
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Run F, keep the outputs and return the rest, as :meth:`adaptra.graph.stages.stages.TrainStage.run_forward`."""
-        # Microbatches of two sizes have two stages.
-        forward = self._forwards.setdefault(id(stage), stage.forward_with_outputs())
-        results, saved, outputs = forward(state, inputs, random, targets)
+        results, saved, outputs = stage.forward_with_outputs()(state, inputs, random, targets)
         self._found[microbatch] = own_copies(outputs, (*inputs, *targets, *state.values()))
         return results, saved
 

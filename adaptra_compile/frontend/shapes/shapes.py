@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from adaptra.errors import BatchError, CaptureError, OptionError, PartitionError
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec
-from adaptra.runtime.worker.batch import microbatch_rows, rows_of_all, split_rows
+from adaptra.runtime.worker.batch import first_rows, microbatch_rows, rows_of_all, split_rows
 from adaptra.runtime.worker.shapes import FIRST, StepShape
 from adaptra.runtime.worker.step_parts import Batch
 
@@ -132,9 +131,8 @@ class Shapes:
     def listed(self) -> tuple[PipelineShape, ...]:
         """Return the first shape, then the others, the most recently used last."""
         rows = self._rows_of_first * self._microbatches
-        labels = (*self._first.inputs.labels, *self._first.targets.labels)
         sizes = [(rows, *spec.shape[1:]) if spec.shape else () for spec in self._specs]
-        name = _name(sizes, labels)
+        name = _name(sizes, self._labels)
         first = PipelineShape(name, (self._rows_of_first,) * self._microbatches, 0.0, self._uses_of_first)
         others = [PipelineShape(one.name, one.shape.rows, one.seconds, one.steps) for one in self._known.values()]
         return (first, *others)
@@ -157,6 +155,10 @@ class Shapes:
         return next((spec.shape[0] for spec in self._specs if spec.shape), 1)
 
     @property
+    def _labels(self) -> tuple[str, ...]:
+        return (*self._first.inputs.labels, *self._first.targets.labels)
+
+    @property
     def _specs(self) -> MessageSpec:
         return (*self._first.inputs.specs, *self._first.targets.specs)
 
@@ -172,7 +174,7 @@ class Shapes:
             BatchError: Rows differ between tensors, there are none, or the model can't be compiled for this shape.
         """
         tensors = (*inputs, *targets)
-        labels = (*self._first.inputs.labels, *self._first.targets.labels)[: len(tensors)]
+        labels = self._labels[: len(tensors)]
         rows = rows_of_all(tensors, labels)
         sizes = tuple(tuple(one.shape[1:]) for one in tensors)
         known = self._known.get((sizes, rows))
@@ -216,11 +218,7 @@ class Shapes:
                 if others[: len(sizes)] == sizes and size == rows and stages is not None:
                     return stages
         assert self._compile is not None, "shapes can vary"
-
-        def first(leaf: Any) -> Any:
-            return leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
-
-        args, kwargs, targets = pytree.tree_map(first, (given[0], dict(given[1]), given[2]))
+        args, kwargs, targets = first_rows((given[0], dict(given[1]), given[2]), rows)
         return self._compile(args, kwargs, targets, with_loss)
 
 

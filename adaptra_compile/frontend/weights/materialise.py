@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from adaptra.errors import StateError
 from adaptra.frontend.weights.checkpoint_folder import is_checkpoint, read_checkpoint
 from adaptra.frontend.weights.fresh_values import fresh_values
 from adaptra.frontend.weights.safetensors_files import read_safetensors
@@ -80,15 +78,3 @@ def _as_before(value: Tensor, before: Tensor) -> Tensor:
 
 def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=device)
-
-
-def refuse_list() -> NoReturn:
-    """Refuse a list of stages on the meta device, which run as they are.
-
-    Raises:
-        StateError: Always. Says what to give instead.
-    """
-    raise StateError(
-        "weights: the model is a list of stages on the meta device, which can't run without values: expected one model, or "
-        "stages with values"
-    )
