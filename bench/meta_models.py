@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _memory import peak_bytes, reset_peak, resident_bytes
 from _ranks import run_on_ranks
 from _table import Row, parser, print_rows
 from safetensors import safe_open
@@ -74,12 +75,6 @@ def write(folder: Path, layers: int, width: int) -> int:
     return sum(one.nbytes for one in state.values())
 
 
-def status(field: str) -> int:
-    """A field of this process's memory, in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return 1024 * int(line.split()[1])
-
-
 def forget_files(folder: Path) -> None:
     """Drop the files from the page cache."""
     for file in folder.glob("*.safetensors"):
@@ -119,13 +114,13 @@ def measure(rank: int, path: str, layers: int, width: int, stages: int, runs: in
     torch.set_num_threads(1)
     ids = torch.randint(0, 1000, (stages, 16))
     given = {"input_ids": ids, "labels": ids}
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    before = status("VmRSS")
+    reset_peak()
+    before = resident_bytes()
     forget_files(folder)
     dist.barrier()
     begun = time.monotonic()
     pipe = adaptra.compile(empty_model(layers, width), stages=stages, microbatches=stages, example_kwargs=given, weights=folder)
-    seconds, peak = time.monotonic() - begun, status("VmHWM")
+    seconds, peak = time.monotonic() - begun, peak_bytes()
     held = dict(pipe.named_parameters())
     stage = sum(one.nbytes for one in held.values())
     wrong = differing(folder, held)

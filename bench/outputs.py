@@ -7,13 +7,13 @@ without outputs in turn, so both have the same plan and the same machine. Memory
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name all of torch uses
+from _memory import peak_bytes, reset_peak
 from _ranks import run_on_ranks, timed
 from _table import Row, parser, print_rows
 from torch import Tensor, nn
@@ -33,17 +33,6 @@ def model_of(words: int, width: int, layers: int) -> nn.Module:
     return nn.Sequential(nn.Embedding(words, width), *made, nn.Linear(width, words))
 
 
-def peak_bytes() -> float:
-    """The largest resident memory of this process since the last reset."""
-    status = Path("/proc/self/status").read_text()
-    return 1024.0 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
-
-
-def reset_peak() -> None:
-    """Begin a new peak."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
 def measure(rank: int, ranks: int, tokens: int, words: int, width: int, layers: int, microbatches: int, runs: int) -> Any:
     """One rank: seconds of each step and the last rank's peak bytes, without and with outputs in turn."""
     torch.manual_seed(0)
@@ -61,7 +50,7 @@ def measure(rank: int, ranks: int, tokens: int, words: int, width: int, layers: 
             asks = number % 2 == 1 and rank == ranks - 1
             reset_peak()
             took, *_ = timed(lambda asks=asks: pipe.step(inputs, targets, outputs=asks))
-            peak = torch.tensor(peak_bytes() if rank == ranks - 1 else 0.0, dtype=torch.float64)
+            peak = torch.tensor(float(peak_bytes()) if rank == ranks - 1 else 0.0, dtype=torch.float64)
             dist.all_reduce(peak)
             found.append((took, peak.item()))
             for one in pipe.parameters():

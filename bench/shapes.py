@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import random
 import sys
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from _memory import resident_bytes
 from _ranks import run_on_ranks, timed
 from _table import Row, parser, print_rows
 from torch import Tensor, nn
@@ -21,14 +21,6 @@ from torch import Tensor, nn
 import adaptra
 
 ROWS, CLASSES = 16, 64
-
-
-def resident() -> int:
-    """Bytes of this process in memory."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return 1024 * int(line.split()[1])
-    raise OSError("/proc/self/status has no VmRSS: expected Linux")
 
 
 def token_loss(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -66,7 +58,7 @@ def measure(rank: int, ranks: int, microbatches: int, shapes: int, runs: int, wi
     with make(*order[0]) as varying, make(*known) as fixed:
         for shape in shuffled:
             varying.step(*batch(*shape))
-        compiled, after = len(varying.shapes), resident()
+        compiled, after = len(varying.shapes), resident_bytes()
         seconds = [one.seconds for one in varying.shapes[1:]]
         pairs: list[list[float]] = []
         for _ in range(runs + 1):
@@ -81,7 +73,7 @@ def measure(rank: int, ranks: int, microbatches: int, shapes: int, runs: int, wi
             "compiled": compiled if sorted(seconds) == sorted(again) else -1,
             "seconds": seconds,
             "pairs": pairs[1:],
-            "memory": [resident(), after],
+            "memory": [resident_bytes(), after],
         }
 
 
