@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -52,17 +52,6 @@ def run_shapes(rank: int, stages: int, how: dict[str, Any]) -> list[tuple[float,
             optimizer.zero_grad()
             found.append((loss, evaluated, [[name, one.double().sum().item()] for name, one in pipe.named_parameters()]))
     return found
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Kernels on one thread, as in the processes that the tests start: their sums depend on the number."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("one_thread")

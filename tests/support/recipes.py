@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from commands import run_command
 from documented import Page
 from paths import DOCS
 
@@ -40,14 +40,6 @@ def environment(**more: str) -> dict[str, str]:
 
 def run_recipe(command: Sequence[str], folder: Path, timeout: float = 120.0, **more: str) -> str:
     """What a command prints; nothing of it is left, however it ends."""
-    started = subprocess.Popen(
-        command, cwd=folder, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        output, errors = started.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        started.terminate()  # torchrun ends its ranks when it is asked to, not when it is killed
-        output, errors = started.communicate()
-        raise AssertionError(f"{command}: not done within {timeout} s:\n{output}\n{errors}") from None
-    assert started.returncode == 0, f"{command}\n{output}\n{errors}"
-    return output
+    done = run_command(command, timeout, folder, environment(**more))
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout

@@ -8,11 +8,10 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from commands import run_command, under_torchrun
 from paths import DOCS, EXAMPLES
 
 PLAIN, PIPELINE = "plain.py", "pipeline.py"
@@ -46,8 +45,7 @@ def losses_of_plain(pair: str, folder: Path, *arguments: str) -> list[float]:
 
 def losses_of_pipeline(pair: str, folder: Path, ranks: int, *arguments: str, timeout: float = 150) -> list[float]:
     """The losses of the script with adaptra under torchrun."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return _run(launcher, pair, PIPELINE, folder, *arguments, timeout=timeout)
+    return _run(under_torchrun(ranks), pair, PIPELINE, folder, *arguments, timeout=timeout)
 
 
 def _run(launcher: list[str], pair: str, script: str, folder: Path, *arguments: str, timeout: float = 150) -> list[float]:
@@ -55,15 +53,6 @@ def _run(launcher: list[str], pair: str, script: str, folder: Path, *arguments: 
     file = folder / f"{script}.json"
     command = [*launcher, str(EXAMPLES / pair / script), "--losses", str(file), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    started = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        output, _ = started.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        # torchrun ends its ranks when it is asked to, not when it is killed.
-        started.terminate()
-        output, _ = started.communicate()
-        pytest.fail(f"{script} of {pair} is not done within {timeout} s:\n{output}")
-    assert started.returncode == 0, output
+    done = run_command(command, timeout, folder, environment)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return json.loads(file.read_text())

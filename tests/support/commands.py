@@ -1,0 +1,33 @@
+"""Commands that tests run as a user would, such as scripts under torchrun."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+
+def under_torchrun(ranks: int) -> list[str]:
+    """The beginning of a command that runs a script on several ranks of this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+
+
+def run_command(
+    command: Sequence[str],
+    timeout: float,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command; nothing of it is left, however it ends."""
+    started = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        output, errors = started.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        # torchrun ends its ranks when it is asked to, not when it is killed.
+        started.terminate()
+        output, errors = started.communicate()
+        pytest.fail(f"{command}: not done within {timeout} s:\n{output}\n{errors}")
+    return subprocess.CompletedProcess(command, started.returncode, output, errors)
