@@ -24,6 +24,7 @@ from adaptra.frontend.stage_planning import PipelineSpec, PlannedPipeline
 from adaptra.frontend.weights.materialise import is_empty, materialise
 from adaptra.frontend.worker_factory import open_recorder
 from adaptra.graph import compile_stages
+from adaptra.graph.capture.collectives import refuse_context_parallel
 from adaptra.graph.capture.skeleton import skeleton
 from adaptra.graph.compile_modules import compile_modules
 from adaptra.graph.inner_compiler import EAGER, prepare
@@ -53,6 +54,7 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         As :func:`adaptra.frontend.api.compile`.
     """
     refuse_autocast("adaptra.compile")
+    refuse_context_parallel("adaptra.compile")
     options = request.options
     launched = launch(
         request.ranks,

@@ -22,6 +22,7 @@ from adaptra.frontend.shapes.shapes import NewShape, ShapedBatch, Shapes
 from adaptra.frontend.stage_planning import PipelineSpec, PlannedPipeline
 from adaptra.frontend.worker_factory import open_recorder
 from adaptra.graph import CompiledStages
+from adaptra.graph.capture.collectives import refuse_context_parallel
 from adaptra.graph.compile import Captured
 from adaptra.graph.inner_compiler import prepare
 from adaptra.graph.ops.autocast import refuse_autocast
@@ -555,6 +556,7 @@ class Session:
         self.require_running()
         with self._reporting_errors(others_wait=not self.workers[0].is_alone):
             refuse_autocast("a pipeline's step")
+            refuse_context_parallel("a pipeline's step")
             yield
 
     def agreed_to_load(self, fitting: Callable[[], Result]) -> Result:

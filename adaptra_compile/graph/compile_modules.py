@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from adaptra.errors import AdaptraError, CaptureError, PartitionError
 from adaptra.graph.capture.batch import InputFormat, LossFunction, OutputFormat, TargetFormat
 from adaptra.graph.capture.capture import StateNames, state_names
+from adaptra.graph.capture.collectives import refusing_collectives
 from adaptra.graph.compile import CompiledStages
 from adaptra.graph.ops.layout import Layout
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
@@ -276,9 +277,10 @@ def _without_tensors(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def _naming(index: int) -> Generator[None]:
-    """Add the stage's index to any error."""
+    """Add the stage's index to any error. A collective of its module is one."""
     try:
-        yield
+        with refusing_collectives(lambda: "its module", is_captured=False):
+            yield
     except CaptureError as error:
         raise CaptureError(f"stage {index}: {error}") from error
     except AdaptraError:

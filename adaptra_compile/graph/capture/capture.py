@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import BackwardCFunction
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from adaptra.errors import CaptureError
 from adaptra.graph.capture.as_eager import as_eager
 from adaptra.graph.capture.batch import InputFormat, LossFunction, OutputFormat, TargetFormat, loss_of
+from adaptra.graph.capture.collectives import refuse_collectives, refusing_collectives
 from adaptra.graph.capture.eager_ops import EagerOp, eager_ops
 from adaptra.graph.capture.hooks import refusing_tensor_hooks
 from adaptra.graph.ops.autocast import noting_autocast
@@ -137,13 +139,21 @@ def capture(
     formats: list[OutputFormat] = []
     step = _ModelWithLoss(model, input_format, target_format, loss, with_loss, formats, evaluation=evaluation)
     examples = (tuple(tensor.detach() for tensor in inputs), tuple(tensor.detach() for tensor in targets))
-    with _mode(model, evaluation), numbering_checkpoints(), noting_autocast(), refusing_tensor_hooks():
+    where = _place_in(model, capture)
+    with (
+        _mode(model, evaluation),
+        numbering_checkpoints(),
+        noting_autocast(),
+        refusing_tensor_hooks(),
+        refusing_collectives(where, is_captured=True),
+    ):
         try:
             exported = torch.export.export(step, examples, strict=False)
         except CaptureError:
             raise
         except Exception as error:
             raise CaptureError(_explain(model, error)) from error
+    refuse_collectives(exported.graph_module.graph.nodes)
     return _flat_graph(exported, names, len(inputs), with_loss, evaluation), formats[-1]
 
 
@@ -161,20 +171,26 @@ def list_eager_ops(
     """List the ops that eager torch runs for the training step that :func:`capture` captures; checkpointed regions once."""
     step = _ModelWithLoss(model, input_format, target_format, loss, with_loss, [], with_outputs=not with_loss)
     state = dict(step.named_parameters(remove_duplicate=False)) | dict(step.named_buffers(remove_duplicate=False))
-    named = {id(module): name for name, module in model.named_modules()}
-
-    def where() -> str:
-        # No further out: a look at the locals of the user's own functions would keep alive objects that they delete.
-        inside = takewhile(lambda one: one[0].f_code is not eager_ops.__code__, traceback.walk_stack(None))
-        found = user_line(reversed(list(inside)), named)
-        return "in the loss" if found is None else f"{found[0]} at {found[1]}"
 
     def leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_(tensor.requires_grad and not with_loss)
 
     examples = tuple(map(leaf, inputs)), tuple(map(leaf, targets))
     with _mode(model, evaluation=False), numbering_checkpoints():
-        return eager_ops(step, state, [_MODEL + name for name in names.trainable], examples, where)
+        return eager_ops(step, state, [_MODEL + name for name in names.trainable], examples, _place_in(model, eager_ops))
+
+
+def _place_in(model: nn.Module, within: FunctionType) -> Callable[[], str]:
+    """Return a function that returns the module and line of the model that run now, ``within`` a call of this function."""
+    named = {id(module): name for name, module in model.named_modules()}
+
+    def place() -> str:
+        # No further out: a look at the locals of the user's own functions would keep alive objects that they delete.
+        inside = takewhile(lambda one: one[0].f_code is not within.__code__, traceback.walk_stack(None))
+        found = user_line(reversed(list(inside)), named)
+        return "in the loss" if found is None else f"{found[0]} at {found[1]}"
+
+    return place
 
 
 class _ModelWithLoss(nn.Module):
@@ -232,6 +248,9 @@ def _refuse_custom_gradients(results: Sequence[Tensor]) -> None:
         function: Any = getattr(type(node), "_forward_cls", type(node))
         # torch.library's register_autograd makes one too, but for an op, which the graph does contain.
         if isinstance(node, BackwardCFunction) and function.forward.__module__ != "torch._library.autograd":
+            mode = get_proxy_mode()
+            if mode is not None:  # a collective within it is the better reason
+                refuse_collectives(mode.tracer.graph.nodes)
             code = function.forward.__code__
             raise CaptureError(
                 f"{function.__qualname__} at {code.co_filename}:{code.co_firstlineno}: the model calls a "

@@ -43,7 +43,10 @@ def place_of(node: fx.Node) -> str:
     """Return the module and line of the user's model from which a node comes."""
     paths = [(str(path), kind) for path, kind in node.meta.get("nn_module_stack", {}).values()]
     module, kind = paths[-1] if paths else ("", "")
-    name = _CALL_NUMBER.sub("", module).removeprefix("model").removeprefix(".") or "(the model itself)"
+    name = (
+        _CALL_NUMBER.sub("", module).removeprefix("_export_root.").removeprefix("model").removeprefix(".")
+        or "(the model itself)"
+    )
     kind = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
     lines = _LINE.findall(node.meta.get("stack_trace") or "")
     own = [one for one in lines if Path(torch.__file__).parent not in Path(one[0]).parents]
