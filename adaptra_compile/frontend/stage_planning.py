@@ -10,6 +10,7 @@ from typing import Final
 from adaptra.frontend.activation_memory import in_bytes, limits_free, limits_within, predicted_peaks
 from adaptra.frontend.first_plan import first_plan, two_phase_plan
 from adaptra.frontend.given_routes import changed_buffers, kept_at_home, routed_plan
+from adaptra.frontend.module_digests import module_digests
 from adaptra.frontend.shapes.shape_programs import ShapePrograms
 from adaptra.frontend.worker_factory import WorkerFactory
 from adaptra.graph import CompiledStages
@@ -57,10 +58,18 @@ class PlannedPipeline:
         """The stages."""
         return self.factory.compiled
 
-    def facts(self) -> list[object]:
-        """Return the values that must be equal on all ranks, as JSON values."""
-        stages = [[str(one.inputs), str(one.outputs), *one.parameters, *one.buffers] for one in self.compiled.train]
-        return [str(self.initial.program), [list(edge) for edge in self.initial.delegated], stages]
+    def facts(self) -> dict[str, object]:
+        """Return the values that must be equal on all ranks, as JSON values, by what they are."""
+        facts: dict[str, object] = {}
+        captured = self.compiled.captured
+        for mode, graph in () if captured is None else (("training", captured.flat), ("evaluation", captured.eval_flat)):
+            for name, digest in module_digests(graph).items():
+                facts[f"the ops in {mode} of {f'module {name}' if name else 'the model itself or its loss'}"] = digest
+        for one in self.compiled.train:
+            described = [str(one.inputs), str(one.outputs), *one.parameters, *one.buffers]
+            facts[f"the messages or state of stage {one.index}"] = described
+        facts["the plan"] = [str(self.initial.program), [list(edge) for edge in self.initial.delegated]]
+        return facts
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Final
 
 from torch.distributed import DistError
@@ -17,31 +18,39 @@ _FAILED: Final = "failed: "
 _TEXT_LIMIT: Final = 4000
 
 
-def agree(transport: Transport, what: str, facts: object, timeout: float) -> None:
+def agree(transport: Transport, what: str, facts: Mapping[str, object], timeout: float) -> None:
     """Check that every rank of the pipeline has the same facts. All ranks call this or :func:`disagree`.
 
     Args:
         transport: This rank's transport; its store carries the comparison.
         what: The name of the facts, for the error; each comparison has a name of its own.
-        facts: Any JSON value.
+        facts: JSON values, by what they are.
         timeout: Seconds to wait for the other ranks.
 
     Raises:
-        LaunchError: Ranks differ, or have failed or not answered; names them.
+        LaunchError: Ranks differ, or have failed or not answered; names them, and the first fact that differs.
         ControlError: The store is lost.
     """
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    digests = {name: _digest(one) for name, one in facts.items()}
     ranks = range(transport.world_size)
-    found = exchange(transport.store, f"agree/{what}", transport.rank, digest, ranks, timeout)
+    found = exchange(transport.store, f"agree/{what}", transport.rank, _digest(digests), ranks, timeout)
     for rank, text in enumerate(found):
         if text.startswith(_FAILED):
             raise LaunchError(f"{what}: rank {rank} failed: {text.removeprefix(_FAILED)}")
     different = [rank for rank, other in enumerate(found) if other != found[0]]
     if different:
+        both = (0, different[0])
+        pair = exchange(transport.store, f"agree/{what}/each", transport.rank, json.dumps(digests), both, timeout)
+        one, other = (json.loads(text) for text in pair)
+        fact = next(name for name in (*one, *other) if one.get(name) != other.get(name))
         raise LaunchError(
-            f"{what}: rank {', '.join(map(str, different))} compiled something else than rank 0: expected every rank to build "
-            "the same model and to call adaptra.compile with the same arguments"
+            f"{what}: rank {', '.join(map(str, different))} compiled something else than rank 0: {fact}: expected every rank "
+            "to build the same model and to call adaptra.compile with the same arguments"
         )
+
+
+def _digest(fact: object) -> str:
+    return hashlib.sha256(json.dumps(fact, sort_keys=True).encode()).hexdigest()
 
 
 def disagree(transport: Transport, what: str, error: BaseException) -> None:

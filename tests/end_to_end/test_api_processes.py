@@ -34,7 +34,7 @@ DOCUMENTED = {
     "raised": "rank … failed: IndexError: …",
     "arguments": "adaptra.compile: rank … was given …, rank 0 …: expected the same arguments on every rank",
     "models": (
-        "pipeline: rank … compiled something else than rank 0: expected every rank to build the same model and to call "
+        "pipeline: rank … compiled something else than rank 0: …: expected every rank to build the same model and to call "
         "adaptra.compile with the same arguments"
     ),
     "compile": "pipeline: rank … failed: …",
@@ -155,6 +155,28 @@ def scaled(factor: float) -> Callable[[Tensor, Tensor], Tensor]:
     return loss
 
 
+def compile_scaled(factor: float) -> None:
+    """Compile a model whose code has another number on each rank, though its modules and shapes are the same."""
+    import torch
+    from torch import nn
+
+    import adaptra
+
+    class Scale(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return factor * x
+
+    def part() -> nn.Sequential:
+        found = nn.Sequential(nn.Linear(4, 4))
+        found.add_module("scale", Scale())
+        return found
+
+    example = torch.ones(8, 4), torch.ones(8, 4)
+    adaptra.compile(
+        nn.Sequential(part(), part()), stages=2, microbatches=2, example_inputs=example, loss=nn.functional.mse_loss
+    ).close()
+
+
 def compile_differently(rank: int) -> tuple[dict[str, Caught | None], list[Any], list[str]]:
     import torch
     from models import EXAMPLES, square_loss
@@ -171,6 +193,7 @@ def compile_differently(rank: int) -> tuple[dict[str, Caught | None], list[Any],
         "seed": caught(lambda: set_up(stages=2, options=adaptra.Options(seed=rank))),
         "schedule": caught(lambda: set_up(stages=2, options=adaptra.Options(schedule=schedules[rank]))),
         "model": caught(lambda: set_up("tied_twice" if is_odd else "frozen_upstream", stages=2)),
+        "forward": caught(lambda: compile_scaled(rank + 1.0)),
         "rows": caught(lambda: set_up(stages=2, example_inputs=EXAMPLES["skip_mlp"].rows(ROWS << rank, seed=0)[::2])),
         "targets": caught(lambda: set_up(stages=2, example_inputs=args if is_odd else (args, targets))),
         "ranks": caught(lambda: set_up(stages=3)),
@@ -201,6 +224,8 @@ def test_ranks_that_compile_something_else_are_named() -> None:
         assert "rank 1 was given model=TiedTwice (352 parameters), rank 0 model=FrozenUpstream (288 " in found["model"][1]
         check_documented(found["rows"][0], found["rows"][1], DOCUMENTED["models"])
         assert "rank 1 compiled" in found["rows"][1]
+        check_documented(found["forward"][0], found["forward"][1], DOCUMENTED["models"])
+        assert "rank 1 compiled something else than rank 0: the ops in training of module 0.scale:" in found["forward"][1]
         check_documented(found["ranks"][0], found["ranks"][1], DOCUMENTED["ranks"])
     assert second["targets"][0] == "BatchError"
     check_documented(first["targets"][0], first["targets"][1], DOCUMENTED["compile"])

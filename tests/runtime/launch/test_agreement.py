@@ -17,8 +17,17 @@ def test_ranks_that_hold_the_same_facts_agree() -> None:
 
 
 def test_ranks_that_differ_are_named_on_all_ranks() -> None:
-    for error in on_all_ranks(lambda transport: agree(transport, "plan", transport.rank % 2, 5)):
-        assert isinstance(error, LaunchError) and "plan: rank 1 compiled something else than rank 0" in str(error)
+    for error in on_all_ranks(lambda transport: agree(transport, "plan", {"a": 1, "the ops": transport.rank % 2, "b": 2}, 5)):
+        assert isinstance(error, LaunchError)
+        assert "plan: rank 1 compiled something else than rank 0: the ops: expected every rank" in str(error)
+
+
+def test_a_fact_that_one_rank_alone_has_is_named() -> None:
+    def run(transport: Transport) -> None:
+        agree(transport, "plan", {"a": 1} | ({"module x": 2} if transport.rank == 2 else {}), 5)
+
+    for error in on_all_ranks(run):
+        assert isinstance(error, LaunchError) and "rank 2 compiled something else than rank 0: module x:" in str(error)
 
 
 def test_a_rank_that_fails_instead_is_told_to_the_others() -> None:
@@ -26,7 +35,7 @@ def test_a_rank_that_fails_instead_is_told_to_the_others() -> None:
         if transport.rank == 2:
             disagree(transport, "plan", ValueError("no such layer"))
             return
-        agree(transport, "plan", 1, 5)
+        agree(transport, "plan", {"a": 1}, 5)
 
     first, second, third = on_all_ranks(run)
     assert third is None
@@ -40,7 +49,7 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
     def run(transport: Transport) -> None:
         if transport.rank != 1:
             came.wait()
-            agree(transport, "plan", 1, 0.2)
+            agree(transport, "plan", {"a": 1}, 0.2)
 
     first, _, third = on_all_ranks(run)
     for error in (first, third):
@@ -50,7 +59,7 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
 
 def test_comparisons_of_several_names_do_not_meet() -> None:
     def run(transport: Transport) -> None:
-        agree(transport, "first", 1, 5)
-        agree(transport, "second", 2, 5)
+        agree(transport, "first", {"a": 1}, 5)
+        agree(transport, "second", {"a": 2}, 5)
 
     assert on_all_ranks(run) == [None] * 3

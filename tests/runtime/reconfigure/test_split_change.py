@@ -381,7 +381,7 @@ def different(rank: int) -> tuple[str, str] | None:
 @pytest.mark.processes
 def test_ranks_with_different_splits_are_told() -> None:
     row = (
-        "pipeline: rank … compiled something else than rank 0: expected every rank to build the same model and to call "
+        "pipeline: rank … compiled something else than rank 0: …: expected every rank to build the same model and to call "
         "adaptra.compile with the same arguments"
     )
     for kind, message in run_processes(different, 2):
