@@ -238,8 +238,8 @@ class Pipeline(ModuleMethods):
         loss = session.reduction.of_batch(self._losses, batch.shares)
         if not wants_outputs:
             return loss
-        kept = next((one.take() for _, one in found if one is not None), None)
-        return loss, None if kept is None else batch.outputs_by.outputs_in_training.merge(kept)
+        flat = next((one for _, one in found if one is not None), None)
+        return loss, None if flat is None else batch.outputs_by.outputs_in_training.unflatten(flat)
 
     @property
     def microbatch_losses(self) -> Tensor:
@@ -299,14 +299,13 @@ class Pipeline(ModuleMethods):
         wanted = batch.targets if with_loss else None
         run = partial(Worker.evaluate, inputs=batch.inputs, targets=wanted, shape=batch.number, with_outputs=with_outputs)
         found = session.on_every_rank(run, call)
-        results = next((one for one, _ in found if one), {})
-        losses = found[0][1]
-        first = 0 if losses is None else 1
+        losses = found[0][0]
         loss = None if losses is None else session.reduction.of_batch(losses, batch.shares)
         if losses is not None and not with_outputs:
             return loss
-        merged = batch.outputs_by.outputs.merge([results[index][first:] for index in sorted(results)]) if results else None
-        return merged if losses is None else (loss, merged)
+        flat = next((one for _, one in found if one is not None), None)
+        outputs = None if flat is None else batch.outputs_by.outputs.unflatten(flat)
+        return outputs if losses is None else (loss, outputs)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the stages in this process, for any torch optimizer.

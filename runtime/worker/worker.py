@@ -39,6 +39,7 @@ from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.launch.exchange import gather
 from adaptra.runtime.membership.membership import Membership
 from adaptra.runtime.options import Options
+from adaptra.runtime.outputs.step_outputs import refuse_away
 from adaptra.runtime.rdma.watch import RdmaEvent, watch
 from adaptra.runtime.state.shared_values import SharedValues
 from adaptra.runtime.state.state_stream import SPEC, UNDER_WAY, StateStream
@@ -50,7 +51,6 @@ from adaptra.runtime.worker.foreign_microbatches import BatchShapes
 from adaptra.runtime.worker.loss_reduction import Reduction
 from adaptra.runtime.worker.rank_programs import RankPrograms
 from adaptra.runtime.worker.shapes import FIRST, StepShape
-from adaptra.runtime.worker.step_outputs import StepOutputs, refuse_away
 from adaptra.runtime.worker.step_parts import Batch, StepParts
 from adaptra.runtime.worker.two_pass import PendingBackward, TwoPassStep
 from adaptra.simulation.timeline import Timeline
@@ -192,7 +192,7 @@ class Worker:
         shape: int = FIRST,
         *,
         with_outputs: bool = False,
-    ) -> tuple[Tensor, StepOutputs | None]:
+    ) -> tuple[Tensor, list[Tensor] | None]:
         """Run one training step and accumulate gradients.
 
         Args:
@@ -204,7 +204,8 @@ class Worker:
 
         Returns:
             The loss of every microbatch, (microbatches,), in microbatch order, on every rank; if weighted (microbatches, 2),
-            each a sum and its weight. Then the outputs, on the rank of the last stage if they are wanted.
+            each a sum and its weight. Then the flat outputs of the whole batch, on the rank of the last stage if they are
+            wanted.
 
         Raises:
             PeerLostError: Another rank failed; names it, and the edge and op where known.
@@ -213,13 +214,13 @@ class Worker:
         step = self._step
         with self._reporting_errors():
             executor = self._programs.switch_to(self.controller.plan_for(step), step, shape)
-            outputs = self._parts.outputs() if with_outputs else None
+            of = self._shapes[shape]
+            outputs = self._parts.outputs(of.shape) if with_outputs else None
             if outputs is not None:
                 refuse_away(executor.program, self._parts.replica)
             self._telemetry.begin_step(step, self.plan)
             self.monitor.begin_step()
             started = time.monotonic()
-            of = self._shapes[shape]
             losses = self._parts.run(executor, step, inputs, targets, loss_scale, self.steps_before, of, outputs)
             measurement = self.monitor.end_step(step, started, time.monotonic())
             if shape == FIRST:
@@ -229,8 +230,9 @@ class Worker:
             # Ops and messages of another shape take other times, which tell nothing of a slow stage or link.
             self.controller.report(measurement if shape == FIRST else replace(measurement, stages=(), edges=()))
             self._telemetry.end_step(measurement, self.monitor.kept[-1])
+            joined = None if outputs is None else outputs.joined()
         self._step += 1
-        return losses, outputs
+        return losses, joined
 
     def add_shape(self, shape: StepShape) -> None:
         """Prepare steps of another shape of batch, between two steps.
@@ -327,7 +329,7 @@ class Worker:
 
     def evaluate(
         self, inputs: Batch, targets: Batch | None, shape: int = FIRST, *, with_outputs: bool = False
-    ) -> tuple[dict[int, tuple[Tensor, ...]], Tensor | None]:
+    ) -> tuple[Tensor | None, list[Tensor] | None]:
         """Run the model forward in evaluation mode.
 
         Args:
@@ -337,22 +339,24 @@ class Worker:
             with_outputs: Whether to return the outputs beside the loss too.
 
         Returns:
-            The outputs per microbatch on the last stage's rank, behind the loss if there are targets; nothing elsewhere. With
-            targets also the loss of every microbatch, the mean over the replicas, on every rank.
+            With targets the loss of every microbatch, the mean over the replicas, on every rank. Then the flat outputs of the
+            whole batch, on the rank of the last stage if they are wanted or if there are no targets.
         """
         self._evaluations += 1
         # Evaluations count backwards, so that their messages are never taken for those of a training step.
         step = -self._evaluations
         of, with_loss = self._shapes[shape], targets is not None
+        outputs = self._parts.outputs(of.shape) if with_outputs or not with_loss else None
         stages = self._parts.evaluation_stages(of.shape, self.state, with_loss=with_loss, with_outputs=with_outputs)
         with self._reporting_errors():
             for compiled in filter(None, (of.shape.larger, of.shape.smaller)):
                 for stage in stages:
                     prepare(compiled.eval[stage])
             executor = self._programs.evaluation(stages, of)
-            results = self._parts.run_evaluation(executor, step, inputs, targets, of)
+            losses = self._parts.run_evaluation(executor, step, inputs, targets, of, stages, outputs)
+            joined = None if outputs is None else outputs.joined()
         self.monitor.begin_step()
-        return results
+        return losses, joined
 
     def timeline(self) -> Timeline | None:
         """Return the measured timeline of the last step, gathered from all workers, on the job's first; None elsewhere.

@@ -17,7 +17,7 @@ from training import MIXED, call, compiled, train_alone
 import adaptra
 from adaptra.errors import AdaptraError
 from adaptra.program import Program
-from adaptra.runtime.worker.step_outputs import refuse_away
+from adaptra.runtime.outputs.step_outputs import refuse_away
 
 ROWS, MICROBATCHES = 8, 4
 DOCUMENTED = {
