@@ -50,9 +50,9 @@ class JoinedRows:
         else:
             self._parts[microbatch] = place.copy_(part)
 
-    def parts(self) -> list[Tensor]:
+    def parts(self) -> dict[int, Tensor]:
         """Return the part of each microbatch, in order."""
-        return [self._parts[microbatch] for microbatch in sorted(self._parts)]
+        return dict(sorted(self._parts.items()))
 
     def joined(self) -> Tensor:
         """Return the output of the whole batch, in memory of its own.
@@ -60,7 +60,7 @@ class JoinedRows:
         Rows are in the batch's order. Tensors without dimensions are averaged. If they are integers, the average has torch's
         default dtype.
         """
-        return self._whole if self._whole is not None else join(self.parts())
+        return self._whole if self._whole is not None else join(list(self.parts().values()))
 
     def _begin(self, microbatch: int, part: Tensor) -> None:
         """Make the whole, if the part has as many rows as its microbatch, or a multiple of them."""

@@ -18,12 +18,12 @@ class StepOutputs:
     """Takes the outputs of each microbatch. Used by the thread that runs the step.
 
     Args:
-        rows: The rows of each microbatch.
+        rows: The rows of each microbatch; empty for those of another replica, which are not joined here.
     """
 
-    def __init__(self, rows: Sequence[int]) -> None:
+    def __init__(self, rows: Sequence[int] = ()) -> None:
         self._rows: Final = rows
-        self._joined: list[JoinedRows] | None = None
+        self._joined: dict[int, JoinedRows] = {}
 
     def run_forward(
         self,
@@ -47,15 +47,23 @@ class StepOutputs:
             outputs: The flat outputs.
             others: Tensors whose memory changes later. Messages reuse that of inputs, and training changes the state.
         """
-        if self._joined is None:
-            self._joined = [JoinedRows(self._rows) for _ in outputs]
-        for joined, one, is_own in zip(self._joined, outputs, _are_own(outputs, others), strict=True):
-            joined.add(microbatch, one, is_own=is_own)
+        for index, (one, is_own) in enumerate(zip(outputs, _are_own(outputs, others), strict=True)):
+            self.add_one(microbatch, index, one, is_own=is_own)
+
+    def add_one(self, microbatch: int, index: int, output: Tensor, *, is_own: bool = True) -> None:
+        """Take one of the flat outputs of a microbatch; see :meth:`adaptra.runtime.outputs.joined_rows.JoinedRows.add`."""
+        if index not in self._joined:
+            self._joined[index] = JoinedRows(self._rows)
+        self._joined[index].add(microbatch, output, is_own=is_own)
+
+    def parts(self) -> dict[tuple[int, int], Tensor]:
+        """Return the outputs by number of the microbatch and position among the flat outputs."""
+        columns = self._joined.items()
+        return {(microbatch, index): one for index, column in columns for microbatch, one in column.parts().items()}
 
     def joined(self) -> list[Tensor]:
-        """Return the flat outputs of the whole batch, and keep none."""
-        found, self._joined = self._joined or [], None
-        return [one.joined() for one in found]
+        """Return the flat outputs of the whole batch."""
+        return [self._joined[index].joined() for index in sorted(self._joined)]
 
 
 def own_copies(results: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -70,19 +78,17 @@ def _are_own(results: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
 
 
 def refuse_away(program: Program, replica: int) -> None:
-    """Refuse outputs of a step in which other replicas compute the last stage of this one's microbatches.
+    """Refuse outputs for which one rank asks, if other replicas compute the last stage of some microbatches in this step.
+
+    Their workers would have to know of the wish before they compute.
 
     Raises:
         OptionError: There are such microbatches. The text names them.
     """
-    routing, last = program.routing, program.stages - 1
-    if routing is None:
-        return
-    home = routing.workers[replica][last]
-    away = [one for one in range(program.microbatches) if routing.holder(replica, last, one) != home]
-    if away:
+    crossing = () if program.routing is None else program.routing.away(program.stages - 1)
+    if away := [one.microbatch for one in crossing if one.replica == replica]:
         raise OptionError(
             f"outputs=True: microbatches {away} of replica {replica} have their last stage on another replica's worker under "
-            "this plan, because one here is slow or lost: expected outputs of microbatches computed at home; ask for "
-            "outputs with eval_step, which follows no routes"
+            "this plan, because one here is slow or lost: expected outputs='all' on all ranks, with which those workers send "
+            "outputs home; or ask for outputs with eval_step, which follows no routes"
         )

@@ -245,7 +245,7 @@ class StepParts:
         loss_scale: float,
         steps_before: int,
         shape: RankShape,
-        outputs: StepOutputs | None = None,
+        outputs: Mapping[int, StepOutputs],
     ) -> Tensor:
         """Run a training step and accumulate gradients.
 
@@ -256,7 +256,7 @@ class StepParts:
             loss_scale: The factor of the loss in the gradients.
             steps_before: The number of training steps before this pipeline's first one, which random numbers add to the step.
             shape: The shape of the batch.
-            outputs: Takes the model's outputs on the rank of the last stage.
+            outputs: By replica, take the model's outputs on the rank of the last stage.
 
         Returns:
             The loss of every microbatch, (microbatches,), on every rank; if weighted (microbatches, 2), each a sum and its
@@ -270,9 +270,9 @@ class StepParts:
             self._step_gradients.begin_step()
         self.buffers.begin()
         for number, stage in shape.stages.items():
-            stage.begin_step(loss_scale, steps_before, outputs if number == self._last else None)
-        for stage in self._foreign.values():
-            stage.begin_step(loss_scale, steps_before)
+            stage.begin_step(loss_scale, steps_before, outputs.get(self.replica) if number == self._last else None)
+        for (replica, number), stage in self._foreign.items():
+            stage.begin_step(loss_scale, steps_before, outputs.get(replica) if number == self._last else None)
         worker = self._transport.worker_of(self._transport.rank)
         for (replica, number), stage in self._foreign.items():
             begins = executor.program.holder(replica, number, 0) == worker
@@ -305,9 +305,19 @@ class StepParts:
         if self._sum is not None:
             self._sum.close()
 
-    def outputs(self, shape: StepShape) -> StepOutputs | None:
-        """Return what takes the model's outputs of a step; None if the last stage is on another rank."""
-        return StepOutputs(shape.rows) if self._last in self.stages else None
+    def outputs(self, shape: StepShape, program: Program | None = None) -> dict[int, StepOutputs]:
+        """Return what takes the model's outputs of a step, by replica; nothing if the last stage is on another rank.
+
+        Args:
+            shape: The shape of the batch.
+            program: The step's program, to take the outputs of other replicas' microbatches too.
+        """
+        if self._last not in self.stages:
+            return {}
+        routing = None if program is None else program.routing
+        crossing = () if routing is None else routing.away(self._last)
+        foreign = {one.replica: StepOutputs() for one in crossing if one.holder == self._job.rank}
+        return {self.replica: StepOutputs(shape.rows), **foreign}
 
     def run_evaluation(
         self,
@@ -317,7 +327,7 @@ class StepParts:
         targets: Batch | None,
         shape: RankShape,
         stages: Mapping[int, Stage],
-        outputs: StepOutputs | None,
+        outputs: Mapping[int, StepOutputs],
     ) -> Tensor | None:
         """Run the forwards of an evaluation.
 
@@ -327,14 +337,14 @@ class StepParts:
             inputs, targets: Per microbatch; without targets the outputs are returned instead of losses.
             shape: The shape of the batch.
             stages: This rank's stages in evaluation mode, which the executor runs.
-            outputs: Takes the model's outputs on the rank of the last stage.
+            outputs: By replica, take the model's outputs on the rank of the last stage.
 
         Returns:
             With targets the loss of every microbatch, the mean over the replicas, on every rank.
         """
         self.buffers.begin(aside=True)
         for number, stage in stages.items():
-            stage.begin_step(1.0, outputs=outputs if number == self._last else None)
+            stage.begin_step(1.0, outputs=outputs.get(self.replica) if number == self._last else None)
         losses = None
         if targets is None:
             executor.run(step, inputs, [()] * shape.shape.microbatches)

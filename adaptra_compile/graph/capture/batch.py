@@ -211,7 +211,7 @@ class OutputFormat:
         fits = [isinstance(leaf, Tensor) if one is None else _equal(one[0], leaf) for one, leaf in known]
         if tree != self._tree or not all(fits):
             raise BatchError(
-                f"outputs=True: the model returned {_structure_of({'outputs': outputs})} with this batch: expected what it "
+                f"outputs: the model returned {_structure_of({'outputs': outputs})} with this batch: expected what it "
                 "returned with the example, with tensors for values that vary"
             )
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -40,7 +40,7 @@ def test_joined_is_what_torch_joins(make: Callable[[int, int], Tensor], rows: tu
     found, expected = joined.joined(), join(parts)
     assert torch.equal(found, expected)
     assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
-    assert all(torch.equal(one, part) for one, part in zip(joined.parts(), parts, strict=True))
+    assert all(torch.equal(one, part) for one, part in zip(joined.parts().values(), parts, strict=True))
 
 
 def test_parts_in_others_memory_are_copied_before_it_changes() -> None:
