@@ -25,7 +25,7 @@ from adaptra.errors import BatchError, OptionError, PipelineError, StateError
 from adaptra.frontend.activation_memory import predicted_peaks
 from adaptra.frontend.arguments.arguments import CompileArguments, check_split
 from adaptra.frontend.arguments.placing import STRAIGHT, Placement
-from adaptra.frontend.arguments.step_arguments import StepArguments, check_outputs
+from adaptra.frontend.arguments.step_arguments import Outputs, StepArguments, check_outputs, name_of_call
 from adaptra.frontend.attached_optimizer import given_or_attached, refuse_foreign
 from adaptra.frontend.builder import build
 from adaptra.frontend.given_routes import changed_buffers
@@ -186,16 +186,18 @@ class Pipeline(ModuleMethods):
     def step(self, inputs: Any = ..., targets: Any = ..., /, *, outputs: Literal[False] = ..., **kwargs: Any) -> Tensor: ...
 
     @overload
-    def step(self, inputs: Any = ..., targets: Any = ..., /, *, outputs: bool, **kwargs: Any) -> tuple[Tensor, Any]: ...
+    def step(self, inputs: Any = ..., targets: Any = ..., /, *, outputs: Outputs, **kwargs: Any) -> tuple[Tensor, Any]: ...
 
-    def step(self, inputs: Any = None, targets: Any = None, /, *, outputs: bool = False, **kwargs: Any) -> Any:
+    def step(self, inputs: Any = None, targets: Any = None, /, *, outputs: Outputs = False, **kwargs: Any) -> Any:
         """Run one training step on a batch and add its gradients to every parameter's ``grad``.
 
         Args:
             inputs: The model's input, or a tuple of its positional inputs: a whole batch. Needed on the first stage's rank.
             targets: The targets of the loss: a whole batch. Needed on the last stage's rank. If the model returns the loss
                 itself, also needed on the first stage's rank.
-            outputs: Whether to return the model's outputs beside the loss. Each rank may decide for itself, in each step.
+            outputs: Whether to return the model's outputs beside the loss. With True the rank of the last stage has them. Each
+                rank may decide for itself, in each step. With ``"all"`` all ranks have them. Then all ranks of the job give
+                it in the same step, and wait until the outputs have been sent.
             kwargs: The model's keyword inputs. Needed on the first stage's rank. ``inputs=`` and ``targets=`` by name are the
                 arguments above, unless the model's forward has arguments of these names. With ``loss=`` given, ``targets=`` is
                 always the loss's.
@@ -205,18 +207,20 @@ class Pipeline(ModuleMethods):
 
             With ``outputs=True`` that loss and the model's outputs: what its forward returned in this step, without gradients,
             for the whole batch of this replica. Only the rank of the last stage has them, and others get None in their place.
-            Tensors are concatenated over the microbatches in the order of rows; tensors without dimensions are averaged.
+            With ``outputs="all"`` every rank of the replica has them. Tensors are concatenated over the microbatches in the
+            order of rows; tensors without dimensions are averaged.
 
         Raises:
             BatchError: The batch has no weight (``reduction="weighted"``). Then gradients are unchanged and the next step may
                 follow. Or the batch differs from those the pipeline was compiled for. Without a launcher nothing has changed
                 then, and the next step may follow. Under a launcher the pipeline fails on all ranks. Or ranks of a replica
                 got different rows in an earlier call. Then the text names the call, the ranks and the arguments.
-            OptionError: An output does not reach the last stage, or another replica computes it. The text names it.
+            OptionError: An output does not reach the last stage. Or with ``outputs=True`` another replica computes it. The
+                text names it.
             PeerLostError: Another rank failed. The text names it. The pipeline has failed.
             PipelineError: The pipeline has failed before or is closed.
         """
-        wants_outputs = check_outputs(outputs)
+        wanted = check_outputs(outputs)
         inputs, targets, named = self._arguments.resolve(inputs, targets, kwargs)
         if self._session is None:
             self.build(inputs, targets, **named)
@@ -227,19 +231,20 @@ class Pipeline(ModuleMethods):
             batch = session.batch(args, given, named)
             require_no_gradient(batch.inputs, session.compiled.inputs.labels, "inputs")
             require_no_gradient(batch.targets, session.compiled.targets.labels, "targets")
-            if wants_outputs:
+            if wanted:
                 session.prepare_outputs(batch)
             session.compare_rows("step", inputs, targets, named)
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         given_to_all = {"inputs": batch.inputs, "targets": batch.targets, "shape": batch.number}
-        run = partial(Worker.step, **given_to_all, loss_scale=scale, with_outputs=wants_outputs)
-        found = session.on_every_rank(run, "step")
+        to_all = wanted == "all" and session.is_launched
+        run = partial(Worker.step, **given_to_all, loss_scale=scale, with_outputs=bool(wanted), to_all=to_all)
+        found = session.on_every_rank(run, name_of_call("step", wanted))
         self._losses = found[0][0]
         loss = session.reduction.of_batch(self._losses, batch.shares)
-        if not wants_outputs:
+        if not wanted:
             return loss
-        kept = next((one.take() for _, one in found if one is not None), None)
-        return loss, None if kept is None else batch.outputs_by.outputs_in_training.merge(kept)
+        flat = next((one for _, one in found if one is not None), None)
+        return loss, None if flat is None else batch.outputs_by.outputs_in_training.unflatten(flat)
 
     @property
     def microbatch_losses(self) -> Tensor:
@@ -252,7 +257,7 @@ class Pipeline(ModuleMethods):
             raise PipelineError("no step has run yet")
         return self._losses
 
-    def eval_step(self, inputs: Any = None, targets: Any = None, /, *, outputs: bool = False, **kwargs: Any) -> Any:
+    def eval_step(self, inputs: Any = None, targets: Any = None, /, *, outputs: Outputs = False, **kwargs: Any) -> Any:
         """Run the model forward in evaluation mode on a batch, microbatch by microbatch, without gradients.
 
         It behaves like eager evaluation: dropout is off, and BatchNorm's buffers do not change. A buffer that the model changes
@@ -260,35 +265,36 @@ class Pipeline(ModuleMethods):
 
         Args:
             inputs, targets, kwargs: As for :meth:`step`.
-            outputs: Whether to return the model's outputs beside the loss. All ranks give the same.
+            outputs: Whether to return the model's outputs beside the loss. ``"all"`` returns them on every rank, also without
+                targets. All ranks of the job give the same.
 
         Returns:
             With targets, or if the model returns the loss itself, the loss of the batch as :meth:`step` returns it, over all
             replicas. With ``outputs=True`` the loss and the model's outputs, as :meth:`step` returns both. Without targets, the
-            model's outputs on the rank of the last stage, and None on other ranks. Each tensor is concatenated over the
-            microbatches. Each replica returns the outputs of its own batch.
+            model's outputs on the rank of the last stage, and None on other ranks unless they give ``"all"``. Each tensor is
+            concatenated over the microbatches. Each replica returns the outputs of its own batch.
 
         Raises:
             BatchError: ``outputs=True`` without targets, unless the model returns the loss. Or as :meth:`step`.
         """
-        wants_outputs = check_outputs(outputs)
+        wanted = check_outputs(outputs)
         inputs, targets, named = self._arguments.resolve(inputs, targets, kwargs)
         with_loss = self._arguments.positional(inputs, targets)[1] is not None or self._arguments.returns_loss
-        if wants_outputs and not with_loss:
+        if wanted is True and not with_loss:
             raise BatchError(
                 "eval_step: outputs=True without targets: expected targets for the loss; without outputs=True the "
                 "outputs are returned alone"
             )
-        return self._evaluate("eval_step", inputs, targets, named, with_loss=with_loss, with_outputs=wants_outputs)
+        return self._evaluate("eval_step", inputs, targets, named, with_loss=with_loss, outputs=wanted)
 
     def _aliases(self) -> Mapping[str, str]:
         return self._require().compiled.aliases
 
     def _infer(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._evaluate("call", inputs, None, kwargs, with_loss=False, with_outputs=False)
+        return self._evaluate("call", inputs, None, kwargs, with_loss=False, outputs=False)
 
     def _evaluate(
-        self, call: str, inputs: Any, targets: Any, named: dict[str, Any], *, with_loss: bool, with_outputs: bool
+        self, call: str, inputs: Any, targets: Any, named: dict[str, Any], *, with_loss: bool, outputs: Outputs
     ) -> Any:
         """Return the loss in evaluation mode, the outputs, or both."""
         session = self._require()
@@ -296,17 +302,17 @@ class Pipeline(ModuleMethods):
             args, given = self._arguments.positional(inputs, targets)
             batch = session.batch(args, given, named, with_loss=with_loss)
             session.compare_rows(call, inputs, targets, named)
-        wanted = batch.targets if with_loss else None
-        run = partial(Worker.evaluate, inputs=batch.inputs, targets=wanted, shape=batch.number, with_outputs=with_outputs)
-        found = session.on_every_rank(run, call)
-        results = next((one for one, _ in found if one), {})
-        losses = found[0][1]
-        first = 0 if losses is None else 1
+        given_to_all = {"inputs": batch.inputs, "targets": batch.targets if with_loss else None, "shape": batch.number}
+        to_all = outputs == "all" and session.is_launched
+        run = partial(Worker.evaluate, **given_to_all, with_outputs=bool(outputs) and with_loss, to_all=to_all)
+        found = session.on_every_rank(run, name_of_call(call, outputs))
+        losses = found[0][0]
         loss = None if losses is None else session.reduction.of_batch(losses, batch.shares)
-        if losses is not None and not with_outputs:
+        if losses is not None and not outputs:
             return loss
-        merged = batch.outputs_by.outputs.merge([results[index][first:] for index in sorted(results)]) if results else None
-        return merged if losses is None else (loss, merged)
+        flat = next((one for _, one in found if one is not None), None)
+        whole = None if flat is None else batch.outputs_by.outputs.unflatten(flat)
+        return whole if losses is None else (loss, whole)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the stages in this process, for any torch optimizer.

@@ -120,6 +120,11 @@ class Session:
         self._end = weakref.finalize(self, _end, self.workers, self._threads, recorder, launched)
 
     @property
+    def is_launched(self) -> bool:
+        """Whether the ranks are processes, each with a part of what a step returns."""
+        return self.launched.job is not None
+
+    @property
     def compiled(self) -> CompiledStages:
         """The stages."""
         return self._planned.compiled

@@ -15,6 +15,7 @@ from torch import Tensor
 from adaptra.errors import PipelineError
 from adaptra.frontend.activation_memory import predicted_peaks
 from adaptra.frontend.api import Pipeline
+from adaptra.frontend.arguments.step_arguments import Outputs
 from adaptra.planning.planner import plan
 from adaptra.program.schedules import one_f_one_b
 from adaptra.runtime.worker.two_pass import PendingBackward
@@ -40,7 +41,7 @@ class TwoPassPipeline(Pipeline):
     All ranks call :meth:`forward` and :meth:`backward` in the same order.
     """
 
-    def step(self, inputs: Any = None, targets: Any = None, /, *, outputs: bool = False, **kwargs: Any) -> NoReturn:
+    def step(self, inputs: Any = None, targets: Any = None, /, *, outputs: Outputs = False, **kwargs: Any) -> NoReturn:
         """Refuse a step.
 
         Raises:

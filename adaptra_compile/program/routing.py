@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Final
+from typing import Final, NamedTuple
 
 from adaptra.errors import ScheduleError
 
@@ -46,6 +46,15 @@ class Route:
 
     def __str__(self) -> str:
         return f"route {self.replica} {_text_of(self.microbatches)} by {','.join(map(str, self.workers))}"
+
+
+class Away(NamedTuple):
+    """A microbatch that a worker of another replica computes on a stage, and the worker at home."""
+
+    replica: int
+    microbatch: int
+    home: int
+    holder: int
 
 
 @dataclass(frozen=True)
@@ -132,6 +141,15 @@ class Routing:
     def holder(self, replica: int, stage: int, microbatch: int) -> int:
         """Return the worker that computes a microbatch of a replica on a stage."""
         return self._path_of[replica][microbatch][stage]
+
+    def away(self, stage: int) -> Iterator[Away]:
+        """Yield the microbatches that leave their home on a stage, by replica and number. A lost worker is nobody's home."""
+        for replica, row in enumerate(self.workers):
+            home = row[stage]
+            for microbatch in range(self.microbatches):
+                holder = self.holder(replica, stage, microbatch)
+                if home is not None and holder != home:
+                    yield Away(replica, microbatch, home, holder)
 
     def column(self, stage: int) -> tuple[int, ...]:
         """Return the live workers that have a stage's parameters, by replica."""

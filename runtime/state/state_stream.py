@@ -40,12 +40,14 @@ class StateStream:
         transport: Carries the messages.
         step: The last step that was run; it names the messages.
         timeout: The timeout of a message, seconds.
+        purpose: The purpose of the messages.
     """
 
-    def __init__(self, transport: Transport, step: int, timeout: float) -> None:
+    def __init__(self, transport: Transport, step: int, timeout: float, purpose: Purpose = Purpose.MODEL_STATE) -> None:
         self._transport = transport
         self._step = step
         self._timeout = timeout
+        self._purpose = purpose
 
     def send(self, destination: int, state: Mapping[str, Tensor], first_timeout: float) -> None:
         """Send a state to a rank, and return when it has left.
@@ -81,7 +83,7 @@ class StateStream:
         )
         incoming.expect(_LENGTH_BYTES)
         length = int.from_bytes(incoming.take(_LENGTH_BYTES), "little")
-        where = f"state of rank {source}"
+        where = f"{self._purpose.value} of rank {source}"
         if length > MAX_BYTES:
             raise ControlError(f"{where}: described by {length} bytes: expected at most {MAX_BYTES}")
         incoming.expect(length)
@@ -95,7 +97,7 @@ class StateStream:
         return {name: layout.unpack(tensor) for name, tensor, layout in packed}
 
     def _identity(self, source: int, destination: int, index: int) -> Identity:
-        return Identity(self._step, Purpose.MODEL_STATE, source, destination, index, SPEC)
+        return Identity(self._step, self._purpose, source, destination, index, SPEC)
 
 
 class _Incoming:

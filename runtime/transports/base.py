@@ -100,6 +100,8 @@ class Purpose(Enum):
     """The sums of such contributions, for every other rank that has copies."""
     RATE_PROBE = "rate probe"
     """One of two messages of an activation's size over an edge that no microbatch takes, whose arrivals are measured."""
+    MODEL_OUTPUTS = "model outputs"
+    """A part of the outputs beside the loss, when their step has ended."""
 
 
 PURPOSE_OF: Final = {Kind.SEND_F: Purpose.ACTIVATION, Kind.SEND_B: Purpose.GRADIENT, Kind.SEND_W: Purpose.ACCUMULATOR}
@@ -156,7 +158,9 @@ class Identity:
                 return ChannelClass.BACKWARD
             case Purpose.ACTIVATION | Purpose.OUTPUT | Purpose.LOSS:
                 return ChannelClass.FORWARD
-            case Purpose.SHARED_GRADIENT | Purpose.SHARED_SUM | Purpose.PROBE | Purpose.GRADIENT_NORM | Purpose.MODEL_STATE:
+            case Purpose.SHARED_GRADIENT | Purpose.SHARED_SUM | Purpose.PROBE | Purpose.GRADIENT_NORM:
+                return ChannelClass.BACKWARD if self.source < self.destination else ChannelClass.FORWARD
+            case Purpose.MODEL_STATE | Purpose.MODEL_OUTPUTS:
                 return ChannelClass.BACKWARD if self.source < self.destination else ChannelClass.FORWARD
             case Purpose.RANK_GRADIENTS | Purpose.RANK_SUMS:  # between ranks with several stages, activations go both ways
                 return ChannelClass.BULK

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program import Op, Program
+from adaptra.program.routing import Away
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 from adaptra.runtime.worker.stage import Stage
 
@@ -186,13 +187,5 @@ def _returned(program: Program, results: MessageSpec, weights: Sequence[MessageS
                 yield _CrossingMessage(Purpose.ACCUMULATOR, replica, stage, microbatch, holder, home, weights[stage])
 
 
-def _away(program: Program, stage: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the microbatches that leave their home on a stage: replica, number, home and the worker that computes it."""
-    routing = program.routing
-    if routing is None:
-        return
-    for replica, row in enumerate(routing.workers):
-        for microbatch in range(program.microbatches):
-            home, holder = row[stage], routing.holder(replica, stage, microbatch)
-            if home is not None and holder != home:
-                yield replica, microbatch, home, holder
+def _away(program: Program, stage: int) -> Iterable[Away]:
+    return () if program.routing is None else program.routing.away(stage)

@@ -242,8 +242,12 @@ class RankPrograms:
         self._grow(self._by_worker(counts))
 
     def reserve_once(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
-        """Add these receive buffers to the pool until the next :meth:`reserve`."""
-        self._job.reserve(self._always + self._by_program + self._by_worker(counts))
+        """Add these receive buffers to the pool until the next :meth:`reserve`.
+
+        Args:
+            counts: Numbers of buffers per source worker of the job and message.
+        """
+        self._job.reserve(self._always + self._by_program + Counter(counts))
 
     def _reserve(self, executor: Executor, number: int) -> None:
         if executor.program.routing is not None:

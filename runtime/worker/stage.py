@@ -10,9 +10,9 @@ from torch import Tensor
 from adaptra.graph.ops.random_state import RandomKey
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.graph.stages.stages import EvalStage, Take, TrainStage
+from adaptra.runtime.outputs.step_outputs import StepOutputs, own_copies
 from adaptra.runtime.step_messages.shared_gradients import Gradients
 from adaptra.runtime.worker.loss_reduction import Reduction
-from adaptra.runtime.worker.step_outputs import StepOutputs, own_copies
 
 
 class Stage(Protocol):
@@ -333,7 +333,7 @@ class EvaluationStage:
         evaluation: The stage's evaluation graph.
         state: The stage's own parameters and buffers by their names in the user's model.
         with_loss: True if the last stage returns the loss and takes targets, False if it returns the model's outputs.
-        with_outputs: True if the last stage returns the model's outputs behind the loss.
+        with_outputs: True if the last stage computes the model's outputs beside the loss.
         is_last: True for the last stage, whose results outlive received messages.
         await_buffers: As of :class:`TrainingStage`.
     """
@@ -354,17 +354,24 @@ class EvaluationStage:
         self._with_outputs = with_outputs
         self._is_last = is_last
         self._await_buffers = await_buffers
+        self._outputs: StepOutputs | None = None
 
     def begin_step(self, loss_scale: float, steps_before: int = 0, outputs: StepOutputs | None = None) -> None:
-        """Start an evaluation. Nothing depends on its number."""
+        """Start an evaluation. Nothing depends on its number. ``outputs`` takes the model's outputs on the last stage."""
+        self._outputs = outputs
 
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run F; ``step`` and ``microbatch`` don't matter, because nothing is random."""
+        """Run F; ``step`` does not matter, because nothing is random."""
         self._await_buffers()
         results = self._evaluation.run_forward(
             self._state, inputs, targets, with_loss=self._with_loss, with_outputs=self._with_outputs
         )
-        return own_copies(results, (*inputs, *self._state.values())) if self._is_last else results
+        if not self._is_last:
+            return results
+        losses, others = 1 if self._with_loss else 0, (*inputs, *targets, *self._state.values())
+        if self._outputs is not None:
+            self._outputs.add(microbatch, results[losses:], others)
+        return own_copies(results[:losses], others)
 
     def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Never called: an evaluation program is forward-only."""

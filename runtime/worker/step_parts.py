@@ -22,6 +22,7 @@ from adaptra.runtime.data_parallel.replica_buffers import ReplicaBuffers
 from adaptra.runtime.detection.monitor import Monitor
 from adaptra.runtime.options import Options
 from adaptra.runtime.options.reduce_options import Reduce
+from adaptra.runtime.outputs.step_outputs import StepOutputs
 from adaptra.runtime.step_messages.gradient_norms import GradientNorms
 from adaptra.runtime.step_messages.loss_broadcast import LossBroadcast
 from adaptra.runtime.step_messages.probes import Probes
@@ -34,7 +35,6 @@ from adaptra.runtime.worker.loss_reduction import Reduction, total_weight
 from adaptra.runtime.worker.shapes import FIRST, RankShape, StepShape
 from adaptra.runtime.worker.stage import EvaluationStage, Stage, TrainingStage, UnevenStage
 from adaptra.runtime.worker.step_gradients import StepGradients
-from adaptra.runtime.worker.step_outputs import StepOutputs
 
 _ROWS: Final = 1024
 """Numbers of rows travel in two parts, of which sums over replicas are exact in float32."""
@@ -245,7 +245,7 @@ class StepParts:
         loss_scale: float,
         steps_before: int,
         shape: RankShape,
-        outputs: StepOutputs | None = None,
+        outputs: Mapping[int, StepOutputs],
     ) -> Tensor:
         """Run a training step and accumulate gradients.
 
@@ -256,7 +256,7 @@ class StepParts:
             loss_scale: The factor of the loss in the gradients.
             steps_before: The number of training steps before this pipeline's first one, which random numbers add to the step.
             shape: The shape of the batch.
-            outputs: Takes the model's outputs on the rank of the last stage.
+            outputs: By replica, take the model's outputs on the rank of the last stage.
 
         Returns:
             The loss of every microbatch, (microbatches,), on every rank; if weighted (microbatches, 2), each a sum and its
@@ -270,9 +270,9 @@ class StepParts:
             self._step_gradients.begin_step()
         self.buffers.begin()
         for number, stage in shape.stages.items():
-            stage.begin_step(loss_scale, steps_before, outputs if number == self._last else None)
-        for stage in self._foreign.values():
-            stage.begin_step(loss_scale, steps_before)
+            stage.begin_step(loss_scale, steps_before, outputs.get(self.replica) if number == self._last else None)
+        for (replica, number), stage in self._foreign.items():
+            stage.begin_step(loss_scale, steps_before, outputs.get(replica) if number == self._last else None)
         worker = self._transport.worker_of(self._transport.rank)
         for (replica, number), stage in self._foreign.items():
             begins = executor.program.holder(replica, number, 0) == worker
@@ -305,13 +305,30 @@ class StepParts:
         if self._sum is not None:
             self._sum.close()
 
-    def outputs(self) -> StepOutputs | None:
-        """Return what takes the model's outputs of a step; None if the last stage is on another rank."""
-        return StepOutputs() if self._last in self.stages else None
+    def outputs(self, shape: StepShape, program: Program | None = None) -> dict[int, StepOutputs]:
+        """Return what takes the model's outputs of a step, by replica; nothing if the last stage is on another rank.
+
+        Args:
+            shape: The shape of the batch.
+            program: The step's program, to take the outputs of other replicas' microbatches too.
+        """
+        if self._last not in self.stages:
+            return {}
+        routing = None if program is None else program.routing
+        crossing = () if routing is None else routing.away(self._last)
+        foreign = {one.replica: StepOutputs() for one in crossing if one.holder == self._job.rank}
+        return {self.replica: StepOutputs(shape.rows), **foreign}
 
     def run_evaluation(
-        self, executor: Executor, step: int, inputs: Batch, targets: Batch | None, shape: RankShape
-    ) -> tuple[dict[int, tuple[Tensor, ...]], Tensor | None]:
+        self,
+        executor: Executor,
+        step: int,
+        inputs: Batch,
+        targets: Batch | None,
+        shape: RankShape,
+        stages: Mapping[int, Stage],
+        outputs: Mapping[int, StepOutputs],
+    ) -> Tensor | None:
         """Run the forwards of an evaluation.
 
         Args:
@@ -319,21 +336,24 @@ class StepParts:
             step: The evaluation's number, negative.
             inputs, targets: Per microbatch; without targets the outputs are returned instead of losses.
             shape: The shape of the batch.
+            stages: This rank's stages in evaluation mode, which the executor runs.
+            outputs: By replica, take the model's outputs on the rank of the last stage.
 
         Returns:
-            The last stage's results per microbatch, on its rank. With targets also the loss of every microbatch, the mean over
-            the replicas, on every rank.
+            With targets the loss of every microbatch, the mean over the replicas, on every rank.
         """
         self.buffers.begin(aside=True)
+        for number, stage in stages.items():
+            stage.begin_step(1.0, outputs=outputs.get(self.replica) if number == self._last else None)
         losses = None
         if targets is None:
-            results = executor.run(step, inputs, [()] * shape.shape.microbatches)
+            executor.run(step, inputs, [()] * shape.shape.microbatches)
         else:
             shape.losses.begin_step(step)
-            results = executor.run(step, inputs, targets, on_results=shape.losses.send)
+            executor.run(step, inputs, targets, on_results=shape.losses.send)
             losses = self._end_losses(shape, aside=True)
         self.buffers.end()
-        return results, losses
+        return losses
 
     def evaluation_stages(
         self, shape: StepShape, state: Mapping[str, Tensor], *, with_loss: bool, with_outputs: bool

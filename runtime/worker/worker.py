@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from adaptra.errors import AdaptraError, PeerLostError
@@ -39,6 +40,8 @@ from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.launch.exchange import gather
 from adaptra.runtime.membership.membership import Membership
 from adaptra.runtime.options import Options
+from adaptra.runtime.outputs.sharing import SharedOutputs
+from adaptra.runtime.outputs.step_outputs import StepOutputs, refuse_away
 from adaptra.runtime.rdma.watch import RdmaEvent, watch
 from adaptra.runtime.state.shared_values import SharedValues
 from adaptra.runtime.state.state_stream import SPEC, UNDER_WAY, StateStream
@@ -50,7 +53,6 @@ from adaptra.runtime.worker.foreign_microbatches import BatchShapes
 from adaptra.runtime.worker.loss_reduction import Reduction
 from adaptra.runtime.worker.rank_programs import RankPrograms
 from adaptra.runtime.worker.shapes import FIRST, StepShape
-from adaptra.runtime.worker.step_outputs import StepOutputs, refuse_away
 from adaptra.runtime.worker.step_parts import Batch, StepParts
 from adaptra.runtime.worker.two_pass import PendingBackward, TwoPassStep
 from adaptra.simulation.timeline import Timeline
@@ -192,7 +194,8 @@ class Worker:
         shape: int = FIRST,
         *,
         with_outputs: bool = False,
-    ) -> tuple[Tensor, StepOutputs | None]:
+        to_all: bool = False,
+    ) -> tuple[Tensor, list[Tensor] | None]:
         """Run one training step and accumulate gradients.
 
         Args:
@@ -201,10 +204,12 @@ class Worker:
             loss_scale: The factor of the loss in the gradients. Losses are returned without it.
             shape: The number of the batch's shape.
             with_outputs: Whether to keep the model's outputs on the rank of the last stage.
+            to_all: Whether to send them to all ranks of this pipeline. All ranks of the job give the same.
 
         Returns:
             The loss of every microbatch, (microbatches,), in microbatch order, on every rank; if weighted (microbatches, 2),
-            each a sum and its weight. Then the outputs, on the rank of the last stage if they are wanted.
+            each a sum and its weight. Then the flat outputs of the whole batch, if they are wanted: on the rank of the last
+            stage, or on all ranks.
 
         Raises:
             PeerLostError: Another rank failed; names it, and the edge and op where known.
@@ -213,13 +218,14 @@ class Worker:
         step = self._step
         with self._reporting_errors():
             executor = self._programs.switch_to(self.controller.plan_for(step), step, shape)
-            outputs = self._parts.outputs() if with_outputs else None
-            if outputs is not None:
-                refuse_away(executor.program, self._parts.replica)
+            of = self._shapes[shape]
+            program = executor.program
+            outputs = self._parts.outputs(of.shape, program if to_all else None) if with_outputs else {}
+            if outputs and not to_all:
+                refuse_away(program, self._parts.replica)
             self._telemetry.begin_step(step, self.plan)
             self.monitor.begin_step()
             started = time.monotonic()
-            of = self._shapes[shape]
             losses = self._parts.run(executor, step, inputs, targets, loss_scale, self.steps_before, of, outputs)
             measurement = self.monitor.end_step(step, started, time.monotonic())
             if shape == FIRST:
@@ -229,8 +235,27 @@ class Worker:
             # Ops and messages of another shape take other times, which tell nothing of a slow stage or link.
             self.controller.report(measurement if shape == FIRST else replace(measurement, stages=(), edges=()))
             self._telemetry.end_step(measurement, self.monitor.kept[-1])
+        flat = self._whole(step, outputs, program if to_all else None, to_all=to_all)
         self._step += 1
-        return losses, outputs
+        return losses, flat
+
+    def _whole(
+        self, step: int, outputs: dict[int, StepOutputs], program: Program | None, *, to_all: bool
+    ) -> list[Tensor] | None:
+        """Return the flat outputs of a step's whole batch, on ranks that get them."""
+        if not outputs and not to_all:
+            return None
+        with self._meeting() if to_all else self._reporting_errors():
+            if program is not None:
+                self._shared_outputs.bring_home(program, step, outputs)
+            flat = outputs[self._parts.replica].joined() if outputs else None
+            return self._shared_outputs.give_to_all(step, flat) if to_all else flat
+
+    @cached_property
+    def _shared_outputs(self) -> SharedOutputs:
+        device = next((one.device for one in self.state.values()), torch.device("cpu"))
+        timeout = self._options.timeout
+        return SharedOutputs(self._placement[-1], self._transport, self._job, device, self._reserve_stream, timeout)
 
     def add_shape(self, shape: StepShape) -> None:
         """Prepare steps of another shape of batch, between two steps.
@@ -326,8 +351,14 @@ class Worker:
             return self._parts.norms.found_anywhere(self._step - 1, found, self._options.timeout)
 
     def evaluate(
-        self, inputs: Batch, targets: Batch | None, shape: int = FIRST, *, with_outputs: bool = False
-    ) -> tuple[dict[int, tuple[Tensor, ...]], Tensor | None]:
+        self,
+        inputs: Batch,
+        targets: Batch | None,
+        shape: int = FIRST,
+        *,
+        with_outputs: bool = False,
+        to_all: bool = False,
+    ) -> tuple[Tensor | None, list[Tensor] | None]:
         """Run the model forward in evaluation mode.
 
         Args:
@@ -335,24 +366,27 @@ class Worker:
             targets: As in :meth:`step`, or None for the model's outputs instead of the loss.
             shape: The number of the batch's shape.
             with_outputs: Whether to return the outputs beside the loss too.
+            to_all: As in :meth:`step`.
 
         Returns:
-            The outputs per microbatch on the last stage's rank, behind the loss if there are targets; nothing elsewhere. With
-            targets also the loss of every microbatch, the mean over the replicas, on every rank.
+            With targets the loss of every microbatch, the mean over the replicas, on every rank. Then the flat outputs of the
+            whole batch, if they are wanted or there are no targets. They are on the rank of the last stage, or on all ranks.
         """
         self._evaluations += 1
         # Evaluations count backwards, so that their messages are never taken for those of a training step.
         step = -self._evaluations
         of, with_loss = self._shapes[shape], targets is not None
+        outputs = self._parts.outputs(of.shape) if with_outputs or not with_loss else {}
         stages = self._parts.evaluation_stages(of.shape, self.state, with_loss=with_loss, with_outputs=with_outputs)
         with self._reporting_errors():
             for compiled in filter(None, (of.shape.larger, of.shape.smaller)):
                 for stage in stages:
                     prepare(compiled.eval[stage])
             executor = self._programs.evaluation(stages, of)
-            results = self._parts.run_evaluation(executor, step, inputs, targets, of)
+            losses = self._parts.run_evaluation(executor, step, inputs, targets, of, stages, outputs)
+        flat = self._whole(step, outputs, None, to_all=to_all)
         self.monitor.begin_step()
-        return results
+        return losses, flat
 
     def timeline(self) -> Timeline | None:
         """Return the measured timeline of the last step, gathered from all workers, on the job's first; None elsewhere.
@@ -425,8 +459,15 @@ class Worker:
         return StateStream(self._transport, max(self._step - 1, 0), self._options.timeout)
 
     def _receive_state(self, stream: StateStream, source: int) -> dict[str, Tensor]:
-        self._programs.reserve_once({(source, SPEC): UNDER_WAY})
+        self._reserve_stream(self._transport.worker_of(source))
         return stream.receive(source)
+
+    def _reserve_stream(self, worker: int | None) -> None:
+        """Provide receive buffers of a stream from a worker of the job until the next call; of none without a worker."""
+        if worker is None:
+            self._programs.reserve({})
+        else:
+            self._programs.reserve_once({(worker, SPEC): UNDER_WAY})
 
     def buffers_of_first_replica(self) -> dict[str, Tensor]:
         """Return copies of the first replica's persistent buffers of these stages; empty without replicas. All replicas call

@@ -16,19 +16,24 @@ from training import MIXED, call, compiled, train_alone
 
 import adaptra
 from adaptra.errors import AdaptraError
+from adaptra.planning.replicas.job_planner import plan_job
 from adaptra.program import Program
-from adaptra.runtime.worker.step_outputs import refuse_away
+from adaptra.program.routing import Routing
+from adaptra.runtime.outputs.step_outputs import refuse_away
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.job_case import JobCase
 
 ROWS, MICROBATCHES = 8, 4
 DOCUMENTED = {
-    "kind": "outputs=…: expected True, for the model's outputs on the last stage's rank, or False",
-    "absent": "outputs=True: the model's … computed before the last stage, which gets what it computes the loss from only: "
+    "kind": "outputs=…: expected True, for the model's outputs on the last stage's rank, 'all' for outputs on all ranks, or "
+    "False",
+    "absent": "outputs: the model's … computed before the last stage, which gets what it computes the loss from only: "
     "expected outputs that the last stage has; leave these out in training (such as by use_cache=False), or give split= a "
     "later stage that begins earlier",
     "away": "outputs=True: microbatches … of replica … have their last stage on another replica's worker under this plan, "
-    "because one here is slow or lost: expected outputs of microbatches computed at home; ask for outputs with eval_step, "
-    "which follows no routes",
-    "varies": "outputs=True: the model returned … with this batch: expected what it returned with the example, with tensors "
+    "because one here is slow or lost: expected outputs='all' on all ranks, with which those workers send outputs home; or "
+    "ask for outputs with eval_step, which follows no routes",
+    "varies": "outputs: the model returned … with this batch: expected what it returned with the example, with tensors "
     "for values that vary",
     "alone": "eval_step: outputs=True without targets: expected targets for the loss; without outputs=True the outputs are "
     "returned alone",
@@ -165,6 +170,9 @@ def test_evaluation_returns_both() -> None:
         assert torch.equal(outputs["logits"], pipe.eval_step(x)["logits"])
         parts = [torch.tanh(first_layer(one)).detach() for one in x[0].chunk(MICROBATCHES)]
         assert torch.equal(outputs["hidden"], torch.cat(parts))
+        again, of_all = pipe.eval_step(x, y, outputs="all")
+        assert torch.equal(again, loss) and torch.equal(of_all["logits"], outputs["logits"])
+        assert torch.equal(pipe.eval_step(x, outputs="all")["logits"], outputs["logits"])
         with pytest.raises(AdaptraError) as caught:
             pipe.eval_step(x, outputs=True)
     check_documented(type(caught.value).__name__, str(caught.value), DOCUMENTED["alone"])
@@ -226,6 +234,40 @@ def test_a_module_that_returns_other_values_than_with_the_example_is_refused() -
         with pytest.raises(AdaptraError) as caught:
             pipe.step(x, y, outputs=True)
     check_documented(type(caught.value).__name__, str(caught.value), DOCUMENTED["varies"])
+
+
+class Words(nn.Module):
+    """Outputs of which one has a row per token, and one as many rows for any microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.last(torch.tanh(self.first(x)))
+        return logits.flatten(0, 1), logits, logits.sum((0, 1)), logits.mean()
+
+
+def test_microbatches_of_unequal_rows() -> None:
+    torch.manual_seed(0)
+    model, alone = Words(), Words()
+    alone.load_state_dict(model.state_dict())
+    x, y = torch.randn(ROWS, 3, 8), torch.randn(ROWS, 3, 6)
+    with adaptra.compile(
+        model,
+        stages=2,
+        microbatches=MICROBATCHES,
+        example_inputs=(x, y),
+        loss=lambda o, y: square_loss(o[1], y),
+        split=["last"],
+    ) as pipe:
+        for rows in (7, 5, 2):
+            x, y = torch.randn(rows, 4, 8), torch.randn(rows, 4, 6)
+            parts = x.split({7: [2, 2, 2, 1], 5: [2, 1, 1, 1], 2: [1, 1]}[rows])
+            with torch.no_grad():
+                expected = merged([alone(one) for one in parts])
+            assert same(pipe.step(x, y, outputs=True)[1], expected)
+            assert same(pipe.eval_step(x, y, outputs="all")[1], expected)
 
 
 class WithLoss(nn.Module):
@@ -308,6 +350,11 @@ def train_on_ranks(rank: int) -> tuple[list[float], list[Any]]:
         loss, found = pipe.eval_step(x, y, outputs=True)
         outputs.append(found)
         assert loss.isfinite()
+        outputs += [pipe.step(x, y, outputs="all")[1], pipe.eval_step(x, y, outputs="all")[1], pipe.eval_step(x, outputs="all")]
+        with pytest.raises(AdaptraError) as caught:
+            for _ in range(2):
+                pipe.step(x, y, outputs="all" if rank == 1 else False)
+        assert rank > 1 or "rank 0 called step, rank 1 step(outputs='all')" in str(caught.value), str(caught.value)
     return losses, [one if one is None else one.tolist() for one in outputs]
 
 
@@ -322,10 +369,53 @@ def test_a_rank_asks_while_others_do_not() -> None:
     alone = train_alone(example, batches, 2 * MICROBATCHES, model=model)
     for losses, _ in found:
         assert losses == pytest.approx([step.losses.mean().item() for step in alone])
-    assert found[0][1] == found[2][1] == [None, None], "ranks without the last stage"
+    for first, last in ((0, 1), (2, 3)):
+        alone_at, _, *of_all = found[first][1]
+        assert alone_at is None and found[first][1][1] is None, "ranks without the last stage"
+        assert of_all[0] == found[last][1][-5] and of_all == found[last][1][-3:], "the same for all ranks of a replica"
+        assert of_all[1] == of_all[2] == found[last][1][-4]
+    assert found[0][1][-1] != found[2][1][-1], "each replica has its own rows"
     (first, _), (second, third) = found[3][1][:2], found[1][1][:2]
     expected = torch.cat(seen[MICROBATCHES : 2 * MICROBATCHES])
     assert torch.equal(torch.tensor(first), expected), "replica 1's rows of the first step, before any sum over replicas"
     for number, one in ((1, second), (2, third)):
         of_replica = seen[2 * MICROBATCHES * number :][:MICROBATCHES]
         torch.testing.assert_close(torch.tensor(one), torch.cat(of_replica), msg="replica 0's rows")
+
+
+HOME, OTHER = (0,), (1,)
+PATHS = [[OTHER, HOME, HOME, HOME], [OTHER, HOME, OTHER, HOME]]
+"""The path of each replica's microbatches: both compute some of the other one's."""
+
+
+def train_under(rank: int, program: Program | str, asks_alone: bool) -> tuple[list[Any], str]:
+    """Outputs of two steps and an evaluation, and how a step ends for which the first replica asks alone."""
+    batches, error = [BESIDE.rows(ROWS, seed) for seed in range(4)], ""
+    options = adaptra.Options(schedule=program, adapt=False)
+    with compiled(BESIDE, batches[0], stages=1, microbatches=MICROBATCHES, options=options) as pipe:
+        (first, y_first), (second, y_second) = (call(batches[2 * step + rank])[0] for step in range(2))
+        outputs = [pipe.step(first, y_first, outputs="all")[1], pipe.step(second, y_second, outputs="all")[1]]
+        outputs.append(pipe.eval_step(second, y_second, outputs="all")[1])
+        if asks_alone:
+            with pytest.raises(AdaptraError) as caught:
+                pipe.step(first, y_first, outputs=rank == 0)
+            error = f"{type(caught.value).__name__}: {caught.value}"
+    return pytree.tree_map_only(Tensor, Tensor.tolist, outputs), error
+
+
+def train_with_and_without_routes(rank: int, program: Program) -> Any:
+    torch.distributed.init_process_group("gloo")
+    return train_under(rank, "1f1b", False), train_under(rank, program, True)
+
+
+@pytest.mark.processes
+def test_outputs_come_home_from_other_replicas_if_all_ranks_ask() -> None:
+    case = JobCase.of(Case(CostModel.uniform(1, 1.0, 1.0, 1.0), MICROBATCHES, (0,)), 2)
+    program = plan_job(case, routing=Routing.of_paths((HOME, OTHER), PATHS))
+    found = run_processes(train_with_and_without_routes, 2, program)
+    for (at_home, _), (routed, _) in found:
+        assert routed == at_home
+    assert found[0][0] != found[1][0], "each replica has its own rows"
+    (_, (_, first)), (_, (_, second)) = found
+    assert first.startswith("OptionError: outputs=True: microbatches [0] of replica 0 have their last stage on another")
+    assert second.startswith("PeerLostError") and "outputs=True: microbatches [0]" in second

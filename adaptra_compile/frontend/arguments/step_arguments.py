@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from torch import nn
 
 from adaptra.errors import OptionError
+
+Outputs = bool | Literal["all"]
+"""Whether a step returns the model's outputs: on the rank of the last stage if that one asks, or on all ranks."""
 
 
 class StepArguments:
@@ -44,12 +47,22 @@ class StepArguments:
         return args, targets
 
 
-def check_outputs(given: object) -> bool:
-    """Return whether a step returns the model's outputs.
+def check_outputs(given: object) -> Outputs:
+    """Return whether a step returns the model's outputs, and to which ranks.
 
     Raises:
-        OptionError: ``given`` is not a truth value.
+        OptionError: ``given`` is another value.
     """
-    if not isinstance(given, bool):
-        raise OptionError(f"outputs={given!r}: expected True, for the model's outputs on the last stage's rank, or False")
-    return given
+    if isinstance(given, bool):
+        return given
+    if isinstance(given, str) and given == "all":
+        return "all"
+    raise OptionError(
+        f"outputs={given!r}: expected True, for the model's outputs on the last stage's rank, 'all' for outputs on all "
+        "ranks, or False"
+    )
+
+
+def name_of_call(name: str, outputs: Outputs) -> str:
+    """Return the name by which ranks compare their calls. All must give ``outputs="all"`` alike."""
+    return f"{name}(outputs='all')" if outputs == "all" else name

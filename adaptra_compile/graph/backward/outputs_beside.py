@@ -116,7 +116,7 @@ class OutputsBeside:
                 needed |= found
         if absent:
             raise OptionError(
-                f"outputs=True: the model's {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} computed before the last "
+                f"outputs: the model's {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} computed before the last "
                 "stage, which gets what it computes the loss from only: expected outputs that the last stage has; leave these "
                 "out in training (such as by use_cache=False), or give split= a later stage that begins earlier"
             )

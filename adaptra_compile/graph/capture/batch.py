@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -212,7 +211,7 @@ class OutputFormat:
         fits = [isinstance(leaf, Tensor) if one is None else _equal(one[0], leaf) for one, leaf in known]
         if tree != self._tree or not all(fits):
             raise BatchError(
-                f"outputs=True: the model returned {_structure_of({'outputs': outputs})} with this batch: expected what it "
+                f"outputs: the model returned {_structure_of({'outputs': outputs})} with this batch: expected what it "
                 "returned with the example, with tensors for values that vary"
             )
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -224,25 +223,10 @@ class OutputFormat:
         tree = pytree.tree_unflatten(leaves, self._tree)
         return tree if self._dataclass is None else self._dataclass(**tree)
 
-    def merge(self, microbatches: Sequence[Sequence[Tensor]]) -> Any:
-        """Merge the outputs of the microbatches into the outputs of the whole batch.
-
-        Tensors are concatenated along their first dimension. Tensors without dimensions are averaged. If they are integers, the
-        average has torch's default dtype.
-        """
-        columns = zip(*microbatches, strict=True)
-        return self.unflatten([torch.cat(column) if column[0].dim() else _average(column) for column in columns])
-
     def _open(self, outputs: Any) -> Any:
         if self._dataclass is None:
             return outputs
         return {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
-
-
-def _average(scalars: Sequence[Tensor]) -> Tensor:
-    stacked = torch.stack(tuple(scalars))
-    exact = stacked.is_floating_point() or stacked.is_complex()
-    return stacked.mean() if exact else stacked.mean(dtype=torch.get_default_dtype())
 
 
 def _equal(one: Any, other: Any) -> bool:
