@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -32,6 +31,7 @@ from adaptra.planning.layout_change import RoleChange, SplitChange
 from adaptra.program.placement import stages_of
 from adaptra.program.roles import Roles
 from adaptra.runtime.control.calls import Calls
+from adaptra.runtime.control.events import EventKind
 from adaptra.runtime.launch.agreement import agree
 from adaptra.runtime.launch.exchange import exchange as exchange_texts
 from adaptra.runtime.launch.exchange import not_set
@@ -47,8 +47,6 @@ from adaptra.runtime.worker.gradient_hooks import is_hooked
 from adaptra.runtime.worker.shapes import FIRST, StepShape
 from adaptra.runtime.worker.worker import Batch, Worker
 from adaptra.simulation.cut_points import CutPoint, positions_of
-
-logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -112,7 +110,7 @@ class Session:
             self.compiled,
             self.microbatches,
             self._spec.options.shapes,
-            logger.info if self.launched.transports[0].rank == 0 else logger.debug,
+            self._tell_of_shape,
             self._add_shape,
             self._drop_shape,
         )
@@ -516,6 +514,11 @@ class Session:
                 raise BatchError(
                     f"rank {job_ranks[own]} has a batch of {new.name}, rank {job_ranks[rank]} one of {text}: {_ONE_SHAPE}"
                 )
+
+    def _tell_of_shape(self, kind: EventKind, text: str) -> None:
+        (worker, *_) = self.workers
+        if worker.rank == 0:
+            worker.controller.emit_shape_event(kind, text)
 
     def _drop_shape(self, number: int) -> None:
         for worker in self.workers:

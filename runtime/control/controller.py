@@ -255,6 +255,10 @@ class Controller:
         """Emit an event about one of this rank's links. Any thread may call it."""
         self._emit_now(EventKind.LINK, text)
 
+    def emit_shape_event(self, kind: EventKind, text: str) -> None:
+        """Emit an event about a shape of batch, before the next step. Any thread may call it."""
+        self._emit_now(kind, text)
+
     def emit_change(self, change: RoleChange | SplitChange) -> None:
         """Emit the event of a role change or a cut change before the next step. Any thread may call it."""
         kind = EventKind.ROLES if isinstance(change, RoleChange) else EventKind.SPLIT

@@ -46,6 +46,10 @@ class EventKind(Enum):
     """This rank coordinates from now on, in place of another."""
     RESIGNED = "resigned"
     """This rank failed in coordinating and leaves it to another; ``text`` is the error."""
+    COMPILED = "compiled"
+    """The model was compiled for batches of another shape; ``text`` has their sizes and the time. Of the first rank alone."""
+    FORGOTTEN = "forgotten"
+    """A shape of batch is not kept any more, as others were used later; ``text`` has its sizes. Of the first rank alone."""
     LINK = "link"
     """An RDMA device of this rank reported an event such as a port that went down; ``text`` has it and the state of the
     ports.

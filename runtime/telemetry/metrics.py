@@ -209,6 +209,8 @@ def _event(event: ControlEvent, rank: tuple[str, str]) -> Iterator[Sample]:
             | EventKind.DETOURED
             | EventKind.ROLES
             | EventKind.SPLIT
+            | EventKind.COMPILED
+            | EventKind.FORGOTTEN
             | EventKind.CONFIRMED
             | EventKind.REFUSED
             | EventKind.LINK

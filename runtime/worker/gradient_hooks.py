@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from adaptra.errors import OptionError
-
-_MARKS: Final = 1024
-"""The number of values of a mark. Sums of marks are exact in float32 for 16,384 replicas."""
+from adaptra.runtime.data_parallel.equal_numbers import are_equal
 
 _MOST_NAMES: Final = 3
 
@@ -55,15 +53,15 @@ class GradientHooks:
     def marks(self) -> tuple[int, int]:
         """Return two numbers that are equal in all replicas if the same parameters have hooks: a count and a checksum."""
         names = "\n".join(sorted(self._before))
-        return len(self._before) % _MARKS, zlib.crc32(names.encode()) % _MARKS
+        return len(self._before), zlib.crc32(names.encode())
 
     def check_marks(self, means: Sequence[float], replica: int) -> None:
-        """Compare this replica's marks with their means over all replicas, which are the same on every one.
+        """Compare the marks of all replicas, given the mean of each of their bits over the replicas.
 
         Raises:
             OptionError: They differ: names this replica's parameters with hooks.
         """
-        if tuple(means) != self.marks():
+        if not are_equal(means):
             names = sorted(self._before)
             shown = ", ".join([*names[:_MOST_NAMES], *(["…"] if len(names) > _MOST_NAMES else [])]) or "no parameter"
             raise OptionError(

@@ -16,6 +16,7 @@ from adaptra.program import Program
 from adaptra.program.placement import Edge, stages_of
 from adaptra.program.routing import Routing
 from adaptra.runtime.data_parallel.collectives.rounds import ALGORITHMS
+from adaptra.runtime.data_parallel.equal_numbers import BITS, are_equal, bits_of, mean_number
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.data_parallel.gradient_sum import GradientSum
 from adaptra.runtime.data_parallel.replica_buffers import ReplicaBuffers
@@ -35,9 +36,6 @@ from adaptra.runtime.worker.loss_reduction import Reduction, total_weight
 from adaptra.runtime.worker.shapes import FIRST, RankShape, StepShape
 from adaptra.runtime.worker.stage import EvaluationStage, Stage, TrainingStage, UnevenStage
 from adaptra.runtime.worker.step_gradients import StepGradients
-
-_ROWS: Final = 1024
-"""Numbers of rows travel in two parts, of which sums over replicas are exact in float32."""
 
 Batch = Sequence[Sequence[Tensor]]
 """The tensors of a step, per microbatch."""
@@ -388,18 +386,18 @@ class StepParts:
         mean, own = self._reduction is Reduction.MEAN, len(losses)
         if own < self._microbatches:
             losses = torch.cat([losses, losses.new_zeros(self._microbatches - own, *losses.shape[1:])])
-        hooks, rows = () if aside else self._hooks.marks(), divmod(sum(of.shape.rows), _ROWS)
-        marks = losses.new_tensor((*rows, *hooks), dtype=torch.float32)
+        rows, hooks = sum(of.shape.rows), () if aside else self._hooks.marks()
+        marks = losses.new_tensor(bits_of((rows, *hooks)), dtype=torch.float32)
         combined = self._replicas.combine_losses(losses, mean=mean, aside=aside, beside=[marks])
-        found = (marks if mean else marks / len(self._replicas.ranks)).tolist()
-        if mean and tuple(found[:2]) != rows:
+        means = (marks if mean else marks / len(self._replicas.ranks)).tolist()
+        if mean and not are_equal(means[:BITS]):
             raise BatchError(
-                f"replica {self.replica} has a batch of {sum(of.shape.rows)} rows, all {found[0] * _ROWS + found[1]:g} on "
-                "average: expected the same number on all replicas, as reduction='mean' gives each replica the same weight; "
-                "reduction='sum' and 'weighted' take any numbers"
+                f"replica {self.replica} has a batch of {rows} rows, and others have other numbers, "
+                f"{mean_number(means[:BITS]):g} on average: expected the same number on all replicas, as reduction='mean' "
+                "gives each replica the same weight; reduction='sum' and 'weighted' take any numbers"
             )
         if not aside:
-            self._hooks.check_marks(found[2:], self.replica)
+            self._hooks.check_marks(means[BITS:], self.replica)
         return combined[:own] if mean else combined
 
 

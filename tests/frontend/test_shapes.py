@@ -105,7 +105,7 @@ def test_each_shape_is_compiled_once_and_says_so(caplog: pytest.LogCaptureFixtur
         for rows, length in order:
             pipe.step(*batch(rows, length))
         first, *others = pipe.shapes
-    told = [one.getMessage() for one in caplog.records if "compiled for batches of" in one.getMessage()]
+    told = [one.getMessage() for one in caplog.records if "compiled plan 0: batches of" in one.getMessage()]
     assert len(told) == 5, "every shape but that of the example"
     assert first.rows == (2, 2, 2, 2)
     assert (first.seconds, first.steps) == (0.0, 3)
@@ -122,6 +122,12 @@ def test_the_least_recently_used_shape_is_forgotten_and_compiled_again() -> None
         assert [one.name for one in pipe.shapes[1:]] == ["tokens [8, 4], targets [8, 4]", "tokens [8, 7], targets [8, 7]"]
         assert torch.equal(pipe.step(*batch(8, 5)), losses[5])
         assert torch.equal(pipe.step(*batch(8, 6)), mean_of_parts(8, 6)), "the first one always stays"
+        compilations = [one for one in pipe.events if one.kind is EventKind.COMPILED]
+        assert [one.step for one in compilations] == [0, 0, 2, 3], "each names the last step before it"
+        assert all(one.text.startswith("batches of tokens [8,") and one.text.endswith(" s") for one in compilations)
+        forgotten = [one.text for one in pipe.events if one.kind is EventKind.FORGOTTEN]
+        assert forgotten[0] == "batches of tokens [8, 5], targets [8, 5]: 2 shapes are kept"
+        assert len(forgotten) == 2
 
 
 def mean_of_parts(rows: int, length: int) -> Tensor:

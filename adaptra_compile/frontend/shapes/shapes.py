@@ -18,6 +18,7 @@ from torch import Tensor
 from adaptra.errors import BatchError, CaptureError, OptionError, PartitionError
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec
+from adaptra.runtime.control.events import EventKind
 from adaptra.runtime.worker.batch import first_rows, microbatch_rows, rows_of_all, split_rows
 from adaptra.runtime.worker.shapes import FIRST, StepShape
 from adaptra.runtime.worker.step_parts import Batch
@@ -97,7 +98,7 @@ class Shapes:
         first: The stages for which the pipeline was compiled.
         microbatches: The number of microbatches of a batch with enough rows.
         most: The number of shapes that are kept. The least recently used one goes first.
-        tell: Called with a line of text for people about each shape that comes or goes.
+        tell: Called with the event of each shape that comes or goes, and its text for people.
         add: Called with each new shape: plans, and tells the workers.
         drop: Called with the number of a shape that goes.
     """
@@ -108,7 +109,7 @@ class Shapes:
         first: CompiledStages,
         microbatches: int,
         most: int,
-        tell: Callable[[str], object],
+        tell: Callable[[EventKind, str], object],
         add: Callable[[NewShape], StepShape],
         drop: Callable[[int], None],
     ) -> None:
@@ -198,11 +199,11 @@ class Shapes:
         shape = self._add(new)
         self._number = new.number
         found = self._known[sizes, rows] = _Known(shape, name, time.monotonic() - began)
-        self._tell(f"compiled for batches of {name} in {found.seconds:.2f} s")
+        self._tell(EventKind.COMPILED, f"batches of {name} in {found.seconds:.2f} s")
         while len(self._known) > self._most:
             _, dropped = self._known.popitem(last=False)
             self._drop(dropped.shape.number)
-            self._tell(f"forgot batches of {dropped.name}: {self._most} shapes are kept")
+            self._tell(EventKind.FORGOTTEN, f"batches of {dropped.name}: {self._most} shapes are kept")
         return found
 
     def _stages_for(self, sizes: Sizes, rows: int, given: Given, with_loss: bool) -> CompiledStages:

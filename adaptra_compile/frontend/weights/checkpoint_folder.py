@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 
 from adaptra.errors import StateError
-from adaptra.frontend.weights.fitting import refuse_missing, refuse_shape
+from adaptra.frontend.weights.fitting import refuse_missing, refuse_shape, refuse_untied
 from adaptra.graph.ops.specs import dtype_name
 from adaptra.progress import Progress
 
@@ -38,21 +39,21 @@ def read_checkpoint(
         progress: Called at the end.
 
     Raises:
-        StateError: A tensor is missing, or has another shape or dtype. The text names it.
+        StateError: A tensor is missing, has another shape or dtype, or has other values under a second name. The text names it.
     """
     known: dict[str, Any] = dict(FileSystemReader(path).read_metadata().state_dict_metadata)
     sizes = {name: one for name, one in known.items() if hasattr(one, "size")}
     aliases = next(iter(names_of.values()), ())
     prefixes = sorted({key.removesuffix(alias) for alias in aliases for key in sizes if _ends(key, alias)}, key=len)
-    found: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
     missing: list[str] = list(targets)
     for prefix in prefixes:
-        pairs = {name: next((prefix + one for one in names_of[name] if prefix + one in sizes), None) for name in targets}
-        left = [name for name, key in pairs.items() if key is None]
+        present = {name: [prefix + one for one in names_of[name] if prefix + one in sizes] for name in targets}
+        left = [name for name, keys in present.items() if not keys]
         if len(left) < len(missing):
-            found, missing = {name: key for name, key in pairs.items() if key is not None}, left
+            found, missing = {name: keys for name, keys in present.items() if keys}, left
     refuse_missing(path, missing)
-    for name, key in found.items():
+    for name, key in ((name, key) for name, keys in found.items() for key in keys):
         refuse_shape(path, key, sizes[key].size, targets[name])
         given = sizes[key].properties.dtype
         if given != targets[name].dtype:
@@ -60,12 +61,20 @@ def read_checkpoint(
                 f"weights={str(path)!r}: {key} is of {dtype_name(given)}: expected {dtype_name(targets[name].dtype)}, as a "
                 "checkpoint is read without conversion; build the model in the checkpoint's dtype"
             )
-    wanted: dict[str, Any] = {key: targets[name] for name, key in found.items()}
-    # Each rank reads its own tensors, and none waits for another one.
+    _load(path, {keys[0]: targets[name] for name, keys in found.items()})
+    for name, (key, *others) in found.items():
+        for other in others:  # one at a time, as each takes the memory of a tensor
+            second = torch.empty_like(targets[name])
+            _load(path, {other: second})
+            refuse_untied(path, key, other, targets[name], second)
+    progress("weights read", 1, 1)
+
+
+def _load(path: Path, wanted: dict[str, Any]) -> None:
+    """Fill tensors by the names in the checkpoint. Each rank reads its own ones, and none waits for another."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         checkpoint.load(wanted, storage_reader=FileSystemReader(path), no_dist=True)
-    progress("weights read", 1, 1)
 
 
 def _ends(key: str, name: str) -> bool:

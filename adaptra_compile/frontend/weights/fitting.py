@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from adaptra.errors import StateError
@@ -37,6 +38,29 @@ def refuse_shape(path: Path, name: str, given: Sequence[int], target: Tensor) ->
     """
     if tuple(given) != tuple(target.shape):
         raise StateError(f"weights={str(path)!r}: {name} has shape {list(given)}: expected {list(target.shape)}")
+
+
+def refuse_untied(path: Path, name: str, other: str, target: Tensor, given: Tensor) -> None:
+    """Refuse other values for a second name of a tied tensor.
+
+    Args:
+        path: The files.
+        name, other: The two names.
+        target: The values of the first name, or some rows of them.
+        given: Those of the second name.
+
+    Raises:
+        StateError: They are not bitwise equal in the model's dtype.
+    """
+    if not torch.equal(_as_bytes(target), _as_bytes(given.to(target.device, target.dtype))):
+        raise StateError(
+            f"weights={str(path)!r}: {name} and {other} have different values, and are one tied tensor in the model: expected "
+            "equal ones, or one of the two names; build the model with two tensors, or remove the name that it shall not have"
+        )
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def say_rounded(path: Path, names: Sequence[str]) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor
 
 from adaptra.errors import MissingExtraError, StateError
-from adaptra.frontend.weights.fitting import refuse_missing, refuse_shape, say_rounded
+from adaptra.frontend.weights.fitting import refuse_missing, refuse_shape, refuse_untied, say_rounded
 from adaptra.progress import Progress
 
 INDEX: Final = "model.safetensors.index.json"
@@ -26,11 +26,12 @@ def read_safetensors(
     Args:
         path: A .safetensors file, or a folder with ``model.safetensors.index.json``, or with such files and no index.
         targets: The tensors to fill. They keep their dtype; a log line names values that it rounds.
-        names_of: The names under which a file may have each of them. Files have one of a tied tensor's names.
+        names_of: The names under which a file may have each of them. Files mostly have one of a tied tensor's names.
         progress: Called after every tensor.
 
     Raises:
-        StateError: There are no such files, or a tensor is missing or has another shape. The text names it and the file.
+        StateError: There are no such files, or a tensor is missing, has another shape, or has other values under a second
+            name. The text names it and the file.
         MissingExtraError: safetensors is not installed.
     """
     try:
@@ -39,14 +40,18 @@ def read_safetensors(
         raise MissingExtraError("safetensors files need safetensors: pip install 'adaptra[safetensors]'") from error
     opened: Any = safe_open
     places = _places(path, opened)
-    found = {name: next((one for one in names_of[name] if one in places), None) for name in targets}
-    refuse_missing(path, [name for name, one in found.items() if one is None])
+    found = {name: [one for one in names_of[name] if one in places] for name in targets}
+    refuse_missing(path, [name for name, present in found.items() if not present])
     rounded: list[str] = []
     for done, (name, target) in enumerate(targets.items(), 1):
-        key = found[name]
-        assert key is not None, "refused before"
-        if _copy(opened, places[key], key, target):
-            rounded.append(name)
+        key, *others = found[name]
+        for rows, piece in _pieces(opened, places[key], key, target):
+            rows.copy_(piece)
+            if piece.dtype.is_floating_point and piece.dtype.itemsize > target.dtype.itemsize and name not in rounded:
+                rounded.append(name)
+        for other in others:
+            for rows, piece in _pieces(opened, places[other], other, target):
+                refuse_untied(path, key, other, rows, piece)
         progress("weights read", done, len(targets))
     say_rounded(path, rounded)
 
@@ -71,19 +76,16 @@ def _places(path: Path, opened: Any) -> dict[str, Path]:
     return places
 
 
-def _copy(opened: Any, file: Path, name: str, target: Tensor) -> bool:
-    """Fill a tensor piece by piece; return whether its dtype rounds the values."""
+def _pieces(opened: Any, file: Path, name: str, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the rows of a target, and a file's values for them, piece by piece."""
     first, rows = 0, max(1, target.shape[0]) if target.dim() else 1
     size = max(1, rows * PIECE_BYTES // max(1, target.nbytes))
-    rounds = False
     while first < rows:
         with opened(file, framework="pt") as tensors:
             view = tensors.get_slice(name)
             refuse_shape(file, name, view.get_shape(), target)
             whole = target.dim() == 0 or size >= rows
             piece = tensors.get_tensor(name) if whole else view[first : first + size]
-            (target if whole else target[first : first + size]).copy_(piece)
-            rounds = piece.dtype.is_floating_point and piece.dtype.itemsize > target.dtype.itemsize
+            yield (target if whole else target[first : first + size]), piece
             del piece, view
         first += rows if whole else size
-    return rounds

@@ -120,6 +120,57 @@ def test_weights_come_from_safetensors(piece_bytes: int, tmp_path: Path, monkeyp
             check_equal(pipe.full_state_dict(), dict(model.state_dict()))
 
 
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    return model
+
+
+UNTIED = (
+    "weights=…: … and … have different values, and are one tied tensor in the model: expected equal ones, or one of the two "
+    "names; build the model with two tensors, or remove the name that it shall not have"
+)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["safetensors", "in pieces", "checkpoint"])
+def test_two_values_for_a_tied_tensor_are_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "in pieces":
+        monkeypatch.setattr(safetensors_files, "PIECE_BYTES", 16)
+    state = {name: one.clone() for name, one in tied().state_dict().items()}
+    state["2.weight"][-1, -1] += 1
+    if kind == "checkpoint":
+        checkpoint.save(state, checkpoint_id=tmp_path, no_dist=True)
+    else:
+        save_file(state, tmp_path / "model.safetensors")
+    x = torch.randn(4, 4)
+    with pytest.raises(AdaptraError) as caught:
+        adaptra.compile(
+            on_meta(tied), stages=2, microbatches=2, example_inputs=(x, x), loss=nn.functional.mse_loss, weights=tmp_path
+        )
+    check_documented(type(caught.value).__name__, str(caught.value), UNTIED)
+
+
+@pytest.mark.parametrize("piece_bytes", [2**26, 8])
+def test_equal_values_for_both_names_of_a_tied_tensor_are_taken(
+    piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also values that are not numbers, and values that the model's dtype rounds."""
+    monkeypatch.setattr(safetensors_files, "PIECE_BYTES", piece_bytes)
+    state = {name: one.double() for name, one in tied().state_dict().items()}
+    state["0.weight"][1, 1] = torch.nan
+    state["0.weight"][2, 2] = 1 / 3
+    state["2.weight"] = state["0.weight"].clone()
+    save_file(state, tmp_path / "model.safetensors")
+    x = torch.randn(4, 4)
+    with adaptra.compile(
+        on_meta(tied), stages=2, microbatches=2, example_inputs=(x, x), loss=nn.functional.mse_loss, weights=tmp_path
+    ) as pipe:
+        found = pipe.full_state_dict()
+    for name, one in state.items():
+        torch.testing.assert_close(found[name], one.float(), rtol=0, atol=0, equal_nan=True)
+
+
 def test_weights_come_from_the_shards_of_transformers(tmp_path: Path) -> None:
     """The rotary frequencies are in no checkpoint: transformers' own method computes them."""
     model = LlamaForCausalLM(LLAMA)
