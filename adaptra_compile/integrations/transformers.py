@@ -170,6 +170,10 @@ class PipelineTrainer(transformers.Trainer):
         """Create the optimizer of this rank's parameters, in the plain Trainer's groups."""
         return super().create_optimizer(self._pipeline_model)
 
+    def floating_point_ops(self, inputs: Any) -> float:
+        """Return this rank's part of the operations of a batch, whose rows all ranks of a replica have."""
+        return super().floating_point_ops(inputs) * self.pipe.replicas / self.args.world_size
+
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Run a step of the pipeline. Returns the share of the loss that these rows have."""
         if num_items_in_batch is None:
@@ -222,7 +226,8 @@ class PipelineTrainer(transformers.Trainer):
         given: dict[str, Any] = dict(self._prepare_inputs(inputs))
         labels = given.get("labels")
         if labels is None:
-            given["labels"] = torch.full_like(given[self.model.main_input_name], -100)
+            whole: Any = self.model
+            given["labels"] = torch.full_like(given[whole.main_input_name], -100)
             items: Any = torch.ones(())
         else:
             if self._rest_of_evaluation and self.pipe.replicas > 1:
@@ -238,7 +243,8 @@ class PipelineTrainer(transformers.Trainer):
     def _logits(self, outputs: Any, labels: Any, ignore_keys: Any) -> Any:
         """Return the outputs that a Trainer takes for predictions, as its user wants them preprocessed."""
         if ignore_keys is None:
-            ignore_keys = getattr(self.model.config, "keys_to_ignore_at_inference", ["cache"])
+            whole: Any = self.model
+            ignore_keys = getattr(whole.config, "keys_to_ignore_at_inference", ["cache"])
         left_out = {"loss", *ignore_keys}
         named = isinstance(outputs, dict)
         logits: Any = tuple(one for name, one in outputs.items() if name not in left_out) if named else outputs[1:]

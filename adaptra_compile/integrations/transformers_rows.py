@@ -78,14 +78,14 @@ class ReplicaRows:
         tensors: list[Tensor] = []
         text = b""
         if rank == dist.get_rank():
-            structure = _structure(given, tensors)
+            structure = structure_of(given, tensors)
             sizes = [(str(one.dtype).removeprefix("torch."), list(one.shape)) for one in tensors]
             text = json.dumps([structure, sizes]).encode()
         length = self._sent(rank, torch.tensor([len(text)]))
         told = self._sent(rank, torch.tensor(list(text) or [0] * int(length.item()), dtype=torch.uint8))
         structure, sizes = json.loads(bytes(told.tolist()))
         here = tensors or [torch.empty(shape, dtype=getattr(torch, name)) for name, shape in sizes]
-        return _built(structure, [self._sent(rank, one) for one in here])
+        return built(structure, [self._sent(rank, one) for one in here])
 
     def _sent(self, rank: int, tensor: Tensor) -> Tensor:
         there = tensor.detach().to(self._device).contiguous()
@@ -93,19 +93,24 @@ class ReplicaRows:
         return there
 
 
-def _structure(given: Any, tensors: list[Tensor]) -> Any:
-    """Return the places of tensors in nested tuples, and append the tensors to a list."""
+def structure_of(given: Any, tensors: list[Tensor]) -> Any:
+    """Return the places of tensors in nested tuples, and append the tensors to a list.
+
+    Raises:
+        OptionError: Something else is among them.
+    """
     if isinstance(given, Tensor):
         tensors.append(given)
         return len(tensors) - 1
     if isinstance(given, Sequence) and not isinstance(given, str):
-        return [_structure(one, tensors) for one in given]
+        return [structure_of(one, tensors) for one in given]
     raise OptionError(
-        f"predictions: a {type(given).__name__}: expected tensors, or tuples of them; name others in ignore_keys="
+        f"predictions: a {type(given).__name__}: expected tensors, or tuples of them: name other outputs in ignore_keys="
     )
 
 
-def _built(structure: Any, tensors: Sequence[Tensor]) -> Any:
+def built(structure: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return nested tuples of tensors, as :func:`structure_of` got them."""
     if isinstance(structure, int):
         return tensors[structure]
-    return tuple(_built(one, tensors) for one in structure)
+    return tuple(built(one, tensors) for one in structure)
