@@ -22,6 +22,7 @@ from adaptra.integrations.transformers_loss import with_trainer_loss
 from adaptra.integrations.transformers_refusals import (
     refuse_arguments,
     refuse_functions,
+    refuse_loss,
     refuse_model,
     refuse_smoothing,
     require_length,
@@ -73,11 +74,7 @@ class PipelineTrainer(transformers.Trainer):
         refuse_arguments(args)
         refuse_model(arguments.get("model"))
         super().__init__(**arguments)
-        if not self.model_accepts_loss_kwargs or not self._loss_shifts_labels:
-            raise OptionError(
-                f"model: a {type(self.model).__name__}: expected a causal language model, whose loss takes num_items_in_batch: "
-                "use adaptra.compile for others"
-            )
+        refuse_loss(self.model, takes_items=self.model_accepts_loss_kwargs)
         if self.label_names != ["labels"]:
             raise OptionError(f"TrainingArguments: label_names={self.label_names!r}: expected ['labels']")
         if self.eval_dataset is not None:
@@ -91,6 +88,7 @@ class PipelineTrainer(transformers.Trainer):
         self._decayed = super().get_decay_parameter_names(self.model)
         whole: Any = self.model
         whole.to("meta")
+        whole.tie_weights()  # the Trainer counts the model's parameters, each once
 
     def _compiled(self, stages: int, microbatches: int, options: dict[str, Any]) -> Pipeline:
         """Return the pipeline of the model, compiled for a whole batch of the data set."""
@@ -107,7 +105,13 @@ class PipelineTrainer(transformers.Trainer):
         trained = with_trainer_loss(whole, self.accelerator.device.type, dtype, self.label_smoother)
         # Replicas that compute each other's microbatches take one shape only, and the last batch may be short.
         given = {"example_kwargs": batch, "reduction": "sum", "options": Options(share=False)} | options
-        return compile_pipeline(trained, stages=stages, microbatches=microbatches, **given)
+        pipe = compile_pipeline(trained, stages=stages, microbatches=microbatches, **given)
+        try:
+            refuse_loss(whole, takes_items=_reads(pipe, "num_items_in_batch"))
+        except OptionError:
+            pipe.close()
+            raise
+        return pipe
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, whose data loaders divide rows among replicas, not among ranks."""
@@ -293,6 +297,15 @@ class PipelineTrainer(transformers.Trainer):
         values = {name: torch.empty_like(tensor, device="cpu") for name, tensor in self.pipe.state_dict().items()}
         load({"training": {"model": values}}, checkpoint_id=str(Path(self.state.best_model_checkpoint) / _STATE))
         self.pipe.load_state_dict(values)
+
+
+def _reads(pipe: Pipeline, argument: str) -> bool:
+    """Return whether a captured model uses an argument."""
+    compiled = pipe.session.compiled
+    if compiled.captured is None:
+        return True
+    named = zip(compiled.inputs.labels, compiled.captured.flat.inputs, strict=True)
+    return any(argument in label and node.users for label, node in named)
 
 
 class _PipelineModel:

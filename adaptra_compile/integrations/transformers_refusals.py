@@ -118,6 +118,18 @@ def refuse_functions(given: dict[str, Any]) -> None:
         )
 
 
+def refuse_loss(model: Any, *, takes_items: bool) -> None:
+    """Refuse a model whose loss is not the sum over all labels divided by the number of the batch's items."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    encodes = getattr(model.config, "is_encoder_decoder", False)
+    if not takes_items or encodes or model.loss_function is not ForCausalLMLoss:
+        raise OptionError(
+            f"model: a {type(model).__name__}: expected a causal language model, whose loss takes num_items_in_batch: "
+            "use adaptra.compile for others"
+        )
+
+
 def refuse_smoothing(model: Any) -> None:
     """Refuse a model whose labels the plain Trainer's label smoothing would not shift."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

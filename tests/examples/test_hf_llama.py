@@ -115,12 +115,21 @@ def test_what_it_cannot_follow_is_refused(given: dict[str, Any], row: str, tmp_p
 
 
 def test_models_are_refused(tmp_path: Path) -> None:
-    from transformers import BertConfig, BertForSequenceClassification
+    from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM
 
     small: Any = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    adapted = llama()
+    adapted, averaging = llama(), llama()
     adapted.peft_config = {}
-    for model, row in ((BertForSequenceClassification(BertConfig(**small)), MODEL), (adapted, PEFT)):
+
+    class Averaging(LlamaForCausalLM):
+        """Takes the number of items, and doesn't divide by it."""
+
+        def forward(self, input_ids: Any = None, labels: Any = None, num_items_in_batch: Any = None, **given: Any) -> Any:
+            return super().forward(input_ids=input_ids, labels=labels, **given)
+
+    averaging.__class__ = Averaging
+    classifier = BertForSequenceClassification(BertConfig(**small))
+    for model, row in ((classifier, MODEL), (averaging, MODEL), (adapted, PEFT)):
         with pytest.raises(AdaptraError) as caught:
             trainer(tmp_path, model=model)
         check_documented("OptionError", str(caught.value), row)

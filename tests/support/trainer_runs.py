@@ -21,6 +21,16 @@ def llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
 
 
+def gpt2() -> Any:
+    """A model with a tied weight at both ends, and a class name that doesn't say what its loss is."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    rates: Any = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    tokens: Any = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=8, **rates, **tokens))
+
+
 def rows(count: int, shorter: int = 0) -> list[dict[str, torch.Tensor]]:
     """Rows of 8 tokens, some with labels that don't count. The first ones may be shorter."""
     drawn = torch.randint(64, (count, 8), generator=torch.Generator().manual_seed(count))
@@ -59,10 +69,10 @@ def trainer(kind: Any, folder: Path, named: dict[str, Any] | None = None, **give
 
     common: Any = {"output_dir": str(folder), "use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1}
     common |= {"save_strategy": "no", "learning_rate": 1e-2, "num_train_epochs": 1} | given
-    sets: Any = {"train_dataset": rows(14), "eval_dataset": rows(13, shorter=4), "data_collator": padded}
+    sets: Any = {"model": llama(), "train_dataset": rows(14), "eval_dataset": rows(13, shorter=4), "data_collator": padded}
     functions: Any = {"compute_metrics": scores, "preprocess_logits_for_metrics": most_likely}
     set_seed(0)
-    return kind(model=llama(), args=TrainingArguments(**common), **sets | functions | (named or {}))
+    return kind(args=TrainingArguments(**common), **sets | functions | (named or {}))
 
 
 def history(made: Any) -> list[dict[str, Any]]:
