@@ -95,8 +95,9 @@ class PipelineTrainer(transformers.Trainer):
         rows: Any = self.train_dataset
         require_length(rows, "train_dataset")
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
-        batch = dict(collate([rows[index % len(rows)] for index in range(self.args.per_device_train_batch_size)]))
-        batch["num_items_in_batch"] = torch.ones(())
+        given = collate([rows[index % len(rows)] for index in range(self.args.per_device_train_batch_size)])
+        batch: dict[str, Any] = dict(self._prepare_inputs(given))
+        batch["num_items_in_batch"] = torch.ones((), device=self.args.device)
         whole: Any = self.model
         if self.label_smoother is not None:
             refuse_smoothing(whole)
@@ -104,8 +105,8 @@ class PipelineTrainer(transformers.Trainer):
         dtype = torch.bfloat16 if self.args.mixed_precision == "bf16" else None
         trained = with_trainer_loss(whole, self.accelerator.device.type, dtype, self.label_smoother)
         # Replicas that compute each other's microbatches take one shape only, and the last batch may be short.
-        given = {"example_kwargs": batch, "reduction": "sum", "options": Options(share=False)} | options
-        pipe = compile_pipeline(trained, stages=stages, microbatches=microbatches, **given)
+        settings = {"example_kwargs": batch, "reduction": "sum", "options": Options(share=False)} | options
+        pipe = compile_pipeline(trained, stages=stages, microbatches=microbatches, **settings)
         try:
             refuse_loss(whole, takes_items=_reads(pipe, "num_items_in_batch"))
         except OptionError:
@@ -232,7 +233,7 @@ class PipelineTrainer(transformers.Trainer):
         if labels is None:
             whole: Any = self.model
             given["labels"] = torch.full_like(given[whole.main_input_name], -100)
-            items: Any = torch.ones(())
+            items: Any = torch.ones((), device=self.args.device)
         else:
             if self._rest_of_evaluation and self.pipe.replicas > 1:
                 given = self._rows.counted_once(given, self._rest_of_evaluation)

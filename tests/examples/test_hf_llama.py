@@ -121,13 +121,11 @@ def test_models_are_refused(tmp_path: Path) -> None:
     adapted, averaging = llama(), llama()
     adapted.peft_config = {}
 
-    class Averaging(LlamaForCausalLM):
-        """Takes the number of items, and doesn't divide by it."""
+    def forward(self: Any, input_ids: Any = None, labels: Any = None, num_items_in_batch: Any = None, **given: Any) -> Any:
+        """Take the number of items, and don't divide by it."""
+        return LlamaForCausalLM.forward(self, input_ids=input_ids, labels=labels, **given)
 
-        def forward(self, input_ids: Any = None, labels: Any = None, num_items_in_batch: Any = None, **given: Any) -> Any:
-            return super().forward(input_ids=input_ids, labels=labels, **given)
-
-    averaging.__class__ = Averaging
+    averaging.__class__ = type("Averaging", (LlamaForCausalLM,), {"forward": forward})
     classifier = BertForSequenceClassification(BertConfig(**small))
     for model, row in ((classifier, MODEL), (averaging, MODEL), (adapted, PEFT)):
         with pytest.raises(AdaptraError) as caught:
