@@ -109,7 +109,9 @@ class CompiledStages:
         own = self.captured
         assert own is not None, "stages given as modules are not captured"
         positions = positions_of(self.cut_points.chosen)
-        ops, others = ([str(node.target) for node in one.nodes] for one in (own.analysis, analysis))
+        before = max(positions, default=0)
+        # The last stage may have other ops: a contiguous() of one row is none.
+        ops, others = ([str(node.target) for node in one.nodes[:before]] for one in (own.analysis, analysis))
         if ops == others and all(cuts.crossing[one] is not None for one in positions):
             return positions
         stage_of = {use: sum(one <= index for one in positions) for use, index in state_uses(own.flat, own.analysis).items()}

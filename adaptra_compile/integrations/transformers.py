@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,24 @@ from adaptra.errors import MissingExtraError, OptionError, StateError
 from adaptra.frontend.api import Pipeline
 from adaptra.frontend.api import compile as compile_pipeline
 from adaptra.frontend.checkpoint_state import TrainingState
+from adaptra.integrations.transformers_loss import with_trainer_loss
 from adaptra.integrations.transformers_refusals import (
     refuse_arguments,
     refuse_functions,
+    refuse_loss,
     refuse_model,
+    refuse_smoothing,
+    require_length,
     require_version,
-    require_whole_batches,
 )
+from adaptra.integrations.transformers_rows import NOWHERE, ReplicaRows
+from adaptra.runtime.options import Options
 
 try:
     import accelerate  # noqa: F401
     import transformers
     from accelerate.data_loader import prepare_data_loader
+    from transformers.trainer_pt_utils import nested_truncate
 except ImportError as error:
     raise MissingExtraError("PipelineTrainer needs transformers and accelerate: pip install 'adaptra[transformers]'") from error
 
@@ -42,9 +48,9 @@ _STATE = "pipeline"
 class PipelineTrainer(transformers.Trainer):
     """A ``transformers.Trainer`` of a causal language model over a pipeline, with replicas under a launcher.
 
-    ``per_device_train_batch_size`` is the batch of one replica, which is cut into ``microbatches``. Its gradients and losses
-    are those of a plain Trainer with the same rows in a step. After construction the model has no memory: the stages hold
-    the parameters, and :meth:`save_model` writes them all.
+    ``per_device_train_batch_size`` is the batch of one replica, which is cut into ``microbatches``. Its gradients, losses and
+    metrics are those of a plain Trainer in one process, whose batch has the rows of all replicas. After construction the
+    model has no memory: the stages hold the parameters, and :meth:`save_model` writes them all.
 
     Args:
         arguments: Those of ``transformers.Trainer``, by name.
@@ -68,51 +74,45 @@ class PipelineTrainer(transformers.Trainer):
         refuse_arguments(args)
         refuse_model(arguments.get("model"))
         super().__init__(**arguments)
-        if not self.model_accepts_loss_kwargs or not self._loss_shifts_labels:
-            raise OptionError(
-                f"model: a {type(self.model).__name__}: expected a causal language model, whose loss takes num_items_in_batch: "
-                "use adaptra.compile for others"
-            )
+        refuse_loss(self.model, takes_items=self.model_accepts_loss_kwargs)
         if self.label_names != ["labels"]:
             raise OptionError(f"TrainingArguments: label_names={self.label_names!r}: expected ['labels']")
+        if self.eval_dataset is not None:
+            sets: Any = self.eval_dataset
+            for name, rows in sets.items() if isinstance(sets, dict) else [("eval_dataset", sets)]:
+                require_length(rows, name)
         self.pipe = self._compiled(stages, microbatches, compile_options or {})
         self._pipeline_model = _PipelineModel(self.pipe)
-        self._check_batches()
+        self._rows = ReplicaRows(self.pipe, self.args.device)
+        self._preprocess: Any = None
         self._decayed = super().get_decay_parameter_names(self.model)
         whole: Any = self.model
         whole.to("meta")
+        whole.tie_weights()  # the Trainer counts the model's parameters, each once
 
     def _compiled(self, stages: int, microbatches: int, options: dict[str, Any]) -> Pipeline:
-        """Return the pipeline of the model, compiled for the data set's first batch."""
+        """Return the pipeline of the model, compiled for a whole batch of the data set."""
         rows: Any = self.train_dataset
-        size = self.args.per_device_train_batch_size
-        require_whole_batches(rows, "train_dataset", size, 1, True)
+        require_length(rows, "train_dataset")
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
-        batch = dict(collate([rows[index] for index in range(size)]))
-        batch["num_items_in_batch"] = torch.ones(())
+        given = collate([rows[index % len(rows)] for index in range(self.args.per_device_train_batch_size)])
+        batch: dict[str, Any] = dict(self._prepare_inputs(given))
+        batch["num_items_in_batch"] = torch.ones((), device=self.args.device)
         whole: Any = self.model
+        if self.label_smoother is not None:
+            refuse_smoothing(whole)
         whole.train()
-        given = {"example_kwargs": batch, "reduction": "sum"} | options
-        return compile_pipeline(self.model, stages=stages, microbatches=microbatches, **given)
-
-    def _check_batches(self) -> None:
-        """Refuse data whose batches differ in size from those the pipeline was compiled for."""
-        args, replicas = self.args, self.pipe.replicas
-        size = args.per_device_train_batch_size
-        require_whole_batches(self.train_dataset, "train_dataset", size, replicas, args.dataloader_drop_last)
-        if self.eval_dataset is not None:
-            self._check_evaluation(self.eval_dataset)
-
-    def _check_evaluation(self, given: Any) -> None:
-        args = self.args
-        size = args.per_device_train_batch_size
-        if args.per_device_eval_batch_size != size:
-            raise OptionError(
-                f"TrainingArguments: per_device_eval_batch_size={args.per_device_eval_batch_size}: expected {size}, which is "
-                "per_device_train_batch_size: all batches of a pipeline have one size"
-            )
-        for name, rows in given.items() if isinstance(given, dict) else [("eval_dataset", given)]:
-            require_whole_batches(rows, name, size, self.pipe.replicas, args.dataloader_drop_last)
+        dtype = torch.bfloat16 if self.args.mixed_precision == "bf16" else None
+        trained = with_trainer_loss(whole, self.accelerator.device.type, dtype, self.label_smoother)
+        # Replicas that compute each other's microbatches take one shape only, and the last batch may be short.
+        settings = {"example_kwargs": batch, "reduction": "sum", "options": Options(share=False)} | options
+        pipe = compile_pipeline(trained, stages=stages, microbatches=microbatches, **settings)
+        try:
+            refuse_loss(whole, takes_items=_reads(pipe, "num_items_in_batch"))
+        except OptionError:
+            pipe.close()
+            raise
+        return pipe
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, whose data loaders divide rows among replicas, not among ranks."""
@@ -140,6 +140,21 @@ class PipelineTrainer(transformers.Trainer):
         """Return the rows of one optimizer step over all replicas."""
         return self._train_batch_size * args.gradient_accumulation_steps * self.pipe.replicas
 
+    def _get_dataloader(self, dataset: Any, description: str, *arguments: Any, **named: Any) -> Any:
+        require_length(dataset, f"the data set for {description.lower()}")
+        return super()._get_dataloader(dataset, description, *arguments, **named)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """Return the batches of an optimizer step and the number of their labels. Each row of an epoch counts once."""
+        return super().get_batch_samples(self._counted_once(epoch_iterator), num_batches, device)
+
+    def _counted_once(self, batches: Iterator[Any]) -> Iterator[Any]:
+        rest = len(self.train_dataset) % (self._train_batch_size * self.pipe.replicas)
+        fills_up = rest > 0 and self.pipe.replicas > 1 and not self.args.dataloader_drop_last
+        for batch in batches:
+            is_last = self.accelerator.gradient_state.end_of_dataloader
+            yield self._rows.counted_once(batch, rest) if fills_up and is_last else batch
+
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
         """Count the labels of a step over all replicas, each replica once."""
         counted: Any = super()._get_num_items_in_batch(batch_samples, device)
@@ -160,6 +175,10 @@ class PipelineTrainer(transformers.Trainer):
         """Create the optimizer of this rank's parameters, in the plain Trainer's groups."""
         return super().create_optimizer(self._pipeline_model)
 
+    def floating_point_ops(self, inputs: Any) -> float:
+        """Return this rank's part of the operations of a batch, whose rows all ranks of a replica have."""
+        return super().floating_point_ops(inputs) * self.pipe.replicas / self.args.world_size
+
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Run a step of the pipeline. Returns the share of the loss that these rows have."""
         if num_items_in_batch is None:
@@ -174,25 +193,68 @@ class PipelineTrainer(transformers.Trainer):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         return self.pipe.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
 
-    def evaluate(self, eval_dataset: Any = None, *arguments: Any, **named: Any) -> dict[str, float]:
-        """Return the loss over a data set, the mean of its batches. All ranks call this and get the same."""
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
-            self._check_evaluation(eval_dataset)
-        return super().evaluate(eval_dataset, *arguments, **named)
+    def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
+        """Return losses, predictions and metrics of a data set. All ranks call this and get the same, in the order of rows."""
+        with self._gathering():
+            return super().evaluation_loop(*arguments, **named)
+
+    @contextmanager
+    def _gathering(self) -> Generator[None]:
+        """Have the Trainer gather rows of replicas, not of ranks, within this context."""
+        accelerator, given = self.accelerator, self.preprocess_logits_for_metrics
+        pads = accelerator.pad_across_processes
+        self._preprocess, self.preprocess_logits_for_metrics = given, None
+        self.gather_function = self._gathered
+        accelerator.pad_across_processes = lambda tensor, *_, **__: tensor  # gathering pads
+        try:
+            yield
+        finally:
+            self.preprocess_logits_for_metrics = given
+            accelerator.pad_across_processes = pads
+
+    def _gathered(self, given: Any) -> Any:
+        """Return the rows of all replicas without those that are repeated to fill up the last batch."""
+        found = self._rows.gather(given)
+        rest = self._rest_of_evaluation
+        return nested_truncate(found, rest) if rest else found
+
+    @property
+    def _rest_of_evaluation(self) -> int:
+        """The rows of all replicas in the last batch of an evaluation, if it is short and the next one; else 0."""
+        state = self.accelerator.gradient_state
+        return max(0, state.remainder) if state.end_of_dataloader else 0
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[Tensor | None, None, None]:
-        """Return the loss of a batch over all replicas. Logits stay on the last stage's rank."""
-        items = self._get_num_items_in_batch([inputs], self.args.device)
-        if items is None:
-            raise OptionError("PipelineTrainer: a batch without labels: expected 'labels' in every batch")
-        loss = self.pipe.eval_step(**self._prepare_inputs(inputs), num_items_in_batch=items)
-        return loss.to(self.args.device), None, None
+    ) -> tuple[Tensor | None, Any, Tensor | None]:
+        """Return the loss of a batch over all replicas, this replica's logits on its last stage's rank, and its labels."""
+        given: dict[str, Any] = dict(self._prepare_inputs(inputs))
+        labels = given.get("labels")
+        if labels is None:
+            whole: Any = self.model
+            given["labels"] = torch.full_like(given[whole.main_input_name], -100)
+            items: Any = torch.ones((), device=self.args.device)
+        else:
+            if self._rest_of_evaluation and self.pipe.replicas > 1:
+                given = self._rows.counted_once(given, self._rest_of_evaluation)
+            items = self._get_num_items_in_batch([given], self.args.device)
+        found = self.pipe.eval_step(**given, num_items_in_batch=items, outputs=not prediction_loss_only)
+        loss, outputs = (found, None) if prediction_loss_only else found
+        loss = None if labels is None else loss.to(self.args.device)
+        if prediction_loss_only:
+            return loss, None, None
+        return loss, NOWHERE if outputs is None else self._logits(outputs, labels, ignore_keys), labels
 
-    def predict(self, *_: Any, **__: Any) -> Any:
-        """Refuse predictions, which would need the logits on all ranks."""
-        raise OptionError("PipelineTrainer: predict: expected evaluate(), or trainer.pipe.eval_step for the logits")
+    def _logits(self, outputs: Any, labels: Any, ignore_keys: Any) -> Any:
+        """Return the outputs that a Trainer takes for predictions, as its user wants them preprocessed."""
+        if ignore_keys is None:
+            whole: Any = self.model
+            ignore_keys = getattr(whole.config, "keys_to_ignore_at_inference", ["cache"])
+        left_out = {"loss", *ignore_keys}
+        named = isinstance(outputs, dict)
+        logits: Any = tuple(one for name, one in outputs.items() if name not in left_out) if named else outputs[1:]
+        logits = logits[0] if len(logits) == 1 else logits
+        return logits if self._preprocess is None else self._preprocess(logits, labels)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model as ``from_pretrained`` reads it. All ranks call this, and rank 0 writes."""
@@ -228,6 +290,23 @@ class PipelineTrainer(transformers.Trainer):
         load(self._training_state(), checkpoint_id=str(Path(checkpoint) / _STATE))
         scheduler: Any = self.lr_scheduler
         scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+
+    def _load_best_model(self) -> None:
+        """Load the parameters of the best checkpoint, and leave the optimizer as it is. All ranks call this."""
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        values = {name: torch.empty_like(tensor, device="cpu") for name, tensor in self.pipe.state_dict().items()}
+        load({"training": {"model": values}}, checkpoint_id=str(Path(self.state.best_model_checkpoint) / _STATE))
+        self.pipe.load_state_dict(values)
+
+
+def _reads(pipe: Pipeline, argument: str) -> bool:
+    """Return whether a captured model uses an argument."""
+    compiled = pipe.session.compiled
+    if compiled.captured is None:
+        return True
+    named = zip(compiled.inputs.labels, compiled.captured.flat.inputs, strict=True)
+    return any(argument in label and node.users for label, node in named)
 
 
 class _PipelineModel:

@@ -33,13 +33,10 @@ def refuse_arguments(args: Any) -> None:
         "activation_checkpointing": "it would change the model after its capture; memory= limits the activations",
         "auto_find_batch_size": "a pipeline is compiled for one size of batch; memory= limits the activations",
         "fp16": "put torch.autocast into the model's forward and train by pipe.step with pipe.grad_scaler()",
-        "bf16": "put torch.autocast into the model's forward, or build the model in bfloat16",
         "fp16_full_eval": "evaluation uses the model as it was compiled",
         "bf16_full_eval": "evaluation uses the model as it was compiled",
-        "label_smoothing_factor": "the loss is the model's own; write your own loop with adaptra.compile(loss=...)",
         "neftune_noise_alpha": "its hook would not be captured",
         "use_liger_kernel": "its autograd functions can't be captured",
-        "load_best_model_at_end": "load the best checkpoint by from_pretrained in another process",
         "predict_with_generate": "generation needs the whole model; use save_model and from_pretrained",
         "save_on_each_node": "rank 0 alone receives the whole model",
         "push_to_hub": "push the folder that save_model wrote",
@@ -54,6 +51,16 @@ def refuse_arguments(args: Any) -> None:
             f"{where}: include_num_input_tokens_seen={args.include_num_input_tokens_seen!r}: expected 'no': ranks of one "
             "replica would count the same tokens several times"
         )
+    if args.mixed_precision not in {"no", "bf16"}:
+        raise OptionError(
+            f"{where}: mixed_precision={args.mixed_precision!r}: expected 'no' or 'bf16': put torch.autocast into the model's "
+            "forward and train by pipe.step with pipe.grad_scaler()"
+        )
+    if args.load_best_model_at_end and args.save_only_model:
+        raise OptionError(
+            f"{where}: load_best_model_at_end=True with save_only_model=True: expected False: each rank reads its stages from "
+            "what checkpoints have beside the model"
+        )
     if not args.average_tokens_across_devices:
         raise OptionError(
             f"{where}: average_tokens_across_devices=False: expected True: the loss is the mean over all replicas' tokens"
@@ -66,9 +73,12 @@ def refuse_arguments(args: Any) -> None:
     if args.n_gpu > 1:
         raise OptionError(f"{where}: n_gpu={args.n_gpu}: expected one device for each rank: start the script by torchrun")
     accelerator = args.accelerator_config
-    for name in ("split_batches", "dispatch_batches"):
-        if getattr(accelerator, name):
-            raise OptionError(f"{where}: accelerator_config: {name}=True: expected False: each replica reads its own rows")
+    for name, expected in {"split_batches": False, "dispatch_batches": False, "even_batches": True}.items():
+        if getattr(accelerator, name) not in {expected, None}:
+            raise OptionError(
+                f"{where}: accelerator_config: {name}={not expected}: expected {expected}: each replica reads its own rows, as "
+                "many as the others"
+            )
     sampling = str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
     if sampling not in {"random", "sequential"}:
         raise OptionError(f"{where}: train_sampling_strategy={sampling!r}: expected 'random' or 'sequential'")
@@ -96,8 +106,6 @@ def refuse_functions(given: dict[str, Any]) -> None:
     off = {
         "model_init": "give the model itself",
         "compute_loss_func": "the loss is the model's own; write your own loop with adaptra.compile(loss=...)",
-        "compute_metrics": "the logits are on the last stage's rank; call trainer.pipe.eval_step and compute them there",
-        "preprocess_logits_for_metrics": "the logits are on the last stage's rank",
         "optimizer_cls_and_kwargs": "choose one by TrainingArguments(optim=...)",
     }
     for name, instead in off.items():
@@ -110,13 +118,33 @@ def refuse_functions(given: dict[str, Any]) -> None:
         )
 
 
-def require_whole_batches(rows: Any, name: str, per_replica: int, replicas: int, drop_last: bool) -> None:
-    """Refuse a data set without a length, or one whose last batch is short."""
-    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
-        raise OptionError(f"PipelineTrainer: {name}: a {type(rows).__name__}: expected a data set with a length and an index")
-    size = per_replica * replicas
-    if len(rows) < size or (len(rows) % size and not drop_last):
+def refuse_loss(model: Any, *, takes_items: bool) -> None:
+    """Refuse a model whose loss is not the sum over all labels divided by the number of the batch's items."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    encodes = getattr(model.config, "is_encoder_decoder", False)
+    if not takes_items or encodes or model.loss_function is not ForCausalLMLoss:
         raise OptionError(
-            f"PipelineTrainer: {name}: {len(rows)} rows in batches of {size}: expected a multiple, or "
-            "TrainingArguments(dataloader_drop_last=True): all batches of a pipeline have one size"
+            f"model: a {type(model).__name__}: expected a causal language model, whose loss takes num_items_in_batch: "
+            "use adaptra.compile for others"
+        )
+
+
+def refuse_smoothing(model: Any) -> None:
+    """Refuse a model whose labels the plain Trainer's label smoothing would not shift."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = type(model).__name__
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise OptionError(
+            f"TrainingArguments: label_smoothing_factor: a {name}: expected a class that AutoModelForCausalLM knows, since the "
+            "plain Trainer shifts the labels of no other"
+        )
+
+
+def require_length(rows: Any, name: str) -> None:
+    """Refuse a data set without a length or an index."""
+    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__") or not len(rows):
+        raise OptionError(
+            f"PipelineTrainer: {name}: a {type(rows).__name__}: expected a data set with a length, an index and a row"
         )

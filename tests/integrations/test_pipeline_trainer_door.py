@@ -16,6 +16,20 @@ pytest.importorskip("accelerate", reason="PipelineTrainer needs accelerate")
 
 NO = "TrainingArguments: …=…: a PipelineTrainer can't follow it: …"
 DEVICES = "TrainingArguments: n_gpu=…: expected one device for each rank: start the script by torchrun"
+PRECISION = (
+    "TrainingArguments: mixed_precision=…: expected 'no' or 'bf16': put torch.autocast into the model's forward and train by "
+    "pipe.step with pipe.grad_scaler()"
+)
+BEST = (
+    "TrainingArguments: load_best_model_at_end=True with save_only_model=True: expected False: each rank reads its stages from "
+    "what checkpoints have beside the model"
+)
+SMOOTHING = (
+    "TrainingArguments: label_smoothing_factor: a …: expected a class that AutoModelForCausalLM knows, since the plain Trainer "
+    "shifts the labels of no other"
+)
+ROWS = "TrainingArguments: accelerator_config: …=…: expected …: each replica reads its own rows, as many as the others"
+PREDICTIONS = "predictions: a …: expected tensors, or tuples of them: name other outputs in ignore_keys="
 PLACED = "model: it was loaded with device_map=: expected none: adaptra places the stages itself"
 ROUTED = "model: config.output_router_logits=True: expected False: the routers' loss isn't divided by the batch's tokens"
 PLAIN = "model: a …: expected a PreTrainedModel of transformers: use adaptra.compile for other models"
@@ -39,6 +53,7 @@ def arguments(folder: Path, **changed: Any) -> Any:
         ({"deepspeed": "stage2.json"}, NO),
         ({"predict_with_generate": True}, NO),
         ({"_n_gpu": 2}, DEVICES),
+        ({"fp16": True}, NO),
     ],
 )
 def test_other_engines_and_devices_are_refused(changed: dict[str, Any], row: str, tmp_path: Path) -> None:
@@ -50,6 +65,46 @@ def test_other_engines_and_devices_are_refused(changed: dict[str, Any], row: str
     check_documented("OptionError", str(caught.value), row)
     name = next(iter(changed)).removeprefix("_")
     assert f"TrainingArguments: {name}=" in str(caught.value)
+
+
+def test_settings_of_precision_rows_and_checkpoints_are_refused(tmp_path: Path) -> None:
+    from adaptra.integrations.transformers_refusals import refuse_arguments
+
+    uneven = arguments(tmp_path)
+    uneven.accelerator_config.even_batches = False
+    best = arguments(tmp_path, load_best_model_at_end=True, save_only_model=True)
+    for made, row in ((arguments(tmp_path, mixed_precision="fp8"), PRECISION), (best, BEST), (uneven, ROWS)):
+        with pytest.raises(OptionError) as caught:
+            refuse_arguments(made)
+        check_documented("OptionError", str(caught.value), row)
+
+
+def test_labels_that_the_plain_trainer_would_not_shift_are_not_smoothed() -> None:
+    from transformers import LlamaForCausalLM
+
+    from adaptra.integrations.transformers_refusals import refuse_smoothing
+
+    class Renamed(LlamaForCausalLM):
+        """A class of a user."""
+
+    refuse_smoothing(object.__new__(LlamaForCausalLM))
+    with pytest.raises(OptionError) as caught:
+        refuse_smoothing(object.__new__(Renamed))
+    check_documented("OptionError", str(caught.value), SMOOTHING)
+
+
+def test_predictions_are_tensors() -> None:
+    import torch
+
+    from adaptra.integrations.transformers_rows import built, structure_of
+
+    tensors: list[torch.Tensor] = []
+    given = (torch.ones(2), (torch.zeros(3), torch.ones(1)))
+    structure = structure_of(given, tensors)
+    assert built(structure, tensors) == given
+    with pytest.raises(OptionError) as caught:
+        structure_of((torch.ones(2), {"scores": torch.ones(2)}), tensors)
+    check_documented("OptionError", str(caught.value), PREDICTIONS)
 
 
 def test_placed_routed_and_foreign_models_are_refused() -> None:

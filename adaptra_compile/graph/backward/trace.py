@@ -188,7 +188,11 @@ class _Trace:
         fakes += [fake_like(values[node]) for node in piece.constants]
         for node in piece.inputs:
             message = self.layout(node).pack(values[node].detach()) if piece.index else values[node]
-            fakes.append(fake_like(message, self._gradients is not None and values[node].requires_grad))
+            # Autocast keeps the casts of leaves, taking them for weights, but not those of views. Uses of an activation are
+            # cast one by one in eager torch, and their gradients added in the activation's precision.
+            with torch.no_grad():
+                view = fake_like(message).view_as(message)
+            fakes.append(view.requires_grad_(self._gradients is not None and values[node].requires_grad))
         fakes += [fake_like(values[node]) for node in piece.targets]
         fakes += [torch.empty(one.spec.shape, dtype=one.spec.dtype, device=self._device(one)) for one in self._gradients or ()]
         return fakes

@@ -103,6 +103,30 @@ def test_each_stage_casts_a_weight_that_several_use(one_thread: None) -> None:
         torch.testing.assert_close(gradient, wanted[name], rtol=2**-7, atol=1e-4)
 
 
+class Forked(nn.Module):
+    """Several layers of a stage cast the activation that it receives, as attention's projections do."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.before = nn.Linear(width, width)
+        self.ways = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = torch.tanh(self.before(x)).float()
+            first, second, third = (way(x) for way in self.ways)
+            return first * second + third
+
+
+def test_gradients_of_a_received_activation_are_added_in_its_own_precision(one_thread: None) -> None:
+    """Autocast keeps the one cast of a weight. A stage's input is none, although it is a leaf there."""
+    one = Example("forked under autocast", Forked, vectors(8), autocast_loss)
+    batches = [one.rows(4 * MICROBATCHES, step) for step in range(2)]
+    with compiled(one, batches[0], stages=2, microbatches=MICROBATCHES, split=["ways.0"]) as pipe:
+        assert differences(train(pipe, batches), train_alone(one, batches, MICROBATCHES), whole=False) == []
+        assert pipe.session.compiled.difference is None
+
+
 def autocast_on_a_rank(_rank: int) -> tuple[list[str], set[torch.dtype]]:
     torch.distributed.init_process_group("gloo")
     return autocast_steps(torch.bfloat16, ["layers.5"])
