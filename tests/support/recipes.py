@@ -50,10 +50,10 @@ def run_recipe(command: Sequence[str], folder: Path, timeout: float = 120.0, **m
     return done.stdout
 
 
-def made_by(folder: Path) -> dict[str, Any]:
+def made_by(folder: Path, before: str = "pipe = adaptra.compile(") -> dict[str, Any]:
     """What the script of a recipe has made before it compiles the model."""
     found: dict[str, Any] = {}
-    exec((folder / "train.py").read_text().split("pipe = adaptra.compile(")[0], found)
+    exec((folder / "train.py").read_text().split(before)[0], found)
     return found
 
 
