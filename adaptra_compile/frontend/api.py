@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from adaptra.checks import is_real
 from adaptra.errors import BatchError, OptionError, PipelineError, StateError
 from adaptra.frontend.activation_memory import predicted_peaks
+from adaptra.frontend.arguments.accelerate_doors import refuse_accelerate
 from adaptra.frontend.arguments.arguments import CompileArguments, check_split
 from adaptra.frontend.arguments.placing import STRAIGHT, Placement
 from adaptra.frontend.arguments.step_arguments import Outputs, StepArguments, check_outputs, name_of_call
@@ -139,6 +140,7 @@ def compile(
         reduction=reduction,
         weights=weights,
     )
+    refuse_accelerate(request.whole_model)
     pipeline = Pipeline(request)
     named: Any = {} if example_kwargs is None else example_kwargs
     if not isinstance(named, Mapping):

@@ -222,7 +222,7 @@ class Controller:
         except DistError as error:
             raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
 
-    def send_checksums(self, call: str, number: int, numbers: Mapping[str, int]) -> None:
+    def send_checksums(self, call: str, number: int, numbers: Mapping[str, int], step: int) -> None:
         """Send checksums of this rank's batch to the pipeline's first rank, which compares those of all its ranks.
 
         Does not wait.
@@ -233,12 +233,13 @@ class Controller:
             call: The name of the pipeline's method.
             number: The number of this call of that method, from 0.
             numbers: The result of :func:`adaptra.runtime.control.same_rows.numbers_of`.
+            step: The number of the next step in the whole training.
 
         Raises:
             ControlError: The store is lost.
         """
         try:
-            self._mailbox.post(self._pipeline[0], BatchChecksums(self._place, call, number, numbers))
+            self._mailbox.post(self._pipeline[0], BatchChecksums(self._place, call, number, numbers, step))
         except DistError as error:
             raise ControlError(f"rank {self._rank} lost the store of the control plane: {error}") from error
 

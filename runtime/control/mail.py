@@ -93,12 +93,14 @@ class BatchChecksums:
         call: The name of the pipeline's method.
         number: The number of this call of that method, from 0.
         numbers: Checksums by the tensor's argument name and path.
+        step: The number of the next step in the whole training.
     """
 
     rank: int
     call: str
     number: int
     numbers: Mapping[str, int]
+    step: int
 
 
 @dataclass(frozen=True, slots=True)

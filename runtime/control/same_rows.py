@@ -2,6 +2,8 @@
 
 Only the first stage's rank reads inputs, and only the last stage's rank reads targets. Ranks that shuffle for themselves, as
 under data parallelism, would silently train inputs on the targets of other rows.
+Ranks that each load a checkpoint of their own may load those of different steps, whose stages don't belong together. So the
+number of the step is compared as well.
 
 In the first calls, and then in every hundredth, each rank mails one checksum per tensor to the control thread of rank 0. No
 rank waits for this mail, and rank 0 waits for none.
@@ -59,7 +61,8 @@ class SameRows:
         """Take a rank's checksums, and compare once all ranks have sent theirs.
 
         Raises:
-            BatchError: Several ranks were given different tensors; names the call, the arguments and the ranks.
+            BatchError: Several ranks were given different tensors, or go on at different steps of the training. The text names
+                the call, the ranks, and the arguments or steps.
         """
         key = (given.call, given.number)
         received = self._pending.setdefault(key, {})
@@ -71,6 +74,14 @@ class SameRows:
             del self._pending[next(iter(self._pending))]
 
     def _compare(self, call: BatchChecksums, received: Sequence[BatchChecksums]) -> None:
+        one, *others = received
+        other = next((rank for rank in others if rank.step != one.step), None)
+        if other is not None:
+            raise BatchError(
+                f"{call.call} {call.number}: rank {self._ranks[one.rank]} is at step {one.step} of the training, rank "
+                f"{self._ranks[other.rank]} at step {other.step}: expected one checkpoint for all ranks, in which each finds "
+                "its own stages as of the same step"
+            )
         first: dict[str, BatchChecksums] = {}
         differing: dict[tuple[int, int], list[str]] = {}
         for given in received:

@@ -6,35 +6,15 @@ import contextlib
 import os
 import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as checkpoints
 from processes import run_processes
-from recipes import run_recipe, write_recipe
+from recipes import MICROBATCHES, backward, made_by, run_recipe, write_recipe
 from torch import Tensor, nn
 
 import adaptra
-
-MICROBATCHES = 4
-
-
-def made_by(folder: Path) -> dict[str, Any]:
-    """What the script of a recipe has made before it compiles the model."""
-    found: dict[str, Any] = {}
-    exec((folder / "train.py").read_text().split("pipe = adaptra.compile(")[0], found)
-    return found
-
-
-def backward(model: nn.Module, inputs: Tensor) -> Tensor:
-    """The mean loss of a batch, its gradients added to those that are there."""
-    losses: list[Tensor] = []
-    for part in inputs.chunk(MICROBATCHES):
-        loss = nn.functional.mse_loss(model(part), part)
-        (loss / MICROBATCHES).backward()
-        losses.append(loss.detach())
-    return torch.stack(losses).mean()
 
 
 def train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor) -> list[str]:

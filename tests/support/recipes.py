@@ -7,12 +7,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from commands import run_command
 from documented import Page
 from paths import DOCS
+from torch import Tensor, nn
 
 RECIPES = DOCS / "recipes"
+MICROBATCHES = 4
+"""Those of the recipes that train something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +48,20 @@ def run_recipe(command: Sequence[str], folder: Path, timeout: float = 120.0, **m
     done = run_command(command, timeout, folder, environment(**more))
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def made_by(folder: Path, before: str = "pipe = adaptra.compile(") -> dict[str, Any]:
+    """What the script of a recipe has made before it compiles the model."""
+    found: dict[str, Any] = {}
+    exec((folder / "train.py").read_text().split(before)[0], found)
+    return found
+
+
+def backward(model: nn.Module, inputs: Tensor) -> Tensor:
+    """The mean loss of a batch, its gradients added to those that are there."""
+    losses: list[Tensor] = []
+    for part in inputs.chunk(MICROBATCHES):
+        loss = nn.functional.mse_loss(model(part), part)
+        (loss / MICROBATCHES).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).mean()

@@ -38,21 +38,28 @@ def changed_lines(pair: str) -> int:
     return sum(line.startswith(("+", "-")) and not line.startswith(("+++", "---")) for line in lines)
 
 
-def losses_of_plain(pair: str, folder: Path, *arguments: str) -> list[float]:
-    """The losses of the script in one process."""
-    return _run([sys.executable], pair, PLAIN, folder, *arguments)
+def losses_of_plain(pair: str, folder: Path, *arguments: str, then: str = "") -> list[float]:
+    """The losses of the script in one process. ``then`` is code that runs after it, as if the script ended with it."""
+    return _run([sys.executable], pair, PLAIN, folder, *arguments, then=then)
 
 
-def losses_of_pipeline(pair: str, folder: Path, ranks: int, *arguments: str, timeout: float = 150) -> list[float]:
-    """The losses of the script with adaptra under torchrun."""
-    return _run(under_torchrun(ranks), pair, PIPELINE, folder, *arguments, timeout=timeout)
+def losses_of_pipeline(
+    pair: str, folder: Path, ranks: int, *arguments: str, timeout: float = 150, then: str = ""
+) -> list[float]:
+    """The losses of the script with adaptra under torchrun; ``then`` as of :func:`losses_of_plain`."""
+    return _run(under_torchrun(ranks), pair, PIPELINE, folder, *arguments, timeout=timeout, then=then)
 
 
-def _run(launcher: list[str], pair: str, script: str, folder: Path, *arguments: str, timeout: float = 150) -> list[float]:
+def _run(
+    launcher: list[str], pair: str, script: str, folder: Path, *arguments: str, timeout: float = 150, then: str = ""
+) -> list[float]:
     """Run a script in a folder with one thread per process, and return its losses."""
-    file = folder / f"{script}.json"
-    command = [*launcher, str(EXAMPLES / pair / script), "--losses", str(file), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    file, path = folder / f"{script}.json", EXAMPLES / pair / script
+    if then:
+        path = folder / script
+        path.write_text((EXAMPLES / pair / script).read_text() + then)
+    command = [*launcher, str(path), "--losses", str(file), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES / pair)}
     done = run_command(command, timeout, folder, environment)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return json.loads(file.read_text())

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from adaptra.errors import PipelineError
+from adaptra.frontend.module_like.never_wrapped import GUARDS
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ class ModuleOutline:
         made: Any = object.__new__(self.kind)
         nn.Module.__init__(made)
         hooks = [name for name in dir(nn.Module) if name.startswith("register_") and name.endswith("_hook")]
-        vars(made).update(self.attributes, forward=_refuse_call, **dict.fromkeys(hooks, _refuse_hook))
+        vars(made).update(self.attributes, forward=_refuse_call, **dict.fromkeys(hooks, _refuse_hook), **GUARDS)
         made._non_persistent_buffers_set |= self.non_persistent
         made._parameters |= {name: state.get(prefix + name) for name in self.parameters}
         made._buffers |= {name: state.get(prefix + name) for name in self.buffers}

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from torch import nn
 
+from adaptra.frontend.module_like.never_wrapped import PREPARED, refuse_wrapping
+
 
 class NotAModule:
     """Refuses a module's methods that a pipeline does not have, such as those that ``get_model_state_dict`` calls first."""
@@ -16,8 +18,11 @@ class NotAModule:
             """Refuse an attribute that does not exist.
 
             Raises:
-                AttributeError: Always. For names of a module's methods, the text says what to call instead.
+                AttributeError: For names of a module's methods, the text says what to call instead.
+                PipelineError: The name is one that ``Accelerator.prepare_model`` reads.
             """
+            if name == PREPARED:
+                refuse_wrapping()
             kind = type(self).__name__
             if not name.startswith("__") and hasattr(nn.Module, name):
                 raise AttributeError(

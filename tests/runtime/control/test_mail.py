@@ -44,8 +44,8 @@ WIRE: list[tuple[Mail, dict[str, Any]]] = [
     (Term(4), {"mail": "term", "term": 4}),
     (LogGrew(5, 9, 3), {"mail": "log", "position": 5, "until": 9, "version": 3}),
     (
-        BatchChecksums(1, "step", 0, {"inputs": 17}),
-        {"mail": "given", "rank": 1, "call": "step", "number": 0, "numbers": [["inputs", 17]]},
+        BatchChecksums(1, "step", 0, {"inputs": 17}, 3),
+        {"mail": "given", "rank": 1, "call": "step", "number": 0, "numbers": [["inputs", 17]], "step": 3},
     ),
     (BatchMismatch("other rows"), {"mail": "differed", "error": "other rows"}),
     (Failed(1, "broken"), {"mail": "failed", "rank": 1, "error": "broken"}),

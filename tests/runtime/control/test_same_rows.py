@@ -12,6 +12,7 @@ from processes import run_processes
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from training import compiled
 
+from adaptra import TrainingState
 from adaptra.errors import BatchError
 from adaptra.runtime.control.mail import BatchChecksums, from_json, to_json
 from adaptra.runtime.control.same_rows import SameRows, is_due, numbers_of
@@ -21,6 +22,11 @@ MICROBATCHES = 2
 DIFFERENT = (
     "… …: rank … was given other … than rank …: expected the same rows on all ranks of a replica; give a DistributedSampler "
     "num_replicas=pipe.replicas and rank=pipe.replica, and whatever shuffles the same seed"
+)
+
+APART = (
+    "… …: rank … is at step … of the training, rank … at step …: expected one checkpoint for all ranks, in which each finds "
+    "its own stages as of the same step"
 )
 
 
@@ -70,6 +76,11 @@ def train(rank: int) -> dict[str, Any]:
                 pipe.step(inputs, targets)
 
         found["evaluated"] = caught(evaluate)
+    with compiled_pipe() as pipe:
+        pipe.step(inputs, targets)
+        state: Any = TrainingState(pipe, torch.optim.SGD(pipe.parameters()))
+        state.load_state_dict(state.state_dict() | {"step": 7 + rank})
+        found["loaded"] = caught(lambda: [pipe.step(inputs, targets) for _ in range(50)])
     return found
 
 
@@ -81,6 +92,7 @@ def test_ranks_of_a_replica_with_other_rows_are_told_all_of_them() -> None:
         assert "step 0: rank 1 was given other inputs and targets than rank 0: expected the same rows" in message
         assert steps < 50
         assert "eval_step 1: rank 1 was given other targets than rank 0" in found["evaluated"]
+        assert "step 1: rank 0 is at step 7 of the training, rank 1 at step 8: expected one checkpoint" in found["loaded"]
 
 
 def test_what_several_ranks_were_given_is_compared() -> None:
@@ -88,7 +100,7 @@ def test_what_several_ranks_were_given_is_compared() -> None:
     rows = SameRows([4, 5, 6])
 
     def tell(rank: int, number: int, given: dict[str, Any]) -> None:
-        mail = from_json(encode(to_json(BatchChecksums(rank, "step", number, numbers_of(given)))).encode())
+        mail = from_json(encode(to_json(BatchChecksums(rank, "step", number, numbers_of(given), 0))).encode())
         assert isinstance(mail, BatchChecksums)
         rows.add(mail)
 
@@ -108,6 +120,17 @@ def test_what_several_ranks_were_given_is_compared() -> None:
     (message,) = messages
     assert message.startswith("step 300: rank 5 was given other targets than rank 4, rank 6 was given other inputs[1]['mask']")
     check_documented("BatchError", message, DIFFERENT)
+
+
+def test_ranks_that_go_on_at_different_steps_are_told_so() -> None:
+    rows = SameRows([4, 5])
+    for rank in range(2):
+        rows.add(BatchChecksums(rank, "step", 0, {}, 8))
+    rows.add(BatchChecksums(0, "step", 1, {}, 9))
+    with pytest.raises(BatchError) as error:
+        rows.add(BatchChecksums(1, "step", 1, {}, 5))
+    check_documented("BatchError", str(error.value), APART)
+    assert str(error.value).startswith("step 1: rank 4 is at step 9 of the training, rank 5 at step 5: ")
 
 
 def test_the_first_calls_are_compared_and_then_some() -> None:
