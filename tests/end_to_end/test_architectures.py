@@ -49,10 +49,7 @@ def test_it_trains_bitwise_as_in_one_process(name: str, stages: int) -> None:
         assert ("module layers.0 (LSTM)" in other and "mkldnn" in other) if name in ROUNDED_OTHERWISE else other == "None"
         assert differences(train(pipe, batches(name)), expected) == []
         if stages == TABLED:
-            row, tabled = row_of(name, example.make(), built.compiled), rows_of(DOCUMENT.read_text())[name][:-1]
-            # Estimated costs count how often torch's fake tensors ask for a device. 2.15 asks less often, so cuts may differ.
-            assert (row[:2], row[3:]) == (tabled[:2], tabled[3:])
-            assert row[2] == tabled[2] or torch.__version__ >= "2.15"  # Compared as versions, not as text.
+            assert row_of(name, example.make(), built.compiled) == rows_of(DOCUMENT.read_text())[name][:-1]
 
 
 @pytest.mark.parametrize("name", ROUNDED_OTHERWISE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,8 @@ import adaptra
 from adaptra.errors import OptionError
 from adaptra.frontend.activation_memory import predicted_peaks, size_text
 from adaptra.graph.stages.stage_graphs import StageGraphs
+from adaptra.runtime.transports.base import Identity, Pending
+from adaptra.runtime.transports.local import LocalTransport
 from adaptra.sizes import MemoryLimit
 
 ROWS, MICROBATCHES, STAGES = 16, 8, 3
@@ -56,8 +58,13 @@ def compiled(name: str, **arguments: Any) -> tuple[adaptra.Pipeline, Any]:
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt_tied", "gpt_dropout", "resnet"])
-def test_predicted_is_what_tensors_take_within_a_tenth(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predicted_is_what_tensors_take_within_a_twentieth(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trackers: dict[int, Tracker] = {}
+    send = LocalTransport.send
+
+    def sent_as_copy(transport: LocalTransport, to: int, what: Identity, tensors: Sequence[Tensor], **given: Any) -> Pending:
+        """As between processes. Here both ranks have the same tensor, and each would count it as long as the other keeps it."""
+        return send(transport, to, what, [one.clone() for one in tensors], **given)
 
     def tracked(method: Callable[..., Any]) -> Callable[..., Any]:
         def run(stage: StageGraphs, *given: Any) -> Any:
@@ -71,6 +78,7 @@ def test_predicted_is_what_tensors_take_within_a_tenth(name: str, monkeypatch: p
 
     for each in ("run_forward", "run_input_grad", "run_weight_grad"):
         monkeypatch.setattr(StageGraphs, each, tracked(getattr(StageGraphs, each)))
+    monkeypatch.setattr(LocalTransport, "send", sent_as_copy)
     pipe, (args, kwargs, targets) = compiled(name, options=adaptra.Options(schedule="zb_h1"))
     with pipe:
         pipe.step(args, targets, **kwargs)
@@ -82,8 +90,10 @@ def test_predicted_is_what_tensors_take_within_a_tenth(name: str, monkeypatch: p
             trackers[worker.rank] = Tracker([*state, *gradients, *pytree.tree_leaves((args, kwargs, targets))])
         pipe.step(args, targets, **kwargs)
         predicted = predicted_peaks(pipe.plan.program, built.compiled.train)
-        measured = [trackers[worker.rank].peak for worker in built.workers]
-    assert predicted == pytest.approx(measured, rel=0.1)
+        # Two messages may be under way in each direction. Between threads each arrives at once.
+        under_way = [2 * (stage.output_bytes + stage.grad_input_bytes) for stage in built.compiled.train]
+        measured = [trackers[worker.rank].peak + under_way[worker.rank] for worker in built.workers]
+    assert predicted == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.0])

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from adaptra.graph.backward.peak_memory import peak_bytes
+from adaptra.graph.backward.peak_memory import peak_bytes, sharing_storage, storage_bytes
 from adaptra.graph.backward.same_pieces import Tracer
 from adaptra.graph.backward.split import SplitPiece, build, forward_part, split
 from adaptra.graph.backward.trace import GradientMessage, TracedPiece
 from adaptra.graph.capture.capture import FlatGraph, StateNames
 from adaptra.graph.ops.fresh_tensors import fresh_results, reuse_sums
 from adaptra.graph.ops.layout import Layout
-from adaptra.graph.ops.specs import MessageSpec, TensorSpec, tensor_bytes
+from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.graph.ops.work import flops_of_nodes
 from adaptra.graph.partition.analyze import Analysis
 from adaptra.graph.partition.partition import Piece
@@ -168,6 +168,7 @@ def split_backward(traced: TracedPiece, changed_state: frozenset[str]) -> Backwa
     weight_grad, weight_grad_takes = _taking(
         parts.backward_inputs, parts.weight_grad, parts.grad_weights, parts.kept_by_input_grad
     )
+    sources = (*parts.kept, *traced.grad_outputs)
     return BackwardGraphs(
         forward=parts.forward,
         outputs=(*traced.outputs, *parts.kept),
@@ -178,9 +179,12 @@ def split_backward(traced: TracedPiece, changed_state: frozenset[str]) -> Backwa
         weight_grad_takes=weight_grad_takes,
         fresh_gradients=fresh_results(weight_grad.graph),
         flops=Flops(flops_of_nodes(parts.forward), flops_of_nodes(parts.input_grad), flops_of_nodes(parts.weight_grad)),
-        kept_after_forward=_kept_bytes(traced, parts, range(len(parts.kept))),
-        kept_after_input_grad=_kept_bytes(traced, parts, weight_grad_takes)
-        + sum(_size(node) for node in parts.kept_by_input_grad),
+        kept_after_forward=_kept_bytes(traced, parts.kept, traced.inputs),
+        kept_after_input_grad=_kept_bytes(
+            traced,
+            [*(sources[index] for index in weight_grad_takes), *parts.kept_by_input_grad],
+            [*traced.inputs, *traced.grad_outputs],
+        ),
         peaks=Peaks(
             forward=0,
             input_grad=_backward_peak(input_grad, input_grad_takes, traced, parts, weight_grad_takes),
@@ -202,6 +206,7 @@ def _stage(
 ) -> StageGraphs:
     parameters = tuple(name for name in held if name in names.parameters)
     graph = forward.graph(traced, backward.outputs, backward.copied, nodes=backward.forward)
+    foreign = len(graph.state) + len(graph.constants)
     return StageGraphs(
         index=index,
         parameters=parameters,
@@ -218,7 +223,10 @@ def _stage(
         kept_after_forward=backward.kept_after_forward,
         kept_after_input_grad=backward.kept_after_input_grad,
         peaks=replace(
-            backward.peaks, forward=peak_bytes(graph.module.graph, foreign=range(len(graph.state) + len(graph.constants)))
+            backward.peaks,
+            forward=peak_bytes(
+                graph.module.graph, foreign=range(foreign), staying=range(foreign, foreign + len(traced.inputs))
+            ),
         ),
         _forward=graph,
         _input_grad=backward.input_grad,
@@ -245,25 +253,25 @@ def _taking(
     return module, takes
 
 
-def _kept_bytes(traced: TracedPiece, parts: SplitPiece, positions: Iterable[int]) -> int:
-    """Return the bytes of the values at these positions of I's inputs, without the stage's own state."""
-    sources = (*parts.kept, *traced.grad_outputs)
-    return sum(_size(sources[i]) for i in positions if sources[i] not in traced.state and sources[i] not in traced.constants)
+def _kept_bytes(traced: TracedPiece, kept: Iterable[fx.Node], received: Iterable[fx.Node]) -> int:
+    """Return the bytes that a microbatch keeps, without the stage's own state: what is saved, and the messages received so far.
+
+    The runtime releases a message when the last op of its microbatch has run, whether that message's values are saved or not.
+    """
+    return storage_bytes([*kept, *received], apart_from=[*traced.state, *traced.constants])
 
 
 def _backward_peak(
     module: fx.GraphModule, takes: Sequence[int], traced: TracedPiece, parts: SplitPiece, passed: Sequence[int] = ()
 ) -> int:
-    """Return the peak bytes of I or W. Values that I passes on to W without using them count as well."""
+    """Return the peak bytes of I or W. Received messages count, and values that I passes on to W without using them."""
     sources = (*parts.kept, *traced.grad_outputs)
-    foreign = [at for at, index in enumerate(takes) if sources[index] in traced.state or sources[index] in traced.constants]
-    staying = [at for at, index in enumerate(takes) if index in passed]
-    beside = _kept_bytes(traced, parts, [index for index in passed if index not in takes])
-    return peak_bytes(module.graph, foreign=foreign, staying=staying) + beside
-
-
-def _size(node: fx.Node) -> int:
-    return tensor_bytes(node.meta["val"])
+    own = [*traced.state, *traced.constants]
+    held = [*(sources[index] for index in passed), *traced.inputs, *traced.grad_outputs]
+    taken = [sources[index] for index in takes]
+    foreign = [at for at, node in enumerate(taken) if node in traced.state or node in traced.constants]
+    peak = peak_bytes(module.graph, foreign=foreign, staying=sharing_storage(taken, held))
+    return peak + storage_bytes(held, apart_from=[*own, *taken])
 
 
 def _specs(nodes: Sequence[fx.Node]) -> MessageSpec:

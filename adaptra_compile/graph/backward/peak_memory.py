@@ -45,6 +45,18 @@ def peak_bytes(graph: fx.Graph, *, foreign: Collection[int], staying: Collection
     return peak
 
 
+def storage_bytes(nodes: Iterable[fx.Node], *, apart_from: Iterable[fx.Node]) -> int:
+    """Return the bytes of the storages of the nodes' values, each once, without those that ``apart_from`` has too."""
+    excluded = set(_storages(apart_from))
+    return sum(size for storage, size in _storages(nodes).items() if storage not in excluded)
+
+
+def sharing_storage(nodes: Iterable[fx.Node], others: Iterable[fx.Node]) -> list[int]:
+    """Return the positions of the nodes whose values have a storage in common with one of the others."""
+    storages = _storages(others).keys()
+    return [at for at, node in enumerate(nodes) if not storages.isdisjoint(_storages([node]))]
+
+
 def _storages(nodes: Iterable[fx.Node]) -> dict[StorageWeakRef, int]:
     """Return the storages of the nodes' values and their sizes in bytes."""
     leaves = [leaf for node in nodes for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]

@@ -40,8 +40,8 @@ class Work:
 
 
 def work_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Work:
-    """Return the work of one call of an ATen op. Views and allocations are free."""
-    if not isinstance(op, OpOverload) or is_view(op) or op.overloadpacket in _ALLOCATIONS:
+    """Return the work of one call of an ATen op. Views, allocations and questions about a tensor's device are free."""
+    if not isinstance(op, OpOverload) or is_view(op) or op.overloadpacket in _FREE:
         return Work()
     formula = _MORE_FORMULAS.get(op.overloadpacket) or flop_registry.get(op.overloadpacket)
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
@@ -80,8 +80,12 @@ class CountWork(TorchDispatchMode):
 
 
 _aten = torch.ops.aten
-_ALLOCATIONS: Final = frozenset(
-    {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.lift_fresh}
+# Fake tensors' kernels ask for the device, and how often depends on torch's version.
+_FREE: Final = frozenset(
+    {
+        *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.lift_fresh),
+        torch.ops.prim.device,
+    }
 )
 
 

@@ -1,4 +1,4 @@
-"""What attention costs is the same with every torch: its own count differs between releases."""
+"""What ops cost is the same with every torch, whose own counts and kernels differ between releases."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from adaptra.graph.ops.work import work_of
+from adaptra.graph.ops.work import CountWork, Work, work_of
 
 ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -26,3 +27,15 @@ def test_attention_costs_its_products(key_heads: int) -> None:
     gradients = product(2 * 4, 5, 6, 7) + product(2 * 4, 7, 5, 6) + product(2 * 4, 5, 7, 8) + product(2 * 4, 8, 5, 7)
     backward = work_of(BACKWARD, (gradient, query, key, value, result), {}, (query, key, value)).flops
     assert backward == scores + gradients
+
+
+def test_questions_for_a_tensors_device_cost_nothing() -> None:
+    """Kernels of fake tensors ask them, how often depends on torch's version, and cuts follow the cost."""
+    x = torch.randn(64, 64)
+    assert work_of(torch.ops.prim.device.default, (x,), {}, x.device) == Work()
+    with CountWork() as real:
+        x @ x
+    with FakeTensorMode() as mode, CountWork() as fake:
+        given = mode.from_tensor(x)
+        given @ given
+    assert fake.total == real.total == Work(flops=product(1, 64, 64, 64), bytes=3 * x.nbytes)
