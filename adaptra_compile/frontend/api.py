@@ -217,8 +217,7 @@ class Pipeline(ModuleMethods):
                 follow. Or the batch differs from those the pipeline was compiled for. Without a launcher nothing has changed
                 then, and the next step may follow. Under a launcher the pipeline fails on all ranks. Or ranks of a replica
                 got different rows in an earlier call. Then the text names the call, the ranks and the arguments.
-            OptionError: An output does not reach the last stage. Or with ``outputs=True`` another replica computes it. The
-                text names it.
+            OptionError: An output does not reach the last stage. The text names it.
             PeerLostError: Another rank failed. The text names it. The pipeline has failed.
             PipelineError: The pipeline has failed before or is closed.
         """

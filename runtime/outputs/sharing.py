@@ -14,7 +14,7 @@ from adaptra.runtime.transports.base import Purpose, Transport
 
 
 class SharedOutputs:
-    """One rank's end of both. Used by the thread that runs the steps, between two of them. All ranks take part.
+    """One rank's end of both. Used by the thread that runs the steps, between two of them.
 
     Args:
         source: The rank of the last stage.
@@ -42,18 +42,20 @@ class SharedOutputs:
         self._timeout: Final = timeout
 
     def bring_home(self, program: Program, step: int, kept: Mapping[int, StepOutputs]) -> None:
-        """Exchange outputs of microbatches whose last stage another replica's worker has computed.
+        """Exchange outputs of microbatches whose last stage another replica's worker has computed, if their home has asked.
 
         Args:
             program: The step's program.
             step: Its number.
-            kept: The outputs that this rank has kept, by replica. Those of its own replica are completed.
+            kept: The outputs that this rank has kept, by the replica that has asked. Those of its own replica are completed.
         """
         routing = program.routing
         if routing is None:
             return
         # All workers go through the same list, so two that wait for each other never both send.
         for holder, home, replica in sorted({(one.holder, one.home, one.replica) for one in routing.away(program.stages - 1)}):
+            if replica not in kept:
+                continue
             if self._job.rank == holder:
                 parts = {f"{microbatch}/{index}": one for (microbatch, index), one in kept[replica].parts().items()}
                 self._stream(self._job, step).send(home, parts, self._patience)
@@ -63,7 +65,7 @@ class SharedOutputs:
                     kept[replica].add_one(microbatch, index, one)
 
     def give_to_all(self, step: int, outputs: list[Tensor] | None) -> list[Tensor]:
-        """Return the flat outputs of the whole batch, on every rank of this pipeline.
+        """Return the flat outputs of the whole batch, on every rank of this pipeline. All of them call it.
 
         Args:
             step: The step's number.

@@ -7,10 +7,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from adaptra.errors import OptionError
 from adaptra.graph.ops.random_state import RandomKey
 from adaptra.graph.stages.stages import TrainStage
-from adaptra.program import Program
 from adaptra.runtime.outputs.joined_rows import JoinedRows
 
 
@@ -75,20 +73,3 @@ def own_copies(results: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Ten
 def _are_own(results: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
     known = {one.untyped_storage().data_ptr() for one in others}
     return [one.untyped_storage().data_ptr() not in known for one in results]
-
-
-def refuse_away(program: Program, replica: int) -> None:
-    """Refuse outputs for which one rank asks, if other replicas compute the last stage of some microbatches in this step.
-
-    Their workers would have to know of the wish before they compute.
-
-    Raises:
-        OptionError: There are such microbatches. The text names them.
-    """
-    crossing = () if program.routing is None else program.routing.away(program.stages - 1)
-    if away := [one.microbatch for one in crossing if one.replica == replica]:
-        raise OptionError(
-            f"outputs=True: microbatches {away} of replica {replica} have their last stage on another replica's worker under "
-            "this plan, because one here is slow or lost: expected outputs='all' on all ranks, with which those workers send "
-            "outputs home; or ask for outputs with eval_step, which follows no routes"
-        )

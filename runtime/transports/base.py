@@ -102,6 +102,8 @@ class Purpose(Enum):
     """One of two messages of an activation's size over an edge that no microbatch takes, whose arrivals are measured."""
     MODEL_OUTPUTS = "model outputs"
     """A part of the outputs beside the loss, when their step has ended."""
+    OUTPUTS_ASKED = "wish for outputs"
+    """Whether the home of microbatches asks for the model's outputs, for the worker that computes them."""
 
 
 PURPOSE_OF: Final = {Kind.SEND_F: Purpose.ACTIVATION, Kind.SEND_B: Purpose.GRADIENT, Kind.SEND_W: Purpose.ACCUMULATOR}
@@ -164,7 +166,15 @@ class Identity:
                 return ChannelClass.BACKWARD if self.source < self.destination else ChannelClass.FORWARD
             case Purpose.RANK_GRADIENTS | Purpose.RANK_SUMS:  # between ranks with several stages, activations go both ways
                 return ChannelClass.BULK
-            case Purpose.INPUT | Purpose.TARGET | Purpose.RESULT | Purpose.ACCUMULATOR | Purpose.TERM | Purpose.RATE_PROBE:
+            case (
+                Purpose.INPUT
+                | Purpose.TARGET
+                | Purpose.OUTPUTS_ASKED
+                | Purpose.RESULT
+                | Purpose.ACCUMULATOR
+                | Purpose.TERM
+                | Purpose.RATE_PROBE
+            ):
                 return ChannelClass.BULK
 
     @property

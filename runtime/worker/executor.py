@@ -73,6 +73,7 @@ class Executor:
         self._step = -1
         self._on_message: Callable[[int], None] | None = None
         self._on_results: Callable[[dict[int, tuple[Tensor, ...]]], None] | None = None
+        self._on_asked: Callable[[int], None] | None = None
         self._results: dict[int, tuple[Tensor, ...]] = {}
         self._values: dict[Op, tuple[Tensor, ...]] = {}
 
@@ -94,6 +95,9 @@ class Executor:
         targets: Sequence[Sequence[Tensor]],
         on_message: Callable[[int], None] | None = None,
         on_results: Callable[[dict[int, tuple[Tensor, ...]]], None] | None = None,
+        *,
+        asks: bool = False,
+        on_asked: Callable[[int], None] | None = None,
     ) -> dict[int, tuple[Tensor, ...]]:
         """Run one step.
 
@@ -103,6 +107,9 @@ class Executor:
             targets: The loss's targets per microbatch of this rank's replica; only used by the rank of the last stage.
             on_message: Called with the sending stage of a message as soon as an op uses it.
             on_results: Called on the rank of the last stage with the results as soon as they are complete.
+            asks: Whether the user asks for the model's outputs on this rank, which has the last stage.
+            on_asked: Called with each other replica that asks for outputs of microbatches which this rank computes, before
+                these are computed.
 
         Returns:
             On the rank of the last stage, its results per microbatch; elsewhere nothing.
@@ -114,9 +121,10 @@ class Executor:
         self._step = step
         self._on_message = on_message
         self._on_results = on_results
+        self._on_asked = on_asked
         self._results = {}
         self._messages.begin_step(step)
-        self._foreign.begin_step(step, inputs, targets)
+        self._foreign.begin_step(step, inputs, targets, asks=asks)
         self._buffers.begin_step(step, self._stages)
         self._monitor.ready(self._mark())
         for op in self._order:
@@ -164,6 +172,9 @@ class Executor:
     def _forward(self, op: Op, inputs: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]) -> None:
         given = self._of_batch(Purpose.INPUT, op, inputs) if op.stage == 0 else self._take(op, -1)
         wanted = self._of_batch(Purpose.TARGET, op, targets) if op.stage == self._last else ()
+        if op.stage == self._last and self._foreign.first_asked(op) and self._on_asked is not None:
+            assert op.replica is not None, "a program of one pipeline has no other replica's microbatches"
+            self._on_asked(op.replica)
         self._buffers.before_forward(op, self._stages)
         started = time.monotonic(), self._mark()
         outputs = self._stages[op.replica, op.stage].forward(self._step, op.microbatch, given, wanted)

@@ -1,8 +1,8 @@
 """What crosses replicas before and after the ops of a step, because a worker of another replica computes a microbatch.
 
 The home replica has the batch. Before the first op its workers send the inputs and targets of microbatches whose first or last
-stage others compute. After the last op they receive the results. If the last microbatch of a stage is computed elsewhere, the
-sums of weight gradients then come home too.
+stage others compute. They also say whether the user asks for the model's outputs. After the last op they receive the results.
+If the last microbatch of a stage is computed elsewhere, the sums of weight gradients then come home too.
 
 Both sides go through the same list in the same order, so the messages of a channel are received in the order of their sends.
 """
@@ -12,15 +12,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+import torch
 from torch import Tensor
 
-from adaptra.graph.ops.specs import MessageSpec
+from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Op, Program
 from adaptra.program.routing import Away
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 from adaptra.runtime.worker.stage import Stage
+
+_ASKED: Final[MessageSpec] = (TensorSpec((1,), torch.uint8),)
+"""The message that says whether a replica asks for outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,7 @@ class ForeignMicrobatches:
         self._timeout = timeout
         self._step = -1
         self._arriving: dict[tuple[Purpose, tuple[int, int, int]], Pending] = {}
+        self._asking: dict[int, Pending] = {}
         self._computed: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
 
     @property
@@ -91,20 +96,43 @@ class ForeignMicrobatches:
         """The number of receive buffers needed at a time, per source rank and message."""
         return Counter((one.source, one.specs) for one in (*self._given_to, *self._results_to))
 
-    def begin_step(self, step: int, inputs: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]) -> None:
+    def begin_step(
+        self, step: int, inputs: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]], *, asks: bool
+    ) -> None:
         """Post the receives of inputs and targets for other replicas' microbatches, and send those of the own ones.
 
         Args:
             step: The step's number.
             inputs: The model's inputs per microbatch of this rank's replica; only used on its first stage's rank.
             targets: The targets; only used on its last stage's rank.
+            asks: Whether this rank asks for the model's outputs; only used on its last stage's rank.
         """
         self._step = step
         self._computed.clear()
-        self._arriving = {(one.purpose, one.place): self._receive(one) for one in self._given_to}
+        arriving = [(one, self._receive(one)) for one in self._given_to]
+        self._asking = {one.replica: pending for one, pending in arriving if one.purpose is Purpose.OUTPUTS_ASKED}
+        self._arriving = {
+            (one.purpose, one.place): pending for one, pending in arriving if one.purpose is not Purpose.OUTPUTS_ASKED
+        }
         for one in self._given_from:
-            given = inputs if one.purpose is Purpose.INPUT else targets
-            self._transport.send(one.destination, self._identity(one), tuple(given[one.microbatch]))
+            if one.purpose is Purpose.OUTPUTS_ASKED:
+                given: Sequence[Tensor] = (torch.tensor([asks], dtype=torch.uint8),)
+            else:
+                given = (inputs if one.purpose is Purpose.INPUT else targets)[one.microbatch]
+            self._transport.send(one.destination, self._identity(one), tuple(given))
+
+    def first_asked(self, op: Op) -> bool:
+        """Wait for the wish of another replica at its first F here on the last stage, and return whether it asks for outputs.
+
+        Raises:
+            TransportError: It could not be exchanged, or not within the timeout.
+        """
+        pending = None if op.replica is None else self._asking.pop(op.replica, None)
+        if pending is None:
+            return False
+        asks = bool(pending.wait(self._timeout)[0].item())
+        self._transport.release(pending)
+        return asks
 
     def take(self, purpose: Purpose, op: Op) -> tuple[Tensor, ...]:
         """Wait for the inputs or targets of an F and return them; they stay valid until :meth:`release_after`.
@@ -168,8 +196,10 @@ def _of(rank: int, messages: Iterable[_CrossingMessage]) -> tuple[list[_Crossing
 
 
 def _given(program: Program, shapes: BatchShapes) -> Iterator[_CrossingMessage]:
-    """Yield the messages before the first op: inputs and targets, from their home to the worker that computes them."""
+    """Yield the messages before the first op: wishes, inputs and targets, from home to the worker that computes them."""
     last = program.stages - 1
+    for replica, home, holder in dict.fromkeys((one.replica, one.home, one.holder) for one in _away(program, last)):
+        yield _CrossingMessage(Purpose.OUTPUTS_ASKED, replica, last, 0, home, holder, _ASKED)
     for purpose, stage, specs in ((Purpose.INPUT, 0, shapes.inputs), (Purpose.TARGET, last, shapes.targets)):
         for replica, microbatch, home, holder in _away(program, stage):
             if specs:

@@ -136,6 +136,10 @@ class TrainingStage:
                 self._reduction.start(loss_scale, one, self._microbatches, self._share) for one in self._stage.grad_outputs
             )
 
+    def keep_outputs(self, outputs: StepOutputs) -> None:
+        """Have ``outputs`` take the model's outputs from now on in this step."""
+        self._outputs = outputs
+
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run F, and keep the values for I and W until they run."""
         self._await_buffers()

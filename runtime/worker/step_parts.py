@@ -243,7 +243,7 @@ class StepParts:
         loss_scale: float,
         steps_before: int,
         shape: RankShape,
-        outputs: Mapping[int, StepOutputs],
+        outputs: dict[int, StepOutputs],
     ) -> Tensor:
         """Run a training step and accumulate gradients.
 
@@ -254,7 +254,8 @@ class StepParts:
             loss_scale: The factor of the loss in the gradients.
             steps_before: The number of training steps before this pipeline's first one, which random numbers add to the step.
             shape: The shape of the batch.
-            outputs: By replica, take the model's outputs on the rank of the last stage.
+            outputs: By replica, take the model's outputs on the rank of the last stage. Other replicas are added that ask for
+                outputs of their microbatches.
 
         Returns:
             The loss of every microbatch, (microbatches,), on every rank; if weighted (microbatches, 2), each a sum and its
@@ -269,18 +270,18 @@ class StepParts:
         self.buffers.begin()
         for number, stage in shape.stages.items():
             stage.begin_step(loss_scale, steps_before, outputs.get(self.replica) if number == self._last else None)
-        for (replica, number), stage in self._foreign.items():
-            stage.begin_step(loss_scale, steps_before, outputs.get(replica) if number == self._last else None)
+        for stage in self._foreign.values():
+            stage.begin_step(loss_scale, steps_before)
         worker = self._transport.worker_of(self._transport.rank)
         for (replica, number), stage in self._foreign.items():
             begins = executor.program.holder(replica, number, 0) == worker
             stage.begin_sums(step, self.gradients if begins else None)
         if self._sum is None:
-            self._run_program(executor, step, inputs, targets, shape.losses)
+            self._run_program(executor, step, inputs, targets, shape.losses, outputs)
         else:  # from the last W on, and while the stages that end later still compute
             self._sum.begin_step()
             try:
-                self._run_program(executor, step, inputs, targets, shape.losses)
+                self._run_program(executor, step, inputs, targets, shape.losses, outputs)
             except BaseException:
                 self._sum.close()
                 raise
@@ -293,8 +294,28 @@ class StepParts:
         self._probes.end_step(self._timeout)
         return losses
 
-    def _run_program(self, executor: Executor, step: int, inputs: Batch, targets: Batch, losses: LossBroadcast) -> None:
-        executor.run(step, inputs, targets, on_message=self._probes.answer, on_results=losses.send)
+    def _run_program(
+        self,
+        executor: Executor,
+        step: int,
+        inputs: Batch,
+        targets: Batch,
+        losses: LossBroadcast,
+        outputs: dict[int, StepOutputs],
+    ) -> None:
+        def keep_for(replica: int) -> None:
+            outputs[replica] = StepOutputs()
+            self._foreign[replica, self._last].keep_outputs(outputs[replica])
+
+        executor.run(
+            step,
+            inputs,
+            targets,
+            on_message=self._probes.answer,
+            on_results=losses.send,
+            asks=self.replica in outputs,
+            on_asked=keep_for,
+        )
         self.gradients.end_step()
         self.buffers.end()
 
@@ -303,19 +324,9 @@ class StepParts:
         if self._sum is not None:
             self._sum.close()
 
-    def outputs(self, shape: StepShape, program: Program | None = None) -> dict[int, StepOutputs]:
-        """Return what takes the model's outputs of a step, by replica; nothing if the last stage is on another rank.
-
-        Args:
-            shape: The shape of the batch.
-            program: The step's program, to take the outputs of other replicas' microbatches too.
-        """
-        if self._last not in self.stages:
-            return {}
-        routing = None if program is None else program.routing
-        crossing = () if routing is None else routing.away(self._last)
-        foreign = {one.replica: StepOutputs() for one in crossing if one.holder == self._job.rank}
-        return {self.replica: StepOutputs(shape.rows), **foreign}
+    def outputs(self, shape: StepShape) -> dict[int, StepOutputs]:
+        """Return what takes the model's outputs of a step, by this replica; nothing if the last stage is on another rank."""
+        return {self.replica: StepOutputs(shape.rows)} if self._last in self.stages else {}
 
     def run_evaluation(
         self,

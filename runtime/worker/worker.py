@@ -41,7 +41,7 @@ from adaptra.runtime.launch.exchange import gather
 from adaptra.runtime.membership.membership import Membership
 from adaptra.runtime.options import Options
 from adaptra.runtime.outputs.sharing import SharedOutputs
-from adaptra.runtime.outputs.step_outputs import StepOutputs, refuse_away
+from adaptra.runtime.outputs.step_outputs import StepOutputs
 from adaptra.runtime.rdma.watch import RdmaEvent, watch
 from adaptra.runtime.state.shared_values import SharedValues
 from adaptra.runtime.state.state_stream import SPEC, UNDER_WAY, StateStream
@@ -219,10 +219,7 @@ class Worker:
         with self._reporting_errors():
             executor = self._programs.switch_to(self.controller.plan_for(step), step, shape)
             of = self._shapes[shape]
-            program = executor.program
-            outputs = self._parts.outputs(of.shape, program if to_all else None) if with_outputs else {}
-            if outputs and not to_all:
-                refuse_away(program, self._parts.replica)
+            outputs = self._parts.outputs(of.shape) if with_outputs else {}
             self._telemetry.begin_step(step, self.plan)
             self.monitor.begin_step()
             started = time.monotonic()
@@ -235,20 +232,22 @@ class Worker:
             # Ops and messages of another shape take other times, which tell nothing of a slow stage or link.
             self.controller.report(measurement if shape == FIRST else replace(measurement, stages=(), edges=()))
             self._telemetry.end_step(measurement, self.monitor.kept[-1])
-        flat = self._whole(step, outputs, program if to_all else None, to_all=to_all)
+        flat = self._whole(step, outputs, executor.program, to_all=to_all)
         self._step += 1
         return losses, flat
 
     def _whole(
-        self, step: int, outputs: dict[int, StepOutputs], program: Program | None, *, to_all: bool
+        self, step: int, outputs: Mapping[int, StepOutputs], program: Program | None, *, to_all: bool
     ) -> list[Tensor] | None:
         """Return the flat outputs of a step's whole batch, on ranks that get them."""
         if not outputs and not to_all:
             return None
-        with self._meeting() if to_all else self._reporting_errors():
+        is_routed = program is not None and program.routing is not None
+        with self._meeting() if to_all or is_routed else self._reporting_errors():
             if program is not None:
                 self._shared_outputs.bring_home(program, step, outputs)
-            flat = outputs[self._parts.replica].joined() if outputs else None
+            own = outputs.get(self._parts.replica)
+            flat = None if own is None else own.joined()
             return self._shared_outputs.give_to_all(step, flat) if to_all else flat
 
     @cached_property
