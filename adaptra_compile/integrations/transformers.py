@@ -114,6 +114,10 @@ class PipelineTrainer(transformers.Trainer):
             raise
         return pipe
 
+    def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
+        """Return the accelerator's arguments. Its mixed precision takes effect in models that it prepares: none."""
+        return super()._build_accelerator_args(**named) | {"mixed_precision": "no"}
+
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, whose data loaders divide rows among replicas, not among ranks."""
         super().create_accelerator_and_postprocess()

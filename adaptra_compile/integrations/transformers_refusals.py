@@ -40,7 +40,6 @@ def refuse_arguments(args: Any) -> None:
         "predict_with_generate": "generation needs the whole model; use save_model and from_pretrained",
         "save_on_each_node": "rank 0 alone receives the whole model",
         "push_to_hub": "push the folder that save_model wrote",
-        "eval_on_start": "call evaluate() before train()",
     }
     for name, instead in off.items():
         value: Any = getattr(args, name, None)

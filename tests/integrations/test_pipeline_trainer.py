@@ -41,7 +41,7 @@ def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]], re
 @pytest.mark.usefixtures("one_thread")
 def test_short_batches_metrics_and_predictions(tmp_path: Path) -> None:
     """With accumulation: 14 rows are a batch of 8 and one of 6, and both are one step. 13 rows to evaluate are 8 and 5."""
-    settings: Any = {"gradient_accumulation_steps": 2, "num_train_epochs": 2, "eval_strategy": "epoch"}
+    settings: Any = {"gradient_accumulation_steps": 2, "num_train_epochs": 2, "eval_strategy": "epoch", "eval_on_start": True}
     made, other = piped(tmp_path, **settings), plain(tmp_path, **settings)
     for one in (made, other):
         one.train()
