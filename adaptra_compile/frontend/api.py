@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from adaptra.checks import is_real
 from adaptra.errors import BatchError, OptionError, PipelineError, StateError
 from adaptra.frontend.activation_memory import predicted_peaks
-from adaptra.frontend.arguments.accelerate_doors import refuse_accelerate
+from adaptra.frontend.arguments.accelerate_doors import refuse_accelerate, refuse_accelerator
 from adaptra.frontend.arguments.arguments import CompileArguments, check_split
 from adaptra.frontend.arguments.placing import STRAIGHT, Placement
 from adaptra.frontend.arguments.step_arguments import Outputs, StepArguments, check_outputs, name_of_call
@@ -217,7 +217,8 @@ class Pipeline(ModuleMethods):
                 follow. Or the batch differs from those the pipeline was compiled for. Without a launcher nothing has changed
                 then, and the next step may follow. Under a launcher the pipeline fails on all ranks. Or ranks of a replica
                 got different rows in an earlier call. Then the text names the call, the ranks and the arguments.
-            OptionError: An output does not reach the last stage. The text names it.
+            OptionError: An output does not reach the last stage. The text names it. Or this process has an Accelerator of
+                accelerate with an engine or a precision of its own.
             PeerLostError: Another rank failed. The text names it. The pipeline has failed.
             PipelineError: The pipeline has failed before or is closed.
         """
@@ -228,6 +229,8 @@ class Pipeline(ModuleMethods):
         session = self._require()
         with session.at_the_door():
             self.require_training()
+            if self._losses is None:  # the Accelerator may be younger than the pipeline
+                refuse_accelerator()
             args, given = self._arguments.positional(inputs, targets)
             batch = session.batch(args, given, named)
             require_no_gradient(batch.inputs, session.compiled.inputs.labels, "inputs")

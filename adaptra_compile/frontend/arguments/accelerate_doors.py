@@ -17,14 +17,12 @@ _ENGINES: Final = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
 def refuse_accelerate(model: nn.Module) -> None:
-    """Refuse a model that accelerate has prepared or placed, and an Accelerator that is to change how models compute.
-
-    The package is not imported: where nothing else has imported it, there is no Accelerator.
+    """Refuse a model that accelerate has prepared or placed, and what :func:`refuse_accelerator` refuses.
 
     Raises:
         OptionError: Something is refused. The text says what to give instead.
     """
-    _refuse_setup()
+    refuse_accelerator()
     for name, module in model.named_modules():
         at = f" at {name!r}" if name else ""
         has = vars(module)
@@ -40,7 +38,14 @@ def refuse_accelerate(model: nn.Module) -> None:
             )
 
 
-def _refuse_setup() -> None:
+def refuse_accelerator() -> None:
+    """Refuse an Accelerator in this process that is to change how models compute.
+
+    The package is not imported: where nothing else has imported it, there is no Accelerator.
+
+    Raises:
+        OptionError: It has another engine or a precision of its own. The text names it.
+    """
     package: Any = sys.modules.get("accelerate.state")
     if package is None or not package.is_initialized():
         return

@@ -87,6 +87,13 @@ def test_mixed_precision_is_refused() -> None:
     assert "'bf16'" in refused(lambda: compiled(layers()), "OptionError", PRECISION)
 
 
+def test_an_accelerator_that_is_younger_than_the_pipeline_is_refused_at_the_first_step() -> None:
+    with compiled(layers()) as pipe:
+        accelerator(mixed_precision="bf16")
+        refused(lambda: pipe.step(X, X), "OptionError", PRECISION)
+        assert all(one.grad is None for one in pipe.parameters())
+
+
 @pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
 def test_other_engines_are_refused(engine: str) -> None:
     """They need packages or devices that are not here, so the Accelerator is told that it has them."""
