@@ -49,13 +49,13 @@ def differentiate(
     gradients = result_gradients(flat, analysis)
     last = len(parts) - 1
     tracer = Tracer(flat, analysis)
-    backward: dict[fx.GraphModule, BackwardGraphs] = {}
+    backward: dict[tuple[fx.GraphModule, bool], BackwardGraphs] = {}
     traced: list[tuple[TracedPiece, tuple[GradientMessage, ...]]] = []
     trained: set[str] = set()
     for piece in reversed(parts):
         one = tracer.trace(piece, gradients, is_last=piece.index == last, used_later=frozenset(trained))
-        if one.module not in backward:
-            backward[one.module] = split_backward(one, analysis.changed_state)
+        if (key := (one.module, piece.index == 0)) not in backward:
+            backward[key] = split_backward(one, analysis.changed_state, is_first=piece.index == 0)
         trained |= {name for name, _ in one.weights}
         traced.append((one, gradients))
         progress("differentiated", len(traced), len(parts))
@@ -65,7 +65,9 @@ def differentiate(
     for index, (one, received) in enumerate(reversed(traced)):
         held = [name for name, stages_of in holders.items() if index in stages_of]
         trainable = tuple(name for name in one.state.values() if name in trained)
-        stages.append(_stage(index, one, forward, backward[one.module], received, held, trainable, names, state_bytes))
+        stages.append(
+            _stage(index, one, forward, backward[one.module, index == 0], received, held, trainable, names, state_bytes)
+        )
     return tuple(stages)
 
 
@@ -159,8 +161,11 @@ def result_gradients(flat: FlatGraph, analysis: Analysis) -> tuple[GradientMessa
     )
 
 
-def split_backward(traced: TracedPiece, changed_state: frozenset[str]) -> BackwardGraphs:
-    """Split a traced piece. Call this inside the fake mode of the trace."""
+def split_backward(traced: TracedPiece, changed_state: frozenset[str], *, is_first: bool = False) -> BackwardGraphs:
+    """Split a traced piece. Call this inside the fake mode of the trace.
+
+    The first piece's inputs are the caller's batch, so they count as kept memory only where they are saved.
+    """
     parts = split(traced)
     input_grad, input_grad_takes = _taking(
         parts.backward_inputs, parts.input_grad, (*parts.grad_inputs, *parts.kept_by_input_grad)
@@ -169,6 +174,8 @@ def split_backward(traced: TracedPiece, changed_state: frozenset[str]) -> Backwa
         parts.backward_inputs, parts.weight_grad, parts.grad_weights, parts.kept_by_input_grad
     )
     sources = (*parts.kept, *traced.grad_outputs)
+    inputs = () if is_first else traced.inputs
+    received = (*inputs, *traced.grad_outputs)
     return BackwardGraphs(
         forward=parts.forward,
         outputs=(*traced.outputs, *parts.kept),
@@ -179,16 +186,16 @@ def split_backward(traced: TracedPiece, changed_state: frozenset[str]) -> Backwa
         weight_grad_takes=weight_grad_takes,
         fresh_gradients=fresh_results(weight_grad.graph),
         flops=Flops(flops_of_nodes(parts.forward), flops_of_nodes(parts.input_grad), flops_of_nodes(parts.weight_grad)),
-        kept_after_forward=_kept_bytes(traced, parts.kept, traced.inputs),
+        kept_after_forward=_kept_bytes(traced, parts.kept, inputs),
         kept_after_input_grad=_kept_bytes(
             traced,
             [*(sources[index] for index in weight_grad_takes), *parts.kept_by_input_grad],
-            [*traced.inputs, *traced.grad_outputs],
+            received,
         ),
         peaks=Peaks(
             forward=0,
-            input_grad=_backward_peak(input_grad, input_grad_takes, traced, parts, weight_grad_takes),
-            weight_grad=_backward_peak(weight_grad, weight_grad_takes, traced, parts),
+            input_grad=_backward_peak(input_grad, input_grad_takes, traced, parts, received, weight_grad_takes),
+            weight_grad=_backward_peak(weight_grad, weight_grad_takes, traced, parts, received),
         ),
     )
 
@@ -207,6 +214,7 @@ def _stage(
     parameters = tuple(name for name in held if name in names.parameters)
     graph = forward.graph(traced, backward.outputs, backward.copied, nodes=backward.forward)
     foreign = len(graph.state) + len(graph.constants)
+    messages = range(foreign, foreign + len(traced.inputs)) if index else ()
     return StageGraphs(
         index=index,
         parameters=parameters,
@@ -224,9 +232,7 @@ def _stage(
         kept_after_input_grad=backward.kept_after_input_grad,
         peaks=replace(
             backward.peaks,
-            forward=peak_bytes(
-                graph.module.graph, foreign=range(foreign), staying=range(foreign, foreign + len(traced.inputs))
-            ),
+            forward=peak_bytes(graph.module.graph, foreign=range(foreign), staying=messages),
         ),
         _forward=graph,
         _input_grad=backward.input_grad,
@@ -262,12 +268,17 @@ def _kept_bytes(traced: TracedPiece, kept: Iterable[fx.Node], received: Iterable
 
 
 def _backward_peak(
-    module: fx.GraphModule, takes: Sequence[int], traced: TracedPiece, parts: SplitPiece, passed: Sequence[int] = ()
+    module: fx.GraphModule,
+    takes: Sequence[int],
+    traced: TracedPiece,
+    parts: SplitPiece,
+    received: Sequence[fx.Node],
+    passed: Sequence[int] = (),
 ) -> int:
     """Return the peak bytes of I or W. Received messages count, and values that I passes on to W without using them."""
     sources = (*parts.kept, *traced.grad_outputs)
     own = [*traced.state, *traced.constants]
-    held = [*(sources[index] for index in passed), *traced.inputs, *traced.grad_outputs]
+    held = [*(sources[index] for index in passed), *received]
     taken = [sources[index] for index in takes]
     foreign = [at for at, node in enumerate(taken) if node in traced.state or node in traced.constants]
     peak = peak_bytes(module.graph, foreign=foreign, staying=sharing_storage(taken, held))
