@@ -477,7 +477,7 @@ class Session:
         self._agree_on_shape(new)
         larger, smaller = new.larger, new.smaller
         programs = self._spec.programs_of(self.compiled, larger, len(new.rows))
-        shape = StepShape(new.number, new.code, new.rows, larger, smaller, programs)
+        shape = StepShape(new.number, new.code, new.rows, larger, smaller, programs, programs.relative)
         for worker in self.workers:
             for stage in stages_of(worker.rank, self._spec.placement):
                 for compiled in filter(None, (larger, smaller)):

@@ -143,7 +143,7 @@ class Detector:
         stages = [stage for measurement in measurements for stage in measurement.stages]
         edges = [edge for measurement in measurements for edge in measurement.edges]
         self._check(stages, edges)
-        if not stages:  # the batch had another shape than the plan's
+        if not stages and not edges:  # of a batch whose shape is not known well enough
             return None
         self._seen += 1
         self._flapping.step()
@@ -168,7 +168,9 @@ class Detector:
         levels = {edge: flight.level for edge, flight in self._flights.items() if edge not in unsteady}
         edges = self._clocks.correct(edges, levels, self._least_change)
         pauses = {stage.stage: one.pause for one in measurements for stage in one.stages}
-        used = [edge for edge in edges if edge.messages > 0 or edge.estimate.occupancy is not None]
+        # A rank leaves out the stages of a batch of a shape of which it knows too little.
+        known = [edge for edge in edges if edge.source in pauses and edge.destination in pauses]
+        used = [edge for edge in known if edge.messages > 0 or edge.estimate.occupancy is not None]
         losses = [self._observe_path(edge, max(pauses[edge.source], pauses[edge.destination])) for edge in used]
         steady = [edge for edge in edges if (edge.source, edge.destination) not in unsteady]
         moved = (*map(self._observe_stage, stages), *losses, *map(self._observe_edge, steady))
@@ -184,7 +186,7 @@ class Detector:
         so stalls are ignored here.
         """
         levels = (*self._stages.values(), *self._flights.values(), *self._occupancies.values())
-        if not any(level.suspects for level in levels) or not any(one.stages for one in measurements):
+        if not any(level.suspects for level in levels) or not any(one.stages or one.edges for one in measurements):
             return None
         return deepcopy(self).observe([replace(one, edges=tuple(map(self._without_stall, one.edges))) for one in measurements])
 

@@ -7,7 +7,7 @@ into one timeline.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -31,6 +31,9 @@ from adaptra.runtime.rdma.watch import RdmaEvent
 from adaptra.simulation.timeline import MessageInterval, OpInterval, ReduceInterval, Source, Timeline
 
 _KEPT_LINKS: Final = 64
+
+_KEPT_TRACKERS: Final = 1024
+"""The number of stall trackers that are kept, one for each edge and shape of batch: the last used ones."""
 
 
 class OpRecord(NamedTuple):
@@ -201,7 +204,7 @@ class Monitor:
         self._first = FirstOp()
         self._is_next = False
         self._links: deque[LinkRecord] = deque(maxlen=_KEPT_LINKS)
-        self._stalling: defaultdict[tuple[int, int], StallTracker] = defaultdict(StallTracker)
+        self._stalling: OrderedDict[tuple[int, int, int], StallTracker] = OrderedDict()
 
     @property
     def links(self) -> tuple[LinkRecord, ...]:
@@ -269,13 +272,14 @@ class Monitor:
         """Record that the step's gradients were added over the replicas between two marks, and their bytes."""
         self._reduce = start, end, nbytes
 
-    def end_step(self, step: int, start: float, end: float) -> StepMeasurement:
+    def end_step(self, step: int, start: float, end: float, shape: int = 0) -> StepMeasurement:
         """Condense the step that ran from ``start`` to ``end``, keep its records and begin the next step.
 
-        REDUCE of the step before is condensed with it, as only now its delay is known.
+        REDUCE of the step before is condensed with it, as only now its delay is known. ``shape`` is the code of the batch's
+        shape: a large message after a small one has not stalled.
         """
         records, ready = self._finished(step, start, end)
-        edges = self._measure_edges(records)
+        edges = self._measure_edges(records, shape)
         reduce = self._measure_reduce(records, ready, edges)
         self.begin_step()
         self._is_next = True
@@ -350,7 +354,14 @@ class Monitor:
         self._kept[-1] = replace(before, reduce=before.reduce._replace(exposed=exposed))
         return ReduceTimes(before.step, end - start, exposed, nbytes)
 
-    def _measure_edges(self, records: StepRecords) -> tuple[EdgeMeasurement, ...]:
+    def _stall_tracker(self, edge: tuple[int, int], shape: int) -> StallTracker:
+        tracker = self._stalling.setdefault((*edge, shape), StallTracker())
+        self._stalling.move_to_end((*edge, shape))
+        while len(self._stalling) > _KEPT_TRACKERS:
+            self._stalling.popitem(last=False)
+        return tracker
+
+    def _measure_edges(self, records: StepRecords, shape: int) -> tuple[EdgeMeasurement, ...]:
         messages: dict[tuple[int, int], list[MessageRecord]] = {}
         for message in sorted(records.messages, key=lambda message: message.sent_at):
             if message.replica is None:  # other links are not edges of this replica
@@ -366,7 +377,7 @@ class Monitor:
             for message in mine:
                 may_have_waited = message.sent_at < max(records.start, message.departed_at)
                 (awaited if may_have_waited else known).append((message.departed_at, message.arrived_at))
-            stalls, prompt = self._stalling[edge].observe(known, awaited)
+            stalls, prompt = self._stall_tracker(edge, shape).observe(known, awaited)
             probe = self._probes.get(edge)
             if probe is not None and any(message.sent_at <= probe[0] < message.arrived_at for message in mine):
                 probe = None  # it may have queued behind that message

@@ -12,6 +12,7 @@ from typing import Final
 from adaptra.graph import CompiledStages
 from adaptra.program import Program
 from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.detection.shape_scales import RelativeSizes
 from adaptra.runtime.step_messages.loss_broadcast import LossBroadcast
 from adaptra.runtime.worker.program_messages import MessageShapes
 from adaptra.runtime.worker.stage import Stage
@@ -31,6 +32,7 @@ class StepShape:
         larger: The stages of the first microbatches.
         smaller: The stages of the others; None if all microbatches have the same number of rows.
         program_for: Returns the program of the shape under an agreed plan. It has no time limit, so all ranks find the same.
+        relative: The estimated time of each stage's ops, relative to the shape for which the pipeline was compiled.
     """
 
     number: int
@@ -39,6 +41,7 @@ class StepShape:
     larger: CompiledStages
     smaller: CompiledStages | None
     program_for: Callable[[Plan], Program]
+    relative: tuple[float, ...]
 
     @property
     def microbatches(self) -> int:
@@ -74,8 +77,11 @@ class RankShape:
         shape: The shape.
         stages: The rank's stages in training, by number.
         losses: Broadcasts the losses.
+        sizes: What is estimated of it, relative to the shape for which the pipeline was compiled. None if its steps can't be
+            compared: microbatches are of two sizes, or of another number.
     """
 
     shape: StepShape
     stages: Mapping[int, Stage]
     losses: LossBroadcast
+    sizes: RelativeSizes | None

@@ -21,6 +21,7 @@ from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.data_parallel.gradient_sum import GradientSum
 from adaptra.runtime.data_parallel.replica_buffers import ReplicaBuffers
 from adaptra.runtime.detection.monitor import Monitor
+from adaptra.runtime.detection.shape_scales import RelativeSizes
 from adaptra.runtime.options import Options
 from adaptra.runtime.options.reduce_options import Reduce
 from adaptra.runtime.outputs.step_outputs import StepOutputs
@@ -107,8 +108,8 @@ class StepParts:
         self._sum = None if replicas is None else self._gradient_sum(replicas, options.reduce, mark)
         self.stages: Final = {stage: self._stage(self.replica, stage, self.gradients, state) for stage in own}
         rows = (next((one.shape[0] for one in compiled.train[0].inputs if one.shape), 1),) * microbatches
-        first = StepShape(FIRST, FIRST, rows, compiled, None, lambda plan: plan.program)
-        self.first: Final = RankShape(first, self.stages, self._losses_of(first))
+        first = StepShape(FIRST, FIRST, rows, compiled, None, lambda plan: plan.program, (1.0,) * len(compiled.train))
+        self.first: Final = RankShape(first, self.stages, self._losses_of(first), self._sizes_of(first))
         self._foreign: dict[tuple[int, int], TrainingStage] = {}
         self._replicas = replicas
         self._monitor = monitor
@@ -120,7 +121,14 @@ class StepParts:
             larger = self._stage(self.replica, number, self.gradients, self._state, shape)
             rest = None if shape.smaller is None else self._stage(self.replica, number, self.gradients, self._state, shape, -1)
             made[number] = larger if rest is None or shape.count is None else UnevenStage(larger, rest, shape.count)
-        return RankShape(shape, made, self._losses_of(shape))
+        return RankShape(shape, made, self._losses_of(shape), self._sizes_of(shape))
+
+    def _sizes_of(self, shape: StepShape) -> RelativeSizes | None:
+        if shape.smaller is not None or shape.microbatches != self._microbatches:
+            return None
+        first, own = _message_bytes(self._compiled), _message_bytes(shape.larger)
+        messages = {edge: own[edge] / size for edge, size in first.items() if edge in own}
+        return RelativeSizes(dict(enumerate(shape.relative)), messages)
 
     def _losses_of(self, shape: StepShape) -> LossBroadcast:
         compiled, placement = shape.larger, self._placement

@@ -36,6 +36,7 @@ from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.detection.measurement import StageMeasurement
 from adaptra.runtime.detection.monitor import Monitor, StepRecords, merge_timelines
 from adaptra.runtime.detection.reduces import StageReduce, StepReduces, own_reduce
+from adaptra.runtime.detection.shape_scales import ShapeScales
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.launch.exchange import gather
 from adaptra.runtime.membership.membership import Membership
@@ -133,6 +134,7 @@ class Worker:
             reduction,
         )
         self._shapes = {FIRST: self._parts.first}
+        self._scales = ShapeScales()
         self._step = first_step
         self.steps_before = self._evaluations = self._gathered = 0
         self._calls: Counter[str] = Counter()
@@ -224,13 +226,15 @@ class Worker:
             self.monitor.begin_step()
             started = time.monotonic()
             losses = self._parts.run(executor, step, inputs, targets, loss_scale, self.steps_before, of, outputs)
-            measurement = self.monitor.end_step(step, started, time.monotonic())
-            if shape == FIRST:
-                self.measured.extend(measurement.stages)
+            measurement = self.monitor.end_step(step, started, time.monotonic(), of.shape.code)
+            # Ops and messages of another shape take other times, which are no change of a stage or link.
+            comparable = replace(measurement, stages=(), edges=())
+            if of.sizes is not None:
+                comparable = self._scales.convert(of.shape.code, of.sizes, measurement)
+            self.measured.extend(comparable.stages)
             if not self.controller.coordinates:
                 self.reduces = own_reduce(measurement)
-            # Ops and messages of another shape take other times, which tell nothing of a slow stage or link.
-            self.controller.report(measurement if shape == FIRST else replace(measurement, stages=(), edges=()))
+            self.controller.report(comparable)
             self._telemetry.end_step(measurement, self.monitor.kept[-1])
         flat = self._whole(step, outputs, executor.program, to_all=to_all)
         self._step += 1

@@ -333,6 +333,16 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
         ("targets: … is …: expected …, as when the pipeline was compiled", on_pipeline(lambda pipe, y=y: pipe.step(X, y)))
         for y in (Y.bfloat16(), Y[:, 0])
     ),
+    (
+        "inputs: … is …: expected …, as when the pipeline was compiled; for other sizes, every rank needs inputs and targets, "
+        "and a model that adaptra.compile cuts itself",
+        on_list(lambda pipe: pipe.step(X[:, :4], Y)),
+    ),
+    (
+        "targets: … is …: expected …, as when the pipeline was compiled; for other sizes, every rank needs inputs and targets, "
+        "and a model that adaptra.compile cuts itself",
+        on_list(lambda pipe: pipe.step(X, Y[:, :3])),
+    ),
     ("inputs: … is …: expected a tensor of …", on_pipeline(lambda pipe: pipe.step(X.numpy(), Y))),
     ("targets: targets is …: expected a tensor of …", on_pipeline(lambda pipe: pipe.step(X))),
     ("targets: targets is …: expected a tensor of …", on_pipeline(lambda pipe: pipe.step(X, 3.0))),

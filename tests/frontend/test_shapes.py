@@ -188,6 +188,16 @@ def test_a_new_plan_runs_all_shapes_and_steps_of_others_are_not_detected_as_slow
         assert timeline is not None and timeline.program.microbatches == MICROBATCHES
 
 
+def test_a_slow_link_is_found_where_no_batch_has_the_shape_of_the_example() -> None:
+    device, first_slow = adaptra.EmulatedDevice(0.004, 0.004, 0.004), 8
+    with compiled(stages=2, emulate=device, faults=[f"delay 0-1 60ms @{first_slow}"]) as pipe:
+        for _ in range(first_slow + 6):
+            pipe.step(*batch(8, 7))
+        calibration, *found = [one for one in pipe.events if one.kind is EventKind.DETECTED]
+        assert "calibrated" in calibration.text
+        assert [one for one in found if one.step >= first_slow and "edge 0→1 slow" in one.text], [*map(str, pipe.events)]
+
+
 def test_fewer_rows_than_microbatches_have_a_program_and_a_timeline_of_their_own() -> None:
     with compiled(stages=2) as pipe:
         pipe.step(*batch(3, 6))

@@ -25,6 +25,7 @@ from adaptra.runtime.detection.changes import Change, ChangeKind
 from adaptra.runtime.detection.detector import Detection
 from adaptra.runtime.detection.measurement import StepMeasurement
 from adaptra.runtime.detection.monitor import Monitor
+from adaptra.runtime.detection.shape_scales import RelativeSizes, ShapeScales
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.simulate import lower_bound, simulate
 from adaptra.simulation.timeline import MessageInterval
@@ -110,6 +111,22 @@ def slower(cost: CostModel, stage: int, factor: float) -> CostModel:
     )
 
 
+def sized(cost: CostModel, size: float) -> CostModel:
+    """The costs of a batch so many times as large: of ops, and of messages' occupancies."""
+
+    def changed(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(value * size for value in values)
+
+    return replace(
+        cost,
+        forward=changed(cost.forward),
+        input_grad=changed(cost.input_grad),
+        weight_grad=changed(cost.weight_grad),
+        occupancy_forward=changed(cost.occupancy_forward),
+        occupancy_backward=changed(cost.occupancy_backward),
+    )
+
+
 @dataclass
 class NoisySteps:
     """A run. :meth:`step` makes the next step and lets the control loop see it.
@@ -119,6 +136,7 @@ class NoisySteps:
         seed: Of all noise.
         faults: What is slow and when.
         options: The controller's.
+        shapes: The real and the estimated size of batches of each shape, relative to the case; steps draw one.
         detections: All that were made, calibration included.
         switches: The first steps under another plan.
     """
@@ -128,6 +146,7 @@ class NoisySteps:
     noise: Noise = field(default_factory=Noise)
     faults: Sequence[Fault] = ()
     options: ControllerOptions = field(default_factory=ControllerOptions)
+    shapes: Sequence[tuple[float, float]] = ((1.0, 1.0),)
     detections: list[Detection] = field(default_factory=list[Detection])
     switches: list[int] = field(default_factory=list[int])
 
@@ -136,6 +155,8 @@ class NoisySteps:
         self._phases = [self._dice.uniform(0, 2 * math.pi) for _ in self.case.placement]
         self._clocks = [self._dice.uniform(-self.noise.clocks, self.noise.clocks) for _ in set(self.case.placement)]
         self._monitors = [Monitor(rank, self.case.placement) for rank in sorted(set(self.case.placement))]
+        self._scales = [ShapeScales() for _ in self._monitors]
+        self._lengths = random.Random(self.seed)
         self._steps = count()
         program = plan(self.case, effort=EFFORT).compute_only()
         predicted, bound = makespan(program, self.case.cost), lower_bound(self.case).value
@@ -170,7 +191,10 @@ class NoisySteps:
 
     def _measured(self, step: int) -> list[StepMeasurement]:
         noise, dice = self.noise, self._dice
-        timeline = simulate(self.program, self.cost_at(step)).timeline
+        shape = self._lengths.randrange(len(self.shapes))
+        real, estimated = self.shapes[shape]
+        cost = sized(self.cost_at(step), real)
+        timeline = simulate(self.program, cost).timeline
         length = max(op.end for ops in timeline.ops for op in ops)
         self.seconds += length
         warming = 1 + 2.0 * (step == 0) + 0.2 * (step == 1)
@@ -202,8 +226,14 @@ class NoisySteps:
                 arrived,
                 arrived,
             )
-        self._probe(timeline.messages, self.cost_at(step), warming)
-        return [monitor.end_step(step, 0.0, length) for monitor in self._monitors]
+        self._probe(timeline.messages, cost, warming)
+        stages = range(cost.stages)
+        edges = [(stage, stage + way) for stage in stages for way in (-1, 1) if stage + way in stages]
+        sizes = RelativeSizes(dict.fromkeys(stages, estimated), dict.fromkeys(edges, real))
+        return [
+            scales.convert(shape, sizes, monitor.end_step(step, 0.0, length, shape))
+            for scales, monitor in zip(self._scales, self._monitors, strict=True)
+        ]
 
     def _losses(self, step: int, edge: tuple[int, int]) -> list[Fault]:
         """What makes an edge lossy in a step."""

@@ -53,6 +53,15 @@ class ShapePrograms:
                 raise
             return plan_least_memory(replace(case, cost=replace(case.cost, memory_limit=None)))
 
+    @property
+    def relative(self) -> tuple[float, ...]:
+        """The estimated time of each stage's ops, relative to the shape for which the pipeline was compiled."""
+        own, first = (
+            [sum(ops) for ops in zip(cost.forward, cost.input_grad, cost.weight_grad, strict=True)]
+            for cost in (self.cost, self.first)
+        )
+        return tuple(one / other if one > 0 and other > 0 else 1.0 for one, other in zip(own, first, strict=True))
+
     def _fits(self, program: Program) -> bool:
         try:
             check_memory("the agreed program", program, self.cost)

@@ -18,6 +18,8 @@ from adaptra.graph.ops.weighted_loss import WeightedLoss
 LossFunction = Callable[[Any, Any], Any]
 """``loss(outputs, targets)`` returns a scalar tensor."""
 
+_OTHER_SIZES: Final = "; for other sizes, every rank needs inputs and targets, and a model that adaptra.compile cuts itself"
+
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
@@ -105,15 +107,15 @@ class Structure:
         if not isinstance(value, Tensor):
             shown = "None" if value is None else _describe(value)
             raise BatchError(f"{self._what}: {label} is {shown}: expected a tensor of {dtype_name(spec.dtype)}")
-        fits = value.dtype == spec.dtype and value.dim() == len(spec.shape)
-        fits = fits and (any_size or tuple(value.shape[1:]) == spec.shape[1:])
-        if not fits:
-            rows = ", ".join(["batch", *map(str, spec.shape[1:])] if spec.shape else [])
-            raise BatchError(
-                f"{self._what}: {label} is {_describe(value)}: expected {dtype_name(spec.dtype)}[{rows}], as when the "
-                "pipeline was compiled"
-            )
-        return value
+        is_alike = value.dtype == spec.dtype and value.dim() == len(spec.shape)
+        if is_alike and (any_size or tuple(value.shape[1:]) == spec.shape[1:]):
+            return value
+        sizes = ["any" if any_size else str(one) for one in spec.shape[1:]]
+        rows = ", ".join(["batch", *sizes] if spec.shape else [])
+        raise BatchError(
+            f"{self._what}: {label} is {_describe(value)}: expected {dtype_name(spec.dtype)}[{rows}], as when the "
+            f"pipeline was compiled{_OTHER_SIZES if is_alike else ''}"
+        )
 
 
 class InputFormat:
