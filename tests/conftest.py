@@ -31,6 +31,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture
+def no_accelerator_left() -> Iterator[None]:
+    """Accelerators share the state of their process: the next test begins without one."""
+    yield
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """A sum over several threads is taken in an order of its own, and stages are threads already."""
     import torch
