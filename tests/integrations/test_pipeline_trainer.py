@@ -15,6 +15,8 @@ from trainer_runs import gpt2, history, rows, trainer, without_times
 
 pytest.importorskip("accelerate", reason="PipelineTrainer needs accelerate")
 
+pytestmark = pytest.mark.usefixtures("no_accelerator_left")
+
 SIZES: dict[str, Any] = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
 PARTS: dict[str, Any] = SIZES | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 """The plain Trainer's arguments for the sums of a pipeline with four microbatches."""
