@@ -6,17 +6,14 @@ as they are while parts are joined at the end. A microbatch's own memory is free
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
-from contextlib import suppress
 from math import prod
 from typing import Final
 
 import torch
 from torch import Tensor
 
-_LARGE: Final = 8 * 1024 * 1024
-"""Bytes from which the whole gets memory of its own pages."""
+from adaptra.runtime.outputs.large_memory import LARGE, LargeMemory, is_available
 
 
 class JoinedRows:
@@ -90,15 +87,11 @@ def join(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _empty(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Return a tensor without values. On a CPU a large one has large pages, where the system has them.
-
-    Each step has new memory, because the user keeps the outputs. In pages of 4 KiB, a copy there mostly waits for the
-    system, which gives and clears each page at its first use.
-    """
+    """Return a tensor without values."""
     size = prod(shape) * like.element_size()
-    if like.device.type != "cpu" or size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if like.device.type != "cpu" or size < LARGE or not is_available():
         return like.new_empty(shape)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a system without large pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype).view(shape)
+    return _MEMORY.bytes(size).view(like.dtype).view(shape)
+
+
+_MEMORY: Final = LargeMemory()
