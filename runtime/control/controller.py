@@ -191,6 +191,7 @@ class Controller:
 
         Raises:
             TransportError: The error given to :meth:`abort`.
+            BatchError: Ranks of a replica were given different rows.
             ControlError: The control plane has failed or is closed, the store does not answer, or the log does not reach the
                 step within ``plan_seconds``.
         """

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from adaptra.errors import ControlError, TransportError
+from adaptra.errors import BatchError, ControlError, TransportError
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.control_store.schema import decode, encode
 
@@ -318,10 +318,10 @@ class Coverage:
             step: The step; not before the last one asked for.
 
         Raises:
-            TransportError: It was given to :meth:`fail`.
+            TransportError, BatchError: It was given to :meth:`fail`.
             ControlError: The control plane has failed or ended, or the log does not reach the step yet.
         """
-        if isinstance(self._error, TransportError):
+        if isinstance(self._error, TransportError | BatchError):
             raise self._error
         if self._error is not None:
             raise ControlError(f"step {step} has no plan: {self._error}") from self._error

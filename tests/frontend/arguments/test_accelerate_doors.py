@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -136,11 +137,11 @@ def wrapped_and_loaded(rank: int) -> tuple[str, str, str]:
         wrapped = caught(lambda: DistributedDataParallel(pipe.local_module))
         loader = given.prepare(DataLoader(torch.randn(80, 4), 8))  # pyright: ignore[reportArgumentType]
         rows = caught(lambda: [pipe.step(batch, batch) for batch in loader])
-    return type(wrapped).__name__, str(wrapped), str(rows)
+    return type(wrapped).__name__, str(wrapped), f"{type(rows).__name__}: {rows}"
 
 
 @pytest.mark.processes
 def test_ranks_neither_wrap_a_stage_nor_share_out_rows() -> None:
     for kind, wrapped, rows in run_processes(wrapped_and_loaded, 2):
         check_documented(kind, wrapped, WRAPPED)
-        assert "rank 1 was given other inputs and targets than rank 0: expected the same rows" in rows
+        assert re.match(r"(BatchError|PeerLostError: .*BatchError): step \d+: rank 1 was given other inputs and targets", rows)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra.errors import ControlError
+from adaptra.errors import BatchError, ControlError
 from adaptra.program import Program
 from adaptra.program.schedules import gpipe, one_f_one_b
 from adaptra.runtime.control.plan import Plan
@@ -246,3 +246,11 @@ def test_a_rank_that_waits_is_woken(end: str) -> None:
         coverage.fail(ValueError("never mind"))
     thread.join(100)
     assert found == ([0] if end == "extend" else ["step 0 has no plan: no more"])
+
+
+def test_ranks_with_other_rows_are_told_by_the_step_that_waits_for_its_plan() -> None:
+    """The error keeps its class, as where a step computes when it arrives."""
+    coverage = Coverage()
+    coverage.fail(BatchError("step 0: rank 1 was given other inputs"))
+    with pytest.raises(BatchError, match=r"^step 0: rank 1"):
+        coverage.plan_for(0)
