@@ -91,9 +91,9 @@ def compile(
         loss: ``loss(outputs, targets)`` → scalar. Without it the model itself returns the scalar loss, and targets, if given,
             are its last positional argument.
         reduction: How the losses of microbatches and replicas are reduced to that of the batch, and their gradients likewise.
-            ``"mean"`` gives each the same weight. ``"sum"`` adds them up. ``"weighted"`` divides the sum of all sums by the sum
-            of all weights. Then ``loss``, or the model, returns the two scalars ``(sum, weight)`` first, such as the sum over
-            all labels and their number.
+            ``"mean"`` gives each the same weight, and warns where the example's microbatches have unequally many labels.
+            ``"sum"`` adds them up. ``"weighted"`` divides the sum of all sums by the sum of all weights. Then ``loss``, or the
+            model, returns the two scalars ``(sum, weight)`` first, such as the sum over all labels and their number.
         memory: The limit of activations on a rank: a size such as ``"2GiB"``, or a number of microbatches. A size includes
             temporary memory of ops and messages in flight. A microbatch counts from its F to its W. The memory that its I
             frees is known from the stage's graphs and no longer counts after I. With None, the limit is the free memory of the

@@ -37,7 +37,7 @@ from adaptra.runtime.launch.free_memory import free_memory
 from adaptra.runtime.launch.launch import Launch, launch
 from adaptra.runtime.worker.batch import example_microbatch, rows_of
 from adaptra.runtime.worker.gradient_hooks import copy_is_hooked, is_hooked
-from adaptra.runtime.worker.loss_reduction import Reduction, refuse_number_of_items, refuse_sum
+from adaptra.runtime.worker.loss_reduction import Reduction, refuse_number_of_items, refuse_sum, unequal_weights
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +77,8 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
             opened.callback(recorder.close)
             with _progress(launched) as progress:
                 planned = _compile(request, spec, args, targets, kwargs, progress, empty_on)
-                if request.loss is not None and reduction is Reduction.MEAN and not _is_one(request, launched):
-                    example = example_microbatch((args, targets), request.microbatches, "example_inputs")
-                    refuse_sum(request.loss, planned.compiled, example[1], rows_of(example))
+                if reduction is Reduction.MEAN and request.with_loss:
+                    _check_mean(request, planned, launched, args, targets, kwargs)
                 _refuse_hooked_copies(request.whole_model, planned.compiled.copied(request.placed))
                 stages_here = [stage for rank in launched.ranks for stage in stages_of(rank, request.placed)]
                 own = stages_here if options.inner != EAGER else []
@@ -177,6 +176,26 @@ def _compile(
 
 def _loss_of(request: CompileArguments, reduction: Reduction) -> Callable[..., Any] | None:
     return WeightedLoss(request.loss) if reduction is Reduction.WEIGHTED else request.loss
+
+
+def _check_mean(
+    request: CompileArguments,
+    planned: PlannedPipeline,
+    launched: Launch,
+    args: tuple[Any, ...],
+    targets: Any,
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Check on the example that the loss is a mean of its microbatches' losses. Refuse a sum, warn of unequal weights."""
+    given = args, targets, dict(kwargs)
+    example = example_microbatch(given, request.microbatches, "example_inputs")
+    rows = rows_of(example)
+    if request.loss is not None and not _is_one(request, launched):
+        refuse_sum(request.loss, planned.compiled, example[1], rows)
+    if _is_first(launched):
+        text = unequal_weights(request.loss, planned.compiled, targets, (args, kwargs), request.microbatches, rows)
+        if text is not None:
+            logger.warning(text)
 
 
 def _is_one(request: CompileArguments, launched: Launch) -> bool:

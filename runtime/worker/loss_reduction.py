@@ -17,6 +17,12 @@ from adaptra.graph import CompiledStages, TensorSpec
 MOST_ELEMENTS: Final = 2**20
 """The largest output, in elements, on which a loss is tried; of a larger one only the rows that fit are used."""
 
+MOST_ELEMENTS_OF_BATCH: Final = 2**24
+"""The largest outputs of a whole batch, in elements, on which the weights of its microbatches are compared."""
+
+NO_LABEL: Final = -100
+"""The label that torch's losses leave out by default."""
+
 NUMBER_OF_ITEMS: Final = "num_items_in_batch"
 """The name that transformers use for the number of labels in a batch."""
 
@@ -124,6 +130,47 @@ def refuse_sum(loss: Callable[..., Any], compiled: CompiledStages, targets: Any,
         )
 
 
+def unequal_weights(
+    loss: Callable[..., Any] | None, compiled: CompiledStages, targets: Any, given: Any, microbatches: int, rows: int
+) -> str | None:
+    """Return a warning if the mean over the example's microbatches is not its batch's, as where labels are padding.
+
+    The loss is differentiated with respect to random outputs, for each microbatch alone and for all of them together. In a mean
+    over the rows the gradients of all microbatches are the same part of the batch's. Where the model returns the loss, or
+    outputs are too large, labels that torch's losses leave out are counted. A loss that can't be run is not looked at.
+
+    Args:
+        loss: The user's loss, or None if the model returns it.
+        compiled: The stages, which define the model's outputs for a microbatch.
+        targets: The targets of the whole batch.
+        given: All other inputs of the whole batch.
+        microbatches: Microbatches per step.
+        rows: The rows of a microbatch.
+    """
+    if microbatches == 1:
+        return None
+    elements = sum(one.elements for one in compiled.eval[-1].outputs) * microbatches
+    try:
+        if loss is None or elements > MOST_ELEMENTS_OF_BATCH:
+            counts = _label_counts((targets, given), microbatches, rows)
+            if counts is None:
+                return None
+            found = f"microbatches of the example have {min(counts)} to {max(counts)} labels"
+        else:
+            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+                weights = _weights_in_mean(loss, compiled, targets, microbatches, rows)
+            is_low = any(one.dtype in (torch.float16, torch.bfloat16) for one in compiled.eval[-1].outputs)
+            if all(abs(one - 1) < (2e-2 if is_low else 1e-3) for one in weights):
+                return None
+            found = f"microbatches of the example count {min(weights):.3g} to {max(weights):.3g} times a mean part of its loss"
+    except Exception:
+        return None
+    return (
+        f"reduction='mean': {found}, but a mean gives all the same weight, so loss and gradients differ from those of the "
+        "whole batch; where labels are padding, return (sum, number of labels) and give reduction='weighted'"
+    )
+
+
 def refuse_number_of_items(given: Mapping[str, Any], reduction: Reduction) -> None:
     """Refuse the number of labels in a batch, by which models of transformers divide, if the result would be wrong.
 
@@ -165,3 +212,47 @@ def _double(tensor: Tensor) -> Tensor:
 
 def _doubled(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [_double(one) for one in tensors]
+
+
+def _weights_in_mean(
+    loss: Callable[..., Any], compiled: CompiledStages, targets: Any, microbatches: int, rows: int
+) -> list[float]:
+    """Return for each microbatch how much larger its gradient is in the whole batch's loss than in the mean of all losses."""
+    random = torch.Generator().manual_seed(0)
+    called = copy.deepcopy(loss).cpu() if isinstance(loss, nn.Module) else loss
+    specs = compiled.eval[-1].outputs
+    parts = [[_made_up(spec, rows, rows, random) for spec in specs] for _ in range(microbatches)]
+    differentiated = [[one.requires_grad_() for one in part if one.is_floating_point() and one.dim()] for part in parts]
+    whole = [torch.cat(of_parts) if of_parts[0].dim() else of_parts[0] for of_parts in zip(*parts, strict=True)]
+    all_targets = pytree.tree_map_only(Tensor, lambda one: one.cpu(), targets)
+    in_whole = _norms(called(compiled.outputs.unflatten(whole), all_targets), differentiated)
+    weights: list[float] = []
+    for index, (part, leaves) in enumerate(zip(parts, differentiated, strict=True)):
+        own = pytree.tree_map_only(Tensor, lambda one, index=index: _part(one, index, microbatches), all_targets)
+        (alone,) = _norms(called(compiled.outputs.unflatten(part), own), [leaves])
+        together = in_whole[index]
+        # The mean of no label is nan, its part of the whole batch's loss 0.
+        weights.append(float(alone == 0) if together == 0 else together * microbatches / max(alone, 1e-30))
+    return weights
+
+
+def _norms(loss: Tensor, groups: Sequence[Sequence[Tensor]]) -> list[float]:
+    """Return the norm of the gradient for each group of tensors."""
+    flat = [one for group in groups for one in group]
+    found = torch.autograd.grad(loss, flat, retain_graph=True, materialize_grads=True)
+    squares = iter([one.double().square().sum().item() for one in found])
+    return [sum(next(squares) for _ in group) ** 0.5 for group in groups]
+
+
+def _label_counts(given: Any, microbatches: int, rows: int) -> list[int] | None:
+    """Return each microbatch's number of labels, if some tensor of integers leaves out unequally many."""
+    for one in pytree.tree_leaves(given):
+        if isinstance(one, Tensor) and one.dim() and one.dtype == torch.long and one.shape[0] == microbatches * rows:
+            counts = [(part != NO_LABEL).sum().item() for part in one.chunk(microbatches)]
+            if len(set(counts)) > 1:
+                return [int(count) for count in counts]
+    return None
+
+
+def _part(tensor: Tensor, index: int, microbatches: int) -> Tensor:
+    return tensor.chunk(microbatches)[index] if tensor.dim() else tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import adaptra
 from adaptra.errors import AdaptraError
+from adaptra.runtime.worker import loss_reduction
 
 DOCUMENTED = {
     "reduction": "reduction=…: expected 'mean', 'sum' or 'weighted'",
@@ -273,6 +275,50 @@ def test_a_mean_is_taken(loss: Any) -> None:
         (lambda logits, labels: loss(logits.transpose(1, 2), labels)) if isinstance(loss, nn.Module) else loss, "mean", stages=1
     ):
         pass
+
+
+def warned(caplog: pytest.LogCaptureFixture, loss: Any, labels: Tensor, reduction: str = "mean", **how: Any) -> list[str]:
+    caplog.clear()
+    example = (batch(0)[0], labels)
+    with (
+        caplog.at_level("WARNING"),
+        adaptra.compile(make(), stages=1, example_inputs=example, loss=loss, reduction=reduction, **how),
+    ):
+        return [one.getMessage() for one in caplog.records if one.getMessage().startswith("reduction='mean'")]
+
+
+def of_classes(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), labels, weight=torch.arange(1.0, CLASSES + 1))
+
+
+def test_microbatches_of_unequal_weight_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """What counts is the loss, not the labels: a mean over rows may have any."""
+    padded = batch(0)[1]
+    full = torch.randint(CLASSES, (ROWS, 5), generator=torch.Generator().manual_seed(3))
+    (text,) = warned(caplog, mean, padded, microbatches=4)
+    assert re.search(r"microbatches of the example count 0.889 to 1.78 times .* reduction='weighted'$", text), text
+    assert (full != -100).all() and warned(caplog, mean, full, microbatches=4) == []
+    equal = full.clone()
+    equal[:, 3:] = -100
+    assert warned(caplog, mean, equal, microbatches=4) == [], "as much padding in each"
+    equal[0, 2] = -100
+    (text,) = warned(caplog, mean, equal, microbatches=2)
+    assert f"{11 / 11.5:.3g} to {12 / 11.5:.3g}" in text
+    assert warned(caplog, lambda logits, labels: logits.square().mean(), padded, microbatches=4) == []
+    assert warned(caplog, mean, padded, microbatches=1) == []
+    assert warned(caplog, weighted, padded, "weighted", microbatches=4) == []
+    assert len(warned(caplog, of_classes, full, microbatches=4)) == 1, "classes have weights"
+
+
+def test_labels_are_counted_where_outputs_are_large_or_the_model_returns_the_loss(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_reduction, "MOST_ELEMENTS_OF_BATCH", 1)
+    padded = batch(0)[1]
+    (text,) = warned(caplog, mean, padded, microbatches=4)
+    counts = [int((part != -100).sum()) for part in padded.chunk(4)]
+    assert f"have {min(counts)} to {max(counts)} labels" in text
+    assert warned(caplog, mean, padded.clamp(min=0), microbatches=4) == []
 
 
 def test_a_loss_that_changes_its_values_in_place_is_left_out_of_outputs() -> None:
