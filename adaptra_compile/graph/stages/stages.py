@@ -59,8 +59,8 @@ class TrainStage(ABC):
         grad_inputs, grad_outputs: The tensors that I returns and receives: a gradient for each input or output that has one.
         flops: Floating-point operations of F, I and W.
         parameter_bytes: Bytes of the stage's parameters.
-        kept_after_forward: Bytes that one microbatch keeps from F to I, inputs included, state not.
-        kept_after_input_grad: Bytes that one microbatch keeps from I to W.
+        kept_after_forward: Bytes that one microbatch keeps from F to I. Received messages are included, state is not.
+        kept_after_input_grad: Bytes that one microbatch keeps from I to W. Received messages are included here too.
         peaks: Peak bytes while F, I and W run.
     """
 

@@ -132,19 +132,22 @@ def test_a_stage_that_ends_in_a_view_sends_its_memory_as_it_lies() -> None:
 
 
 def test_what_a_microbatch_keeps_is_what_the_stage_says_and_is_freed_when_used() -> None:
+    """Saved values and received messages, apart from the caller's batch."""
     compiled, model, (args, _, targets) = compiled_example("gpt", 4)
     message: tuple[Tensor, ...] = args
     for stage in compiled.train:
         state = stage.state(model)
         held = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
+        received = message if stage.index else ()
         message, saved = stage.run_forward(state, message, RandomKey(0, 0, 0), (targets,) if stage.targets else ())
-        assert _bytes(saved.values, held) == stage.kept_after_forward
+        assert _bytes([*saved.values, *received], held) == stage.kept_after_forward
         grad_outputs = [torch.ones(spec.shape) for spec in stage.grad_outputs]
         kept = [weakref.ref(tensor) for tensor in saved.values if tensor.untyped_storage().data_ptr() not in held]
         sent, left = stage.run_input_grad(saved, grad_outputs)
         assert saved.values == []
-        assert _bytes(left.values, held) == stage.kept_after_input_grad
-        needed = {tensor.untyped_storage().data_ptr() for tensor in (*left.values, *message, *args, *sent, targets)}
+        received = (*received, *grad_outputs)
+        assert _bytes([*left.values, *received], held) == stage.kept_after_input_grad
+        needed = {one.untyped_storage().data_ptr() for one in (*left.values, *received, *message, *args, *sent, targets)}
         alive = [tensor for tensor in (ref() for ref in kept) if tensor is not None]
         assert [tensor.shape for tensor in alive if tensor.untyped_storage().data_ptr() not in needed] == []
         del alive
