@@ -9,13 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from adaptra.errors import AdaptraError, BatchError, OptionError, PeerLostError, PipelineError
+from adaptra.errors import AdaptraError, OptionError, PeerLostError, PipelineError
 from adaptra.frontend.arguments.shared_models import Sharing
+from adaptra.frontend.shapes.agreement import agree_on_shape
 from adaptra.frontend.shapes.recompile import Recompile
 from adaptra.frontend.shapes.shapes import NewShape, ShapedBatch, Shapes
 from adaptra.frontend.stage_planning import PipelineSpec, PlannedPipeline
@@ -33,8 +34,6 @@ from adaptra.program.roles import Roles
 from adaptra.runtime.control.calls import Calls
 from adaptra.runtime.control.events import EventKind
 from adaptra.runtime.launch.agreement import agree
-from adaptra.runtime.launch.exchange import exchange as exchange_texts
-from adaptra.runtime.launch.exchange import not_set
 from adaptra.runtime.launch.launch import Job, Launch
 from adaptra.runtime.reconfigure.agreement import RESTART_SECONDS, agree_on_roles, gather_costs, share_split
 from adaptra.runtime.reconfigure.consent import Consent, check_consents
@@ -49,8 +48,6 @@ from adaptra.runtime.worker.worker import Batch, Worker
 from adaptra.simulation.cut_points import CutPoint, positions_of
 
 Result = TypeVar("Result")
-
-_ONE_SHAPE: Final = "expected one shape on all ranks of a replica; give each of them the same inputs and targets, not None"
 
 
 class Session:
@@ -474,7 +471,8 @@ class Session:
         Raises:
             BatchError: Another rank of the replica has a batch of another shape.
         """
-        self._agree_on_shape(new)
+        self._new_shapes += 1
+        agree_on_shape(new, self._new_shapes, self.launched, self.workers[0], self._calls, self._spec.options.timeout)
         larger, smaller = new.larger, new.smaller
         programs = self._spec.programs_of(self.compiled, larger, len(new.rows))
         shape = StepShape(new.number, new.code, new.rows, larger, smaller, programs, programs.relative)
@@ -484,36 +482,6 @@ class Session:
                     prepare(compiled.train[stage])
             worker.add_shape(shape)
         return shape
-
-    def _agree_on_shape(self, new: NewShape) -> None:
-        """Wait until all ranks of this replica have compiled the same shape of batch."""
-        self._new_shapes += 1
-        transport = self.launched.pipeline_of(self.launched.transports[0])
-        if self.launched.job is None or transport.world_size == 1:
-            return
-        (worker,), replicas, calls = self.workers, self.launched.replicas, self._calls
-        job_ranks = range(transport.world_size) if replicas is None else replicas.pipeline
-        name, own = f"agree/shape/{self._new_shapes}", transport.rank
-        others = [rank for rank in range(transport.world_size) if rank != own]
-        told: dict[int, int] = {job_ranks[rank]: rank for rank in others}
-
-        def check() -> None:
-            worker.check()
-            ahead = [] if calls is None else calls.ahead(list(told))
-            late = not_set(transport.store, [f"{name}/{told[rank]}" for rank in ahead]) if ahead else []
-            if late:
-                ranks = ", ".join(str(rank) for rank in ahead if f"{name}/{told[rank]}" in late)
-                raise BatchError(
-                    f"rank {job_ranks[own]} has a batch of {new.name}, a shape that is new to it, rank {ranks} one of a known "
-                    f"shape: {_ONE_SHAPE}"
-                )
-
-        found = exchange_texts(transport.store, name, own, new.name, others, self._spec.options.timeout, check)
-        for rank, text in zip(others, found, strict=True):
-            if text != new.name:
-                raise BatchError(
-                    f"rank {job_ranks[own]} has a batch of {new.name}, rank {job_ranks[rank]} one of {text}: {_ONE_SHAPE}"
-                )
 
     def _tell_of_shape(self, kind: EventKind, text: str) -> None:
         (worker, *_) = self.workers
