@@ -16,7 +16,7 @@ from adaptra.runtime.control.events import ControlEvent, EventKind
 from adaptra.runtime.control.plan import Plan
 from adaptra.simulation.simulate import simulate
 
-ROWS, MICROBATCHES, STAGES = 8, 4, 4
+ROWS, MICROBATCHES, STAGES = 16, 8, 4
 SLOW = ["delay 1-2 40ms @3"]
 DEVICE = adaptra.EmulatedDevice(0.005, 0.005, 0.005)
 

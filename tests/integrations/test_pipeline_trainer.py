@@ -71,9 +71,9 @@ def test_label_smoothing_and_bfloat16_are_bitwise(settings: dict[str, Any], tmp_
     named: Any = {"train_dataset": rows(14), "eval_dataset": None}
     made = piped(tmp_path, named, **settings)
     assert made.pipe.session.compiled.difference is None
-    other = plain(tmp_path, named, **PARTS | settings)
-    for one in (made, other):
-        one.train()
+    made.train()
+    other = plain(tmp_path, named, **PARTS | settings)  # its accelerator has a precision of its own
+    other.train()
     found, expected = history(made), history(other)
     assert all(found[0][name] == expected[0][name] for name in ("loss", "grad_norm"))
     assert [one["loss"] for one in found[:-1]] == pytest.approx([one["loss"] for one in expected[:-1]], rel=1e-4)

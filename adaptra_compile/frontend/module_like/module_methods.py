@@ -111,9 +111,9 @@ class ModuleMethods(NotAModule, ABC):
         return self.local_module.modules()
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers of the stages in this process with their names in the user's model, each once."""
+        """Yield the buffers of the stages in this process with their names in the user's model, each once, in its order."""
         found = {name: one for name, one in reversed(self.held_tensors()) if not isinstance(one, nn.Parameter)}
-        return iter([(name, found[name]) for name in dict(self.held_tensors()) if name in found])
+        return iter([(name, found[name]) for name in self._aliases() if name in found])
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield the buffers of the stages in this process."""
