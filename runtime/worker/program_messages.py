@@ -18,7 +18,7 @@ from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import RECEIVED_BY, RULE, SENT_BY, other_end, peer_stage
 from adaptra.runtime.detection.monitor import Monitor
-from adaptra.runtime.transports.base import PURPOSE_OF, Identity, Pending, Transport
+from adaptra.runtime.transports.base import PURPOSE_OF, Identity, MessageLayout, Pending, Transport, layout_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,19 +171,61 @@ class ProgramMessages:
                 self._transport.release(pending)
 
     def _receive_counts(self, order: Sequence[Op]) -> dict[tuple[int, MessageSpec], int]:
+        """Return the most receive buffers in use at a time.
+
+        Receives that are posted ahead have buffers, too. They are counted where another channel from the same rank has messages
+        of this layout, and could find none left. A channel alone uses its own again.
+        """
+        ahead = self._ahead(order)
+        standing = dict.fromkeys(ahead, 0)
         kept: Counter[tuple[int, MessageSpec]] = Counter()
         most: Counter[tuple[int, MessageSpec]] = Counter()
         by_microbatch: dict[tuple[int | None, int, int], list[tuple[int, MessageSpec]]] = {}
+
+        def use(key: tuple[int, MessageSpec], count: int) -> None:
+            kept[key] += count
+            most[key] = max(most[key], kept[key])
+
+        def stand(channel: tuple[int, Kind]) -> None:
+            key, count = ahead[channel]
+            use(key, count - standing[channel])
+            standing[channel] = count
+
+        for channel in ahead:
+            stand(channel)  # since the step before
         for op in order:
             if op.kind in SENT_BY:
-                sent = other_end(op)
-                key = (self._holder(sent), self._spec(sent))
-                kept[key] += 1
-                most[key] = max(most[key], kept[key])
+                key, channel = self._buffer_of(op), self._channel_of(op)
+                if standing.get(channel) and layout_of(ahead[channel][0][1]) == layout_of(key[1]):
+                    standing[channel] -= 1
+                    kept[ahead[channel][0]] -= 1
+                use(key, 1)
                 by_microbatch.setdefault((op.replica, op.stage, op.microbatch), []).append(key)
-            elif op.kind in self._last_uses:
+                continue
+            for receive in self._taken_by([op]):
+                if receive in self._preposted_after and self._channel_of(receive) in ahead:
+                    stand(self._channel_of(receive))
+            if op.kind in self._last_uses:
                 kept.subtract(by_microbatch.pop((op.replica, op.stage, op.microbatch), ()))
         return dict(most)
+
+    def _ahead(self, order: Sequence[Op]) -> dict[tuple[int, Kind], tuple[tuple[int, MessageSpec], int]]:
+        """Return the buffer and the number of receives that are posted ahead, for channels that share a layout with another."""
+        channels: dict[tuple[int, MessageLayout], set[Kind]] = {}
+        for op in order:
+            if op.kind in SENT_BY:
+                source, specs = self._buffer_of(op)
+                channels.setdefault((source, layout_of(specs)), set()).add(self._channel_of(op)[1])
+        found = {receive: self._buffer_of(receive) for receive, count in self._preposted_after.items() if count}
+        return {
+            self._channel_of(receive): (key, self._preposted_after[receive])
+            for receive, key in found.items()
+            if len(channels[key[0], layout_of(key[1])]) > 1
+        }
+
+    def _buffer_of(self, receive: Op) -> tuple[int, MessageSpec]:
+        sent = other_end(receive)
+        return self._holder(sent), self._spec(sent)
 
     def _preposting(self, order: Sequence[Op]) -> dict[Op, int]:
         """Return for the last message of each channel the number of receives that the order posts before its first op."""

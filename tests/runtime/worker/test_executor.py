@@ -200,6 +200,22 @@ def test_a_program_takes_no_fewer_buffers_than_it_asks_for(index: int) -> None:
         executor.run(0, [], [()] * 3)
 
 
+def test_receives_posted_ahead_leave_buffers_for_another_channel_from_the_same_rank() -> None:
+    """Five: the inputs of 1W0, 1W1 and 3W1 when the next step's two are posted ahead; or 1W0, 1W1, these two and a gradient."""
+    program = lowered(
+        """
+        schedule shared placement=0,1,0,1 microbatches=2
+        0: 0F0 0SEND_F0 0F1 0SEND_F1 2RECV_F0 2F0 2SEND_F0 2RECV_F1 2F1 2SEND_F1 2RECV_B0 2I0 2SEND_B0 2W0 2RECV_B1 2I1 """
+        """2SEND_B1 2W1 0RECV_B0 0I0 0W0 0RECV_B1 0I1 0W1
+        1: 1RECV_F0 1RECV_F1 1F0 1SEND_F0 1F1 1SEND_F1 3RECV_F0 3F0 3I0 3SEND_B0 3W0 3RECV_F1 3F1 3I1 3SEND_B1 3W1 1RECV_B0 """
+        """1I0 1SEND_B0 1W0 1RECV_B1 1I1 1SEND_B1 1W1
+        """
+    )
+    transport = LocalHub(2).transport(1)
+    executor = executor_of(program, 1, transport, {1: Doubling(), 3: Doubling(last=True)})
+    assert list(executor.receive_counts.values()) == [5]
+
+
 def test_an_evaluation_gives_its_buffers_back_after_each_forward() -> None:
     """One at a time, however many microbatches there are."""
     program = forward_only(range(2), 5)
