@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 TESTED: Final = {
-    "python": ("3.11", "3.11"),
+    "python": ("3.11", "3.13"),
     "torch": ("2.11", "2.13"),
     "sympy": ("1.13.3", "1.14.0"),
     "rich": ("13.0.0", "15.0.0"),
