@@ -30,6 +30,7 @@ from adaptra.integrations.transformers_refusals import (
 )
 from adaptra.integrations.transformers_rows import NOWHERE, ReplicaRows
 from adaptra.runtime.options import Options
+from adaptra.runtime.worker.loss_reduction import NO_LABEL
 
 try:
     import accelerate  # noqa: F401
@@ -236,7 +237,7 @@ class PipelineTrainer(transformers.Trainer):
         labels = given.get("labels")
         if labels is None:
             whole: Any = self.model
-            given["labels"] = torch.full_like(given[whole.main_input_name], -100)
+            given["labels"] = torch.full_like(given[whole.main_input_name], NO_LABEL)
             items: Any = torch.ones((), device=self.args.device)
         else:
             if self._rest_of_evaluation and self.pipe.replicas > 1:

@@ -15,12 +15,12 @@ from torch import distributed as dist
 
 from adaptra.errors import OptionError
 from adaptra.frontend.api import Pipeline
+from adaptra.runtime.worker.loss_reduction import NO_LABEL
 
 NOWHERE: Final = torch.empty(0)
 """Stands for what the rank of a replica's last stage has, on its other ranks."""
 
 _LABELS: Final = ("labels", "shift_labels")
-_NO_LABEL: Final = -100
 
 
 class ReplicaRows:
@@ -49,7 +49,7 @@ class ReplicaRows:
             if (labels := batch.get(name)) is not None:
                 rows = labels.shape[0]
                 found[name] = labels.clone()
-                found[name][max(0, real - rows * self._pipe.replica) :] = _NO_LABEL
+                found[name][max(0, real - rows * self._pipe.replica) :] = NO_LABEL
         return found
 
     def gather(self, given: Any) -> Any:
@@ -64,7 +64,7 @@ class ReplicaRows:
 
         joined, *others = [self._from(rank, given) for rank in self._sources()]
         for one in others:
-            joined = nested_concat(joined, one, padding_index=_NO_LABEL)
+            joined = nested_concat(joined, one, padding_index=NO_LABEL)
         return joined
 
     def _sources(self) -> list[int]:
