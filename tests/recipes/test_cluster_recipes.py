@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from commands import run_command
 from paths import TESTS
-from recipes import RECIPES, environment, run_recipe, write_recipe
+from recipes import RECIPES, environment, outputs_of, run_recipe, write_recipe
 
 DYING = TESTS / "support" / "dying.py"
 
@@ -61,9 +62,7 @@ def test_a_slurm_job_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
         "SLURM_JOB_NODELIST": "here[0-1]",
         "SLURM_NNODES": "2",
     }
-    without = subprocess.run(
-        ["bash", "train.sbatch"], check=False, cwd=tmp_path, env=environment(**variables), capture_output=True, text=True
-    )
+    without = run_command(["bash", "train.sbatch"], 120.0, tmp_path, environment(**variables))
     assert without.returncode != 0 and "name a network interface" in without.stderr
     printed = run_recipe(["bash", "train.sbatch"], tmp_path, 120.0, **variables, INTERFACE="lo").splitlines()
     assert printed == [*undisturbed[:6], *undisturbed[4:]]
@@ -139,11 +138,6 @@ def test_the_pods_of_the_manifest_train_as_one_process(tmp_path: Path) -> None:
                 text=True,
             )
         )
-    try:
-        printed = [pod.communicate(timeout=120) for pod in pods]
-    finally:
-        for pod in pods:
-            pod.terminate()  # torchrun ends its ranks when it is asked to, not when it is killed
-    assert [pod.returncode for pod in pods] == [0, 0], "\n".join(errors for _, errors in printed)
-    assert "".join(output for output, _ in printed) == undisturbed
+    assert len(pods) == 2
+    assert "".join(outputs_of(pods)) == undisturbed
     assert same_weights(tmp_path, "alone", "checkpoints")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from linked_hosts import LinkedHosts
 from paths import TESTS
-from recipes import environment, run_recipe, write_recipe
+from recipes import environment, outputs_of, run_recipe, write_recipe
 
 pytestmark = pytest.mark.root
 DYING = TESTS / "support" / "dying.py"
@@ -28,13 +28,7 @@ def on_each_host(hosts: LinkedHosts, script: str, *arguments: str, folder: Path,
         started.append(
             hosts.start(host, command, cwd=folder, env=environment(**variables), stdout=output, stderr=output, text=True)
         )
-    try:
-        printed = [process.communicate(timeout=120) for process in started]
-    finally:
-        for process in started:
-            process.terminate()  # torchrun ends its ranks when it is asked to, not when it is killed
-    assert [process.returncode for process in started] == [0, 0], "\n".join(errors for _, errors in printed)
-    return [output for output, _ in printed]
+    return outputs_of(started)
 
 
 def test_two_nodes_print_the_loss_of_one_process(linked_hosts: type[LinkedHosts], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,6 +49,17 @@ def run_recipe(command: Sequence[str], folder: Path, timeout: float = 120.0, **m
     done = run_command(command, timeout, folder, environment(**more))
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def outputs_of(started: Sequence[subprocess.Popen[str]], timeout: float = 120.0) -> list[str]:
+    """What each of several processes prints that run together; nothing of them is left, however they end."""
+    try:
+        printed = [process.communicate(timeout=timeout) for process in started]
+    finally:
+        for process in started:
+            process.terminate()  # torchrun ends its ranks when it is asked to, not when it is killed
+    assert not any(process.returncode for process in started), "\n".join(errors for _, errors in printed)
+    return [output for output, _ in printed]
 
 
 def made_by(folder: Path, before: str = "pipe = adaptra.compile(") -> dict[str, Any]:
