@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +12,12 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
+import losses
 from gpt import GPT, batch_of, standard_library_text
 from gpt import next_byte_loss as loss_of
 
 WEIGHTS, LENGTH, ROWS, PARTS = "model.safetensors", 64, 16, 8
+write_losses = losses.write_losses
 
 
 def arguments() -> argparse.Namespace:
@@ -40,22 +40,7 @@ EXAMPLE = next(batches(1))
 
 def accumulate(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Add up the gradients of a batch, a part at a time, and return its loss."""
-    losses: list[Tensor] = []
-    for some, wanted in zip(inputs.chunk(PARTS), targets.chunk(PARTS), strict=True):
-        loss = loss_of(model(some), wanted)
-        (loss / PARTS).backward()
-        losses.append(loss.detach())
-    return torch.stack(losses).mean()
-
-
-def write_losses(path: Path | None, losses: list[float]) -> None:
-    """Write the losses on the first rank, or print them."""
-    if os.environ.get("RANK", "0") != "0":
-        return
-    if path is None:
-        print(losses)
-    else:
-        path.write_text(json.dumps(losses))
+    return losses.accumulate_mean(model, loss_of, inputs, targets, PARTS)
 
 
 if __name__ == "__main__":

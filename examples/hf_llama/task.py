@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import TrainingArguments
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+import small_llama
+
+llama = small_llama.llama
 
 
 def arguments() -> argparse.Namespace:
@@ -19,19 +25,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--eval-rows", type=int, default=8)
     return parser.parse_args()
-
-
-def llama() -> LlamaForCausalLM:
-    """Build a Llama of four layers."""
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return LlamaForCausalLM(config)
 
 
 def rows(count: int) -> list[dict[str, torch.Tensor]]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+import losses
+from small_llama import llama
 
 ROWS, LENGTH = 32, 16
+write_losses = losses.write_losses
 
 
 def arguments() -> argparse.Namespace:
@@ -26,16 +29,7 @@ def arguments() -> argparse.Namespace:
 def adapted_llama() -> Any:
     """Build a Llama of four layers whose weights stay as they are, with adapters that are trained."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
-    return get_peft_model(LlamaForCausalLM(config), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+    return get_peft_model(llama(use_cache=False), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
 
 
 def loader(batch_size: int) -> DataLoader[dict[str, torch.Tensor]]:
@@ -43,9 +37,3 @@ def loader(batch_size: int) -> DataLoader[dict[str, torch.Tensor]]:
     drawn = torch.randint(64, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     rows: Any = [{"input_ids": tokens, "labels": tokens} for tokens in drawn]
     return DataLoader(rows, batch_size)
-
-
-def write_losses(path: Path, losses: list[float]) -> None:
-    """Write the losses on the first rank."""
-    if os.environ.get("RANK", "0") == "0":
-        path.write_text(json.dumps(losses))

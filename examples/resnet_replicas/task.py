@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+import losses
+
 CLASSES, ROWS, PARTS = 10, 64, 8
+write_losses = losses.write_losses
 
 
 def arguments() -> argparse.Namespace:
@@ -78,19 +81,4 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 def accumulate(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     """Add up the gradients of a batch, a part at a time, and return its loss. A BatchNorm sees one part at a time."""
-    losses: list[Tensor] = []
-    for some, wanted in zip(images.chunk(PARTS), labels.chunk(PARTS), strict=True):
-        loss = loss_of(model(some), wanted)
-        (loss / PARTS).backward()
-        losses.append(loss.detach())
-    return torch.stack(losses).mean()
-
-
-def write_losses(path: Path | None, losses: list[float]) -> None:
-    """Write the losses on the first rank, or print them."""
-    if os.environ.get("RANK", "0") != "0":
-        return
-    if path is None:
-        print(losses)
-    else:
-        path.write_text(json.dumps(losses))
+    return losses.accumulate_mean(model, loss_of, images, labels, PARTS)

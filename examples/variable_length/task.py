@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +15,11 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
+import losses
 from gpt import VOCABULARY, standard_library_text
 
 ROWS, PARTS, LONGEST, MULTIPLE, NO_LABEL = 8, 4, 40, 8, -100
+write_losses = losses.write_losses
 
 
 def arguments() -> argparse.Namespace:
@@ -96,13 +96,3 @@ def accumulate(model: nn.Module, given: Tensor, labels: Tensor) -> Tensor:
         if parameter.grad is not None:
             parameter.grad /= count
     return (torch.stack(sums).double().sum() / count).float()
-
-
-def write_losses(path: Path | None, losses: list[float]) -> None:
-    """Write the losses on the first rank, or print them."""
-    if os.environ.get("RANK", "0") != "0":
-        return
-    if path is None:
-        print(losses)
-    else:
-        path.write_text(json.dumps(losses))
