@@ -149,7 +149,8 @@ class Detector:
         self._flapping.step()
         if self._seen <= self._options.warm_up:
             return None
-        self._step_noise.observe(max(measurement.seconds for measurement in measurements))
+        seconds = max(measurement.seconds for measurement in measurements)
+        self._step_noise.observe(seconds)
         if self._seen <= self._options.warm_up + self._options.calibration:
             for stage in stages:
                 self._calibration.stages.setdefault(stage.stage, []).append(stage)
@@ -166,7 +167,7 @@ class Detector:
         edges = list(map(self._of_rate_probe, edges))
         unsteady = {(edge.source, edge.destination) for edge in edges if self._says_nothing(edge)}
         levels = {edge: flight.level for edge, flight in self._flights.items() if edge not in unsteady}
-        edges = self._clocks.correct(edges, levels, self._least_change)
+        edges = self._clocks.correct(edges, levels, self._least_change, seconds)
         pauses = {stage.stage: one.pause for one in measurements for stage in one.stages}
         # A rank leaves out the stages of a batch of a shape of which it knows too little.
         known = [edge for edge in edges if edge.source in pauses and edge.destination in pauses]
