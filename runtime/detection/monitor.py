@@ -200,6 +200,7 @@ class Monitor:
         self._waits: list[tuple[Op, float]] = []
         self._probes: dict[tuple[int, int], tuple[float, float]] = {}
         self._rates: dict[tuple[int, int], EdgeEstimate] = {}
+        self._occupancies: dict[tuple[int, int], float] = {}
         self._reduce: tuple[Any, Any, int] | None = None
         self._first = FirstOp()
         self._is_next = False
@@ -260,13 +261,17 @@ class Monitor:
         """Record the seconds that a compute op waited for its message."""
         self._waits.append((op, seconds))
 
-    def probe(self, source: int, destination: int, sent_at: float, arrived_at: float) -> None:
+    def probe(self, source: int, destination: int, departed_at: float, arrived_at: float) -> None:
         """Record a probe: a message of a few bytes that crossed an edge only to be timed."""
-        self._probes[source, destination] = sent_at, arrived_at
+        self._probes[source, destination] = departed_at, arrived_at
 
     def rate_probe(self, source: int, destination: int, latency: float, occupancy: float) -> None:
         """Record a rate probe: messages as large as others, over an edge that no others take."""
         self._rates[source, destination] = EdgeEstimate(latency + occupancy, occupancy, None)
+
+    def occupancy(self, source: int, destination: int) -> float | None:
+        """Return the last occupancy that messages over an edge to this rank told, in seconds; None if they told none yet."""
+        return self._occupancies.get((source, destination))
 
     def reduce(self, start: Any, end: Any, nbytes: int) -> None:
         """Record that the step's gradients were added over the replicas between two marks, and their bytes."""
@@ -382,9 +387,11 @@ class Monitor:
             if probe is not None and any(message.sent_at <= probe[0] < message.arrived_at for message in mine):
                 probe = None  # it may have queued behind that message
             estimate = estimate_edge(prompt, probe)
+            if estimate.occupancy is not None:
+                self._occupancies[edge] = estimate.occupancy
             found.append(EdgeMeasurement(*edge, len(mine), waiting[edge], estimate, stalls))
         # Edges whose messages take other routes. A probe alone tells of the latency, and nothing of the rate.
-        alone = {edge: EdgeEstimate(arrived - sent, None, None) for edge, (sent, arrived) in self._probes.items()} | self._rates
+        alone = {edge: EdgeEstimate(arrived - left, None, None) for edge, (left, arrived) in self._probes.items()} | self._rates
         found += [EdgeMeasurement(*edge, 0, 0.0, one) for edge, one in sorted(alone.items()) if edge not in messages]
         return tuple(found)
 

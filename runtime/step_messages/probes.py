@@ -104,8 +104,9 @@ class Probes:
             (content,) = pending.wait(timeout)
             if content.item():
                 self._rates.answer(self._step, stage)
-            self._monitor.probe(stage, self._rank, pending.sent_at, pending.arrived_at)
-            latencies[stage] = pending.arrived_at - pending.sent_at
+            # On an idle edge the neighbour may have sent it before this rank began the step and asked for it.
+            self._monitor.probe(stage, self._rank, pending.departed_at, pending.arrived_at)
+            latencies[stage] = pending.arrived_at - pending.departed_at
             self._transport.release(pending)
         self._pending = []
         self._rates.end_step(latencies)

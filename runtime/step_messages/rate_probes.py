@@ -11,7 +11,8 @@ which nothing was sent for a while begins slowly, and only the second message fi
 
 At most one rate probe is under way on an edge, and there is one in :data:`EVERY` steps. An occupancy that differs from the one
 before, by :data:`DIFFERENCE` of it and :data:`LEAST`, may be a recovery. The detector wants several steps to see it, so then
-there is one in each of the next :data:`EVERY` steps.
+there is one in each of the next :data:`IN_A_ROW` steps. The first one, at once, is compared with what the last messages over
+the edge told: the link may recover while microbatches leave it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transpor
 EVERY: Final = 8
 """The number of steps in which an idle edge carries one rate probe."""
 
+IN_A_ROW: Final = 16
+"""The number of steps with one each after a difference: twice as many as the detector wants to agree about a lossy edge."""
+
 DIFFERENCE: Final = 0.25
 """The fraction of an occupancy by which the next one differs that may be a recovery."""
 
@@ -48,6 +52,7 @@ class _Arriving:
         pending: The messages of the one under way.
         latency: The flight of the few bytes of the step in which it was asked for, which it can't have delayed; seconds.
         usual: The occupancy with which the next ones are compared, seconds.
+        idle: The last step in which no message came over the edge.
         due: The next step in which to ask.
         eager: The number of steps in which to ask without a pause.
     """
@@ -55,6 +60,7 @@ class _Arriving:
     pending: tuple[Pending, ...] = ()
     latency: float | None = None
     usual: float | None = None
+    idle: int | None = None
     due: int = 0
     eager: int = 0
 
@@ -84,7 +90,12 @@ class RateProbes:
     def ask(self, step: int, stage: int) -> bool:
         """Return whether to ask a stage, none of whose messages comes in this step, and post the receive if so."""
         edge = self._arriving.get(stage)
-        if edge is None or edge.pending or (step < edge.due and not edge.eager):
+        if edge is None:
+            return False
+        if edge.idle != step - 1:
+            edge.usual, edge.due = self._monitor.occupancy(stage, self._rank), step
+        edge.idle = step
+        if edge.pending or (step < edge.due and not edge.eager):
             return False
         edge.pending = tuple(self._transport.receive(stage, one) for one in self._identities(step, stage, self._rank))
         edge.latency = None
@@ -125,7 +136,7 @@ class RateProbes:
             if edge.usual is None:
                 edge.usual = occupancy
             elif abs(occupancy - edge.usual) > max(DIFFERENCE * edge.usual, LEAST):
-                edge.usual, edge.eager = occupancy, EVERY
+                edge.usual, edge.eager = occupancy, IN_A_ROW
 
     def _identities(self, step: int, source: int, destination: int) -> Iterator[Identity]:
         specs = self._specs[source, destination]

@@ -14,7 +14,7 @@ REPLICAS, STAGES, MICROBATCHES, ROWS, WIDTH, SECONDS = 2, 2, 6, 4096, 16, 0.04
 RATE = ROWS * WIDTH * 4 / (6 * SECONDS) / 1e6
 """MB/s at which a message takes as long as six forwards."""
 WIDE, NARROW = f"0-1 rate={100 * RATE:.3f}MB", f"0-1 rate={RATE:.3f}MB"
-SETTLING, MOST = 10, 40
+SETTLING, MOST = 10, 60
 """Steps before the link turns narrow, and the most steps until microbatches take another way, or are back."""
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from adaptra.errors import TransportError
 from adaptra.graph.ops.specs import TensorSpec
+from adaptra.runtime.detection.monitor import Monitor
+from adaptra.runtime.step_messages.probes import Probes
 from adaptra.runtime.transports.base import Identity, Purpose, Transport
 
 SPECS = (
@@ -241,6 +243,29 @@ def tells_how_long_a_send_waited_for_its_receive(transport: Transport) -> None:
             assert late.departed_at == late.sent_at
 
 
+def counts_no_wait_of_a_probe_for_its_receiver(transport: Transport) -> None:
+    """A rank that begins its step late must not make an idle edge look slow."""
+    if transport.rank > 1:
+        return
+    monitor = Monitor(transport.rank, (0, 1))
+    probes = Probes(transport.rank, (0, 1), transport, monitor, {})
+    transport.reserve(probes.receive_counts())
+    if transport.rank == 1:
+        transport.store.wait(["probe sent"])
+        time.sleep(0.2)
+    asked = time.monotonic()
+    probes.begin_step(0, ())
+    if transport.rank == 0:
+        transport.store.set("probe sent", "")
+    probes.end_step(100)
+    found = monitor.end_step(0, asked, time.monotonic()).edges
+    assert len(found) == len(probes.receive_counts())
+    if transport.rank == 1:
+        # Both ranks are on one host here, so their clocks are one; what remains is the estimate's uncertainty.
+        most = time.monotonic() - asked if transport.contract.send_waits_for_receiver else 0.2
+        assert all(edge.estimate.flight <= most + 0.02 for edge in found)
+
+
 def pool_is_bounded(transport: Transport) -> None:
     """A receive beyond the reservation is refused, one after a release is not."""
     if transport.rank == 0:
@@ -346,6 +371,7 @@ ALL = (
     refuses_other_shapes,
     times_messages_when_they_arrive,
     tells_how_long_a_send_waited_for_its_receive,
+    counts_no_wait_of_a_probe_for_its_receiver,
     pool_is_bounded,
     abort_ends_every_wait,
     refuses_misuse,
