@@ -16,7 +16,7 @@ ONE_PROCESS := not processes and not root and not rdma
 MODEL_TESTS := tests/graph tests/frontend tests/end_to_end
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types docs cxx unit models checks processes rdma versions gpu bench clean
+.PHONY: help setup demo test lint types docs cxx unit models checks beside_models processes rdma versions gpu bench clean
 
 help:
 	@echo "make demo    train a GPT over 4 ranks through a link that turns slow (sets everything up first)"
@@ -87,11 +87,13 @@ rdma: $(READY)
 checks: $(READY)
 	$(MAKE) --jobs=1 lint types docs cxx
 
-# One core each, two at a time: the lab of RDMA mostly waits. Processes have the machine to themselves after that.
+# One core each: the tests of models take as long as all else of one process. Processes have the machine to themselves after that.
 test: $(READY)
-	$(MAKE) --jobs=2 --output-sync=target models checks
-	$(MAKE) --jobs=2 --output-sync=target unit rdma
+	$(MAKE) --jobs=2 --output-sync=target models beside_models
 	$(MAKE) --jobs=1 processes
+
+beside_models: $(READY)
+	$(MAKE) --jobs=1 checks unit rdma
 
 # With every Python that there is and torch from 2.11 to 2.15. It takes hours, and 6 GB for one environment at a time.
 versions: $(READY)
