@@ -457,7 +457,11 @@ class Pipeline(ModuleMethods):
             PeerLostError: Another rank failed. The text names it. The pipeline has failed.
         """
         session = self._require()
-        present = session.agreed_to_load(lambda: self._fitting(state, strict))
+        self.copy_state(state, session.agreed_to_load(lambda: self.fitting(state, strict), "load_state_dict"))
+
+    def copy_state(self, state: Mapping[str, Tensor], present: Mapping[str, str]) -> None:
+        """Copy the values that :meth:`fitting` has found, for adaptra's own modules."""
+        session = self._require()
         with torch.no_grad():
             for worker in session.workers:
                 for name, canonical in present.items():
@@ -465,7 +469,7 @@ class Pipeline(ModuleMethods):
                         worker.state[canonical].copy_(state[name])
         session.align_copies()
 
-    def _fitting(self, state: Mapping[str, Tensor], strict: bool) -> dict[str, str]:
+    def fitting(self, state: Mapping[str, Tensor], strict: bool) -> dict[str, str]:
         """Return the entries to load: name in ``state`` to name in the stages. Raises as :meth:`load_state_dict`."""
         session = self._require()
         given: Any = state

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from adaptra.checks import is_whole
 from adaptra.errors import StateError
 from adaptra.frontend.api import Pipeline
 from adaptra.frontend.attached_optimizer import refuse_foreign
+from adaptra.frontend.saved.optimizer_state import FittingState, NamedState, check_step
+
+_KEYS: Final = ("model", "optimizer", "groups", "optimized")
 
 
 class TrainingState:
@@ -22,7 +24,8 @@ class TrainingState:
 
     It is a stateful object of torch.distributed.checkpoint: each rank writes its stages, and reads those that it has after a
     restart. It includes the number of the step, on which random numbers depend. So a continued run is bitwise equal to one that
-    never ended. Buffers that differ between replicas, such as BatchNorm's statistics, are the first replica's.
+    never ended. Buffers that differ between replicas, such as BatchNorm's statistics, are the first replica's. A parameter of
+    which the optimizer has no state, since it has not stepped it yet, has none after loading either.
 
     Args:
         pipe: The pipeline. It must be compiled, so give ``example_inputs`` or run a step.
@@ -35,62 +38,52 @@ class TrainingState:
     def __init__(self, pipe: Pipeline, optimizer: torch.optim.Optimizer) -> None:
         self._pipe = pipe
         self._optimizer = optimizer
-        self._names = {parameter: name for name, parameter in pipe.named_parameters()}
-        refuse_foreign(optimizer, self._names)
+        self._names()
+
+    def _names(self) -> dict[Tensor, str]:
+        # Anew each time: changes of roles and cuts bring other tensors.
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._pipe.named_parameters()}
+        refuse_foreign(self._optimizer, names)
+        return names
 
     def state_dict(self) -> dict[str, Any]:
         """Return the model's tensors, the optimizer's state by parameter, its groups' settings, and the number of steps.
 
-        All ranks call this. A group's settings are, for example, its learning rate.
-        """
-        session = self._pipe.session
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups]
-        model = session.named(session.saved_state())
-        return {"model": model, "optimizer": self._by_name(), "groups": groups, "step": session.training_step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`, also of a pipeline with other stages of the same model.
+        All ranks call this. A group's settings are, for example, its learning rate. ``optimized`` has each parameter's group,
+        and whether the optimizer has state of it. Where it has none, ``optimizer`` has zeros, or nothing if it is not trained.
 
         Raises:
-            StateError: The state is of another model, or has no step number. Nothing changes then.
+            StateError: The form of a parameter's state can't be found, as of LBFGS, whose step takes a closure.
         """
-        step: Any = state.get("step")
-        if not is_whole(step) or step < 0:
+        session = self._pipe.session
+        named = NamedState.of(self._optimizer, self._names())
+        model = session.named(session.saved_state())
+        parts = {"optimizer": named.entries, "groups": named.groups, "optimized": named.optimized}
+        return {"model": model, **parts, "step": session.training_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the result of :meth:`state_dict`, also of a pipeline with other stages of the same model. All ranks call this.
+
+        Everything is checked first. If any rank refuses its state, no rank has changed.
+
+        Raises:
+            StateError: The state is of another model or optimizer, or a part of it is missing. The text names it.
+        """
+        session = self._pipe.session
+        model, optimizer, step = session.agreed_to_load(lambda: self._fitting(state), "TrainingState.load_state_dict")
+        self._pipe.copy_state(state["model"], model)
+        optimizer.load_into(self._optimizer)
+        session.go_on_at(step)
+
+    def _fitting(self, state: Mapping[str, Any]) -> tuple[dict[str, str], FittingState, int]:
+        given: Any = state
+        if not isinstance(given, Mapping):
             raise StateError(
-                f"training state: its step is {step!r}: expected the number of steps that TrainingState.state_dict() has "
-                "saved, by which dropout goes on; add 'step' to what an older version saved"
+                f"training state: a {type(given).__name__}: expected a dict, as TrainingState.state_dict() returns"
             )
-        self._pipe.load_state_dict(state["model"])
-        for parameter, name in self._names.items():
-            if name in state["optimizer"]:
-                # Every stage that uses a shared parameter has a copy of it, and each copy its own optimizer state.
-                copied = {key: one.clone() if isinstance(one, Tensor) else one for key, one in state["optimizer"][name].items()}
-                self._optimizer.state[parameter] = copied
-        for group, given in zip(self._optimizer.param_groups, state["groups"], strict=True):
-            group.update(given)
-        self._pipe.session.go_on_at(step)
-
-    def _by_name(self) -> dict[str, dict[str, Any]]:
-        if self._optimizer.state:
-            return self._named_state()
-        # Loading writes into tensors of the same shape, and an optimizer has no state before its first step. It never has any
-        # of parameters that are not trained, such as those beside adapters.
-        before = [group["lr"] for group in self._optimizer.param_groups]
-        gradients = {parameter: parameter.grad for parameter in self._names if parameter.requires_grad}
-        try:
-            for group in self._optimizer.param_groups:
-                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-            for parameter in gradients:
-                parameter.grad = torch.zeros_like(parameter)
-            self._optimizer.step()
-            return self._named_state()
-        finally:
-            self._optimizer.state.clear()
-            for group, rate in zip(self._optimizer.param_groups, before, strict=True):
-                group["lr"] = rate
-            for parameter, gradient in gradients.items():
-                parameter.grad = gradient
-
-    def _named_state(self) -> dict[str, dict[str, Any]]:
-        state = self._optimizer.state
-        return {name: dict(state[parameter]) for parameter, name in self._names.items() if parameter in state}
+        step = check_step(state.get("step"))
+        absent = [key for key in _KEYS if key not in state]
+        if absent:
+            raise StateError(f"training state: it lacks {', '.join(absent)}: expected all of TrainingState.state_dict()")
+        model = self._pipe.fitting(state["model"], strict=True)
+        return model, FittingState.of(self._optimizer, self._names(), state), step

@@ -535,9 +535,14 @@ class Session:
             refuse_context_parallel("a pipeline's step")
             yield
 
-    def agreed_to_load(self, fitting: Callable[[], Result]) -> Result:
-        """Return the part of a state to load here. If ranks have copies, all of them load it or none does."""
-        return self._agreed("state_dict", "load_state_dict", lambda: (fitting(), Consent())) if self._has_copies else fitting()
+    def agreed_to_load(self, fitting: Callable[[], Result], call: str) -> Result:
+        """Return the part of a state to load here. If ranks have copies, all of them load it or none does.
+
+        A whole training state is loaded by all ranks or by none in any case. ``call`` is the user's method.
+        """
+        is_open = self._end.alive and self._failure is None
+        is_common = self._has_copies or (call != "load_state_dict" and self.is_launched and is_open)
+        return self._agreed("state_dict", call, lambda: (fitting(), Consent())) if is_common else fitting()
 
     @contextmanager
     def _reporting_errors(self, *, others_wait: bool) -> Generator[None]:
