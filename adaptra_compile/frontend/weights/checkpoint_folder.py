@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
 
 from adaptra.errors import StateError
-from adaptra.frontend.weights.fitting import refuse_missing, refuse_shape, refuse_untied
+from adaptra.frontend.weights.fitting import file_in, reading, refuse_missing, refuse_shape, refuse_untied
 from adaptra.graph.ops.specs import dtype_name
 from adaptra.progress import Progress
 
 _METADATA: Final = ".metadata"
+_WHOLE: Final = "a whole checkpoint of torch.distributed.checkpoint"
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -39,9 +40,12 @@ def read_checkpoint(
         progress: Called at the end.
 
     Raises:
-        StateError: A tensor is missing, has another shape or dtype, or has other values under a second name. The text names it.
+        StateError: A tensor is missing, has another shape or dtype, or has other values under a second name. Or a file is
+            damaged. The text names it.
     """
-    known: dict[str, Any] = dict(FileSystemReader(path).read_metadata().state_dict_metadata)
+    with reading(path / _METADATA, _WHOLE):
+        metadata = FileSystemReader(path).read_metadata()
+        known: dict[str, Any] = dict(metadata.state_dict_metadata)
     sizes = {name: one for name, one in known.items() if hasattr(one, "size")}
     aliases = next(iter(names_of.values()), ())
     prefixes = sorted({key.removesuffix(alias) for alias in aliases for key in sizes if _ends(key, alias)}, key=len)
@@ -61,6 +65,7 @@ def read_checkpoint(
                 f"weights={str(path)!r}: {key} is of {dtype_name(given)}: expected {dtype_name(targets[name].dtype)}, as a "
                 "checkpoint is read without conversion; build the model in the checkpoint's dtype"
             )
+    _require_files(path, metadata, {key for keys in found.values() for key in keys})
     _load(path, {keys[0]: targets[name] for name, keys in found.items()})
     for name, (key, *others) in found.items():
         for other in others:  # one at a time, as each takes the memory of a tensor
@@ -72,9 +77,26 @@ def read_checkpoint(
 
 def _load(path: Path, wanted: dict[str, Any]) -> None:
     """Fill tensors by the names in the checkpoint. Each rank reads its own ones, and none waits for another."""
-    with warnings.catch_warnings():
+    with reading(path, _WHOLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        checkpoint.load(wanted, storage_reader=FileSystemReader(path), no_dist=True)
+        try:
+            checkpoint.load(wanted, storage_reader=FileSystemReader(path), no_dist=True)
+        except CheckpointException as error:  # with a traceback in its text
+            raise next(iter(error.failures.values()))[0] from error
+
+
+def _require_files(path: Path, metadata: Metadata, names: Collection[str]) -> None:
+    """Refuse a checkpoint of which a file with one of these tensors is missing, cut, or elsewhere."""
+    places: Any = metadata.storage_data or {}
+    ends: dict[str, int] = {}
+    with reading(path / _METADATA, _WHOLE):
+        for index, place in places.items():
+            if index.fqn in names:
+                ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    for name, end in ends.items():
+        size = file_in(path, name, path / _METADATA).stat().st_size
+        if size < end:
+            raise StateError(f"weights={str(path / name)!r}: it has {size} bytes: expected at least {end}; it was cut")
 
 
 def _ends(key: str, name: str) -> bool:

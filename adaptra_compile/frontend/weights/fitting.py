@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePath
 from typing import Final
 
 import torch
@@ -15,6 +16,40 @@ from adaptra.errors import StateError
 _NAMED: Final = 3
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def reading(file: Path, expected: str) -> Generator[None]:
+    """Name the file in any error of a reader in this context.
+
+    Raises:
+        StateError: Whatever the reader raised, in one line. ``expected`` says what the file should be.
+    """
+    try:
+        yield
+    except StateError:
+        raise
+    except Exception as error:  # readers of damaged files raise errors of all kinds
+        text = (str(error) or type(error).__name__).splitlines()[0]
+        raise StateError(f"weights={str(file)!r}: it can't be read: {text}: expected {expected}") from error
+
+
+def file_in(folder: Path, name: object, source: Path) -> Path:
+    """Return a file of a folder, by the name that another file of the folder gives it.
+
+    Args:
+        folder: The folder.
+        name: The name, which may lead to folders in it. The file itself may be a link, as in the cache of Hugging Face's hub.
+        source: The file that gives the name.
+
+    Raises:
+        StateError: It is no name of a file in the folder, or there is no such file.
+    """
+    if not isinstance(name, str) or not name or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+        raise StateError(f"weights={str(source)!r}: it names the file {name!r:.80}: expected one in its own folder")
+    if not (folder / name).is_file():
+        raise StateError(f"weights={str(folder / name)!r}: no such file, which {source.name} names: expected all files of it")
+    return folder / name
 
 
 def refuse_missing(path: Path, names: Sequence[str]) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor
 
 from adaptra.errors import MissingExtraError, StateError
-from adaptra.frontend.weights.fitting import refuse_missing, refuse_shape, refuse_untied, say_rounded
+from adaptra.frontend.weights.fitting import file_in, reading, refuse_missing, refuse_shape, refuse_untied, say_rounded
+from adaptra.graph.ops.specs import dtype_name
 from adaptra.progress import Progress
 
 INDEX: Final = "model.safetensors.index.json"
@@ -30,8 +32,8 @@ def read_safetensors(
         progress: Called after every tensor.
 
     Raises:
-        StateError: There are no such files, or a tensor is missing, has another shape, or has other values under a second
-            name. The text names it and the file.
+        StateError: There are no such files, or one is damaged. Or a tensor is missing, has another shape, or has other values
+            under a second name. The text names it and the file.
         MissingExtraError: safetensors is not installed.
     """
     try:
@@ -59,15 +61,21 @@ def read_safetensors(
 def _places(path: Path, opened: Any) -> dict[str, Path]:
     """Return the file of each tensor."""
     if path.is_dir() and (path / INDEX).exists():
-        index = json.loads((path / INDEX).read_text())
-        return {name: path / file for name, file in index["weight_map"].items()}
+        return _places_by(path / INDEX)
     files: Iterable[Path] = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     places: dict[str, Path] = {}
     for file in files:
         if not file.is_file():
             raise StateError(f"weights={str(path)!r}: no such file: expected a .safetensors file or a folder with such files")
-        with opened(file, framework="pt") as tensors:
-            places |= dict.fromkeys(tensors.keys(), file)
+        with _open(opened, file) as tensors:
+            names = list(tensors.keys())
+        twice = next((name for name in names if name in places), None)
+        if twice is not None:
+            raise StateError(
+                f"weights={str(path)!r}: {twice} is in {places[twice].name} and in {file.name}: expected each tensor once, or "
+                f"{INDEX}; give one of the files"
+            )
+        places |= dict.fromkeys(names, file)
     if not places:
         raise StateError(
             f"weights={str(path)!r}: no weights in it: expected .safetensors files, or a checkpoint of "
@@ -76,16 +84,44 @@ def _places(path: Path, opened: Any) -> dict[str, Path]:
     return places
 
 
+def _places_by(index: Path) -> dict[str, Path]:
+    with reading(index, "a whole index, a JSON object with 'weight_map', as on Hugging Face's hub"):
+        found: Any = json.loads(index.read_text())
+        named: Any = found.get("weight_map") if isinstance(found, dict) else None
+        if not isinstance(named, dict):
+            raise ValueError("it has no object 'weight_map'")
+    files = {name: file_in(index.parent, name, index) for name in dict.fromkeys(map(_key, named.values()))}
+    return {name: files[_key(file)] for name, file in named.items()}
+
+
+def _key(name: Any) -> Any:
+    """Return a file's name in an index, or the text of what stands in its place."""
+    return name if isinstance(name, str) else (str(name),)
+
+
+@contextmanager
+def _open(opened: Any, file: Path) -> Generator[Any]:
+    expected = "a whole .safetensors file; load one of torch.save by torch.load and pipe.load_state_dict"
+    with reading(file, expected), opened(file, framework="pt") as tensors:
+        yield tensors
+
+
 def _pieces(opened: Any, file: Path, name: str, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the rows of a target, and a file's values for them, piece by piece."""
     first, rows = 0, max(1, target.shape[0]) if target.dim() else 1
     size = max(1, rows * PIECE_BYTES // max(1, target.nbytes))
     while first < rows:
-        with opened(file, framework="pt") as tensors:
+        with _open(opened, file) as tensors:
             view = tensors.get_slice(name)
             refuse_shape(file, name, view.get_shape(), target)
             whole = target.dim() == 0 or size >= rows
             piece = tensors.get_tensor(name) if whole else view[first : first + size]
-            yield (target if whole else target[first : first + size]), piece
-            del piece, view
+            del view
+        if piece.dtype.is_floating_point != target.dtype.is_floating_point or piece.is_complex() != target.is_complex():
+            raise StateError(
+                f"weights={str(file)!r}: {name} is of {dtype_name(piece.dtype)}: expected {dtype_name(target.dtype)}, or a "
+                "dtype of its kind, as whole numbers stand for others in quantized files"
+            )
+        yield (target if whole else target[first : first + size]), piece
+        del piece
         first += rows if whole else size
