@@ -172,6 +172,7 @@ class Pipeline(ModuleMethods):
         self._scaler: GradScaler | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._is_closed = False
+        self._filler = nn.Parameter(torch.empty(0))
 
     def build(self, inputs: Any = None, targets: Any = None, /, **kwargs: Any) -> None:
         """Compile for batches like this one. :func:`compile` calls this if it has an example, otherwise the first step does."""
@@ -323,10 +324,21 @@ class Pipeline(ModuleMethods):
 
         Under a launcher these are of this rank's stage only. ``torch.nn.utils.clip_grad_norm_`` over them would use the norm of
         one stage, not of the model, so use :meth:`clip_grad_norm_`. Without a launcher a parameter that several stages use
-        occurs once for each copy.
+        occurs once for each copy. A rank that trains nothing also yields one parameter without elements and without a name, as
+        optimizers need one. It never has a gradient, and no state or norm includes it.
         """
-        for _, parameter in self.named_parameters():
-            yield parameter
+        found = [parameter for _, parameter in self.named_parameters()]
+        trains = any(one.requires_grad for one in found) or not self._require().is_launched
+        yield from found if trains else [*found, self._filler]
+
+    def require_own(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer of other parameters than this pipeline's, for adaptra's own modules.
+
+        Raises:
+            StateError: Gives the number of foreign parameters.
+        """
+        # A cut change may have brought parameters to a rank that had none.
+        refuse_foreign(optimizer, [*self.parameters(), self._filler])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients on all ranks so that their norm over the whole model is at most ``max_norm``.
@@ -546,7 +558,7 @@ class Pipeline(ModuleMethods):
         Raises:
             StateError: The optimizer has parameters that are not this pipeline's.
         """
-        refuse_foreign(optimizer, list(self.parameters()))
+        self.require_own(optimizer)
         self._optimizer = optimizer
 
     def settle_roles(self, optimizer: torch.optim.Optimizer | None = None, *, horizon: int = 1000) -> RoleChange | None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from adaptra.errors import StateError
 from adaptra.frontend.api import Pipeline
-from adaptra.frontend.attached_optimizer import refuse_foreign
 from adaptra.frontend.saved.optimizer_state import FittingState, NamedState, check_step
 
 _KEYS: Final = ("model", "optimizer", "groups", "optimized")
@@ -42,9 +41,8 @@ class TrainingState:
 
     def _names(self) -> dict[Tensor, str]:
         # Anew each time: changes of roles and cuts bring other tensors.
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self._pipe.named_parameters()}
-        refuse_foreign(self._optimizer, names)
-        return names
+        self._pipe.require_own(self._optimizer)
+        return {parameter: name for name, parameter in self._pipe.named_parameters()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the model's tensors, the optimizer's state by parameter, its groups' settings, and the number of steps.
