@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from adaptra.checks import is_real
-from adaptra.errors import BatchError, OptionError, PipelineError, StateError
+from adaptra.errors import BatchError, OptionError, PipelineError
 from adaptra.frontend.activation_memory import predicted_peaks
 from adaptra.frontend.arguments.accelerate_doors import refuse_accelerate, refuse_accelerator
 from adaptra.frontend.arguments.arguments import CompileArguments, check_split
@@ -32,6 +32,7 @@ from adaptra.frontend.builder import build
 from adaptra.frontend.given_routes import changed_buffers
 from adaptra.frontend.grad_scaler import GradScaler
 from adaptra.frontend.module_like.module_methods import ModuleMethods
+from adaptra.frontend.saved.fitting_model import FittingModel
 from adaptra.frontend.session import Session
 from adaptra.frontend.shapes.shapes import PipelineShape
 from adaptra.planning.explanation import explain
@@ -437,7 +438,7 @@ class Pipeline(ModuleMethods):
 
         All ranks call this between two steps. Rank 0 receives the state from one rank after the other. So it needs room for the
         result, and every other rank for a few messages. All names are included, and those of a tied parameter have one tensor.
-        Buffers that are not persistent are not included. The tensors are copies in CPU memory, with the dtypes of the model. If
+        Buffers that are not persistent are not included; extra state of modules is, as ``get_extra_state`` gives it. The tensors are copies in CPU memory, with the dtypes of the model. If
         replicas have different buffers, the first replica's are returned.
 
             state = pipe.full_state_dict()
@@ -469,44 +470,18 @@ class Pipeline(ModuleMethods):
             PeerLostError: Another rank failed. The text names it. The pipeline has failed.
         """
         session = self._require()
-        self.copy_state(state, session.agreed_to_load(lambda: self.fitting(state, strict), "load_state_dict"))
+        self.take(session.agreed_to_load(lambda: session.fitting(state, strict=strict), "load_state_dict"))
 
-    def copy_state(self, state: Mapping[str, Tensor], present: Mapping[str, str]) -> None:
-        """Copy the values that :meth:`fitting` has found, for adaptra's own modules."""
+    def take(self, fitting: FittingModel) -> None:
+        """Load a state that fits, for adaptra's own modules."""
         session = self._require()
+        session.names.take(fitting.extras)
         with torch.no_grad():
             for worker in session.workers:
-                for name, canonical in present.items():
+                for canonical, value in fitting.values:
                     if canonical in worker.state:
-                        worker.state[canonical].copy_(state[name])
+                        worker.state[canonical].copy_(value)
         session.align_copies()
-
-    def fitting(self, state: Mapping[str, Tensor], strict: bool) -> dict[str, str]:
-        """Return the entries to load: name in ``state`` to name in the stages. Raises as :meth:`load_state_dict`."""
-        session = self._require()
-        given: Any = state
-        if not isinstance(given, Mapping):
-            raise StateError(f"state_dict: a {type(given).__name__}: expected a dict of tensors by their names in the model")
-        names = session.saved_names
-        wanted = {name: canonical for name, canonical in names.items() if canonical in session.state}
-        missing, unknown = sorted(set(wanted) - set(state)), sorted(set(state) - set(names))
-        if strict and (missing or unknown):
-            raise StateError(
-                f"state_dict: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}: expected the names of the model "
-                "that was compiled; strict=False takes what fits"
-            )
-        present = {name: canonical for name, canonical in wanted.items() if name in state}
-        for name, canonical in present.items():
-            value: Any = state[name]
-            shape = list(value.shape) if isinstance(value, Tensor) else f"none: it is a {type(value).__name__}"
-            if shape != list(session.state[canonical].shape):
-                raise StateError(f"state_dict: {name} has shape {shape}: expected {list(session.state[canonical].shape)}")
-            if session.state[canonical].is_meta and not state[name].is_meta:
-                raise StateError(
-                    f"state_dict: {name} is on the meta device, which holds no values: expected a model with memory, by "
-                    "model.to_empty(device=...) before adaptra.compile"
-                )
-        return present
 
     @property
     def roles(self) -> Roles | None:

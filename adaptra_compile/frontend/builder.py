@@ -18,6 +18,7 @@ from adaptra.errors import BatchError, CaptureError, LaunchError, OptionError, S
 from adaptra.frontend.arguments.arguments import CompileArguments
 from adaptra.frontend.arguments.placing import STRAIGHT
 from adaptra.frontend.arguments.shared_models import Sharing
+from adaptra.frontend.saved.model_names import ModelNames
 from adaptra.frontend.session import Session
 from adaptra.frontend.shapes.recompile import Recompile
 from adaptra.frontend.stage_planning import PipelineSpec, PlannedPipeline
@@ -88,7 +89,7 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
                 model = request.whole_model
                 if empty_on is not None:
                     here = [name for stage in stages_here for name in planned.compiled.train[stage].state_names]
-                    state = (planned.compiled.aliases, planned.compiled.non_persistent)
+                    state = (planned.compiled.aliases, planned.compiled.saved)
                     materialise(model, here, *state, request.weights, empty_on, progress)
                 sharing = Sharing(None if request.keeps_whole else model, planned.compiled, request.placed, launched)
         except Exception as error:
@@ -107,7 +108,8 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
     recompile = None
     if planned.compiled.captured is not None and planned.compiled.with_loss:
         recompile = Recompile.of(model, _loss_of(request, reduction), empty_on)
-    session = Session(spec, planned, launched, workers, recorder, sharing, recompile)
+    names = ModelNames(model, planned.compiled.saved)
+    session = Session(spec, planned, launched, workers, recorder, sharing, recompile, names=names)
     try:
         session.align_copies()
     except BaseException:

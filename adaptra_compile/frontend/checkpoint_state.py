@@ -10,6 +10,7 @@ from torch import Tensor
 
 from adaptra.errors import StateError
 from adaptra.frontend.api import Pipeline
+from adaptra.frontend.saved.fitting_model import FittingModel
 from adaptra.frontend.saved.optimizer_state import FittingState, NamedState, check_step
 
 _KEYS: Final = ("model", "optimizer", "groups", "optimized")
@@ -42,7 +43,8 @@ class TrainingState:
     def _names(self) -> dict[Tensor, str]:
         # Anew each time: changes of roles and cuts bring other tensors.
         self._pipe.require_own(self._optimizer)
-        return {parameter: name for name, parameter in self._pipe.named_parameters()}
+        saved_as = self._pipe.session.saved_as
+        return {parameter: saved_as[name] for name, parameter in self._pipe.named_parameters()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the model's tensors, the optimizer's state by parameter, its groups' settings, and the number of steps.
@@ -69,11 +71,11 @@ class TrainingState:
         """
         session = self._pipe.session
         model, optimizer, step = session.agreed_to_load(lambda: self._fitting(state), "TrainingState.load_state_dict")
-        self._pipe.copy_state(state["model"], model)
+        self._pipe.take(model)
         optimizer.load_into(self._optimizer)
         session.go_on_at(step)
 
-    def _fitting(self, state: Mapping[str, Any]) -> tuple[dict[str, str], FittingState, int]:
+    def _fitting(self, state: Mapping[str, Any]) -> tuple[FittingModel, FittingState, int]:
         given: Any = state
         if not isinstance(given, Mapping):
             raise StateError(
@@ -83,5 +85,5 @@ class TrainingState:
         absent = [key for key in _KEYS if key not in state]
         if absent:
             raise StateError(f"training state: it lacks {', '.join(absent)}: expected all of TrainingState.state_dict()")
-        model = self._pipe.fitting(state["model"], strict=True)
+        model = self._pipe.session.fitting(state["model"], strict=True)
         return model, FittingState.of(self._optimizer, self._names(), state), step

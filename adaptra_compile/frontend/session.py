@@ -16,6 +16,8 @@ from torch import Tensor
 
 from adaptra.errors import AdaptraError, OptionError, PeerLostError, PipelineError
 from adaptra.frontend.arguments.shared_models import Sharing
+from adaptra.frontend.saved.fitting_model import FittingModel, fitting_model
+from adaptra.frontend.saved.model_names import ModelNames
 from adaptra.frontend.shapes.agreement import agree_on_shape
 from adaptra.frontend.shapes.recompile import Recompile
 from adaptra.frontend.shapes.shapes import NewShape, ShapedBatch, Shapes
@@ -61,6 +63,7 @@ class Session:
         recorder: The recorder of the workers' events.
         sharing: The pipeline's use of the model's tensors.
         recompile: Compiles the model for batches of other shapes; None if it can't be.
+        names: What the model's state_dict has beside its tensors.
     """
 
     def __init__(
@@ -72,7 +75,10 @@ class Session:
         recorder: Recorder,
         sharing: Sharing,
         recompile: Recompile | None = None,
+        *,
+        names: ModelNames,
     ) -> None:
+        self.names = names
         self._spec = spec
         self._recompile = recompile
         self.reduction = spec.reduction
@@ -397,7 +403,7 @@ class Session:
             (found,) = self.on_every_rank(
                 lambda worker: worker.full_state(rank, takes_part, from_first=replica > 0), "full_state_dict"
             )
-        return self.named(found)
+        return self.named(found) if found else {}
 
     def saved_state(self) -> dict[str, Tensor]:
         """Return the state of this process's stages that a checkpoint saves, by the stages' own names.
@@ -421,13 +427,23 @@ class Session:
 
     def named(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the part of the stages' state that is in the model's state_dict, under all its names there."""
-        return {name: state[canonical].detach() for name, canonical in self.saved_names.items() if canonical in state}
+        self.names.require_plain()
+        found: dict[str, Any] = {name: state[one].detach() for name, one in self.compiled.saved.items() if one in state}
+        return found | self.names.extras()
+
+    def fitting(self, state: Mapping[str, Any], *, strict: bool) -> FittingModel:
+        """Return what this process loads of a state of the model. Nothing changes yet.
+
+        Raises:
+            StateError: It does not fit.
+        """
+        return fitting_model(self.names, self.compiled, self.state, state, strict=strict)
 
     @property
-    def saved_names(self) -> dict[str, str]:
-        """Return all names of the model's state_dict, of all ranks, with the stages' name of each tensor."""
-        left_out = self.compiled.non_persistent
-        return {name: canonical for name, canonical in self.compiled.aliases.items() if canonical not in left_out}
+    def saved_as(self) -> dict[str, str]:
+        """Return the first name in the model's state_dict of each tensor of the stages; its own if it has none there."""
+        names = {canonical: canonical for canonical in self.compiled.aliases.values()}
+        return names | {canonical: name for name, canonical in reversed(list(self.compiled.saved.items()))}
 
     def batch(self, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any], *, with_loss: bool = True) -> ShapedBatch:
         """Return a batch in microbatches. A shape that no batch had before is compiled first.

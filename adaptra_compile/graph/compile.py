@@ -63,6 +63,7 @@ class CompiledStages:
         tied: The trainable parameters that several stages use.
         names: Every name of the model's state, aliases included, to the stages that have it.
         aliases: Every name of the model's state to its name in stages.
+        saved: Every name in the model's state_dict to its name in stages.
         non_persistent: The buffers that are not in the model's state_dict.
         changing: The buffers that training or evaluation changes; all buffers if the stages are modules.
         inputs, targets: The formats that flatten and check the user's inputs and targets.
@@ -77,6 +78,7 @@ class CompiledStages:
     tied: tuple[TiedParameter, ...]
     names: Mapping[str, tuple[int, ...]]
     aliases: Mapping[str, str]
+    saved: Mapping[str, str]
     non_persistent: frozenset[str]
     changing: frozenset[str]
     inputs: InputFormat
@@ -163,7 +165,8 @@ class CompiledStages:
             tied=_tied(names, holders, train),
             names={name: holders[first] for name, first in names.aliases.items()},
             aliases=dict(names.aliases),
-            non_persistent=frozenset(name for name in names.buffers if name not in names.persistent),
+            saved=dict(names.saved),
+            non_persistent=frozenset(names.buffers) - set(names.saved.values()),
             changing=frozenset(names.buffers) if captured is None else captured.changing,
             inputs=inputs,
             targets=targets,

@@ -300,7 +300,8 @@ class PipelineTrainer(transformers.Trainer):
         """Load the parameters of the best checkpoint, and leave the optimizer as it is. All ranks call this."""
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        values = {name: torch.empty_like(tensor, device="cpu") for name, tensor in self.pipe.state_dict().items()}
+        state: dict[str, Any] = self.pipe.state_dict()
+        values = {name: torch.empty_like(one, device="cpu") if isinstance(one, Tensor) else one for name, one in state.items()}
         load({"training": {"model": values}}, checkpoint_id=str(Path(self.state.best_model_checkpoint) / _STATE))
         self.pipe.load_state_dict(values)
 

@@ -26,7 +26,7 @@ def materialise(
     model: nn.Module,
     names: Iterable[str],
     aliases: Mapping[str, str],
-    unsaved: frozenset[str],
+    saved: Mapping[str, str],
     weights: str | Path | None,
     device: torch.device,
     progress: Progress,
@@ -40,7 +40,7 @@ def materialise(
         model: The model; its tensors are replaced.
         names: The names of the wanted tensors, one for each tensor.
         aliases: Every name of the model's state to the tensor's one name.
-        unsaved: The buffers that are not in the model's state_dict.
+        saved: Every name of the model's state_dict, and so of files, to the tensor's one name.
         weights: A .safetensors file, a folder with such files, or a checkpoint of torch.distributed.checkpoint; or None.
         device: The device of the tensors.
         progress: Called as tensors are read.
@@ -51,17 +51,18 @@ def materialise(
     """
     present = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     wanted = [name for name in dict.fromkeys(names) if present[name].is_meta]
-    saved = [name for name in wanted if weights is not None and name not in unsaved]
+    in_files = set(saved.values()) if weights is not None else set[str]()
+    to_read = [name for name in wanted if name in in_files]
     targets = {name: _empty_like(present[name], device) for name in wanted}
     if weights is not None:
         path = Path(weights)
         read = read_checkpoint if is_checkpoint(path) else read_safetensors
-        names_of: dict[str, list[str]] = {name: [] for name in saved}
-        for alias, name in aliases.items():
+        names_of: dict[str, list[str]] = {name: [] for name in to_read}
+        for alias, name in {**saved, **aliases}.items():  # with the names that hooks of the state_dict replace
             if name in names_of:
                 names_of[name].append(alias)
-        read(path, {name: targets[name] for name in saved}, names_of, progress)
-    computed = {name: targets[name] for name in wanted if name not in set(saved)}
+        read(path, {name: targets[name] for name in to_read}, names_of, progress)
+    computed = {name: targets[name] for name in wanted if name not in in_files}
     if computed:
         targets |= fresh_values(model, computed, device, whole=weights is None)
     # One object for all names of a tied tensor.

@@ -41,14 +41,14 @@ class StateNames:
         parameters, buffers: One name of each tensor: the first, if it has several.
         aliases: Every name to the tensor's name in ``parameters`` or ``buffers``.
         trainable: The parameters that require a gradient.
-        persistent: The buffers that belong to the model's state_dict.
+        saved: Every name in the model's state_dict, as its hooks make it, to the tensor's name.
     """
 
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     aliases: Mapping[str, str]
     trainable: frozenset[str]
-    persistent: frozenset[str]
+    saved: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,10 @@ def state_names(model: nn.Module) -> StateNames:
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for name, tensor in (parameters | buffers).items():
         aliases[name] = first.setdefault(id(tensor), name)
-    persistent = set(model.state_dict(keep_vars=True))
+    saved: dict[str, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in first or name in aliases:  # a hook may have replaced a tensor by a copy
+            saved[name] = first[id(tensor)] if id(tensor) in first else aliases[name]
     return StateNames(
         parameters=tuple(name for name in parameters if aliases[name] == name),
         buffers=tuple(name for name in buffers if aliases[name] == name),
@@ -101,7 +104,7 @@ def state_names(model: nn.Module) -> StateNames:
         trainable=frozenset(
             name for name, parameter in parameters.items() if parameter.requires_grad and aliases[name] == name
         ),
-        persistent=frozenset(name for name in buffers if name in persistent),
+        saved=saved,
     )
 
 
