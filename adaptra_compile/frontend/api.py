@@ -438,8 +438,9 @@ class Pipeline(ModuleMethods):
 
         All ranks call this between two steps. Rank 0 receives the state from one rank after the other. So it needs room for the
         result, and every other rank for a few messages. All names are included, and those of a tied parameter have one tensor.
-        Buffers that are not persistent are not included; extra state of modules is, as ``get_extra_state`` gives it. The tensors are copies in CPU memory, with the dtypes of the model. If
-        replicas have different buffers, the first replica's are returned.
+        Buffers that are not persistent are not included. Extra state of modules is, as ``get_extra_state`` gives it. The
+        tensors are copies in CPU memory, with the dtypes of the model. If replicas have different buffers, the first replica's
+        are returned.
 
             state = pipe.full_state_dict()
             if rank == 0:

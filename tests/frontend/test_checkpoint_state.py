@@ -51,11 +51,22 @@ def begin(rank: int, stages: int, folder: str) -> list[str]:
     return differences(steps, train_alone(MIXED, MIXED_BATCHES, MICROBATCHES)[:2], whole=False)
 
 
+def refused_everywhere(training: adaptra.TrainingState, pipe: adaptra.Pipeline, rank: int) -> None:
+    """One rank's state lacks its groups: all ranks refuse theirs, and none has changed."""
+    good = training.state_dict()
+    other = {name: one + 1 for name, one in good["model"].items()}
+    before = [one.clone() for _, one in pipe.held_tensors()]
+    with pytest.raises(StateError):
+        training.load_state_dict({**good, "model": other, **({"groups": []} if rank == 1 else {})})
+    assert all(torch.equal(one, was) for (_, one), was in zip(pipe.held_tensors(), before, strict=True))
+
+
 def go_on(rank: int, stages: int, folder: str) -> list[str]:
     """Load into other stages and train two more."""
     torch.distributed.init_process_group("gloo")
     with compiled(MIXED, MIXED_BATCHES[0], stages=stages, microbatches=MICROBATCHES, model=MIXED.make(seed=1)) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1.0)
+        refused_everywhere(adaptra.TrainingState(pipe, optimizer), pipe, rank)
         checkpoints.load({"training": adaptra.TrainingState(pipe, optimizer)}, checkpoint_id=folder)
         steps = [run_step(pipe, optimizer, batch) for batch in MIXED_BATCHES[2:]]
     return differences(steps, train_alone(MIXED, MIXED_BATCHES, MICROBATCHES)[2:], whole=False)
