@@ -16,6 +16,7 @@ from torch import Tensor
 
 from adaptra.errors import AdaptraError, OptionError, PeerLostError, PipelineError
 from adaptra.frontend.arguments.shared_models import Sharing
+from adaptra.frontend.losses.batch_look import BatchLook
 from adaptra.frontend.shapes.agreement import agree_on_shape
 from adaptra.frontend.shapes.recompile import Recompile
 from adaptra.frontend.shapes.shapes import NewShape, ShapedBatch, Shapes
@@ -61,6 +62,7 @@ class Session:
         recorder: The recorder of the workers' events.
         sharing: The pipeline's use of the model's tensors.
         recompile: Compiles the model for batches of other shapes; None if it can't be.
+        look: Looks at each batch of a step; None if no mean of microbatches is taken.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class Session:
         recorder: Recorder,
         sharing: Sharing,
         recompile: Recompile | None = None,
+        look: BatchLook | None = None,
     ) -> None:
         self._spec = spec
+        self.look = look
         self._recompile = recompile
         self.reduction = spec.reduction
         self.microbatches = spec.microbatches
