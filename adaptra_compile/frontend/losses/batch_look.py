@@ -119,5 +119,9 @@ def _count(part: LabelPlaces | WeightGraph, microbatches: Sequence[tuple[Any, ..
 
 
 def example_weights(compiled: CompiledStages, microbatches: Sequence[tuple[Tensor, ...]]) -> list[Weights]:
-    """Return the weights of these microbatches in the means of the loss; nothing if all rows count alike."""
-    return [made.weights() for part in weights_of(compiled) if (made := _count(part, microbatches, 0)) is not None]
+    """Return the weights of these microbatches in the means of the loss; nothing if all rows count alike or none is known."""
+    try:
+        return [made.weights() for part in weights_of(compiled) if (made := _count(part, microbatches, 0)) is not None]
+    except Exception as error:  # a look is no reason to refuse a model
+        logger.debug("the example is not looked at: %s", error)
+        return []

@@ -87,7 +87,8 @@ class LabelPlaces:
 
     def of(self, batch: Sequence[Sequence[Tensor]]) -> Tensor:
         """Return the number of labels in each row of a batch in microbatches."""
-        whole = torch.cat([microbatch[self.tensor] for microbatch in batch]).flatten(1)
+        whole = torch.cat([microbatch[self.tensor] for microbatch in batch])
+        whole = whole.view(len(whole), -1)
         return (whole[:, self.first : self.last] != self.ignored).sum(1)
 
 

@@ -157,6 +157,20 @@ def test_models_that_return_their_loss_tell_of_the_example(warned: Warned) -> No
         assert "microbatches of the example have 7 to 12 labels" in text
 
 
+def test_a_label_for_each_row_may_be_left_out(warned: Warned) -> None:
+    random = torch.Generator().manual_seed(0)
+    inputs, labels = torch.randn(8, 6, generator=random), torch.randint(4, (8,), generator=random)
+    with adaptra.compile(
+        nn.Linear(6, 4), stages=1, microbatches=4, example_inputs=(inputs, labels), loss=F.cross_entropy
+    ) as pipe:
+        pipe.step(inputs, labels)
+        assert warned() == []
+        labels[1] = -100
+        pipe.step(inputs, labels)
+        (text,) = warned()
+        assert "have 1 to 2 labels" in text
+
+
 def test_large_batches_are_looked_at_in_turn(warned: Warned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_look, "MOST_LABELS", ROWS * LENGTH - 1)
     with adaptra.compile(model(), stages=1, microbatches=4, example_inputs=batch(), loss=of_tokens) as pipe:
