@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -18,6 +19,7 @@ from adaptra.errors import AdaptraError, OptionError, PeerLostError, PipelineErr
 from adaptra.frontend.arguments.shared_models import Sharing
 from adaptra.frontend.losses.batch_look import BatchLook
 from adaptra.frontend.shapes.agreement import agree_on_shape
+from adaptra.frontend.shapes.kept import most_shapes
 from adaptra.frontend.shapes.recompile import Recompile
 from adaptra.frontend.shapes.shapes import NewShape, ShapedBatch, Shapes
 from adaptra.frontend.stage_planning import PipelineSpec, PlannedPipeline
@@ -49,6 +51,8 @@ from adaptra.runtime.worker.worker import Batch, Worker
 from adaptra.simulation.cut_points import CutPoint, positions_of
 
 Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
 
 
 class Session:
@@ -110,7 +114,7 @@ class Session:
             None if self._recompile is None else self._compile_again,
             self.compiled,
             self.microbatches,
-            self._spec.options.shapes,
+            most_shapes(self._spec.options.shapes, self.compiled),
             self._tell_of_shape,
             self._add_shape,
             self._drop_shape,
@@ -487,9 +491,13 @@ class Session:
             worker.add_shape(shape)
         return shape
 
-    def _tell_of_shape(self, kind: EventKind, text: str) -> None:
+    def _tell_of_shape(self, kind: EventKind | None, text: str) -> None:
         (worker, *_) = self.workers
-        if worker.rank == 0:
+        if worker.rank != 0:
+            return
+        if kind is None:
+            logger.warning(text)
+        else:
             worker.controller.emit_shape_event(kind, text)
 
     def _drop_shape(self, number: int) -> None:
