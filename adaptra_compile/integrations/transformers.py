@@ -31,7 +31,7 @@ from adaptra.integrations.transformers_refusals import (
     require_length,
     require_version,
 )
-from adaptra.integrations.transformers_rows import NOWHERE, ReplicaRows
+from adaptra.integrations.transformers_rows import NOWHERE, ReplicaRows, padding_to_few_sizes
 from adaptra.runtime.options import Options
 from adaptra.runtime.worker.loss_reduction import NO_LABEL
 
@@ -79,6 +79,7 @@ class PipelineTrainer(transformers.Trainer):
         refuse_arguments(args)
         refuse_model(arguments.get("model"))
         super().__init__(**arguments)
+        self.data_collator = padding_to_few_sizes(self.data_collator)
         if self.label_names != ["labels"]:
             raise OptionError(f"TrainingArguments: label_names={self.label_names!r}: expected ['labels']")
         if self.eval_dataset is not None:

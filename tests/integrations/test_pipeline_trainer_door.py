@@ -112,6 +112,19 @@ def test_predictions_are_tensors() -> None:
     check_documented("OptionError", str(caught.value), PREDICTIONS)
 
 
+def test_collators_pad_to_few_sizes() -> None:
+    """The user's own number stays, and so do the collator that was given and functions."""
+    from transformers import DataCollatorWithPadding, default_data_collator
+
+    from adaptra.integrations.transformers_rows import padding_to_few_sizes
+
+    tokenizer: Any = None
+    given = DataCollatorWithPadding(tokenizer)
+    assert (padding_to_few_sizes(given).pad_to_multiple_of, given.pad_to_multiple_of) == (8, None)
+    for one in (DataCollatorWithPadding(tokenizer, pad_to_multiple_of=3), default_data_collator):
+        assert padding_to_few_sizes(one) is one
+
+
 def test_placed_routed_and_foreign_models_are_refused() -> None:
     from torch import nn
     from transformers import LlamaConfig, LlamaForCausalLM
