@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes.util
 import importlib.util
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
@@ -13,11 +14,12 @@ from adaptra.cli.tested_versions import TESTED, outside
 from adaptra.errors import MissingExtraError
 
 EXTRAS: Final = {
-    "viz": ("matplotlib", "pictures"),
-    "exact": ("ortools", "exact plans"),
-    "gpu": ("triton", "packing messages on a GPU"),
-    "metrics": ("prometheus_client", "metrics for Prometheus"),
-    "tensorboard": ("tensorboard", "scalars for TensorBoard"),
+    "transformers": (("transformers", "accelerate"), "PipelineTrainer"),
+    "viz": (("matplotlib",), "pictures"),
+    "exact": (("ortools",), "exact plans"),
+    "gpu": (("triton",), "packing messages on a GPU"),
+    "metrics": (("prometheus_client",), "metrics for Prometheus"),
+    "tensorboard": (("tensorboard",), "scalars for TensorBoard"),
 }
 _BACKENDS: Final = ("gloo", "nccl", "mpi", "xccl")
 
@@ -32,7 +34,9 @@ def examine() -> dict[str, Any]:
         "torch": _torch(),
         "sympy": _version("sympy"),
         "rich": _version("rich"),
-        "extras": {extra: {"package": package, "version": _version(package)} for extra, (package, _) in EXTRAS.items()},
+        "extras": {
+            extra: {"package": ", ".join(packages), "version": _versions(packages)} for extra, (packages, _) in EXTRAS.items()
+        },
         "untested": _untested(),
         "libibverbs": ctypes.util.find_library("ibverbs"),
         "rdma": _rdma(),
@@ -53,9 +57,10 @@ def report(found: dict[str, Any]) -> str:
         lines.append(("distributed", ", ".join(backends) or "no backend"))
         lines.append(("accelerator", torch["accelerator"] or "none"))
     lines += [(name, found[name] or f"missing: pip install {name}") for name in ("sympy", "rich")]
-    for extra, (package, use) in EXTRAS.items():
+    for extra, (packages, use) in EXTRAS.items():
         installed = found["extras"][extra]["version"]
-        state = f"{package} {installed}" if installed else f"missing, needed for {use}: pip install 'adaptra[{extra}]'"
+        shown = zip(packages, installed.split(", "), strict=True) if installed else ()
+        state = ", ".join(map(" ".join, shown)) if installed else f"missing, needed for {use}: pip install 'adaptra[{extra}]'"
         lines.append((f"extra {extra}", state))
     lines += [("untested", f"{package} {reason}") for package, reason in found["untested"].items()]
     missing = "not found: RDMA devices can't be used; install libibverbs (Debian: libibverbs1 ibverbs-providers)"
@@ -115,6 +120,12 @@ def _torch() -> dict[str, Any] | None:
         "accelerator": None if accelerator is None else f"{torch.accelerator.device_count()} × {accelerator.type}",
         "distributed": {name: available and distributed.is_backend_available(name) for name in _BACKENDS},
     }
+
+
+def _versions(packages: Sequence[str]) -> str | None:
+    """Return the installed versions in this order; None if a package is missing."""
+    found = [one for package in packages if (one := _version(package)) is not None]
+    return ", ".join(found) if len(found) == len(packages) else None
 
 
 def _version(package: str) -> str | None:

@@ -7,6 +7,7 @@ from typing import Final
 TESTED: Final = {
     "python": ("3.11", "3.13"),
     "torch": ("2.11", "2.13"),
+    "accelerate": ("1.15.0", "1.15.0"),
     "sympy": ("1.13.3", "1.14.0"),
     "rich": ("13.0.0", "15.0.0"),
     "matplotlib": ("3.9.0", "3.11.2"),

@@ -237,6 +237,8 @@ class Pipeline(ModuleMethods):
             batch = session.batch(args, given, named)
             require_no_gradient(batch.inputs, session.compiled.inputs.labels, "inputs")
             require_no_gradient(batch.targets, session.compiled.targets.labels, "targets")
+            if session.look is not None:
+                session.look.at(batch)
             if wanted:
                 session.prepare_outputs(batch)
             session.compare_rows("step", inputs, targets, named)

@@ -18,6 +18,8 @@ from adaptra.errors import BatchError, CaptureError, LaunchError, OptionError, S
 from adaptra.frontend.arguments.arguments import CompileArguments
 from adaptra.frontend.arguments.placing import STRAIGHT
 from adaptra.frontend.arguments.shared_models import Sharing
+from adaptra.frontend.losses.batch_look import BatchLook, example_weights
+from adaptra.frontend.losses.rows_together import rows_together
 from adaptra.frontend.saved.model_names import ModelNames
 from adaptra.frontend.session import Session
 from adaptra.frontend.shapes.recompile import Recompile
@@ -36,9 +38,9 @@ from adaptra.progress import Progress, log_progress, shown_progress
 from adaptra.runtime.launch.agreement import agree, disagree
 from adaptra.runtime.launch.free_memory import free_memory
 from adaptra.runtime.launch.launch import Launch, launch
-from adaptra.runtime.worker.batch import example_microbatch, rows_of
+from adaptra.runtime.worker.batch import example_microbatch, rows_of, split_rows
 from adaptra.runtime.worker.gradient_hooks import copy_is_hooked, is_hooked
-from adaptra.runtime.worker.loss_reduction import Reduction, refuse_number_of_items, refuse_sum, unequal_weights
+from adaptra.runtime.worker.loss_reduction import UNEQUAL, Reduction, refuse_number_of_items, refuse_sum, unequal_weights
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +80,9 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
             opened.callback(recorder.close)
             with _progress(launched) as progress:
                 planned = _compile(request, spec, args, targets, kwargs, progress, empty_on)
+                look = None
                 if reduction is Reduction.MEAN and request.with_loss:
-                    _check_mean(request, planned, launched, args, targets, kwargs)
+                    look = _check_mean(request, planned, launched, args, targets, kwargs)
                 _refuse_hooked_copies(request.whole_model, planned.compiled.copied(request.placed))
                 stages_here = [stage for rank in launched.ranks for stage in stages_of(rank, request.placed)]
                 own = stages_here if options.inner != EAGER else []
@@ -109,7 +112,7 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
     if planned.compiled.captured is not None and planned.compiled.with_loss:
         recompile = Recompile.of(model, _loss_of(request, reduction), empty_on)
     names = ModelNames(model, planned.compiled.saved)
-    session = Session(spec, planned, launched, workers, recorder, sharing, recompile, names=names)
+    session = Session(spec, planned, launched, workers, recorder, sharing, recompile, look, names=names)
     try:
         session.align_copies()
     except BaseException:
@@ -187,17 +190,34 @@ def _check_mean(
     args: tuple[Any, ...],
     targets: Any,
     kwargs: Mapping[str, Any],
-) -> None:
-    """Check on the example that the loss is a mean of its microbatches' losses. Refuse a sum, warn of unequal weights."""
+) -> BatchLook:
+    """Check on the example that the loss is a mean of its microbatches' losses. Refuse a sum, warn of unequal weights.
+
+    Returns what looks at later batches.
+    """
     given = args, targets, dict(kwargs)
+    compiled = planned.compiled
     example = example_microbatch(given, request.microbatches, "example_inputs")
     rows = rows_of(example)
     if request.loss is not None and not _is_one(request, launched):
-        refuse_sum(request.loss, planned.compiled, example[1], rows)
+        refuse_sum(request.loss, compiled, example[1], rows)
+    look = BatchLook(compiled)
+    flat = compiled.inputs.flatten(args, kwargs), compiled.targets.flatten(targets)
+    if any(one.is_meta for side in flat for one in side):
+        return look
+    weights = example_weights(compiled, split_rows([*flat[0], *flat[1]], (rows,) * request.microbatches))
+    unequal = next((one for one in weights if not one.are_alike), None)
+    if unequal is not None:
+        look.end()
     if _is_first(launched):
-        text = unequal_weights(request.loss, planned.compiled, targets, (args, kwargs), request.microbatches, rows)
+        text = rows_together(request.whole_model, request.loss, compiled, *flat, request.microbatches)
+        text = text or unequal_weights(request.loss, compiled, targets, request.microbatches, rows)
+        if text is None and unequal is not None:
+            text = f"reduction='mean': microbatches of the example {unequal}, {UNEQUAL}"
         if text is not None:
+            look.end()
             logger.warning(text)
+    return look
 
 
 def _is_one(request: CompileArguments, launched: Launch) -> bool:

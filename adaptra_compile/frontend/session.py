@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from adaptra.errors import AdaptraError, OptionError, PeerLostError, PipelineError
 from adaptra.frontend.arguments.shared_models import Sharing
+from adaptra.frontend.losses.batch_look import BatchLook
 from adaptra.frontend.saved.fitting_model import FittingModel, fitting_model
 from adaptra.frontend.saved.model_names import ModelNames
 from adaptra.frontend.shapes.agreement import agree_on_shape
+from adaptra.frontend.shapes.kept import most_shapes
 from adaptra.frontend.shapes.recompile import Recompile
 from adaptra.frontend.shapes.shapes import NewShape, ShapedBatch, Shapes
 from adaptra.frontend.stage_planning import PipelineSpec, PlannedPipeline
@@ -51,6 +54,8 @@ from adaptra.simulation.cut_points import CutPoint, positions_of
 
 Result = TypeVar("Result")
 
+logger = logging.getLogger(__name__)
+
 
 class Session:
     """A compiled pipeline: its stages and the workers of this process.
@@ -63,6 +68,7 @@ class Session:
         recorder: The recorder of the workers' events.
         sharing: The pipeline's use of the model's tensors.
         recompile: Compiles the model for batches of other shapes; None if it can't be.
+        look: Looks at each batch of a step; None if no mean of microbatches is taken.
         names: What the model's state_dict has beside its tensors.
     """
 
@@ -75,11 +81,13 @@ class Session:
         recorder: Recorder,
         sharing: Sharing,
         recompile: Recompile | None = None,
+        look: BatchLook | None = None,
         *,
         names: ModelNames,
     ) -> None:
         self.names = names
         self._spec = spec
+        self.look = look
         self._recompile = recompile
         self.reduction = spec.reduction
         self.microbatches = spec.microbatches
@@ -112,7 +120,7 @@ class Session:
             None if self._recompile is None else self._compile_again,
             self.compiled,
             self.microbatches,
-            self._spec.options.shapes,
+            most_shapes(self._spec.options.shapes, self.compiled),
             self._tell_of_shape,
             self._add_shape,
             self._drop_shape,
@@ -499,9 +507,13 @@ class Session:
             worker.add_shape(shape)
         return shape
 
-    def _tell_of_shape(self, kind: EventKind, text: str) -> None:
+    def _tell_of_shape(self, kind: EventKind | None, text: str) -> None:
         (worker, *_) = self.workers
-        if worker.rank == 0:
+        if worker.rank != 0:
+            return
+        if kind is None:
+            logger.warning(text)
+        else:
             worker.controller.emit_shape_event(kind, text)
 
     def _drop_shape(self, number: int) -> None:

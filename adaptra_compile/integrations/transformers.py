@@ -18,17 +18,20 @@ from adaptra.errors import MissingExtraError, OptionError, StateError
 from adaptra.frontend.api import Pipeline
 from adaptra.frontend.api import compile as compile_pipeline
 from adaptra.frontend.checkpoint_state import TrainingState
-from adaptra.integrations.transformers_loss import with_trainer_loss
+from adaptra.integrations.transformers_loss import SCALE, checkpoint_activations, divides_by_items, with_trainer_loss
 from adaptra.integrations.transformers_refusals import (
     refuse_arguments,
     refuse_functions,
     refuse_loss,
     refuse_model,
+    refuse_own_loss,
+    refuse_replicas,
     refuse_smoothing,
+    require_labels,
     require_length,
     require_version,
 )
-from adaptra.integrations.transformers_rows import NOWHERE, ReplicaRows
+from adaptra.integrations.transformers_rows import NOWHERE, ReplicaRows, padding_to_few_sizes
 from adaptra.runtime.options import Options
 from adaptra.runtime.worker.loss_reduction import NO_LABEL
 
@@ -47,7 +50,7 @@ _STATE = "pipeline"
 
 
 class PipelineTrainer(transformers.Trainer):
-    """A ``transformers.Trainer`` of a causal language model over a pipeline, with replicas under a launcher.
+    """A ``transformers.Trainer`` of a model with labels over a pipeline, with replicas under a launcher.
 
     ``per_device_train_batch_size`` is the batch of one replica, which is cut into ``microbatches``. Its gradients, losses and
     metrics are those of a plain Trainer in one process, whose batch has the rows of all replicas. After construction the
@@ -68,6 +71,7 @@ class PipelineTrainer(transformers.Trainer):
     def __init__(
         self, *, stages: int, microbatches: int, compile_options: dict[str, Any] | None = None, **arguments: Any
     ) -> None:
+        refuse_own_loss(self, PipelineTrainer)
         refuse_functions(arguments)
         args = arguments.get("args")
         if args is None:
@@ -75,7 +79,7 @@ class PipelineTrainer(transformers.Trainer):
         refuse_arguments(args)
         refuse_model(arguments.get("model"))
         super().__init__(**arguments)
-        refuse_loss(self.model, takes_items=self.model_accepts_loss_kwargs)
+        self.data_collator = padding_to_few_sizes(self.data_collator)
         if self.label_names != ["labels"]:
             raise OptionError(f"TrainingArguments: label_names={self.label_names!r}: expected ['labels']")
         if self.eval_dataset is not None:
@@ -98,18 +102,29 @@ class PipelineTrainer(transformers.Trainer):
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
         given = collate([rows[index % len(rows)] for index in range(self.args.per_device_train_batch_size)])
         batch: dict[str, Any] = dict(self._prepare_inputs(given))
-        batch["num_items_in_batch"] = torch.ones((), device=self.args.device)
+        require_labels(batch)
+        self._label = batch["labels"][:1]
         whole: Any = self.model
         if self.label_smoother is not None:
             refuse_smoothing(whole)
         whole.train()
+        checkpoint_activations(whole, self.args)
+        is_empty = any(one.is_meta for one in whole.parameters())
+        by_items = is_empty or (divides_by_items(whole, batch) if self.model_accepts_loss_kwargs else False)
+        refuse_loss(whole, is_known=by_items is not None and (by_items or self.label_smoother is None))
+        self._of_labels = not by_items
+        batch["num_items_in_batch" if by_items else SCALE] = torch.ones((), device=self.args.device)
         dtype = torch.bfloat16 if self.args.mixed_precision == "bf16" else None
-        trained = with_trainer_loss(whole, self.accelerator.device.type, dtype, self.label_smoother)
+        replicas = max(1, self.args.world_size // stages)
+        how: Any = {"of_labels": self._of_labels, "parts": microbatches * replicas}
+        trained = with_trainer_loss(whole, self.accelerator.device.type, dtype, self.label_smoother, **how)
         # Replicas that compute each other's microbatches take one shape only, and the last batch may be short.
-        settings = {"example_kwargs": batch, "reduction": "sum", "options": Options(share=False)} | options
+        settings = {"example_kwargs": batch, "options": Options(share=False)} | options
+        settings = {"reduction": "weighted" if self._of_labels else "sum"} | settings
         pipe = compile_pipeline(trained, stages=stages, microbatches=microbatches, **settings)
         try:
-            refuse_loss(whole, takes_items=_reads(pipe, "num_items_in_batch"))
+            refuse_loss(whole, is_known=self._of_labels or _reads(pipe, "num_items_in_batch"))
+            refuse_replicas(whole, self._label, pipe.replicas, expected=replicas)
         except OptionError:
             pipe.close()
             raise
@@ -186,11 +201,18 @@ class PipelineTrainer(transformers.Trainer):
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Run a step of the pipeline. Returns the share of the loss that these rows have."""
-        if num_items_in_batch is None:
-            raise OptionError("PipelineTrainer: a batch without labels: expected 'labels' in every batch")
         given: dict[str, Any] = dict(self._prepare_inputs(inputs))
-        loss = self.pipe.step(**given, num_items_in_batch=num_items_in_batch)
+        require_labels(given)
+        # As the plain Trainer, which trusts a forward that takes any argument to divide by the number of items.
+        steps = 1 if num_items_in_batch is not None else self.current_gradient_accumulation_steps
+        loss = self.pipe.step(**given, **self._divisor(num_items_in_batch, steps))
         return loss.to(self.args.device)
+
+    def _divisor(self, items: Any, steps: int = 1) -> dict[str, Any]:
+        """Return the argument by which the loss is divided: that of the model's forward, or a factor."""
+        if not self._of_labels:
+            return {"num_items_in_batch": items}
+        return {SCALE: torch.full((), 1 / steps, device=self.args.device)}
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
         return self.pipe.clip_grad_norm_(self.args.max_grad_norm)
@@ -236,36 +258,52 @@ class PipelineTrainer(transformers.Trainer):
         given: dict[str, Any] = dict(self._prepare_inputs(inputs))
         labels = given.get("labels")
         if labels is None:
-            whole: Any = self.model
-            given["labels"] = torch.full_like(given[whole.main_input_name], NO_LABEL)
+            given["labels"] = self._no_labels(given)
             items: Any = torch.ones((), device=self.args.device)
         else:
             if self._rest_of_evaluation and self.pipe.replicas > 1:
                 given = self._rows.counted_once(given, self._rest_of_evaluation)
             items = self._get_num_items_in_batch([given], self.args.device)
-        found = self.pipe.eval_step(**given, num_items_in_batch=items, outputs=not prediction_loss_only)
+        found = self.pipe.eval_step(**given, **self._divisor(items), outputs=not prediction_loss_only)
         loss, outputs = (found, None) if prediction_loss_only else found
         loss = None if labels is None else loss.to(self.args.device)
         if prediction_loss_only:
             return loss, None, None
         return loss, NOWHERE if outputs is None else self._logits(outputs, labels, ignore_keys), labels
 
+    def _no_labels(self, given: dict[str, Any]) -> Tensor:
+        """Return labels for rows without any. Those of a mean must count, and those of a sum are as long as the inputs."""
+        whole: Any = self.model
+        rows: Tensor = given[whole.main_input_name]
+        if self._of_labels or self._label.dim() != rows.dim():
+            return self._label.new_zeros((rows.shape[0], *self._label.shape[1:]))
+        return torch.full_like(rows, NO_LABEL)
+
     def _logits(self, outputs: Any, labels: Any, ignore_keys: Any) -> Any:
         """Return the outputs that a Trainer takes for predictions, as its user wants them preprocessed."""
         if ignore_keys is None:
             whole: Any = self.model
             ignore_keys = getattr(whole.config, "keys_to_ignore_at_inference", ["cache"])
-        left_out = {"loss", *ignore_keys}
+        left_out = {"loss", *ignore_keys, *self._scalars(outputs)}
+        outputs = outputs[2] if self._of_labels else outputs
         named = isinstance(outputs, dict)
         logits: Any = tuple(one for name, one in outputs.items() if name not in left_out) if named else outputs[1:]
         logits = logits[0] if len(logits) == 1 else logits
         return logits if self._preprocess is None else self._preprocess(logits, labels)
+
+    @staticmethod
+    def _scalars(outputs: Any) -> set[str]:
+        """Return the names of outputs without rows, such as a routers' loss."""
+        named = outputs.items() if isinstance(outputs, dict) else ()
+        return {name for name, one in named if isinstance(one, Tensor) and not one.dim()}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model as ``from_pretrained`` reads it. All ranks call this, and rank 0 writes."""
         state = self.pipe.full_state_dict()
         if self.args.should_save:
             self._save(output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _training_state(self) -> dict[str, Any]:
         optimizer: Any = self.optimizer

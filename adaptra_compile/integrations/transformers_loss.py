@@ -10,38 +10,118 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from adaptra.errors import OptionError
+from adaptra.runtime.worker.loss_reduction import NO_LABEL, NUMBER_OF_ITEMS
+
+SCALE = "adaptra_loss_scale"
+"""The name of the factor of a loss that is a mean over labels."""
+
+ROUTERS = "router_aux_loss_coef"
+"""The name of the factor of the routers' loss in models of mixed experts."""
 
 
-def with_trainer_loss(model: nn.Module, device_type: str, dtype: torch.dtype | None, smoother: Any) -> nn.Module:
+def divides_by_items(model: nn.Module, batch: dict[str, Any]) -> bool | None:
+    """Return whether a model's loss is a sum that it divides by the number of items, or else a mean of its own.
+
+    The first row is tried with two numbers. None if it is neither.
+    """
+    given = {name: one[:1] if isinstance(one, Tensor) and one.dim() else one for name, one in batch.items()}
+    labels = given["labels"]
+    if not labels.is_floating_point():
+        given["labels"] = labels.where(labels != NO_LABEL, 0)
+    given.pop(NUMBER_OF_ITEMS, None)
+    tried = copy.copy(model)
+    if hasattr(model, ROUTERS):
+        setattr(tried, ROUTERS, 0.0)
+    before = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            one, two = (_loss(tried(**given, **{NUMBER_OF_ITEMS: torch.tensor(count)})).item() for count in (1.0, 2.0))
+    except TypeError:
+        return False  # its forward takes no such number
+    finally:
+        model.train(before)
+    if one == two:
+        return False
+    return True if abs(one - 2 * two) <= 1e-3 * abs(one) else None
+
+
+def checkpoint_activations(model: Any, args: Any) -> None:
+    """Checkpoint a model's activations as a Trainer does when training begins, so that the capture has it.
+
+    Raises:
+        OptionError: The arguments ask for a kind that can't be captured.
+    """
+    if not args.activation_checkpointing:
+        return
+    given: dict[str, Any] = dict(args.activation_checkpointing_kwargs or {})
+    every, offload = given.pop("every_n_layers", 1), given.pop("offload", False)
+    if offload or given.pop("use_reentrant", False):
+        raise OptionError(
+            "TrainingArguments: activation_checkpointing_kwargs: expected no offload=True and no use_reentrant=True, which "
+            "can't be captured"
+        )
+    named: Any = {"activation_checkpointing_kwargs": given | {"use_reentrant": False}, "every_n_layers": every}
+    model.activation_checkpointing_enable(**named)
+
+
+def with_trainer_loss(
+    model: nn.Module, device_type: str, dtype: torch.dtype | None, smoother: Any, *, of_labels: bool = False, parts: int = 1
+) -> nn.Module:
     """Return a model of the same modules that computes what a Trainer computes around it.
 
     A Trainer runs the forward under autocast and gives its outputs in float32. It smooths labels by the logits.
 
     Args:
-        model: A causal language model that returns its loss. It stays as it is.
+        model: A model that returns its loss. It stays as it is.
         device_type: Where autocast applies.
         dtype: The dtype of autocast; None without it.
         smoother: The Trainer's label smoother; None without one.
+        of_labels: Whether the loss is a mean over labels. It then returns a sum, the number of labels, and the other outputs.
+        parts: The number of parts of a batch, whose losses of routers are averaged.
     """
-    if dtype is None and smoother is None:
+    routes = hasattr(model, ROUTERS) and getattr(model.config, "output_router_logits", False)
+    if dtype is None and smoother is None and not of_labels and not routes:
         return model
     from accelerate.utils.operations import convert_to_fp32
 
     kind: Any = type(model)
 
-    def forward(self: Any, **given: Any) -> Any:
-        labels = None if smoother is None else given.pop("labels")
+    def outputs_of(self: Any, given: dict[str, Any]) -> Any:
         with nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype):
             outputs = kind.forward(self, **given)
-        if dtype is not None:
-            outputs = convert_to_fp32(outputs)
+        return outputs if dtype is None else convert_to_fp32(outputs)
+
+    def forward(self: Any, **given: Any) -> Any:
+        labels = None if smoother is None else given.pop("labels")
+        outputs = outputs_of(self, given)
         if smoother is None:
             return outputs
         loss = smoother(outputs, labels, shift_labels=True, num_items_in_batch=given["num_items_in_batch"])
         return type(outputs)(loss=loss, **outputs) if isinstance(outputs, dict) else (loss, *outputs)
 
+    def forward_of_labels(self: Any, **given: Any) -> Any:
+        scale, labels = given.pop(SCALE), given["labels"]
+        count = torch.full((), float(labels.shape[0]), device=labels.device)
+        if not labels.is_floating_point():
+            count = (labels != NO_LABEL).sum()
+            given["labels"] = labels.where(count > 0, 0)  # the mean of no label is nan, and so are its gradients
+        outputs = outputs_of(self, given)
+        named = dict(outputs) if isinstance(outputs, dict) else {str(index): one for index, one in enumerate(outputs[1:])}
+        left_out = {"loss", "past_key_values"}
+        return _loss(outputs) * count * scale, count, {name: one for name, one in named.items() if name not in left_out}
+
     # A module around the model would rename its parameters.
     made = copy.copy(model)
-    made.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    new: Any = {"forward": forward_of_labels if of_labels else forward, "__module__": kind.__module__}
+    made.__class__ = type(kind.__name__, (kind,), new)
+    if routes:
+        setattr(made, ROUTERS, getattr(model, ROUTERS) / parts)
     return made
+
+
+def _loss(outputs: Any) -> Tensor:
+    return outputs["loss"] if isinstance(outputs, dict) else outputs[0]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from adaptra.errors import MissingExtraError, OptionError
+from adaptra.integrations.transformers_loss import ROUTERS
 
 OLDEST, NEWEST = (5, 23), (5, 24)
-"""The versions of transformers whose Trainer the tests run."""
+"""The versions of transformers whose Trainer the tests run; the extra of the package allows the same."""
 
 OPTIMIZERS = {"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"}
 """Optimizers that step each parameter by itself, so that each rank can step those of its stages."""
@@ -29,8 +31,6 @@ def refuse_arguments(args: Any) -> None:
         "deepspeed": "adaptra is the parallel engine; more stages hold less on each rank",
         "parallelism_config": "only stages and replicas; more stages hold less on each rank",
         "torch_compile": "the stages are compiled already; options=adaptra.Options(inner='inductor') compiles their graphs",
-        "gradient_checkpointing": "it would change the model after its capture; memory= limits the activations",
-        "activation_checkpointing": "it would change the model after its capture; memory= limits the activations",
         "auto_find_batch_size": "a pipeline is compiled for one size of batch; memory= limits the activations",
         "fp16": "put torch.autocast into the model's forward and train by pipe.step with pipe.grad_scaler()",
         "fp16_full_eval": "evaluation uses the model as it was compiled",
@@ -39,7 +39,6 @@ def refuse_arguments(args: Any) -> None:
         "use_liger_kernel": "its autograd functions can't be captured",
         "predict_with_generate": "generation needs the whole model; use save_model and from_pretrained",
         "save_on_each_node": "rank 0 alone receives the whole model",
-        "push_to_hub": "push the folder that save_model wrote",
     }
     for name, instead in off.items():
         value: Any = getattr(args, name, None)
@@ -84,19 +83,21 @@ def refuse_arguments(args: Any) -> None:
 
 
 def refuse_model(model: Any) -> None:
-    """Refuse a model whose loss is not that of a causal language model over all tokens, or that isn't whole and plain."""
+    """Refuse a model that isn't one of transformers, or isn't whole and plain. Adapters of PEFT may be in it."""
     from transformers import PreTrainedModel
 
     name = type(model).__name__
-    if hasattr(model, "peft_config"):
-        raise OptionError(f"model: a PEFT {name}: expected a plain one: write adapters in a loop with adaptra.compile")
-    if not isinstance(model, PreTrainedModel):
+    adapters = getattr(model, "peft_config", {})
+    if any(getattr(one, "is_prompt_learning", False) for one in adapters.values()):
+        raise OptionError(f"model: a PEFT {name} that learns a prompt: expected adapters within modules, such as LoRA")
+    if not isinstance(model.get_base_model() if hasattr(model, "get_base_model") else model, PreTrainedModel):
         raise OptionError(f"model: a {name}: expected a PreTrainedModel of transformers: use adaptra.compile for other models")
     if getattr(model, "hf_device_map", None) is not None:
         raise OptionError("model: it was loaded with device_map=: expected none: adaptra places the stages itself")
-    if getattr(model.config, "output_router_logits", False):
+    if getattr(model.config, "output_router_logits", False) and not hasattr(model, ROUTERS):
         raise OptionError(
-            "model: config.output_router_logits=True: expected False: the routers' loss isn't divided by the batch's tokens"
+            f"model: config.output_router_logits=True in a {name} without {ROUTERS}: expected False: the routers' loss can't "
+            "be averaged over the parts of a batch"
         )
 
 
@@ -117,16 +118,23 @@ def refuse_functions(given: dict[str, Any]) -> None:
         )
 
 
-def refuse_loss(model: Any, *, takes_items: bool) -> None:
-    """Refuse a model whose loss is not the sum over all labels divided by the number of the batch's items."""
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    encodes = getattr(model.config, "is_encoder_decoder", False)
-    if not takes_items or encodes or model.loss_function is not ForCausalLMLoss:
+def refuse_loss(model: Any, *, is_known: bool) -> None:
+    """Refuse a model whose loss is neither divided by the number of the batch's items nor a mean over labels."""
+    if not is_known:
         raise OptionError(
-            f"model: a {type(model).__name__}: expected a causal language model, whose loss takes num_items_in_batch: "
-            "use adaptra.compile for others"
+            f"model: a {type(model).__name__}: expected a loss that is a sum divided by num_items_in_batch, or a mean over "
+            "labels: use adaptra.compile for others"
         )
+
+
+def refuse_own_loss(trainer: Any, plain: Any) -> None:
+    """Refuse a subclass that computes the loss itself, which a pipeline would not call."""
+    for name in ("compute_loss", "prediction_step"):
+        if getattr(type(trainer), name) is not getattr(plain, name):
+            raise OptionError(
+                f"PipelineTrainer: {type(trainer).__name__} has its own {name}, as trl's trainers have: expected none: a "
+                "pipeline captures the loss of the model's forward; put it there, or give it as loss= of adaptra.compile"
+            )
 
 
 def refuse_smoothing(model: Any) -> None:
@@ -139,6 +147,30 @@ def refuse_smoothing(model: Any) -> None:
             f"TrainingArguments: label_smoothing_factor: a {name}: expected a class that AutoModelForCausalLM knows, since the "
             "plain Trainer shifts the labels of no other"
         )
+
+
+def refuse_replicas(model: Any, label: Any, replicas: int, *, expected: int) -> None:
+    """Refuse what several replicas can't do: labels that can't be left out, and a routers' loss of other parts than it has.
+
+    Args:
+        model: The model.
+        label: A row's labels.
+        replicas: The number of replicas.
+        expected: The same for one stage on each rank, by which routers' losses are averaged.
+    """
+    if replicas > 1 and label.is_floating_point():
+        raise OptionError(
+            "PipelineTrainer: labels of floating point with several replicas: expected whole numbers: the rows that fill up a "
+            "last batch could not be left out"
+        )
+    if replicas != expected and getattr(model.config, "output_router_logits", False):
+        raise OptionError("PipelineTrainer: placement= with a routers' loss and replicas: expected one stage on each rank")
+
+
+def require_labels(batch: Mapping[str, Any]) -> None:
+    """Refuse a batch without labels."""
+    if batch.get("labels") is None:
+        raise OptionError("PipelineTrainer: a batch without labels: expected 'labels' in every batch")
 
 
 def require_length(rows: Any, name: str) -> None:

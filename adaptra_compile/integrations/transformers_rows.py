@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from typing import Any, Final
@@ -21,6 +22,19 @@ NOWHERE: Final = torch.empty(0)
 """Stands for what the rank of a replica's last stage has, on its other ranks."""
 
 _LABELS: Final = ("labels", "shift_labels")
+
+
+MULTIPLE: Final = 8
+"""The number to whose multiples lengths are padded, so that batches have few shapes."""
+
+
+def padding_to_few_sizes(collator: Any) -> Any:
+    """Return a collator of transformers that pads to multiples of a number, if the user gave none. Others stay as they are."""
+    if getattr(collator, "pad_to_multiple_of", MULTIPLE) is not None or getattr(collator, "padding", True) == "max_length":
+        return collator
+    made = copy.copy(collator)
+    made.pad_to_multiple_of = MULTIPLE
+    return made
 
 
 class ReplicaRows:

@@ -29,7 +29,7 @@ class StageOptions:
             own.
         reduce: How gradients and losses are added over replicas.
         shapes: The number of shapes of batches that are kept compiled, beside the first one. The least recently used one goes
-            first, and is compiled again when a batch has it.
+            first, and is compiled again when a batch has it. None keeps as many as take about a GiB, but 16 to 128.
 
     Raises:
         OptionError: An option is invalid; names it, the given value and the expected one.
@@ -43,7 +43,7 @@ class StageOptions:
     broadcast_buffers: bool = field(default=True, metadata=agreed())
     reduce: Reduce = field(default_factory=Reduce, metadata=agreed())
 
-    shapes: int = field(default=16, metadata=agreed())
+    shapes: int | None = field(default=None, metadata=agreed())
 
     def __post_init__(self) -> None:
         given: Any = self.seed
@@ -52,7 +52,7 @@ class StageOptions:
         require_word("captured", self.captured, ("warn", "error", "accept"))
         require_flag("broadcast_buffers", self.broadcast_buffers)
         given = self.shapes
-        if not is_whole(given) or given < 1:
+        if given is not None and (not is_whole(given) or given < 1):
             raise OptionError(f"shapes={given!r}: expected a whole number of at least 1")
         given = self.reduce
         if not isinstance(given, Reduce):

@@ -23,6 +23,21 @@ MOST_ELEMENTS_OF_BATCH: Final = 2**24
 NO_LABEL: Final = -100
 """The label that torch's losses leave out by default."""
 
+UNEQUAL: Final = (
+    "but a mean gives all the same weight, so loss and gradients differ from those of the whole batch; where labels are "
+    "padding, return (sum, number of labels) and give reduction='weighted'"
+)
+"""What a warning says of microbatches of unequal weights."""
+
+NEEDS: Final = (
+    "it needs all rows at once: give microbatches=1, or let torch.compile(backend='adaptra') compile the model without its "
+    "loss, and compute that from all rows' outputs"
+)
+"""What a loss needs that takes several rows together."""
+
+IN_BATCH: Final = f"so it takes several rows together, as losses over pairs of rows do, and depends on microbatches=: {NEEDS}"
+"""What a warning says of such a loss."""
+
 NUMBER_OF_ITEMS: Final = "num_items_in_batch"
 """The name that transformers use for the number of labels in a batch."""
 
@@ -94,6 +109,14 @@ def looks_like_sum(whole: Tensor, mean: Tensor, parts: int) -> bool:
     return bool((whole - mean * parts).abs() < (whole - mean).abs())
 
 
+def adds_up(once: Tensor, twice: Tensor, four: Tensor) -> bool:
+    """Return True if a loss of some rows grows like a sum when they are given twice and four times.
+
+    A loss over pairs of rows grows too, but less with each copy.
+    """
+    return looks_like_sum(twice, once, 2) and bool((four + once * 2 - twice * 3).abs() <= 2e-2 * (four - twice).abs())
+
+
 def refuse_sum(loss: Callable[..., Any], compiled: CompiledStages, targets: Any, rows: int) -> None:
     """Refuse a loss that sums over the rows if the mean of microbatches is taken.
 
@@ -117,9 +140,14 @@ def refuse_sum(loss: Callable[..., Any], compiled: CompiledStages, targets: Any,
         given = pytree.tree_map_only(Tensor, lambda one: _first(one.cpu(), taken, rows), targets)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             called = copy.deepcopy(loss).cpu() if isinstance(loss, nn.Module) else loss
-            once = called(compiled.outputs.unflatten(outputs), given)
-            twice = called(compiled.outputs.unflatten(_doubled(outputs)), pytree.tree_map_only(Tensor, _double, given))
-        is_sum = looks_like_sum(twice, once, 2)
+            once, twice, four = (
+                called(
+                    compiled.outputs.unflatten([_copies(one, count) for one in outputs]),
+                    pytree.tree_map_only(Tensor, lambda one, count=count: _copies(one, count), given),
+                )
+                for count in (1, 2, 4)
+            )
+        is_sum = adds_up(once, twice, four)
     except Exception:
         return
     if is_sum:
@@ -131,44 +159,36 @@ def refuse_sum(loss: Callable[..., Any], compiled: CompiledStages, targets: Any,
 
 
 def unequal_weights(
-    loss: Callable[..., Any] | None, compiled: CompiledStages, targets: Any, given: Any, microbatches: int, rows: int
+    loss: Callable[..., Any] | None, compiled: CompiledStages, targets: Any, microbatches: int, rows: int
 ) -> str | None:
     """Return a warning if the mean over the example's microbatches is not its batch's, as where labels are padding.
 
     The loss is differentiated with respect to random outputs, for each microbatch alone and for all of them together. In a mean
-    over the rows the gradients of all microbatches are the same part of the batch's. Where the model returns the loss, or
-    outputs are too large, labels that torch's losses leave out are counted. A loss that can't be run is not looked at.
+    over the rows the gradients of all microbatches are the same part of the batch's. A loss that can't be run, one that the
+    model returns, and one of large outputs are not looked at.
 
     Args:
         loss: The user's loss, or None if the model returns it.
         compiled: The stages, which define the model's outputs for a microbatch.
         targets: The targets of the whole batch.
-        given: All other inputs of the whole batch.
         microbatches: Microbatches per step.
         rows: The rows of a microbatch.
     """
-    if microbatches == 1:
-        return None
     elements = sum(one.elements for one in compiled.eval[-1].outputs) * microbatches
+    if microbatches == 1 or loss is None or elements > MOST_ELEMENTS_OF_BATCH:
+        return None
     try:
-        if loss is None or elements > MOST_ELEMENTS_OF_BATCH:
-            counts = _label_counts((targets, given), microbatches, rows)
-            if counts is None:
-                return None
-            found = f"microbatches of the example have {min(counts)} to {max(counts)} labels"
-        else:
-            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-                weights = _weights_in_mean(loss, compiled, targets, microbatches, rows)
-            is_low = any(one.dtype in (torch.float16, torch.bfloat16) for one in compiled.eval[-1].outputs)
-            if all(abs(one - 1) < (2e-2 if is_low else 1e-3) for one in weights):
-                return None
-            found = f"microbatches of the example count {min(weights):.3g} to {max(weights):.3g} times a mean part of its loss"
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            weights, turned = _weights_in_mean(loss, compiled, targets, microbatches, rows)
     except Exception:
         return None
-    return (
-        f"reduction='mean': {found}, but a mean gives all the same weight, so loss and gradients differ from those of the "
-        "whole batch; where labels are padding, return (sum, number of labels) and give reduction='weighted'"
-    )
+    is_low = any(one.dtype in (torch.float16, torch.bfloat16) for one in compiled.eval[-1].outputs)
+    if turned > (2e-2 if is_low else 1e-3):
+        return f"reduction='mean': a microbatch's gradients have another direction in the loss of the whole example, {IN_BATCH}"
+    if all(abs(one - 1) < (2e-2 if is_low else 1e-3) for one in weights):
+        return None
+    found = f"microbatches of the example count {min(weights):.3g} to {max(weights):.3g} times a mean part of its loss"
+    return f"reduction='mean': {found}, {UNEQUAL}"
 
 
 def refuse_number_of_items(given: Mapping[str, Any], reduction: Reduction) -> None:
@@ -206,18 +226,17 @@ def _first(tensor: Tensor, taken: int, rows: int) -> Tensor:
     return tensor[: tensor.shape[0] * taken // rows] if tensor.dim() else tensor
 
 
-def _double(tensor: Tensor) -> Tensor:
-    return torch.cat([tensor, tensor]) if tensor.dim() else tensor
-
-
-def _doubled(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [_double(one) for one in tensors]
+def _copies(tensor: Tensor, count: int) -> Tensor:
+    return torch.cat([tensor] * count) if tensor.dim() else tensor
 
 
 def _weights_in_mean(
     loss: Callable[..., Any], compiled: CompiledStages, targets: Any, microbatches: int, rows: int
-) -> list[float]:
-    """Return for each microbatch how much larger its gradient is in the whole batch's loss than in the mean of all losses."""
+) -> tuple[list[float], float]:
+    """Return for each microbatch how much larger its gradient is in the whole batch's loss than in the mean of all losses.
+
+    Returns that, and by how much a gradient turns at most: one minus the cosine.
+    """
     random = torch.Generator().manual_seed(0)
     called = copy.deepcopy(loss).cpu() if isinstance(loss, nn.Module) else loss
     specs = compiled.eval[-1].outputs
@@ -225,33 +244,25 @@ def _weights_in_mean(
     differentiated = [[one.requires_grad_() for one in part if one.is_floating_point() and one.dim()] for part in parts]
     whole = [torch.cat(of_parts) if of_parts[0].dim() else of_parts[0] for of_parts in zip(*parts, strict=True)]
     all_targets = pytree.tree_map_only(Tensor, lambda one: one.cpu(), targets)
-    in_whole = _norms(called(compiled.outputs.unflatten(whole), all_targets), differentiated)
+    in_whole = _gradients(called(compiled.outputs.unflatten(whole), all_targets), differentiated)
     weights: list[float] = []
+    turned = 0.0
     for index, (part, leaves) in enumerate(zip(parts, differentiated, strict=True)):
         own = pytree.tree_map_only(Tensor, lambda one, index=index: _part(one, index, microbatches), all_targets)
-        (alone,) = _norms(called(compiled.outputs.unflatten(part), own), [leaves])
-        together = in_whole[index]
+        (gradient,) = _gradients(called(compiled.outputs.unflatten(part), own), [leaves])
+        alone, together = gradient.norm().item(), in_whole[index].norm().item()
         # The mean of no label is nan, its part of the whole batch's loss 0.
         weights.append(float(alone == 0) if together == 0 else together * microbatches / max(alone, 1e-30))
-    return weights
+        if alone > 0 and together > 0:
+            turned = max(turned, 1 - (gradient @ in_whole[index]).item() / (alone * together))
+    return weights, turned
 
 
-def _norms(loss: Tensor, groups: Sequence[Sequence[Tensor]]) -> list[float]:
-    """Return the norm of the gradient for each group of tensors."""
+def _gradients(loss: Tensor, groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return the gradient for each group of tensors, as one vector."""
     flat = [one for group in groups for one in group]
-    found = torch.autograd.grad(loss, flat, retain_graph=True, materialize_grads=True)
-    squares = iter([one.double().square().sum().item() for one in found])
-    return [sum(next(squares) for _ in group) ** 0.5 for group in groups]
-
-
-def _label_counts(given: Any, microbatches: int, rows: int) -> list[int] | None:
-    """Return each microbatch's number of labels, if some tensor of integers leaves out unequally many."""
-    for one in pytree.tree_leaves(given):
-        if isinstance(one, Tensor) and one.dim() and one.dtype == torch.long and one.shape[0] == microbatches * rows:
-            counts = [(part != NO_LABEL).sum().item() for part in one.chunk(microbatches)]
-            if len(set(counts)) > 1:
-                return [int(count) for count in counts]
-    return None
+    found = iter(torch.autograd.grad(loss, flat, retain_graph=True, materialize_grads=True))
+    return [torch.cat([next(found).double().flatten() for _ in group]) for group in groups]
 
 
 def _part(tensor: Tensor, index: int, microbatches: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import adaptra
 from adaptra.errors import PlanError
+from adaptra.frontend.shapes.kept import most_shapes
 from adaptra.program.schedules import generate
 from adaptra.runtime.control.events import EventKind
 
@@ -128,6 +130,30 @@ def test_the_least_recently_used_shape_is_forgotten_and_compiled_again() -> None
         forgotten = [one.text for one in pipe.events if one.kind is EventKind.FORGOTTEN]
         assert forgotten[0] == "batches of tokens [8, 5], targets [8, 5]: 2 shapes are kept"
         assert len(forgotten) == 2
+
+
+def test_more_shapes_than_are_kept_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Every step compiles, as two are kept of four that take turns."""
+    with caplog.at_level(logging.WARNING, "adaptra"), compiled(shapes=2, stages=1) as pipe:
+        counts = []
+        for length in (4, 5, 6, 7, 8, 4, 5):
+            pipe.step(*batch(8, length))
+            counts.append(sum("shapes of batches were compiled" in one.getMessage() for one in caplog.records))
+    assert counts == [0, 0, 0, 1, 1, 1, 1], "that of the example is none of them"
+    (text,) = [one.getMessage() for one in caplog.records if "shapes of batches were compiled" in one.getMessage()]
+    assert text.startswith("3 shapes of batches were compiled, in ") and "; 2 are kept, and" in text
+    assert all(one in text for one in ("pad_to_multiple_of=", "group rows by length", "Options(shapes=...)"))
+
+
+def test_as_many_shapes_are_kept_as_memory_allows() -> None:
+    with compiled(stages=1) as pipe:
+        stages = pipe.session.compiled
+        assert most_shapes(None, stages) == 128
+        assert most_shapes(3, stages) == 3
+        assert stages.captured is not None
+        nodes = stages.captured.analysis.nodes
+        large = replace(stages, captured=replace(stages.captured, analysis=replace(stages.captured.analysis, nodes=nodes * 20)))
+        assert 16 < most_shapes(None, large) < 128
 
 
 def mean_of_parts(rows: int, length: int) -> Tensor:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from errors_table import check_documented
+from paths import ROOT
 
 from adaptra.errors import OptionError
 
@@ -31,7 +33,10 @@ SMOOTHING = (
 ROWS = "TrainingArguments: accelerator_config: …=…: expected …: each replica reads its own rows, as many as the others"
 PREDICTIONS = "predictions: a …: expected tensors, or tuples of them: name other outputs in ignore_keys="
 PLACED = "model: it was loaded with device_map=: expected none: adaptra places the stages itself"
-ROUTED = "model: config.output_router_logits=True: expected False: the routers' loss isn't divided by the batch's tokens"
+ROUTED = (
+    "model: config.output_router_logits=True in a … without router_aux_loss_coef: expected False: the routers' loss can't be "
+    "averaged over the parts of a batch"
+)
 PLAIN = "model: a …: expected a PreTrainedModel of transformers: use adaptra.compile for other models"
 MISSING = "PipelineTrainer needs transformers and accelerate: pip install 'adaptra[transformers]'"
 
@@ -107,6 +112,19 @@ def test_predictions_are_tensors() -> None:
     check_documented("OptionError", str(caught.value), PREDICTIONS)
 
 
+def test_collators_pad_to_few_sizes() -> None:
+    """The user's own number stays, and so do the collator that was given and functions."""
+    from transformers import DataCollatorWithPadding, default_data_collator
+
+    from adaptra.integrations.transformers_rows import padding_to_few_sizes
+
+    tokenizer: Any = None
+    given = DataCollatorWithPadding(tokenizer)
+    assert (padding_to_few_sizes(given).pad_to_multiple_of, given.pad_to_multiple_of) == (8, None)
+    for one in (DataCollatorWithPadding(tokenizer, pad_to_multiple_of=3), default_data_collator):
+        assert padding_to_few_sizes(one) is one
+
+
 def test_placed_routed_and_foreign_models_are_refused() -> None:
     from torch import nn
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -122,6 +140,18 @@ def test_placed_routed_and_foreign_models_are_refused() -> None:
         with pytest.raises(OptionError) as caught:
             refuse_model(model)
         check_documented("OptionError", str(caught.value), row)
+
+
+def test_the_versions_of_the_error_the_extra_and_the_doctor_agree() -> None:
+    """A version that the extra installs is one that is taken."""
+    from adaptra.cli.tested_versions import TESTED
+    from adaptra.integrations.transformers_refusals import NEWEST, OLDEST
+
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["transformers"]
+    (found,) = [one for one in extra if one.startswith("transformers")]
+    assert found == f"transformers>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
+    assert [one.rpartition(".")[0] for one in TESTED["transformers"]] == [".".join(map(str, one)) for one in (OLDEST, NEWEST)]
+    assert any(one == f"accelerate>={TESTED['accelerate'][0].removesuffix('.0')}" for one in extra)
 
 
 def test_a_missing_package_is_named() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from adaptra.errors import BatchError, CaptureError, OptionError, PartitionError
+from adaptra.frontend.shapes.kept import ShapesWarning
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.runtime.control.events import EventKind
@@ -98,7 +99,7 @@ class Shapes:
         first: The stages for which the pipeline was compiled.
         microbatches: The number of microbatches of a batch with enough rows.
         most: The number of shapes that are kept. The least recently used one goes first.
-        tell: Called with the event of each shape that comes or goes, and its text for people.
+        tell: Called with the event of each shape that comes or goes, and its text for people. With None it is a warning.
         add: Called with each new shape: plans, and tells the workers.
         drop: Called with the number of a shape that goes.
     """
@@ -109,7 +110,7 @@ class Shapes:
         first: CompiledStages,
         microbatches: int,
         most: int,
-        tell: Callable[[EventKind, str], object],
+        tell: Callable[[EventKind | None, str], object],
         add: Callable[[NewShape], StepShape],
         drop: Callable[[int], None],
     ) -> None:
@@ -118,6 +119,7 @@ class Shapes:
         self._microbatches = microbatches
         self._most = most
         self._tell = tell
+        self._warning = ShapesWarning(most)
         self._add = add
         self._drop = drop
         self._known: OrderedDict[tuple[Sizes, int], _Known] = OrderedDict()
@@ -200,6 +202,8 @@ class Shapes:
         self._number = new.number
         found = self._known[sizes, rows] = _Known(shape, name, time.monotonic() - began)
         self._tell(EventKind.COMPILED, f"batches of {name} in {found.seconds:.2f} s")
+        if (warning := self._warning.after(found.seconds)) is not None:
+            self._tell(None, warning)
         while len(self._known) > self._most:
             _, dropped = self._known.popitem(last=False)
             self._drop(dropped.shape.number)
