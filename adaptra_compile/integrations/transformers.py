@@ -29,7 +29,6 @@ from adaptra.integrations.transformers_refusals import (
     require_version,
 )
 from adaptra.integrations.transformers_rows import NOWHERE, ReplicaRows
-from adaptra.runtime.options import Options
 from adaptra.runtime.worker.loss_reduction import NO_LABEL
 
 try:
@@ -105,8 +104,7 @@ class PipelineTrainer(transformers.Trainer):
         whole.train()
         dtype = torch.bfloat16 if self.args.mixed_precision == "bf16" else None
         trained = with_trainer_loss(whole, self.accelerator.device.type, dtype, self.label_smoother)
-        # Replicas that compute each other's microbatches take one shape only, and the last batch may be short.
-        settings = {"example_kwargs": batch, "reduction": "sum", "options": Options(share=False)} | options
+        settings = {"example_kwargs": batch, "reduction": "sum"} | options
         pipe = compile_pipeline(trained, stages=stages, microbatches=microbatches, **settings)
         try:
             refuse_loss(whole, takes_items=_reads(pipe, "num_items_in_batch"))
