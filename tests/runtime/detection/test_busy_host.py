@@ -114,3 +114,16 @@ def test_calibration_takes_more_steps_while_steps_scatter() -> None:
 def one_slow(step: int, factor: float) -> list[StepMeasurement]:
     """A step of one replica whose middle stage takes so many times as long."""
     return [one for one in measured(step, {0: slow(1, factor)}) if one.rank < 3]
+
+
+def test_a_plan_waits_no_longer_than_steps_scatter() -> None:
+    """They did so before its detection, and that is remembered for long."""
+    dice, world = random.Random(0), job_world()
+    away: list[int] = []
+    for step in range(100):
+        seconds = dice.choice((0.4, 0.9, 1.5)) if step < 40 else 0.7
+        found = measured(step, {1: slow(1, 1.5)} if step >= 40 else None, dice, world.plan.program.routing)
+        world.step([replace(one, seconds=seconds) for one in found])
+        if world.plan.is_routed:
+            away.append(step)
+    assert away and away[0] < 55
