@@ -3,13 +3,16 @@
 Ranks over gloo with emulated devices, so short that a pause of the scheduler is as long as many ops. Beside them as many
 processes compute as there are cores. Nothing turns slow on its own, so every switch is one too many: the bar is none. A
 switch's claim is what its plan was said to gain. The last row is what it did gain: the median step of its time beside that
-before it. ``--events`` shows what each switch claimed, and why.
+before it. ``--events`` shows what each switch claimed, and why. ``--come-and-go`` starts and ends the other processes at
+random, from none to as many as ``--busy`` says, each time for as many seconds.
 """
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Generator
@@ -28,16 +31,40 @@ BESIDE = 20
 """How many steps before and after a switch are compared."""
 
 
+def start(processes: int) -> list[subprocess.Popen[bytes]]:
+    """So many processes that compute."""
+    return [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+
+
+def end(burners: list[subprocess.Popen[bytes]]) -> None:
+    """End those processes."""
+    for burner in burners:
+        burner.kill()
+        burner.wait()
+
+
 @contextmanager
-def busy(processes: int) -> Generator[None, None, None]:
-    """So many processes that compute until the end."""
-    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+def busy(processes: int, seconds: float) -> Generator[None, None, None]:
+    """So many processes that compute until the end. If they come and go, another number of them every so many seconds."""
+    over, dice = threading.Event(), random.Random(0)
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            burners = start(dice.randint(0, processes))
+            over.wait(seconds)
+            end(burners)
+
+    burners = [] if seconds else start(processes)
+    changing = threading.Thread(target=come_and_go) if seconds else None
+    if changing is not None:
+        changing.start()
     try:
         yield
     finally:
-        for burner in burners:
-            burner.kill()
-            burner.wait()
+        over.set()
+        if changing is not None:
+            changing.join()
+        end(burners)
 
 
 def measure(rank: int, ranks: int, microbatches: int, seconds: float, steps: int) -> dict[str, Any]:
@@ -75,9 +102,10 @@ def main() -> int:
     )
     arguments.add_argument("--steps", type=int, default=20_000)
     arguments.add_argument("--busy", type=int, default=cpu_count(), help="processes that compute beside it")
+    arguments.add_argument("--come-and-go", type=float, default=0.0, metavar="SECONDS", help="change their number so often")
     arguments.add_argument("--events", action="store_true", help="show what was proposed and run, on standard error")
     given = arguments.parse_args()
-    with busy(given.busy):
+    with busy(given.busy, given.come_and_go):
         found = run_on_ranks(measure, given.ranks, given.ranks, given.microbatches, given.op_ms / 1e3, given.steps)
     told = [ControlEvent(**event | {"kind": EventKind(event["kind"])}) for event in found["told"]]
     if given.events:

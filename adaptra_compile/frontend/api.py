@@ -519,9 +519,10 @@ class Pipeline(ModuleMethods):
     def routes(self) -> tuple[Route, ...]:
         """The routes of the last step's microbatches: for each range of each replica's, the worker of every stage.
 
-        Without a slow worker or link each replica has one route, through its own workers.
+        Without a slow worker or link each replica has one route, through its own workers. So it has in a step in which a
+        replica's batch is not of the shape for which the pipeline was compiled.
         """
-        program = self.plan.program
+        program = self._require().workers[0].program
         routing = program.routing or Routing.at_home(program.placement, self.replicas, program.microbatches)
         return routing.routes
 

@@ -80,9 +80,7 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
             opened.callback(recorder.close)
             with _progress(launched) as progress:
                 planned = _compile(request, spec, args, targets, kwargs, progress, empty_on)
-                look = None
-                if reduction is Reduction.MEAN and request.with_loss:
-                    look = _check_mean(request, planned, launched, args, targets, kwargs)
+                look = _check_mean(request, planned, launched, args, targets, kwargs)
                 _refuse_hooked_copies(request.whole_model, planned.compiled.copied(request.placed))
                 stages_here = [stage for rank in launched.ranks for stage in stages_of(rank, request.placed)]
                 own = stages_here if options.inner != EAGER else []
@@ -190,11 +188,13 @@ def _check_mean(
     args: tuple[Any, ...],
     targets: Any,
     kwargs: Mapping[str, Any],
-) -> BatchLook:
+) -> BatchLook | None:
     """Check on the example that the loss is a mean of its microbatches' losses. Refuse a sum, warn of unequal weights.
 
-    Returns what looks at later batches.
+    Returns what looks at later batches; None if no mean of microbatches is taken.
     """
+    if Reduction(request.reduction) is not Reduction.MEAN or not request.with_loss:
+        return None
     given = args, targets, dict(kwargs)
     compiled = planned.compiled
     example = example_microbatch(given, request.microbatches, "example_inputs")

@@ -32,7 +32,6 @@ from adaptra.integrations.transformers_refusals import (
     require_version,
 )
 from adaptra.integrations.transformers_rows import NOWHERE, ReplicaRows, padding_to_few_sizes
-from adaptra.runtime.options import Options
 from adaptra.runtime.worker.loss_reduction import NO_LABEL
 
 try:
@@ -118,9 +117,7 @@ class PipelineTrainer(transformers.Trainer):
         replicas = max(1, self.args.world_size // stages)
         how: Any = {"of_labels": self._of_labels, "parts": microbatches * replicas}
         trained = with_trainer_loss(whole, self.accelerator.device.type, dtype, self.label_smoother, **how)
-        # Replicas that compute each other's microbatches take one shape only, and the last batch may be short.
-        settings = {"example_kwargs": batch, "options": Options(share=False)} | options
-        settings = {"reduction": "weighted" if self._of_labels else "sum"} | settings
+        settings = {"example_kwargs": batch, "reduction": "weighted" if self._of_labels else "sum"} | options
         pipe = compile_pipeline(trained, stages=stages, microbatches=microbatches, **settings)
         try:
             refuse_loss(whole, is_known=self._of_labels or _reads(pipe, "num_items_in_batch"))

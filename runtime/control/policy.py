@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from adaptra.errors import AdaptraError
 from adaptra.planning.bandwidth_remedies import Remedies
@@ -34,6 +35,12 @@ from adaptra.runtime.detection.measurement import StepMeasurement
 from adaptra.runtime.detection.speculation import Speculation
 from adaptra.runtime.detection.step_noise import steps_until_sure
 from adaptra.simulation.cost import CostModel
+
+REVIEW: Final = 16
+"""The number of steps between two looks at whether microbatches that are away from home still gain by it."""
+
+NOTHING_GAINED: Final = 0.01
+"""The fraction of a step that microbatches away from home have to gain, to stay there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +128,13 @@ class PlanningOutcome:
 
 @dataclass(frozen=True, slots=True)
 class _Postponed:
-    """A plan that is proposed after a step in place of ``running``, if nothing else is detected before."""
+    """A plan for ``detection`` that is proposed after a step in place of ``running``, if nothing else is detected before."""
 
     plan: Plan
     before: float
     step: int
     running: Program
+    detection: Detection
 
 
 def _delegated(current: Plan, detection: Detection) -> tuple[tuple[int, int], ...]:
@@ -186,6 +194,8 @@ class Policy:
         self._unplanned: Detection | None = None
         self._suggested: tuple[Program, str] | None = None
         self._postponed: _Postponed | None = None
+        self._home: Program | None = None
+        self._reviewed = -1
         self._is_planning = False
         self._deadline = 0.0
 
@@ -247,11 +257,46 @@ class Policy:
         if (suspicion := self._speculation.suspicion) is not None and suspicion is not self._drafted:
             self._drafted = suspicion
             return [self._begin_planning(suspicion, current, is_draft=True)]
-        if self._postponed is not None and self._observed >= self._postponed.step:
+        return self._begin_late(current, now)
+
+    def _begin_late(self, current: Plan, now: float) -> list[Action]:
+        """Propose a plan that has waited for long enough, or look at whether microbatches are away for nothing."""
+        if self._postponed is not None and self._is_due(self._postponed):
             postponed, self._postponed = self._postponed, None
             if postponed.running == current.program and self._still_wins(postponed.plan, current):
                 return [self._propose(postponed.plan, postponed.before, now)]
+        elif self._postponed is None and (review := self._review(current)) is not None:
+            return [self._begin_planning(review, current, is_draft=False)]
         return []
+
+    def _is_due(self, postponed: _Postponed) -> bool:
+        """Return True if a plan has waited for long enough. A host that was busy scatters steps for a while only, so the steps
+        since the detection may be surer than those before.
+        """
+        detection, waited = postponed.detection, self._observed - postponed.detection.step
+        if self._observed >= postponed.step:
+            return True
+        if waited < max(detection.hold_off, self._options.detector.window):
+            return False
+        gain = postponed.before - postponed.plan.predicted
+        return steps_until_sure(gain, self._detector.noise_of(waited)) <= waited
+
+    def _review(self, current: Plan) -> Detection | None:
+        """Return what the last steps measured, now and then, if microbatches are away from home and gain nothing by that.
+
+        A plan that gave them back may have been dropped: it had to wait, and was less good in the one step that was asked.
+        """
+        if not current.is_routed:
+            self._home = current.program
+        if not current.is_routed or self._home is None or not self._options.adapt:
+            self._reviewed = self._observed
+            return None
+        if self._observed < self._reviewed + REVIEW:
+            return None
+        self._reviewed = self._observed
+        latest = replace(self._detector.latest, step=self._observed, is_review=True)
+        expect = self._planning.expect
+        return latest if expect(self._home, latest) <= (1 + NOTHING_GAINED) * expect(current.program, latest) else None
 
     def _event(
         self, kind: EventKind, step: int, plan: Plan, text: str, predicted: float | None = None, before: float | None = None
@@ -300,7 +345,8 @@ class Policy:
         if (plan.delegated, plan.rounded) != (current.delegated, current.rounded):
             return True  # those steps don't show edges whose messages would take the delegate or round
         expect, latest = self._planning.expect, self._detector.latest
-        return self._is_gain(expect(plan.program, latest), expect(current.program, latest))
+        before = expect(current.program, latest)
+        return self._is_gain(expect(plan.program, latest), before, is_plainer=plan.is_plainer_than(current))
 
     def _is_gain(self, predicted: float, before: float, is_plainer: bool = False) -> bool:
         """Return True if a plan saves enough of a step. To be plainer is worth as much as a switch has to gain."""
@@ -335,7 +381,8 @@ class Policy:
             if outcome.same is not None:
                 actions.append(self._propose(outcome.same, before, now))
         elif steps := _steps_to_wait(outcome.detection, math.inf if is_plainer else before - plan.predicted):
-            self._postponed = _Postponed(plan, before, outcome.detection.step + steps, current.program)
+            detection = outcome.detection
+            self._postponed = _Postponed(plan, before, detection.step + steps, current.program, detection)
             text = f"{_why_postponed(outcome.detection, plan, before)} {steps} steps after step {outcome.detection.step}"
             actions.append(self._event(EventKind.KEPT, self._observed, current, text, before, before))
         else:

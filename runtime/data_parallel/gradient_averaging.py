@@ -147,6 +147,19 @@ class Replicas:
             self._sums[self._aside if aside else self._group].combine([combined, *beside], mean=mean)
         return combined
 
+    def any_has(self, found: bool) -> bool:
+        """Return whether ``found`` is true on a replica. All of them call it before a step; raises as
+        :meth:`combine_gradients`.
+        """
+        answer = torch.tensor([found], dtype=torch.int64, device=self._device)
+        with self._naming_the_lost():
+            dist.all_reduce(answer, dist.ReduceOp.MAX, group=self._group)
+        return bool(answer.item())
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cuda" if "nccl" in dist.get_backend(self._group) else "cpu")
+
     @property
     def pipeline(self) -> Sequence[int]:
         """The job's ranks that make up this rank's pipeline, by stage."""
@@ -159,8 +172,7 @@ class Replicas:
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Gather equally many 64-bit numbers of each replica, by replica; raises as :meth:`combine_gradients`."""
-        device = torch.device("cuda" if "nccl" in dist.get_backend(self._group) else "cpu")
-        own = torch.tensor(numbers, dtype=torch.int64, device=device)
+        own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         found = [torch.empty_like(own) for _ in range(self._count)]
         with self._naming_the_lost():
             dist.all_gather(found, own, group=self._aside)

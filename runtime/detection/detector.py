@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from statistics import fmean
+from statistics import fmean, median
 from typing import Final
 
 from adaptra.errors import ControlError
@@ -44,6 +44,7 @@ class Detection:
         hold_off: Steps for which no plan for it runs, because all that has changed is the recovery of flapping edges or stages.
         noise: The standard deviation of a step's time, seconds.
         by_replica: The new costs of each replica; empty where one pipeline is watched on its own.
+        is_review: Whether nothing has changed, and the costs are those of the last steps.
     """
 
     step: int
@@ -53,10 +54,13 @@ class Detection:
     hold_off: int = 0
     noise: float = 0.0
     by_replica: tuple[CostModel, ...] = ()
+    is_review: bool = False
 
     @property
     def reason(self) -> str:
         """The changes as one line of text."""
+        if self.is_review:
+            return "nothing is gained any more, as the last steps measured"
         return "; ".join(map(str, self.changes)) or "calibrated by measurement"
 
     def with_occupancies(self, edges: Sequence[tuple[int, int]], factor: float) -> Detection:
@@ -72,6 +76,13 @@ class _Calibration:
     stages: dict[int, list[StageMeasurement]] = field(default_factory=dict[int, list[StageMeasurement]])
     edges: dict[tuple[int, int], list[EdgeMeasurement]] = field(default_factory=dict[tuple[int, int], list[EdgeMeasurement]])
 
+    def latest(self, count: int) -> _Calibration:
+        """Return the latest measurements of each stage and edge, this many of them."""
+        return _Calibration(
+            {stage: measured[-count:] for stage, measured in self.stages.items()},
+            {edge: measured[-count:] for edge, measured in self.edges.items()},
+        )
+
 
 class Detector:
     """Detects changes in a pipeline's measurements.
@@ -85,6 +96,7 @@ class Detector:
         self._options = options or DetectorOptions()
         self._cost = cost
         self._seen = 0
+        self._is_calibrated = False
         self._now = self._options
         self._step_noise = StepNoise(self._options.memory)
         self._calibration = _Calibration()
@@ -104,6 +116,10 @@ class Detector:
     def latest(self) -> Detection:
         """The costs of the recent steps, which are more than the steps that a change was detected in."""
         return Detection(self._seen, (), self._latest_cost())
+
+    def noise_of(self, steps: int) -> float:
+        """Return the standard deviation of a step's time over the latest steps, seconds."""
+        return self._step_noise.deviation_of(steps)
 
     def _latest_cost(self) -> CostModel:
         cost = self._cost
@@ -151,16 +167,13 @@ class Detector:
             return None
         seconds = max(measurement.seconds for measurement in measurements)
         self._step_noise.observe(seconds)
-        if self._seen <= self._options.warm_up + self._options.calibration:
+        if not self._is_calibrated:
             for stage in stages:
                 self._calibration.stages.setdefault(stage.stage, []).append(stage)
             for edge in edges:
                 possible = replace(edge.estimate, flight=max(edge.estimate.flight, 0.0))
                 self._calibration.edges.setdefault((edge.source, edge.destination), []).append(replace(edge, estimate=possible))
-            if self._seen < self._options.warm_up + self._options.calibration:
-                return None
-            self._calibrate()
-            return Detection(step, (), self._cost)
+            return self._end_calibration(step)
         noise = self._step_noise.deviation
         persist = max(self._options.persist, self._step_noise.last(self._options.lasting))
         self._now = replace(self._options, persist=persist)
@@ -206,6 +219,27 @@ class Detector:
                     f"measurement of edge {edge.source}→{edge.destination}: expected neighbours of 0..{count - 1}"
                 )
 
+    def _end_calibration(self, step: int) -> Detection | None:
+        """Set the levels once enough steps agree. Until they do, it is repeated with later ones; at last all of them count."""
+        options, count = self._options, self._seen - self._options.warm_up
+        if count % options.calibration or options.calibration == 0:
+            return None
+        latest = self._calibration.latest(options.calibration)
+        totals = [[total for total in map(_total, one) if total is not None] for one in latest.stages.values()]
+        if all(map(self._agree, totals)):
+            self._calibration = latest
+        elif count < options.calibrations * options.calibration:
+            return None
+        self._calibrate()
+        self._is_calibrated = True
+        return Detection(step, (), self._cost)
+
+    def _agree(self, totals: Sequence[float]) -> bool:
+        """Return whether a stage took equally long in all but one step, up to the smallest change."""
+        ordered = sorted(totals)
+        pairs = zip(ordered, ordered[max(len(ordered) - 2, 0) :], strict=False)
+        return min((high - low for low, high in pairs), default=0.0) <= self._options.change * median(ordered or (0.0,))
+
     def _calibrate(self) -> None:
         options = self._options
         for stage, measured in self._calibration.stages.items():
@@ -224,14 +258,19 @@ class Detector:
 
     def _observe_stage(self, measured: StageMeasurement) -> StageChange | None:
         stage, total, level = measured.stage, _total(measured), self._stages.get(measured.stage)
-        if total is None or level is None or not level.moves(total, self._now, self._options.change * level.level):
+        if total is None or level is None:
+            return None
+        smallest = self._options.change * level.level
+        has_moved = level.moves(total, self._now, smallest)
+        if not has_moved and not level.has_fallen(smallest, self._options.window):
             return None
         near = self._options.change * level.calibrated
         confidence = level.confidence
-        was, now = level.level, level.settle(self._now.persist)
+        was, now = level.level, level.settle(self._now.persist if has_moved else self._options.window)
         healed = abs(now - level.calibrated) <= level.limit(near, self._options.noise)
         flapping = self._flapping.changed((stage,), now > was)
-        self._set_stage(measured)
+        # This step may be one of those that scatter, where only the median of many has fallen.
+        self._set_stage(measured, 1.0 if has_moved or total <= 0.0 else now / total)
         return StageChange(stage, was, now, level.calibrated, healed, flapping, confidence)
 
     def _says_nothing(self, measured: EdgeMeasurement) -> bool:
@@ -311,11 +350,16 @@ class Detector:
         smallest = self._edge_limit(flight.level)
         flight_moved = flight.moves(estimate.flight, options, smallest)
         occupancy_moved = occupancy.moves(_occupancy(measured, occupancy.level), options, smallest)
+        agreeing = options.persist
+        if not (flight_moved or occupancy_moved) and self._paths[edge].loss is None:
+            flight_moved = flight.has_fallen(smallest, options.window)
+            occupancy_moved = not flight_moved and occupancy.has_fallen(smallest, options.window)
+            agreeing = max(agreeing, options.window)
         if not (flight_moved or occupancy_moved):
             return None
         confidence = max(level.confidence for level, moved in ((flight, flight_moved), (occupancy, occupancy_moved)) if moved)
         was, occupied_was = flight.level, occupancy.level
-        now, occupied = flight.settle(options.persist), occupancy.settle(options.persist)
+        now, occupied = flight.settle(agreeing), occupancy.settle(agreeing)
         near = self._edge_limit(flight.calibrated)
         healed = abs(now - flight.calibrated) <= flight.limit(near, options.noise)
         healed = healed and occupied - occupancy.calibrated <= occupancy.limit(near, options.noise)
@@ -339,15 +383,16 @@ class Detector:
         occupancy = min(self._occupancies[edge].level, flight)
         self._cost = self._cost.with_occupancy(*edge, occupancy).with_latency(*edge, flight - occupancy)
 
-    def _set_stage(self, measured: StageMeasurement) -> None:
-        """Put a stage's measured durations into the cost model. If only B ran, I and W keep their shares of it."""
+    def _set_stage(self, measured: StageMeasurement, factor: float = 1.0) -> None:
+        """Put a stage's measured durations, times a factor, into the cost model. If only B ran, I and W keep their shares."""
         stage, cost = measured.stage, self._cost
         input_grad, weight_grad = measured.input_grad, measured.weight_grad
         if (input_grad is None or weight_grad is None) and measured.both is not None:
             known = cost.input_grad[stage] + cost.weight_grad[stage]
             share = cost.input_grad[stage] / known if known > 0 else 0.5
             input_grad, weight_grad = share * measured.both, (1 - share) * measured.both
-        self._cost = cost.with_stage(stage, measured.forward, input_grad, weight_grad)
+        found = (None if one is None else factor * one for one in (measured.forward, input_grad, weight_grad))
+        self._cost = cost.with_stage(stage, *found)
 
 
 def _total(measured: StageMeasurement) -> float | None:

@@ -43,6 +43,10 @@ class JobDetector:
         found = [detector.latest for detector in self._detectors]
         return self._joined(found[0].step, found)
 
+    def noise_of(self, steps: int) -> float:
+        """Return the standard deviation of a step's time over the latest steps, seconds; the largest of a replica."""
+        return max(detector.noise_of(steps) for detector in self._detectors)
+
     def observe(self, measurements: Sequence[StepMeasurement]) -> Detection | None:
         """Take the measurements of all workers of one step.
 

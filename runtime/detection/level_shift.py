@@ -18,13 +18,22 @@ NINE_IN_TEN: Final = 2.4387
 """The 90th percentile of the absolute deviation of a normal distribution, in units of its median absolute deviation."""
 
 
+FALLEN: Final = 5.0
+"""The difference between a level and the median of the recent steps that noise alone does not explain, in units of their
+median absolute deviation. The median of eight normal values has a standard error of 0.65 such units. Those of a busy machine
+are skewed, and there a smaller difference finds twice as many changes.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class DetectorOptions:
     """Thresholds and windows of the detector.
 
     Attributes:
         warm_up: The number of first steps that are ignored.
-        calibration: The number of steps after them whose medians are the first levels.
+        calibration: The number of steps after them whose medians are the first levels. If they scatter, as on a busy host, the
+            calibration is repeated.
+        calibrations: The number of calibrations at most.
         persist: The number of steps in a row that must agree on a change.
         lasting: The least total time of these steps, seconds. With short steps more of them must agree, as a busy machine
             pauses for about this long.
@@ -40,6 +49,7 @@ class DetectorOptions:
 
     warm_up: int = 1
     calibration: int = 3
+    calibrations: int = 4
     persist: int = 2
     lasting: float = 0.1
     change: float = 0.1
@@ -134,6 +144,23 @@ class Level:
         if deviation == 0.0:
             return 1.0
         return 1.0 - prod(1.0 / (1.0 + ((value - self.level) / deviation) ** 2) for value in self.suspects)
+
+    def has_fallen(self, smallest: float, window: int) -> bool:
+        """Return True if the recent steps agree on a lower level, though each alone may be noise; :meth:`settle` then moves it.
+
+        A level that was set while steps scattered would stay otherwise: what they scattered then is remembered for long. Only
+        recoveries are found so, since a host that is busy for a while may slow as many steps.
+
+        Args:
+            smallest: The smallest change.
+            window: The number of steps that must agree.
+        """
+        if self.suspects or len(self.recent) < window or self.level - self.latest <= smallest:
+            return False
+        if self.level - self.latest <= FALLEN * median_deviation(self.recent):
+            return False
+        self.suspects.extend(self.recent)
+        return True
 
     def settle(self, persist: int) -> float:
         """Move the level to the median of the last ``persist`` suspects, if there are any, and return the level."""

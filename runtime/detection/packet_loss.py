@@ -3,6 +3,9 @@
 Every machine has a single stall now and then. A path counts as lossy under two conditions. Messages stall in several of the
 recent steps, and the total stall time averaged over all messages exceeds the change threshold.
 
+A busy host delays messages and ops alike. So steps in which a rank paused for as long are subtracted from those that stalled.
+And the first steps that are watched tell of no loss by themselves.
+
 It has recovered after enough stall-free steps. At the previous stall rate, the probability of that many is below :data:`DOUBT`.
 Each premature recovery doubles their number.
 """
@@ -22,6 +25,10 @@ from adaptra.runtime.detection.measurement import EdgeMeasurement, Stalls
 
 DOUBT: Final = 1e-3
 """Accepted probability that a path is still lossy when it is declared recovered."""
+
+
+FEW_PAUSES: Final = 2
+"""The number of steps with a long pause among those of a window that don't tell of a busy host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +66,19 @@ class LossyPath:
     relapses: Relapses
     loss: PacketLoss | None = None
     _recent: deque[tuple[int, float, Stalls]] = field(init=False)
+    _pauses: deque[float] = field(init=False)
     confidence: float = 1.0
     _quiet: int = 0
     _hold_off_steps: int = 0
 
     def __post_init__(self) -> None:
         self._recent = deque(maxlen=self.window)
+        self._pauses = deque(maxlen=self.window)
 
     def __deepcopy__(self, memo: dict[int, object]) -> LossyPath:
         # The steps' values never change: a suspicion need not copy them one by one.
         copied = copy(self)
-        copied.relapses, copied._recent = copy(self.relapses), self._recent.copy()
+        copied.relapses, copied._recent, copied._pauses = copy(self.relapses), self._recent.copy(), self._pauses.copy()
         return copied
 
     def changes(self, measured: EdgeMeasurement, pause: float, options: DetectorOptions, smallest: float) -> bool:
@@ -89,6 +98,7 @@ class LossyPath:
         if stalls.late and stalls.lateness / stalls.late <= pause:
             stalls = Stalls()
         self._recent.append((measured.messages, measured.estimate.flight, stalls))
+        self._pauses.append(pause)
         stalled = sum(seen.count > 0 for _, _, seen in self._recent)
         self._quiet = 0 if stalls.count else self._quiet + 1
         if self.loss is not None:
@@ -99,10 +109,19 @@ class LossyPath:
         lateness = sum(seen.lateness for _, _, seen in self._recent)
         if not stalls.count or stalled < options.stalls or lateness < smallest * messages:
             return False
+        # The first steps of a run stall for many reasons: connections, caches, ranks that still start.
+        if len(self._recent) <= options.stalls or stalled - self._paused_for(lateness) < options.stalls:
+            return False
         self._turn_lossy(messages, lateness)
         self.confidence = 1.0 - _by_chance(stalled, len(self._recent), 1 / self.window)
         self._wait_longer(stalled, options.persist)
         return True
+
+    def _paused_for(self, lateness: float) -> int:
+        """Return in how many recent steps a rank paused for as long as messages stall; 0 for a few, which any rank has."""
+        stalls = sum(seen.late for _, _, seen in self._recent)
+        found = sum(pause * stalls >= lateness for pause in self._pauses)
+        return found if found > FEW_PAUSES else 0
 
     def _turn_lossy(self, messages: int, lateness: float) -> None:
         late = sum(seen.late for _, _, seen in self._recent)

@@ -48,7 +48,12 @@ class StepNoise:
     @property
     def deviation(self) -> float:
         """The standard deviation of a step's time, seconds; 0 before there are two steps."""
-        differences = [abs(later - earlier) for earlier, later in pairwise(self._seconds)]
+        return self.deviation_of(len(self._seconds))
+
+    def deviation_of(self, steps: int) -> float:
+        """Return the same of the latest steps, this many of them."""
+        latest = list(self._seconds)[max(len(self._seconds) - steps, 0) :]
+        differences = [abs(later - earlier) for earlier, later in pairwise(latest)]
         return DIFFERENCES * median(differences) if differences else 0.0
 
 

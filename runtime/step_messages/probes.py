@@ -4,9 +4,12 @@ If no message queues for another, a slow edge's messages can't separate a longer
 same size. A message of a few bytes can.
 
 A rank sends a probe to a neighbour as soon as it has that neighbour's first message of the step. By then the neighbour has
-posted the receive, so transports whose sends wait for receives send it at once. A probe takes the channel of the gradients of
-shared parameters, before any of them, so it never queues with an activation. Only the end of a step waits for its probes, which
-costs nothing: a neighbour's messages of the next step leave it later.
+posted the receive, so transports whose sends wait for receives send it at once. Only the end of a step waits for its probes,
+which costs nothing: a neighbour's messages of the next step leave it later.
+
+A probe never queues with an activation: it takes the channel of losses and of the gradients of shared parameters. There its
+receive is posted first, so it is the step's first message. Where routes let a rank work for long before it hears from its
+neighbour, a gradient may be ready sooner. Then the probe leaves just before it.
 
 Where probes would queue with other messages there are none: if two ranks share one queue for everything, or several edges.
 
@@ -85,7 +88,10 @@ class Probes:
             self.answer(stage)
 
     def answer(self, stage: int) -> None:
-        """Send the probe to a neighbouring stage, because a message of this step has come from it."""
+        """Send the probe to a stage if it is a neighbour and has not got it yet.
+
+        Called when a message of this step has come from the stage, and before another one leaves on the probe's channel.
+        """
         if stage in self._unanswered:
             self._unanswered.discard(stage)
             self._transport.send(stage, self._identity(self._rank, stage), self._contents[stage in self._asked])

@@ -19,7 +19,7 @@ Where another replica's worker computes a microbatch, it sends its contributions
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -141,6 +141,7 @@ class Gradients:
         placement: ``placement[stage]`` is the stage's rank.
         transport: Carries the contributions of shared parameters.
         timeout: Seconds the end of a step waits for other stages' contributions.
+        before_message: Called with the stage to which a message leaves next, for what has to leave on its channel before.
         foreign: The replica and the stage of which this rank computes microbatches, if they are another replica's. The
             placement is then that replica's, in ranks of a transport that joins all replicas.
     """
@@ -153,8 +154,10 @@ class Gradients:
         placement: Sequence[int],
         transport: Transport,
         timeout: float,
+        before_message: Callable[[int], None] | None = None,
         foreign: tuple[int, int] | None = None,
     ) -> None:
+        self._before_message = before_message
         self._parameters = parameters
         self._placement = placement
         self._transport = transport
@@ -332,6 +335,8 @@ class Gradients:
 
     def _send(self, purpose: Purpose, edge: Edge, microbatch: int, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         identity = Identity(self._step, purpose, *edge, microbatch, self._spec(names), self._replica)
+        if self._before_message is not None:
+            self._before_message(edge[1])
         self._transport.send(self._placement[edge[1]], identity, tensors)
 
     def _receive(self, purpose: Purpose, edge: Edge, microbatch: int, names: Sequence[str]) -> Pending:

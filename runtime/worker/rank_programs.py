@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 from operator import or_
 from typing import Final
 
-from adaptra.errors import BatchError, PlanError
+from adaptra.errors import PlanError
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.graph.round_messages import round_edges
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.passes.lower_comm import LowerComm
+from adaptra.planning.least_memory import plan_least_memory
+from adaptra.planning.planner import plan as search
 from adaptra.program import Kind, Program
 from adaptra.program.dependencies import other_end, peer_stage
 from adaptra.program.schedules import forward_only
@@ -37,12 +39,16 @@ MOST_PREPARED: Final = 4
 """The number of executors of proposed plans that are kept. A plan that was evicted is lowered again when it runs."""
 
 
+_HOME: Final = -1
+"""Stands for the first shape in a step that runs at home, because another replica's batch has another shape."""
+
+
 @dataclass(slots=True)
 class _Runnable:
     """A program of one shape under one plan, ready to run.
 
     Attributes:
-        version, number: The version of the plan, and the number of the shape.
+        version, number: The version of the plan, and the number of the shape or :data:`_HOME`.
         program: The program without messages.
         executor: Runs it.
         is_reserved: Whether its receive buffers are reserved.
@@ -96,7 +102,7 @@ class RankPrograms:
         timeout: float,
         always: Mapping[tuple[int, MessageSpec], int],
     ) -> None:
-        self.plan = initial
+        self.plan = self._initial = initial
         self._with_loss = compiled.with_loss
         self._shapes = {FIRST: first}
         self._stages_of = stages_of
@@ -155,24 +161,23 @@ class RankPrograms:
             if is_over(*key):
                 self._prepared.pop(key, None)
 
-    def switch_to(self, plan: Plan, step: int, number: int = FIRST) -> Executor:
+    def switch_to(self, plan: Plan, step: int, number: int = FIRST, *, at_home: bool = False) -> Executor:
         """Return the executor of the plan that runs ``step``, for a batch of this shape.
 
         If the plan is a new one, lanes and buffers are switched as well.
 
-        Raises:
-            BatchError: Workers of other replicas compute microbatches under this plan, and the batch has another shape.
+        Args:
+            plan: The plan.
+            step: The step's number.
+            number: The number of the batch's shape.
+            at_home: Whether the replicas have agreed that each of them computes its own microbatches in this step.
         """
-        running = self._running
+        running, number = self._running, _HOME if at_home and number == FIRST else number
         if running is not None and (running.version, running.number) == (plan.version, number):
             return running.executor
-        if number != FIRST and plan.program.routing is not None:
-            raise BatchError(
-                f"step {step}: a batch of another shape, while workers of other replicas compute microbatches of this one: "
-                "expected the shape that the pipeline was compiled for; Options(share=False) allows any shape"
-            )
         made = self._prepared.get((plan.version, number)) or self._made_for(plan, number)
-        if running is None or plan.version != self.plan.version:
+        leaves = running is not None and (running.program.routing is None) != (made.program.routing is None)
+        if running is None or leaves or plan.version != self.plan.version:
             self._transport.use_lanes(step, made.executor.program)
         self._prepared[plan.version, number] = self._running = made
         if not made.is_reserved:
@@ -254,7 +259,7 @@ class RankPrograms:
             self._grow(Counter(executor.receive_counts) + self._beside(executor))
             return
         counts = Counter(executor.receive_counts)
-        if number != FIRST:  # the losses of the first shape are always reserved
+        if number not in (FIRST, _HOME):  # the losses of the first shape are always reserved
             counts += self._shapes[number].losses.receive_counts()
         self._grow(self._by_worker(counts), number)
 
@@ -270,11 +275,22 @@ class RankPrograms:
     def _by_worker(self, counts: Mapping[tuple[int, MessageSpec], int]) -> Counter[tuple[int, MessageSpec]]:
         return Counter({(self._transport.worker_of(rank), specs): count for (rank, specs), count in counts.items()})
 
+    @cached_property
+    def _at_home(self) -> Program:
+        """The program of the first shape that no other replica has a part in. The same search finds it on all ranks."""
+        if self._initial.program.routing is None:
+            return self._initial.program
+        case = self._initial.case
+        try:
+            return search(case)
+        except PlanError:
+            return plan_least_memory(replace(case, cost=replace(case.cost, memory_limit=None)))
+
     def _made_for(self, plan: Plan, number: int) -> _Runnable:
-        of = self._shapes[number]
-        program = of.shape.program_for(plan)
+        of = self._shapes[FIRST if number == _HOME else number]
+        program = self._at_home if number == _HOME else of.shape.program_for(plan)
         stages: Mapping[tuple[int | None, int], Stage] = self._stages_of(program)
-        if number != FIRST:
+        if number not in (FIRST, _HOME):
             stages = {(None, stage): one for stage, one in of.stages.items()}
         messages = self._messages(plan, of.shape)
         executor = self._executor(self._lower(plan, program), stages, messages, of.shape.code)

@@ -86,13 +86,15 @@ class StepParts:
         own = stages_of(rank, placement)
         self.trainable: Final = {name: state[name] for stage in own for name in compiled.train[stage].trainable}
         self._shared = [SharedParameter(one.name, one.stages, one.owner, one.order) for one in compiled.tied]
-        self.gradients: Final = Gradients(rank, self.trainable, self._shared, placement, transport, options.timeout)
+        self._probes = Probes(rank, placement, transport, monitor, _message_bytes(compiled))
+        self.gradients: Final = Gradients(
+            rank, self.trainable, self._shared, placement, transport, options.timeout, self._probes.answer
+        )
         self.norms: Final = GradientNorms(rank, self.trainable, compiled, placement, transport)
         self._hooks = GradientHooks(self.trainable, compiled.copied(placement))
         self._step_gradients = None if reduction is Reduction.MEAN else StepGradients(self.trainable)
         self._placement = tuple(placement)
         self._transport = transport
-        self._probes = Probes(rank, placement, transport, monitor, _message_bytes(compiled))
         self.replica: Final = 0 if replicas is None else replicas.index
         self._compiled = compiled
         changing = {name for stage in own for name in self._changing(stage)}

@@ -219,17 +219,19 @@ class Worker:
         """
         step = self._step
         with self._reporting_errors():
-            executor = self._programs.switch_to(self.controller.plan_for(step), step, shape)
+            plan = self.controller.plan_for(step)
+            goes_home = plan.program.routing is not None and self._has_any_replica(shape != FIRST)
+            executor = self._programs.switch_to(plan, step, shape, at_home=goes_home)
             of = self._shapes[shape]
             outputs = self._parts.outputs(of.shape) if with_outputs else {}
-            self._telemetry.begin_step(step, self.plan)
+            self._telemetry.begin_step(step, replace(self.plan, program=self.program) if goes_home else self.plan)
             self.monitor.begin_step()
             started = time.monotonic()
             losses = self._parts.run(executor, step, inputs, targets, loss_scale, self.steps_before, of, outputs)
             measurement = self.monitor.end_step(step, started, time.monotonic(), of.shape.code)
             # Ops and messages of another shape take other times, which are no change of a stage or link.
             comparable = replace(measurement, stages=(), edges=())
-            if of.sizes is not None:
+            if of.sizes is not None and not goes_home:
                 comparable = self._scales.convert(of.shape.code, of.sizes, measurement)
             self.measured.extend(comparable.stages)
             if not self.controller.coordinates:
@@ -239,6 +241,10 @@ class Worker:
         flat = self._whole(step, outputs, executor.program, to_all=to_all)
         self._step += 1
         return losses, flat
+
+    def _has_any_replica(self, found: bool) -> bool:
+        """Return whether this holds on any replica. All of them ask."""
+        return found if self._replicas is None else self._replicas.any_has(found)
 
     def _whole(
         self, step: int, outputs: Mapping[int, StepOutputs], program: Program | None, *, to_all: bool
@@ -495,6 +501,11 @@ class Worker:
     def plan(self) -> Plan:
         """The plan of the last step, or of the first one."""
         return self._programs.plan
+
+    @property
+    def program(self) -> Program:
+        """The program of the last step, without messages; that of the first plan if none has run."""
+        return self._programs.program
 
     @property
     def training_step(self) -> int:

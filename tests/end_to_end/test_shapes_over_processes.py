@@ -185,14 +185,13 @@ def test_a_mean_over_replicas_with_different_rows_is_refused_on_all_of_them() ->
         check_documented(kind, text, UNEQUAL)
 
 
-ROUTED = (
-    "step …: a batch of another shape, while workers of other replicas compute microbatches of this one: expected the shape "
-    "that the pipeline was compiled for; Options(share=False) allows any shape"
-)
+BEHIND_ROUTES = [((8, 6), (8, 6)), ((8, 7), (8, 7)), ((3, 6), (8, 6)), ((8, 6), (8, 6)), ((8, 6), (10, 5))]
+"""The rows and lengths of both replicas' batches by step."""
 
 
-def step_under_routes(rank: int) -> tuple[str, str] | None:
-    from shaped import batch
+def step_under_routes(rank: int) -> Any:
+    """The losses, the outputs and the gradients of steps without routes and with them; and which steps left home."""
+    from shaped import batch, gradients
 
     import adaptra
     from adaptra.planning.replicas.job_planner import plan_job
@@ -201,21 +200,27 @@ def step_under_routes(rank: int) -> tuple[str, str] | None:
     from adaptra.simulation.job_case import JobCase
 
     case = JobCase.of(Case(CostModel.uniform(2, 1.0, 1.0, 1.0), 4, (0, 1)), 2)
-    paths = [[(0, 1)] * 4, [(2, 3), (2, 1), (2, 3), (2, 3)]]
-    program = plan_job(case, routing=Routing.of_paths(((0, 1), (2, 3)), paths))
-    with set_up(2, options=adaptra.Options(schedule=program, adapt=False)) as pipe:
-        pipe.step(*batch(8, 6, pipe.replica))
-        try:
-            pipe.step(*batch(8, 7, pipe.replica))
-        except Exception as error:
-            return type(error).__name__, str(error)
-    return None
+    paths = [[(0, 1)] * 4, [(2, 3), (2, 1), (0, 3), (2, 1)]]
+    routed = plan_job(case, routing=Routing.of_paths(((0, 1), (2, 3)), paths))
+    found: list[Any] = []
+    for schedule in ("1f1b", routed):
+        away: list[bool] = []
+        with set_up(2, "sum", options=adaptra.Options(schedule=schedule, adapt=False)) as pipe:
+            trained: list[Any] = []
+            for given in BEHIND_ROUTES:
+                rows, length = given[pipe.replica]
+                loss, outputs = pipe.step(*batch(rows, length, pipe.replica), outputs=True)
+                trained.append((loss.item(), None if outputs is None else outputs.tolist()))
+                if given[0] == given[1]:
+                    assert (pipe.timeline() is not None) == (rank == 0)
+                away.append(len(pipe.routes) > 2)
+            found.append((trained, {name: one.tolist() for name, one in gradients(pipe).items()}, away))
+    return found
 
 
-def test_another_shape_is_refused_while_replicas_compute_for_each_other() -> None:
-    results = run_processes(step_under_routes, 4)
-    assert all(kind in ("BatchError", "PeerLostError") for kind, _ in results)
-    told = [one for one in results if one[0] == "BatchError"]
-    assert told
-    for kind, text in told:
-        check_documented(kind, text, ROUTED)
+def test_a_step_with_a_batch_of_another_shape_runs_at_home_on_all_replicas() -> None:
+    """Also where one replica's alone has another shape. Steps behind it follow the given routes again."""
+    for (at_home, gradients, stayed), (routed, same, away) in run_processes(step_under_routes, 4):
+        assert (routed, same) == (at_home, gradients)
+        assert stayed == [False] * 5
+        assert away == [True, False, False, True, False]

@@ -21,7 +21,9 @@ from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.injection.faulty_transport import FaultyTransport
 from adaptra.runtime.step_messages.probes import Probes
 from adaptra.runtime.step_messages.rate_probes import EVERY, IN_A_ROW
-from adaptra.runtime.transports.local import LocalHub
+from adaptra.runtime.step_messages.shared_gradients import Gradients, SharedParameter
+from adaptra.runtime.transports.base import ChannelClass, Identity, Pending, Purpose
+from adaptra.runtime.transports.local import LocalHub, LocalTransport
 
 STEPS = 40
 """Far more than calibration and detection take."""
@@ -167,6 +169,53 @@ def test_messages_sent_one_occupancy_apart_are_not_taken_for_queued_when_the_pro
     estimate = estimate_edge(flights, probe=(-0.0103, 0.0109))
     assert estimate.flight == pytest.approx(0.021)
     assert estimate.occupancy == pytest.approx(0.0, abs=3e-4)
+
+
+class Noting(LocalTransport):
+    """Notes the purposes of its messages by channel, in their order."""
+
+    def __init__(self, hub: LocalHub, rank: int) -> None:
+        super().__init__(hub, rank)
+        self.sent: list[tuple[ChannelClass, Purpose]] = []
+        self.posted: list[tuple[ChannelClass, Purpose]] = []
+
+    def send(self, destination_rank: int, identity: Identity, *rest: Any, **named: Any) -> Pending:
+        self.sent.append((identity.channel, identity.purpose))
+        return super().send(destination_rank, identity, *rest, **named)
+
+    def receive(self, source_rank: int, identity: Identity) -> Pending:
+        self.posted.append((identity.channel, identity.purpose))
+        return super().receive(source_rank, identity)
+
+
+@pytest.mark.parametrize(("owner", "order"), [(0, (1, 0)), (1, (0, 1))])
+def test_a_probe_is_the_first_message_of_its_channel_also_where_a_shared_gradient_is_ready_before_it(
+    owner: int, order: tuple[int, int]
+) -> None:
+    """Where another replica's worker computes the first microbatches, a rank hears from its neighbour late."""
+    hub = LocalHub(2)
+    transports = [Noting(hub, rank) for rank in range(2)]
+    tied = SharedParameter("tied", (0, 1), owner, order)
+    ends = [Probes(rank, range(2), one, Monitor(rank, (0, 1)), SIZES) for rank, one in enumerate(transports)]
+    gradients = [
+        Gradients(rank, {"tied": nn.Parameter(torch.zeros(1))}, [tied], range(2), one, 5.0, ends[rank].answer)
+        for rank, one in enumerate(transports)
+    ]
+    for rank, one in enumerate(transports):
+        one.reserve(Counter(ends[rank].receive_counts()) + Counter(gradients[rank].receive_counts()))
+        ends[rank].begin_step(0, (1 - rank,))
+        gradients[rank].begin_step(0)
+    for rank in (1 - owner, owner):
+        gradients[rank].add(rank, "tied", 0, torch.ones(1))
+        gradients[rank].end_microbatch(rank, 0)
+    ends[0].answer(1)
+    ends[1].answer(0)
+    for rank in (owner, 1 - owner):
+        gradients[rank].end_step()
+        ends[rank].end_step(timeout=5.0)
+    for rank in range(2):
+        assert transports[rank].sent == transports[1 - rank].posted
+        assert transports[rank].sent[0][1] is Purpose.PROBE
 
 
 @pytest.mark.parametrize("in_order", [False, True])
