@@ -17,7 +17,7 @@ from torch.distributed import HashStore, Store
 
 from adaptra.runtime.control.mail import Mail, Ran, Wake, from_json, to_json
 from adaptra.runtime.control_store.schema import encode
-from adaptra.runtime.control_store.stores import Connection, clone, renewed
+from adaptra.runtime.control_store.stores import Connection, clone, innermost, renewed
 
 RECEIVE_TIMEOUT: Final = timedelta(days=30)
 """The timeout of a wait for mail, in effect none: a wait ends with mail, never by this timeout."""
@@ -34,7 +34,7 @@ class Mailbox:
     def __init__(self, store: Store, rank: int) -> None:
         self._rank = rank
         # HashStore's queue_push wakes one waiting thread, whatever its queue; set wakes all threads.
-        self._needs_bell = isinstance(_innermost(store), HashStore)
+        self._needs_bell = isinstance(innermost(store), HashStore)
         self._sending = Connection(store)
         self._posting = Connection(store)
         self._waiting = clone(store)
@@ -137,10 +137,3 @@ class Mailbox:
 def queue_of(rank: int) -> str:
     """Return the name of the queue in the store that holds a rank's mail."""
     return f"mail/{rank}"
-
-
-def _innermost(store: Store) -> Store:
-    """Return the store that prefixes and signatures lie around."""
-    while (inner := getattr(store, "underlying_store", None)) is not None:
-        store = inner
-    return store

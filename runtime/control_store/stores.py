@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Final, TypeVar
 
-from torch.distributed import DistError, DistNetworkError, Store
+from torch.distributed import DistError, DistNetworkError, Store, TCPStore
 
 T = TypeVar("T")
 
 RECONNECT: Final = timedelta(seconds=2)
 """The time in which a client whose connection broke tries to reach the store again; it takes up to twice as long."""
+
+_REFUSALS: Final = 6
+_REFUSED_SECONDS: Final = 0.2
+"""Seconds between two attempts to reach a host that refuses connections."""
 
 
 def clone(store: Store) -> Store:
@@ -22,12 +29,48 @@ def clone(store: Store) -> Store:
     return store.clone()  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack the method
 
 
+def innermost(store: Store) -> Store:
+    """Return the store that prefixes and signatures lie around."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return store
+
+
+def rank_0_has(store: Store) -> bool:
+    """Return True if rank 0's process hosts the store, as torch sets it up from the launcher's environment.
+
+    False if an agent of torchrun hosts it, or whoever else made it.
+    """
+    found = innermost(store)
+    is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return isinstance(found, TCPStore) and not is_of_agent and os.environ.get("MASTER_PORT") == str(found.port)
+
+
+def _check_not_refused(store: Store) -> None:
+    """Raise an error if the store's host refuses connections for a while, as it does once the process has ended."""
+    found = innermost(store)
+    if not isinstance(found, TCPStore):
+        return
+    for attempt in range(_REFUSALS):
+        try:
+            socket.create_connection((found.host, found.port), RECONNECT.total_seconds()).close()
+        except ConnectionRefusedError as error:
+            if attempt == _REFUSALS - 1:
+                raise DistNetworkError(f"{found.host}:{found.port} refuses connections") from error
+            time.sleep(_REFUSED_SECONDS)
+        except OSError:  # the client says more of it
+            return
+        else:
+            return
+
+
 def renewed(client: Store) -> Store:
     """Return a new connection to the store of a client whose connection broke.
 
     Raises:
         torch.distributed.DistError: The store can't be reached.
     """
+    _check_not_refused(client)
     timeout: timedelta = client.timeout  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack it
     client.set_timeout(RECONNECT)
     made = clone(client)

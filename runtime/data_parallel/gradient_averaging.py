@@ -1,7 +1,8 @@
 """Gradient averaging: the ranks with the same stage in other pipelines combine their gradients after every step.
 
 The ranks of a job report failures to each other (see :mod:`adaptra.runtime.membership.membership`). That does not end the wait
-for an operation of a group. So a rank that fails closes the connections of its own groups, and writes the cause to the store.
+for an operation of a group. So a rank that fails closes the connections of its own groups. It asks no store for that: the store
+may be what is lost.
 """
 
 from __future__ import annotations
@@ -15,16 +16,14 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store
 
 from adaptra.errors import PeerLostError
 from adaptra.program.roles import Roles
-from adaptra.runtime.control_store.stores import clone
 from adaptra.runtime.data_parallel.collectives.buckets import best_bucket_bytes, bucket_bytes
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
 from adaptra.runtime.data_parallel.collectives.rounds import Algorithm
 from adaptra.runtime.transports.link_probe import measure_links
-from adaptra.runtime.transports.process_groups import end_gloo_waits
+from adaptra.runtime.transports.process_groups import broken_peer, end_gloo_waits
 from adaptra.simulation.links import Link
 
 MEASURED_ROUNDS: Final = 3
@@ -49,7 +48,7 @@ class PendingBroadcast:
         """Wait for the tensor and return it.
 
         Raises:
-            PeerLostError: The first replica has failed; says why if it could report it.
+            PeerLostError: The first replica has failed.
         """
         self.replicas.wait_for(self.work)
         return self.tensor
@@ -62,7 +61,6 @@ class Replicas:
         group: Their process group.
         aside: Another group of the same ranks for everything but steps: a rank that alone evaluates must not meet a step's
             gradients.
-        store: Shared by all ranks of the job; with a prefix of these roles.
         index: The index of this rank's pipeline in the job, from 0.
         roles: The roles of all ranks of the job.
 
@@ -74,7 +72,6 @@ class Replicas:
         self,
         group: dist.ProcessGroup,
         aside: dist.ProcessGroup,
-        store: Store,
         index: int,
         roles: Roles,
     ) -> None:
@@ -83,7 +80,6 @@ class Replicas:
         self._aside = aside
         self._sums = {one: GroupSum(one) for one in (group, aside)}
         self._count = dist.get_world_size(group)
-        self._store = clone(store)
         self._roles = roles
         self._lock = threading.Lock()
         self._ended = False
@@ -121,7 +117,7 @@ class Replicas:
             The bytes of the gradients.
 
         Raises:
-            PeerLostError: Another replica has failed; says why if it could report it.
+            PeerLostError: Another replica has failed; names its worker if that is known.
         """
 
         def gradient(number: int) -> Tensor:
@@ -211,7 +207,20 @@ class Replicas:
         try:
             yield
         except RuntimeError as error:
-            raise PeerLostError(f"a data-parallel replica is lost: {self._why() or error}") from error
+            lost = self._lost_worker()
+            who = "" if lost is None else f"rank {lost} is lost: "
+            raise PeerLostError(f"{who}a data-parallel replica is lost: {error}", rank=lost) from error
+
+    def _lost_worker(self) -> int | None:
+        """Return the worker of the replica to which a connection is broken, None if none is known to be."""
+        peers = [replica for replica in range(self._count) if replica != self.index]
+        broken = [peer for group in (self._group, self._aside) if (peer := broken_peer(group)) is not None]
+        lost = peers[0] if len(peers) == 1 else next(iter(broken), None)
+        return None if lost is None else self.worker_of(self.ranks[lost])
+
+    def worker_of(self, rank: int) -> int:
+        """Return the worker that a rank of the job is."""
+        return list(self._roles.ranks).index(rank)
 
     def placed(self, error: PeerLostError) -> PeerLostError:
         """Convert an error that names a worker to one with the job's number of the lost rank."""
@@ -220,22 +229,11 @@ class Replicas:
         message = f"{error} (worker {error.rank} is the job's rank {lost})"
         return PeerLostError(message, rank=lost, edge=error.edge, op=error.op)
 
-    def abort(self, error: BaseException) -> None:
-        """Report the failure of this rank's pipeline to the peers in other pipelines, and end their waits. Only once."""
+    def abort(self) -> None:
+        """End the waits of the peers in other pipelines and of this rank, which has failed. Only once."""
         with self._lock:
             if self._ended:
                 return
             self._ended = True
-        ranks = ", ".join(map(str, self.pipeline))
-        with contextlib.suppress(RuntimeError):
-            # The first text is the cause, later ones are its consequences.
-            text = f"the pipeline of the job's ranks {ranks} failed: {type(error).__name__}: {error}"[:4000]
-            self._store.compare_set("why", "", text)
         for group in (self._group, self._aside):
             end_gloo_waits(group)
-
-    def _why(self) -> str | None:
-        try:
-            return self._store.get("why").decode() if self._store.check(["why"]) else None
-        except RuntimeError:
-            return None

@@ -21,6 +21,10 @@ Check = Callable[[], None]
 _LATE_SECONDS: Final = 10.0
 """Seconds after which a waiting rank logs the ranks that are late; each further log entry comes after twice the time."""
 
+_PAUSE_SECONDS: Final = 0.002
+_MOST_PAUSE_SECONDS: Final = 0.2
+"""The first and the longest time between two questions whether keys are set, seconds."""
+
 
 def no_check() -> None:
     """Do nothing: only the timeout ends the wait."""
@@ -124,20 +128,32 @@ def wait(store: Store, keys: list[str], timeout: float, check: Check, on_late: C
         torch.distributed.DistStoreError: Keys have not been set in time.
         torch.distributed.DistError: The store is lost.
     """
-    began, say_after = time.monotonic(), _LATE_SECONDS
+    # A wait that ends without its keys makes torch write a warning: so waits are long, and with a check there are questions.
+    began, say_after, check_after, pause = time.monotonic(), _LATE_SECONDS, 1.0, _PAUSE_SECONDS
     while True:
         waited = time.monotonic() - began
-        try:
-            store.wait(keys, timedelta(seconds=max(0.001, min(1.0, timeout - waited))))
-        except DistStoreError:
-            if timeout - waited <= 1.0:
-                raise
-            check()
-            if waited >= say_after:
-                on_late(waited)
-                say_after *= 2
-        else:
+        if check is no_check:
+            try:
+                store.wait(keys, timedelta(seconds=max(0.001, min(say_after, timeout) - waited)))
+            except DistStoreError:
+                if min(say_after, timeout) == timeout:
+                    raise
+            else:
+                return
+        elif store.check(keys):
             return
+        elif waited >= timeout:
+            raise DistStoreError(f"not set within {timeout:g} s")
+        else:
+            time.sleep(max(0.0, min(pause, timeout - waited)))
+            pause = min(1.5 * pause, _MOST_PAUSE_SECONDS)
+        waited = time.monotonic() - began
+        if waited >= check_after:
+            check()
+            check_after = waited + 1.0
+        if waited >= say_after:
+            on_late(waited)
+            say_after *= 2
 
 
 def log_late(name: str, absent: str, seconds: float) -> None:

@@ -14,10 +14,11 @@ from adaptra.checks import nearest_multiple
 from adaptra.errors import LaunchError
 from adaptra.program.roles import Roles
 from adaptra.runtime.control_store.secret import VARIABLE, fingerprint, given_secret
-from adaptra.runtime.control_store.signed_store import signed, under
+from adaptra.runtime.control_store.signed_store import signed
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.launch.arguments import agree_on_arguments
 from adaptra.runtime.launch.connecting import connect
+from adaptra.runtime.launch.environment import is_told_of_others
 from adaptra.runtime.launch.exchange import Check, exchange, no_check
 from adaptra.runtime.launch.several_hosts import check_launcher
 from adaptra.runtime.transports.base import Transport
@@ -148,7 +149,7 @@ class Job:
         everyone = new_group(roles.ranks, f"{name}/workers", timeout=None)
         column = new_group(peers, f"{name}/stage {stage}", timeout=None)
         aside = new_group(peers, f"{name}/stage {stage} aside", timeout=None)
-        replicas = Replicas(column, aside, under(f"replicas/{self._joined}", self.store), replica, roles)
+        replicas = Replicas(column, aside, replica, roles)
         return Launch((self._transport(everyone),), replicas, self, roles, (everyone, column, aside))
 
     def _transport(self, group: dist.ProcessGroup) -> Transport:
@@ -195,8 +196,14 @@ class Job:
 
 
 def is_launched() -> bool:
-    """Return True if this process is one of several that a launcher started or that have joined a process group."""
-    return dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())
+    """Return True if this process is one of several that a launcher started or that have joined a process group.
+
+    Raises:
+        LaunchError: See :func:`.environment.is_told_of_others`.
+    """
+    if not dist.is_available():
+        return False
+    return dist.is_initialized() or dist.is_torchelastic_launched() or is_told_of_others(os.environ)
 
 
 def world_size() -> int:

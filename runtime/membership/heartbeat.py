@@ -89,6 +89,7 @@ class HeartbeatProtocol:
         now: Returns the time, in seconds of a clock that stands still while this process does.
         guard: A lock that is held while threads read or change what they share, never during a request to the store. It may
             be acquired again by the thread that holds it.
+        store_host: The rank whose process has the store, None if it is no rank's or unknown.
 
     Attributes:
         view: The members of the job, as this rank knows them.
@@ -103,7 +104,9 @@ class HeartbeatProtocol:
         timing: HeartbeatTiming,
         now: Callable[[], float],
         guard: AbstractContextManager[Any],
+        store_host: int | None = None,
     ) -> None:
+        self._store_host = store_host
         self.view = View(rank, world_size)
         self._store = store
         self._waiting_for = waiting_for
@@ -177,12 +180,14 @@ class HeartbeatProtocol:
             # If this rank has reported another one lost and still awaits that one's own report, that loss is the cause.
             has_reported = self.view.has_reported_a_loss
         awaited = self._awaited()
-        if self.view.is_cause or has_reported or (is_expected and awaited is None):
+        host = self._store_host
+        if self.view.is_cause or (has_reported and host is None) or (is_expected and awaited is None):
             with self._guard:
                 self.view.end()
             return None
+        # The host outlives the search for the cause of any other failure, so what this rank reported came of the host's end.
         message = f"the control store is lost: the process that hosts it died or can't be reached: {text}"
-        lost = self._lose(lost_error(None, message, awaited))
+        lost = self._lose(lost_error(host, message if host is None else f"rank {host} is lost: {message}", awaited))
         with self._guard:
             self.view.cut_off()
         return lost

@@ -45,6 +45,7 @@ class Membership:
             transport's ``waiting_for``.
         interval: Seconds between two heartbeats; a failure reaches the others within about this time.
         lost_after: Seconds without a heartbeat after which a rank is lost.
+        store_host: As of :class:`.heartbeat.HeartbeatProtocol`.
 
     Raises:
         ValueError: ``lost_after`` does not leave time for several heartbeats.
@@ -60,13 +61,14 @@ class Membership:
         waiting_for: Callable[[int], Identity | None] | None = None,
         interval: float = 0.5,
         lost_after: float = 10.0,
+        store_host: int | None = None,
     ) -> None:
         self._timing = HeartbeatTiming(interval, lost_after)
         self._on_lost = on_lost
         self._clock = AwakeClock(interval)
         self._condition = threading.Condition()
         self._protocol = HeartbeatProtocol(
-            store, rank, world_size, waiting_for or _unknown, self._timing, self._clock.now, self._condition
+            store, rank, world_size, waiting_for or _unknown, self._timing, self._clock.now, self._condition, store_host
         )
         self._threads = [
             threading.Thread(target=target, name=f"adaptra rank {rank} membership {what}", daemon=True)

@@ -31,6 +31,8 @@ from adaptra.runtime.transports.base import ChannelClass
 FOR_EVER: Final = timedelta(days=7)
 
 _ENDED: Final = "adaptra ended"
+_PROBE_TAG: Final = 2**31 - 2
+"""The tag of messages that nobody receives."""
 
 
 def initialise(backend: str) -> bool:
@@ -132,6 +134,22 @@ def end_gloo_waits(group: ProcessGroup) -> None:
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):  # its timeout
                 group.recv([torch.empty(1, dtype=torch.uint8)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
+
+
+def broken_peer(group: ProcessGroup) -> int | None:
+    """Return the lowest member of a gloo group to which the connection is broken, or None. The group has failed.
+
+    gloo refuses to send over a connection that is broken, and doesn't say whose an operation of several members met.
+    """
+    if distributed.get_backend(group) != "gloo":
+        return None
+    for peer in range(group.size()):
+        if peer != group.rank():
+            try:
+                group.send([torch.empty(1, dtype=torch.uint8)], peer, _PROBE_TAG)
+            except RuntimeError:
+                return peer
+    return None
 
 
 def end_group(group: ProcessGroup) -> None:

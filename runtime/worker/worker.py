@@ -31,7 +31,7 @@ from adaptra.runtime.control.replanning import Planning
 from adaptra.runtime.control.same_rows import is_due, numbers_of
 from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.control_store.signed_store import under
-from adaptra.runtime.control_store.stores import Connection
+from adaptra.runtime.control_store.stores import Connection, rank_0_has
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.detection.measurement import StageMeasurement
 from adaptra.runtime.detection.monitor import Monitor, StepRecords, merge_timelines
@@ -184,6 +184,7 @@ class Worker:
             job.world_size,
             self.abort,
             waiting_for=job.waiting_for,
+            store_host=None if not rank_0_has(job.store) else 0 if replicas is None else replicas.worker_of(0),
         )
         self._watcher = watch(transport.rdma_devices, self._record_link_event)
         telemetry.started(agree_on_run(transport.store), initial)
@@ -562,7 +563,7 @@ class Worker:
         self._transport.abort(error)
         self.controller.abort(error)
         if self._replicas is not None:
-            self._replicas.abort(error)
+            self._replicas.abort()
 
     def check(self) -> None:
         """Raise the error that has ended this rank's waits, if there is one."""

@@ -111,7 +111,7 @@ class C10dTransport(Transport):
         self._sent: dict[MessageLayout, list[MessageBuffer]] = {}
         self._lock = threading.Lock()
         self._channels: dict[_ChannelEnd, _ServedChannel] = {}
-        self._is_closed = False
+        self._is_closed = self._waits_ended = False
         self.store = self._communicators.control_plane()
         self.clock_offsets = self._communicators.compare_clocks(self.store)
 
@@ -180,8 +180,8 @@ class C10dTransport(Transport):
 
     def abort(self, error: Exception) -> None:
         """See :meth:`Transport.abort`. Also closes the connections, so the ranks at their other ends notice."""
-        if self._guard.end(error):
-            self._communicators.end_waits()
+        self._guard.end(error)
+        self._end_waits()
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
@@ -194,8 +194,8 @@ class C10dTransport(Transport):
                 pending.wait(max(0.0, deadline - now()))
         unfinished = self._guard.has_pending()
         is_whole = self._guard.end(TransportError(f"the transport of rank {self.rank} is closed"))
-        if is_whole and unfinished:
-            self._communicators.end_waits()
+        if unfinished or not is_whole:
+            self._end_waits()
         threads = [channel.thread for channel in self._channels.values()]
         for channel in self._channels.values():
             channel.posted.put(None)
@@ -215,8 +215,7 @@ class C10dTransport(Transport):
                     self._open(channel)
                 self._channels[channel].posted.put(post())
         except RuntimeError as error:
-            lost = peer_lost(channel.peer, pending.identity, str(error))
-            self.abort(lost)
+            self._end(pending, peer_lost(channel.peer, pending.identity, str(error)))
             pending.wait()
 
     def _stand(self, channel: _ChannelEnd, change: Callable[[PrepostedReceives], None]) -> None:
@@ -254,10 +253,10 @@ class C10dTransport(Transport):
                     self._communicators.wait(work)
             except TransportError as error:
                 # Later messages would not match their receives either.
-                self.abort(error)
+                self._end(posted.pending, error)
                 continue
             except RuntimeError as error:
-                self.abort(peer_lost(channel.peer, posted.pending.identity, str(error)))
+                self._end(posted.pending, peer_lost(channel.peer, posted.pending.identity, str(error)))
                 continue
             if channel.is_receive:
                 arrived_at = now()
@@ -268,6 +267,20 @@ class C10dTransport(Transport):
                 posted.pending.complete()
                 self._sent[layout_of(posted.pending.identity.specs)].append(posted.buffer)
             self._guard.settle(posted.pending)
+
+    def _end_waits(self) -> None:
+        with self._lock:
+            has_ended, self._waits_ended = self._waits_ended, True
+        if not has_ended:
+            self._communicators.end_waits()
+
+    def _end(self, pending: Completion, error: Exception) -> None:
+        """Fail an operation and all others. The connections stay open: this rank is about to report the cause, and a peer whose
+        connection closed would blame this rank.
+        """
+        self._guard.end(error)
+        pending.fail(error)
+        self._guard.settle(pending)
 
     def _allocate(self, specs: MessageSpec) -> MessageBuffer:
         return MessageBuffer(specs, self._communicators.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import Any
 
@@ -187,3 +188,23 @@ def test_a_store_that_does_not_answer_is_noticed_from_outside() -> None:
     assert job.ranks[0].is_stuck()
     lost = job.ranks[0].lose_store("no answer for 10 s")
     assert lost is not None and "no answer for 10 s" in str(lost) and not job.ranks[0].is_stuck()
+
+
+@pytest.mark.parametrize(
+    ("host", "has_reported", "named"), [(0, True, 0), (0, False, 0), (None, False, None), (None, True, "")]
+)
+def test_the_rank_that_has_the_lost_store_is_named_also_by_who_has_blamed_another(
+    host: int | None, has_reported: bool, named: int | str | None
+) -> None:
+    """Without a known host a rank that has reported a loss stays with it: its report may have ended the store's process."""
+    store = SteppedRanks(3).store
+    rank = HeartbeatProtocol(
+        store.of(1), 1, 3, lambda _: None, HeartbeatTiming(), lambda: 0.0, threading.RLock(), store_host=host
+    )
+    if has_reported:
+        error = PeerLostError("connection closed", rank=2)
+        rank.fail(failure_of(error, None, None), error)
+    lost = rank.lose_store("no answer")
+    assert ("" if lost is None else lost.rank) == named
+    if lost is not None:
+        assert ("rank 0 is lost: " if host == 0 else "") + "the control store is lost: the process" in str(lost)
