@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from adaptra.errors import BatchError, CaptureError
 from adaptra.graph import CompiledStages, TensorSpec
+from adaptra.graph.capture.containers import closed
 
 MOST_ELEMENTS: Final = 2**20
 """The largest output, in elements, on which a loss is tried; of a larger one only the rows that fit are used."""
@@ -114,11 +115,11 @@ def refuse_sum(loss: Callable[..., Any], compiled: CompiledStages, targets: Any,
     taken = max(1, min(rows, MOST_ELEMENTS * rows // max(1, largest)))
     try:
         outputs = [_made_up(one, taken, rows, random) for one in compiled.eval[-1].outputs]
-        given = pytree.tree_map_only(Tensor, lambda one: _first(one.cpu(), taken, rows), targets)
+        given: Any = pytree.tree_map_only(Tensor, lambda one: _first(one.cpu(), taken, rows), targets)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             called = copy.deepcopy(loss).cpu() if isinstance(loss, nn.Module) else loss
-            once = called(compiled.outputs.unflatten(outputs), given)
-            twice = called(compiled.outputs.unflatten(_doubled(outputs)), pytree.tree_map_only(Tensor, _double, given))
+            once = called(compiled.outputs.unflatten(outputs), closed(given))
+            twice = called(compiled.outputs.unflatten(_doubled(outputs)), closed(pytree.tree_map_only(Tensor, _double, given)))
         is_sum = looks_like_sum(twice, once, 2)
     except Exception:
         return
@@ -225,11 +226,11 @@ def _weights_in_mean(
     differentiated = [[one.requires_grad_() for one in part if one.is_floating_point() and one.dim()] for part in parts]
     whole = [torch.cat(of_parts) if of_parts[0].dim() else of_parts[0] for of_parts in zip(*parts, strict=True)]
     all_targets = pytree.tree_map_only(Tensor, lambda one: one.cpu(), targets)
-    in_whole = _norms(called(compiled.outputs.unflatten(whole), all_targets), differentiated)
+    in_whole = _norms(called(compiled.outputs.unflatten(whole), closed(all_targets)), differentiated)
     weights: list[float] = []
     for index, (part, leaves) in enumerate(zip(parts, differentiated, strict=True)):
         own = pytree.tree_map_only(Tensor, lambda one, index=index: _part(one, index, microbatches), all_targets)
-        (alone,) = _norms(called(compiled.outputs.unflatten(part), own), [leaves])
+        (alone,) = _norms(called(compiled.outputs.unflatten(part), closed(own)), [leaves])
         together = in_whole[index]
         # The mean of no label is nan, its part of the whole batch's loss 0.
         weights.append(float(alone == 0) if together == 0 else together * microbatches / max(alone, 1e-30))
