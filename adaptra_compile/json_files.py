@@ -19,5 +19,5 @@ def read_json(path: str | Path, refused: type[AdaptraError]) -> Any:
         return json.loads(Path(path).read_text())
     except OSError as error:
         raise refused(f"{path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise refused(f"{path}: not JSON: {error}") from error

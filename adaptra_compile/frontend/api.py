@@ -299,7 +299,8 @@ class Pipeline(ModuleMethods):
         return self._require().compiled.aliases
 
     def _infer(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._evaluate("call", inputs, None, kwargs, with_loss=False, outputs=False)
+        given, _, named = self._arguments.opened(inputs, None, kwargs)
+        return self._evaluate("call", given, None, named, with_loss=False, outputs=False)
 
     def _evaluate(
         self, call: str, inputs: Any, targets: Any, named: dict[str, Any], *, with_loss: bool, outputs: Outputs

@@ -304,13 +304,13 @@ def _read(path: Path) -> tuple[list[TimestampedRecord], bool]:
     except OSError as error:
         raise ReportError(f"{path}: {error.strerror}") from error
     records: list[TimestampedRecord] = []
-    broken: tuple[int, ValueError] | None = None
+    broken: tuple[int, Exception] | None = None
     for number, line in enumerate(lines, 1):
         if not line:
             continue
         try:
             data = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if not records:
                 raise ReportError(f"{path}:{number}: not JSON: {error}: expected a line of adaptra's telemetry") from None
             broken = broken or (number, error)

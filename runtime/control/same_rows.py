@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from adaptra.errors import BatchError
+from adaptra.graph.capture.containers import path_text
 from adaptra.runtime.control.mail import BatchChecksums
 from adaptra.runtime.state.checksum import checksums
 
@@ -38,7 +39,7 @@ def is_due(call: int) -> bool:
 def numbers_of(given: Mapping[str, Any]) -> dict[str, int]:
     """Return a checksum for each tensor that a rank was given, by argument name and path. Other values have none."""
     tensors = {
-        name + pytree.keystr(path): leaf
+        name + path_text(path): leaf
         for name, nest in given.items()
         for path, leaf in pytree.tree_flatten_with_path(nest)[0]
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_quantized

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from adaptra.errors import BatchError, CaptureError
 from adaptra.graph import CompiledStages, TensorSpec
+from adaptra.graph.capture.containers import closed
 
 MOST_ELEMENTS: Final = 2**20
 """The largest output, in elements, on which a loss is tried; of a larger one only the rows that fit are used."""
@@ -137,13 +138,13 @@ def refuse_sum(loss: Callable[..., Any], compiled: CompiledStages, targets: Any,
     taken = max(1, min(rows, MOST_ELEMENTS * rows // max(1, largest)))
     try:
         outputs = [_made_up(one, taken, rows, random) for one in compiled.eval[-1].outputs]
-        given = pytree.tree_map_only(Tensor, lambda one: _first(one.cpu(), taken, rows), targets)
+        given: Any = pytree.tree_map_only(Tensor, lambda one: _first(one.cpu(), taken, rows), targets)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             called = copy.deepcopy(loss).cpu() if isinstance(loss, nn.Module) else loss
             once, twice, four = (
                 called(
                     compiled.outputs.unflatten([_copies(one, count) for one in outputs]),
-                    pytree.tree_map_only(Tensor, lambda one, count=count: _copies(one, count), given),
+                    closed(pytree.tree_map_only(Tensor, lambda one, count=count: _copies(one, count), given)),
                 )
                 for count in (1, 2, 4)
             )
@@ -244,12 +245,12 @@ def _weights_in_mean(
     differentiated = [[one.requires_grad_() for one in part if one.is_floating_point() and one.dim()] for part in parts]
     whole = [torch.cat(of_parts) if of_parts[0].dim() else of_parts[0] for of_parts in zip(*parts, strict=True)]
     all_targets = pytree.tree_map_only(Tensor, lambda one: one.cpu(), targets)
-    in_whole = _gradients(called(compiled.outputs.unflatten(whole), all_targets), differentiated)
+    in_whole = _gradients(called(compiled.outputs.unflatten(whole), closed(all_targets)), differentiated)
     weights: list[float] = []
     turned = 0.0
     for index, (part, leaves) in enumerate(zip(parts, differentiated, strict=True)):
         own = pytree.tree_map_only(Tensor, lambda one, index=index: _part(one, index, microbatches), all_targets)
-        (gradient,) = _gradients(called(compiled.outputs.unflatten(part), own), [leaves])
+        (gradient,) = _gradients(called(compiled.outputs.unflatten(part), closed(own)), [leaves])
         alone, together = gradient.norm().item(), in_whole[index].norm().item()
         # The mean of no label is nan, its part of the whole batch's loss 0.
         weights.append(float(alone == 0) if together == 0 else together * microbatches / max(alone, 1e-30))

@@ -343,7 +343,29 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
         "and a model that adaptra.compile cuts itself",
         on_list(lambda pipe: pipe.step(X, Y[:, :3])),
     ),
-    ("inputs: … is …: expected a tensor of …", on_pipeline(lambda pipe: pipe.step(X.numpy(), Y))),
+    ("inputs: … is …: expected a tensor of …", on_pipeline(lambda pipe: pipe.step(3.0, Y))),
+    (
+        "… is a numpy array: expected tensors; torch.from_numpy makes one of it",
+        on_pipeline(lambda pipe: pipe.step(X.numpy(), Y)),
+    ),
+    (
+        "… is a …: expected one batch of it, as in a loop: for batch in loader",
+        on_pipeline(lambda pipe: pipe.step(iter([X]), Y)),
+    ),
+    (
+        "… is a …, whose values could change unseen: expected tensors, in dicts, lists, tuples, named tuples, dataclasses, or "
+        "classes derived from dict or UserDict",
+        on_pipeline(lambda pipe: pipe.step({1, 2}, Y)),
+    ),
+    (
+        "… is a tensor of layout …: expected a dense one, as its rows are split; give its to_dense()",
+        on_pipeline(lambda pipe: pipe.step(X.to_sparse(), Y)),
+    ),
+    (
+        "… is a list of … values such as …, as many as the batch has rows, and each microbatch would get all of them: expected "
+        "a tensor, which is split by rows, or a tuple if these are no rows",
+        on_pipeline(lambda pipe: pipe.step(X, [1.0] * ROWS)),
+    ),
     ("targets: targets is …: expected a tensor of …", on_pipeline(lambda pipe: pipe.step(X))),
     ("targets: targets is …: expected a tensor of …", on_pipeline(lambda pipe: pipe.step(X, 3.0))),
     *(

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 from torch import nn
 
 from adaptra.errors import OptionError
+from adaptra.graph.capture.containers import Opened, opened
 
 Outputs = bool | Literal["all"]
 """Whether a step returns the model's outputs: on the rank of the last stage if that one asks, or on all ranks."""
@@ -27,21 +28,31 @@ class StepArguments:
         self.returns_loss: Final = returns_loss
 
     def resolve(self, inputs: Any, targets: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-        """Return inputs, targets, and the model's keyword arguments.
+        """Return inputs, targets, and the model's keyword arguments, with all containers opened.
 
         ``inputs=`` and ``targets=`` by name are the step's own, unless the model's forward has an argument of that name. With a
         ``loss=`` function ``targets=`` is always the loss's.
+
+        Raises:
+            BatchError: A value is neither a tensor, nor a container of tensors, nor a constant. The text names it.
         """
         named = dict(kwargs)
         if inputs is None and "inputs" not in self._names:
             inputs = named.pop("inputs", None)
         if targets is None and not (self.returns_loss and "targets" in self._names):
             targets = named.pop("targets", None)
-        return inputs, targets, named
+        return self.opened(inputs, targets, named)
+
+    @staticmethod
+    def opened(inputs: Any, targets: Any, named: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+        """Return a call's arguments with all containers opened."""
+        positional, by_name = opened({"inputs": inputs, "targets": targets}, named)
+        return positional["inputs"], positional["targets"], by_name
 
     def positional(self, inputs: Any, targets: Any) -> tuple[tuple[Any, ...], Any]:
         """Return the model's positional arguments and the loss's targets."""
-        args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+        is_several = isinstance(inputs, tuple) and not isinstance(inputs, Opened)
+        args = inputs if is_several else () if inputs is None else (inputs,)
         if self.returns_loss and targets is not None:
             return (*args, targets), None
         return args, targets

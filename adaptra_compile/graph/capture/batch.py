@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from adaptra.errors import BatchError, CaptureError
+from adaptra.graph.capture.containers import ContainerType, closed, opened_outputs, path_text
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec, dtype_name
 from adaptra.graph.ops.weighted_loss import WeightedLoss
 
@@ -53,6 +54,7 @@ class Structure:
         leaves, self._tree = pytree.tree_flatten_with_path(dict(example))
         self._shape = pytree.tree_map(_shown, dict(example))
         self._leaves = tuple(_leaf(_label(path), value) for path, value in leaves)
+        self._is_opened = any(isinstance(leaf.constant, ContainerType) for leaf in self._leaves)
 
     @property
     def specs(self) -> MessageSpec:
@@ -89,13 +91,14 @@ class Structure:
         return tensors
 
     def unflatten(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """Return the structure with these tensors and the captured constants."""
+        """Return the structure with these tensors and the captured constants, with the user's own containers."""
         remaining = iter(tensors)
         leaves = [leaf.constant if leaf.spec is None else next(remaining) for leaf in self._leaves]
-        return pytree.tree_unflatten(leaves, self._tree)
+        nest = pytree.tree_unflatten(leaves, self._tree)
+        return closed(nest) if self._is_opened else nest
 
     def _check_constant(self, leaf: _Leaf, value: Any) -> None:
-        if isinstance(value, Tensor) or type(value) is not type(leaf.constant) or value != leaf.constant:
+        if not _is_equal(leaf.constant, value):
             shown = _describe(value) if isinstance(value, Tensor) else repr(value)
             raise BatchError(
                 f"{self._what}: {leaf.label} is {shown}, but the pipeline was compiled with "
@@ -196,7 +199,7 @@ class OutputFormat:
         self._dataclass = type(example) if dataclasses.is_dataclass(example) and not isinstance(example, type) else None
         with_paths, self._tree = pytree.tree_flatten_with_path(self._open(example))
         self._constants = tuple(None if isinstance(leaf, Tensor) else (leaf,) for _, leaf in with_paths)
-        self.labels: Final = tuple(f"outputs{pytree.keystr(path)}" for path, leaf in with_paths if isinstance(leaf, Tensor))
+        self.labels: Final = tuple(f"outputs{path_text(path)}" for path, leaf in with_paths if isinstance(leaf, Tensor))
 
     def flatten(self, outputs: Any) -> list[Tensor]:
         """Return the tensors in the model's outputs."""
@@ -210,7 +213,7 @@ class OutputFormat:
         """
         leaves, tree = pytree.tree_flatten(self._open(outputs))
         known = zip(self._constants, leaves, strict=True) if tree == self._tree else ()
-        fits = [isinstance(leaf, Tensor) if one is None else _equal(one[0], leaf) for one, leaf in known]
+        fits = [isinstance(leaf, Tensor) if one is None else _is_equal(one[0], leaf) for one, leaf in known]
         if tree != self._tree or not all(fits):
             raise BatchError(
                 f"outputs: the model returned {_structure_of({'outputs': outputs})} with this batch: expected what it "
@@ -223,16 +226,18 @@ class OutputFormat:
         remaining = iter(tensors)
         leaves = [next(remaining) if constant is None else constant[0] for constant in self._constants]
         tree = pytree.tree_unflatten(leaves, self._tree)
-        return tree if self._dataclass is None else self._dataclass(**tree)
+        return closed(tree) if self._dataclass is None else self._dataclass(**closed(tree))
 
     def _open(self, outputs: Any) -> Any:
         if self._dataclass is None:
-            return outputs
-        return {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
+            return opened_outputs(outputs)
+        return {field.name: opened_outputs(getattr(outputs, field.name)) for field in dataclasses.fields(outputs)}
 
 
-def _equal(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and not isinstance(other, Tensor) and bool(one == other)
+def _is_equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other) or isinstance(other, Tensor):
+        return False
+    return one is other or bool(one == other) or repr(one) == repr(other) == "nan"
 
 
 def loss_of(outputs: Any, loss: LossFunction | None, form: TargetFormat, targets: Sequence[Tensor]) -> Tensor:
@@ -291,7 +296,7 @@ def _structure_of(given: Mapping[str, Any]) -> str:
 
 
 def _label(path: tuple[Any, ...]) -> str:
-    return str(path[0].key) + pytree.keystr(path[1:])
+    return str(path[0].key) + path_text(path[1:])
 
 
 def _describe(value: Any) -> str:
