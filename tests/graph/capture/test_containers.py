@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from errors_table import check_documented
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
@@ -122,6 +123,11 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "counts": (lambda x: collections.ChainMap({"x": x}), "is a collections.ChainMap"),
 }
 
+OF_TENSOR = (
+    "… is a …, a class derived from Tensor, whose own rules a graph would leave out: expected a plain tensor; give its "
+    "as_subclass(torch.Tensor)"
+)
+
 
 class Model(nn.Module):
     def __init__(self, read: Read, kind: type) -> None:
@@ -153,6 +159,8 @@ def test_a_container_that_the_loop_refills_is_followed_or_refused(kind: str) -> 
                 loss=lambda out, _: out.mean(),
             )
         assert "\n" not in str(raised.value)
+        if kind == "class derived from Tensor":
+            check_documented("BatchError", str(raised.value), OF_TENSOR)
         return
     make, read = TAKEN[kind]
     of = type(make(rows(0)))
