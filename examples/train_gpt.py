@@ -220,8 +220,9 @@ def main() -> int:
     named = [(titles[phase], timelines[phase]) for phase in titles]
     source, destination = SLOW_EDGE
     slow_edges = [(source, destination), (destination, source)]
+    title = f"One training step, measured; every op sleeps to {arguments.op_ms:g} ms, marked is the link made slow later"
     for suffix in ("svg", "png"):
-        draw(named, arguments.output / f"timeline.{suffix}", slow_edges=slow_edges, title="One training step, measured")
+        draw(named, arguments.output / f"timeline.{suffix}", slow_edges=slow_edges, title=title)
     write_trace(named, arguments.output / "trace.json")
     draw_run(load_run(arguments.output / "run"), arguments.output / "run.svg", title="A GPT over 4 ranks, a link turns slow")
     console.print(

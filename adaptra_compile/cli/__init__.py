@@ -223,12 +223,13 @@ def _resilience(add: _Add) -> None:
 def _explain(add: _Add) -> None:
     parser = add(
         "explain",
-        "Show why a plan is as it is: its equations with numbers.\n\n"
-        "Of one pipeline they say why it has its warm-up forwards, of several replicas what bounds the period and what would\n"
-        "help. Times are in the case's own unit.",
+        "Show why a plan is as it is: what limits it, what would help, and with --equations its equations with numbers.\n\n"
+        "Of one pipeline the equations say why it has its warm-up forwards, of several replicas what bounds the period.\n"
+        "Times are in the case's own unit.",
     )
     parser.add_argument("case", metavar="CASE", help=_CASE)
     parser.add_argument("program", metavar="PROGRAM", nargs="?", help=f"{_PROGRAM}; the plan for CASE when left out")
+    parser.add_argument("--equations", action="store_true", help="also print the equations with the plan's numbers")
     parser.add_argument(
         "--sensitivity", action="store_true", help="also say how much delay every edge absorbs before the step takes longer"
     )

@@ -71,7 +71,7 @@ def _explain(options: Namespace) -> str:
     program = planned_for(case) if options.program is None else read_program(options.program, case)
     explanation = explain(program, case.cost, case.microbatches)
     if not options.sensitivity:
-        return as_json(explanation.to_json()) if options.json else str(explanation).rstrip("\n") + "\n"
+        return as_json(explanation.to_json()) if options.json else explanation.text(equations=options.equations)
     from adaptra.simulation.sensitivity import sensitivity
 
     edges = sensitivity(program, case.cost)
@@ -79,7 +79,7 @@ def _explain(options: Namespace) -> str:
         return as_json(explanation.to_json() | {"sensitivity": [edge.to_json() for edge in edges]})
     from adaptra.cli import tables
 
-    return str(explanation).rstrip("\n") + "\n\n" + tables.sensitivity(edges, line_width(options))
+    return explanation.text(equations=options.equations) + "\n" + tables.sensitivity(edges, line_width(options))
 
 
 def _resilience(options: Namespace) -> str:

@@ -141,7 +141,9 @@ def _comparison(case: JobCase, period: float, healthy: float, bound: PeriodBound
     if not case.is_healthy:
         lines.append(f"healthy  {healthy:.10g}: this plan takes {_longer(period, healthy)}")
         limit = case.fault_scaled(healthy)
-        lines.append(f"limit    {limit:.10g}: the healthy period, if what is left shared all work evenly")
+        lines.append(
+            f"scaled   {limit:.10g}: the healthy period, if what is left shared all work evenly; a plan may be shorter"
+        )
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -190,7 +192,7 @@ def run_job_explain(options: Namespace, case: JobCase) -> str:
     if is_large(case):
         raise _too_large("explain", case)
     explanation = explain_job(plan_job(case) if options.program is None else _read_program(options.program, case), case)
-    return as_json(explanation.to_json()) if options.json else str(explanation)
+    return as_json(explanation.to_json()) if options.json else explanation.text(equations=options.equations)
 
 
 def _read_program(given: str, case: JobCase) -> Program:

@@ -163,7 +163,7 @@ def _decided(found: Decision, width: int) -> str:
     lost = ", ".join(case.place_of(worker) for worker in sorted(case.lost))
     title = (
         f"{_title(case)}{f', lost {lost}' if lost else ''}\n"
-        f"healthy period {found.healthy_period:.6g}, work bound {found.work:.6g}, limit {found.fault_scaled_period:.6g}, 1F1B "
+        f"healthy period {found.healthy_period:.6g}, work bound {found.work:.6g}, scaled {found.fault_scaled_period:.6g}, 1F1B "
         f"{found.one_f_one_b:.6g}; in all: to do what the healthy job does in {found.prices.horizon:g} s"
     )
-    return f"{tables.responses(title, found, width)}decision: {found}\n"
+    return f"{tables.responses(title, found, width)}decision of the model, which has watched no job: {found}\n"

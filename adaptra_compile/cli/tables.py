@@ -90,7 +90,7 @@ def sensitivity(found: Iterable[EdgeSensitivity], width: int) -> str:
 
 def resilience(title: str, rows: Iterable[Mapping[str, Any]], width: int) -> str:
     """Return a table with one row per number of lost workers."""
-    table = _table("lost", "per stage", "period", "work", "healthy", "limit", "of limit", "1F1B", "held", "decision")
+    table = _table("lost", "per stage", "period", "work", "healthy", "scaled", "of scaled", "1F1B", "held", "decision")
     for row in rows:
         table.add_row(
             str(row["lost"]),

@@ -679,8 +679,11 @@ class Pipeline(ModuleMethods):
         workers = self._require().workers
         return next((worker.reduces for worker in workers if worker.controller.coordinates), workers[0].reduces)
 
-    def explain(self) -> str:
-        """Explain the plan: the bubble equations with its numbers, the makespan bound and the cause of that bound.
+    def explain(self, *, equations: bool = False) -> str:
+        """Explain the plan: its makespan, what limits it and what would help; with ``equations`` also the bubble equations.
+
+        The first line says which times are meant. On the rank of the first stage they are those measured last, also where no
+        plan was made for them. Other ranks know those for which the plan was made.
 
         If the bandwidth of an edge limits the step, no order of ops hides it. Then the text gives the savings by more
         connections, rounding or another cut point, and the limit that would remain.
@@ -690,16 +693,21 @@ class Pipeline(ModuleMethods):
         """
         alone = "".join(f"{line}\n" for line in self._require().alone)
         measured = "".join(f"last measured REDUCE, {one}\n" for one in self.reduces)
-        return self._explain_plan() + alone + measured
+        return self._explain_plan(equations) + alone + measured
 
-    def _explain_plan(self) -> str:
+    def _explain_plan(self, equations: bool) -> str:
         plan, bandwidth = self.plan, self._require().bandwidth
+        measured = self._require().workers[0].controller.measured_cost
+        cost = plan.case.cost if measured is None else measured
+        what = "for which it was made" if cost == plan.case.cost else "measured last, which differ from those it was made for"
+        which = f"plan {plan.version}, in the times {what}\n"
         if plan.program.routing is not None:
             changing = changed_buffers(self._require().compiled)
-            return str(explain_job(plan.program, alike_case(plan.program, plan.case.cost, changing=changing)))
+            job = explain_job(plan.program, alike_case(plan.program, cost, changing=changing))
+            return which + job.text(equations=equations)
         explanation = explain(
             plan.program,
-            plan.case.cost,
+            cost,
             plan.case.microbatches,
             bandwidth=bandwidth,
             spread=plan.delegated,
@@ -707,7 +715,7 @@ class Pipeline(ModuleMethods):
             unit="seconds",
         )
         difference = self._require().compiled.difference
-        return str(explanation) if difference is None else f"{difference}\n{explanation}"
+        return which + ("" if difference is None else f"{difference}\n") + explanation.text(equations=equations)
 
     @property
     def rank(self) -> int:

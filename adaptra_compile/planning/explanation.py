@@ -124,20 +124,29 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        return "\n".join(self._text()) + "\n"
+        return self.text(equations=True)
 
-    def _text(self) -> Iterator[str]:
-        unit = f"in {self.unit}" if self.unit else "in the unit of the case"
+    def text(self, *, equations: bool) -> str:
+        """Return the plan, what limits it and what would help, and on request the equations with their numbers."""
+        return "\n".join((*self._summary(), *(self._equations() if equations else ()))) + "\n"
+
+    @property
+    def _unit(self) -> str:
+        return f"in {self.unit}" if self.unit else "in the unit of the case"
+
+    def _summary(self) -> Iterator[str]:
         gap = f"gap {100 * self.gap:.1f} %"
-        yield f"{self.name}: makespan {self.makespan:g}, no plan beats {self.bound}, {gap}; all times {unit}"
+        yield f"{self.name}: makespan {self.makespan:g}, no plan beats {self.bound}, {gap}; all times {self._unit}"
         yield str(self.limitation)
         if self.remedies is not None:
             yield str(self.remedies)
         yield f"N = {self.microbatches}, S = {len(self.x)}; warm-up forwards per stage, x_i:"
         yield f"  this plan           {' '.join(map(str, self.x))}"
         yield f"  the equations alone {' '.join(map(str, self.asked.x))}"
+
+    def _equations(self) -> Iterator[str]:
         yield from texts_of(self.lines)
-        yield f"\nsymbols, times {unit}; i numbers stages, and edge i joins stages i and i+1:"
+        yield f"\nsymbols, times {self._unit}; i numbers stages, and edge i joins stages i and i+1:"
         meanings = legend((line.equation for line in self.lines), SYMBOLS)
         for symbol, meaning in meanings.items():
             yield f"  {symbol if symbol == 'N' else f'{symbol}_i':<9}{meaning}"

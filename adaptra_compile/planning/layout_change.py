@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from adaptra.program.placement import stages_of
 from adaptra.program.roles import Roles, moved
+from adaptra.unlike_numbers import milliseconds_apart
 
 T = TypeVar("T")
 
@@ -38,9 +39,10 @@ class LayoutChange(Generic[T]):
 
     def __str__(self) -> str:
         steps = self.moving / (self.seconds_before - self.seconds_after)
+        after, before = milliseconds_apart(self.seconds_after, self.seconds_before)
         return (
-            f"{self.what()}: {1e3 * self.seconds_after:.1f} ms a step instead of {1e3 * self.seconds_before:.1f} ms; moving "
-            f"takes {1e3 * self.moving:.0f} ms, {steps:.0f} steps' gain"
+            f"{self.what()}: {after} a step instead of {before}; moving takes {1e3 * self.moving:.0f} ms, "
+            f"{steps:.0f} steps' gain"
         )
 
 

@@ -155,12 +155,12 @@ class Run:
     @cached_property
     def happenings(self) -> tuple[Happening, ...]:
         """Return the coordinator's events, the ranks' refusals, and all failures and changes, in order of steps."""
-        happenings: list[Happening] = []
+        happenings: list[tuple[float, Happening]] = []
         for run in self.replicas:
             place = f"replica {run.started.replica}: " if run is not self else ""
-            found = (happening for one in run._own() if (happening := _happening(one)) is not None)
-            happenings += [replace(one, text=f"{place}{one.text}") for one in found]
-        return tuple(sorted(happenings, key=lambda one: one.step))
+            found = ((one.time, happening) for one in run._own() if (happening := _happening(one)) is not None)
+            happenings += [(time, replace(one, text=f"{place}{one.text}")) for time, one in found]
+        return tuple(one for _, one in sorted(happenings, key=lambda pair: (pair[1].step, pair[0])))
 
     @property
     def missing(self) -> tuple[int, ...]:

@@ -35,6 +35,7 @@ from adaptra.runtime.detection.measurement import StepMeasurement
 from adaptra.runtime.detection.speculation import Speculation
 from adaptra.runtime.detection.step_noise import steps_until_sure
 from adaptra.simulation.cost import CostModel
+from adaptra.unlike_numbers import instead_of, milliseconds_apart
 
 REVIEW: Final = 16
 """The number of steps between two looks at whether microbatches that are away from home still gain by it."""
@@ -162,7 +163,7 @@ def _steps_to_wait(detection: Detection, gain: float) -> int:
 
 
 def _why_postponed(detection: Detection, plan: Plan, before: float) -> str:
-    change = f"a plan of {1e3 * plan.predicted:.1f} ms instead of {1e3 * before:.1f} ms waits until"
+    change = f"a plan of {instead_of(plan.predicted, before)} waits until"
     if detection.hold_off:
         return f"a flapping edge or stage may turn slow again: {change}"
     return f"steps scatter by {1e3 * detection.noise:.1f} ms: {change}"
@@ -324,7 +325,15 @@ class Policy:
         """Release or withdraw the speculative proposal, because its suspicion was confirmed or dropped."""
         if self._unplanned is not None and self._is_for(proposal, current, self._unplanned):
             return Release()
-        return Withdraw(proposal.version, "what was suspected did not come true")
+        return Withdraw(proposal.version, self._why_withdrawn())
+
+    def _why_withdrawn(self) -> str:
+        """Return what became of the suspicion: confirmed with another plan, replaced by another one, or nothing."""
+        if self._unplanned is not None:
+            return f"step {self._observed} shows what this plan no longer suits: {self._unplanned.reason}"
+        if (suspicion := self._speculation.suspicion) is not None:
+            return f"step {self._observed} makes another change likelier: {suspicion.reason}"
+        return "what was suspected did not come true"
 
     def _is_for(self, proposal: Plan, current: Plan, detection: Detection) -> bool:
         """Return True if a speculative proposal suits the detection: another order that wins, or the same order lowered
@@ -376,7 +385,9 @@ class Policy:
         elif plan is None or before is None:
             actions.append(self._event(EventKind.KEPT, step, current, "switching plans is turned off", before, before))
         elif not self._is_gain(plan.predicted, before, is_plainer=(is_plainer := plan.is_plainer_than(current))):
-            text = f"the best plan found takes {1e3 * plan.predicted:.1f} ms, the running one {1e3 * before:.1f} ms"
+            found, running = milliseconds_apart(plan.predicted, before)
+            text = f"the best plan found takes {found}, the running one {running}"
+            text = text if found != running else f"no plan is shorter than the running one's {running}"
             actions.append(self._event(EventKind.KEPT, step, current, text, before, before))
             if outcome.same is not None:
                 actions.append(self._propose(outcome.same, before, now))
@@ -409,6 +420,6 @@ class Policy:
 
     def _propose(self, plan: Plan, before: float, now: float, is_speculative: bool = False) -> Propose:
         self._deadline = now + self._options.confirm_seconds
-        text = f"{plan.reason}; {1e3 * plan.predicted:.1f} ms instead of {1e3 * before:.1f} ms"
+        text = f"{plan.reason}; {instead_of(plan.predicted, before)}"
         planned = replace(plan, predicted_before=before)
         return Propose(planned, before, f"in case of {text}" if is_speculative else text, is_speculative)

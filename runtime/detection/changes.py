@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+from adaptra.unlike_numbers import milliseconds_apart
+
 SHOWN_OCCUPANCY: Final = 50e-6
 """Seconds; a smaller occupancy is not shown in texts."""
 
@@ -69,9 +71,11 @@ class StageChange:
         return self.now > self.was
 
     def __str__(self) -> str:
-        factor = f"{self.now / max(self.calibrated, 1e-9):.2f}x"
+        now, before = (f"{seconds / max(self.calibrated, 1e-9):.2f}x" for seconds in (self.now, self.was))
         what = f"stage {self.stage}" if self.replica is None else f"worker {self.replica}.{self.stage}"
-        return f"{what} {_word(self)}: {factor} the calibrated time{_doubt(self)}"
+        # "slow: 1.00x" would contradict itself: it is slow beside what it was.
+        is_plain = self.is_healed or (self.now > self.calibrated) == self.is_slower
+        return f"{what} {_word(self)}: {now} the calibrated time{'' if is_plain else f' (was {before})'}{_doubt(self)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +130,13 @@ class EdgeChange(_ChangeOnEdge):
         return self.now + self.occupancy > self.was + self.occupancy_was
 
     def __str__(self) -> str:
+        now, was = milliseconds_apart(self.now, self.was)
+        flight = f"{now} (was {was})" if now != was else f"{now} as before"
         queueing = f", {_milliseconds(self.occupancy)} of it occupancy" if self.occupancy >= SHOWN_OCCUPANCY else ""
-        return f"{self._edge} {_word(self)}: {_milliseconds(self.now)} (was {_milliseconds(self.was)}){queueing}{_doubt(self)}"
+        if not self.is_healed and self.is_slower != (self.now > self.was):  # the occupancy is what has changed
+            occupancy, before = milliseconds_apart(self.occupancy, self.occupancy_was)
+            queueing = f", {occupancy} of it occupancy (was {before})"
+        return f"{self._edge} {_word(self)}: {flight}{queueing}{_doubt(self)}"
 
 
 @dataclass(frozen=True, slots=True)

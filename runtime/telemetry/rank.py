@@ -54,6 +54,9 @@ class RankTelemetry:
         self._folder = folder
         self._write_trace = write_trace
         self._predicted = 0.0
+        self._version = self._agreed = 0
+        self._awaited: float | None = None
+        self._unsuspected: float | None = None
         self._plans: deque[tuple[int, float, Plan]] = deque(maxlen=REMEMBERED_STEPS)
         self._paths: dict[tuple[int, int], tuple[int, int]] = {}
         self._has_failed = False
@@ -61,6 +64,7 @@ class RankTelemetry:
     def started(self, run: str, plan: Plan) -> None:
         """Record that the rank is ready to begin under ``plan``; ``run`` is the same on all ranks."""
         self._predicted = plan.predicted
+        self._version = self._agreed = plan.version
         program, placement = plan.program, plan.case.placement
         ranks = len(set(placement))
         described = plan.version, program.name, plan.predicted, plan.bound
@@ -70,14 +74,32 @@ class RankTelemetry:
 
     def event(self, event: ControlEvent) -> None:
         """Record an event of the controller."""
-        if event.kind in (EventKind.KEPT, EventKind.PROPOSED) and event.predicted_before is not None:
-            self._predicted = event.predicted_before
+        self._predict(event)
         self._recorder.record(lambda: (event,))
+
+    def _predict(self, event: ControlEvent) -> None:
+        """Take the prediction of the last agreed plan from an event, for now or for when that plan runs."""
+        before = event.predicted_before
+        match event.kind:
+            case EventKind.AGREED:
+                self._agreed = event.version
+            case EventKind.WITHDRAWN if self._unsuspected is not None:
+                self._predicted, self._unsuspected = self._unsuspected, None
+            case EventKind.KEPT | EventKind.PROPOSED if before is not None and self._agreed == self._version:
+                is_suspicion = event.text.startswith("in case of")
+                self._unsuspected = self._predicted if is_suspicion else None
+                self._predicted = before
+            case EventKind.KEPT | EventKind.PROPOSED if before is not None:
+                self._awaited = before
+            case _:
+                pass
 
     def begin_step(self, step: int, plan: Plan) -> None:
         """Record that the rank begins a step."""
-        if self._plans and self._plans[-1][2].version != plan.version:
-            self._predicted = plan.predicted
+        if self._plans and self._version != plan.version:
+            self._predicted = plan.predicted if self._awaited is None or self._agreed != plan.version else self._awaited
+            self._awaited = self._unsuspected = None
+        self._version, self._agreed = plan.version, max(self._agreed, plan.version)
         self._plans.append((step, time.monotonic(), plan))
 
     def end_step(self, measurement: StepMeasurement, records: StepRecords) -> None:

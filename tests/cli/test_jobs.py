@@ -39,7 +39,7 @@ def test_a_plan_around_a_lost_worker_is_written_and_simulated(folder: Path, caps
     shown = printed(capsys, "plan", "job.json", "--budget", "1s", "-o", "plan.sched")
     assert "period   30\n" in shown
     assert "healthy  22: this plan takes 36.4 % longer\n" in shown
-    assert "limit    24: " in shown
+    assert "scaled   24: " in shown
     verify(Program.parse(Path("plan.sched").read_text()))
     figures = json.loads(printed(capsys, "simulate", "plan.sched", "job.json", "--json"))
     assert figures["period"] == 30.0
@@ -63,10 +63,10 @@ def test_a_slow_worker_gives_microbatches_away(folder: Path, capsys: pytest.Capt
 
 def test_a_plan_is_explained_by_its_equations(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed(capsys, "plan", "job.json", "-o", "plan.sched")
-    shown = printed(capsys, "explain", "job.json", "plan.sched")
+    shown = printed(capsys, "explain", "job.json", "plan.sched", "--equations")
     assert shown.startswith("adapted on job: period 30, no order on its routes beats 30 (work, worker 2), gap 0.0 %; ")
     assert "    stage 2: 3 + 0 + (6 + ceiling(6*1/(3 - 1)))*(1 + 1 + 1) = 30\n" in shown
-    assert shown == printed(capsys, "explain", "job.json"), "without PROGRAM the plan for CASE"
+    assert shown == printed(capsys, "explain", "job.json", "--equations"), "without PROGRAM the plan for CASE"
     figures = json.loads(printed(capsys, "explain", "job.json", "plan.sched", "--json"))
     planned = json.loads(printed(capsys, "plan", "job.json", "--json"))
     for name in ("period", "bound", "bound_kind", "bound_where", "healthy_period", "fault_scaled_period"):
@@ -76,7 +76,7 @@ def test_a_plan_is_explained_by_its_equations(folder: Path, capsys: pytest.Captu
 
 
 def test_a_slow_worker_is_explained_by_what_it_keeps(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = printed(capsys, "explain", "pipeline.json", "--replicas", "3", "--slow", "1.2=2", "--reduce", "1")
+    shown = printed(capsys, "explain", "pipeline.json", "--replicas", "3", "--slow", "1.2=2", "--reduce", "1", "--equations")
     assert "    worker 6 of stage 2: 6*3/(2*(-0.5 + 3)) = 3.6\n" in shown
 
 

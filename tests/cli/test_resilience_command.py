@@ -32,7 +32,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_each_number_of_lost_workers_has_a_row_with_its_bounds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = printed(capsys, *THREE, "--losses", "2").splitlines()
     assert shown[0] == "pipeline: 3 replicas of 4 stages, 6 microbatches each, by lost workers: decision and period"
-    assert shown[2].split() == ["lost", "per", "stage", *"period work healthy limit of limit 1F1B held decision".split()]
+    assert shown[2].split() == ["lost", "per", "stage", *"period work healthy scaled of scaled 1F1B held decision".split()]
     assert [line.split()[0] for line in shown[4:]] == ["0", "1", "2"]
     assert shown[4].split()[2:] == ["22", "21", "22", "22", "1.000", "30", "6", "keep", "the", "plan"]
 
@@ -41,8 +41,8 @@ def test_a_loss_shows_all_responses_and_the_decision(folder: Path, capsys: pytes
     shown = printed(capsys, *THREE, "--lost", "0.2,1.2", "--losses", "1", "--pieces", "1", "--joiner", "2h")
     for kind in ("reroute", "role move", "re-cut", "shrink", "wait", "restart"):
         assert f"\n {kind} " in shown
-    assert "decision: reroute now, then role move\n" in shown
-    assert "healthy period 22, work bound 57, limit 26.4, 1F1B 30" in shown
+    assert "decision of the model, which has watched no job: reroute now, then role move\n" in shown
+    assert "healthy period 22, work bound 57, scaled 26.4, 1F1B 30" in shown
 
 
 def test_a_case_may_say_what_is_lost_and_gpus_say_how_many(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -718,6 +718,21 @@ def test_a_checkpoint_goes_both_ways() -> None:
         assert torch.equal(pipe.state_dict()["layers.0.bias"], torch.ones(16))
 
 
+def test_the_explanation_is_of_what_was_measured_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that has healed since the plan was made is not what limits it; equations come on request."""
+    with compiled(stages=4) as pipe:
+        controller = pipe.session.workers[0].controller
+        cost = pipe.plan.case.cost
+        assert pipe.explain().startswith("plan 0, in the times for which it was made\n")
+        monkeypatch.setattr(type(controller), "measured_cost", property(lambda _: cost.with_latency(1, 2, 0.5)))
+        slow = pipe.explain()
+        assert slow.startswith("plan 0, in the times measured last, which differ from those it was made for\n")
+        assert "an edge 1→2 twice as fast" in slow
+        monkeypatch.undo()
+        assert "an edge 1→2 twice as fast" not in pipe.explain()
+        assert "symbols, " not in slow and "symbols, " in pipe.explain(equations=True)
+
+
 def test_what_there_is_to_see(tmp_path: Path) -> None:
     """The table, the explanation, the events, and the pictures and trace of a measured step."""
     with compiled(stages=4) as pipe:

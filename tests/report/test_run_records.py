@@ -30,7 +30,7 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
     assert run.steps[4].seconds == pytest.approx(0.16), "of the slower rank"
     assert run.flights[0, 1] == tuple((step, slow_from(step)) for step in range(8))
     assert [(one.step, one.rank, one.kind) for one in run.happenings] == [
-        (5, 0, "detected"), (5, 0, "path"), (5, 1, "path"), (6, 0, "agreed"),
+        (5, 0, "detected"), (5, 1, "path"), (5, 0, "path"), (6, 0, "agreed"),  # as they were told
     ]  # fmt: skip
     assert run.notes == ()
 
@@ -42,8 +42,8 @@ def test_a_run_as_text(tmp_path: Path) -> None:
         "plan 0: steps 0 to 5, median 111.0 ms, predicted at the end 100.0 ms\n"
         "plan 1: steps 6 to 7, median 135.0 ms, predicted at the end 100.0 ms\n"
         "step 5: detected plan 0: edge 0→1 slow: 50.0 ms (was 1.0 ms)\n"
-        "step 5: path edge 0→1: paths failed: 1, moves to another path: 1\n"
         "step 5: path edge 0→1: paths failed: 1, moves to another path: 0\n"
+        "step 5: path edge 0→1: paths failed: 1, moves to another path: 1\n"
         "step 6: agreed plan 1: edge 0→1 slow\n"
     )
 

@@ -66,9 +66,13 @@ class JobExplanation:
         }
 
     def __str__(self) -> str:
-        return "\n".join(self._text()) + "\n"
+        return self.text(equations=True)
 
-    def _text(self) -> Iterator[str]:
+    def text(self, *, equations: bool) -> str:
+        """Return the plan, what bounds it and what would help, and on request the equations with their numbers."""
+        return "\n".join((*self._summary(), *(self._equations() if equations else ()))) + "\n"
+
+    def _summary(self) -> Iterator[str]:
         name, case = self.simulation.program.name, self.simulation.case
         yield (
             f"{name} on {case.name}: period {self.simulation.period:.10g}, no order on its routes beats {self.bound}, "
@@ -80,6 +84,8 @@ class JobExplanation:
                 f"{self.fault_scaled:.10g}"
             )
         yield from self.remarks
+
+    def _equations(self) -> Iterator[str]:
         yield from texts_of(_alike_once(self.lines))
         yield "\nsymbols; i numbers stages, k workers, l and r links or ports:"
         for symbol, meaning in legend((line.equation for line in self.lines), REPLICA_SYMBOLS).items():

@@ -89,6 +89,16 @@ def test_a_suspicion_that_the_next_step_refutes_is_withdrawn() -> None:
     assert not run.world.events(EventKind.DETECTED)
 
 
+def test_a_suspicion_that_came_true_is_not_called_untrue_where_its_plan_no_longer_suits() -> None:
+    run = calibrated()
+    run.steps(1, SLOW)
+    policy = run.world.policy
+    policy._wins = lambda *_: False  # type: ignore[method-assign]
+    run.steps(1, SLOW)
+    (withdrawn,), (detected,) = run.of(Withdraw), run.world.events(EventKind.DETECTED)
+    assert withdrawn.why == f"step {detected.step} shows what this plan no longer suits: {detected.text}"
+
+
 def test_a_plan_that_takes_steps_to_make_is_proposed_for_what_was_detected_meanwhile() -> None:
     """The draft of the first slow step is there after the detection: it need not wait for another planning."""
     run = calibrated(PolicyWorld(plan_zero(), RANKS, PLANNING, planning_steps=1))
