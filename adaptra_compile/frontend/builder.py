@@ -27,6 +27,8 @@ from adaptra.graph import compile_stages
 from adaptra.graph.capture.collectives import refuse_context_parallel
 from adaptra.graph.capture.skeleton import skeleton
 from adaptra.graph.compile_modules import compile_modules
+from adaptra.graph.effects.generators import generators_kept
+from adaptra.graph.effects.plain_tensors import copy_of, kept_with_values
 from adaptra.graph.inner_compiler import EAGER, prepare
 from adaptra.graph.ops.autocast import refuse_autocast
 from adaptra.graph.ops.weighted_loss import WeightedLoss
@@ -42,6 +44,7 @@ from adaptra.runtime.worker.loss_reduction import Reduction, refuse_number_of_it
 logger = logging.getLogger(__name__)
 
 
+@generators_kept()
 def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any]) -> Session:
     """Compile a model for batches like this one and start its workers.
 
@@ -78,7 +81,8 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
             with _progress(launched) as progress:
                 planned = _compile(request, spec, args, targets, kwargs, progress, empty_on)
                 if reduction is Reduction.MEAN and request.with_loss:
-                    _check_mean(request, planned, launched, args, targets, kwargs)
+                    with kept_with_values(request.whole_model, request.loss):
+                        _check_mean(request, planned, launched, args, pytree.tree_map_only(Tensor, copy_of, targets), kwargs)
                 _refuse_hooked_copies(request.whole_model, planned.compiled.copied(request.placed))
                 stages_here = [stage for rank in launched.ranks for stage in stages_of(rank, request.placed)]
                 own = stages_here if options.inner != EAGER else []
@@ -153,7 +157,8 @@ def _compile(
                 "weights: the model is a list of stages on the meta device, which can't run without values: expected one "
                 "model, or stages with values"
             )
-        compiled = compile_modules(modules, args, kwargs, loss=loss, targets=targets)
+        with kept_with_values(modules, loss):
+            compiled = compile_modules(modules, args, kwargs, loss=loss, targets=targets)
     else:
         compiled = compile_stages(
             request.whole_model if empty_on is None else skeleton(request.whole_model, empty_on),
