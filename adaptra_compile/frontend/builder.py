@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from adaptra.errors import BatchError, CaptureError, LaunchError, OptionError, StateError
 from adaptra.frontend.arguments.arguments import CompileArguments
 from adaptra.frontend.arguments.placing import STRAIGHT
+from adaptra.frontend.arguments.shared_memory import refuse_shared_memory
 from adaptra.frontend.arguments.shared_models import Sharing
 from adaptra.frontend.session import Session
 from adaptra.frontend.shapes.recompile import Recompile
@@ -81,9 +82,11 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
             with _progress(launched) as progress:
                 planned = _compile(request, spec, args, targets, kwargs, progress, empty_on)
                 if reduction is Reduction.MEAN and request.with_loss:
-                    with kept_with_values(request.whole_model, request.loss):
-                        _check_mean(request, planned, launched, args, pytree.tree_map_only(Tensor, copy_of, targets), kwargs)
+                    _check_mean(request, planned, launched, args, pytree.tree_map_only(Tensor, copy_of, targets), kwargs)
                 _refuse_hooked_copies(request.whole_model, planned.compiled.copied(request.placed))
+                refuse_shared_memory(
+                    request.whole_model, planned.compiled, request.placed, launched, is_empty=empty_on is not None
+                )
                 stages_here = [stage for rank in launched.ranks for stage in stages_of(rank, request.placed)]
                 own = stages_here if options.inner != EAGER else []
                 for done, stage in enumerate(own, 1):
@@ -195,12 +198,14 @@ def _check_mean(
     given = args, targets, dict(kwargs)
     example = example_microbatch(given, request.microbatches, "example_inputs")
     rows = rows_of(example)
-    if request.loss is not None and not _is_one(request, launched):
-        refuse_sum(request.loss, planned.compiled, example[1], rows)
-    if _is_first(launched):
-        text = unequal_weights(request.loss, planned.compiled, targets, (args, kwargs), request.microbatches, rows)
-        if text is not None:
-            logger.warning(text)
+    text = None
+    with kept_with_values(request.whole_model, request.loss):
+        if request.loss is not None and not _is_one(request, launched):
+            refuse_sum(request.loss, planned.compiled, example[1], rows)
+        if _is_first(launched):
+            text = unequal_weights(request.loss, planned.compiled, targets, (args, kwargs), request.microbatches, rows)
+    if text is not None:
+        logger.warning(text)
 
 
 def _is_one(request: CompileArguments, launched: Launch) -> bool:

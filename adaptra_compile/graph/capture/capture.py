@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -30,6 +29,7 @@ from adaptra.graph.capture.eager_ops import EagerOp, eager_ops
 from adaptra.graph.capture.hooks import refusing_tensor_hooks
 from adaptra.graph.capture.inputs_kept import copy_what_changes
 from adaptra.graph.capture.replaced_buffers import following_replaced_buffers, read_before_replaced
+from adaptra.graph.capture.transforms import refusing_gradients
 from adaptra.graph.effects.effects import Effects
 from adaptra.graph.effects.lines import user_line
 from adaptra.graph.effects.plain_tensors import Watched, copy_of
@@ -157,7 +157,8 @@ def capture(
             refusing_collectives(where, is_captured=True),
         ):
             try:
-                return torch.export.export(step, examples, strict=False)
+                with refusing_gradients(where):
+                    return torch.export.export(step, examples, strict=False)
             except CaptureError:
                 raise
             except Exception as error:
@@ -361,7 +362,12 @@ def _acts(owner: Any, node: fx.Node) -> bool:
         return True
     inner = [getattr(owner, str(one.target), None) for one in node.all_input_nodes if one.op == "get_attr"]
     graphs = [one for one in inner if isinstance(one, fx.GraphModule)]
-    return any(changes_in_place(one.target) or _acts(held, one) for held in graphs for one in held.graph.nodes if one.op == "call_function")
+    return any(
+        changes_in_place(one.target) or _acts(held, one)
+        for held in graphs
+        for one in held.graph.nodes
+        if one.op == "call_function"
+    )
 
 
 def _forget_reads(graph: fx.Graph) -> None:

@@ -36,8 +36,8 @@ def following_replaced_buffers(model: nn.Module) -> Generator[None]:
         if not isinstance(new, Tensor) or new.shape != buffer.shape or new.dtype != buffer.dtype:
             shown = f"{new.dtype} of shape {tuple(new.shape)}" if isinstance(new, Tensor) else repr(new)
             raise CaptureError(
-                f"{name}: the model's code replaces this buffer, of {buffer.dtype} and shape {tuple(buffer.shape)}, by {shown}: "
-                "expected the same shape and dtype, so that a stage can keep it"
+                f"{name}: the model's code replaces this buffer, of {buffer.dtype} and shape {tuple(buffer.shape)}, by one of "
+                f"{shown}: expected the same shape and dtype, so that a stage can keep it"
             )
         buffer.copy_(new.detach())
         held[key] = buffer
@@ -51,7 +51,9 @@ def read_before_replaced(graph: fx.Graph, state: Iterable[fx.Node]) -> None:
         state: Its placeholders of parameters and buffers.
     """
     for node in state:
-        last = [one for one in node.users if one.target is torch.ops.aten.copy_.default and one.args[0] is node and not one.users]
+        last = [
+            one for one in node.users if one.target is torch.ops.aten.copy_.default and one.args[0] is node and not one.users
+        ]
         others = [one for one in node.users if one not in last]
         if len(last) != 1 or not others or any(one.next.op == "call_function" and not _copies(one.next) for one in last):
             continue

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import currentframe
+from itertools import dropwhile
 from threading import get_ident
+from traceback import walk_stack
 from typing import Any, Final
 
 import torch
 from torch import nn
 
 from adaptra.errors import CaptureError
-from adaptra.graph.effects.boxes import alike, is_library, same
 from adaptra.graph.effects.generators import is_at, state_of
+from adaptra.graph.effects.keepers import alike, is_library, same
 from adaptra.graph.effects.lines import lines_after_which
 from adaptra.graph.effects.same_graphs import first_difference
-from adaptra.graph.effects.snapshot import Change, Snapshot
+from adaptra.graph.effects.snapshot import ChangedValue, Snapshot
 
 _CLOCKS: Final = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns")
 
@@ -117,23 +119,25 @@ class Effects:
         for place in sorted(set.intersection(*lines)):
             raise CaptureError(f"{place}: it draws from {name}: {_KEYED}")
 
-    def _refusal(self, run: Callable[[], Any], changes: list[Change], place: str | None = None) -> CaptureError:
+    def _refusal(self, run: Callable[[], Any], changes: list[ChangedValue], place: str | None = None) -> CaptureError:
         if not changes:
             return CaptureError(f"{place}: it depends on the time or on the system's random numbers: {_STATELESS}")
         first = changes[0]
-        box, key = first.box, first.key
-        last = box.read()
+        keeper, key = first.keeper, first.key
+        last = keeper.read()
 
         def changed() -> bool:
             nonlocal last
-            now = box.read()
+            now = keeper.read()
             keys = now.keys() | last.keys() if first.grows else [key]
             differs = not all(same(now.get(one), last.get(one)) for one in keys)
             last = now
             return differs
 
         lines = self._lines(changed, run)
-        return CaptureError(f"{lines[0] if lines else first.box.where}: it changes {first.name} from call to call: {_STATELESS}")
+        return CaptureError(
+            f"{lines[0] if lines else first.keeper.where}: it changes {first.name} from call to call: {_STATELESS}"
+        )
 
     def _lines(self, changed: Callable[[], bool], run: Callable[[], Any]) -> list[str]:
         found: list[str] = []
@@ -160,7 +164,7 @@ class Effects:
     def _noting_questions(self) -> Generator[None]:
         """Note whether users' code asks for the time, or for random numbers of the system."""
         self._asked = False
-        places: Mapping[str, Any] = {name: time for name in _CLOCKS} | {"urandom": os, "_urandom": random}
+        places: Mapping[str, Any] = dict.fromkeys(_CLOCKS, time) | {"urandom": os, "_urandom": random}
         before = {name: getattr(place, name) for name, place in places.items()}
         thread = get_ident()
 
@@ -182,13 +186,10 @@ class Effects:
 
 
 def _is_asked_by_user() -> bool:
-    frame = sys._getframe(2)
-    while True:
+    for frame, _ in dropwhile(lambda one: one[0].f_code.co_filename == __file__, walk_stack(currentframe())):
         name = frame.f_globals.get("__name__", "")
         if name.startswith(("torch", "adaptra.", "logging")):
             return False
         if not is_library(name):
             return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
+    return False

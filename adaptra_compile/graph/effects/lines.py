@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from inspect import currentframe
 from itertools import takewhile
 from pathlib import Path
 from traceback import walk_stack
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from adaptra.graph.effects.boxes import is_library
+from adaptra.graph.effects.keepers import is_library
 
 
 def user_line(frames: Iterable[tuple[FrameType, int]], names: Mapping[int, str]) -> tuple[str, str] | None:
@@ -71,7 +72,7 @@ def lines_after_which(changed: Callable[[], bool], model: nn.Module) -> Generato
 
 def place_now() -> str:
     """Return the line of the loss function that runs now."""
-    own = (frame for frame, _ in walk_stack(None) if not frame.f_globals.get("__name__", "").startswith("adaptra."))
+    own = (frame for frame, _ in walk_stack(currentframe()) if not frame.f_globals.get("__name__", "").startswith("adaptra."))
     return _place(next(own), {})
 
 
@@ -82,7 +83,9 @@ def _place(frame: FrameType, names: Mapping[int, str]) -> str:
     place = user_line(reversed(own), names)
     if place is not None:
         return f"{place[0]} at {place[1]}"
-    line = next((f"{one.f_code.co_filename}:{number}" for one, number in own if not is_library(one.f_globals.get("__name__", ""))), "")
+    line = next(
+        (f"{one.f_code.co_filename}:{number}" for one, number in own if not is_library(one.f_globals.get("__name__", ""))), ""
+    )
     return f"the loss function at {line}"
 
 

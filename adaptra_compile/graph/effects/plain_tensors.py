@@ -43,8 +43,8 @@ class Watched:
         name = self.plain.get(memory_of(tensor))
         if name is not None:
             raise CaptureError(
-                f"{self._place()}: it changes in place {name}, which is no buffer: expected register_buffer for a tensor that the "
-                "model's code changes, so that it is kept, saved and restored with the model"
+                f"{self._place()}: it changes in place {name}, which is no buffer: expected register_buffer for a tensor that "
+                "the model's code changes, so that it is kept, saved and restored with the model"
             )
 
     def _place(self) -> str:

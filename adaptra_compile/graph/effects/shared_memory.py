@@ -58,9 +58,10 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     if alike and one.element_size() == other.element_size():
         return True
     start = min(_bytes(one).start, _bytes(other).start)
-    touched = torch.zeros(max(_bytes(one).stop, _bytes(other).stop) - start, dtype=torch.bool)
-    _in(touched, one, start).fill_(True)
-    return bool(_in(touched, other, start).any())
+    numbers = torch.arange(max(_bytes(one).stop, _bytes(other).stop) - start)
+    touched = torch.zeros_like(numbers, dtype=torch.bool)
+    touched[_in(numbers, one, start)] = True
+    return bool(touched[_in(numbers, other, start)].any())
 
 
 def _in(memory: Tensor, tensor: Tensor, start: int) -> Tensor:

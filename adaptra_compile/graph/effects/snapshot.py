@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MethodType
@@ -14,11 +14,11 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from adaptra.graph.effects.boxes import (
+from adaptra.graph.effects.generators import global_generators, is_at, is_generator, restore, state_of
+from adaptra.graph.effects.keepers import (
     MISSING,
-    Box,
     Content,
-    box_of,
+    Keeper,
     cells_of,
     class_of,
     functions_of,
@@ -26,9 +26,9 @@ from adaptra.graph.effects.boxes import (
     is_installed,
     is_library,
     is_plain,
+    keeper_of,
     same,
 )
-from adaptra.graph.effects.generators import global_generators, is_at, is_generator, restore, state_of
 from adaptra.graph.ops.ops import memory_of
 
 _MOST: Final = 5_000
@@ -36,15 +36,15 @@ _MOST: Final = 5_000
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ChangedValue:
     """One value that a model's code has changed.
 
     Attributes:
-        box, key: Where.
+        keeper, key: Where.
         before, after: The value, or MISSING.
     """
 
-    box: Box
+    keeper: Keeper
     key: Any
     before: Any
     after: Any
@@ -52,16 +52,16 @@ class Change:
     @property
     def name(self) -> str:
         """The value in the words of the user's code; of a container that grows, the container."""
-        return self.box.name if self.grows else self.box.named(self.key)
+        return self.keeper.name if self.grows else self.keeper.named(self.key)
 
     @property
     def grows(self) -> bool:
         """Whether it is an item that a container has not always."""
-        return "[" in self.box.within and MISSING in (self.before, self.after)
+        return "[" in self.keeper.within and MISSING in (self.before, self.after)
 
 
 class Snapshot:
-    """The state that a model and a loss function can keep, at one time. Parameters, and buffers with values, are not part of it.
+    """The state that a model and a loss function can keep, at one time, without parameters and without buffers with values.
 
     Args:
         model: The model.
@@ -71,7 +71,7 @@ class Snapshot:
 
     def __init__(self, model: nn.Module, loss: Any = None, like: Snapshot | None = None) -> None:
         self.settled: dict[int, frozenset[str]] = {} if like is None else like.settled
-        self.contents: dict[int, tuple[Box, Content]] = {}
+        self.contents: dict[int, tuple[Keeper, Content]] = {}
         self.tensors: dict[int, tuple[Tensor, str]] = {}
         self.generators: dict[int, tuple[Any, str, Any]] = {}
         self._with_generators = like is None
@@ -84,28 +84,28 @@ class Snapshot:
         if loss is not None:
             self._queue.append((loss, "the loss function", getattr(loss, "__qualname__", "loss")))
         self._walk()
-        for identity, (box, _) in () if like is None else like.contents.items():
-            self.contents.setdefault(identity, (box, box.read()))
+        for identity, (keeper, _) in () if like is None else like.contents.items():
+            self.contents.setdefault(identity, (keeper, keeper.read()))
 
-    def changes(self, later: Snapshot) -> list[Change]:
+    def changes(self, later: Snapshot) -> list[ChangedValue]:
         """Return the values of this snapshot's places that differ in a later one."""
-        found: list[Change] = []
-        for identity, (box, before) in self.contents.items():
+        found: list[ChangedValue] = []
+        for identity, (keeper, before) in self.contents.items():
             after = later.contents[identity][1]
             if after is before:
                 continue
             for key in [*before, *(key for key in after if key not in before)]:
                 one, other = before.get(key, MISSING), after.get(key, MISSING)
                 if not same(one, other):
-                    found.append(Change(box, key, one, other))
+                    found.append(ChangedValue(keeper, key, one, other))
         return found
 
     def restore(self) -> None:
         """Put back all values and states as they were. What has not changed is not touched."""
-        for box, content in self.contents.values():
-            now = box.read()
+        for keeper, content in self.contents.values():
+            now = keeper.read()
             if now.keys() != content.keys() or not all(same(now[key], content[key]) for key in now):
-                box.write(content)
+                keeper.write(content)
         for generator, _, state in self.generators.values():
             if not is_at(generator, state):
                 restore(generator, state)
@@ -130,47 +130,43 @@ class Snapshot:
     def _walk(self) -> None:
         while self._queue and len(self.contents) < _MOST:
             value, where, name = self._queue.popleft()
-            for box in self._boxes(value, where, name):
-                if id(box.owner) in self.contents:
+            for keeper in self._keepers(value, where, name):
+                if id(keeper.owner) in self.contents:
                     continue
-                content = box.read()
-                self.contents[id(box.owner)] = box, content
+                content = keeper.read()
+                self.contents[id(keeper.owner)] = keeper, content
                 for key, inner in content.items():
                     if not is_plain(inner):
-                        self._queue.append((inner, where, box.named(key)))
+                        self._queue.append((inner, where, keeper.named(key)))
 
-    def _boxes(self, value: Any, where: str, name: str) -> Iterator[Box]:
+    def _keepers(self, value: Any, where: str, name: str) -> Iterator[Keeper]:
         if isinstance(value, Tensor):
             self.tensors.setdefault(id(value), (value, f"{where}: {name}"))
             return
         if is_generator(value):
             self._keep_generator(value, f"{where}: {name}")
             return
-        if isinstance(value, tuple):
-            self._queue.extend((one, where, f"{name}[{index}]") for index, one in enumerate(value))
-            return
         for inner in _parts(value):
             self._queue.append((inner, where, name))
         if isinstance(value, nn.Module):
             buffers: Mapping[str, Any] = vars(value)["_buffers"]
             settled = self.settled.setdefault(id(value), frozenset(key for key, one in buffers.items() if one is not None))
-            own = box_of(value, where, name, settled)
+            own = keeper_of(value, where, name, settled)
             if id(value) not in self.contents:  # a layer that is not registered has parameters of its own
                 inside: Mapping[str, Any] = vars(value)["_modules"] | vars(value)["_parameters"]
                 self._queue.extend((one, where, f"{name}.{key}") for key, one in inside.items() if one is not None)
         else:
-            own = box_of(value, where, name)
+            own = keeper_of(value, where, name)
         if own is not None:
             yield own
         for function in functions_of(value):
             if id(function) not in self.contents:
                 yield globals_of(function, where)
                 yield cells_of(function, where)
-        if isinstance(value, nn.Module):
-            for kind in type(value).__mro__:
-                module: Any = sys.modules.get(kind.__module__)
-                if not is_library(kind.__module__) and not is_installed(getattr(module, "__file__", None) or ""):
-                    yield class_of(kind, where)
+        for kind in type(value).__mro__ if isinstance(value, nn.Module) else ():
+            module: Any = sys.modules.get(kind.__module__)
+            if not is_library(kind.__module__) and not is_installed(getattr(module, "__file__", None) or ""):
+                yield class_of(kind, where)
 
     def _keep_generator(self, generator: Any, name: str) -> None:
         if self._with_generators and id(generator) not in self.generators:
@@ -195,3 +191,5 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (value.args, value.keywords)
     elif isinstance(value, FunctionType):
         yield from value.__defaults__ or ()
+    elif isinstance(value, tuple):
+        yield from value

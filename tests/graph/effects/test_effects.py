@@ -35,12 +35,12 @@ CHANGES = (
 )
 ASKS = (
     "… at …: it depends on the time or on the system's random numbers: what it draws or counts would stay as it was at "
-    "adaptra.compile: expected a registered buffer that ops change (register_buffer, then add_), an argument of the model, or a "
-    "list of stages"
+    "adaptra.compile: expected a registered buffer that ops change (register_buffer, then add_), an argument of the model, or "
+    "a list of stages"
 )
 IN_PLACE = (
-    "… at …: it changes in place …, which is no buffer: expected register_buffer for a tensor that the model's code changes, so "
-    "that it is kept, saved and restored with the model"
+    "… at …: it changes in place …, which is no buffer: expected register_buffer for a tensor that the model's code changes, "
+    "so that it is kept, saved and restored with the model"
 )
 TRAINED = (
     "…: it requires a gradient and is no parameter of the model, so nothing would train it: expected torch.nn.Parameter as an "
@@ -80,14 +80,18 @@ class Held:
         self.steps = 0
 
 
-STEPS = 0
+counted = {"steps": 0}
 GENERATOR = np.random.default_rng(0)
 
 
 def counts_globally(model: Any, x: Tensor) -> Tensor:
-    global STEPS
-    STEPS += 1
-    return x * STEPS
+    counted["steps"] += 1
+    return x * counted["steps"]
+
+
+def starting_globally(model: Any, x: Tensor) -> Tensor:
+    globals()["counted"] = {"steps": counted["steps"] + 1}
+    return x * counted["steps"]
 
 
 def counts_in_class(model: Any, x: Tensor) -> Tensor:
@@ -104,6 +108,21 @@ def counts_in_closure() -> Run:
         return x * steps
 
     return run
+
+
+def counts_in_dict(model: Any, x: Tensor) -> Tensor:
+    model.held["n"] += 1
+    return x
+
+
+def counts_in_object(model: Any, x: Tensor) -> Tensor:
+    model.held.n += 1
+    return x
+
+
+def counts_in(held: list[int], model: Any, x: Tensor) -> Tensor:
+    held.append(0)
+    return x * len(held)
 
 
 def setting(name: str, made: Callable[[Any, Tensor], Any], used: Callable[[Any, Tensor], Tensor] = lambda model, x: x) -> Run:
@@ -219,8 +238,14 @@ REFUSED: dict[str, tuple[str, Callable[[], Model]]] = {
     "random.shuffle": (DRAWS, lambda: Model(lambda model, x: x[:, random.sample(range(4), 4)])),
     "numpy's shared generator": (DRAWS, lambda: Model(lambda model, x: x * float(np.random.rand()))),
     "a mask of numpy": (DRAWS, lambda: Model(lambda model, x: x * torch.from_numpy(np.random.randint(0, 2, 4)))),
-    "numpy's Generator held": (DRAWS, lambda: Model(iterated(lambda model: model.draw.random()), draw=np.random.default_rng(1))),
-    "numpy's RandomState held": (DRAWS, lambda: Model(iterated(lambda model: model.draw.normal()), draw=np.random.RandomState(1))),
+    "numpy's Generator held": (
+        DRAWS,
+        lambda: Model(iterated(lambda model: model.draw.random()), draw=np.random.default_rng(1)),
+    ),
+    "numpy's RandomState held": (
+        DRAWS,
+        lambda: Model(iterated(lambda model: model.draw.normal()), draw=np.random.RandomState(1)),
+    ),
     "random.Random held in a list": (
         DRAWS,
         lambda: Model(iterated(lambda model: model.draw[0].random()), draw=[random.Random(1)]),
@@ -233,16 +258,20 @@ REFUSED: dict[str, tuple[str, Callable[[], Model]]] = {
     "the time": (ASKS, lambda: Model(iterated(lambda model: time.perf_counter()))),
     "a counter": (CHANGES, lambda: Model(setting("steps", lambda model, x: model.steps + 1), steps=0)),
     "a counter made by forward": (CHANGES, lambda: Model(setting("steps", lambda model, x: getattr(model, "steps", 0) + 1))),
-    "a counter in a dict": (CHANGES, lambda: Model(lambda m, x: m.held.update(n=m.held["n"] + 1) or x, held={"n": 0})),
-    "a counter in an object": (CHANGES, lambda: Model(lambda m, x: m.held.__dict__.update(n=m.held.n + 1) or x, held=argparse.Namespace(n=0))),
+    "a counter in a dict": (CHANGES, lambda: Model(counts_in_dict, held={"n": 0})),
+    "a counter in an object": (
+        CHANGES,
+        lambda: Model(counts_in_object, held=argparse.Namespace(n=0)),
+    ),
     "a counter deep in a config": (CHANGES, lambda: Model(deep, config={"held": (Held(),)})),
     "a counter that is an array": (CHANGES, lambda: Model(written, counts=np.zeros(2))),
     "a counter in a closure": (CHANGES, lambda: Model(counts_in_closure())),
     "a counter of the class": (CHANGES, lambda: Model(counts_in_class)),
-    "a global counter": (CHANGES, lambda: Model(counts_globally)),
+    "a counter in a global dict": (CHANGES, lambda: Model(counts_globally)),
+    "a global that is replaced": (CHANGES, lambda: Model(starting_globally)),
     "a counter of a partial": (
         CHANGES,
-        lambda: Model(functools.partial(lambda held, model, x: held.append(0) or x * len(held), [])),
+        lambda: Model(functools.partial(counts_in, [])),
     ),
     "itertools.count": (CHANGES, lambda: Model(iterated(lambda model: next(model.numbers)), numbers=itertools.count())),
     "a generator function": (CHANGES, lambda: Model(iterated(lambda model: next(model.numbers)), numbers=numbered(99))),
@@ -254,7 +283,10 @@ REFUSED: dict[str, tuple[str, Callable[[], Model]]] = {
     "a first call that differs": (CHANGES, lambda: Model(at_first, is_new=True)),
     "a constant that decays": (CHANGES, lambda: Model(decayed, scale=torch.ones(4))),
     "a tensor counted in place": (IN_PLACE, lambda: Model(in_place(lambda count, x: count.add_(1)), count=torch.zeros(()))),
-    "a mean kept in place": (IN_PLACE, lambda: Model(in_place(lambda count, x: count.lerp_(x.mean(), 0.1)), count=torch.zeros(()))),
+    "a mean kept in place": (
+        IN_PLACE,
+        lambda: Model(in_place(lambda count, x: count.lerp_(x.mean(), 0.1)), count=torch.zeros(())),
+    ),
     "a view changed in place": (IN_PLACE, lambda: Model(in_place(lambda count, x: count[1:].zero_()), count=torch.ones(4))),
     "a trained tensor": (TRAINED, trained(scale=ones)),
     "a trained tensor in a list": (TRAINED, trained(scale=lambda: [ones()])),
@@ -266,7 +298,9 @@ REFUSED: dict[str, tuple[str, Callable[[], Model]]] = {
 FOLLOWED: dict[str, Callable[[], Model]] = {
     "the last output": lambda: Model(setting("output", lambda model, x: x.detach())),
     "the last output, declared": lambda: Model(setting("output", lambda model, x: x), output=None),
-    "outputs in a new list": lambda: Model(setting("outputs", lambda model, x: [x, 2 * x], lambda model, x: x + model.outputs[1])),
+    "outputs in a new list": lambda: Model(
+        setting("outputs", lambda model, x: [x, 2 * x], lambda model, x: x + model.outputs[1])
+    ),
     "losses in a list that is cleared": lambda: Model(collected, losses=[]),
     "the last shape": lambda: Model(setting("rows", lambda model, x: x.shape[0])),
     "a flag": lambda: Model(setting("is_ready", lambda model, x: True), is_ready=False),
@@ -274,7 +308,9 @@ FOLLOWED: dict[str, Callable[[], Model]] = {
     "a table made by forward": lambda: Model(filled(lambda model: torch.arange(4.0).cos())),
     "a buffer that is None": lambda: Model(filled(lambda model: torch.arange(4.0).cos()), buffers={"table": None}),
     "a buffer that forward registers": lambda: Model(registering),
-    "a mask made anew": lambda: Model(setting("mask", lambda model, x: torch.eye(4).tril()[0], lambda model, x: x * model.mask)),
+    "a mask made anew": lambda: Model(
+        setting("mask", lambda model, x: torch.eye(4).tril()[0], lambda model, x: x * model.mask)
+    ),
     "the time, not used": lambda: Model(lambda model, x: x if time.time() > 0 else 2 * x),
     "a buffer that counts": lambda: Model(
         in_place(lambda count, x: count.add_(1)), buffers={"count": torch.zeros((), dtype=torch.int64)}
@@ -301,6 +337,12 @@ def compiled(model: nn.Module, batch: tuple[Tensor, Tensor], loss: Any = square,
     return compile_pipeline(model, stages=stages, microbatches=2, example_inputs=batch, loss=loss)
 
 
+def states() -> Any:
+    """The states of Python's and of numpy's shared generators."""
+    legacy: Any = np.random.get_state(legacy=False)
+    return random.getstate(), legacy["state"]["key"].tolist(), legacy["state"]["pos"]
+
+
 @pytest.fixture
 def batch() -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
@@ -312,18 +354,18 @@ def test_what_no_capture_can_follow_is_refused_with_its_line(kind: str, batch: t
     row, make = REFUSED[kind]
     model = make()
     count = deepcopy(getattr(model, "count", None))
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state(), vars(model).copy(), STEPS, Model.calls
+    before = states(), torch.get_rng_state(), vars(model).copy(), counted["steps"], Model.calls
     with pytest.raises(CaptureError) as caught:
         compiled(model, batch)
     check_documented("CaptureError", str(caught.value), row)
     if row is not TRAINED:
         assert f"{__file__}:" in str(caught.value)
     assert "module " in str(caught.value)
-    assert before[:2] == (random.getstate(), np.random.get_state()[1].tolist())
-    assert torch.equal(before[2], torch.get_rng_state())
-    assert before[3:] == (vars(model), STEPS, Model.calls)
-    if count is not None:
-        assert torch.equal(count, model.count)
+    assert before[0] == states()
+    assert torch.equal(before[1], torch.get_rng_state())
+    assert before[2:] == (vars(model), counted["steps"], Model.calls)
+    if isinstance(count, Tensor):
+        assert torch.equal(count, vars(model)["count"])
 
 
 @pytest.mark.parametrize("kind", FOLLOWED)

@@ -9,7 +9,7 @@ import operator
 import sys
 import sysconfig
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType
@@ -29,13 +29,13 @@ _LONG: Final = 4096
 """Longer containers of plain values, such as vocabularies, count by their length."""
 
 HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
-_OF_TORCH: Final = (frozenset(vars(nn.Module())) | {"_initialize_hook", "_load_hook", "_flat_weights", "_flat_weight_refs"}).difference(
-    [*HOOKS, "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"]
-)
+_OF_TORCH: Final = (
+    frozenset(vars(nn.Module())) | {"_initialize_hook", "_load_hook", "_flat_weights", "_flat_weight_refs"}
+).difference([*HOOKS, "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"])
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class Keeper:
     """A place that keeps state.
 
     Attributes:
@@ -71,18 +71,16 @@ def same(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, tuple):
         return len(one) == len(other) and all(map(same, one, other))
-    return is_plain(one) and (one == other or (one != one and other != other))
+    return is_plain(one) and (one == other or repr(one) == repr(other) == "nan")
 
 
 def alike(one: Any, other: Any, depth: int = 6) -> bool:
     """Return whether two values differ in tensors and in identities only."""
     if same(one, other) or depth == 0:
         return True
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return True
-    if type(one) is not type(other) or is_plain(one):
-        return False
-    if isinstance(one, Mapping):
+    if isinstance(one, Tensor) or type(one) is not type(other) or is_plain(one):
+        return isinstance(one, Tensor) and isinstance(other, Tensor)
+    if isinstance(one, dict):
         return list(one) == list(other) and all(alike(one[key], other[key], depth - 1) for key in one)
     if isinstance(one, list | tuple | deque):
         return len(one) == len(other) and all(alike(first, second, depth - 1) for first, second in zip(one, other, strict=True))
@@ -91,34 +89,31 @@ def alike(one: Any, other: Any, depth: int = 6) -> bool:
     return not hasattr(one, "__dict__") or alike(vars(one), vars(other), depth - 1)
 
 
-def box_of(value: Any, where: str, name: str, settled: frozenset[str] = frozenset()) -> Box | None:
+def keeper_of(value: Any, where: str, name: str, settled: frozenset[str] = frozenset()) -> Keeper | None:
     """Return the place that an object is, or None if it keeps nothing.
 
     Args:
         value: The object.
-        where, name: See :class:`Box`.
+        where, name: See :class:`Keeper`.
         settled: Names of a module's buffers that have values. A capture follows these.
     """
-    match value:
-        case nn.Module():
-            return _of_module(value, where, name, settled)
-        case dict():
-            return Box(value, where, name, functools.partial(_short, value, _items), functools.partial(_refill, value))
-        case list() | deque():
-            return Box(value, where, name, functools.partial(_short, value, _numbered), functools.partial(_refill, value))
-        case set():
-            return Box(value, where, name, functools.partial(_short, value, _elements), functools.partial(_refill, value))
-        case _ if _is_array(value):
-            return Box(value, where, name, lambda: {...: value.tobytes()}, functools.partial(_fill_array, value), "{0}")
-        case _ if isinstance(value, Iterator):
-            return Box(value, where, name, lambda: {...: _progress(value)}, lambda content: None, "{0}")
-        case _ if is_object(value):
-            return Box(value, where, name, lambda: dict(vars(value)), functools.partial(_put_attributes, value), "{0}.{1}")
-        case _:
-            return None
+    if isinstance(value, nn.Module):
+        return _of_module(value, where, name, settled)
+    if isinstance(value, dict | list | deque | set):
+        taken: Callable[[Any], Content] = (
+            _items if isinstance(value, dict) else _elements if isinstance(value, set) else _numbered
+        )
+        return Keeper(value, where, name, functools.partial(_short, value, taken), functools.partial(_refill, value))
+    if _is_array(value):
+        return Keeper(value, where, name, lambda: {...: value.tobytes()}, functools.partial(_fill_array, value), "{0}")
+    if isinstance(value, Iterator):
+        return Keeper(value, where, name, lambda: {...: _progress(value)}, lambda content: None, "{0}")
+    if is_object(value):
+        return Keeper(value, where, name, lambda: dict(vars(value)), functools.partial(_put_attributes, value), "{0}.{1}")
+    return None
 
 
-def cells_of(function: FunctionType, where: str) -> Box:
+def cells_of(function: FunctionType, where: str) -> Keeper:
     """Return the variables that a function closes over, as a place."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
@@ -135,10 +130,10 @@ def cells_of(function: FunctionType, where: str) -> Box:
         for name, value in content.items():
             cells[name].cell_contents = value
 
-    return Box(function, where, f"{function.__qualname__}'s variable", read, write, "{0} {1!r}")
+    return Keeper(function, where, f"{function.__qualname__}'s variable", read, write, "{0} {1!r}")
 
 
-def globals_of(function: FunctionType, where: str) -> Box:
+def globals_of(function: FunctionType, where: str) -> Keeper:
     """Return the variables of its module that a function's code names, as a place."""
     space = function.__globals__
     names = [name for name in dict.fromkeys(_names(function.__code__)) if name in space]
@@ -149,10 +144,10 @@ def globals_of(function: FunctionType, where: str) -> Box:
     def write(content: Content) -> None:
         space.update(content)
 
-    return Box(function.__code__, where, "the global", read, write, "{0} {1!r}")
+    return Keeper(function.__code__, where, "the global", read, write, "{0} {1!r}")
 
 
-def class_of(kind: type, where: str) -> Box:
+def class_of(kind: type, where: str) -> Keeper:
     """Return the attributes of a class that hold values, as a place."""
 
     def read() -> Content:
@@ -168,7 +163,7 @@ def class_of(kind: type, where: str) -> Box:
         for name, value in content.items():
             setattr(kind, name, value)
 
-    return Box(kind, where, kind.__qualname__, read, write, "{0}.{1}")
+    return Keeper(kind, where, kind.__qualname__, read, write, "{0}.{1}")
 
 
 def is_object(value: Any) -> bool:
@@ -221,7 +216,7 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _of_module(module: nn.Module, where: str, name: str, settled: frozenset[str]) -> Box:
+def _of_module(module: nn.Module, where: str, name: str, settled: frozenset[str]) -> Keeper:
     buffers: dict[str, Any] = vars(module)["_buffers"]
 
     def read() -> Content:
@@ -235,7 +230,7 @@ def _of_module(module: nn.Module, where: str, name: str, settled: frozenset[str]
         for key, value in content.items():
             (buffers if key in buffers else vars(module))[key] = value
 
-    return Box(module, where, name, read, write, "{0}.{1}")
+    return Keeper(module, where, name, read, write, "{0}.{1}")
 
 
 def _short(value: Any, read: Callable[[Any], Content]) -> Content:
@@ -259,7 +254,7 @@ def _refill(value: Any, content: Content) -> None:
     if ... in content:
         return
     if isinstance(value, dict):
-        kind = OrderedDict if isinstance(value, OrderedDict) else dict
+        kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
         kind.clear(value)
         for key, one in content.items():
             kind.__setitem__(value, key, one)
