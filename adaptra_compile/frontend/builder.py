@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from adaptra.errors import BatchError, CaptureError, LaunchError, OptionError, StateError
 from adaptra.frontend.arguments.arguments import CompileArguments
 from adaptra.frontend.arguments.placing import STRAIGHT
+from adaptra.frontend.arguments.shared_memory import refuse_shared_memory
 from adaptra.frontend.arguments.shared_models import Sharing
 from adaptra.frontend.losses.batch_look import BatchLook, example_weights
 from adaptra.frontend.losses.rows_together import rows_together
@@ -30,6 +31,8 @@ from adaptra.graph import compile_stages
 from adaptra.graph.capture.collectives import refuse_context_parallel
 from adaptra.graph.capture.skeleton import skeleton
 from adaptra.graph.compile_modules import compile_modules
+from adaptra.graph.effects.generators import generators_kept
+from adaptra.graph.effects.plain_tensors import copy_of, kept_with_values
 from adaptra.graph.inner_compiler import EAGER, prepare
 from adaptra.graph.ops.autocast import refuse_autocast
 from adaptra.graph.ops.weighted_loss import WeightedLoss
@@ -45,6 +48,7 @@ from adaptra.runtime.worker.loss_reduction import UNEQUAL, Reduction, refuse_num
 logger = logging.getLogger(__name__)
 
 
+@generators_kept()
 def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any]) -> Session:
     """Compile a model for batches like this one and start its workers.
 
@@ -80,8 +84,11 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
             opened.callback(recorder.close)
             with _progress(launched) as progress:
                 planned = _compile(request, spec, args, targets, kwargs, progress, empty_on)
-                look = _check_mean(request, planned, launched, args, targets, kwargs)
+                look = _check_mean(request, planned, launched, args, pytree.tree_map_only(Tensor, copy_of, targets), kwargs)
                 _refuse_hooked_copies(request.whole_model, planned.compiled.copied(request.placed))
+                refuse_shared_memory(
+                    request.whole_model, planned.compiled, request.placed, launched, is_empty=empty_on is not None
+                )
                 stages_here = [stage for rank in launched.ranks for stage in stages_of(rank, request.placed)]
                 own = stages_here if options.inner != EAGER else []
                 for done, stage in enumerate(own, 1):
@@ -156,7 +163,8 @@ def _compile(
                 "weights: the model is a list of stages on the meta device, which can't run without values: expected one "
                 "model, or stages with values"
             )
-        compiled = compile_modules(modules, args, kwargs, loss=loss, targets=targets)
+        with kept_with_values(modules, loss):
+            compiled = compile_modules(modules, args, kwargs, loss=loss, targets=targets)
     else:
         compiled = compile_stages(
             request.whole_model if empty_on is None else skeleton(request.whole_model, empty_on),
@@ -199,23 +207,24 @@ def _check_mean(
     compiled = planned.compiled
     example = example_microbatch(given, request.microbatches, "example_inputs")
     rows = rows_of(example)
-    if request.loss is not None and not _is_one(request, launched):
-        refuse_sum(request.loss, compiled, example[1], rows)
     look = BatchLook(compiled)
     flat = compiled.inputs.flatten(args, kwargs), compiled.targets.flatten(targets)
-    if any(one.is_meta for side in flat for one in side):
-        return look
-    weights = example_weights(compiled, split_rows([*flat[0], *flat[1]], (rows,) * request.microbatches))
-    unequal = next((one for one in weights if not one.are_alike), None)
-    if unequal is not None:
+    has_values = not any(one.is_meta for side in flat for one in side)
+    text, unequal = None, None
+    with kept_with_values(request.whole_model, request.loss):
+        if request.loss is not None and not _is_one(request, launched):
+            refuse_sum(request.loss, compiled, example[1], rows)
+        if has_values:
+            weights = example_weights(compiled, split_rows([*flat[0], *flat[1]], (rows,) * request.microbatches))
+            unequal = next((one for one in weights if not one.are_alike), None)
+        if has_values and _is_first(launched):
+            text = rows_together(request.whole_model, request.loss, compiled, *flat, request.microbatches)
+            text = text or unequal_weights(request.loss, compiled, targets, request.microbatches, rows)
+    if text is None and unequal is not None:
+        text = f"reduction='mean': microbatches of the example {unequal}, {UNEQUAL}"
+    if text is not None:
         look.end()
-    if _is_first(launched):
-        text = rows_together(request.whole_model, request.loss, compiled, *flat, request.microbatches)
-        text = text or unequal_weights(request.loss, compiled, targets, request.microbatches, rows)
-        if text is None and unequal is not None:
-            text = f"reduction='mean': microbatches of the example {unequal}, {UNEQUAL}"
-        if text is not None:
-            look.end()
+        if _is_first(launched):
             logger.warning(text)
     return look
 

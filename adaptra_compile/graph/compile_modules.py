@@ -17,6 +17,8 @@ from adaptra.graph.capture.batch import InputFormat, LossFunction, OutputFormat,
 from adaptra.graph.capture.capture import StateNames, state_names
 from adaptra.graph.capture.collectives import refusing_collectives
 from adaptra.graph.compile import CompiledStages
+from adaptra.graph.effects.plain_tensors import refuse_trained
+from adaptra.graph.effects.snapshot import Snapshot
 from adaptra.graph.ops.layout import Layout
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.graph.ops.work import CountWork
@@ -187,7 +189,7 @@ class _Example:
         index, names = call.index, self.names
         parameters = tuple(name for name in names.parameters if index in holders[name])
         with torch.enable_grad():
-            returned, _ = call.run_differentiable(state, parameters, inputs, specs, NOTHING_RANDOM)
+            returned, left = call.run_differentiable(state, parameters, inputs, specs, NOTHING_RANDOM)
             form = None
             if index == len(self.modules) - 1:
                 returns, results = None, (call.loss_of(returned, self.flat_targets),)
@@ -195,6 +197,8 @@ class _Example:
             else:
                 returns = Boundary.of(returned)
                 results = returns.pack(returns.tensors(returned))
+        own = {id(one) for one in (*left.parameters.values(), *left.inputs)}
+        refuse_trained(results, own, Snapshot(call.module, self.loss))
         outputs = tuple(TensorSpec(tuple(one.shape), one.dtype, one.requires_grad) for one in results)
         trainable = tuple(name for name in parameters if name in names.trainable)
         stage = StageModule(

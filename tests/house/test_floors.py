@@ -15,7 +15,7 @@ from paths import ROOT, TESTS
 FLOORS = """
     errors checks sizes progress moved renamed json_files unlike_numbers
     program simulation equations
-    graph.ops graph.capture graph.partition graph.stages graph.backward graph
+    graph.ops graph.effects graph.capture graph.partition graph.stages graph.backward graph
     passes planning planning.replicas
     runtime.control_store runtime.transports runtime.transports.c10d runtime.transports.delegate
     runtime.rdma runtime.injection runtime.detection runtime.data_parallel.collectives runtime.data_parallel

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from adaptra.errors import OptionError
+from adaptra.frontend.arguments.shared_memory import refuse_to_part
 from adaptra.graph import CompiledStages
 from adaptra.program.placement import stages_of
 from adaptra.runtime.launch.launch import Launch
@@ -116,13 +117,13 @@ class Sharing:
         return session is not None and session.is_open
 
     def require_alone(self, what: str) -> None:
-        """Refuse to move tensors that another open pipeline uses.
+        """Refuse to move tensors that another open pipeline uses, or that share memory.
 
         Args:
             what: The change that would move them.
 
         Raises:
-            OptionError: Another open pipeline uses a tensor. The text names the tensor.
+            OptionError: Another open pipeline uses a tensor, or two share memory. The text names the tensor.
         """
         for tensor, own in self._own.items():
             if any(hold.sharing is not self and hold.sharing.is_open for hold in _HELD.get(tensor, ())):
@@ -130,6 +131,7 @@ class Sharing:
                     f"{what}: another open pipeline holds {own.name!r} too: expected one pipeline of a model where tensors "
                     "move between ranks; close() the other first"
                 )
+        refuse_to_part(what, {hold.name: tensor for tensor, hold in self._own.items()})
 
     def moved(self, states: Iterable[Mapping[str, Tensor]]) -> None:
         """Record that this pipeline's ranks use other tensors from now on."""

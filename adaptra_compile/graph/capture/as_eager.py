@@ -10,7 +10,7 @@ shapes are real and may be read. Inputs, parameters and tensors that depend on t
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -34,8 +34,11 @@ class ValueReadError(RuntimeError):
 
 
 @contextmanager
-def as_eager() -> Generator[None]:
+def as_eager(written: Callable[[Tensor], None] = lambda _: None) -> Generator[None]:
     """Let a model's code run in this context as in eager torch. Enter it inside a fake mode.
+
+    Args:
+        written: Called with each real tensor before an op changes it. An error keeps it as it is.
 
     Raises:
         ValueReadError: The code reads a value that depends on inputs or parameters.
@@ -49,7 +52,7 @@ def as_eager() -> Generator[None]:
         # Only real tensors are ever read, and values of constants may become part of the graph.
         proxies._error_on_data_dependent_ops = False
     try:
-        with _outside_fx_tracing(), RealConstants(None if proxies is None else proxies.tracer.graph):
+        with _outside_fx_tracing(), RealConstants(None if proxies is None else proxies.tracer.graph, written):
             yield
     except GuardOnDataDependentSymNode as error:
         # For torch's own error, torch.export prints the graph so far, twice, before it raises it.
@@ -92,9 +95,10 @@ class RealConstants(TorchDispatchMode):
     fake from then on, and their stale values are never read.
     """
 
-    def __init__(self, graph: fx.Graph | None) -> None:
+    def __init__(self, graph: fx.Graph | None, written: Callable[[Tensor], None]) -> None:
         super().__init__()
         self._graph = graph
+        self._written = written
         # Keyed by address. The memory itself is kept, so that no other memory gets that address.
         self._untrue: dict[int, Any] = {}
 
@@ -104,6 +108,10 @@ class RealConstants(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [one for one in leaves if isinstance(one, Tensor)]
+        changed = [one for one in pytree.tree_leaves(written_by(func, args, kwargs)) if isinstance(one, Tensor)]
+        real = [one for one in changed if not isinstance(one, FakeTensor)]
+        for tensor in real:
+            self._written(tensor)
         if self._is_real(func, tensors, leaves):
             if self._graph is not None:
                 # The nodes of the last op, whose results are recorded by now.
@@ -112,9 +120,8 @@ class RealConstants(TorchDispatchMode):
                 return func(*args, **kwargs)
         if reads_values(func):
             raise ValueReadError(f"{func} reads a value that depends on the model's inputs or parameters")
-        for tensor in pytree.tree_leaves(written_by(func, args, kwargs)):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
-                self._untrue[memory_of(tensor)] = tensor.untyped_storage()
+        for tensor in real:
+            self._untrue[memory_of(tensor)] = tensor.untyped_storage()
         return func(*args, **kwargs)
 
     def _is_real(self, func: Any, tensors: list[Tensor], leaves: list[Any]) -> bool:

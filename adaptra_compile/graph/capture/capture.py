@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -28,6 +27,13 @@ from adaptra.graph.capture.batch import InputFormat, LossFunction, OutputFormat,
 from adaptra.graph.capture.collectives import refuse_collectives, refusing_collectives
 from adaptra.graph.capture.eager_ops import EagerOp, eager_ops
 from adaptra.graph.capture.hooks import refusing_tensor_hooks
+from adaptra.graph.capture.inputs_kept import copy_what_changes
+from adaptra.graph.capture.replaced_buffers import following_replaced_buffers, read_before_replaced
+from adaptra.graph.capture.transforms import refusing_gradients
+from adaptra.graph.effects.effects import Effects
+from adaptra.graph.effects.lines import user_line
+from adaptra.graph.effects.plain_tensors import Watched, copy_of
+from adaptra.graph.effects.snapshot import kept
 from adaptra.graph.ops.autocast import noting_autocast
 from adaptra.graph.ops.checkpoints import numbering_checkpoints
 from adaptra.graph.ops.ops import changes_in_place, reads_values, results_of
@@ -143,21 +149,27 @@ def capture(
     step = _ModelWithLoss(model, input_format, target_format, loss, with_loss, formats, evaluation=evaluation)
     examples = (tuple(tensor.detach() for tensor in inputs), tuple(tensor.detach() for tensor in targets))
     where = _place_in(model, capture)
-    with (
-        _mode(model, evaluation),
-        numbering_checkpoints(),
-        noting_autocast(),
-        refusing_tensor_hooks(),
-        refusing_collectives(where, is_captured=True),
-    ):
-        try:
-            exported = torch.export.export(step, examples, strict=False)
-        except CaptureError:
-            raise
-        except Exception as error:
-            raise CaptureError(_explain(model, error)) from error
+    effects = step.watch(where)
+
+    def export() -> torch.export.ExportedProgram:
+        with (
+            _mode(model, evaluation),
+            numbering_checkpoints(),
+            noting_autocast(),
+            refusing_tensor_hooks(),
+            refusing_collectives(where, is_captured=True),
+        ):
+            try:
+                with refusing_gradients(where):
+                    return torch.export.export(step, examples, strict=False)
+            except CaptureError:
+                raise
+            except Exception as error:
+                raise CaptureError(_explain(model, error)) from error
+
+    exported = effects.settled(export)
     refuse_collectives(exported.graph_module.graph.nodes)
-    return _flat_graph(exported, names, len(inputs), with_loss, evaluation), formats[-1]
+    return _flat_graph(exported, names, len(inputs), with_loss, evaluation), formats[0]
 
 
 def list_eager_ops(
@@ -176,10 +188,11 @@ def list_eager_ops(
     state = dict(step.named_parameters(remove_duplicate=False)) | dict(step.named_buffers(remove_duplicate=False))
 
     def leaf(tensor: Tensor) -> Tensor:
-        return tensor.detach().requires_grad_(tensor.requires_grad and not with_loss)
+        # A copy, as the example is real and the model may change it.
+        return copy_of(tensor).requires_grad_(tensor.requires_grad and not with_loss)
 
     examples = tuple(map(leaf, inputs)), tuple(map(leaf, targets))
-    with _mode(model, evaluation=False), numbering_checkpoints():
+    with _mode(model, evaluation=False), numbering_checkpoints(), kept(model, loss):
         return eager_ops(step, state, [_MODEL + name for name in names.trainable], examples, _place_in(model, eager_ops))
 
 
@@ -222,10 +235,25 @@ class _ModelWithLoss(nn.Module):
         self._with_outputs = with_outputs
         # A plain list, since export restores the attributes of a module afterwards.
         self._formats = formats
+        self._watched: Watched | None = None
+
+    def watch(self, where: Callable[[], str]) -> Effects:
+        """Have the effects of the model's code looked at. ``where`` returns the module and line that run now."""
+        state = {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers(remove_duplicate=False))}
+        effects = Effects(self.model, self.loss, frozenset(state))
+        self._watched = Watched(effects, effects.before.plain_tensors(self.model, self.loss), where)
+        return effects
 
     def forward(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        with as_eager():
-            return self._run(inputs, targets)
+        if self._watched is None:
+            with as_eager(), following_replaced_buffers(self):
+                return self._run(inputs, targets)
+        with as_eager(self._watched.refuse_write), self._watched.effects.running(), following_replaced_buffers(self):
+            results = self._run(inputs, targets)
+        if not self._evaluation:
+            self._watched.refuse_trained(results[:1] if self._with_loss else results)
+        self._watched.effects.note()
+        return results
 
     def _run(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         outputs = self._inputs.call(self.model, inputs)
@@ -302,6 +330,8 @@ def _flat_graph(
             case _:
                 raise CaptureError(f"{target}: the model keeps a {spec.kind.name.lower()}: expected tensors only")
     _forget_reads(graph)
+    copy_what_changes(graph, users)
+    read_before_replaced(graph, state)
     results = results_of(graph)
     trains = with_loss and not evaluation
     return FlatGraph(
@@ -324,9 +354,23 @@ def _needless(graph: fx.Graph, result: fx.Node) -> frozenset[fx.Node]:
     alone = fx.Graph()
     alone.graph_copy(graph, copied)
     alone.output(copied[result])
-    alone.eliminate_dead_code()
+    alone.eliminate_dead_code(lambda node: _acts(graph.owning_module, node))
     left = set(alone.nodes)
     return frozenset(node for node, copy in copied.items() if node.op == "call_function" and copy not in left)
+
+
+def _acts(owner: Any, node: fx.Node) -> bool:
+    """Return whether a node does more than return a result. A region without gradients does so if an op within it does."""
+    if node.is_impure():
+        return True
+    inner = [getattr(owner, str(one.target), None) for one in node.all_input_nodes if one.op == "get_attr"]
+    graphs = [one for one in inner if isinstance(one, fx.GraphModule)]
+    return any(
+        changes_in_place(one.target) or _acts(held, one)
+        for held in graphs
+        for one in held.graph.nodes
+        if one.op == "call_function"
+    )
 
 
 def _forget_reads(graph: fx.Graph) -> None:
@@ -382,22 +426,3 @@ def _explain(model: nn.Module, error: BaseException) -> str:
 
 def _user_frame(error: BaseException, names: Mapping[int, str]) -> tuple[str, str] | None:
     return user_line(traceback.walk_tb(error.__traceback__), names)
-
-
-def user_line(frames: Iterable[tuple[FrameType, int]], names: Mapping[int, str]) -> tuple[str, str] | None:
-    """Return the innermost module of the model in these frames, and the innermost line of code outside torch.
-
-    ``frames`` begin with the outermost one.
-    """
-    torch_folder = Path(torch.__file__).parent
-    module: str | None = None
-    line: str | None = None
-    for frame, number in frames:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and id(owner) in names:
-            module = f"module {names[id(owner)] or '(the model itself)'} ({type(owner).__name__})"
-            line = None
-        file = Path(frame.f_code.co_filename)
-        if module is not None and torch_folder not in file.parents and "adaptra" not in frame.f_globals.get("__name__", ""):
-            line = f"{file}:{number}"
-    return None if module is None else (module, line or "a line of torch's own modules")

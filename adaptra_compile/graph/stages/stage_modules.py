@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from adaptra.errors import BatchError, CaptureError
 from adaptra.graph.capture.batch import InputFormat, LossFunction, OutputFormat, TargetFormat, loss_of
+from adaptra.graph.effects.plain_tensors import copy_of
 from adaptra.graph.ops.layout import Layout
 from adaptra.graph.ops.random_state import RandomKey, default_generator_seeded
 from adaptra.graph.ops.specs import MessageSpec
@@ -180,8 +181,8 @@ class ModuleCall:
         return self.takes.unpack(arrived) if isinstance(self.takes, Boundary) else tuple(arrived)
 
     def loss_of(self, returned: Any, targets: Sequence[Tensor]) -> Tensor:
-        """Return the loss. Only the last stage has one."""
-        return loss_of(returned, self.loss, self.targets, targets)
+        """Return the loss. Only the last stage has one. The targets do not change."""
+        return loss_of(returned, self.loss, self.targets, [copy_of(one) for one in targets])
 
 
 class _CodeOnModule(nn.Module):

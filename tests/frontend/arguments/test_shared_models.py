@@ -142,11 +142,21 @@ def over_processes(rank: int) -> tuple[list[str], list[tuple[str, str]], list[st
         given = (args, targets)
         return adaptra.compile(model, stages=2, microbatches=2, example_inputs=given, loss=TIED.loss, split=["blocks.3"])
 
+    def over_one_memory() -> adaptra.Pipeline:
+        first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+        last.weight = nn.Parameter(first.weight.data.t())
+        given = torch.ones(2, 4), torch.ones(2, 4)
+        loss = nn.functional.mse_loss
+        return adaptra.compile(
+            nn.Sequential(first, last), stages=2, microbatches=2, example_inputs=given, loss=loss, split=["1"]
+        )
+
     with compiled(model, BATCHES[0], split=["blocks.2"]) as long, compiled(model, BATCHES[1], split=["blocks.2"]) as short:
         unequal = in_turn(long, short)
         refused(elsewhere)
         whole = [long.full_state_dict()]
     refused(elsewhere)
+    refused(over_one_memory)
     torch.distributed.broadcast_object_list(whole)
     model.load_state_dict(whole[0])
     with elsewhere() as pipe:
@@ -158,8 +168,9 @@ def over_processes(rank: int) -> tuple[list[str], list[tuple[str, str]], list[st
 @pytest.mark.processes
 def test_pipelines_over_processes_share_what_lies_on_the_same_ranks() -> None:
     first, second = run_processes(over_processes, 2, timeout=220)
-    for unequal, ((kind, message), _), after in (first, second):
+    for unequal, ((kind, message), _, over_one_memory), after in (first, second):
         assert unequal == [] and after == []
+        assert over_one_memory[0] == "OptionError" and "'0.weight' and '1.weight' are two tensors" in over_one_memory[1]
         check_documented(kind, message, OTHER_RANKS)
     messages = [errors[1] for _, errors, _ in (first, second)]
     (stale,) = [one for one in messages if one[0] == "OptionError"]

@@ -17,7 +17,19 @@ SHAPES = (
     "module … at …test_refused_models.py:…: …: what it returns has a shape, or is a number, that depends on the values of "
     "tensors: expected shapes that every microbatch has alike; use a mask, such as torch.where, in place of a choice"
 )
+BACKWARD = (
+    "module … (…) at …: the model calls … while it runs, whose backward pass a graph of its forward pass can't hold: expected "
+    "ops alone; give the model as a list of stages, which runs any code"
+)
+TRANSFORM = (
+    "module … (…) at …: the model calls … while it runs, on tensors that depend on inputs or parameters: expected ops on whole "
+    "batches, such as torch.einsum or broadcasting; or give the model as a list of stages, which runs any code"
+)
 DOCUMENTED = {
+    "autograd.grad": BACKWARD,
+    "backward": BACKWARD,
+    "func.grad": BACKWARD,
+    "vmap": TRANSFORM,
     "unique": "module … (…) at …: the model can't become one graph: …",
     "nonzero": SHAPES,
     "masked_select": SHAPES,
@@ -55,11 +67,19 @@ def compiled(model: nn.Module, inputs: Tensor | None = None, targets: Tensor | N
     return adaptra.compile(model, stages=1, microbatches=2, example_inputs=(inputs, targets), loss=loss)
 
 
-def try_it(case: str) -> None:
+def try_it(case: str) -> None:  # noqa: PLR0912 - one branch for each case
     x = torch.randn(4, 4)
     match case:
         case "nonzero":
             compiled(Chooses(lambda x: x + torch.nonzero(x > 0).sum()))
+        case "autograd.grad":
+            compiled(Chooses(lambda x: x + torch.autograd.grad(x.square().sum(), x, create_graph=True)[0]))
+        case "backward":
+            compiled(Chooses(lambda x: x + (x.sum().backward() or 1)))
+        case "func.grad":
+            compiled(Chooses(lambda x: x + torch.func.grad(lambda x: x.square().sum())(x)))
+        case "vmap":
+            compiled(Chooses(torch.func.vmap(lambda row: row * row.sum())))
         case "masked_select":
             compiled(Chooses(lambda x: x + torch.masked_select(x, x > 0).mean()))
         case "unique":
