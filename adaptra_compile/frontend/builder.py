@@ -69,7 +69,6 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         with_delegate=options.uses_delegate,
         addresses=options.addresses,
     )
-    reduction = Reduction(request.reduction)
     with ExitStack() as opened:
         for transport in launched.transports:
             opened.callback(transport.close)
