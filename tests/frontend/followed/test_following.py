@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import weakref
 from collections.abc import Callable, Generator
 from typing import Any
@@ -12,11 +13,13 @@ import changed
 import pytest
 import torch
 from changed import Loss, batch, enclosed, partly, state_of, train_alone
+from errors_table import check_documented
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 import adaptra
-from adaptra.errors import AdaptraError, PipelineError
+from adaptra.errors import AdaptraError, CaptureError, PipelineError
+from adaptra.frontend.followed.following import Following
 from adaptra.frontend.followed.watch import Watch
 
 Change = Callable[[Any, Any], object]
@@ -299,40 +302,113 @@ def test_other_shapes_and_evaluation_follow_too(pair: Pair) -> None:
     assert len(pair.changes) == 1
 
 
-REFUSED: dict[str, tuple[Change, str]] = {
-    "whole model in evaluation mode": (lambda model, _: model.eval(), "set to evaluation mode after adaptra.compile"),
+CHANGED = "the model has changed since adaptra.compile (…): …"
+OTHER_NAMES = (
+    "the model has changed since adaptra.compile (…): it has other parameters or buffers now, or ties them in another way: …: "
+    "expected those of before; call adaptra.compile again, with a new optimizer"
+)
+MOVED = (
+    "the model has changed since adaptra.compile (…): … is on another stage now: expected the stages of before; call "
+    "adaptra.compile again, with a new optimizer"
+)
+FROZEN_TIE = (
+    "the model has changed since adaptra.compile (…): … was frozen at adaptra.compile, and several stages use it: expected one "
+    "that is trained from the begin, as each stage needs a copy that the optimizer has; call adaptra.compile again"
+)
+GONE = (
+    "the model has changed since adaptra.compile (…): the model itself is gone: expected one that is kept, to be compiled anew"
+)
+PART_OF_GONE = (
+    "the model is gone, and a part of it has changed: …: expected one that is kept where the loop changes it, as it is "
+    "compiled anew then"
+)
+NOT_TRAINING = (
+    "… was set to evaluation mode after adaptra.compile: expected training mode in a step; call train() of it, or eval() of "
+    "the parts alone that stay as they are"
+)
+REFUSED: dict[str, tuple[Change, str, str]] = {
+    "whole model in evaluation mode": (lambda model, _: model.eval(), "the model", NOT_TRAINING),
     "backward hook": (
         lambda model, _: model[1].register_full_backward_hook(lambda *_: None),
         "a backward hook of the module '1'",
+        CHANGED,
     ),
     "a new parameter": (
         lambda model, _: model[2].register_parameter("extra", nn.Parameter(torch.ones(8))),
-        "other parameters or buffers now, or ties them in another way: 2.extra",
+        "2.extra",
+        OTHER_NAMES,
     ),
     "tied parameters": (
         lambda model, _: setattr(model[3].linear, "weight", model[0].linear.weight),
-        "ties them in another way: 3.linear.weight",
+        "3.linear.weight",
+        OTHER_NAMES,
     ),
-    "nothing is trained": (lambda model, _: model.requires_grad_(False), "the loss depends on no trainable parameter"),
-    "what can't be captured": (
-        set_value("1.activation", lambda x: x if x.sum() > 0 else -x),
-        r"the model has changed since adaptra.compile \(1.activation",
+    "nothing is trained": (
+        lambda model, _: model.requires_grad_(False),
+        "the loss depends on no trainable parameter",
+        CHANGED,
     ),
+    "what can't be captured": (set_value("1.activation", lambda x: x if x.sum() > 0 else -x), "(1.activation", CHANGED),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_refused_changes_nothing(what: str) -> None:
-    change, text = REFUSED[what]
+    change, text, row = REFUSED[what]
     pair = Pair()
     with pair.pipe:
         pair.step()
         before = state_of(pair.model)
         change(pair.model, pair.loss)
-        with pytest.raises(AdaptraError, match=text):
+        with pytest.raises(AdaptraError, match=re.escape(text)) as raised:
             pair.pipe.step(*batch())
+        check_documented(raised.type.__name__, str(raised.value), row)
         kept = {name: one for name, one in state_of(pair.model).items() if name in before and what != "tied parameters"}
         assert_same(kept, {name: one for name, one in before.items() if name in kept}, what)
+
+
+class WithSpare(nn.Module):
+    """Uses a layer of the first stage in the last one, if asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(8, 8)
+        self.parts = changed.model()
+        self.is_used = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.parts(x)
+        return hidden + self.spare(hidden) if self.is_used else hidden
+
+
+def tied_and_frozen() -> Any:
+    model: Any = changed.model()
+    model[3].linear.weight = model[0].linear.weight.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "row"),
+    [
+        (WithSpare, lambda model: setattr(model, "is_used", True), MOVED),
+        (tied_and_frozen, lambda model: model.requires_grad_(True), FROZEN_TIE),
+    ],
+)
+def test_state_that_other_stages_need_is_refused(model: Any, change: Any, row: str) -> None:
+    made = model()
+    with adaptra.compile(made, stages=2, microbatches=4, example_inputs=batch(), loss=Loss()) as pipe:
+        pipe.step(*batch())
+        change(made)
+        with pytest.raises(CaptureError) as raised:
+            pipe.step(*batch())
+        check_documented(raised.type.__name__, str(raised.value), row)
+
+
+def test_a_model_that_is_gone_and_has_no_copy_is_not_compiled(pair: Pair) -> None:
+    following = Following(changed.model(), None, None, None, is_list=False, keeps=False)
+    with pytest.raises(CaptureError) as raised:
+        following.compiled("0.linear.weight", pair.pipe.session.compiled, [], [], [])
+    check_documented(raised.type.__name__, str(raised.value), GONE)
 
 
 def test_a_list_of_stages_is_followed() -> None:
@@ -360,8 +436,9 @@ def test_a_model_of_one_rank_of_several_is_freed_and_what_is_left_of_it_is_watch
     assert not watch.changes(evaluates=False)
     left.scale = 2.0
     for _ in range(2):
-        with pytest.raises(PipelineError, match=r"the model is gone, and a part of it has changed: 3.scale: 1.0 → 2.0"):
+        with pytest.raises(PipelineError, match=r"3.scale: 1.0 → 2.0") as raised:
             watch.changes(evaluates=False)
+        check_documented(raised.type.__name__, str(raised.value), PART_OF_GONE)
 
 
 def test_changes_in_every_step_are_warned_of_once(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
