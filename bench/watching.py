@@ -64,7 +64,7 @@ def main() -> None:
     arguments.add_argument("--runs", type=int, default=7)
     given = arguments.parse_args()
     rows = [row for layers in given.layers for row in measure(layers, given.width, given.rows, given.length, given.runs)]
-    print_rows(rows, given)
+    print_rows("Looks for changes of the model", rows, baseline="may take", as_json=given.json)
 
 
 if __name__ == "__main__":
