@@ -233,6 +233,7 @@ class Pipeline(ModuleMethods):
             self.require_training()
             if self._losses is None:  # the Accelerator may be younger than the pipeline
                 refuse_accelerator()
+            self._follow(session, evaluates=False)
             args, given = self._arguments.positional(inputs, targets)
             batch = session.batch(args, given, named)
             require_no_gradient(batch.inputs, session.compiled.inputs.labels, "inputs")
@@ -308,6 +309,7 @@ class Pipeline(ModuleMethods):
         """Return the loss in evaluation mode, the outputs, or both."""
         session = self._require()
         with session.at_the_door():
+            self._follow(session, evaluates=True)
             args, given = self._arguments.positional(inputs, targets)
             batch = session.batch(args, given, named, with_loss=with_loss)
             session.compare_rows(call, inputs, targets, named)
@@ -322,6 +324,12 @@ class Pipeline(ModuleMethods):
         flat = next((one for _, one in found if one is not None), None)
         whole = None if flat is None else batch.outputs_by.outputs.unflatten(flat)
         return whole if losses is None else (loss, whole)
+
+    def _follow(self, session: Session, *, evaluates: bool) -> None:
+        """Compile anew if the model has changed."""
+        model = session.follow(evaluates=evaluates)
+        if model is not None:
+            self.outline(model)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the stages in this process, for any torch optimizer.

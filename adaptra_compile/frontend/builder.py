@@ -19,6 +19,7 @@ from adaptra.frontend.arguments.arguments import CompileArguments
 from adaptra.frontend.arguments.placing import STRAIGHT
 from adaptra.frontend.arguments.shared_memory import refuse_shared_memory
 from adaptra.frontend.arguments.shared_models import Sharing
+from adaptra.frontend.followed.following import Following
 from adaptra.frontend.losses.batch_look import BatchLook, example_weights
 from adaptra.frontend.losses.rows_together import rows_together
 from adaptra.frontend.saved.model_names import ModelNames
@@ -72,7 +73,6 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         with_delegate=options.uses_delegate,
         addresses=options.addresses,
     )
-    reduction = Reduction(request.reduction)
     with ExitStack() as opened:
         for transport in launched.transports:
             opened.callback(transport.close)
@@ -113,17 +113,36 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         states = sharing.states(model, planned.compiled, request.placed, launched.ranks)
         workers = planned.factory.workers(launched, recorder, states, planned.initial)
         opened.pop_all()
-    recompile = None
-    if planned.compiled.captured is not None and planned.compiled.with_loss:
-        recompile = Recompile.of(model, _loss_of(request, reduction), empty_on)
+    recompile, following = _later_compilations(request, planned, model, empty_on, is_alone=launched.job is None)
     names = ModelNames(model, planned.compiled.saved)
-    session = Session(spec, planned, launched, workers, recorder, sharing, recompile, look, names=names)
+    session = Session(spec, planned, launched, workers, recorder, sharing, recompile, look, following, names=names)
     try:
         session.align_copies()
     except BaseException:
         session.close()
         raise
     return session
+
+
+def _later_compilations(
+    request: CompileArguments,
+    planned: PlannedPipeline,
+    model: nn.Module,
+    empty_on: torch.device | None,
+    *,
+    is_alone: bool,
+) -> tuple[Recompile | None, Following | None]:
+    """Return what compiles the model for other shapes, and what does so after it has changed."""
+    loss = _loss_of(request, Reduction(request.reduction))
+    recompile = following = None
+    if planned.compiled.captured is not None and planned.compiled.with_loss:
+        recompile = Recompile.of(model, loss, empty_on)
+    if request.with_loss and not request.keeps_whole:
+        is_list = request.stage_modules is not None
+        # In one process the stages have all of its tensors anyway.
+        following = Following(model, request.loss, loss, empty_on, is_list=is_list, keeps=is_alone)
+        following.keep_skeleton(recompile)
+    return recompile, following
 
 
 def _progress(launched: Launch) -> AbstractContextManager[Progress]:

@@ -13,10 +13,11 @@ from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adaptra.errors import AdaptraError, OptionError, PeerLostError, PipelineError
 from adaptra.frontend.arguments.shared_models import Sharing
+from adaptra.frontend.followed.following import Following
 from adaptra.frontend.losses.batch_look import BatchLook
 from adaptra.frontend.saved.fitting_model import FittingModel, fitting_model
 from adaptra.frontend.saved.model_names import ModelNames
@@ -36,7 +37,7 @@ from adaptra.planning.bandwidth_remedies import BandwidthOptions, choose_split
 from adaptra.planning.layout_change import RoleChange, SplitChange
 from adaptra.program.placement import stages_of
 from adaptra.program.roles import Roles
-from adaptra.runtime.control.calls import Calls
+from adaptra.runtime.control.calls import CHANGED_MODEL, Calls
 from adaptra.runtime.control.events import EventKind
 from adaptra.runtime.launch.agreement import agree
 from adaptra.runtime.launch.launch import Job, Launch
@@ -70,6 +71,7 @@ class Session:
         recompile: Compiles the model for batches of other shapes; None if it can't be.
         look: Looks at each batch of a step; None if no mean of microbatches is taken.
         names: What the model's state_dict has beside its tensors.
+        following: Notices changes of the model; None if the caller does.
     """
 
     def __init__(
@@ -82,12 +84,14 @@ class Session:
         sharing: Sharing,
         recompile: Recompile | None = None,
         look: BatchLook | None = None,
+        following: Following | None = None,
         *,
         names: ModelNames,
     ) -> None:
         self.names = names
         self._spec = spec
         self.look = look
+        self._following = following
         self._recompile = recompile
         self.reduction = spec.reduction
         self.microbatches = spec.microbatches
@@ -293,8 +297,53 @@ class Session:
             regroup(optimizer, before, made, arrived)
             self._start(after, launched, made, opened)
 
+    def follow(self, *, evaluates: bool = False) -> nn.Module | None:
+        """Compile anew if the model has changed, and return it then. All ranks call it, before a step or an evaluation.
+
+        Raises:
+            As :meth:`adaptra.frontend.followed.following.Following.changed`.
+        """
+        following, states = self._following, [worker.state for worker in self.workers]
+        found = None if following is None else following.changed(self.compiled, states, evaluates=evaluates)
+        if following is None or found is None:
+            return None
+        began = time.monotonic()
+        placed = [list(stages_of(worker.rank, self._spec.placement)) for worker in self.workers]
+        after = following.compiled(found, self.compiled, self.shapes.compiled(), states, placed)
+        if after is not None:
+            self._take_model(self._spec.prepare(after.stages), after.states, f"{CHANGED_MODEL}: {found}")
+            for worker in self.workers[:1] if self.workers[0].rank == 0 else ():
+                worker.controller.emit_shape_event(
+                    EventKind.COMPILED, f"a changed model in {time.monotonic() - began:.2f} s: {found}"
+                )
+        self._recompile = following.accepted(self._recompile, self.workers[0].next_step)
+        if after is not None and after.is_replaced:
+            self.align_copies()
+        return following.model()
+
+    def _take_model(self, after: PlannedPipeline, states: Sequence[Mapping[str, Tensor]], call: str) -> None:
+        """Continue with other stages of the same cut. No state moves between processes."""
+
+        def ready() -> tuple[None, Consent]:
+            for stage in (one for worker in self.workers for one in self._stages_of(worker.rank, after.compiled.train)):
+                prepare(stage)
+            return None, Consent()
+
+        self._agreed("change", call, ready)
+        with self._restarting("change", self.launched.again) as (launched, opened):
+            if self.launched.job is not None:
+                agree(launched.transports[0], "pipeline", after.facts(), self._spec.options.timeout)
+            self._end()
+            self._start(after, launched, states, opened, has_moved=False)
+
     def _start(
-        self, planned: PlannedPipeline, launched: Launch, states: Sequence[Mapping[str, Tensor]], opened: ExitStack
+        self,
+        planned: PlannedPipeline,
+        launched: Launch,
+        states: Sequence[Mapping[str, Tensor]],
+        opened: ExitStack,
+        *,
+        has_moved: bool = True,
     ) -> None:
         """Continue with new workers at the step at which the old ones ended. ``opened`` then no longer closes anything."""
         recorder = open_recorder(self._spec.options, launched)
@@ -306,7 +355,8 @@ class Session:
             worker.controller.go_on_after(earlier.controller)
         opened.pop_all()
         self._run_by(planned, launched, workers, recorder)
-        self._sharing.moved(states)
+        if has_moved:
+            self._sharing.moved(states)
 
     @contextmanager
     def _restarting(self, what: str, join: Callable[[], Launch]) -> Generator[tuple[Launch, ExitStack]]:

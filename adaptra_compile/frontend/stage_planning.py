@@ -8,9 +8,9 @@ from functools import partial
 from typing import Final
 
 from adaptra.frontend.activation_memory import in_bytes, limits_free, limits_within, predicted_peaks
+from adaptra.frontend.arguments.module_digests import module_digests
 from adaptra.frontend.first_plan import first_plan, two_phase_plan
 from adaptra.frontend.given_routes import changed_buffers, kept_at_home, routed_plan
-from adaptra.frontend.module_digests import module_digests
 from adaptra.frontend.shapes.shape_programs import ShapePrograms
 from adaptra.frontend.worker_factory import WorkerFactory
 from adaptra.graph import CompiledStages

@@ -256,6 +256,7 @@ def compile_stages(
     targets: Any = None,
     split: Sequence[str] | None = None,
     like: CompiledStages | None = None,
+    same_state: bool = True,
     with_loss: bool = True,
     compare: bool = False,
     progress: Progress = log_progress,
@@ -274,7 +275,8 @@ def compile_stages(
             dict, tuple or dataclass with the loss as ``.loss`` or first element.
         targets: One microbatch of targets. They enter at the last stage.
         split: Names of the modules that begin stages 1, 2, …; None balances by estimated cost.
-        like: Stages of the same model for another shape of microbatch. The new ones have the same state.
+        like: Stages of the same model for another shape of microbatch, or before it changed. They are cut alike.
+        same_state: Whether a model that uses other state than ``like`` is an error.
         with_loss: Whether there is a loss. Without one the last stage returns all of the model's outputs, and I starts from
             their gradients. The first stage's I then returns the gradients of inputs that require them.
         compare: Whether to compare the training stages' ops with those of eager torch.
@@ -340,7 +342,7 @@ def compile_stages(
         mode=mode,
     )
     compiled = made.cut(positions, progress)
-    if like is not None and with_loss:
+    if like is not None and with_loss and same_state:
         like.require_same_state(compiled)
     if not compare:
         return compiled

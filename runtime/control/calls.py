@@ -31,6 +31,9 @@ COMPARE_SECONDS: Final = 1.0
 _INTERVAL: Final = 0.25
 _KEPT: Final = 64
 _WRITTEN: Final = 16
+CHANGED_MODEL: Final = "a step after a change of its model"
+"""The begin of the name of a call in which ranks compile anew; what has changed follows a colon."""
+
 _OTHER_NAMES: Final = {"save_trace": "timeline"}
 """Names of methods that do the same on all ranks as the method that they call."""
 
@@ -186,6 +189,12 @@ class Calls:
         for index in sorted(own.keys() & theirs.keys()):
             if _kind(own[index]) != _kind(theirs[index]):
                 (first, what), (second, other) = sorted([(self._rank, own[index]), (neighbour, theirs[index])])
+                if CHANGED_MODEL in (_kind(what), _kind(other)):
+                    raise PipelineError(
+                        f"rank {first} called {what}, rank {second} {other}: expected the same changes on every rank, between "
+                        "the same two steps; pipe.parameters() has this rank's stages alone, so call requires_grad_ of the "
+                        "model's parameters"
+                    )
                 raise PipelineError(
                     f"rank {first} called {what}, rank {second} {other}: expected the same calls in the same order on all "
                     "ranks; call it on all of them, not under 'if rank == 0', and let one use what it returns"
@@ -193,4 +202,5 @@ class Calls:
 
 
 def _kind(name: str) -> str:
+    name = name.partition(":")[0]
     return _OTHER_NAMES.get(name, name)

@@ -21,8 +21,8 @@ FLOORS = """
     runtime.rdma runtime.injection runtime.detection runtime.data_parallel.collectives runtime.data_parallel
     runtime.membership runtime.launch runtime.state runtime.control runtime.telemetry runtime.options runtime
     runtime.step_messages runtime.outputs runtime.reconfigure runtime.worker
-    report frontend.arguments frontend.saved frontend.weights frontend.shapes frontend.losses frontend.module_like frontend
-    integrations cli
+    report frontend.arguments frontend.saved frontend.weights frontend.shapes frontend.losses frontend.module_like
+    frontend.followed frontend integrations cli
 """.split()
 """The rooms from the ground up, and the files that stand in no room. A room imports from those before it only."""
 

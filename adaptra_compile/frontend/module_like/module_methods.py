@@ -22,8 +22,12 @@ class ModuleMethods(NotAModule, ABC):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._outline = ModuleOutline.of(model)
+        self.outline(model)
         self._trains = True
+
+    def outline(self, model: nn.Module) -> None:
+        """Take the names and attributes of the modules from the model as it is now. It is only read."""
+        self._outline = ModuleOutline.of(model)
 
     @abstractmethod
     def held_tensors(self) -> Sequence[tuple[str, Tensor]]:

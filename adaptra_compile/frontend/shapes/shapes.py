@@ -140,6 +140,11 @@ class Shapes:
         others = [PipelineShape(one.name, one.shape.rows, one.seconds, one.steps) for one in self._known.values()]
         return (first, *others)
 
+    def compiled(self) -> list[CompiledStages]:
+        """Return the stages of all shapes beside the first."""
+        found = [one for known in self._known.values() for one in (known.shape.larger, known.shape.smaller)]
+        return list({id(one): one for one in found if one is not None and one is not self._first}.values())
+
     def use_first(self) -> None:
         """Count a use of the shape for which the pipeline was compiled."""
         self._uses_of_first += 1

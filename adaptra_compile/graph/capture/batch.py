@@ -151,8 +151,13 @@ class InputFormat:
 
     def call(self, model: nn.Module, tensors: Sequence[Tensor]) -> Any:
         """Call the model with these tensors in the captured structure."""
+        args, kwargs = self.arguments(tensors)
+        return model(*args, **kwargs)
+
+    def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the positional and keyword arguments of a call with these tensors in the captured structure."""
         bound = inspect.BoundArguments(self._signature, self._structure.unflatten(tensors))  # type: ignore[arg-type]  # a dict has the order that is asked for
-        return model(*bound.args, **bound.kwargs)
+        return bound.args, bound.kwargs
 
     def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -200,6 +205,10 @@ class OutputFormat:
         with_paths, self._tree = pytree.tree_flatten_with_path(self._open(example))
         self._constants = tuple(None if isinstance(leaf, Tensor) else (leaf,) for _, leaf in with_paths)
         self.labels: Final = tuple(f"outputs{path_text(path)}" for path, leaf in with_paths if isinstance(leaf, Tensor))
+
+    def is_like(self, other: OutputFormat) -> bool:
+        """Return whether two formats return the same structure and the same values that are no tensors."""
+        return self._tree == other._tree and repr(self._constants) == repr(other._constants)
 
     def flatten(self, outputs: Any) -> list[Tensor]:
         """Return the tensors in the model's outputs."""

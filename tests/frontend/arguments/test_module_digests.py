@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from adaptra.frontend.module_digests import module_digests
+from adaptra.frontend.arguments.module_digests import module_digests
 from adaptra.graph import compile_stages
 from adaptra.graph.compile import CompiledStages
 

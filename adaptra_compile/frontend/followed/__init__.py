@@ -1,0 +1,1 @@
+"""What a training loop changes of a model after its compilation: noticed before the next step, and compiled anew."""

@@ -1,0 +1,43 @@
+"""Whether two compilations gave the same stages, so that a change of the model has no effect on them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor
+
+from adaptra.frontend.arguments.module_digests import module_digests
+from adaptra.graph import CompiledStages
+from adaptra.graph.compile import Captured
+
+
+def are_same(before: CompiledStages, after: CompiledStages, memory: Collection[int]) -> bool:
+    """Return whether stages run the same ops on the same state and constants. Stages that are modules never are.
+
+    ``memory`` has the addresses of all tensors of the model, as a constant may be one of them and change in place later.
+    """
+    old, new = before.captured, after.captured
+    if old is None or new is None or before.tied != after.tied or before.changing != after.changing:
+        return False
+    constants = zip(_constants(new), _constants(old), strict=False)  # equal digests have equally many
+    return (
+        all(
+            [str(one.inputs), str(one.outputs), *one.state_names, one.trainable, one.contributions]
+            == [str(other.inputs), str(other.outputs), *other.state_names, other.trainable, other.contributions]
+            for one, other in zip(before.train, after.train, strict=True)
+        )
+        and old.names == new.names
+        and module_digests(old.flat) == module_digests(new.flat)
+        and module_digests(old.eval_flat) == module_digests(new.eval_flat)
+        and before.outputs.is_like(after.outputs)
+        and before.outputs_in_training.is_like(after.outputs_in_training)
+        and all(_address(one) not in memory or one is other or _address(one) == _address(other) for one, other in constants)
+    )
+
+
+def _constants(captured: Captured) -> list[Tensor]:
+    return [*captured.flat.constants.values(), *captured.eval_flat.constants.values()]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
