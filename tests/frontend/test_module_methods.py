@@ -44,6 +44,7 @@ def test_a_call_is_the_model_in_evaluation_mode() -> None:
         found = pipe(x)
         with torch.no_grad():
             expected = torch.cat([model.eval()(one) for one in x.chunk(MICROBATCHES)])
+        model.train()
         assert torch.equal(found, expected) and not found.requires_grad
         assert pipe.train().training and pipe.step(x, targets).isfinite()
 
