@@ -117,7 +117,11 @@ class _KeepingValues(TorchDispatchMode):
 
 def copy_of(tensor: Tensor) -> Tensor:
     """Return a copy with the same strides. One that has no memory of its own for each element is not copied."""
-    if tensor.is_meta or any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    if (
+        tensor.is_meta
+        or tensor.layout != torch.strided
+        or any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    ):
         return tensor.detach()
     made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor.detach())

@@ -194,7 +194,11 @@ def registering(model: Any, x: Tensor) -> Tensor:
 def hooked() -> Model:
     model = Model(lambda model, x: x)
     seen: list[Any] = []
-    model.first.register_forward_hook(lambda module, given, made: made * len(seen))
+
+    def scale(module: nn.Module, given: Any, made: Tensor) -> Tensor:
+        return made * len(seen)
+
+    model.first.register_forward_hook(scale)
     model.first.register_forward_pre_hook(lambda module, given: seen.append(0))
     return model
 
@@ -232,6 +236,10 @@ def ones() -> Tensor:
     return torch.ones(4, requires_grad=True)
 
 
+REPLACED = (
+    "…: the model's code replaces this buffer, of … and shape …, by one of …: expected the same shape and dtype, so that a "
+    "stage can keep it"
+)
 REFUSED: dict[str, tuple[str, Callable[[], Model]]] = {
     "Python's random": (DRAWS, lambda: Model(lambda model, x: x * random.random())),
     "a choice between layers": (DRAWS, lambda: Model(lambda model, x: x if random.random() < 0.01 else model.first(x))),
@@ -387,6 +395,13 @@ def test_state_that_changes_no_result_is_taken(kind: str, batch: tuple[Tensor, T
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+
+
+def test_a_buffer_that_grows_is_refused_by_its_name(batch: tuple[Tensor, Tensor]) -> None:
+    grows = setting("rows", lambda model, x: torch.cat([model.rows, x.detach()]))
+    with pytest.raises(CaptureError) as caught:
+        compiled(Model(grows, buffers={"rows": torch.zeros(2, 4)}), batch)
+    check_documented("CaptureError", str(caught.value), REPLACED)
 
 
 def counting_loss() -> Any:
