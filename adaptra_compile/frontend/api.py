@@ -311,7 +311,7 @@ class Pipeline(ModuleMethods):
         with session.at_the_door():
             self._follow(session, evaluates=True)
             args, given = self._arguments.positional(inputs, targets)
-            batch = session.batch(args, given, named, with_loss=with_loss)
+            batch = session.batch(args, given, named, with_loss=with_loss, training=False)
             session.compare_rows(call, inputs, targets, named)
         given_to_all = {"inputs": batch.inputs, "targets": batch.targets if with_loss else None, "shape": batch.number}
         to_all = outputs == "all" and session.is_launched

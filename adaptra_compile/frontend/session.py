@@ -503,13 +503,22 @@ class Session:
         names = {canonical: canonical for canonical in self.compiled.aliases.values()}
         return names | {canonical: name for name, canonical in reversed(list(self.compiled.saved.items()))}
 
-    def batch(self, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any], *, with_loss: bool = True) -> ShapedBatch:
+    def batch(
+        self,
+        args: tuple[Any, ...],
+        targets: Any,
+        kwargs: Mapping[str, Any],
+        *,
+        with_loss: bool = True,
+        training: bool = True,
+    ) -> ShapedBatch:
         """Return a batch in microbatches. A shape that no batch had before is compiled first.
 
         Args:
             args, kwargs: The model's arguments.
             targets: The loss's targets.
             with_loss: Whether the loss is wanted, and with it the targets.
+            training: Whether a step trains on it. A shape that is only evaluated gets no training graphs.
 
         Raises:
             BatchError: The batch is not one that this pipeline takes.
@@ -521,7 +530,8 @@ class Session:
             inputs = formats[0].flatten(args, kwargs, any_size=True)
             wanted = formats[1].flatten(targets, any_size=True) if with_loss else []
             if not self.shapes.is_first(inputs, wanted):
-                found = self.shapes.find(inputs, wanted, (args, kwargs, targets if with_loss else None), with_loss=with_loss)
+                whole = args, kwargs, targets if with_loss else None
+                found = self.shapes.find(inputs, wanted, whole, with_loss=with_loss, training=training)
                 here = found.inputs if self._has(0) else (), found.targets if self._has(-1) else ()
                 return replace(found, inputs=here[0], targets=here[1])
             split = self._split_inputs(inputs), self._split_targets(wanted) if with_loss else ()
@@ -534,10 +544,13 @@ class Session:
         """Return whether a stage is in this process."""
         return self._spec.placement[stage] in self._ranks
 
-    def _compile_again(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any, with_loss: bool) -> CompiledStages:
+    def _compile_again(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any, with_loss: bool, training: bool
+    ) -> CompiledStages:
         """Return the stages for a microbatch of another shape."""
         assert self._recompile is not None, "the model can be compiled again"
-        return self._spec.lowered(self._recompile.stages(self.compiled, args, kwargs, targets, with_loss=with_loss))
+        how = {"with_loss": with_loss, "training": training}
+        return self._spec.lowered(self._recompile.stages(self.compiled, args, kwargs, targets, **how))
 
     def _add_shape(self, new: NewShape) -> StepShape:
         """Plan for a new shape of batch, and have the workers prepare for it.
@@ -548,10 +561,11 @@ class Session:
         self._new_shapes += 1
         agree_on_shape(new, self._new_shapes, self.launched, self.workers[0], self._calls, self._spec.options.timeout)
         larger, smaller = new.larger, new.smaller
-        programs = self._spec.programs_of(self.compiled, larger, len(new.rows))
+        # Where nothing trains, no program is asked for: forwards run in their own order.
+        programs = self._spec.programs_of(self.compiled, larger if larger.trains else self.compiled, len(new.rows))
         shape = StepShape(new.number, new.code, new.rows, larger, smaller, programs, programs.relative)
         for worker in self.workers:
-            for stage in stages_of(worker.rank, self._spec.placement):
+            for stage in stages_of(worker.rank, self._spec.placement) if shape.trains else ():
                 for compiled in filter(None, (larger, smaller)):
                     prepare(compiled.train[stage])
             worker.add_shape(shape)

@@ -7,21 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaptra.errors import CaptureError, PartitionError
 from adaptra.graph.backward.differentiate import differentiate, evaluate
 from adaptra.graph.backward.outputs_beside import OutputsBeside
 from adaptra.graph.capture.batch import InputFormat, LossFunction, OutputFormat, TargetFormat
-from adaptra.graph.capture.capture import FlatGraph, StateNames, capture, list_eager_ops, state_names
+from adaptra.graph.capture.capture import FlatGraph, StateNames, list_eager_ops
 from adaptra.graph.capture.eager_ops import EagerOp
 from adaptra.graph.capture.op_signature import Signature, sum_of
 from adaptra.graph.capture.ops_comparison import OpsDifference, compare_ops
+from adaptra.graph.microbatch import Microbatch
 from adaptra.graph.ops.checkpoints import region_of
-from adaptra.graph.ops.fake import fake_like, fake_mode
 from adaptra.graph.ops.specs import tensor_bytes
-from adaptra.graph.partition.analyze import Analysis, analyze
+from adaptra.graph.partition.analyze import Analysis
 from adaptra.graph.partition.balance import Cuts, balance
 from adaptra.graph.partition.partition import Piece, align, cut_before, find_cuts, pieces, places_of, state_uses
 from adaptra.graph.stages.stages import EvalStage, TrainStage
@@ -58,7 +58,7 @@ class CompiledStages:
     """A model as a pipeline of stages.
 
     Attributes:
-        train: The training stages.
+        train: The training stages; none if the stages only evaluate.
         eval: The same stages in evaluation mode, forward only.
         tied: The trainable parameters that several stages use.
         names: Every name of the model's state, aliases included, to the stages that have it.
@@ -70,7 +70,7 @@ class CompiledStages:
         outputs: The format that assembles the model's outputs in evaluation mode.
         outputs_in_training: The same in training mode.
         cut_points: The cut points of the stages, and the other possible cut points.
-        captured: The captured model from which they were cut, or None if the stages are modules.
+        captured: The captured model from which they were cut, or None if the stages are modules or only evaluate.
     """
 
     train: tuple[TrainStage, ...]
@@ -87,6 +87,11 @@ class CompiledStages:
     outputs_in_training: OutputFormat
     cut_points: CutPoints
     captured: Captured | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are training stages."""
+        return bool(self.train)
 
     @property
     def difference(self) -> OpsDifference | None:
@@ -289,31 +294,8 @@ def compile_stages(
     """
     if stages < 1:
         raise PartitionError(f"stages={stages}: expected at least 1")
-    names = state_names(model)
-    inputs, target_format = InputFormat(model, args, kwargs), TargetFormat(targets)
-    flat_inputs, flat_targets = tuple(inputs.flatten(args, kwargs)), tuple(target_format.flatten(targets))
-    mode = fake_mode()
-
-    def captured(evaluation: bool, changed: frozenset[str]) -> tuple[FlatGraph, Analysis, OutputFormat]:
-        flat, outputs = capture(
-            model,
-            flat_inputs,
-            inputs,
-            flat_targets,
-            target_format,
-            loss,
-            names=names,
-            evaluation=evaluation,
-            with_loss=with_loss,
-        )
-        with mode:
-            example = _example(model, flat, flat_inputs, flat_targets, names)
-            if not with_loss:
-                for node, tensor in zip(flat.inputs, flat_inputs, strict=True):
-                    example[node].requires_grad_(tensor.requires_grad)
-            return flat, analyze(flat, frozenset(names.buffers) - changed, example), outputs
-
-    flat, analysis, trained = captured(evaluation=False, changed=frozenset())
+    one = Microbatch.of(model, args, kwargs, targets, loss, with_loss=with_loss)
+    flat, analysis, trained = one.captured(evaluation=False, changed=frozenset())
     progress("captured", 1, 2)
     if not any(analysis.values[node].requires_grad for node in flat.results):
         raise CaptureError(
@@ -326,20 +308,20 @@ def compile_stages(
         positions = balance(cuts, stages) if split is None else cut_before(flat, analysis, cuts, split, stages)
     progress("cut into stages", 1, 1)
 
-    eval_flat, eval_analysis, outputs = captured(evaluation=True, changed=analysis.changed_state)
+    eval_flat, eval_analysis, outputs = one.captured(evaluation=True, changed=analysis.changed_state)
     progress("captured", 2, 2)
     made = Captured(
         stages=stages,
-        names=names,
+        names=one.names,
         flat=flat,
         analysis=analysis,
         cuts=cuts,
         eval_flat=eval_flat,
         eval_analysis=eval_analysis,
         eval_cuts=find_cuts(eval_flat, eval_analysis),
-        formats=(inputs, target_format, outputs, trained),
+        formats=(one.inputs, one.targets, outputs, trained),
         sizes=_state_bytes(model),
-        mode=mode,
+        mode=one.mode,
     )
     compiled = made.cut(positions, progress)
     if like is not None and with_loss and same_state:
@@ -347,7 +329,8 @@ def compile_stages(
     if not compare:
         return compiled
     try:
-        eager = list_eager_ops(model, flat_inputs, inputs, flat_targets, target_format, loss, names=names, with_loss=with_loss)
+        batch = one.flat_inputs, one.inputs, one.flat_targets, one.targets
+        eager = list_eager_ops(model, *batch, loss, names=one.names, with_loss=with_loss)
         difference = _difference(made, compiled, eager)
     except Exception as error:
         # A captured model can be trained even if the comparison fails. The failure is recorded.
@@ -365,17 +348,6 @@ def _difference(made: Captured, compiled: CompiledStages, eager: Sequence[EagerO
     again = made.stages > 1 or any(region_of(node) is not None for node in made.analysis.nodes)
     graphs = [graph for stage in compiled.train for graph in stage.graphs]
     return compare_ops(eager, graphs, again=again, dense=made.stages > 1, elsewhere=sums)
-
-
-def _example(
-    model: nn.Module, flat: FlatGraph, inputs: Sequence[Tensor], targets: Sequence[Tensor], names: StateNames
-) -> dict[fx.Node, Tensor]:
-    tensors: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
-    example = {node: fake_like(tensors[name], name in names.trainable) for node, name in flat.state.items()}
-    example |= {node: fake_like(tensor) for node, tensor in flat.constants.items()}
-    example |= {node: fake_like(tensor) for node, tensor in zip(flat.inputs, inputs, strict=True)}
-    example |= {node: fake_like(tensor) for node, tensor in zip(flat.targets, targets, strict=True)}
-    return example
 
 
 def _holders(names: StateNames, graphs: Sequence[tuple[FlatGraph, Sequence[Piece]]], stages: int) -> dict[str, tuple[int, ...]]:

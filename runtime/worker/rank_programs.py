@@ -134,15 +134,18 @@ class RankPrograms:
             PlanError: The plan holds more activations than this job allows.
         """
         check_memory(f"plan {plan.version}", plan.program, self._cost)
-        for number in list(self._shapes):
-            self._prepared[plan.version, number] = self._made_for(plan, number)
+        for number, of in list(self._shapes.items()):
+            if of.shape.trains:
+                self._prepared[plan.version, number] = self._made_for(plan, number)
         kept = sorted({version for version, _ in list(self._prepared)})[-MOST_PREPARED:]
         self._forget(lambda version, _: version not in kept)
 
     def add_shape(self, shape: RankShape) -> None:
-        """Add a shape of batch. Its program under the running plan is lowered and checked now."""
+        """Add a shape of batch. Its program under the running plan is lowered and checked now, unless it only evaluates."""
         number = shape.shape.number
         self._shapes[number] = shape
+        if not shape.shape.trains:
+            return
         made = self._made_for(self.plan, number)
         verify(made.executor.program)
         self._prepared[self.plan.version, number] = made

@@ -44,6 +44,16 @@ class StepShape:
     relative: tuple[float, ...]
 
     @property
+    def trains(self) -> bool:
+        """Whether steps can run it, and not only evaluations."""
+        return self.larger.trains and (self.smaller is None or self.smaller.trains)
+
+    @property
+    def with_loss(self) -> bool:
+        """Whether its stages return the loss too, and not only the model's outputs."""
+        return self.larger.with_loss and (self.smaller is None or self.smaller.with_loss)
+
+    @property
     def microbatches(self) -> int:
         """The number of microbatches."""
         return len(self.rows)
@@ -75,7 +85,7 @@ class RankShape:
 
     Attributes:
         shape: The shape.
-        stages: The rank's stages in training, by number.
+        stages: The rank's stages in training, by number; none if the shape is only evaluated.
         losses: Broadcasts the losses.
         sizes: What is estimated of it, relative to the shape for which the pipeline was compiled. None if its steps can't be
             compared: microbatches are of two sizes, or of another number.

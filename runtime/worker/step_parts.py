@@ -119,14 +119,14 @@ class StepParts:
     def of_shape(self, shape: StepShape) -> RankShape:
         """Return what of this rank depends on another shape of batch."""
         made: dict[int, Stage] = {}
-        for number in self.stages:
+        for number in self.stages if shape.trains else ():
             larger = self._stage(self.replica, number, self.gradients, self._state, shape)
             rest = None if shape.smaller is None else self._stage(self.replica, number, self.gradients, self._state, shape, -1)
             made[number] = larger if rest is None or shape.count is None else UnevenStage(larger, rest, shape.count)
         return RankShape(shape, made, self._losses_of(shape), self._sizes_of(shape))
 
     def _sizes_of(self, shape: StepShape) -> RelativeSizes | None:
-        if shape.smaller is not None or shape.microbatches != self._microbatches:
+        if not shape.trains or shape.smaller is not None or shape.microbatches != self._microbatches:
             return None
         first, own = _message_bytes(self._compiled), _message_bytes(shape.larger)
         messages = {edge: own[edge] / size for edge, size in first.items() if edge in own}
@@ -134,10 +134,11 @@ class StepParts:
 
     def _losses_of(self, shape: StepShape) -> LossBroadcast:
         compiled, placement = shape.larger, self._placement
-        last = compiled.train[-1]
+        evaluated = compiled.eval[-1]
+        results = compiled.train[-1].outputs if compiled.trains else (evaluated.loss or evaluated.outputs)
         # A pipeline without a loss broadcasts none, and a scalar stands for it.
-        loss = last.outputs[0] if compiled.with_loss else TensorSpec((), last.outputs[0].dtype)
-        sharing = {placement[stage] for one in compiled.tied if last.index in one.stages for stage in one.stages}
+        loss = results[0] if compiled.with_loss else TensorSpec((), results[0].dtype)
+        sharing = {placement[stage] for one in compiled.tied if self._last in one.stages for stage in one.stages}
         own = self._transport.rank, placement, shape.microbatches
         return LossBroadcast(*own, loss, sharing, self._transport, shape.code)
 

@@ -48,9 +48,8 @@ def agree_on_shape(new: NewShape, number: int, launched: Launch, worker: Worker,
                 f"shape: {_ONE_SHAPE}"
             )
 
-    found = exchange(transport.store, name, own, new.name, others, timeout, check)
+    said = new.name + new.use
+    found = exchange(transport.store, name, own, said, others, timeout, check)
     for rank, text in zip(others, found, strict=True):
-        if text != new.name:
-            raise BatchError(
-                f"rank {job_ranks[own]} has a batch of {new.name}, rank {job_ranks[rank]} one of {text}: {_ONE_SHAPE}"
-            )
+        if text != said:
+            raise BatchError(f"rank {job_ranks[own]} has a batch of {said}, rank {job_ranks[rank]} one of {text}: {_ONE_SHAPE}")

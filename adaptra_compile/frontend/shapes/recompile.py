@@ -12,6 +12,7 @@ from torch import nn
 
 from adaptra.graph import CompiledStages, compile_stages
 from adaptra.graph.capture.skeleton import skeleton
+from adaptra.graph.evaluation_only import compile_evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,14 @@ class Recompile:
             return None
 
     def stages(
-        self, like: CompiledStages, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any, *, with_loss: bool
+        self,
+        like: CompiledStages,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        targets: Any,
+        *,
+        with_loss: bool,
+        training: bool,
     ) -> CompiledStages:
         """Return stages for one microbatch like this one.
 
@@ -49,18 +57,15 @@ class Recompile:
             like: The stages for another shape, which have the same state.
             args, kwargs: The model's arguments, one microbatch.
             targets: The loss's targets, one microbatch.
-            with_loss: Whether the loss is wanted. Stages without one only evaluate.
+            with_loss: Whether the loss is wanted.
+            training: Whether the stages train. Others have graphs for evaluation only.
 
         Raises:
             CaptureError, PartitionError: The model can't be compiled for this shape, or its stages would have other state.
         """
+        loss = self.loss if with_loss else None
+        if not training:
+            return compile_evaluation(self.model, args, kwargs, like=like, loss=loss, targets=targets, with_loss=with_loss)
         return compile_stages(
-            self.model,
-            args,
-            kwargs,
-            stages=len(like.train),
-            loss=self.loss if with_loss else None,
-            targets=targets,
-            like=like,
-            with_loss=with_loss,
+            self.model, args, kwargs, stages=len(like.train), loss=loss, targets=targets, like=like, with_loss=with_loss
         )

@@ -27,8 +27,8 @@ from adaptra.runtime.worker.step_parts import Batch
 Given = tuple[tuple[Any, ...], Mapping[str, Any], Any]
 """The model's positional and keyword arguments, and the loss's targets."""
 
-Compiler = Callable[[tuple[Any, ...], Mapping[str, Any], Any, bool], CompiledStages]
-"""Compiles the model for a microbatch of :data:`Given`. The last argument says whether the loss is wanted."""
+Compiler = Callable[[tuple[Any, ...], Mapping[str, Any], Any, bool, bool], CompiledStages]
+"""Compiles the model for a microbatch of :data:`Given`. The last arguments say whether the loss is wanted, and to train."""
 
 Sizes = tuple[tuple[int, ...], ...]
 """The sizes of all tensors of a batch, without the rows."""
@@ -79,6 +79,11 @@ class NewShape:
     rows: tuple[int, ...]
     larger: CompiledStages
     smaller: CompiledStages | None = None
+
+    @property
+    def use(self) -> str:
+        """What it is compiled for, as texts add it to the name."""
+        return "" if self.larger.trains and (self.smaller is None or self.smaller.trains) else " for evaluation only"
 
 
 @dataclass(slots=True)
@@ -170,13 +175,19 @@ class Shapes:
     def _specs(self) -> MessageSpec:
         return (*self._first.inputs.specs, *self._first.targets.specs)
 
-    def find(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], given: Given, *, with_loss: bool) -> ShapedBatch:
+    def find(
+        self, inputs: Sequence[Tensor], targets: Sequence[Tensor], given: Given, *, with_loss: bool, training: bool
+    ) -> ShapedBatch:
         """Return a batch of another shape in microbatches; a new shape is compiled first.
+
+        A shape that was only evaluated has no training graphs, and none of the loss if only outputs were wanted. It is
+        compiled again once these are needed.
 
         Args:
             inputs, targets: The batch's tensors in flat order.
             given: The same as the user gave them.
             with_loss: Whether the loss is wanted, and not the outputs.
+            training: Whether a step trains on the batch.
 
         Raises:
             BatchError: Rows differ between tensors, there are none, or the model can't be compiled for this shape.
@@ -186,28 +197,34 @@ class Shapes:
         rows = rows_of_all(tensors, labels)
         sizes = tuple(tuple(one.shape[1:]) for one in tensors)
         known = self._known.get((sizes, rows))
-        if known is None:
-            known = self._compiled(sizes, rows, _name([one.shape for one in tensors], labels), given, with_loss)
+        if known is None or not _serves(known.shape, with_loss, training):
+            name = _name([one.shape for one in tensors], labels)
+            known = self._compiled(sizes, rows, name, given, with_loss, training)
         self._known.move_to_end((sizes, rows))
         known.steps += 1
         shape = known.shape
         split = split_rows(inputs, shape.rows), split_rows(targets, shape.rows)
         return ShapedBatch(shape.number, *split, shape.shares, shape.larger)
 
-    def _compiled(self, sizes: Sizes, rows: int, name: str, given: Given, with_loss: bool) -> _Known:
+    def _compiled(self, sizes: Sizes, rows: int, name: str, given: Given, with_loss: bool, training: bool) -> _Known:
         began = time.monotonic()
         split = microbatch_rows(rows, self._microbatches)
         try:
-            made = [self._stages_for(sizes, one, given, with_loss) for one in sorted(set(split), reverse=True)]
+            several = sorted(set(split), reverse=True)
+            made = [self._stages_for(sizes, one, given, with_loss, training) for one in several]
         except (CaptureError, PartitionError, OptionError) as error:
             raise BatchError(f"a batch of {name}: the model can't be compiled for this shape: {error}") from error
         digest = hashlib.blake2b(repr((sizes, rows)).encode(), digest_size=4).digest()
         new = NewShape(self._number + 1, max(1, int.from_bytes(digest, "little")), name, split, *made)
         shape = self._add(new)
         self._number = new.number
+        earlier = self._known.get((sizes, rows))
         found = self._known[sizes, rows] = _Known(shape, name, time.monotonic() - began)
-        self._tell(EventKind.COMPILED, f"batches of {name} in {found.seconds:.2f} s")
-        if (warning := self._warning.after(found.seconds)) is not None:
+        self._tell(EventKind.COMPILED, f"batches of {name}{new.use} in {found.seconds:.2f} s")
+        if earlier is not None:  # the same shape, and so none more
+            found.steps = earlier.steps
+            self._drop(earlier.shape.number)
+        elif (warning := self._warning.after(found.seconds)) is not None:
             self._tell(None, warning)
         while len(self._known) > self._most:
             _, dropped = self._known.popitem(last=False)
@@ -215,7 +232,7 @@ class Shapes:
             self._tell(EventKind.FORGOTTEN, f"batches of {dropped.name}: {self._most} shapes are kept")
         return found
 
-    def _stages_for(self, sizes: Sizes, rows: int, given: Given, with_loss: bool) -> CompiledStages:
+    def _stages_for(self, sizes: Sizes, rows: int, given: Given, with_loss: bool, training: bool) -> CompiledStages:
         """Return the stages for microbatches of this many rows, which another shape of batch may have already.
 
         Stages with a loss serve evaluations without targets too.
@@ -224,12 +241,18 @@ class Shapes:
         if sizes == tuple(spec.shape[1:] for spec in specs) and all(spec.shape[:1] in ((), (rows,)) for spec in specs):
             return self._first
         for (others, _), known in self._known.items():
-            for stages, size in ((known.shape.larger, known.shape.rows[0]), (known.shape.smaller, known.shape.rows[-1])):
-                if others[: len(sizes)] == sizes and size == rows and stages is not None:
-                    return stages
+            if others[: len(sizes)] == sizes and _serves(known.shape, with_loss, training):
+                for stages, size in ((known.shape.larger, known.shape.rows[0]), (known.shape.smaller, known.shape.rows[-1])):
+                    if stages is not None and size == rows:
+                        return stages
         assert self._compile is not None, "shapes can vary"
         args, kwargs, targets = first_rows((given[0], dict(given[1]), given[2]), rows)
-        return self._compile(args, kwargs, targets, with_loss)
+        return self._compile(args, kwargs, targets, with_loss, training)
+
+
+def _serves(shape: StepShape, with_loss: bool, training: bool) -> bool:
+    """Return whether such a call can run the stages of a shape."""
+    return (shape.trains or not training) and (shape.with_loss or not with_loss)
 
 
 def _name(sizes: Sequence[Sequence[int]], labels: Sequence[str]) -> str:
