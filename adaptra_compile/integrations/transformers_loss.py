@@ -26,6 +26,9 @@ def divides_by_items(model: nn.Module, batch: dict[str, Any]) -> bool | None:
     """Return whether a model's loss is a sum that it divides by the number of items, or else a mean of its own.
 
     The first row is tried with two numbers. None if it is neither.
+
+    Raises:
+        OptionError: The model can't run the row.
     """
     given = {name: one[:1] if isinstance(one, Tensor) and one.dim() else one for name, one in batch.items()}
     labels = given["labels"]
@@ -42,6 +45,11 @@ def divides_by_items(model: nn.Module, batch: dict[str, Any]) -> bool | None:
             one, two = (_loss(tried(**given, **{NUMBER_OF_ITEMS: torch.tensor(count)})).item() for count in (1.0, 2.0))
     except TypeError:
         return False  # its forward takes no such number
+    except Exception as error:  # the model's own complaint of its rows
+        raise OptionError(
+            f"model: a {type(model).__name__}: its forward fails on the first row of train_dataset: {type(error).__name__}: "
+            f"{error}: expected inputs and labels of this model"
+        ) from error
     finally:
         model.train(before)
     if one == two:

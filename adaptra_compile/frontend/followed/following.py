@@ -193,12 +193,17 @@ class Following:
             for one in (own.get(name), *(state.get(name) for state in states)):
                 if one is not None:
                     one.requires_grad_(value)
-        return made if model is None or self._empty_on is None else skeleton(made, self._empty_on)
+        has_values = self._empty_on is None and not any(one.is_meta for one in own.values())
+        return made if model is None or has_values else skeleton(made, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        """The device of what the stages hold."""
+        return self._empty_on or next((one.device for one in self._held), torch.device("cpu"))
 
     def _stages(self, model: nn.Module, like: CompiledStages) -> CompiledStages:
-        device = self._empty_on or next((one.device for one in self._held), torch.device("cpu"))
-        args, kwargs = like.inputs.arguments(_example(like.inputs.specs, device))
-        targets = like.targets.unflatten(_example(like.targets.specs, device))
+        args, kwargs = like.inputs.arguments(_example(like.inputs.specs, self._device))
+        targets = like.targets.unflatten(_example(like.targets.specs, self._device))
         if isinstance(model, nn.ModuleList) and self._is_list:
             return compile_modules(model, args, kwargs, loss=self._loss, targets=targets)
         return compile_stages(

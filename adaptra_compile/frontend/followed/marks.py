@@ -32,15 +32,22 @@ class Mark:
         refers: Returns the object whose identity counts, or None if it is gone; None if the text alone counts.
         is_state: Whether the value is a parameter or buffer.
         is_mode: Whether the value is a module's training flag.
+        is_empty: Whether the value is a tensor on the meta device.
     """
 
     text: str
     refers: Any = None
     is_state: bool = False
     is_mode: bool = False
+    is_empty: bool = False
 
     def is_like(self, other: Mark) -> bool:
-        """Return whether this is the mark of the same value."""
+        """Return whether this is the mark of the same value.
+
+        A model that is moved to the meta device frees its memory, which the pipeline has no use for.
+        """
+        if other.is_empty and other.is_state and (self.text == other.text or is_elsewhere(self)):
+            return True
         if self.text != other.text or (self.refers is None) is not (other.refers is None):
             return False
         if self.refers is None:
@@ -76,7 +83,7 @@ def mark_of(value: object) -> Mark:
 def tensor_mark(tensor: Tensor, *, is_state: bool) -> Mark:
     """Return the mark of a tensor: its identity, dtype and whether it requires a gradient."""
     text = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}, requires_grad={tensor.requires_grad}"
-    return Mark(text, _reference(tensor), is_state)
+    return Mark(text, _reference(tensor), is_state, is_empty=tensor.is_meta)
 
 
 def differences(before: Mapping[str, Mark], after: Mapping[str, Mark]) -> dict[str, str]:

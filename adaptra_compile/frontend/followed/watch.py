@@ -95,8 +95,8 @@ class Watch:
         return [name for name, one in (self._living() or {}).items() if name in self._trained and not one.training]
 
     def replaced(self) -> dict[str, Tensor]:
-        """Return the parameters and buffers that are other tensors than before, by all their names."""
-        now = _state_of(self.model())
+        """Return the parameters and buffers that are other tensors with values than before, by all their names."""
+        now = {name: one for name, one in _state_of(self.model()).items() if not one.is_meta}
         return {name: one for name, one in now.items() if name not in self._state or self._state[name][0]() is not one}
 
     def switched(self) -> dict[str, bool]:

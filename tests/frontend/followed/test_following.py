@@ -218,6 +218,18 @@ def test_parameters_of_the_pipeline_are_followed_and_a_deleted_model_is_too(pair
             one.zero_grad()
 
 
+def test_a_model_that_frees_its_memory_is_no_change_and_is_watched_on(pair: Pair) -> None:
+    """As PipelineTrainer does: the pipeline has the tensors, and the model on the meta device still says what is trained."""
+    pair.model.to("meta")
+    assert torch.equal(pair.pipe.step(*batch(3)), train_alone(pair.plain, pair.other_loss, *batch(3)))
+    assert not pair.changes
+    for model in (pair.model, pair.plain):
+        model[1].drop.p = 0.0
+        model[2].scale = 2.0
+    assert torch.equal(pair.pipe.step(*batch(4)), train_alone(pair.plain, pair.other_loss, *batch(4)))
+    assert len(pair.changes) == 1
+
+
 def test_hooks_and_other_forwards_are_followed(pair: Pair) -> None:
     handles: list[Any] = []
 

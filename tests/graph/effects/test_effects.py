@@ -196,7 +196,8 @@ def hooked() -> Model:
     seen: list[Any] = []
 
     def scale(module: nn.Module, given: Any, made: Tensor) -> Tensor:
-        return made * len(seen)
+        product: Tensor = made * len(seen)
+        return product
 
     model.first.register_forward_hook(scale)
     model.first.register_forward_pre_hook(lambda module, given: seen.append(0))
