@@ -144,7 +144,9 @@ class Following:
             replaced = {before.aliases[name]: one for name, one in self._watch.replaced().items()}
             own = self._stages(model, before)
             memory = self._watch.addresses()
-            if not switched and not replaced and are_same(before, own, memory):
+            # What only evaluates is compiled anew when it is used: it can't be compared without its training graph.
+            can_stay = not switched and not replaced and all(one.trains for one in others)
+            if can_stay and are_same(before, own, memory):
                 fresh = (self._stages(model, one) for one in others)
                 if all(are_same(one, other, memory) for one, other in zip(others, fresh, strict=True)):
                     return None

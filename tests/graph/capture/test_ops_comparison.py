@@ -116,7 +116,7 @@ def test_a_difference_is_warned_of_explained_or_refused(caplog: pytest.LogCaptur
     )
     with caplog.at_level(logging.WARNING, "adaptra"):
         with compiled(example, masked(6, 0), stages=1, microbatches=2) as pipe:
-            assert pipe.explain().startswith(said)
+            assert said in pipe.explain()
         assert [record.message.startswith(said) for record in caplog.records] == [True]
         caplog.clear()
         accepted = adaptra.Options(captured="accept")
