@@ -12,6 +12,7 @@ from paths import DOCS
 from script_pairs import PAIRS
 
 import adaptra
+from adaptra.runtime.detection.level_shift import DetectorOptions
 
 TEXT = (DOCS / "first-week.md").read_text()
 ROWS = re.findall(
@@ -54,3 +55,10 @@ def test_the_trainer_is_there() -> None:
 @pytest.mark.parametrize("pair", PAIRS)
 def test_it_leads_to_every_pair(pair: str) -> None:
     assert f"](first-week/{pair}.md)" in TEXT
+
+
+def test_what_is_said_of_the_first_steps_is_what_the_detector_does() -> None:
+    words = {1: "The first step is", 3: "the three after it calibrate", 4: "up to four times"}
+    text = " ".join(TEXT.partition("## The first steps")[2].partition("\n## ")[0].split())
+    options = DetectorOptions()
+    assert all(words[number] in text for number in (options.warm_up, options.calibration, options.calibrations))
