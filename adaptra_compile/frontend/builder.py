@@ -49,7 +49,6 @@ from adaptra.runtime.worker.loss_reduction import UNEQUAL, Reduction, refuse_num
 logger = logging.getLogger(__name__)
 
 
-@generators_kept()
 def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any]) -> Session:
     """Compile a model for batches like this one and start its workers.
 
@@ -83,8 +82,9 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
             recorder = open_recorder(options, launched)
             opened.callback(recorder.close)
             with _progress(launched) as progress:
-                planned = _compile(request, spec, args, targets, kwargs, progress, empty_on)
-                look = _check_mean(request, planned, launched, args, pytree.tree_map_only(Tensor, copy_of, targets), kwargs)
+                with generators_kept():
+                    planned = _compile(request, spec, args, targets, kwargs, progress, empty_on)
+                    look = _check_mean(request, planned, launched, args, pytree.tree_map_only(Tensor, copy_of, targets), kwargs)
                 _refuse_hooked_copies(request.whole_model, planned.compiled.copied(request.placed))
                 refuse_shared_memory(
                     request.whole_model, planned.compiled, request.placed, launched, is_empty=empty_on is not None

@@ -576,7 +576,8 @@ class Worker:
         try:
             yield
         except Exception as error:
-            cause = self.fail(self.explain(error))
+            ended_by = self._aborted_by if isinstance(error, PeerLostError) else None
+            cause = self.fail(ended_by or self.explain(error))
             if cause is error:
                 raise
             raise cause from error

@@ -144,11 +144,10 @@ class Following:
             replaced = {before.aliases[name]: one for name, one in self._watch.replaced().items()}
             own = self._stages(model, before)
             memory = self._watch.addresses()
-            # What only evaluates is compiled anew when it is used: it can't be compared without its training graph.
-            can_stay = not switched and not replaced and all(one.trains for one in others)
-            if can_stay and are_same(before, own, memory):
-                fresh = (self._stages(model, one) for one in others)
-                if all(are_same(one, other, memory) for one, other in zip(others, fresh, strict=True)):
+            if not switched and not replaced and are_same(before, own, memory):
+                trained = [one for one in others if one.trains]  # what only evaluates is like the evaluation of the first shape
+                fresh = (self._stages(model, one) for one in trained)
+                if all(are_same(one, other, memory) for one, other in zip(trained, fresh, strict=True)):
                     return None
             return ChangedStages(own, _states(own, states, placed, replaced), bool(replaced))
         except AdaptraError as error:
