@@ -42,7 +42,7 @@ from adaptra.program.roles import Roles
 from adaptra.program.routing import Route, Routing
 from adaptra.report import drawing, perfetto, picture, step_picture
 from adaptra.report.files import check_suffix
-from adaptra.report.stage_table import stage_table
+from adaptra.report.stage_table import MeasuredStep, measured_lines, stage_table
 from adaptra.runtime.control.events import ControlEvent
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.detection.reduces import StageReduce
@@ -730,8 +730,33 @@ class Pipeline(ModuleMethods):
         """The rank of this process in the job; 0 if one process runs all stages. Use it to print on one rank only."""
         return torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
 
+    @property
+    def last_step(self) -> MeasuredStep | None:
+        """The measured time of the last step and the size of its batch; None if these stages have run no step yet.
+
+        The time is that of the ranks of this process, so it differs a little between ranks. The batch is that of this replica.
+        """
+        first, *others = self._require().workers
+        if not first.monitor.kept:
+            return None
+        records = first.monitor.kept[-1]
+        # After a failed step the others' last one may be another.
+        same = [records, *(one for worker in others for one in worker.monitor.kept if one.step == records.step)]
+        seconds = max(one.end for one in same) - min(one.start for one in same)
+        tokens, counted_in = first.tokens or (None, None)
+        return MeasuredStep(first.steps_before + records.step, seconds, first.samples, tokens, counted_in)
+
     def report(self) -> str:
-        """Return a table of the stages with their FLOPs, parameters, activations, peak memory and messages."""
+        """Return a table of the stages with their FLOPs, parameters, activations, peak memory and messages.
+
+        Below it stand the time of the last step and its tokens per second, as :attr:`last_step` has them. On the rank of the
+        first stage the times of F, I and W follow, once they are measured. So the table alone is the same on every rank.
+        """
+        worker = self._require().workers[0]
+        estimated, measured = worker.initial.case.cost, worker.controller.measured_cost
+        return self._stage_table() + measured_lines(self.last_step, self.replicas, estimated, measured)
+
+    def _stage_table(self) -> str:
         session = self._require()
         program, cost = self.plan.program, self.plan.case.cost
         sizes = predicted_peaks(program, session.compiled.train)

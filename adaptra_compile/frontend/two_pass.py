@@ -115,7 +115,7 @@ class TwoPassPipeline(Pipeline):
         return tuple(one.requires_grad for one in self._require().compiled.train[0].inputs)
 
     def report(self) -> str:
-        """Return the table of :meth:`Pipeline.report`, and the additional memory needed because there is no loss."""
+        """Return the table of :meth:`Pipeline.report` alone, and the additional memory needed because there is no loss."""
         compiled, case = self._require().compiled, self.plan.case
         adapted, least = plan(case), one_f_one_b(case.cost.stages, case.microbatches)
         peaks = (predicted_peaks(program, compiled.train) for program in (self.plan.program, adapted, least))
@@ -126,7 +126,7 @@ class TwoPassPipeline(Pipeline):
         ]
         return "\n".join(
             [
-                super().report().rstrip("\n"),
+                self._stage_table().rstrip("\n"),
                 f"The function returns no loss, so forward and backward are each pipelined over all {case.microbatches} "
                 "microbatches,",
                 "whose activations are all held in between. What a rank holds at most, and would hold if it returned its loss:",

@@ -15,14 +15,14 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from adaptra.report.stage_table import lines_of_workers, table_of_workers, worker_rows
+from adaptra.report.stage_table import MeasuredStep, lines_of_workers, table_of_workers, worker_rows
 from adaptra.simulation.timeline import Timeline
 from adaptra.simulation.worker_steps import worker_steps
 
 _COLUMNS: Final = {
     "step": 8,
     "loss": 10,
-    "tokens/s": 10,
+    "tokens/s": 15,
     "iteration ms": 12,
     "bubble %": 8,
     "plan": 6,
@@ -78,6 +78,7 @@ class LiveTable:
         slow_edges: Iterable[tuple[int, int]] = (),
         note: str = "",
         workers: Timeline | None = None,
+        measured: MeasuredStep | None = None,
     ) -> None:
         """Add the row of one step. A value of None shows as ``-``.
 
@@ -94,11 +95,18 @@ class LiveTable:
             note: Any other text, such as "plan switched".
             workers: The measured step from ``pipe.timeline()``. Its workers stand below until those of another step are given:
                 see :func:`.stage_table.worker_table`.
+            measured: ``pipe.last_step``, for the throughput and the duration where they are not given. A batch without
+                tokens shows as samples.
         """
+        if iteration_seconds is None and measured is not None:
+            iteration_seconds = measured.seconds
+        throughput = _ABSENT if tokens_per_second is None else f"{tokens_per_second:,.0f}"
+        if tokens_per_second is None and measured is not None:
+            throughput = f"{measured.per_second:,.0f}" + ("" if measured.unit == "tokens" else f" {measured.unit}")
         row = (
             str(step),
             f"{loss:.4f}",
-            _ABSENT if tokens_per_second is None else f"{tokens_per_second:,.0f}",
+            throughput,
             _ABSENT if iteration_seconds is None else f"{1e3 * iteration_seconds:.1f}",
             _ABSENT if bubble is None else f"{100 * bubble:.1f}",
             _ABSENT if plan_version is None else f"v{plan_version}",

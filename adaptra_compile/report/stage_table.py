@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Final
 
@@ -15,8 +16,66 @@ from adaptra.simulation.worker_steps import SLOW_PACE, WorkerStep, paces, worker
 if TYPE_CHECKING:
     from adaptra.graph import TrainStage
     from adaptra.program import Program
+    from adaptra.simulation.cost import CostModel
 
 _UNITS = ("", "k", "M", "G", "T", "P")
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """The measured time of one step, and the size of its batch.
+
+    Attributes:
+        step: The step's number.
+        seconds: How long the step took on the ranks of this process, without what the loop does between steps.
+        samples: The rows of the batch of this replica.
+        tokens: Its tokens: rows times length of the first two-dimensional input of whole numbers. None without such an input.
+        counted_in: That input.
+    """
+
+    step: int
+    seconds: float
+    samples: int
+    tokens: int | None = None
+    counted_in: str | None = None
+
+    @property
+    def per_second(self) -> float:
+        """Tokens per second, or samples per second if the batch has no tokens."""
+        return (self.samples if self.tokens is None else self.tokens) / self.seconds
+
+    @property
+    def unit(self) -> str:
+        """What :attr:`per_second` counts."""
+        return "samples" if self.tokens is None else "tokens"
+
+    def __str__(self) -> str:
+        counted = "rows of the batch" if self.counted_in is None else f"rows × length of {self.counted_in}"
+        return f"step {self.step}: {1e3 * self.seconds:.1f} ms, {self.per_second:,.0f} {self.unit}/s ({counted})"
+
+
+def measured_lines(step: MeasuredStep | None, replicas: int, estimated: CostModel, measured: CostModel | None) -> str:
+    """Return the lines about what was measured, as they stand below the table of stages.
+
+    Args:
+        step: The last step; None if these stages have run none.
+        replicas: The number of replicas. The batch is that of one.
+        estimated: The costs before the first step.
+        measured: The costs known now; None where they are not known. Equal costs of a stage are not measured yet.
+    """
+    if step is None:
+        return "no step of these stages measured yet\n"
+    lines = [str(step) + (f", in one of {replicas} replicas" if replicas > 1 else "")]
+    if measured is not None:
+        before, now = (list(zip(one.forward, one.input_grad, one.weight_grad, strict=True)) for one in (estimated, measured))
+        rows = [
+            (str(stage), *(f"{1e3 * seconds:.3f}" for seconds in kinds))
+            for stage, kinds in enumerate(now)
+            if kinds != before[stage]
+        ]
+        if rows:
+            lines += ["measured per microbatch:", *_aligned([("stage", "F ms", "I ms", "W ms"), *rows])]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def stage_table(stages: Sequence[TrainStage], program: Program, in_flight: Sequence[int], peak_bytes: Sequence[int]) -> str:
@@ -103,7 +162,10 @@ def is_slow(row: Sequence[str]) -> bool:
 
 def lines_of_workers(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the headings and the rows of :func:`worker_rows` as aligned lines of text."""
-    table = [WORKER_COLUMNS, *rows]
+    return _aligned([WORKER_COLUMNS, *rows])
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
 

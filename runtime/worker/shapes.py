@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import torch
+
 from adaptra.graph import CompiledStages
 from adaptra.program import Program
 from adaptra.runtime.control.plan import Plan
@@ -67,6 +69,19 @@ class StepShape:
     def shares(self) -> tuple[float, ...]:
         """The share of each microbatch in the batch's rows; empty if all have the same."""
         return () if self.smaller is None else tuple(one / sum(self.rows) for one in self.rows)
+
+    @property
+    def tokens(self) -> tuple[int, str] | None:
+        """The tokens of a batch, and the label of the input that they are counted in; None without such an input.
+
+        It is the first input of whole numbers in two dimensions. Its rows times its length count, padding included.
+        """
+        inputs = self.larger.inputs
+        for label, spec in zip(inputs.labels, inputs.specs, strict=True):
+            is_whole = not (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype is torch.bool)
+            if is_whole and len(spec.shape) == 2:
+                return sum(self.rows) * spec.shape[1], label
+        return None
 
     def messages(self, of: Callable[[CompiledStages], list[MessageShapes]]) -> list[MessageShapes]:
         """Return the messages of every stage. ``of`` returns those of microbatches of one size."""

@@ -88,6 +88,8 @@ class Worker:
         measured: Measurements of this rank's stages in the last steps, oldest first.
         reduces: REDUCE of the last step but one, on this rank's stages. On the coordinator's rank that of all stages, in the
             last step of which all ranks have told it.
+        samples: The rows of the last step's batch.
+        tokens: Its tokens and the input that they are counted in, as :attr:`.shapes.StepShape.tokens`.
         steps_before: The number of training steps before this worker's first one, which random numbers add to the step.
         explain: Returns the cause of an error, for the user and the other ranks.
     """
@@ -143,6 +145,8 @@ class Worker:
         self._shared = SharedValues(state, compiled.train, self._placement, transport, replicas, options.timeout, self.check)
         self.measured: deque[StageMeasurement] = deque(maxlen=KEPT_MEASUREMENTS * len(self._parts.stages))
         self.reduces: tuple[StageReduce, ...] = ()
+        self.samples = 0
+        self.tokens: tuple[int, str] | None = None
         self.initial = initial
         self._programs = RankPrograms(
             compiled,
@@ -230,6 +234,7 @@ class Worker:
             started = time.monotonic()
             losses = self._parts.run(executor, step, inputs, targets, loss_scale, self.steps_before, of, outputs)
             measurement = self.monitor.end_step(step, started, time.monotonic(), of.shape.code)
+            self.samples, self.tokens = sum(of.shape.rows), of.shape.tokens
             # Ops and messages of another shape take other times, which are no change of a stage or link.
             comparable = replace(measurement, stages=(), edges=())
             if of.sizes is not None and not goes_home:

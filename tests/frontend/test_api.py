@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -731,6 +732,40 @@ def test_the_explanation_is_of_what_was_measured_last(monkeypatch: pytest.Monkey
         monkeypatch.undo()
         assert "an edge 1→2 twice as fast" not in pipe.explain()
         assert "symbols, " not in slow and "symbols, " in pipe.explain(equations=True)
+
+
+def test_the_report_ends_with_the_measured_time_and_the_tokens_or_samples_per_second() -> None:
+    """Tokens are rows times length of whole numbers, of the last step's own shape; floating point inputs count rows."""
+    length = 5
+    tokens, targets = torch.randint(4, (ROWS, length)), torch.randn(ROWS, length, 3)
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3))
+    with compiled(model=model, example_inputs=(tokens, targets), loss=nn.functional.mse_loss) as pipe:
+        assert pipe.last_step is None and pipe.report().endswith("\nno step of these stages measured yet\n")
+        for rows in (ROWS, ROWS - 1):
+            pipe.step(tokens[:rows], targets[:rows])
+            found, timeline = pipe.last_step, pipe.timeline()
+            assert found is not None and timeline is not None
+            assert (found.samples, found.tokens, found.unit) == (rows, rows * length, "tokens")
+            assert timeline.makespan <= found.seconds < 60 and found.per_second == rows * length / found.seconds
+            rate = f"{1e3 * found.seconds:.1f} ms, {found.per_second:,.0f} tokens/s (rows × length of input)"
+            assert f"\nstep {found.step}: {rate}\n" in pipe.report()
+        assert found.step == 1
+    with compiled() as pipe:
+        pipe.step(X, Y)
+        found = pipe.last_step
+        assert found is not None and (found.samples, found.tokens) == (ROWS, None)
+        assert f" {ROWS / found.seconds:,.0f} samples/s (rows of the batch)\n" in pipe.report()
+
+
+def test_the_report_gives_the_times_of_the_stages_that_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    with compiled() as pipe:
+        pipe.step(X, Y)
+        controller, cost = pipe.session.workers[0].controller, pipe.plan.case.cost
+        measured = replace(cost, forward=(cost.forward[0], 0.5), input_grad=(cost.input_grad[0], 0.25))
+        monkeypatch.setattr(type(controller), "measured_cost", property(lambda _: measured))
+        *_, what, heading, row = pipe.report().splitlines()
+    assert what == "measured per microbatch:" and heading.split("  ")[0] == "stage"
+    assert row.split() == ["1", "500.000", "250.000", f"{1e3 * cost.weight_grad[1]:.3f}"]
 
 
 def test_what_there_is_to_see(tmp_path: Path) -> None:

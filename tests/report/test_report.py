@@ -22,6 +22,7 @@ from adaptra.report import perfetto
 from adaptra.report.files import write_whole
 from adaptra.report.live import LiveTable
 from adaptra.report.picture import COLOURS, MESSAGE, draw
+from adaptra.report.stage_table import MeasuredStep
 from adaptra.report.text import bubble_ratio, render
 from adaptra.simulation.timeline import MessageInterval, OpInterval, ReduceInterval, Source, Timeline
 
@@ -476,10 +477,21 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     rows(LiveTable(Console(file=out, width=40), title="training"))
     assert out.getvalue() == (
         "training\n"
-        "    step        loss    tokens/s  iteration ms  bubble %    plan  slow edges  note\n"
-        "       0      4.1589      12,346         432.1      12.5      v1  -\n"
-        "       1      4.0000           -             -         -      v2  1→2 2→1     [plan] switched\n"
+        "    step        loss         tokens/s  iteration ms  bubble %    plan  slow edges  note\n"
+        "       0      4.1589           12,346         432.1      12.5      v1  -\n"
+        "       1      4.0000                -             -         -      v2  1→2 2→1     [plan] switched\n"
     )
+
+
+def test_a_measured_step_fills_in_the_throughput_and_the_duration() -> None:
+    out = io.StringIO()
+    with LiveTable(Console(file=out, width=40)) as live:
+        live.update(step=0, loss=1.0, measured=MeasuredStep(0, 0.25, 8, 256, "tokens"))
+        live.update(step=1, loss=1.0, measured=MeasuredStep(1, 0.25, 500))
+        live.update(step=2, loss=1.0, tokens_per_second=7, measured=MeasuredStep(2, 0.25, 8))
+    shown = [line.split("  ") for line in out.getvalue().splitlines()[1:]]
+    cells = [[cell.strip() for cell in line if cell.strip()][2:4] for line in shown]
+    assert cells == [["1,024", "250.0"], ["2,000 samples", "250.0"], ["7", "250.0"]]
 
 
 def test_on_a_terminal_the_last_rows_are_redrawn_in_place() -> None:
