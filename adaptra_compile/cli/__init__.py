@@ -12,7 +12,7 @@ import sys
 import warnings
 from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from adaptra import __version__
 from adaptra.errors import AdaptraError
@@ -34,6 +34,14 @@ _SLOW: Final = (
     "mark messages from stage A to its neighbour B in the picture; repeatable. Without it, directed edges that take "
     "more than twice the time of the median edge are marked"
 )
+
+
+class _Parser(ArgumentParser):
+    """A parser whose error is one line, after which nobody has to look for it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong, and end with status 2."""
+        self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists what it takes\n")
 
 
 class _FormerName(Action):
@@ -72,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
+    parser = _Parser(
         prog="adaptra",
         description="Plan, time and look at pipeline-parallel programs.",
         epilog="adaptra COMMAND --help describes one command.",

@@ -35,6 +35,7 @@ from adaptra.frontend.module_like.module_methods import ModuleMethods
 from adaptra.frontend.saved.fitting_model import FittingModel
 from adaptra.frontend.session import Session
 from adaptra.frontend.shapes.shapes import PipelineShape
+from adaptra.known_keywords import known_keywords
 from adaptra.planning.explanation import explain
 from adaptra.planning.layout_change import RoleChange, SplitChange
 from adaptra.planning.replicas.job_explanation import explain_job
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
 
 
+@known_keywords
 def compile(
     model: nn.Module | Sequence[nn.Module],
     *,

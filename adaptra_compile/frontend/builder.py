@@ -35,6 +35,7 @@ from adaptra.graph.compile_modules import compile_modules
 from adaptra.graph.effects.generators import generators_kept
 from adaptra.graph.effects.plain_tensors import copy_of, kept_with_values
 from adaptra.graph.inner_compiler import EAGER, prepare
+from adaptra.graph.modes import as_for_training
 from adaptra.graph.ops.autocast import refuse_autocast
 from adaptra.graph.ops.weighted_loss import WeightedLoss
 from adaptra.program.placement import is_straight, stages_of
@@ -208,6 +209,7 @@ def _loss_of(request: CompileArguments, reduction: Reduction) -> Callable[..., A
     return WeightedLoss(request.loss) if reduction is Reduction.WEIGHTED else request.loss
 
 
+@as_for_training()
 def _check_mean(
     request: CompileArguments,
     planned: PlannedPipeline,

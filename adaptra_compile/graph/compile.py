@@ -19,6 +19,7 @@ from adaptra.graph.capture.eager_ops import EagerOp
 from adaptra.graph.capture.op_signature import Signature, sum_of
 from adaptra.graph.capture.ops_comparison import OpsDifference, compare_ops
 from adaptra.graph.microbatch import Microbatch
+from adaptra.graph.modes import as_for_training
 from adaptra.graph.ops.checkpoints import region_of
 from adaptra.graph.ops.specs import tensor_bytes
 from adaptra.graph.partition.analyze import Analysis
@@ -251,6 +252,7 @@ class Captured:
         return CompiledStages.of(names, holders, train, evaluation, self.formats, cut_points, self)
 
 
+@as_for_training()
 def compile_stages(
     model: nn.Module,
     args: tuple[Any, ...],

@@ -19,6 +19,7 @@ from adaptra.graph.capture.collectives import refusing_collectives
 from adaptra.graph.compile import CompiledStages
 from adaptra.graph.effects.plain_tensors import refuse_trained
 from adaptra.graph.effects.snapshot import Snapshot
+from adaptra.graph.modes import as_for_training
 from adaptra.graph.ops.layout import Layout
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.graph.ops.work import CountWork
@@ -28,6 +29,7 @@ from adaptra.graph.stages.stages import Flops, Peaks
 from adaptra.simulation.cut_points import CutPoint, CutPoints
 
 
+@as_for_training()
 def compile_modules(
     modules: nn.ModuleList,
     args: tuple[Any, ...],

@@ -16,11 +16,13 @@ from adaptra.graph.backward.differentiate import evaluate
 from adaptra.graph.capture.batch import LossFunction
 from adaptra.graph.compile import CompiledStages
 from adaptra.graph.microbatch import Microbatch
+from adaptra.graph.modes import as_for_training
 from adaptra.graph.partition.partition import Piece, align, find_cuts, pieces, state_uses
 from adaptra.progress import Progress, log_progress
 from adaptra.simulation.cut_points import positions_of
 
 
+@as_for_training()
 def compile_evaluation(
     model: nn.Module,
     args: tuple[Any, ...],

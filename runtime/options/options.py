@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from adaptra.known_keywords import known_keywords
 from adaptra.runtime.options.injection_options import InjectionOptions
 from adaptra.runtime.options.planning_options import PlanningOptions
 from adaptra.runtime.options.recording_options import RecordingOptions
@@ -15,6 +16,7 @@ GROUPS: Final = (PlanningOptions, StageOptions, TransportOptions, InjectionOptio
 """The groups of fields. A part of the product takes the group that it needs."""
 
 
+@known_keywords
 @dataclass(frozen=True, kw_only=True)
 class Options(RecordingOptions, InjectionOptions, TransportOptions, StageOptions, PlanningOptions):
     """Options of a pipeline's runtime: the fields of all groups, as in ``adaptra.Options(seed=1, delegate=True)``.

@@ -9,9 +9,11 @@ import torch
 
 from adaptra.checks import is_whole, require_word
 from adaptra.errors import OptionError
+from adaptra.known_keywords import known_keywords
 from adaptra.runtime.data_parallel.collectives.rounds import ALGORITHMS
 
 
+@known_keywords
 @dataclass(frozen=True, kw_only=True)
 class Reduce:
     """How gradients and losses are added over replicas, see :mod:`adaptra.runtime.data_parallel.collectives.fold`.

@@ -9,10 +9,12 @@ from typing import Any
 
 from adaptra.checks import is_whole
 from adaptra.errors import OptionError
+from adaptra.known_keywords import known_keywords
 from adaptra.runtime.telemetry.records import TimestampedRecord
 from adaptra.runtime.telemetry.tensorboard import ScalarWriter
 
 
+@known_keywords
 @dataclass(frozen=True, slots=True)
 class Telemetry:
     """Receivers of a run's records, besides Python's logging, which always gets them: ``docs/telemetry.md``.

@@ -256,7 +256,7 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ),
     (
         "the model returned …: without loss= the model must return a scalar loss, or a dict, tuple or dataclass whose first "
-        "element or .loss is the scalar loss",
+        "element or .loss is the scalar loss; is loss= missing?",
         example(loss=None, example_inputs=X),
     ),
     (

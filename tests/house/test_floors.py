@@ -13,7 +13,7 @@ from pathlib import Path
 from paths import ROOT, TESTS
 
 FLOORS = """
-    errors checks sizes progress moved renamed json_files unlike_numbers
+    errors checks sizes progress moved renamed known_keywords json_files unlike_numbers
     program simulation equations
     graph.ops graph.effects graph.capture graph.partition graph.stages graph.backward graph
     passes planning planning.replicas

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from adaptra.checks import is_list_of, require_count, require_word
 from adaptra.errors import LaunchError, OptionError
@@ -104,6 +105,18 @@ class CompileArguments:
                 f"model: a {type(given).__name__}: expected a torch.nn.Module, or a list of them, one for every stage"
             )
         modules = self.stage_modules
+        lazy = [name for name, one in self.whole_model.named_parameters() if is_lazy(one)]
+        if lazy:
+            raise OptionError(
+                f"model: {lazy[0]} is lazy, and has no shape yet: expected one with values; call the model with a batch before "
+                "adaptra.compile"
+            )
+        inferred = [name for name, one in self.whole_model.named_parameters() if one.is_inference()]
+        if inferred:
+            raise OptionError(
+                f"model: {inferred[0]} was made within torch.inference_mode(), and can't be trained: expected a model that is "
+                "made outside of it"
+            )
         refuse_wrapped(self.whole_model, stages_as_given=modules is not None)
         if modules is None:
             return

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 from torch import nn
 
-from adaptra.errors import OptionError
+from adaptra.errors import BatchError, OptionError
 from adaptra.graph.capture.containers import Opened, opened
 
 Outputs = bool | Literal["all"]
@@ -24,7 +24,8 @@ class StepArguments:
     """
 
     def __init__(self, model: nn.Module, *, returns_loss: bool) -> None:
-        self._names: Final = frozenset(inspect.signature(model.forward).parameters)
+        self._signature: Final = inspect.signature(model.forward)
+        self._names: Final = frozenset(self._signature.parameters)
         self.returns_loss: Final = returns_loss
 
     def resolve(self, inputs: Any, targets: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
@@ -50,10 +51,21 @@ class StepArguments:
         return positional["inputs"], positional["targets"], by_name
 
     def positional(self, inputs: Any, targets: Any) -> tuple[tuple[Any, ...], Any]:
-        """Return the model's positional arguments and the loss's targets."""
+        """Return the model's positional arguments and the loss's targets.
+
+        Raises:
+            BatchError: Targets are given without ``loss=``, and the model has no argument for them.
+        """
         is_several = isinstance(inputs, tuple) and not isinstance(inputs, Opened)
         args = inputs if is_several else () if inputs is None else (inputs,)
         if self.returns_loss and targets is not None:
+            try:
+                self._signature.bind_partial(*args, targets)
+            except TypeError:
+                raise BatchError(
+                    f"targets: without loss= they are the last positional argument of forward{self._signature}: expected one "
+                    "for them; is loss= missing?"
+                ) from None
             return (*args, targets), None
         return args, targets
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
+from adaptra.errors import PipelineError
 from adaptra.frontend.module_like.never_wrapped import PREPARED, refuse_wrapping
 
 
 class NotAModule:
     """Refuses a module's methods that a pipeline does not have, such as those that ``get_model_state_dict`` calls first."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be saved or copied.
+
+        Raises:
+            PipelineError: Always. The text says what to save.
+        """
+        raise PipelineError(
+            f"a {type(self).__name__} can't be pickled or copied, as it has threads and connections: expected "
+            "pipe.full_state_dict() to be saved, or adaptra.TrainingState with the optimizer"
+        )
 
     if not TYPE_CHECKING:  # else the type checker would accept every attribute
 

@@ -282,9 +282,8 @@ def find_loss(outputs: Any) -> Tensor:
     if isinstance(found, Tensor) and found.dim() == 0 and found.is_floating_point():
         return found
     raise CaptureError(
-        f"the model returned {_describe(outputs)}: without loss= the model must return a scalar loss, or a dict, tuple "
-        "or dataclass "
-        "whose first element or .loss is the scalar loss"
+        f"the model returned {_describe(outputs)}: without loss= the model must return a scalar loss, or a dict, tuple or "
+        "dataclass whose first element or .loss is the scalar loss; is loss= missing?"
     )
 
 

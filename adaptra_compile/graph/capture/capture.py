@@ -328,7 +328,12 @@ def _flat_graph(
             case InputKind.USER_INPUT:
                 users.append(node)
             case _:
-                raise CaptureError(f"{target}: the model keeps a {spec.kind.name.lower()}: expected tensors only")
+                kept = type(exported.constants.get(target)).__name__
+                what = f"{kept}, as of generator=" if kept == "Generator" else spec.kind.name.lower()
+                raise CaptureError(
+                    f"{target}: the model keeps a {what}: expected tensors only; random ops draw by the seed, step and "
+                    "microbatch without a generator"
+                )
     _forget_reads(graph)
     copy_what_changes(graph, users)
     read_before_replaced(graph, state)
