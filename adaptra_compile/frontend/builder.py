@@ -50,6 +50,7 @@ from adaptra.runtime.worker.loss_reduction import UNEQUAL, Reduction, refuse_num
 logger = logging.getLogger(__name__)
 
 
+@as_for_training()
 def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any]) -> Session:
     """Compile a model for batches like this one and start its workers.
 
@@ -209,7 +210,6 @@ def _loss_of(request: CompileArguments, reduction: Reduction) -> Callable[..., A
     return WeightedLoss(request.loss) if reduction is Reduction.WEIGHTED else request.loss
 
 
-@as_for_training()
 def _check_mean(
     request: CompileArguments,
     planned: PlannedPipeline,

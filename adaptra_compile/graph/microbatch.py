@@ -56,7 +56,11 @@ class Microbatch:
         """
         names = state_names(model)
         inputs, wanted = InputFormat(model, args, kwargs), TargetFormat(targets)
-        flat_inputs, flat_targets = tuple(inputs.flatten(args, kwargs)), tuple(wanted.flatten(targets))
+        flat_inputs, flat_targets = (
+            # A batch that was made for inference can't be captured with what is trained; its copy can.
+            tuple(one.clone() if one.is_inference() else one for one in flat)
+            for flat in (inputs.flatten(args, kwargs), wanted.flatten(targets))
+        )
         return Microbatch(model, loss, with_loss, names, inputs, wanted, flat_inputs, flat_targets, fake_mode())
 
     def captured(self, *, evaluation: bool, changed: frozenset[str]) -> tuple[FlatGraph, Analysis, OutputFormat]:
