@@ -165,12 +165,12 @@ class Following:
                 "the model or its loss changes with every step, and each change compiles anew: make the value a buffer or a "
                 "tensor that is changed in place, such as self.beta.fill_(value), which is followed at no cost"
             )
-        self._held = ()
+        device, self._held = self._device, ()
         model = self._watch.model()
         if model is None:
             return recompile
         self._watch.accept()
-        self._skeleton = None if recompile is None else Recompile.of(model, self._loss, self._empty_on)
+        self._skeleton = None if recompile is None else Recompile.of(model, self._loss, device)
         return self._skeleton
 
     def keep_skeleton(self, recompile: Recompile | None) -> None:
