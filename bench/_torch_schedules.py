@@ -20,6 +20,12 @@ CHUNKS = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 
 """Their names, and how many stages each has on a rank."""
 
 
+def stages_of(name: str, rank: int, ranks: int) -> list[int]:
+    """Return the stages of a rank under a schedule: a V's two arms for ZBVZeroBubble, else every ``ranks``-th."""
+    count = ranks * CHUNKS[name]
+    return [rank, count - 1 - rank] if name == "ZBVZeroBubble" else list(range(rank, count, ranks))
+
+
 class _TakesLong(torch.autograd.Function):
     """The identity, whose backward takes ``seconds``."""
 
@@ -62,7 +68,7 @@ class TorchSchedule:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         chunks = CHUNKS[name]
         count = ranks * chunks
-        mine = [rank, count - 1 - rank] if name == "ZBVZeroBubble" else [rank + chunk * ranks for chunk in range(chunks)]
+        mine = stages_of(name, rank, ranks)
         torch.manual_seed(0)
         stages = [
             PipelineStage(EmulatedStage(seconds / chunks, index == 0), index, count, torch.device("cpu")) for index in mine
