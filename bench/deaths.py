@@ -155,8 +155,11 @@ def train_on_host(rank: int, seed: int, limit: float) -> dict[str, Any]:
             if other != rank:
                 linked_hosts.change_links(os.environ[linked_hosts.CONTROL], f"{rank}-{other} down")
         found["began"] = time.monotonic()
-    if theirs.poll(episode.after + limit) and isinstance(told := theirs.recv(), Told):
-        found["told"] = asdict(told)
+    until = time.monotonic() + limit + (0.0 if "began" in found else episode.after)
+    for name in ("told", "closed"):
+        if theirs.poll(until - time.monotonic()):
+            said = theirs.recv()
+            found[name] = asdict(said) if isinstance(said, Told) else said
     return found
 
 
@@ -166,7 +169,7 @@ def run_on_hosts(seed: int, limit: float) -> tuple[float, dict[int, Told], list[
         found = hosts.call(train_on_host, seed, limit, timeout=_START_SECONDS + 2 * limit)
     began = next(one["began"] for one in found if "began" in one)
     told = {rank: Told(**one["told"]) for rank, one in enumerate(found) if "told" in one}
-    return began, told, [rank for rank, one in enumerate(found) if "told" not in one]
+    return began, told, [rank for rank, one in enumerate(found) if "closed" not in one]
 
 
 def run(episode: Episode, limit: float) -> tuple[float, dict[int, Told], list[int]]:
